@@ -1,0 +1,67 @@
+"""Which machine this is, and how fast it multiplies matrices."""
+
+import os
+import platform
+import statistics
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from benchmarks.records import Machine
+
+_MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+_MATMUL_REPEATS = 5
+
+
+def describe_machine(device: torch.device) -> Machine:
+    return Machine(
+        processor=_processor_name(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=_version_of("transformers"),
+    )
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of one large ``torch.mm`` on random data: the median of a few, after one warm-up."""
+    size = _MATMUL_SIZE[device.type]
+    left = torch.randn(size, size, dtype=dtype, device=device)
+    right = torch.randn(size, size, dtype=dtype, device=device)
+    out = torch.empty_like(left)
+    seconds = [_time_matmul(left, right, out) for _ in range(1 + _MATMUL_REPEATS)]
+    return float(2 * size**3 / statistics.median(seconds[1:]))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a wall clock sees its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _time_matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
+    synchronize(left.device)
+    started = time.perf_counter()
+    torch.mm(left, right, out=out)
+    synchronize(left.device)
+    return time.perf_counter() - started
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

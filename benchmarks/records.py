@@ -1,0 +1,132 @@
+"""What is measured (Job) and what came out (Row), as frozen records that go to JSON and back."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """T = batch * sequence tokens, H hidden, F width, E experts, K top_k, N = T * K routed rows."""
+
+    batch: int
+    sequence: int
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    layers: int = 1
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    vocab: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def routed_rows(self) -> int:
+        return self.tokens * self.top_k
+
+    def __str__(self) -> str:
+        text = f"T={self.tokens} H={self.hidden} F={self.width} E={self.experts} K={self.top_k}"
+        return text if self.layers == 1 else f"{self.layers} layers, {self.batch}x{self.sequence}, {text}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One workload under one peer: what a worker process is told."""
+
+    suite: str
+    workload: str  # "layer", "model" or "gradients"
+    peer: str
+    sizes: Sizes
+    dtype: str
+    device: str
+    seed: int
+    steps: int
+    source: str = ""  # digest of memfine_fx where the peer runs it: a changed compiler is another job
+
+    @property
+    def key(self) -> str:
+        """Equal for equal jobs, in every process."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def table(self) -> str:
+        """Jobs with the same title are compared in one table."""
+        return f"{self.suite}: {self.workload}, {self.sizes}, {self.dtype} on {self.device}"
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Job":
+        return cls(**{**fields, "sizes": Sizes(**fields["sizes"])})
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a row comes from."""
+
+    processor: str
+    cores: int
+    threads: int
+    device: str
+    python: str
+    torch: str
+    transformers: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One worker's figures. Bytes are beyond what existed before the step, as each field says."""
+
+    step_seconds: tuple[float, ...]
+    compile_seconds: float  # warm-up steps beyond their usual time
+    cold: bool  # the compile cache was empty
+    peak_bytes: int  # beyond parameters and gradients; gradients exist already and are accumulated into
+    fresh_peak_bytes: int  # the same, where the step makes the gradients (set_to_none), their bytes taken off
+    resting_bytes: int
+    allocated_bytes: int | None  # CUDA: all of the process, at the peak
+    reserved_bytes: int | None  # CUDA: what the caching allocator held of the device
+    value: float  # loss, or the output's product with a fixed probe
+    gradient_norm: float
+    gradient_checksum: float
+    gradient_error: float | None  # largest relative error of a tensor against fp32, where measured
+    matmul_flops_per_second: float
+    graphs: int
+    recompilations: int | None  # in five further shapes, where measured
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Measurement":
+        return cls(**{**fields, "step_seconds": tuple(fields["step_seconds"])})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finished job of one round: a measurement, or what went wrong."""
+
+    job: Job
+    round: int
+    machine: Machine | None = None
+    measurement: Measurement | None = None
+    error: str | None = None
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        text = (self.error or "").lower()
+        return any(sign in text for sign in ("out of memory", "outofmemory", "can't allocate", "signal 9"))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Row":
+        fields = json.loads(text)
+        return cls(
+            job=Job.from_dict(fields["job"]),
+            round=fields["round"],
+            machine=Machine(**fields["machine"]) if fields["machine"] else None,
+            measurement=Measurement.from_dict(fields["measurement"]) if fields["measurement"] else None,
+            error=fields["error"],
+        )

@@ -1,0 +1,183 @@
+"""Rows to readable tables: medians over rounds, ratios against named baselines, checks against a baseline."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.flops import expert_flops
+from benchmarks.peers import PEERS_OF
+from benchmarks.records import Job, Measurement, Row
+
+MIB = 2**20
+BASELINES = ("eager", "compile")
+# Against the first baseline that has figures. Losses and outputs must agree; in bfloat16 a checksum
+# of gradients carries the rounding of every tensor.
+VALUE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
+_ERROR_CHARACTERS = 110
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All rounds of one job."""
+
+    job: Job
+    last: Measurement
+    step_seconds: float  # median over rounds of each round's median
+    step_seconds_min: float
+    step_seconds_max: float
+    peak_bytes: int
+    cold_compile_seconds: float | None
+    matmul_flops_per_second: float
+
+
+def summarise(rows: Sequence[Row]) -> Summary | None:
+    """None where no round of the job has figures."""
+    found = [row.measurement for row in rows if row.measurement is not None]
+    if not found:
+        return None
+    every_step = [seconds for measurement in found for seconds in measurement.step_seconds]
+    cold = [measurement.compile_seconds for measurement in found if measurement.cold]
+    return Summary(
+        job=rows[0].job,
+        last=found[-1],
+        step_seconds=statistics.median(statistics.median(one.step_seconds) for one in found),
+        step_seconds_min=min(every_step),
+        step_seconds_max=max(every_step),
+        peak_bytes=max(one.peak_bytes for one in found),
+        cold_compile_seconds=cold[0] if cold else None,
+        matmul_flops_per_second=statistics.median(one.matmul_flops_per_second for one in found),
+    )
+
+
+def format_tables(rows: Sequence[Row]) -> str:
+    """One table per workload and sizes, in the order of the rows."""
+    titles = list(dict.fromkeys(row.job.table for row in rows))
+    tables = [_format_table(title, [row for row in rows if row.job.table == title]) for title in titles]
+    return "\n\n".join([*tables, *_machine_lines(rows)])
+
+
+def _format_table(title: str, rows: Sequence[Row]) -> str:
+    keys = list(dict.fromkeys(row.job.key for row in rows))
+    by_key = {key: [row for row in rows if row.job.key == key] for key in keys}
+    summaries = {key: summarise(by_key[key]) for key in keys}
+    present = [summary for summary in summaries.values() if summary is not None]
+    baselines = {one.job.peer: one for one in present if one.job.peer in BASELINES}
+    reference = next((baselines[name] for name in BASELINES if name in baselines), next(iter(present), None))
+    lines = [_header(rows[0].job)]
+    failures: list[str] = []
+    for key in keys:
+        summary = summaries[key]
+        if summary is None or reference is None:
+            failures.append(_failure_line(by_key[key][-1]))
+        else:
+            lines.append(_cells(summary, baselines, reference))
+    return "\n".join([title, align(lines), *failures])
+
+
+def _header(job: Job) -> list[str]:
+    ratios = [f"{what}/{baseline}" for baseline in BASELINES for what in ("peak", "time")]
+    shared = ["peer", "peak MiB", "fresh MiB", "step s", "min-max s", *ratios, "compile s"]
+    return [*shared, *_extra_header(job), "check"]
+
+
+def _extra_header(job: Job) -> list[str]:
+    cuda = ["allocated MiB", "reserved MiB"] if job.device == "cuda" else []
+    own = {
+        "layer": ["of matmul"],
+        "model": ["loss", "graphs", "recompiled"],
+        "gradients": ["gradient error"],
+    }
+    return [*cuda, *own[job.workload]]
+
+
+def _cells(summary: Summary, baselines: dict[str, Summary], reference: Summary) -> list[str]:
+    ratios = []
+    for name in BASELINES:
+        baseline = baselines.get(name)
+        ratios += ["-", "-"] if baseline is None else _ratios(summary, baseline)
+    cold = summary.cold_compile_seconds
+    is_compiled = PEERS_OF[summary.job.workload][summary.job.peer].is_compiled
+    return [
+        summary.job.peer,
+        f"{summary.peak_bytes / MIB:.1f}",
+        f"{summary.last.fresh_peak_bytes / MIB:.1f}",
+        f"{summary.step_seconds:.4g}",
+        f"{summary.step_seconds_min:.4g}-{summary.step_seconds_max:.4g}",
+        *ratios,
+        f"{cold:.1f}" if cold is not None and is_compiled else "-",
+        *_extra_cells(summary),
+        check(summary, reference),
+    ]
+
+
+def _ratios(summary: Summary, baseline: Summary) -> list[str]:
+    peak = summary.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else float("nan")
+    return [f"{peak:.2f}", f"{summary.step_seconds / baseline.step_seconds:.2f}"]
+
+
+def _extra_cells(summary: Summary) -> list[str]:
+    job, last = summary.job, summary.last
+    cuda = (
+        [f"{(number or 0) / MIB:.0f}" for number in (last.allocated_bytes, last.reserved_bytes)]
+        if job.device == "cuda"
+        else []
+    )
+    if job.workload == "layer":
+        return [*cuda, f"{fraction_of_matmul_rate(summary):.0%}"]
+    if job.workload == "model":
+        again = "-" if last.recompilations is None else str(last.recompilations)
+        return [*cuda, f"{last.value:.6f}", str(last.graphs), again]
+    return [*cuda, "-" if last.gradient_error is None else f"{last.gradient_error:.2e}"]
+
+
+def fraction_of_matmul_rate(summary: Summary) -> float:
+    """Operations executed per second, as a share of one large matrix product's on the same machine."""
+    recompute = PEERS_OF[summary.job.workload][summary.job.peer].recompute
+    rate = expert_flops(summary.job.sizes, recompute) / summary.step_seconds
+    return rate / summary.matmul_flops_per_second
+
+
+def check(summary: Summary, reference: Summary) -> str:
+    """ "ok", or what differs from the reference peer and by how much."""
+    dtype = summary.job.dtype
+    faults = []
+    value = _difference(summary.last.value, reference.last.value)
+    if not value <= VALUE_TOLERANCE[dtype]:
+        faults.append(f"VALUE DIFFERS {value:.1e}")
+    gradients = max(
+        _difference(summary.last.gradient_checksum, reference.last.gradient_checksum),
+        abs(summary.last.gradient_norm / reference.last.gradient_norm - 1),
+    )
+    if not gradients <= GRADIENT_TOLERANCE[dtype]:
+        faults.append(f"GRADIENTS DIFFER {gradients:.1e}")
+    return ", ".join(faults) or "ok"
+
+
+def _difference(found: float, expected: float) -> float:
+    # Checksums are of order one and may be near zero; losses are larger, and compared relatively.
+    return abs(found - expected) / max(1.0, abs(expected))
+
+
+def _failure_line(row: Row) -> str:
+    word = "OUT OF MEMORY" if row.is_out_of_memory else "FAILED"
+    return f"{row.job.peer}: {word}: {(row.error or '')[:_ERROR_CHARACTERS]}"
+
+
+def _machine_lines(rows: Sequence[Row]) -> list[str]:
+    machines = dict.fromkeys(row.machine for row in rows if row.machine is not None)
+    return [
+        f"{one.processor}, {one.cores} cores, {one.threads} threads, {one.device}; python {one.python}, "
+        f"torch {one.torch}, transformers {one.transformers}"
+        for one in machines
+    ]
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their longest cell, the first one to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

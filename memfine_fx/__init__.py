@@ -1,0 +1,33 @@
+"""memfine_fx: train Mixture-of-Experts models in chunked, recomputing expert loops.
+
+    import memfine_fx
+    memfine_fx.optimize(model, memory_budget="20GiB")
+
+finds the MoE regions of an unmodified model, rewrites them into chunked loops with recomputation, sizes the
+chunks from a symbolic memory model, and compiles with Inductor (MemFine, arXiv 2511.21431).
+"""
+
+from memfine_fx.api import explain, optimize, report
+from memfine_fx.config import Config
+from memfine_fx.errors import BudgetInfeasible, CannotChunk, ConfigError, DoubleBackwardError, MemfineError
+from memfine_fx.registration import register_backend as _register_backend
+from memfine_fx.report import RegionReport, Report
+
+__all__ = [
+    "BudgetInfeasible",
+    "CannotChunk",
+    "Config",
+    "ConfigError",
+    "DoubleBackwardError",
+    "MemfineError",
+    "RegionReport",
+    "Report",
+    "__version__",
+    "explain",
+    "optimize",
+    "report",
+]
+
+__version__ = "0.1.0"
+
+_register_backend()

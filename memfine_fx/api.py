@@ -1,0 +1,203 @@
+"""`optimize`, `explain`, `report`: thin; the pipeline is in `backend`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from memfine_fx.config import Config, InnerBackend, MemoryBudget
+from memfine_fx.errors import ConfigError, MemfineError
+from memfine_fx.report import Report
+from memfine_fx.session import LoweredRegion, Session, open_session, sessions
+
+__all__ = ["explain", "optimize", "report"]
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+_sessions_by_model: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
+
+
+def optimize(
+    model: ModuleT,
+    *,
+    memory_budget: MemoryBudget = None,
+    inner_backend: InnerBackend = "inductor",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    config: Config | None = None,
+) -> ModuleT:
+    """Compile an MoE model in place so that its experts train chunk by chunk, recomputing in backward.
+
+    The type, parameters, `state_dict` keys and methods of the model stay as they were.
+
+    Args:
+        model: any `nn.Module`; nothing in it needs to know of memfine_fx.
+        memory_budget: peak bytes of a training step on this device: None (automatic), "20GiB", an int of
+            bytes, or a float in (0, 1] of the device's memory.
+        inner_backend: "inductor", or "aot_eager" / "eager" for debugging.
+        fullgraph: as in `torch.compile`.
+        dynamic: as in `torch.compile`.
+        config: further options; `memory_budget` and `inner_backend` given here override its fields.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: an argument is malformed.
+        BudgetInfeasible: at the first step, when no plan fits; names the smallest budget that would.
+
+    Source: MemFine (arXiv 2511.21431); the rows axis is described in docs/design.md.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"optimize expects a torch.nn.Module, got {type(model).__name__}")
+    chosen = _merged(config, memory_budget, inner_backend)
+    session = open_session(chosen)
+    _sessions_by_model[model] = session
+    model.compile(backend=_backend_of(session), fullgraph=fullgraph, dynamic=dynamic)
+    _warn_after_first_call(model, session)
+    return model
+
+
+def explain(
+    model: torch.nn.Module, *args: Any, measure: bool = False, config: Config | None = None, **kwargs: Any
+) -> Report:
+    """What memfine_fx finds in one call of a model, what it would choose, what it refuses and why.
+
+    The model itself is neither compiled nor changed.
+
+    Args:
+        model: any `nn.Module`, optimized or not.
+        *args, **kwargs: one call's inputs.
+        measure: also run one optimized forward and backward and measure its peak bytes.
+        config: options to explain under.
+
+    Returns:
+        The report; `str(report)` and `report.to_json()`.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"explain expects a torch.nn.Module, got {type(model).__name__}")
+    session = open_session(config or Config(), is_dry=not measure)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, backend=_backend_of(session), dynamic=True)
+    if not measure:
+        with torch.no_grad() if not torch.is_grad_enabled() else torch.enable_grad():
+            compiled(*args, **kwargs)
+        _plan_dry_run(session, args, kwargs)
+        torch._dynamo.reset()
+        return session.report()
+    measured = _measured_step(model, functools.partial(compiled, *args, **kwargs))
+    torch._dynamo.reset()
+    return session.report(measured)
+
+
+def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
+    """The report of a model that was optimized (or compiled with backend="memfine") and has run.
+
+    Raises:
+        MemfineError: memfine_fx has compiled nothing of this model.
+    """
+    if isinstance(model, torch.nn.Module) and model in _sessions_by_model:
+        return _sessions_by_model[model].report()
+    storages = (
+        {p.untyped_storage().data_ptr() for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
+    )
+    for session in reversed(sessions()):
+        if any(_belongs(outcome, storages) for outcome in session.outcomes):
+            return _restricted(session, storages).report()
+    raise MemfineError(
+        "nothing of this model has been compiled by memfine_fx: call memfine_fx.optimize(model) or "
+        "torch.compile(model, backend='memfine') and run one step first"
+    )
+
+
+def _merged(config: Config | None, memory_budget: MemoryBudget, inner_backend: InnerBackend) -> Config:
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(f"config must be a memfine_fx.Config, got {type(config).__name__}")
+    base = config or Config()
+    changes: dict[str, Any] = {}
+    if memory_budget is not None:
+        changes["memory_budget"] = memory_budget
+    if inner_backend != "inductor":
+        changes["inner_backend"] = inner_backend
+    return dataclasses.replace(base, **changes)
+
+
+def _backend_of(session: Session) -> Callable[..., Any]:
+    def memfine(graph_module: Any, example_inputs: Any, **_: Any) -> Callable[..., Any]:
+        from memfine_fx.entry import compile_in_session
+
+        return compile_in_session(graph_module, example_inputs, session)
+
+    return memfine
+
+
+def _warn_after_first_call(model: torch.nn.Module, session: Session) -> None:
+    compiled = model._compiled_call_impl
+    assert compiled is not None
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = compiled(*args, **kwargs)
+        if not session.has_warned and not session.report().num_chunked:
+            from memfine_fx.backend import warn_without_regions
+
+            warn_without_regions(session)
+        return result
+
+    model._compiled_call_impl = call
+
+
+def _belongs(outcome: object, storages: set[int]) -> bool:
+    return isinstance(outcome, LoweredRegion) and bool(storages & set(outcome.live.param_storages))
+
+
+def _restricted(session: Session, storages: set[int]) -> Session:
+    """The session with only the outcomes of one model (several may share it)."""
+    kept = [o for o in session.outcomes if not isinstance(o, LoweredRegion) or _belongs(o, storages)]
+    return dataclasses.replace(session, outcomes=kept)
+
+
+def _plan_dry_run(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Plans for the sizes of this call, where the capture knows T."""
+    for outcome in session.outcomes:
+        if isinstance(outcome, LoweredRegion):
+            hint = outcome.num_tokens_hint
+            if hint is not None:
+                outcome.live.plan, outcome.live.num_tokens = outcome.live.plan_for(hint), hint
+
+
+def _measured_step(model: torch.nn.Module, call: Callable[[], Any]) -> int:
+    from memfine_fx.memory.measure import trace_memory
+
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def step() -> None:
+        loss = _scalar_of(call())
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+
+    gradients = {p: p.grad for p in model.parameters()}
+    step()
+    for parameter in gradients:
+        parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter)
+    peak = trace_memory(step, device).peak_bytes
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+    return peak
+
+
+def _scalar_of(output: Any) -> torch.Tensor:
+    """A scalar to differentiate: the loss where there is one, else the sum of the first tensor."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    if not leaves:
+        warnings.warn("the model returned no tensor; only its forward was measured", stacklevel=3)
+        return torch.zeros(())
+    return leaves[0].float().sum()

@@ -1,0 +1,258 @@
+"""The pipeline: capture -> find -> raise -> plan -> lower -> compile, as one readable function.
+
+Dynamo hands over one torch-level graph at a time, with symbolic shapes; bodies of higher-order ops (gradient
+checkpointing) are graphs of their own inside it. Each stage returns records; a refusal at any stage leaves
+that region as the user wrote it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.config import Config, dump_folder, parse_budget
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.bodies import ExpertBodies, bodies_for
+from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.find import find_candidates
+from memfine_fx.passes.lift import can_lift
+from memfine_fx.passes.lower import insert_identity, lower_region, save_routing_in_checkpoint
+from memfine_fx.passes.raising import raise_region
+from memfine_fx.passes.tracing import TensorSpec
+from memfine_fx.planner import RegionBytes, plan_region
+from memfine_fx.records import ChunkPlan, MoERegion, Refusal
+from memfine_fx.runtime.loop import accumulator_dtype
+from memfine_fx.runtime.store import LiveRegion, register
+from memfine_fx.session import LoweredRegion, Session, next_site
+
+__all__ = ["compile_graph", "warn_without_regions"]
+
+log = logging.getLogger(__name__)
+
+
+def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[..., Any]:
+    """Compile one captured graph.
+
+    Args:
+        graph_module: from Dynamo; rewritten in place where regions are raised, untouched elsewhere.
+        example_inputs: its fake inputs.
+        session: collects what was found, chosen and refused.
+
+    Returns:
+        A callable with the graph's signature.
+    """
+    session.num_graphs += 1
+    session.static_bytes = max(session.static_bytes, _static_bytes(graph_module))
+    for body in _graphs_of(graph_module):
+        for candidate in find_candidates(body):
+            if isinstance(candidate, Refusal):
+                session.outcomes.append(candidate)
+                continue
+            try:
+                region = raise_region(candidate)
+                live = _plan(region, session)
+                _lower(body, region, live, session)
+                session.outcomes.append(LoweredRegion(region, live, _num_tokens_hint(region)))
+            except CannotChunk as refusal:
+                session.outcomes.append(Refusal(candidate.where, refusal.reason, refusal.node))
+    _log_outcomes(session)
+    return _compile(graph_module, example_inputs, session)
+
+
+def _graphs_of(graph_module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The graph and every higher-order-op body in it."""
+    for _, module in graph_module.named_modules():
+        if isinstance(module, fx.GraphModule):
+            yield module
+
+
+def _plan(region: MoERegion, session: Session) -> LiveRegion:
+    """Bodies of a region, and how its plan will be chosen once T is known."""
+    config = session.config
+    specs = _argument_specs(region)
+    takes_group = specs[0].device.type == "cuda" and config.axis == "rows" and can_lift(region.expert_fn, specs)
+    bodies = bodies_for(
+        region.expert_fn,
+        specs,
+        folds_weight=config.fold_weight,
+        takes_group=takes_group,
+        inner=config.inner_backend,
+    )
+    output = _tensor(region.cut.exit)
+    region_bytes = _region_bytes(region, bodies, output)
+    live = LiveRegion(
+        site=next_site(bodies.key),
+        bodies=bodies,
+        num_experts=region.dims.num_experts,
+        top_k=region.dims.top_k,
+        out_dtype=output.dtype,
+        choose_plan=functools.partial(_choose_plan, region_bytes, session, output.device),
+    )
+    register(live)
+    return live
+
+
+def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: Session) -> None:
+    if session.is_dry:
+        return
+    if session.config.identity_rewrite:
+        insert_identity(body, region, f"memfine_identity_{live.site.replace('/', '_')}")
+        return
+    lower_region(body, region, live.site)
+    save_routing_in_checkpoint(body)
+
+
+def _choose_plan(region: RegionBytes, session: Session, device: torch.device, num_tokens: int) -> ChunkPlan:
+    config = session.config
+    budget = _budget_bytes(config, device)
+    return plan_region(
+        region,
+        num_tokens,
+        axis=config.axis,
+        rows_per_chunk=config.rows_per_chunk,
+        tokens_per_chunk=config.tokens_per_chunk,
+        budget_bytes=budget,
+        available_bytes=None if budget is None else budget - session.static_bytes,
+        min_rows=config.min_rows,
+    )
+
+
+def _budget_bytes(config: Config, device: torch.device) -> int | None:
+    """Bytes of the budget on this device; automatic means 0.9 of free CUDA memory, no limit on CPU."""
+    if device.type != "cuda":
+        return parse_budget(config.memory_budget, _host_bytes())
+    free, total = torch.cuda.mem_get_info(device)
+    if config.memory_budget is None:
+        return int(0.9 * (free + torch.cuda.memory_reserved(device)))
+    return parse_budget(config.memory_budget, total)
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _argument_specs(region: MoERegion) -> tuple[TensorSpec, ...]:
+    """Specs of the expert function's arguments: rows, weight if any, parameters of one expert."""
+    hidden = _tensor(region.hidden)
+    specs = [TensorSpec((int(hidden.shape[1]),), hidden.dtype, hidden.device, per_row=True)]
+    if region.routing_weight is not None:
+        weight = _tensor(region.routing_weight)
+        specs.append(TensorSpec((), weight.dtype, weight.device, per_row=True))
+    for node, kind in zip(region.params, region.expert_fn.param_kinds, strict=True):
+        param = _tensor(node)
+        skipped = 1 if kind == "expert" else 0
+        shape = tuple(int(size) for size in param.shape[skipped:])
+        stride = tuple(int(step) for step in param.stride()[skipped:])
+        specs.append(TensorSpec(shape, param.dtype, param.device, stride=stride))
+    return tuple(specs)
+
+
+def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor) -> RegionBytes:
+    hidden = _tensor(region.hidden)
+    params = [_tensor(node) for node in region.params]
+    wanted = (True, bodies.has_weight, *(param.requires_grad for param in params))
+    trained = [param for param in params if param.requires_grad]
+    is_low_precision = any(accumulator_dtype(param.dtype) is not param.dtype for param in trained)
+    weight = None if region.routing_weight is None else _tensor(region.routing_weight)
+    return RegionBytes(
+        top_k=region.dims.top_k,
+        num_experts=region.dims.num_experts,
+        hidden=region.dims.hidden,
+        out_width=bodies.out_width,
+        item_bytes=hidden.dtype.itemsize,
+        out_item_bytes=output.dtype.itemsize,
+        contribution_item_bytes=bodies.contribution_dtype.itemsize,
+        accumulator_item_bytes=accumulator_dtype(output.dtype).itemsize,
+        weight_item_bytes=0 if weight is None else weight.dtype.itemsize,
+        param_bytes=sum(_num_bytes(param) for param in trained),
+        staging_bytes=_staging_bytes(region, trained) if is_low_precision else 0,
+        forward_peak=bodies.forward().peak_bytes,
+        backward_peak=bodies.backward(wanted).peak_bytes,
+        takes_group=bodies.takes_group,
+        device_type=output.device.type,
+    )
+
+
+def _staging_bytes(region: MoERegion, trained: list[torch.Tensor]) -> int:
+    """fp32 staging of one split expert's gradients and the product being added."""
+    num_elements = sum(int(param.numel()) for param in trained) // region.dims.num_experts
+    largest = max(int(param.numel()) for param in trained) // region.dims.num_experts
+    return 4 * num_elements + 2 * largest
+
+
+def _static_bytes(graph_module: fx.GraphModule) -> int:
+    """Bytes of the graph's parameters, and of the gradients of those that want one."""
+    total = 0
+    for node in graph_module.graph.nodes:
+        value = node_value(node)
+        if node.op in ("placeholder", "get_attr") and isinstance(value, torch.nn.Parameter):
+            total += _num_bytes(value) * (2 if value.requires_grad else 1)
+    return total
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel()) * tensor.dtype.itemsize
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    value = node_value(node)
+    assert isinstance(value, torch.Tensor), f"{node} holds no tensor"
+    return value
+
+
+def _num_tokens_hint(region: MoERegion) -> int | None:
+    """T of the captured call: a number, or the hint of its symbol; None where it is data-dependent."""
+    num_tokens: Any = _tensor(region.expert_index).shape[0]
+    if isinstance(num_tokens, torch.SymInt):
+        return None if num_tokens.node.hint is None else int(num_tokens.node.hint)
+    return int(num_tokens)
+
+
+def _log_outcomes(session: Session) -> None:
+    lowered = [outcome for outcome in session.outcomes if isinstance(outcome, LoweredRegion)]
+    log.info("%d regions chunked, %d refused so far", len(lowered), len(session.outcomes) - len(lowered))
+
+
+def _compile(graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[..., Any]:
+    _dump(graph_module, session)
+    inner = session.config.inner_backend
+    if session.is_dry or inner == "eager":
+        return graph_module
+    if inner == "aot_eager":
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return aot_eager(graph_module, list(example_inputs))
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(graph_module, list(example_inputs))
+    return compiled  # type: ignore[no-any-return]  # compile_fx has many return types
+
+
+def warn_without_regions(session: Session) -> None:
+    """One clear warning when a compiled model holds no MoE region that was chunked."""
+    session.has_warned = True
+    report = session.report()
+    if report.num_chunked == 0:
+        reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
+        warnings.warn(
+            f"memfine_fx found nothing to chunk and compiled the model as plain {session.config.inner_backend}: {reasons}",
+            stacklevel=2,
+        )
+
+
+def _dump(graph_module: fx.GraphModule, session: Session) -> None:
+    folder = dump_folder()
+    if folder is None:
+        return
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f"graph_{session.num_graphs:03d}.py")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(graph_module.print_readable(print_output=False))

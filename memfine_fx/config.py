@@ -1,0 +1,150 @@
+"""Options of the compiler: one frozen record, checked where it is made.
+
+Environment variables are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from memfine_fx.errors import ConfigError
+
+__all__ = ["Axis", "Config", "InnerBackend", "MemoryBudget", "parse_budget"]
+
+Axis = Literal["rows", "tokens"]
+InnerBackend = Literal["inductor", "aot_eager", "eager"]
+MemoryBudget = int | float | str | None
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+_BUDGET_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?b|([kmgt]i?))?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How regions are chunked.
+
+    Args:
+        axis: "rows" walks the expert-sorted routed rows in chunks of at most `rows_per_chunk`;
+            "tokens" is the paper's FCDA (arXiv 2511.21431, section 3): token slices, each dispatched,
+            computed and combined in sequence and recomputed in backward.
+        rows_per_chunk: routed rows in one chunk, R. None lets the planner choose.
+        tokens_per_chunk: tokens in one slice of axis "tokens". None derives it from R and top-k.
+        fold_weight: move the routing weight before the last projection (saves its recomputation).
+        memory_budget: see `parse_budget`; bounds the peak bytes of a training step on one device.
+        inner_backend: what compiles the rewritten graph and the expert bodies.
+        min_rows: the planner never goes below this many rows a chunk; smaller expert GEMMs cost time
+            and no longer save memory.
+        identity_rewrite: outline and re-insert every region without chunking; the control that must
+            change nothing, used by tests and `verify`.
+    """
+
+    axis: Axis = "rows"
+    rows_per_chunk: int | None = None
+    tokens_per_chunk: int | None = None
+    fold_weight: bool = True
+    memory_budget: MemoryBudget = None
+    inner_backend: InnerBackend = "inductor"
+    min_rows: int = 64
+    identity_rewrite: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("axis", self.axis, get_args(Axis))
+        _check_choice("inner_backend", self.inner_backend, get_args(InnerBackend))
+        for name in ("rows_per_chunk", "tokens_per_chunk"):
+            _check_positive(name, getattr(self, name), optional=True)
+        _check_positive("min_rows", self.min_rows, optional=False)
+        for name in ("fold_weight", "identity_rewrite"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"Config.{name} must be a bool, got {getattr(self, name)!r}")
+        parse_budget(self.memory_budget)
+
+    @staticmethod
+    def from_options(options: Mapping[str, Any] | None) -> Config:
+        """The config of `torch.compile(..., backend="memfine", options=...)`.
+
+        A ready `Config` may be passed under the key "config"; the other keys override its fields.
+
+        Raises:
+            ConfigError: an unknown key or a malformed value.
+        """
+        fields = dict(options or {})
+        base = fields.pop("config", None) or Config()
+        if not isinstance(base, Config):
+            raise ConfigError(f"options['config'] must be a memfine_fx.Config, got {type(base).__name__}")
+        known = {field.name for field in dataclasses.fields(Config)}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r} for backend 'memfine'; known: {sorted(known)}")
+        return dataclasses.replace(base, **fields)
+
+
+def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int | None:
+    """Bytes of a memory budget in any of its forms.
+
+    Args:
+        budget: None, "20GiB" / "800MB" / "1.5G", an int of bytes, or a float in (0, 1] of the device.
+        device_bytes: memory of the device, for the float form; the float form is only checked without it.
+
+    Returns:
+        Bytes, or None where no limit was given (or a fraction cannot be resolved yet).
+
+    Raises:
+        ConfigError: the value has none of these forms.
+    """
+    accepted = "None, an int of bytes, a float in (0, 1] of device memory, or text such as '20GiB' or '800MB'"
+    if budget is None:
+        return None
+    if isinstance(budget, bool):
+        raise ConfigError(f"memory_budget={budget!r} is not a budget; expected {accepted}")
+    if isinstance(budget, int):
+        if budget <= 0:
+            raise ConfigError(f"memory_budget={budget!r} must be positive; expected {accepted}")
+        return budget
+    if isinstance(budget, float):
+        if not 0.0 < budget <= 1.0:
+            raise ConfigError(f"memory_budget={budget!r} is not a fraction in (0, 1]; expected {accepted}")
+        return None if device_bytes is None else int(budget * device_bytes)
+    if isinstance(budget, str):
+        match = _BUDGET_TEXT.fullmatch(budget)
+        num_bytes = 0 if match is None else _text_bytes(match)
+        if num_bytes <= 0:
+            raise ConfigError(f"memory_budget={budget!r} is not understood; expected {accepted}")
+        return num_bytes
+    raise ConfigError(f"memory_budget={budget!r} is not a budget; expected {accepted}")
+
+
+def dump_folder() -> str | None:
+    """Folder for numbered graph dumps (MEMFINE_DUMP), or None."""
+    return os.environ.get("MEMFINE_DUMP") or None
+
+
+def _text_bytes(match: re.Match[str]) -> int:
+    unit = (match.group(2) or match.group(3) or "").lower()
+    return int(float(match.group(1)) * _UNITS[unit])
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"Config.{name}={value!r} is unknown; expected one of {list(choices)}")
+
+
+def _check_positive(name: str, value: object, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"Config.{name}={value!r} must be a positive int")

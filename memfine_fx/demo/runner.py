@@ -1,0 +1,165 @@
+"""Run the demo: the same training three ways, then one table, one chart and a verdict.
+
+1. Train in each mode in a process of its own, with an empty compile cache, so that compile times are cold.
+2. Compare the losses step by step with those of plain ``torch.compile``.
+3. Write ``memfine_demo.png`` and ``memfine_demo.json``, print the table, and return 0 if the losses agree.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memfine_fx
+from memfine_fx.demo.chart import MIB, draw_memory
+from memfine_fx.demo.model import MissingPackage
+from memfine_fx.demo.progress import Progress, open_progress
+from memfine_fx.demo.training import MODES, QUICK_SIZES, DemoSizes, ModeResult
+
+# fp32 rounding differs between the modes' kernels, and AdamW's division feeds it back into every later step.
+RELATIVE_TOLERANCE = 1e-3
+_ERROR_LINES = 15
+
+
+class DemoFailed(RuntimeError):
+    """A training process ended without a result; the message holds the end of what it said."""
+
+
+def run_demo(*, steps: int = 8, layers: int = 4, out: str = ".", quick: bool = False) -> int:
+    """Train, compare, draw. Returns an exit status: 0 when every mode ran and the losses agree."""
+    for package, extra in (("transformers", "hf"), ("matplotlib", "bench")):
+        if find_spec(package) is None:
+            print(f"memfine demo: {MissingPackage(package, extra, 'the demo')}", file=sys.stderr)
+            return 2
+    if steps < 2:
+        print(f"memfine demo: steps is {steps}, but the first step compiles; use 2 or more", file=sys.stderr)
+        return 2
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = QUICK_SIZES if quick else DemoSizes(layers=layers)
+    results, failures = _train_every_mode(sizes, steps)
+    for failure in failures:
+        print(f"\n{failure}", file=sys.stderr)
+    if not results:
+        return 1
+    draw_memory(results, folder / "memfine_demo.png")
+    difference = largest_relative_difference(results)
+    agrees = not failures and difference <= RELATIVE_TOLERANCE
+    document = {
+        "torch": torch.__version__,
+        "memfine_fx": memfine_fx.__version__,
+        "sizes": asdict(sizes),
+        "largest_relative_loss_difference": difference,
+        "verdict": "PASS" if agrees else "FAIL",
+        "modes": [asdict(result) for result in results],
+    }
+    (folder / "memfine_demo.json").write_text(json.dumps(document, indent=1))
+    print(format_table(results))
+    print(f"\n{verdict_line(difference, agrees, bool(failures))}")
+    print(f"wrote {folder / 'memfine_demo.png'} and {folder / 'memfine_demo.json'}")
+    return 0 if agrees else 1
+
+
+def largest_relative_difference(results: Sequence[ModeResult]) -> float:
+    """Of any step's loss against the first mode's."""
+    reference = results[0].losses
+    return max(
+        abs(loss - expected) / abs(expected)
+        for result in results
+        for loss, expected in zip(result.losses, reference, strict=True)
+    )
+
+
+def verdict_line(difference: float, agrees: bool, has_failures: bool) -> str:
+    word = "PASS" if agrees else "FAIL"
+    if has_failures:
+        return f"{word}: not every mode finished"
+    return f"{word}: losses differ by at most {difference:.1e} relative (tolerance {RELATIVE_TOLERANCE:.0e})"
+
+
+def format_table(results: Sequence[ModeResult]) -> str:
+    """Peak, times and losses, one column per mode."""
+    rows: list[tuple[str, ...]] = [("", *(result.mode for result in results))]
+    rows.append(("peak activations (MiB)", *(f"{result.peak_bytes / MIB:.1f}" for result in results)))
+    rows.append(("  gradients made anew", *(f"{result.fresh_peak_bytes / MIB:.1f}" for result in results)))
+    rows.append(("median step (s)", *(f"{result.median_step_seconds:.3f}" for result in results)))
+    rows.append(("compile (s)", *(f"{result.compile_seconds:.1f}" for result in results)))
+    for step in range(len(results[0].losses)):
+        rows.append((f"loss, step {step + 1}", *(f"{result.losses[step]:.6f}" for result in results)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def _train_every_mode(sizes: DemoSizes, steps: int) -> tuple[list[ModeResult], list[DemoFailed]]:
+    results: list[ModeResult] = []
+    failures: list[DemoFailed] = []
+    ticks_per_mode = steps + 1  # the traced step is one more
+    with tempfile.TemporaryDirectory(prefix="memfine_demo_") as scratch:
+        progress = open_progress(ticks_per_mode * len(MODES))
+        for mode in MODES:
+            progress.set_description(f"{mode}: compiling")
+            try:
+                results.append(_train_one_mode(mode, sizes, steps, Path(scratch), progress))
+            except DemoFailed as failure:
+                failures.append(failure)
+        progress.close()
+    return results, failures
+
+
+def _train_one_mode(mode: str, sizes: DemoSizes, steps: int, scratch: Path, progress: Progress) -> ModeResult:
+    result_file, log_file = scratch / f"{mode}.json", scratch / f"{mode}.log"
+    command = [sys.executable, "-m", "memfine_fx.demo.training", "--mode", mode]
+    command += ["--json", str(result_file), "--steps", str(steps), "--sizes", json.dumps(asdict(sizes))]
+    with (
+        log_file.open("w") as log,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=_environment(scratch / f"{mode}_cache"),
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            _show_event(json.loads(line), mode, progress)
+    if process.returncode != 0 or not result_file.exists():
+        said = "\n".join(log_file.read_text().splitlines()[-_ERROR_LINES:])
+        raise DemoFailed(f"mode {mode!r} ended with exit status {process.returncode}:\n{said}")
+    return replace(ModeResult.from_json(result_file.read_text()), mode=mode)
+
+
+def _environment(cache: Path) -> dict[str, str]:
+    root = str(Path(memfine_fx.__file__).parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
+def _show_event(event: dict[str, Any], mode: str, progress: Progress) -> None:
+    if event["event"] == "step":
+        progress.set_description(f"{mode}: step {event['step']}, loss {event['loss']:.4f}")
+    else:
+        progress.set_description(f"{mode}: peak {event['peak_bytes'] / MIB:.0f} MiB")
+    progress.update(1)

@@ -1,0 +1,82 @@
+"""`torch.compile(model, backend="memfine", options={...})`: the entry point and its sessions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from memfine_fx.config import Config
+from memfine_fx.errors import ConfigError, MemfineError
+from memfine_fx.session import Session, open_session
+
+__all__ = ["compile_in_session", "memfine"]
+
+_UNSUPPORTED_MODES = ("reduce-overhead", "max-autotune")
+_sessions: dict[Config, Session] = {}
+_lock = threading.Lock()
+
+
+def memfine(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Dynamo backend. Options are the fields of `memfine_fx.Config`.
+
+    A malformed option raises `ConfigError` at the first call of the compiled function.
+    """
+    try:
+        if mode in _UNSUPPORTED_MODES:
+            raise ConfigError(
+                f"mode={mode!r} uses CUDA graphs, which a chunk loop with host-side offsets cannot be captured in; "
+                "use mode='default' or 'max-autotune-no-cudagraphs'"
+            )
+        config = Config.from_options(options)
+    except MemfineError as error:
+        return _raising(error)
+    with _lock:
+        if config not in _sessions:
+            _sessions[config] = open_session(config)
+    return compile_in_session(graph_module, example_inputs, _sessions[config])
+
+
+def compile_in_session(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session
+) -> Callable[..., Any]:
+    """Run the pipeline on one graph; errors meant for the user surface where the model is called.
+
+    NOTE: what a backend raises, Dynamo wraps in BackendCompilerFailed. A callable that raises it reaches the
+    user as the typed error that it is.
+    """
+    from memfine_fx.backend import compile_graph, warn_without_regions
+
+    try:
+        compiled = compile_graph(graph_module, example_inputs, session)
+    except MemfineError as error:
+        return _raising(error)
+    if session.is_dry or session.report().num_chunked:
+        return compiled
+
+    num_calls = 0
+
+    def warns_on_second_step(*args: Any) -> Any:
+        """By a graph's second call every graph of the first step is compiled, so absence is known."""
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2 and not session.has_warned:
+            warn_without_regions(session)
+        return compiled(*args)
+
+    return warns_on_second_step
+
+
+def _raising(error: MemfineError) -> Callable[..., Any]:
+    def raise_error(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return raise_error

@@ -1,0 +1,134 @@
+"""Peak of live bytes of an FX graph, symbolically, by storage.
+
+Steps:
+1. every tensor-producing node owns a storage; views own none and keep their source alive;
+2. a pointwise node that only feeds pointwise nodes or reductions is never a buffer when Inductor compiles the
+   graph (it is fused away); without fusion every node is;
+3. walk the nodes in order: allocate at the producer, free after the last reader; the peak is the largest sum.
+
+Arguments are the caller's and count nothing. Sizes are sympy expressions in the graph's own symbols.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+__all__ = ["live_peaks", "peak_bytes_at"]
+
+_VIEWS = frozenset(
+    {
+        "view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select",
+        "split", "split_with_sizes", "alias", "detach", "getitem", "unbind", "reshape", "as_strided",
+    }
+)  # fmt: skip
+
+
+def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
+    """Live bytes right after each allocation, the maximum of which is the peak.
+
+    Args:
+        graph: ATen with `meta["val"]`.
+        is_fused: whether Inductor will fuse pointwise chains.
+    """
+    owners = _owners(graph, is_fused)
+    last_reader = _last_readers(graph, owners)
+    freed_after: dict[fx.Node, list[fx.Node]] = {}
+    for owner, reader in last_reader.items():
+        freed_after.setdefault(reader, []).append(owner)
+    live: sympy.Expr = sympy.Integer(0)
+    peaks: list[sympy.Expr] = []
+    for node in graph.nodes:
+        if owners.get(node) is node:
+            live = live + _bytes(node)
+            peaks.append(sympy.expand(live))
+        for dead in freed_after.get(node, ()):
+            live = live - _bytes(dead)
+    return peaks
+
+
+def peak_bytes_at(peaks: list[sympy.Expr], substitutions: dict[sympy.Symbol, int]) -> int:
+    """The largest of `peaks` at given sizes; 0 where nothing is allocated."""
+    return max((int(peak.subs(substitutions)) for peak in peaks), default=0)
+
+
+def _owners(graph: fx.Graph, is_fused: bool) -> dict[fx.Node, fx.Node | None]:
+    """Node -> the node whose storage holds its value; None where it is an argument's or fused away."""
+    owners: dict[fx.Node, fx.Node | None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" or not _is_tensor(node):
+            owners[node] = _view_source(node, owners) if _is_view(node) else None
+        elif _is_view(node):
+            owners[node] = _view_source(node, owners)
+        elif is_fused and _is_fused_away(node):
+            owners[node] = None
+        else:
+            owners[node] = node
+    return owners
+
+
+def _view_source(node: fx.Node, owners: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
+    return owners.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+
+
+def _last_readers(graph: fx.Graph, owners: dict[fx.Node, fx.Node | None]) -> dict[fx.Node, fx.Node]:
+    """Owner -> last node that reads its storage, through views and through fused chains."""
+    sources: dict[fx.Node, set[fx.Node]] = {}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        read = set()
+        for source in node.all_input_nodes:
+            owner = owners.get(source)
+            read |= {owner} if owner is not None else sources.get(source, set())
+        if owners.get(node) is None:
+            sources[node] = read
+        for owner in {*read, *({node} if owners.get(node) is node else ())}:
+            last[owner] = node
+    return last
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return _name(node.target) in _VIEWS
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    return getattr(target, "__name__", "")
+
+
+def _is_fused_away(node: fx.Node) -> bool:
+    return _is_pointwise(node.target) and all(_absorbs(user) for user in _users_through_views(node))
+
+
+def _users_through_views(node: fx.Node) -> list[fx.Node]:
+    users: list[fx.Node] = []
+    for user in node.users:
+        users.extend(_users_through_views(user) if _is_view(user) else [user])
+    return users
+
+
+def _absorbs(user: fx.Node) -> bool:
+    is_reduction = _name(user.target) in ("sum", "mean", "amax", "amin")
+    return user.op != "output" and (_is_pointwise(user.target) or is_reduction)
+
+
+def _is_pointwise(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or _name(target) in ("_to_copy", "clone", "cat")
+
+
+def _bytes(node: fx.Node) -> sympy.Expr:
+    value = node.meta["val"]
+    size: sympy.Expr = sympy.Integer(value.dtype.itemsize)
+    for length in value.shape:
+        size = size * (length.node.expr if isinstance(length, torch.SymInt) else length)
+    return size

@@ -1,0 +1,153 @@
+"""What each stage of the pipeline learned, one frozen record per concept.
+
+Dimension legend, used everywhere: T tokens, H hidden, E experts, K top-k, F expert width, N = T*K routed
+rows, R rows in a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+__all__ = [
+    "Candidate",
+    "ChunkPlan",
+    "Cut",
+    "ExpertFunction",
+    "MoERegion",
+    "ParamKind",
+    "Refusal",
+    "RegionDims",
+    "Where",
+]
+
+ParamKind = Literal["expert", "shared"]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Provenance of a node: for reports, never for decisions.
+
+    Args:
+        module: dotted module path, "" when the trace lost it.
+        source: "file:line", "" when the trace lost it.
+    """
+
+    module: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.module, f"({self.source})" if self.source else "") if part) or "?"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut a region out of a graph: its index, its exit and everything between.
+
+    Args:
+        expert_index: [T,K] integer node, stays outside.
+        exit: [T,H] float node, the combined output, the last node inside.
+        nodes: the nodes inside, in graph order, `exit` last.
+        inputs: the nodes outside that the inside reads, `expert_index` among them.
+    """
+
+    expert_index: fx.Node
+    exit: fx.Node
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Expert matmuls that depend on one integer routing decision, with the cuts worth trying in order."""
+
+    graph_module: fx.GraphModule
+    seed: fx.Node
+    expert_ops: tuple[fx.Node, ...]
+    cuts: tuple[Cut, ...]
+    where: Where
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A region (or a seed without one) that stays as it was, and why."""
+
+    where: Where
+    reason: str
+    node: str | None = None
+
+
+@dataclass(frozen=True)
+class RegionDims:
+    """Sizes of a region. T is text because it may be symbolic; F is None where no projection shows it."""
+
+    tokens: str
+    hidden: int
+    num_experts: int
+    top_k: int
+    expert_width: int | None
+
+
+@dataclass(frozen=True)
+class ExpertFunction:
+    """One expert on its rows, proved row-wise.
+
+    Args:
+        graph_module: (rows [R,H], weight [R] if `has_weight`, one tensor per parameter) -> [R,H_out];
+            an "expert" parameter comes without its leading E, a "shared" one whole.
+        has_weight: whether the routing weight is an argument.
+        param_kinds: kind of each parameter, in argument order.
+    """
+
+    graph_module: fx.GraphModule
+    has_weight: bool
+    param_kinds: tuple[ParamKind, ...]
+
+
+@dataclass(frozen=True)
+class MoERegion:
+    """The record at the centre: every spelling of MoE is raised to this.
+
+    Args:
+        cut: where it was in the graph.
+        family: the spelling that matched.
+        hidden: [T,H] node, input of the experts.
+        expert_index: [T,K] integer node.
+        routing_weight: [T,K] float node, or None when the experts' outputs are summed unweighted.
+        params: one node per parameter of `expert_fn`; [E,...] tables for the "expert" kind.
+        expert_fn: one expert on its rows.
+        dims: sizes.
+        where: provenance.
+    """
+
+    cut: Cut
+    family: str
+    hidden: fx.Node
+    expert_index: fx.Node
+    routing_weight: fx.Node | None
+    params: tuple[fx.Node, ...]
+    expert_fn: ExpertFunction
+    dims: RegionDims
+    where: Where
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """How one region runs in one step.
+
+    Args:
+        axis: "rows" or "tokens".
+        rows_per_chunk: R, the most routed rows in one chunk.
+        tokens_per_chunk: tokens in a slice; 0 on axis "rows".
+        predicted_bytes: peak of the region's own working set in backward: chunk temporaries, output and
+            accumulators, index arrays and the expert weight gradients.
+        reason: why this and not another.
+    """
+
+    axis: Literal["rows", "tokens"]
+    rows_per_chunk: int
+    tokens_per_chunk: int
+    predicted_bytes: int
+    reason: str

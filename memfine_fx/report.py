@@ -1,0 +1,96 @@
+"""Reports: what was found, chosen or refused, and why; as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from memfine_fx.records import ChunkPlan, RegionDims, Where
+
+__all__ = ["RegionReport", "Report"]
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """One region, or one routing decision that led to none.
+
+    Args:
+        status: "chunked" or "refused".
+        where: module path and source line.
+        reason: why this plan, or why refused.
+        family: spelling that matched, None if refused.
+        dims: sizes, None if refused.
+        plan: what ran last (or would run), None if refused or not yet run.
+        num_tokens: T of that run.
+        num_chunks: chunks of that run, 0 if it has not run.
+        body_key: content hash of the expert bodies; equal for layers that share them.
+        node: the graph node where a proof stopped.
+    """
+
+    status: Literal["chunked", "refused"]
+    where: Where
+    reason: str
+    family: str | None = None
+    dims: RegionDims | None = None
+    plan: ChunkPlan | None = None
+    num_tokens: int = 0
+    num_chunks: int = 0
+    body_key: str | None = None
+    node: str | None = None
+
+    def __str__(self) -> str:
+        if self.status == "refused":
+            at = f" [node {self.node}]" if self.node else ""
+            return f"refused  {self.where}: {self.reason}{at}"
+        dims = self.dims
+        assert dims is not None
+        sizes = f"T={self.num_tokens or dims.tokens} H={dims.hidden} E={dims.num_experts} K={dims.top_k} F={dims.expert_width}"
+        line = f"chunked  {self.where}: {self.family}, {sizes}"
+        if self.plan is None:
+            return f"{line}; plan chosen at the first step"
+        plan = self.plan
+        size = f"R={plan.rows_per_chunk}" if plan.axis == "rows" else f"{plan.tokens_per_chunk} tokens"
+        ran = f", {self.num_chunks} chunks" if self.num_chunks else ""
+        return f"{line}; axis {plan.axis}, {size} a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All regions of a model.
+
+    Args:
+        regions: in the order in which the graphs were compiled.
+        num_graphs: graphs that Dynamo captured (bodies of higher-order ops not counted).
+        predicted_bytes: largest predicted working set of one region; None before a plan exists.
+        measured_bytes: measured peak of the step beyond what was alive before it, or None.
+    """
+
+    regions: tuple[RegionReport, ...]
+    num_graphs: int
+    predicted_bytes: int | None = None
+    measured_bytes: int | None = None
+
+    @property
+    def num_chunked(self) -> int:
+        return sum(region.status == "chunked" for region in self.regions)
+
+    def __str__(self) -> str:
+        head = f"memfine_fx: {self.num_chunked} of {len(self.regions)} regions chunked in {self.num_graphs} graph(s)"
+        lines = [head, *(f"  {region}" for region in self.regions)]
+        if not self.regions:
+            lines.append("  no routing decision (top-k, arg-max) with experts behind it was found")
+        if self.predicted_bytes is not None:
+            lines.append(f"  largest predicted region working set: {self.predicted_bytes:,} B")
+        if self.measured_bytes is not None:
+            lines.append(f"  measured peak of the step beyond its start: {self.measured_bytes:,} B")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The report as a JSON document."""
+        return json.dumps(dataclasses.asdict(self), indent=2, default=_jsonable)
+
+
+def _jsonable(value: Any) -> str:
+    return str(value)

@@ -1,0 +1,96 @@
+"""What the chunk loop needs to know of an expert's compiled forward and backward.
+
+The passes build these; the loop only calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import sympy
+import torch
+
+from memfine_fx.records import ParamKind
+
+__all__ = ["BackwardBody", "Bodies", "ForwardBody", "Operand", "ParamGrad", "PlainGrad", "ProductGrad"]
+
+Compiled = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A factor of a weight gradient: an argument or a result of the backward body, maybe transposed."""
+
+    is_argument: bool
+    index: int
+    is_transposed: bool
+
+    def value(self, arguments: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> torch.Tensor:
+        tensor = (arguments if self.is_argument else results)[self.index]
+        return tensor.t() if self.is_transposed else tensor
+
+
+@dataclass(frozen=True)
+class ProductGrad:
+    """Gradient left @ right; the loop multiplies straight into the gradient's slice."""
+
+    left: Operand
+    right: Operand
+
+
+@dataclass(frozen=True)
+class PlainGrad:
+    """Gradient that the body returns as a tensor."""
+
+    index: int
+
+
+ParamGrad = ProductGrad | PlainGrad
+
+
+@dataclass(frozen=True)
+class ForwardBody:
+    """(rows [R,H], weight [R] if any, *params) -> [contribution [R,H_out]].
+
+    Args:
+        peak_bytes: live bytes of one call beyond its arguments, in the symbol R.
+    """
+
+    call: Compiled
+    peak_bytes: sympy.Expr
+
+
+@dataclass(frozen=True)
+class BackwardBody:
+    """(grad [R,H_out], rows, weight if any, *params) -> gradients; see `param_grads` for the parameters.
+
+    Args:
+        rows_grad, weight_grad: where those gradients stand among the results, or None if not wanted.
+        param_grads: one per parameter, None where not wanted.
+        peak_bytes: live bytes of one call beyond its arguments, in the symbol R.
+    """
+
+    call: Compiled
+    rows_grad: int | None
+    weight_grad: int | None
+    param_grads: tuple[ParamGrad | None, ...]
+    peak_bytes: sympy.Expr
+
+
+class Bodies(Protocol):
+    """One expert function, compiled at most once per direction and set of wanted gradients."""
+
+    key: str
+    has_weight: bool
+    param_kinds: tuple[ParamKind, ...]
+    out_width: int
+    contribution_dtype: torch.dtype
+    takes_group: bool
+
+    def forward(self) -> ForwardBody: ...
+
+    def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
+        """`wanted`: rows, weight (False if there is none), then each parameter."""
+        ...

@@ -1,0 +1,163 @@
+"""The ops that a chunked region becomes: `memfine::route`, `memfine::experts`, `memfine::experts_backward`.
+
+They are opaque to the compiler around them: their fake implementations give shapes, their real ones run the
+chunk loop on compiled bodies. Chunk sizes are read at run time from the region's plan. Routing is an op of its
+own so that a checkpointed region can save the index arrays instead of the experts' output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memfine_fx.errors import DoubleBackwardError
+from memfine_fx.runtime.loop import Routed, chunks_of, run_backward, run_forward
+from memfine_fx.runtime.routing import sort_assignments
+from memfine_fx.runtime.store import lookup
+
+__all__ = ["experts", "experts_backward", "route"]
+
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op(
+    "memfine::route",
+    mutates_args=(),
+    schema="(Tensor expert_index, SymInt num_experts) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+def route(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `memfine_fx.runtime.routing.sort_assignments`."""
+    return sort_assignments(expert_index, num_experts)
+
+
+@route.register_fake
+def _(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    order = expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
+    return order, torch.empty((num_experts + 1,), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op(
+    "memfine::experts",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str site) -> Tensor",
+    tags=_TAGS,
+)
+def experts(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    site: str,
+) -> torch.Tensor:
+    """Routed rows through their experts, combined per token.
+
+    Args:
+        hidden: [T,H].
+        weight: [T,K] or None.
+        order, offsets: from `memfine::route`.
+        params: one tensor per parameter of the expert function.
+        site: key of the live region.
+
+    Returns:
+        [T,H_out].
+    """
+    region = lookup(site)
+    routed = Routed(hidden, weight, order, offsets, params, region.top_k)
+    plan = region.plan_for(hidden.shape[0])
+    chunks = chunks_of(routed, region.bodies, plan)
+    region.plan, region.num_tokens, region.num_chunks = plan, hidden.shape[0], len(chunks)
+    region.num_steps += 1
+    region.param_storages = tuple(param.untyped_storage().data_ptr() for param in params)
+    return run_forward(routed, region.bodies, chunks, region.out_dtype)
+
+
+@experts.register_fake
+def _(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    site: str,
+) -> torch.Tensor:
+    region = lookup(site)
+    return hidden.new_empty((hidden.shape[0], region.bodies.out_width), dtype=region.out_dtype)
+
+
+@torch.library.custom_op(
+    "memfine::experts_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor grad, Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str site,"
+        " bool[] wanted) -> Tensor[]"
+    ),
+    tags=_TAGS,
+)
+def experts_backward(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    site: str,
+    wanted: list[bool],
+) -> list[torch.Tensor]:
+    """Gradients of what is wanted (hidden, weight, then each parameter), recomputing chunk by chunk."""
+    region = lookup(site)
+    routed = Routed(hidden, weight, order, offsets, params, region.top_k)
+    chunks = chunks_of(routed, region.bodies, region.plan_for(hidden.shape[0]))
+    return run_backward(grad, routed, region.bodies, chunks, tuple(wanted))
+
+
+@experts_backward.register_fake
+def _(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    site: str,
+    wanted: list[bool],
+) -> list[torch.Tensor]:
+    like = [hidden, weight, *params]
+    contiguous = [True, True, *[False] * len(params)]
+    return [
+        tensor.new_empty(tensor.shape) if is_contiguous else torch.empty_like(tensor)
+        for tensor, is_wanted, is_contiguous in zip(like, wanted, contiguous, strict=True)
+        if is_wanted and tensor is not None
+    ]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    hidden, weight, order, offsets, params, site = inputs
+    ctx.save_for_backward(hidden, *([] if weight is None else [weight]), order, offsets, *params)
+    ctx.has_weight = weight is not None
+    ctx.site = site
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    saved = list(ctx.saved_tensors)
+    hidden = saved.pop(0)
+    weight = saved.pop(0) if ctx.has_weight else None
+    order, offsets, *params = saved
+    needs_params = ctx.needs_input_grad[4]
+    wanted = [ctx.needs_input_grad[0], ctx.has_weight and ctx.needs_input_grad[1], *needs_params]
+    grads = iter(experts_backward(grad, hidden, weight, order, offsets, params, ctx.site, wanted))
+    chosen = [next(grads) if is_wanted else None for is_wanted in wanted]
+    return chosen[0], chosen[1], None, None, chosen[2:], None
+
+
+def _refuse_second_derivative(ctx: Any, *grads: Any) -> None:
+    raise DoubleBackwardError(
+        "double backward through a chunked MoE region is not supported: its backward recomputes chunk by chunk "
+        "and is not differentiable. Compute second derivatives on the model without memfine_fx."
+    )
+
+
+experts.register_autograd(_differentiate, setup_context=_save)
+experts_backward.register_autograd(_refuse_second_derivative)

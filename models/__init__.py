@@ -1,0 +1,31 @@
+"""Small faithful reference MoE layers in plain torch, one spelling a file.
+
+They are what the compiler is tested and measured on where no model library is wanted. Every layer takes
+hidden states of shape [B, S, H] or [T, H] and returns the same shape; every one is right for no tokens and
+for K = E, draws no random numbers in forward, and leaves auxiliary losses to the caller.
+
+Dimensions: T tokens, H hidden, E experts, K experts per token, F expert width, N = T * K routed rows,
+C capacity.
+"""
+
+if __name__ != "memfine_fx.models":
+    raise ImportError("import memfine_fx.models, not models")
+
+from memfine_fx.models.deepseek import DeepseekConfig, DeepseekMoE
+from memfine_fx.models.gpt_oss import GptOssConfig, GptOssMoE
+from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
+from memfine_fx.models.naive import NaiveConfig, NaiveMoE
+from memfine_fx.models.switch import SwitchConfig, SwitchMoE
+
+__all__ = [
+    "DeepseekConfig",
+    "DeepseekMoE",
+    "GptOssConfig",
+    "GptOssMoE",
+    "MixtralConfig",
+    "MixtralMoE",
+    "NaiveConfig",
+    "NaiveMoE",
+    "SwitchConfig",
+    "SwitchMoE",
+]

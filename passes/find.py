@@ -1,0 +1,267 @@
+"""Find: candidate MoE regions of a traced graph, by data flow alone.
+
+Terms. A *seed* is an integer routing decision (indices of a top-k or arg-max; an integer [T,K] placeholder
+when experts are compiled alone). An *expert op* is a matmul that a seed reaches and one of whose operands is
+a table of expert weights: a grouped matmul, a parameter of three or more dimensions, or a parameter gathered
+by a seeded index. A *cut* fixes the expert index, the combined output (exit) and what lies between.
+
+Steps:
+1. seeds and expert ops;
+2. each expert op belongs to the latest seed that reaches it;
+3. expert indices worth trying: integer [T,K] nodes between seed and expert ops, the latest first;
+4. exits worth trying: post-dominators of all the expert ops with T rows, the nearest first;
+5. inside: what the index reaches and what reaches the exit, less the routing weights ([T,K] floats that no
+   dispatch touched), plus factories and layout glue that only serve the inside.
+
+Refuses: seeds that no expert op depends on (with the reason, for the report); cuts whose floats are used
+outside; cuts that write to their inputs, or whose inputs are written between dispatch and exit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from memfine_fx.passes.dataflow import (
+    Dataflow,
+    is_float_tensor,
+    is_int_tensor,
+    node_value,
+    provenance,
+    same_size,
+    target_name,
+)
+from memfine_fx.records import Candidate, Cut, Refusal
+
+__all__ = ["GROUPED_MATMULS", "find_candidates"]
+
+GROUPED_MATMULS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
+_MATMULS = frozenset("mm bmm matmul addmm baddbmm einsum linear __matmul__ dot".split())
+_ROUTERS = frozenset("topk argmax max argmin min".split())
+_INDEXING = frozenset("getitem index_select embedding gather".split())
+_VIEWS = frozenset("transpose permute unsqueeze squeeze view reshape to t contiguous expand float bfloat16".split())
+_FACTORIES = frozenset("arange zeros ones empty full tensor".split())
+_GLUE = frozenset("repeat_interleave repeat expand unsqueeze reshape view flatten contiguous".split())
+_COPYING_GLUE = frozenset("repeat_interleave repeat expand".split())
+_MAX_EXITS = 4
+
+
+def find_candidates(graph_module: fx.GraphModule) -> list[Candidate | Refusal]:
+    """Candidates of one graph, in graph order, and a refusal for each seed that leads nowhere.
+
+    Higher-order-op bodies are graphs of their own: call this on each.
+    """
+    seeds = [node for node in graph_module.graph.nodes if _is_seed(node)]
+    if not seeds and not any(target_name(node) in GROUPED_MATMULS for node in graph_module.graph.nodes):
+        return []
+    flow = Dataflow(graph_module.graph)
+    seeds += [node for node in graph_module.graph.nodes if _is_index_placeholder(node)]
+    by_seed = _attribute_expert_ops(flow, seeds)
+    found: list[Candidate | Refusal] = []
+    for seed in sorted(seeds, key=flow.position.__getitem__):
+        if seed in by_seed:
+            found.append(_candidate(graph_module, flow, seed, by_seed[seed]))
+        elif _is_router(seed) and not _feeds_a_later_seed(flow, seed, by_seed):
+            found.append(_lonely_seed(flow, seed))
+    return found
+
+
+def _is_seed(node: fx.Node) -> bool:
+    if not is_int_tensor(node):
+        return False
+    if target_name(node) in ("argmax", "argmin"):
+        return True
+    source = node.args[0] if target_name(node) == "getitem" and node.args else None
+    is_second = len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] == 1
+    return isinstance(source, fx.Node) and is_second and target_name(source) in _ROUTERS
+
+
+def _is_router(seed: fx.Node) -> bool:
+    """Whether a seed without experts deserves a line in the report; maxima of scores do not."""
+    source = seed.args[0] if seed.args else None
+    return target_name(seed) == "argmax" or (isinstance(source, fx.Node) and target_name(source) == "topk")
+
+
+def _is_index_placeholder(node: fx.Node) -> bool:
+    value = node_value(node)
+    return node.op == "placeholder" and is_int_tensor(node) and isinstance(value, torch.Tensor) and value.ndim == 2
+
+
+def _attribute_expert_ops(flow: Dataflow, seeds: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    reach = {seed: flow.descendants([seed]) for seed in seeds}
+    computed = [seed for seed in seeds if seed.op != "placeholder"]
+    placeholders = [seed for seed in seeds if seed.op == "placeholder"]
+    owners: dict[fx.Node, list[fx.Node]] = {}
+    for node in flow.graph.nodes:
+        if not _looks_like_expert_op(node):
+            continue
+        reaching = [seed for seed in computed if node in reach[seed]]
+        reaching = reaching or [seed for seed in placeholders if node in reach[seed]]
+        if reaching and _has_expert_operand(flow, node, reach, reaching):
+            owners.setdefault(max(reaching, key=flow.position.__getitem__), []).append(node)
+    return owners
+
+
+def _looks_like_expert_op(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and target_name(node) in (_MATMULS | GROUPED_MATMULS)
+
+
+def _has_expert_operand(
+    flow: Dataflow, node: fx.Node, reach: dict[fx.Node, set[fx.Node]], seeds: list[fx.Node]
+) -> bool:
+    if target_name(node) in GROUPED_MATMULS:
+        return True
+    tainted = set().union(*(reach[seed] for seed in seeds), seeds)
+    return any(_is_expert_table(operand, tainted) for operand in node.all_input_nodes)
+
+
+def _is_expert_table(operand: fx.Node, tainted: set[fx.Node]) -> bool:
+    """A view of a >= 3-D parameter, or a parameter gathered by a tainted index."""
+    node = operand
+    while target_name(node) in _VIEWS and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    if target_name(node) in _INDEXING and node.args and isinstance(node.args[0], fx.Node):
+        indices = [source for source in node.all_input_nodes[1:] if is_int_tensor(source)]
+        return any(index in tainted for index in indices) and _is_parameter_like(node.args[0], 3)
+    return _is_parameter_like(node, 3)
+
+
+def _is_parameter_like(node: fx.Node, min_dims: int) -> bool:
+    value = node_value(node)
+    is_leaf = node.op in ("placeholder", "get_attr")
+    return is_leaf and isinstance(value, torch.Tensor) and value.ndim >= min_dims and is_float_tensor(node)
+
+
+def _feeds_a_later_seed(flow: Dataflow, seed: fx.Node, by_seed: dict[fx.Node, list[fx.Node]]) -> bool:
+    """Group-limited routers hold several top-k nodes; only the last one picks experts."""
+    later = [other for other in by_seed if flow.position[other] > flow.position[seed]]
+    following = min(later, key=flow.position.__getitem__, default=None)
+    return following is not None and following in flow.descendants([seed])
+
+
+def _lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
+    users = {target_name(user) for user in seed.users}
+    name = target_name(seed.args[0]) if isinstance(seed.args[0], fx.Node) else target_name(seed)
+    reason = f"{name}: no expert matmul depends on it"
+    if "output" in users:
+        reason = f"{name}: its indices leave the captured graph (a graph break before the experts?)"
+    elif users & {"one_hot", "eq", "where", "nonzero", "__eq__"}:
+        reason = f"{name}: dispatch by mask or one-hot without a table of expert weights is not raised yet"
+    return Refusal(provenance(seed), reason, str(seed))
+
+
+def _candidate(graph_module: fx.GraphModule, flow: Dataflow, seed: fx.Node, expert_ops: list[fx.Node]) -> Candidate:
+    cuts = []
+    for index in _index_nodes(flow, seed, expert_ops):
+        for exit_node in _exits(flow, index, expert_ops):
+            cuts.append(_cut(flow, index, exit_node))
+    return Candidate(graph_module, seed, tuple(expert_ops), tuple(cuts), provenance(expert_ops[0]))
+
+
+def _index_nodes(flow: Dataflow, seed: fx.Node, expert_ops: Iterable[fx.Node]) -> list[fx.Node]:
+    between = (flow.descendants([seed]) | {seed}) & flow.ancestors(expert_ops)
+    nodes = [node for node in between if is_int_tensor(node) and node_value(node).ndim == 2]  # type: ignore[attr-defined]  # a tensor
+    return sorted(nodes, key=flow.position.__getitem__, reverse=True)
+
+
+def _exits(flow: Dataflow, index: fx.Node, expert_ops: list[fx.Node]) -> list[fx.Node]:
+    num_tokens = node_value(index).shape[0]  # type: ignore[attr-defined]  # a tensor
+    last = max(expert_ops, key=flow.position.__getitem__)
+    common = set(flow.post_dominators(last))
+    for op in expert_ops:
+        common &= {op, *flow.post_dominators(op)}
+    ordered = [node for node in flow.post_dominators(last) if node in common]
+    exits = [node for node in ordered if _has_token_rows(node, num_tokens)]
+    return exits[:_MAX_EXITS]
+
+
+def _has_token_rows(node: fx.Node, num_tokens: int | torch.SymInt) -> bool:
+    value = node_value(node)
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype.is_floating_point
+        and value.ndim == 2
+        and same_size(value.shape[0], num_tokens)
+    )
+
+
+def _cut(flow: Dataflow, index: fx.Node, exit_node: fx.Node) -> Cut:
+    inside = flow.descendants([index]) & (flow.ancestors([exit_node]) | {exit_node})
+    inside -= _routing_weights(flow, index, inside)
+    inside = _reaching(flow, inside, exit_node)
+    inside |= _serving_inputs(flow, inside, index)
+    nodes = tuple(sorted(inside, key=flow.position.__getitem__))
+    inputs: dict[fx.Node, None] = {}
+    for node in nodes:
+        inputs.update((source, None) for source in node.all_input_nodes if source not in inside)
+    return Cut(index, exit_node, nodes, tuple(inputs))
+
+
+def _routing_weights(flow: Dataflow, index: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
+    """Floats per (token, choice) made from the index before any dispatch: they stay outside.
+
+    NOTE: shapes alone cannot tell them from routed rows (K = 1 makes N equal T), so the walk starts at the
+    index and stops at the first node that is not a [T,<=K] float.
+    """
+    num_tokens, top_k = node_value(index).shape  # type: ignore[attr-defined]  # a tensor
+    weights: set[fx.Node] = set()
+    for node in sorted(inside, key=flow.position.__getitem__):
+        sources = [source for source in node.all_input_nodes if source in inside]
+        value = node_value(node)
+        is_weight_shaped = (
+            isinstance(value, torch.Tensor)
+            and value.dtype.is_floating_point
+            and value.ndim == 2
+            and same_size(value.shape[0], num_tokens)
+            and (same_size(value.shape[1], top_k) or value.shape[1] == 1)
+        )
+        if is_weight_shaped and all(source in weights for source in sources):
+            weights.add(node)
+    return weights
+
+
+def _reaching(flow: Dataflow, inside: set[fx.Node], exit_node: fx.Node) -> set[fx.Node]:
+    """The part of `inside` that still reaches the exit without leaving it."""
+    kept = {exit_node}
+    for node in sorted(inside, key=flow.position.__getitem__, reverse=True):
+        if any(user in kept for user in flow.digraph.successors(node)):
+            kept.add(node)
+    return kept
+
+
+def _serving_inputs(flow: Dataflow, inside: set[fx.Node], index: fx.Node) -> set[fx.Node]:
+    """Factories (arange, zeros) and layout glue (repeat_interleave of the tokens) that feed the inside."""
+    index_value = node_value(index)
+    assert isinstance(index_value, torch.Tensor)
+    absorbed: set[fx.Node] = set()
+    pending = [source for node in inside for source in node.all_input_nodes if source not in inside]
+    while pending:
+        node = pending.pop()
+        if node in absorbed or node is index or not (_is_factory(node) or _is_glue(node, index_value)):
+            continue
+        absorbed.add(node)
+        pending.extend(source for source in node.all_input_nodes if source not in inside)
+    return absorbed
+
+
+def _is_factory(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method") or not isinstance(node_value(node), torch.Tensor):
+        return False
+    has_tensor_input = any(isinstance(node_value(source), torch.Tensor) for source in node.all_input_nodes)
+    return target_name(node) in _FACTORIES and not has_tensor_input
+
+
+def _is_glue(node: fx.Node, index: torch.Tensor) -> bool:
+    value = node_value(node)
+    if target_name(node) not in _GLUE or not isinstance(value, torch.Tensor) or not value.ndim:
+        return False
+    num_tokens, top_k = index.shape
+    if target_name(node) in _COPYING_GLUE:
+        return same_size(value.shape[0], num_tokens * top_k) or same_size(value.shape[0], num_tokens)
+    if value.ndim == 1:
+        return same_size(value.shape[0], num_tokens * top_k)
+    is_routed = same_size(value.shape[0], num_tokens * top_k) and not same_size(value.shape[0], num_tokens)
+    is_per_choice = value.ndim == 3 and same_size(value.shape[0], num_tokens)
+    return is_routed or is_per_choice

@@ -1,0 +1,337 @@
+"""Layouts: what each value of a normalised region is, seen from one routed row.
+
+Raising interprets the region over these values instead of numbers. A value knows which dimensions it leads
+with (tokens, choices, routed rows in token order, routed rows in expert order, experts) and, for floats, the
+expression that computes one expert's rows of it in the expert function under construction. Order is
+bookkeeping: gathering and sorting change the lead, never the expression.
+
+Nothing here decides what an operation means; the rules do (`rowwise`, `dispatch`, `families/`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.dataflow import is_float_tensor, node_value, same_size
+from memfine_fx.passes.normalize import NormalizedRegion
+from memfine_fx.records import ParamKind
+
+__all__ = [
+    "Combined",
+    "Fill",
+    "IdKind",
+    "Ids",
+    "Lead",
+    "Outside",
+    "RowInterpreter",
+    "Rows",
+    "Rule",
+    "Rules",
+    "Sizes",
+]
+
+
+_UNSQUEEZE = torch.ops.aten.unsqueeze.default
+_UNWRAP = (torch.ops.aten.squeeze.dim, torch.ops.aten.select.int)
+
+
+class Lead(enum.Enum):
+    """What the leading dimensions of a tensor index."""
+
+    NONE = "nothing routed"
+    TOKEN = "[T]"
+    CHOICE = "[T,K]"
+    FLAT = "[N] in token order"
+    SORTED = "[N] in expert order"
+    EXPERT = "[E]"
+
+    @property
+    def num_dims(self) -> int:
+        return {Lead.NONE: 0, Lead.CHOICE: 2}.get(self, 1)
+
+
+class IdKind(enum.Enum):
+    """What the numbers in an index tensor name."""
+
+    EXPERT = "expert of the row"
+    ASSIGNMENT = "flat position t*K+k of the row"
+    TOKEN = "token of the row"
+    INVERSE = "place of the assignment in expert order"
+    COUNTS = "rows per expert"
+    OFFSETS = "end of each expert's rows"
+
+
+@dataclass(frozen=True)
+class Outside:
+    """An input of the region whose role its use decides."""
+
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A float tensor, row by row.
+
+    Args:
+        lead: leading dimensions.
+        expr: node of the expert function: [R, rest...], or [1, rest...] where `per_row` is False
+            (an expert's parameter, the same for all its rows); for Lead.NONE the tensor itself.
+        per_row: whether rows of one expert may differ.
+    """
+
+    lead: Lead
+    expr: fx.Node
+    per_row: bool
+
+
+@dataclass(frozen=True)
+class Ids:
+    """An index tensor; `is_iota` marks 0..n-1 in order."""
+
+    kind: IdKind
+    lead: Lead
+    is_iota: bool = False
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A tensor of one value (None: uninitialised) that something is written into."""
+
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The result: rows summed back to their tokens. `expr` is one contribution, [R,H]."""
+
+    expr: fx.Node
+
+
+Rule = Callable[["RowInterpreter", fx.Node, tuple[Any, ...], dict[str, Any]], Any]
+Rules = Mapping[Any, Rule]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Leading sizes of a region: T and N may be symbolic, K is a number."""
+
+    num_tokens: int | torch.SymInt
+    top_k: int
+
+    @property
+    def num_rows(self) -> int | torch.SymInt:
+        return self.num_tokens * self.top_k
+
+
+class RowInterpreter:
+    """Interprets a normalised region over layouts and writes the expert function.
+
+    Args:
+        region: what to interpret.
+        expert_index: the outer node with the [T,K] expert ids.
+        sizes: T and K.
+        rules: one rule per ATen overload; an operation without a rule is a refusal.
+        fallback: rule for overloads not in `rules`, or None.
+    """
+
+    def __init__(
+        self,
+        region: NormalizedRegion,
+        expert_index: fx.Node,
+        sizes: Sizes,
+        rules: Rules,
+        fallback: Callable[[Any], Rule | None],
+    ) -> None:
+        self.region = region
+        self.sizes = sizes
+        self.hidden: fx.Node | None = None
+        self.routing_weight: fx.Node | None = None
+        self.params: dict[fx.Node, tuple[fx.Node, ParamKind]] = {}
+        self.num_experts: int | None = None
+        self.projection_widths: list[int] = []
+        self._rules = rules
+        self._fallback = fallback
+        self._graph = fx.Graph()
+        self._placeholders: dict[str, fx.Node] = {}
+        self._anchor = self._graph.call_function(tuple)
+        self._env: dict[fx.Node, Any] = {}
+        self._expert_index = expert_index
+
+    def run(self) -> Any:
+        """The value of the region's output.
+
+        Raises:
+            CannotChunk: an operation has no rule, or its rule cannot prove that rows stay apart.
+        """
+        inputs = iter(self.region.inputs)
+        for node in self.region.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                self._env[node] = self._input_value(node, next(inputs))
+            elif node.op == "output":
+                return fx.map_arg(node.args[0], self._env.__getitem__)
+            else:
+                self._env[node] = self._evaluate(node)
+        raise AssertionError("a graph without an output")
+
+    def finish(self, result: fx.Node) -> fx.GraphModule:
+        """The expert function that returns `result`: (rows, weight?, *params)."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        order = [name for name in ("rows", "weight") if name in self._placeholders]
+        for name in [*order, *(str(placeholder.target) for placeholder, _ in self.params.values())]:
+            source = self._placeholders[name]
+            env[source] = graph.placeholder(name)
+            env[source].meta.update(source.meta)
+        for node in self._graph.nodes:
+            if node.op == "call_function" and node is not self._anchor:
+                env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(env[result])
+        graph.eliminate_dead_code()
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+    # What rules use.
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add one call to the expert function; undoing an unsqueeze gives back what it wrapped."""
+        source = args[0] if args else None
+        if target in _UNWRAP and isinstance(source, fx.Node) and source.target is _UNSQUEEZE:
+            wrapped, dim = source.args
+            is_undone = dim == args[1] and args[2:] in ((), (0,))
+            if is_undone and isinstance(wrapped, fx.Node):
+                return wrapped
+        return self._graph.call_function(target, args, kwargs)
+
+    def fake(self, node: fx.Node) -> torch.Tensor:
+        """The fake tensor of a node of the region."""
+        value = node_value(node)
+        if not isinstance(value, torch.Tensor):
+            raise CannotChunk("expected a tensor with a recorded shape", node)
+        return value
+
+    def lead_sizes(self, lead: Lead) -> tuple[int | torch.SymInt, ...]:
+        sizes = self.sizes
+        if lead is Lead.EXPERT:
+            assert self.num_experts is not None
+            return (self.num_experts,)
+        return {
+            Lead.NONE: (),
+            Lead.TOKEN: (sizes.num_tokens,),
+            Lead.CHOICE: (sizes.num_tokens, sizes.top_k),
+        }.get(lead, (sizes.num_rows,))
+
+    def as_rows(self, value: Any, node: fx.Node) -> Rows:
+        """`value` as rows; an outside tensor takes the role its shape gives it."""
+        if isinstance(value, Rows):
+            return value
+        if isinstance(value, Outside):
+            return self._resolve(value.node, node)
+        raise CannotChunk(f"{type(value).__name__.lower()} {value} used as row data", node)
+
+    def as_tokens(self, value: Any, node: fx.Node) -> Rows:
+        """`value` as a token-indexed table; only one outside tensor may be that."""
+        if isinstance(value, Rows):
+            return value
+        if not isinstance(value, Outside):
+            raise CannotChunk("indexing by token needs a tensor of tokens", node)
+        outside = value.node
+        if self.hidden not in (None, outside):
+            raise CannotChunk(f"two token-indexed inputs, {self.hidden} and {outside}; expected one", node)
+        self.hidden = outside
+        return Rows(Lead.TOKEN, self._placeholder("rows", outside), per_row=True)
+
+    def as_expert_table(self, value: Any, node: fx.Node) -> Rows:
+        """`value` as a table of one entry per expert."""
+        if isinstance(value, Rows) and value.lead is Lead.EXPERT:
+            return value
+        if not isinstance(value, Outside):
+            raise CannotChunk("expected a table of expert parameters, [E,...], from outside the region", node)
+        table = node_value(value.node)
+        assert isinstance(table, torch.Tensor)
+        if not isinstance(table.shape[0], int):
+            raise CannotChunk(f"number of experts is symbolic: {table.shape[0]}", node)
+        self.check_num_experts(table.shape[0], node)
+        param = self._param(value.node, "expert")
+        return Rows(Lead.EXPERT, self.emit(torch.ops.aten.unsqueeze.default, param, 0), per_row=False)
+
+    def check_num_experts(self, num_experts: int, node: fx.Node) -> None:
+        if self.num_experts not in (None, num_experts):
+            raise CannotChunk(f"tables of {self.num_experts} and of {num_experts} experts in one region", node)
+        self.num_experts = num_experts
+
+    def matrix_of(self, rows: Rows) -> fx.Node:
+        """The [a,b] matrix of a parameter whose expression is [1,a,b]."""
+        assert not rows.per_row
+        return self.emit(torch.ops.aten.select.int, rows.expr, 0, 0)
+
+    # Internals.
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        value = node_value(node)
+        if isinstance(value, (torch.SymInt, int)):
+            return value
+        if node.op != "call_function":
+            raise CannotChunk(f"a {node.op} node has no row-wise rule", node)
+        args = fx.map_arg(node.args, self._env.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, self._env.__getitem__)
+        rule = self._rules.get(node.target) or self._fallback(node.target)
+        if rule is None:
+            raise CannotChunk(f"no row-wise rule for {node.target}", _describe(node))
+        return rule(self, node, args, kwargs)
+
+    def _input_value(self, placeholder: fx.Node, outer: fx.Node) -> Any:
+        value = node_value(outer)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if outer is self._expert_index:
+            return Ids(IdKind.EXPERT, Lead.CHOICE)
+        return Outside(outer)
+
+    def _resolve(self, outer: fx.Node, node: fx.Node) -> Rows:
+        value = node_value(outer)
+        assert isinstance(value, torch.Tensor)
+        if not is_float_tensor(outer):
+            raise CannotChunk(f"an integer tensor from outside the region, {outer}, used as row data", node)
+        sizes = self.sizes
+        if value.ndim == 2 and same_size(value.shape[0], sizes.num_tokens) and same_size(value.shape[1], sizes.top_k):
+            return self._weight(outer, node)
+        if value.ndim >= 2 and same_size(value.shape[0], sizes.num_tokens):
+            return self.as_tokens(Outside(outer), node)
+        if value.ndim >= 2 and value.shape[0] == self.num_experts:
+            return self.as_expert_table(Outside(outer), node)
+        if any(not isinstance(size, int) for size in value.shape):
+            raise CannotChunk(f"an input of symbolic shape {tuple(value.shape)} is neither tokens nor weights", node)
+        return Rows(Lead.NONE, self._param(outer, "shared"), per_row=False)
+
+    def _weight(self, outer: fx.Node, node: fx.Node) -> Rows:
+        if self.routing_weight not in (None, outer):
+            raise CannotChunk(f"two routing weights, {self.routing_weight} and {outer}; expected one", node)
+        self.routing_weight = outer
+        return Rows(Lead.CHOICE, self._placeholder("weight", outer), per_row=True)
+
+    def _param(self, outer: fx.Node, kind: ParamKind) -> fx.Node:
+        known = self.params.get(outer)
+        if known is not None:
+            if known[1] != kind:
+                raise CannotChunk(f"{outer} is used both per expert and as a whole", outer)
+            return known[0]
+        placeholder = self._placeholder(f"param_{len(self.params)}", outer)
+        self.params[outer] = (placeholder, kind)
+        return placeholder
+
+    def _placeholder(self, name: str, outer: fx.Node) -> fx.Node:
+        if name not in self._placeholders:
+            with self._graph.inserting_before(self._anchor):
+                self._placeholders[name] = self._graph.placeholder(name)
+            self._placeholders[name].meta["outer"] = outer
+        return self._placeholders[name]
+
+
+def _describe(node: fx.Node) -> str:
+    return f"{node.name} = {node.target}"

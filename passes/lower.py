@@ -1,0 +1,101 @@
+"""Lower: replace a raised region by one call of the chunked op.
+
+Before:  sort, gather, expert matmuls, weighting, combine    (everything of the cut)
+After:   order, offsets = memfine::route(expert_index, E)
+         exit = memfine::experts(hidden, weight, order, offsets, params, site)
+
+Steps: insert the calls where the exit stood; hand them its users; erase what nothing outside reads, last
+first (in-place operations inside the region included; FX would keep them). A region in a checkpointed body
+also gets a policy that saves its index arrays, so that recomputation never routes again.
+
+`insert_identity` is the control: the outlined region as a submodule in its own place, changing nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.normalize import outline
+from memfine_fx.records import Cut, MoERegion
+
+__all__ = ["insert_identity", "lower_region", "save_routing_in_checkpoint"]
+
+_CONTEXT_FN = "_checkpoint_context_fn"
+
+
+def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str) -> None:
+    """Rewrite `region` in its graph.
+
+    Args:
+        graph_module: the graph that holds the region.
+        region: from `raise_region` on this graph.
+        site: key of the registered live region.
+    """
+    graph = graph_module.graph
+    exit_node = region.cut.exit
+    with graph.inserting_before(exit_node):
+        route = graph.call_function(torch.ops.memfine.route.default, (region.expert_index, region.dims.num_experts))
+        order = graph.call_function(operator.getitem, (route, 0))
+        offsets = graph.call_function(operator.getitem, (route, 1))
+        arguments = (region.hidden, region.routing_weight, order, offsets, list(region.params), site)
+        combined = graph.call_function(torch.ops.memfine.experts.default, arguments)
+    for node in (route, order, offsets, combined):
+        node.meta.update({key: value for key, value in exit_node.meta.items() if key in _PROVENANCE_META})
+    _record_values(region, route, order, offsets)
+    combined.meta["example_value"] = node_value(exit_node)
+    exit_node.replace_all_uses_with(combined)
+    _erase(graph, region.cut)
+    graph.lint()
+    graph_module.recompile()
+
+
+_PROVENANCE_META = ("nn_module_stack", "source_fn_stack", "stack_trace")
+
+
+def _record_values(region: MoERegion, route: fx.Node, order: fx.Node, offsets: fx.Node) -> None:
+    index = node_value(region.expert_index)
+    assert isinstance(index, torch._subclasses.FakeTensor)
+    with index.fake_mode:
+        value = torch.ops.memfine.route.default(index, region.dims.num_experts)
+    route.meta["example_value"] = value
+    order.meta["example_value"], offsets.meta["example_value"] = value
+
+
+def insert_identity(graph_module: fx.GraphModule, region: MoERegion, name: str) -> None:
+    """Put the outlined region back in its own place, as a submodule."""
+    outlined, inputs = outline(region.cut, specializes_floats=False)
+    graph = graph_module.graph
+    exit_node = region.cut.exit
+    graph_module.add_submodule(name, outlined)
+    with graph.inserting_before(exit_node):
+        call = graph.call_module(name, tuple(inputs))
+    call.meta["example_value"] = node_value(exit_node)
+    exit_node.replace_all_uses_with(call)
+    _erase(graph, region.cut)
+    graph.lint()
+    graph_module.recompile()
+
+
+def _erase(graph: fx.Graph, cut: Cut) -> None:
+    """Erase the inside of a cut, last first, except what other nodes still read."""
+    for node in reversed(cut.nodes):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def save_routing_in_checkpoint(body: fx.GraphModule) -> None:
+    """Make a checkpointed body save the index arrays of its regions (everything else as before)."""
+    body.meta.setdefault(_CONTEXT_FN, functools.partial(create_selective_checkpoint_contexts, _save_routing_policy))
+
+
+def _save_routing_policy(context: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_routing = target is torch.ops.memfine.route.default
+    return CheckpointPolicy.MUST_SAVE if is_routing else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,187 @@
+"""Normalise: outline one cut and retrace it alone to functional ATen.
+
+Steps:
+1. copy the inside of the cut to a graph of its own, one placeholder per input;
+2. replace every spelling of a grouped matmul by `memfine::grouped_mm`, whose fake implementation knows only
+   shapes (NOTE: the meta function of the real one demands bf16, so retracing fp32 models would fail);
+3. retrace with `make_fx` on the fake tensors of the capture, functionalised, under the autocast state of the
+   region's place in the graph.
+
+Refuses: inputs without a recorded value; symbols that are neither tensors, ints nor floats; regions that
+enter or leave an autocast context; whatever tracing itself refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.dataflow import node_value, target_name
+from memfine_fx.passes.find import GROUPED_MATMULS
+from memfine_fx.records import Cut
+
+__all__ = ["NormalizedRegion", "normalize", "outline"]
+
+log = logging.getLogger(__name__)
+
+
+@torch.library.custom_op("memfine::grouped_mm", mutates_args=())
+def grouped_mm(rows: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Rows of group e times table[e]; a name for every spelling of it in normalised graphs.
+
+    Args:
+        rows: [N,H], sorted by group.
+        table: [E,H,F].
+        offsets: [E] ints, end of each group.
+
+    Returns:
+        [N,F]; rows past the last offset are zero.
+    """
+    out = rows.new_zeros(rows.shape[0], table.shape[-1])
+    start = 0
+    for group, end in enumerate(offsets.tolist()):
+        torch.mm(rows[start:end], table[group], out=out[start:end])
+        start = end
+    return out
+
+
+@grouped_mm.register_fake
+def _(rows: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], table.shape[-1])
+
+
+@dataclass(frozen=True)
+class NormalizedRegion:
+    """A cut as functional ATen.
+
+    Args:
+        graph_module: placeholders stand in the order of `inputs`.
+        inputs: the outer nodes behind the placeholders (symbolic ints included).
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+
+
+def normalize(cut: Cut) -> NormalizedRegion:
+    """Outline `cut` and retrace it.
+
+    Raises:
+        CannotChunk: see the module docstring.
+    """
+    outlined, inputs = outline(cut, specializes_floats=True)
+    values = [node_value(node) for node in inputs]
+    fake_mode = _fake_mode(values)
+    runner = _GroupedMatmulRenamer(outlined)
+
+    def region(*args: Any) -> Any:
+        return torch.func.functionalize(runner.run, remove="mutations")(*args)
+
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(enable_python_dispatcher())
+            stack.enter_context(fake_mode or contextlib.nullcontext())
+            stack.enter_context(_autocast_state(cut))
+            traced = make_fx(region, tracing_mode="real")(*values)
+    except (UnsupportedOperatorException, NotImplementedError) as error:
+        raise CannotChunk(f"retracing the region failed: {error}", cut.exit) from error
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return NormalizedRegion(traced, tuple(inputs))
+
+
+class _GroupedMatmulRenamer(fx.Interpreter):
+    """Runs the outlined region; grouped matmuls become `memfine::grouped_mm`."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(target, "__name__", "").split(".")[0]
+        if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            name = str(target).split(".")[1]
+        if name in GROUPED_MATMULS:
+            return _grouped(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def _grouped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    named = dict(zip(("rows", "table", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
+    rows = named.get("rows", named.get("input", named.get("self", named.get("mat_a"))))
+    table = named.get("table", named.get("weight", named.get("mat2", named.get("mat_b"))))
+    if rows is None or table is None or named.get("offs") is None:
+        raise CannotChunk("grouped matmul without offsets is a plain batched matmul, not routed rows", target)
+    if rows.ndim != 2 or table.ndim != 3:
+        raise CannotChunk(f"grouped matmul of {rows.ndim}-D by {table.ndim}-D; expected rows [N,H] by [E,H,F]", target)
+    if named.get("bias") is not None:
+        raise CannotChunk("grouped matmul with a bias argument", target)
+    out_dtype = named.get("out_dtype") or rows.dtype
+    return grouped_mm(rows, table, named["offs"]).to(out_dtype)  # type: ignore[no-any-return]  # custom_op is untyped
+
+
+def outline(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """The inside of a cut as a graph of its own, and the outer nodes behind its placeholders.
+
+    Args:
+        cut: what to copy.
+        specializes_floats: turn symbolic floats into numbers (the capture's guards keep that sound).
+
+    Raises:
+        CannotChunk: an input has no recorded value, or the inside holds something that is not a call.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    inputs: list[fx.Node] = []
+    for node in cut.inputs:
+        value = node_value(node)
+        if specializes_floats and isinstance(value, (torch.SymFloat, float)):
+            env[node] = float(value)
+        elif isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, int, float)):
+            env[node] = graph.placeholder(node.name)
+            inputs.append(node)
+        else:
+            raise CannotChunk(f"input of the region has no recorded tensor or size, but {type(value).__name__}", node)
+    for node in cut.nodes:
+        if target_name(node) in ("_enter_autocast", "_exit_autocast"):
+            raise CannotChunk("the region crosses an autocast boundary", node)
+        if node.op not in ("call_function", "call_method"):
+            raise CannotChunk(f"the region holds a {node.op} node", node)
+        copied = graph.create_node(
+            node.op,
+            node.target,
+            fx.map_arg(node.args, env.__getitem__),
+            fx.map_arg(node.kwargs, env.__getitem__),
+        )
+        env[node] = copied
+    graph.output(env[cut.exit])
+    return fx.GraphModule(torch.nn.Module(), graph), inputs
+
+
+def _fake_mode(values: list[object]) -> FakeTensorMode | None:
+    modes = {value.fake_mode for value in values if isinstance(value, torch._subclasses.FakeTensor)}
+    return next(iter(modes), None)
+
+
+@contextlib.contextmanager
+def _autocast_state(cut: Cut) -> Iterator[None]:
+    """The autocast contexts entered in the graph before the region and not yet left."""
+    open_contexts: dict[fx.Node, tuple[Any, ...]] = {}
+    for node in cut.exit.graph.nodes:
+        if node is cut.exit:
+            break
+        if target_name(node) == "_enter_autocast":
+            open_contexts[node] = node.args
+        elif target_name(node) == "_exit_autocast":
+            open_contexts.pop(node.args[0], None)
+    with contextlib.ExitStack() as stack:
+        for device_type, dtype, enabled, cache_enabled in open_contexts.values():
+            stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
+        yield

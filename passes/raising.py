@@ -1,0 +1,144 @@
+"""Raise: from a candidate to the one canonical record, or a refusal with its reason.
+
+Steps, for each cut worth trying: check that cutting there is safe; normalise it to functional ATen; interpret
+it over layouts with the rules of the first family whose operations it uses; take the expert function. The
+first cut that goes through wins; if none does, the reason of the one that got furthest is reported.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value, provenance, same_size
+from memfine_fx.passes.dispatch import DISPATCH_RULES
+from memfine_fx.passes.families import gathered, grouped
+from memfine_fx.passes.layouts import Combined, Lead, RowInterpreter, Rows, Rules, Sizes
+from memfine_fx.passes.normalize import NormalizedRegion, normalize
+from memfine_fx.passes.rowwise import ROWWISE_RULES, pointwise_rule
+from memfine_fx.records import Candidate, Cut, ExpertFunction, MoERegion, RegionDims
+
+__all__ = ["FAMILIES", "raise_region"]
+
+FAMILIES: tuple[tuple[str, Rules], ...] = (
+    ("grouped", grouped.RULES),
+    ("gathered", gathered.RULES),
+)
+"""Spellings in the order in which they are tried."""
+
+
+def raise_region(candidate: Candidate) -> MoERegion:
+    """The region of `candidate`.
+
+    Raises:
+        CannotChunk: no cut of it is safe, spelled in a known way and proved row-wise.
+    """
+    if not candidate.cuts:
+        raise CannotChunk("the experts' results do not meet in one [T,H] tensor", candidate.seed)
+    flow = Dataflow(candidate.graph_module.graph)
+    refusals: list[CannotChunk] = []
+    for cut in candidate.cuts:
+        try:
+            return _raise_cut(candidate, cut, flow)
+        except CannotChunk as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
+    _check_cut(cut, flow)
+    index = node_value(cut.expert_index)
+    assert isinstance(index, torch.Tensor)
+    num_tokens, top_k = index.shape
+    if not isinstance(top_k, int):
+        raise CannotChunk(f"top-k is symbolic: {top_k}", cut.expert_index)
+    region = normalize(cut)
+    family, rules = _family(region)
+    interpreter = RowInterpreter(
+        region,
+        cut.expert_index,
+        Sizes(num_tokens, top_k),
+        {**ROWWISE_RULES, **DISPATCH_RULES, **rules},
+        pointwise_rule,
+    )
+    result = _contribution(interpreter, interpreter.run(), cut)
+    if interpreter.hidden is None or interpreter.num_experts is None:
+        raise CannotChunk("no token-indexed input or no expert parameters reach the output", cut.exit)
+    hidden = node_value(interpreter.hidden)
+    assert isinstance(hidden, torch.Tensor)
+    if hidden.ndim != 2 or not isinstance(hidden.shape[1], int):
+        raise CannotChunk(f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", interpreter.hidden)
+    kinds = tuple(kind for _, kind in interpreter.params.values())
+    widths = interpreter.projection_widths
+    return MoERegion(
+        cut=cut,
+        family=family,
+        hidden=interpreter.hidden,
+        expert_index=cut.expert_index,
+        routing_weight=interpreter.routing_weight,
+        params=tuple(interpreter.params),
+        expert_fn=ExpertFunction(interpreter.finish(result), interpreter.routing_weight is not None, kinds),
+        dims=RegionDims(
+            str(num_tokens), hidden.shape[1], interpreter.num_experts, top_k, widths[-1] if widths else None
+        ),
+        where=provenance(candidate.expert_ops[0]),
+    )
+
+
+def _family(region: NormalizedRegion) -> tuple[str, Rules]:
+    targets = {node.target for node in region.graph_module.graph.nodes}
+    for name, rules in FAMILIES:
+        if any(target in targets for target in rules):
+            return name, rules
+    matmuls = sorted(str(target) for target in targets if "mm" in str(target) or "matmul" in str(target))
+    raise CannotChunk(f"no known spelling of experts: matmuls here are {', '.join(matmuls) or 'none'}")
+
+
+def _contribution(interpreter: RowInterpreter, value: object, cut: Cut) -> fx.Node:
+    """The expression of one row's contribution to its token."""
+    if isinstance(value, Combined):
+        return value.expr
+    is_single = interpreter.sizes.top_k == 1 and isinstance(value, Rows) and value.lead in (Lead.FLAT, Lead.TOKEN)
+    if is_single and isinstance(value, Rows) and value.per_row:
+        return value.expr
+    lead = value.lead.value if isinstance(value, Rows) else type(value).__name__
+    raise CannotChunk(f"the exit holds {lead}, not rows combined into tokens", cut.exit)
+
+
+def _check_cut(cut: Cut, flow: Dataflow) -> None:
+    inside = set(cut.nodes)
+    index = node_value(cut.expert_index)
+    assert isinstance(index, torch.Tensor)
+    for node in cut.nodes:
+        outside_users = [user for user in node.users if user not in inside]
+        if node is not cut.exit and outside_users and is_float_tensor(node) and _is_routed(node, index):
+            raise CannotChunk(f"routed rows are also used outside the region, by {outside_users[0]}", node)
+    _check_mutations(cut, flow, inside)
+
+
+def _is_routed(node: fx.Node, index: torch.Tensor) -> bool:
+    value = node_value(node)
+    return isinstance(value, torch.Tensor) and value.ndim > 1 and not same_size(value.shape[0], index.shape[0])
+
+
+def _check_mutations(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
+    """Nothing inside may write to an input, and no input may change between dispatch and exit."""
+    inputs = {flow.root(node): node for node in cut.inputs}
+    first, last = flow.position[cut.nodes[0]], flow.position[cut.exit]
+    for mutation, targets in flow.mutations.items():
+        if not first <= flow.position[mutation] <= last:
+            continue
+        for target in targets:
+            written = inputs.get(flow.root(target))
+            if written is None:
+                continue
+            is_before_use = mutation not in inside and flow.position[mutation] <= _first_read(cut, flow, written)
+            if not is_before_use:
+                raise CannotChunk(f"{written} is changed in place between dispatch and combine", mutation)
+
+
+def _first_read(cut: Cut, flow: Dataflow, node: fx.Node) -> int:
+    aliases = {alias for alias in cut.inputs if flow.root(alias) is flow.root(node)}
+    readers = [flow.position[user] for alias in aliases for user in alias.users if user in set(cut.nodes)]
+    return min(readers, default=flow.position[cut.exit])

@@ -1,0 +1,96 @@
+"""Tracing of functions over a chunk's rows, with symbolic row count R and, where lifted, group count G."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+__all__ = ["TensorSpec", "TracedBody", "contiguous_strides", "trace_rows"]
+
+_ROWS_HINT = 2053
+_GROUPS_HINT = 17
+"""Primes near usual sizes: nothing else equals them, and Inductor's heuristics see realistic numbers."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides, dtype and device of one argument; R or G goes in front of `shape` where it says so."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    per_row: bool = False
+    per_group: bool = False
+    stride: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class TracedBody:
+    """A function as functional ATen over R symbolic rows.
+
+    Args:
+        graph_module: placeholders carry their fake tensors in `meta["val"]`.
+        fake_mode: the mode of those tensors.
+        fake_inputs: the fake arguments, in order.
+        rows, groups: the symbols of R and G in the graph's sizes.
+    """
+
+    graph_module: fx.GraphModule
+    fake_mode: FakeTensorMode
+    fake_inputs: tuple[torch.Tensor, ...]
+    rows: sympy.Symbol
+    groups: sympy.Symbol
+
+
+def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> TracedBody:
+    """Trace `function` to ATen on fake arguments of the given specs.
+
+    Args:
+        function: takes one tensor per spec, returns a tensor or a flat sequence of tensors.
+        specs: arguments; all `per_row` ones share the symbol R.
+    """
+    shape_env = ShapeEnv()
+    fake_mode = FakeTensorMode(shape_env=shape_env)
+    num_rows = _symbolic_size(shape_env, "num_rows", _ROWS_HINT)
+    num_groups = _symbolic_size(shape_env, "num_groups", _GROUPS_HINT)
+    with fake_mode, torch.no_grad(), enable_python_dispatcher():
+        inputs = tuple(_fake(spec, num_rows, num_groups) for spec in specs)
+        traced = make_fx(torch.func.functionalize(function, remove="mutations"), tracing_mode="real")(*inputs)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return TracedBody(traced, fake_mode, inputs, num_rows.node.expr, num_groups.node.expr)
+
+
+def _symbolic_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    size = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+def _fake(spec: TensorSpec, num_rows: torch.SymInt, num_groups: torch.SymInt) -> torch.Tensor:
+    if spec.per_row:
+        return torch.empty((num_rows, *spec.shape), dtype=spec.dtype, device=spec.device)
+    inner = spec.stride if spec.stride is not None else contiguous_strides(spec.shape)
+    if spec.per_group:
+        shape: tuple[int | torch.SymInt, ...] = (num_groups, *spec.shape)
+        strides = (math.prod(spec.shape), *inner)
+    else:
+        shape, strides = spec.shape, inner
+    return torch.empty_strided(shape, strides, dtype=spec.dtype, device=spec.device)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[position + 1 :]) for position in range(len(shape)))

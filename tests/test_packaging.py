@@ -1,0 +1,69 @@
+"""The package on disk, in pyproject.toml and at import time is one and the same."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "memfine_fx"
+TOP_LEVEL_ROOMS = ("models", "passes")
+
+
+def run_python(code: str, *, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def packages_on_disk() -> list[str]:
+    folders = (
+        Path(folder).relative_to(ROOT)
+        for folder, _, files in os.walk(PACKAGE, followlinks=True)
+        if "__init__.py" in files
+    )
+    return sorted(".".join(folder.parts) for folder in folders)
+
+
+def setuptools_table() -> dict[str, object]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        table: dict[str, object] = tomllib.load(file)["tool"]["setuptools"]
+    return table
+
+
+def test_declared_packages_are_the_packages_on_disk() -> None:
+    assert setuptools_table()["packages"] == packages_on_disk()
+
+
+@pytest.mark.parametrize("room", TOP_LEVEL_ROOMS)
+def test_top_level_room_is_mapped_and_linked_into_the_package(room: str) -> None:
+    mapping = setuptools_table()["package-dir"]
+    assert isinstance(mapping, dict)
+    assert mapping[f"memfine_fx.{room}"] == room
+    assert os.readlink(PACKAGE / room) == f"../{room}"
+
+
+@pytest.mark.parametrize("room", TOP_LEVEL_ROOMS)
+def test_importing_a_room_by_its_short_name_names_the_full_one(room: str) -> None:
+    result = run_python(f"import {room}")
+    assert result.returncode == 1
+    assert f"ImportError: import memfine_fx.{room}, not {room}" in result.stderr
+
+
+@pytest.mark.parametrize("room", TOP_LEVEL_ROOMS)
+def test_room_imports_by_its_full_name_from_any_folder(room: str, tmp_path: Path) -> None:
+    result = run_python(f"import memfine_fx.{room}", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_the_package_does_not_import_inductor(tmp_path: Path) -> None:
+    code = "import sys, memfine_fx; print([m for m in sys.modules if m.startswith('torch._inductor')])"
+    result = run_python(code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_package_declares_itself_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
