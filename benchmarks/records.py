@@ -84,8 +84,8 @@ class Measurement:
     step_seconds: tuple[float, ...]
     compile_seconds: float  # warm-up steps beyond their usual time
     cold: bool  # the compile cache was empty
-    peak_bytes: int  # beyond parameters and gradients; gradients exist already and are accumulated into
-    fresh_peak_bytes: int  # the same, where the step makes the gradients (set_to_none), their bytes taken off
+    peak_bytes: int  # beyond parameters and gradients; the step makes the gradients (zero_grad's default)
+    accumulating_peak_bytes: int  # the same, where gradients exist already and are accumulated into
     resting_bytes: int
     allocated_bytes: int | None  # CUDA: all of the process, at the peak
     reserved_bytes: int | None  # CUDA: what the caching allocator held of the device

@@ -77,7 +77,7 @@ def _format_table(title: str, rows: Sequence[Row]) -> str:
 
 def _header(job: Job) -> list[str]:
     ratios = [f"{what}/{baseline}" for baseline in BASELINES for what in ("peak", "time")]
-    shared = ["peer", "peak MiB", "fresh MiB", "step s", "min-max s", *ratios, "compile s"]
+    shared = ["peer", "peak MiB", "accum MiB", "step s", "min-max s", *ratios, "compile s"]
     return [*shared, *_extra_header(job), "check"]
 
 
@@ -101,7 +101,7 @@ def _cells(summary: Summary, baselines: dict[str, Summary], reference: Summary) 
     return [
         summary.job.peer,
         f"{summary.peak_bytes / MIB:.1f}",
-        f"{summary.last.fresh_peak_bytes / MIB:.1f}",
+        f"{summary.last.accumulating_peak_bytes / MIB:.1f}",
         f"{summary.step_seconds:.4g}",
         f"{summary.step_seconds_min:.4g}-{summary.step_seconds_max:.4g}",
         *ratios,

@@ -44,7 +44,7 @@ def measure(job: Job) -> Measurement:
         compile_seconds=max(0.0, sum(warm_up) - len(warm_up) * statistics.median(seconds)),
         cold=cold,
         peak_bytes=bytes_.peak,
-        fresh_peak_bytes=bytes_.fresh_peak,
+        accumulating_peak_bytes=bytes_.accumulating_peak,
         resting_bytes=bytes_.resting,
         allocated_bytes=bytes_.allocated,
         reserved_bytes=bytes_.reserved,
@@ -61,7 +61,7 @@ def measure(job: Job) -> Measurement:
 @dataclass(frozen=True)
 class _Bytes:
     peak: int
-    fresh_peak: int
+    accumulating_peak: int
     resting: int
     allocated: int | None
     reserved: int | None
@@ -72,16 +72,16 @@ def _count_bytes(workload: Workload, device: torch.device) -> _Bytes:
     workload.zero_gradients()
     if is_cuda:
         torch.cuda.empty_cache()
-    onto_gradients = trace_memory(workload.step, device)
+    accumulating = trace_memory(workload.step, device)
     allocated = torch.cuda.max_memory_allocated(device) if is_cuda else None
     reserved = torch.cuda.max_memory_reserved(device) if is_cuda else None
-    gradient_bytes = workload.drop_gradients()
-    fresh = trace_memory(workload.step, device)
+    workload.drop_gradients()
+    fresh = trace_memory(workload.step, device, beyond=workload.gradients)
     workload.zero_gradients()
     return _Bytes(
-        peak=onto_gradients.peak_bytes,
-        fresh_peak=fresh.peak_bytes - gradient_bytes,
-        resting=onto_gradients.resting_bytes,
+        peak=fresh.peak_bytes,
+        accumulating_peak=accumulating.peak_bytes,
+        resting=fresh.resting_bytes,
         allocated=allocated,
         reserved=reserved,
     )

@@ -33,23 +33,19 @@ class Workload:
             if leaf.grad is not None:
                 leaf.grad.zero_()
 
-    def drop_gradients(self) -> int:
-        """Free them and return how many bytes they had."""
-        freed = 0
+    def drop_gradients(self) -> None:
         for leaf in self.leaves.values():
-            freed += 0 if leaf.grad is None else leaf.grad.nbytes
             leaf.grad = None
-        return freed
 
     def gradient_norm(self) -> float:
-        return math.hypot(*(float(torch.linalg.vector_norm(grad)) for grad in self._gradients()))
+        return math.hypot(*(float(torch.linalg.vector_norm(grad)) for grad in self.gradients()))
 
     def gradient_checksum(self) -> float:
         """Products of unit-length gradients with a fixed probe, of order one whatever the sizes."""
-        products = [normalised_product(grad) for grad in self._gradients()]
+        products = [normalised_product(grad) for grad in self.gradients()]
         return math.fsum(products) / math.sqrt(len(products))
 
-    def _gradients(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[torch.Tensor]:
         missing = [name for name, leaf in self.leaves.items() if leaf.grad is None]
         assert not missing, f"no gradient reached {missing}"
         return [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]

@@ -243,7 +243,8 @@ def warn_without_regions(session: Session) -> None:
     if report.num_chunked == 0:
         reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
         warnings.warn(
-            f"memfine_fx found nothing to chunk and compiled the model as plain {session.config.inner_backend}: {reasons}",
+            f"memfine_fx found nothing to chunk and compiled the model as plain {session.config.inner_backend}: "
+            f"{reasons}",
             stacklevel=2,
         )
 

@@ -46,7 +46,8 @@ class RegionReport:
             return f"refused  {self.where}: {self.reason}{at}"
         dims = self.dims
         assert dims is not None
-        sizes = f"T={self.num_tokens or dims.tokens} H={dims.hidden} E={dims.num_experts} K={dims.top_k} F={dims.expert_width}"
+        tokens = self.num_tokens or dims.tokens
+        sizes = f"T={tokens} H={dims.hidden} E={dims.num_experts} K={dims.top_k} F={dims.expert_width}"
         line = f"chunked  {self.where}: {self.family}, {sizes}"
         if self.plan is None:
             return f"{line}; plan chosen at the first step"

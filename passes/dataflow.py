@@ -24,6 +24,7 @@ __all__ = [
     "node_value",
     "provenance",
     "same_size",
+    "static_size",
     "target_name",
 ]
 
@@ -62,6 +63,12 @@ def same_size(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
     if isinstance(left, torch.SymInt) or isinstance(right, torch.SymInt):
         return bool((_expr(left) - _expr(right)).expand() == 0)
     return left == right
+
+
+def static_size(size: int | torch.SymInt) -> int | None:
+    """The number behind a size, also where a guard has since pinned its symbol; None while it is symbolic."""
+    expr = _expr(size)
+    return int(expr) if expr.is_number else None
 
 
 def _expr(size: int | torch.SymInt):  # type: ignore[no-untyped-def]  # sympy ships no types

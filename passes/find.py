@@ -53,11 +53,10 @@ def find_candidates(graph_module: fx.GraphModule) -> list[Candidate | Refusal]:
 
     Higher-order-op bodies are graphs of their own: call this on each.
     """
-    seeds = [node for node in graph_module.graph.nodes if _is_seed(node)]
-    if not seeds and not any(target_name(node) in GROUPED_MATMULS for node in graph_module.graph.nodes):
+    seeds = [node for node in graph_module.graph.nodes if _is_seed(node) or _is_index_placeholder(node)]
+    if not seeds:
         return []
     flow = Dataflow(graph_module.graph)
-    seeds += [node for node in graph_module.graph.nodes if _is_index_placeholder(node)]
     by_seed = _attribute_expert_ops(flow, seeds)
     found: list[Candidate | Refusal] = []
     for seed in sorted(seeds, key=flow.position.__getitem__):
@@ -124,14 +123,13 @@ def _is_expert_table(operand: fx.Node, tainted: set[fx.Node]) -> bool:
         node = node.args[0]
     if target_name(node) in _INDEXING and node.args and isinstance(node.args[0], fx.Node):
         indices = [source for source in node.all_input_nodes[1:] if is_int_tensor(source)]
-        return any(index in tainted for index in indices) and _is_parameter_like(node.args[0], 3)
-    return _is_parameter_like(node, 3)
+        return any(index in tainted for index in indices) and _is_stack(node.args[0]) and node.args[0] not in tainted
+    return _is_stack(node) and isinstance(node_value(node), torch.nn.Parameter)
 
 
-def _is_parameter_like(node: fx.Node, min_dims: int) -> bool:
+def _is_stack(node: fx.Node) -> bool:
     value = node_value(node)
-    is_leaf = node.op in ("placeholder", "get_attr")
-    return is_leaf and isinstance(value, torch.Tensor) and value.ndim >= min_dims and is_float_tensor(node)
+    return isinstance(value, torch.Tensor) and value.ndim >= 3 and is_float_tensor(node)
 
 
 def _feeds_a_later_seed(flow: Dataflow, seed: fx.Node, by_seed: dict[fx.Node, list[fx.Node]]) -> bool:

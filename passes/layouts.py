@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import is_float_tensor, node_value, same_size
+from memfine_fx.passes.dataflow import is_float_tensor, node_value, same_size, static_size
 from memfine_fx.passes.normalize import NormalizedRegion
 from memfine_fx.records import ParamKind
 
@@ -254,9 +254,10 @@ class RowInterpreter:
             raise CannotChunk("expected a table of expert parameters, [E,...], from outside the region", node)
         table = node_value(value.node)
         assert isinstance(table, torch.Tensor)
-        if not isinstance(table.shape[0], int):
+        num_experts = static_size(table.shape[0])
+        if num_experts is None:
             raise CannotChunk(f"number of experts is symbolic: {table.shape[0]}", node)
-        self.check_num_experts(table.shape[0], node)
+        self.check_num_experts(num_experts, node)
         param = self._param(value.node, "expert")
         return Rows(Lead.EXPERT, self.emit(torch.ops.aten.unsqueeze.default, param, 0), per_row=False)
 
@@ -303,9 +304,9 @@ class RowInterpreter:
             return self._weight(outer, node)
         if value.ndim >= 2 and same_size(value.shape[0], sizes.num_tokens):
             return self.as_tokens(Outside(outer), node)
-        if value.ndim >= 2 and value.shape[0] == self.num_experts:
+        if value.ndim >= 2 and static_size(value.shape[0]) == self.num_experts is not None:
             return self.as_expert_table(Outside(outer), node)
-        if any(not isinstance(size, int) for size in value.shape):
+        if any(static_size(size) is None for size in value.shape):
             raise CannotChunk(f"an input of symbolic shape {tuple(value.shape)} is neither tokens nor weights", node)
         return Rows(Lead.NONE, self._param(outer, "shared"), per_row=False)
 

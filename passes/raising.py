@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value, provenance, same_size
+from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value, provenance, same_size, static_size
 from memfine_fx.passes.dispatch import DISPATCH_RULES
 from memfine_fx.passes.families import gathered, grouped
 from memfine_fx.passes.layouts import Combined, Lead, RowInterpreter, Rows, Rules, Sizes
@@ -50,9 +50,8 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
     _check_cut(cut, flow)
     index = node_value(cut.expert_index)
     assert isinstance(index, torch.Tensor)
-    num_tokens, top_k = index.shape
-    if not isinstance(top_k, int):
-        raise CannotChunk(f"top-k is symbolic: {top_k}", cut.expert_index)
+    num_tokens = index.shape[0]
+    top_k = int(index.shape[1])  # a guard where it is symbolic: K belongs to the architecture
     region = normalize(cut)
     family, rules = _family(region)
     interpreter = RowInterpreter(
@@ -67,7 +66,8 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
         raise CannotChunk("no token-indexed input or no expert parameters reach the output", cut.exit)
     hidden = node_value(interpreter.hidden)
     assert isinstance(hidden, torch.Tensor)
-    if hidden.ndim != 2 or not isinstance(hidden.shape[1], int):
+    hidden_size = static_size(hidden.shape[-1])
+    if hidden.ndim != 2 or hidden_size is None:
         raise CannotChunk(f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", interpreter.hidden)
     kinds = tuple(kind for _, kind in interpreter.params.values())
     widths = interpreter.projection_widths
@@ -80,7 +80,7 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
         params=tuple(interpreter.params),
         expert_fn=ExpertFunction(interpreter.finish(result), interpreter.routing_weight is not None, kinds),
         dims=RegionDims(
-            str(num_tokens), hidden.shape[1], interpreter.num_experts, top_k, widths[-1] if widths else None
+            str(num_tokens), hidden_size, interpreter.num_experts, top_k, widths[-1] if widths else None
         ),
         where=provenance(candidate.expert_ops[0]),
     )

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import same_size
+from memfine_fx.passes.dataflow import same_size, static_size
 from memfine_fx.passes.layouts import Combined, Fill, Ids, Lead, Outside, RowInterpreter, Rows, Rule
 
 __all__ = ["ROWWISE_RULES", "pointwise_rule"]
@@ -204,9 +204,10 @@ def _view_ids(interpreter: RowInterpreter, ids: Ids, target: torch.Tensor, node:
 
 
 def _static(size: int | torch.SymInt, node: fx.Node) -> int:
-    if not isinstance(size, int):
+    number = static_size(size)
+    if number is None:
         raise CannotChunk(f"an inner dimension is symbolic: {size}", node)
-    return size
+    return number
 
 
 def _expand(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -89,7 +89,6 @@ def format_table(results: Sequence[ModeResult]) -> str:
     """Peak, times and losses, one column per mode."""
     rows: list[tuple[str, ...]] = [("", *(result.mode for result in results))]
     rows.append(("peak activations (MiB)", *(f"{result.peak_bytes / MIB:.1f}" for result in results)))
-    rows.append(("  gradients made anew", *(f"{result.fresh_peak_bytes / MIB:.1f}" for result in results)))
     rows.append(("median step (s)", *(f"{result.median_step_seconds:.3f}" for result in results)))
     rows.append(("compile (s)", *(f"{result.compile_seconds:.1f}" for result in results)))
     for step in range(len(results[0].losses)):

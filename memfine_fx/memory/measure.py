@@ -11,11 +11,9 @@ C allocator by hundreds of megabytes.
 
 1. Collect garbage, so that no dead reference cycle of an earlier step is freed inside this one.
 2. Run the step under the profiler with ``profile_memory=True``; drop its result.
-3. Keep the device's ``[memory]`` events in time order and add them up.
-4. On CUDA the peak is ``max_memory_allocated``, which the allocator itself keeps.
-
-The caller decides what exists at the start. With gradients allocated by a warm-up step and zeroed in place,
-the figures are bytes *beyond parameters and gradients*.
+3. Keep the device's allocation events in time order and add them up, leaving out the storages that the
+   caller names afterwards (the gradients that the step made): what is left is bytes *beyond* those.
+4. On CUDA, with nothing left out, the peak is ``max_memory_allocated``, which the allocator itself keeps.
 
 What is not seen: scratch memory that a kernel library takes outside PyTorch's allocators. On CPU, freeing a
 tensor older than the step is not seen either, since the allocator no longer knows its size; on CUDA it
@@ -23,13 +21,12 @@ counts negative. CUDA sizes are the allocator's blocks, rounded up to 512 bytes.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "memfine_fx.mark/"
@@ -62,11 +59,30 @@ def mark(name: str) -> None:
         pass
 
 
-def trace_memory(step: Callable[[], object], device: torch.device) -> MemoryTrace:
+@dataclass(frozen=True)
+class _Event:
+    """One allocation (or, negative, one free) at an address."""
+
+    time_ns: int
+    address: int
+    num_bytes: int
+
+
+def trace_memory(
+    step: Callable[[], object],
+    device: torch.device,
+    beyond: Callable[[], Iterable[torch.Tensor]] | None = None,
+) -> MemoryTrace:
     """Run ``step`` once and return its allocations on ``device``, "cpu" or "cuda".
 
     Compile first: the compiler's own tensors would be counted. Two runs of one deterministic step agree
     exactly in every size.
+
+    Args:
+        step: what to run.
+        device: where to count.
+        beyond: asked after the step; storages of these tensors that the step allocated are not counted,
+            from the moment they were allocated. Usually the gradients, with ``set_to_none`` before the step.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"trace_memory counts bytes on cpu and cuda, but got device {device.type!r}")
@@ -77,16 +93,18 @@ def trace_memory(step: Callable[[], object], device: torch.device) -> MemoryTrac
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     events = _events_in_time_order(profiler)
-    memory_events = [event for event in events if _is_memory_event_on(event, device)]
-    sizes = [int(event.nbytes()) for event in memory_events]
-    live = tuple(accumulate(sizes))
-    start_ns = memory_events[0].start_ns() if memory_events else (events[0].start_ns() if events else 0)
+    allocations = _allocations(profiler, device)
+    if beyond is not None:
+        allocations = _without(allocations, {tensor.untyped_storage().data_ptr() for tensor in beyond()})
+    live = tuple(accumulate(event.num_bytes for event in allocations))
+    start_ns = allocations[0].time_ns if allocations else (events[0].start_ns() if events else 0)
+    is_counted_by_cuda = device.type == "cuda" and beyond is None
     return MemoryTrace(
         device=str(device),
-        times_us=tuple((event.start_ns() - start_ns) / 1e3 for event in memory_events),
+        times_us=tuple((event.time_ns - start_ns) / 1e3 for event in allocations),
         live_bytes=live,
-        allocation_bytes=tuple(size for size in sizes if size > 0),
-        peak_bytes=max(0, _cuda_peak(device) - at_start) if device.type == "cuda" else max((0, *live)),
+        allocation_bytes=tuple(event.num_bytes for event in allocations if event.num_bytes > 0),
+        peak_bytes=max(0, _cuda_peak(device) - at_start) if is_counted_by_cuda else max((0, *live)),
         marks=tuple(
             (event.name().removeprefix(_MARK), (event.start_ns() - start_ns) / 1e3)
             for event in events
@@ -102,13 +120,42 @@ def _events_in_time_order(profiler: profile) -> list[Any]:
     return sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
 
 
-def _is_memory_event_on(event: Any, device: torch.device) -> bool:
-    if event.name() != "[memory]":
+def _allocations(profiler: profile, device: torch.device) -> list[_Event]:
+    """The device's allocator events in time order, with their addresses."""
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    roots = profiler.profiler.kineto_results.experimental_event_tree()
+    events = [
+        _Event(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+        for event in _walk(roots)
+        if event.tag.name == "Allocation" and _is_on(event.extra_fields.device, device)
+    ]
+    return sorted(events, key=lambda event: event.time_ns)
+
+
+def _walk(events: Iterable[Any]) -> Iterator[Any]:
+    pending = list(events)
+    while pending:
+        event = pending.pop()
+        yield event
+        pending.extend(event.children)
+
+
+def _is_on(where: torch.device, device: torch.device) -> bool:
+    if device.type != where.type:
         return False
-    if device.type == "cpu":
-        return bool(event.device_type() == DeviceType.CPU)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return bool(event.device_type() == DeviceType.CUDA and event.device_index() == index)
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return device.type == "cpu" or where.index == index
+
+
+def _without(events: list[_Event], addresses: set[int]) -> list[_Event]:
+    """The events less the last allocation at each address, which is the one still alive."""
+    left_out: set[int] = set()
+    for position in range(len(events) - 1, -1, -1):
+        event = events[position]
+        if event.num_bytes > 0 and event.address in addresses:
+            addresses = addresses - {event.address}
+            left_out.add(position)
+    return [event for position, event in enumerate(events) if position not in left_out]
 
 
 def _reset_cuda_peak(device: torch.device) -> int:

@@ -21,7 +21,6 @@ def made_up_result(mode: str, peak_mib: int = 8) -> ModeResult:
         losses=(5.5, 4.0, 3.5),
         step_seconds=(30.0, 1.0, 2.0),
         peak_bytes=peak_mib * MIB,
-        fresh_peak_bytes=peak_mib * MIB // 2,
         resting_bytes=0,
         times_us=(0.0, 10.0, 30.0, 50.0),
         live_bytes=(MIB, peak_mib * MIB, 2 * MIB, 0),

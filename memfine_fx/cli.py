@@ -1,0 +1,147 @@
+"""`memfine demo | explain | plan | bench`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfine_fx.api import explain
+from memfine_fx.config import Config
+from memfine_fx.errors import ConfigError, MemfineError
+
+__all__ = ["main"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status. Errors of ours are one line on stderr, status 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"]:
+        return _bench(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except MemfineError as error:
+        print(f"memfine: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="memfine", description="Chunked, recomputing MoE training for PyTorch.")
+    commands = parser.add_subparsers(required=True, metavar="demo | explain | plan | bench")
+
+    demo = commands.add_parser("demo", help="train a small Qwen3-MoE three ways and compare memory, time and loss")
+    demo.add_argument("--steps", type=int, default=8)
+    demo.add_argument("--layers", type=int, default=4)
+    demo.add_argument("--out", default=".", help="folder for the chart and the JSON")
+    demo.add_argument("--quick", action="store_true", help="a smaller model")
+    demo.set_defaults(run=_demo)
+
+    shown = commands.add_parser("explain", help="what is found, chosen or refused in a model, and why")
+    shown.add_argument("target", help="hf:MODEL_TYPE (toy size) or path/to/file.py:factory")
+    shown.add_argument("--experts", default="grouped_mm", help="transformers' experts implementation")
+    shown.add_argument("--json", action="store_true")
+    shown.add_argument("--measure", action="store_true", help="also run a step and measure its peak")
+    shown.set_defaults(run=_explain)
+
+    plan = commands.add_parser("plan", help="rows per chunk and predicted bytes of one SwiGLU MoE layer")
+    for name, default in (("tokens", 8192), ("hidden", 2048), ("width", 768), ("experts", 128), ("top-k", 8)):
+        plan.add_argument(f"--{name}", type=int, default=default)
+    plan.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
+    plan.add_argument("--budget", help="bytes the layer may use beyond parameters, e.g. 800MB")
+    plan.add_argument("--axis", choices=("rows", "tokens"), default="rows")
+    plan.set_defaults(run=_plan)
+
+    commands.add_parser("bench", help="the benchmark harness (from a source checkout); see memfine bench --help")
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from memfine_fx.demo.runner import run_demo
+
+    return run_demo(steps=options.steps, layers=options.layers, out=options.out, quick=options.quick)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    model, args, kwargs = _load(options.target, options.experts)
+    report = explain(model, *args, measure=options.measure, config=Config(), **kwargs)
+    print(report.to_json() if options.json else report)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from memfine_fx.layer_plan import plan_swiglu_layer
+
+    plan, terms = plan_swiglu_layer(
+        num_tokens=options.tokens,
+        hidden=options.hidden,
+        expert_width=options.width,
+        num_experts=options.experts,
+        top_k=options.top_k,
+        dtype=_DTYPES[options.dtype],
+        memory_budget=options.budget,
+        axis=options.axis,
+    )
+    print(f"axis {plan.axis}, {plan.rows_per_chunk} rows a chunk: {plan.reason}")
+    print(f"predicted peak of the layer beyond parameters: {plan.predicted_bytes:,} B")
+    for name, num_bytes in sorted(terms.items(), key=lambda term: -term[1]):
+        print(f"  {name:22} {num_bytes:>16,} B")
+    return 0
+
+
+def _bench(arguments: list[str]) -> int:
+    if importlib.util.find_spec("benchmarks") is None or not Path("benchmarks/__main__.py").exists():
+        print("memfine: bench runs from a source checkout: cd to it, then `memfine bench ...`", file=sys.stderr)
+        return 2
+    sys.path.insert(0, "")
+    from runpy import run_module
+
+    sys.argv = ["benchmarks", "run", *arguments]
+    try:
+        run_module("benchmarks", run_name="__main__", alter_sys=True)
+    except SystemExit as status:
+        return int(status.code or 0)
+    return 0
+
+
+def _load(target: str, experts: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A model and one call's inputs, from hf:MODEL_TYPE or file.py:factory.
+
+    A factory returns a module, or (module, inputs) with inputs a tuple or a dict.
+    """
+    kind, _, name = target.partition(":")
+    if kind == "hf" and name:
+        from memfine_fx.tiny import tiny_causal_lm
+
+        tokens = torch.randint(1, 64, (2, 16))
+        return tiny_causal_lm(name, experts_implementation=experts), (), {"input_ids": tokens, "labels": tokens}
+    path, _, factory_name = target.rpartition(":")
+    if not path.endswith(".py") or not Path(path).exists():
+        raise ConfigError(f"{target!r} is neither hf:MODEL_TYPE nor an existing path/to/file.py:factory")
+    made = _factory(path, factory_name)()
+    model, inputs = made if isinstance(made, tuple) else (made, ())
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"{target} returned {type(model).__name__}; expected a module or (module, inputs)")
+    return (model, (), inputs) if isinstance(inputs, dict) else (model, tuple(inputs), {})
+
+
+def _factory(path: str, name: str) -> Callable[[], Any]:
+    spec = importlib.util.spec_from_file_location("memfine_explained", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ConfigError(f"{path} has no callable {name!r}")
+    return factory  # type: ignore[no-any-return]  # the user's code is untyped
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""Shared fixtures."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    """Each test compiles from scratch, with its own Dynamo state and a fixed seed."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)

@@ -1,0 +1,114 @@
+"""What is asked for and cannot be had: typed errors, warnings and refusals, never a wrong number."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import memfine_fx
+from memfine_fx.models import MixtralConfig, MixtralMoE
+from tests.integration.comparison import assert_same_step, optimized_copy
+
+
+def layer() -> MixtralMoE:
+    return MixtralMoE(MixtralConfig(hidden=16, expert_width=24, spelling="gathered"))
+
+
+def dense() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+
+
+def test_an_impossible_budget_names_the_smallest_that_works() -> None:
+    model = layer()
+    optimized = memfine_fx.optimize(model, inner_backend="eager", memory_budget=1)
+    hidden = torch.randn(200, 16)
+    with pytest.raises(memfine_fx.BudgetInfeasible, match="the smallest budget that fits is") as caught:
+        optimized(hidden)
+    again = memfine_fx.optimize(layer(), inner_backend="eager", memory_budget=caught.value.minimum_bytes)
+    again(hidden).sum().backward()
+    assert memfine_fx.report(again).num_chunked == 1
+
+
+@pytest.mark.parametrize("budget", ["lots", 0, -5, 1.5, True, "12 parsecs"])
+def test_a_malformed_budget_is_named(budget: object) -> None:
+    with pytest.raises(memfine_fx.ConfigError, match="memory_budget="):
+        memfine_fx.optimize(layer(), memory_budget=budget)  # type: ignore[arg-type]  # on purpose
+
+
+def test_an_unknown_backend_option_is_named() -> None:
+    compiled = torch.compile(layer(), backend="memfine", options={"chunk_size": 4})
+    with pytest.raises(memfine_fx.ConfigError, match="chunk_size"):
+        compiled(torch.randn(4, 16))
+
+
+def test_cuda_graph_modes_are_refused_by_name() -> None:
+    compiled = torch.compile(layer(), backend="memfine", mode="reduce-overhead")
+    with pytest.raises(memfine_fx.ConfigError, match="reduce-overhead"):
+        compiled(torch.randn(4, 16))
+
+
+def test_a_model_without_experts_runs_as_it_is_with_one_warning() -> None:
+    model = dense()
+    optimized = optimized_copy(model)
+    hidden = torch.randn(5, 8)
+    with pytest.warns(UserWarning, match="found nothing to chunk"):
+        optimized(hidden)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(optimized(hidden), model(hidden))
+
+
+def test_the_string_backend_warns_by_the_second_step() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(dense(), backend="memfine", options={"inner_backend": "eager", "min_rows": 63})
+    compiled(torch.randn(5, 8))
+    with pytest.warns(UserWarning, match="found nothing to chunk"):
+        compiled(torch.randn(5, 8))
+
+
+def test_a_second_derivative_is_a_clear_error() -> None:
+    optimized = optimized_copy(layer())
+    hidden = torch.randn(6, 16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(optimized(hidden).pow(2).sum(), hidden, create_graph=True)
+    with pytest.raises(memfine_fx.DoubleBackwardError, match="double backward"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("thing", ["a string", None, 3])
+def test_only_modules_can_be_optimized(thing: object) -> None:
+    with pytest.raises(memfine_fx.ConfigError, match=r"expects a torch\.nn\.Module"):
+        memfine_fx.optimize(thing)  # type: ignore[type-var]  # on purpose
+
+
+def test_a_report_needs_a_compiled_model() -> None:
+    with pytest.raises(memfine_fx.MemfineError, match="nothing of this model has been compiled"):
+        memfine_fx.report(layer())
+
+
+class MixesRows(MixtralMoE):
+    """Normalises over all routed rows of the layer: not one row's business."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, index = torch.softmax(self.gate(hidden), dim=-1).topk(2, dim=-1)
+        flat = index.reshape(-1)
+        rows = hidden.repeat_interleave(2, dim=0)
+        out = torch.bmm(rows.unsqueeze(1), self.table[flat]).squeeze(1)
+        out = out - out.mean(dim=0, keepdim=True)
+        return (out * weights.reshape(-1, 1)).view(-1, 2, 16).sum(dim=1)
+
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__(config)
+        self.table = torch.nn.Parameter(torch.randn(8, 16, 16) / 4)
+
+
+def test_an_expert_that_mixes_rows_is_refused_with_the_operation_and_stays_exact() -> None:
+    model = MixesRows(MixtralConfig(hidden=16, expert_width=24, spelling="gathered"))
+    del model.experts
+    optimized = optimized_copy(model)
+    with pytest.warns(UserWarning, match="rows are not independent"):
+        assert_same_step(optimized, model, {"hidden": torch.randn(12, 16)})
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "refused"
+    assert "test_bad_input.py" in region.where.source

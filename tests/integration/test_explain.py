@@ -1,0 +1,82 @@
+"""explain and report: every region with its place, sizes, plan or reason; text and JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import memfine_fx
+from memfine_fx.cli import main
+from memfine_fx.tiny import tiny_causal_lm
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 64, (2, 16))
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_explain_lists_each_region_with_place_sizes_and_plan() -> None:
+    report = memfine_fx.explain(tiny_causal_lm("qwen3_moe"), **tokens())
+    assert [region.status for region in report.regions] == ["chunked", "chunked"]
+    first = report.regions[0]
+    assert first.where.module.endswith("layers.0.mlp.experts")
+    assert "moe.py:" in first.where.source
+    assert first.family == "grouped"
+    assert first.dims is not None
+    assert (first.dims.hidden, first.dims.num_experts, first.dims.top_k, first.dims.expert_width) == (32, 4, 2, 24)
+    assert first.plan is not None and first.plan.predicted_bytes > 0
+    assert "T=32 H=32 E=4 K=2 F=24" in str(report)
+
+
+def test_explain_leaves_the_model_uncompiled() -> None:
+    model = tiny_causal_lm("qwen3_moe")
+    memfine_fx.explain(model, **tokens())
+    assert model._compiled_call_impl is None
+
+
+def test_explain_measures_no_more_than_it_predicts_for_the_regions_and_the_rest() -> None:
+    report = memfine_fx.explain(
+        tiny_causal_lm("qwen3_moe"), measure=True, config=memfine_fx.Config(inner_backend="eager"), **tokens()
+    )
+    assert report.measured_bytes is not None and report.measured_bytes > 0
+    assert report.regions[0].num_chunks > 0
+
+
+def test_a_report_is_json() -> None:
+    document = json.loads(memfine_fx.explain(tiny_causal_lm("qwen3_moe"), **tokens()).to_json())
+    assert document["regions"][0]["plan"]["axis"] == "rows"
+    assert document["regions"][0]["where"]["module"].endswith("layers.0.mlp.experts")
+
+
+@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
+def test_a_loop_that_breaks_the_graph_is_explained() -> None:
+    report = memfine_fx.explain(tiny_causal_lm("qwen3_moe", experts_implementation="eager"), **tokens())
+    assert report.num_chunked == 0
+    assert any("graph" in region.reason or "not raised" in region.reason for region in report.regions)
+
+
+def test_the_shell_explains_a_transformers_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "hf:mixtral"]) == 0
+    assert "2 of 2 regions chunked" in capsys.readouterr().out
+
+
+def test_the_shell_plans_a_layer_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "plan --tokens 4096 --hidden 256 --width 128 --experts 8 --top-k 2 --budget 20MB".split()
+    assert main(arguments) == 0
+    assert "predicted peak of the layer" in capsys.readouterr().out
+
+
+def test_the_shell_names_a_bad_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "nowhere.py:make"]) == 2
+    assert "neither hf:MODEL_TYPE nor" in capsys.readouterr().err
+
+
+def test_the_string_backend_has_a_report_too() -> None:
+    model = tiny_causal_lm("qwen3_moe")
+    compiled = torch.compile(model, backend="memfine", options={"inner_backend": "eager", "rows_per_chunk": 7})
+    compiled(**tokens()).loss.backward()
+    report = memfine_fx.report(model)
+    assert report.num_chunked == 2
+    assert report.regions[0].plan is not None and report.regions[0].plan.rows_per_chunk == 7

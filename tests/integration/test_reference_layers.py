@@ -1,0 +1,95 @@
+"""The reference layers in plain torch: raised, or refused with the reason and left exact."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import memfine_fx
+from memfine_fx.models import (
+    DeepseekConfig,
+    DeepseekMoE,
+    GptOssConfig,
+    GptOssMoE,
+    MixtralConfig,
+    MixtralMoE,
+    NaiveConfig,
+    NaiveMoE,
+    SwitchConfig,
+    SwitchMoE,
+)
+from tests.integration.comparison import assert_same_step, optimized_copy, run_step
+
+RAISED = {
+    "mixtral": lambda: MixtralMoE(MixtralConfig(hidden=16, expert_width=24, spelling="gathered")),
+    "deepseek": lambda: DeepseekMoE(DeepseekConfig(hidden=16, expert_width=24, spelling="gathered")),
+    "gpt_oss": lambda: GptOssMoE(GptOssConfig(hidden=16, expert_width=24, spelling="gathered")),
+}
+NOT_RAISED = {
+    "switch": lambda: SwitchMoE(SwitchConfig(hidden=16)),
+    "naive": lambda: NaiveMoE(NaiveConfig(hidden=16)),
+}
+
+
+@pytest.mark.parametrize("axis", ["rows", "tokens"])
+@pytest.mark.parametrize("name", RAISED)
+def test_gathered_layers_are_chunked_exactly(name: str, axis: str) -> None:
+    layer = RAISED[name]()
+    optimized = optimized_copy(layer, axis=axis, rows_per_chunk=6)
+    for num_tokens in (19, 4):
+        assert_same_step(optimized, layer, {"hidden": torch.randn(num_tokens, 16)})
+    assert memfine_fx.report(optimized).num_chunked == 1
+
+
+def test_the_grouped_bf16_layer_is_chunked() -> None:
+    layer = MixtralMoE(MixtralConfig(hidden=32, expert_width=64)).to(torch.bfloat16)
+    optimized = optimized_copy(layer, rows_per_chunk=8)
+    run_step(optimized, {"hidden": torch.randn(30, 32).to(torch.bfloat16)})
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked"
+    assert region.family == "grouped"
+
+
+@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
+@pytest.mark.parametrize("name", NOT_RAISED)
+def test_spellings_not_raised_yet_are_refused_and_stay_exact(name: str) -> None:
+    layer = NOT_RAISED[name]()
+    optimized = optimized_copy(layer)
+    assert_same_step(optimized, layer, {"hidden": torch.randn(20, 16)})
+    report = memfine_fx.report(optimized)
+    assert report.num_chunked == 0
+    assert report.regions and all(region.status == "refused" and region.reason for region in report.regions)
+
+
+def test_two_calls_of_one_layer_accumulate_its_gradients() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = RAISED["mixtral"]()
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.layer(torch.tanh(self.layer(hidden)))
+
+    model = Twice()
+    optimized = optimized_copy(model, rows_per_chunk=6)
+    assert_same_step(optimized, model, {"hidden": torch.randn(19, 16)})
+
+
+def test_layers_with_equal_bodies_share_one_compilation() -> None:
+    model = torch.nn.Sequential(*(RAISED["mixtral"]() for _ in range(3)))
+    optimized = optimized_copy(model)
+    run_step(optimized, {"input": torch.randn(9, 16)})
+    regions = memfine_fx.report(optimized).regions
+    assert len(regions) == 3
+    assert len({region.body_key for region in regions}) == 1
+
+
+def test_an_optimized_layer_can_be_copied_and_optimized_again() -> None:
+    layer = RAISED["mixtral"]()
+    optimized = optimized_copy(layer)
+    inputs = {"hidden": torch.randn(9, 16)}
+    run_step(optimized, inputs)
+    again = memfine_fx.optimize(copy.deepcopy(optimized), inner_backend="eager")
+    assert_same_step(again, layer, inputs)

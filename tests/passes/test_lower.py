@@ -1,0 +1,190 @@
+"""Lowering: two calls in place of the region, a valid graph, and a control rewrite that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.config import Config
+from memfine_fx.passes.dataflow import target_name
+from memfine_fx.passes.find import find_candidates
+from memfine_fx.passes.lower import insert_identity, lower_region, save_routing_in_checkpoint
+from memfine_fx.passes.raising import raise_region
+from memfine_fx.records import Candidate, ChunkPlan, MoERegion
+from memfine_fx.runtime import store
+from memfine_fx.runtime.store import LiveRegion, register
+from memfine_fx.session import Session
+from tests.helpers import (
+    NUM_EXPERTS,
+    GatheredMoE,
+    GroupedMoE,
+    TinyMoE,
+    bodies_of,
+    capture,
+    hidden_for,
+    hidden_states,
+    largest_error,
+    only_candidate,
+)
+
+SITE = "test_lower/0"
+
+
+def captured(layer: TinyMoE) -> tuple[fx.GraphModule, MoERegion]:
+    graph_module = capture(layer, hidden_for(layer))
+    return graph_module, raise_region(only_candidate(graph_module))
+
+
+@pytest.fixture(autouse=True)
+def _forget_site() -> Iterator[None]:
+    yield
+    store._regions.pop(SITE, None)
+
+
+def register_live(layer: TinyMoE, region: MoERegion, rows: int = 3) -> None:
+    params = [layer.up.detach(), layer.down.detach()]
+    bodies = bodies_of(region.expert_fn.graph_module, params, region.expert_fn.param_kinds)
+    plan = ChunkPlan("rows", rows, 0, 0, "")
+    register(LiveRegion(SITE, bodies, NUM_EXPERTS, layer.top_k, layer.up.dtype, lambda num_tokens: plan))
+
+
+def run(graph_module: fx.GraphModule, layer: TinyMoE, hidden: Tensor) -> Tensor:
+    """Call a captured graph with the layer's parameters; its placeholders name them."""
+    named = dict(layer.named_parameters())
+    args: list[object] = []
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        value = node.meta["example_value"]
+        owner = [name for name in named if name.replace(".", "_modules_") in str(node.target) or f"_{name}_" in str(node.target)]
+        if not isinstance(value, Tensor):
+            args.append(hidden.shape[0])
+        else:
+            args.append(named[owner[0]] if owner else layer.gate.weight if "gate" in str(node.target) else hidden)
+    (out,) = graph_module(*args)
+    return out
+
+
+@pytest.mark.parametrize("make", [GatheredMoE, GroupedMoE])
+def test_the_region_becomes_two_calls(make: Callable[[], TinyMoE]) -> None:
+    graph_module, region = captured(make())
+    lower_region(graph_module, region, SITE)
+    names = [target_name(node) for node in graph_module.graph.nodes if node.op.startswith("call")]
+    assert names[-4:] == ["route", "getitem", "getitem", "experts"]
+    gone = {"bmm", "sort", "_grouped_mm", "grouped_mm", "index_add", "repeat_interleave", "histc", "relu"}
+    assert not gone & set(names)
+    graph_module.graph.lint()
+
+
+def test_the_calls_name_the_regions_tensors() -> None:
+    graph_module, region = captured(GatheredMoE())
+    lower_region(graph_module, region, SITE)
+    route, order, offsets, experts = list(graph_module.graph.nodes)[-5:-1]
+    assert route.args == (region.expert_index, NUM_EXPERTS)
+    assert experts.args == (region.hidden, region.routing_weight, order, offsets, list(region.params), SITE)
+
+
+def test_new_nodes_carry_values_and_provenance() -> None:
+    graph_module, region = captured(GatheredMoE())
+    lower_region(graph_module, region, SITE)
+    route, order, offsets, experts = list(graph_module.graph.nodes)[-5:-1]
+    assert all(node.meta["example_value"] is not None and node.stack_trace for node in (route, experts))
+    assert order.meta["example_value"].dtype is torch.int32
+    assert offsets.meta["example_value"].shape == (NUM_EXPERTS + 1,)
+    assert experts.meta["example_value"].shape == region.cut.exit.meta["example_value"].shape
+
+
+@pytest.mark.parametrize("make", [GatheredMoE, GroupedMoE])
+def test_a_lowered_graph_holds_no_candidate(make: Callable[[], TinyMoE]) -> None:
+    graph_module, region = captured(make())
+    lower_region(graph_module, region, SITE)
+    assert not [found for found in find_candidates(graph_module) if isinstance(found, Candidate)]
+
+
+def test_a_lowered_layer_gives_nothing_to_lower_when_it_is_captured_again() -> None:
+    layer = GatheredMoE()
+    graph_module, region = captured(layer)
+    register_live(layer, region)
+    lower_region(graph_module, region, SITE)
+    again = capture(lambda hidden: run(graph_module, layer, hidden), hidden_states())
+    assert any(target_name(node) == "experts" for node in again.graph.nodes)
+    assert not [found for found in find_candidates(again) if isinstance(found, Candidate)]
+
+
+def test_a_lowered_graph_computes_the_same() -> None:
+    layer = GatheredMoE()
+    graph_module, region = captured(layer)
+    register_live(layer, region)
+    lower_region(graph_module, region, SITE)
+    for num_tokens in (13, 5, 1):
+        hidden = hidden_states(num_tokens)
+        assert largest_error(run(graph_module, layer, hidden), layer(hidden)) < 2e-6
+
+
+def test_what_others_read_of_the_region_stays() -> None:
+    class SharedSort(GroupedMoE):
+        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            index, weight = self.route(hidden)
+            ids, order = index.reshape(-1).sort(stable=True)
+            tokens, offsets = order // self.top_k, self.offsets(ids)
+            inner = F.grouped_mm(hidden[tokens], self.up, offs=offsets).relu()
+            out = F.grouped_mm(inner, self.down, offs=offsets)
+            return self.combine(hidden, tokens, out), offsets
+
+    graph_module, region = captured(SharedSort())
+    lower_region(graph_module, region, SITE)
+    names = [target_name(node) for node in graph_module.graph.nodes if node.op.startswith("call")]
+    assert {"sort", "histc", "cumsum", "experts"} <= set(names)
+    assert not {"index_add", "relu", "_grouped_mm", "grouped_mm"} & set(names)
+
+
+def test_two_regions_are_lowered_one_after_the_other() -> None:
+    model = torch.nn.Sequential(GatheredMoE(), GatheredMoE())
+    graph_module = capture(model, hidden_states())
+    for place, candidate in enumerate(find_candidates(graph_module)):
+        assert isinstance(candidate, Candidate)
+        lower_region(graph_module, raise_region(candidate), f"{SITE}{place}")
+    names = [target_name(node) for node in graph_module.graph.nodes]
+    assert (names.count("experts"), names.count("bmm")) == (2, 0)
+    graph_module.graph.lint()
+
+
+@pytest.mark.parametrize("make", [GatheredMoE, GroupedMoE])
+def test_the_identity_rewrite_changes_no_bit(make: Callable[[], TinyMoE]) -> None:
+    layer = make()
+    graph_module, region = captured(layer)
+    insert_identity(graph_module, region, "control")
+    graph_module.graph.lint()
+    assert [node.target for node in graph_module.graph.find_nodes(op="call_module", target="control")] == ["control"]
+    hidden = hidden_for(layer, 6)
+    assert torch.equal(run(graph_module, layer, hidden), layer(hidden))
+
+
+def test_the_identity_rewrite_is_reached_by_the_config() -> None:
+    from memfine_fx.backend import compile_graph
+
+    graph_module = capture(GatheredMoE(), hidden_states())
+    session = Session(Config(inner_backend="eager", identity_rewrite=True))
+    compile_graph(graph_module, [], session)
+    assert [node for node in graph_module.graph.nodes if node.op == "call_module"]
+    assert session.report().num_chunked == 1
+
+
+def test_a_checkpointed_body_saves_its_routing_and_recomputes_the_rest() -> None:
+    graph_module, region = captured(GatheredMoE())
+    lower_region(graph_module, region, SITE)
+    save_routing_in_checkpoint(graph_module)
+    policy = graph_module.meta["_checkpoint_context_fn"].args[0]
+    assert policy(None, torch.ops.memfine.route.default) is CheckpointPolicy.MUST_SAVE
+    assert policy(None, torch.ops.memfine.experts.default) is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_checkpoint_policy_of_the_user_is_kept() -> None:
+    graph_module, _ = captured(GatheredMoE())
+    graph_module.meta["_checkpoint_context_fn"] = "the user's"
+    save_routing_in_checkpoint(graph_module)
+    assert graph_module.meta["_checkpoint_context_fn"] == "the user's"
