@@ -68,7 +68,8 @@ def explain(
 ) -> Report:
     """What memfine_fx finds in one call of a model, what it would choose, what it refuses and why.
 
-    The model itself is neither compiled nor changed.
+    The model is not compiled in place and its parameters are not changed. Its forward does run once (buffers
+    that it updates, it updates), and with `measure` its backward too; gradients are put back afterwards.
 
     Args:
         model: any `nn.Module`, optimized or not.
@@ -82,16 +83,12 @@ def explain(
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"explain expects a torch.nn.Module, got {type(model).__name__}")
     session = open_session(config or Config(), is_dry=not measure)
-    torch._dynamo.reset()
     compiled = torch.compile(model.forward, backend=_backend_of(session), dynamic=True)
     if not measure:
-        with torch.no_grad() if not torch.is_grad_enabled() else torch.enable_grad():
-            compiled(*args, **kwargs)
-        _plan_dry_run(session, args, kwargs)
-        torch._dynamo.reset()
+        compiled(*args, **kwargs)
+        _plan_dry_run(session)
         return session.report()
     measured = _measured_step(model, functools.partial(compiled, *args, **kwargs))
-    torch._dynamo.reset()
     return session.report(measured)
 
 
@@ -103,12 +100,11 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
     """
     if isinstance(model, torch.nn.Module) and model in _sessions_by_model:
         return _sessions_by_model[model].report()
-    storages = (
-        {p.untyped_storage().data_ptr() for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
-    )
+    parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     for session in reversed(sessions()):
-        if any(_belongs(outcome, storages) for outcome in session.outcomes):
-            return _restricted(session, storages).report()
+        of_model = None if session.is_dry else session.restricted_to(parameters)
+        if of_model is not None:
+            return of_model.report()
     raise MemfineError(
         "nothing of this model has been compiled by memfine_fx: call memfine_fx.optimize(model) or "
         "torch.compile(model, backend='memfine') and run one step first"
@@ -152,17 +148,7 @@ def _warn_after_first_call(model: torch.nn.Module, session: Session) -> None:
     model._compiled_call_impl = call
 
 
-def _belongs(outcome: object, storages: set[int]) -> bool:
-    return isinstance(outcome, LoweredRegion) and bool(storages & set(outcome.live.param_storages))
-
-
-def _restricted(session: Session, storages: set[int]) -> Session:
-    """The session with only the outcomes of one model (several may share it)."""
-    kept = [o for o in session.outcomes if not isinstance(o, LoweredRegion) or _belongs(o, storages)]
-    return dataclasses.replace(session, outcomes=kept)
-
-
-def _plan_dry_run(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _plan_dry_run(session: Session) -> None:
     """Plans for the sizes of this call, where the capture knows T."""
     for outcome in session.outcomes:
         if isinstance(outcome, LoweredRegion):

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.find import find_candidates
 from memfine_fx.passes.lift import can_lift
 from memfine_fx.passes.lower import insert_identity, lower_region, save_routing_in_checkpoint
+from memfine_fx.passes.modes import called_bodies
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.planner import RegionBytes, plan_region
-from memfine_fx.records import ChunkPlan, MoERegion, Refusal
+from memfine_fx.records import Candidate, ChunkPlan, MoERegion, Refusal
 from memfine_fx.runtime.loop import accumulator_dtype
 from memfine_fx.runtime.store import LiveRegion, register
 from memfine_fx.session import LoweredRegion, Session, next_site
@@ -49,29 +50,44 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
     Returns:
         A callable with the graph's signature.
     """
-    session.num_graphs += 1
+    record = session.add_graph(value for value in example_inputs if isinstance(value, torch.nn.Parameter))
     session.static_bytes = max(session.static_bytes, _static_bytes(graph_module))
-    for body in _graphs_of(graph_module):
-        for candidate in find_candidates(body):
-            if isinstance(candidate, Refusal):
-                session.outcomes.append(candidate)
-                continue
-            try:
-                region = raise_region(candidate)
-                live = _plan(region, session)
-                _lower(body, region, live, session)
-                session.outcomes.append(LoweredRegion(region, live, _num_tokens_hint(region)))
-            except CannotChunk as refusal:
-                session.outcomes.append(Refusal(candidate.where, refusal.reason, refusal.node))
-    _log_outcomes(session)
+    for body, modes in list(called_bodies(graph_module)):
+        found = find_candidates(body, modes)
+        outcomes = _disjoint([_raise_and_plan(candidate, session) for candidate in found])
+        for outcome in reversed(outcomes):  # last first: a region may feed the next one
+            if isinstance(outcome, LoweredRegion):
+                _lower(body, outcome.region, outcome.live, session)
+        record.outcomes.extend(outcomes)
     return _compile(graph_module, example_inputs, session)
 
 
-def _graphs_of(graph_module: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The graph and every higher-order-op body in it."""
-    for _, module in graph_module.named_modules():
-        if isinstance(module, fx.GraphModule):
-            yield module
+def _raise_and_plan(candidate: Candidate | Refusal, session: Session) -> LoweredRegion | Refusal:
+    """One candidate through raise and plan; nothing has touched the graph when either refuses."""
+    if isinstance(candidate, Refusal):
+        return candidate
+    try:
+        region = raise_region(candidate)
+        return LoweredRegion(region, _plan(region, session), _num_tokens_hint(region))
+    except CannotChunk as refusal:
+        return Refusal(candidate.where, refusal.reason, refusal.node)
+    except Exception as error:  # NOTE: a bug of ours must not take down a model that compiles without us
+        log.warning("memfine_fx failed on %s; the region stays as it was", candidate.where, exc_info=True)
+        return Refusal(candidate.where, f"internal error, please report it: {type(error).__name__}: {error}")
+
+
+def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | Refusal]:
+    """Regions that share nodes with an earlier one become refusals."""
+    taken: set[fx.Node] = set()
+    result: list[LoweredRegion | Refusal] = []
+    for outcome in outcomes:
+        nodes = set(outcome.region.cut.nodes) if isinstance(outcome, LoweredRegion) else set()
+        if isinstance(outcome, LoweredRegion) and nodes & taken:
+            result.append(Refusal(outcome.region.where, "it shares its dispatch with another region"))
+        else:
+            taken |= nodes
+            result.append(outcome)
+    return result
 
 
 def _plan(region: MoERegion, session: Session) -> LiveRegion:
@@ -94,6 +110,7 @@ def _plan(region: MoERegion, session: Session) -> LiveRegion:
         num_experts=region.dims.num_experts,
         top_k=region.dims.top_k,
         out_dtype=output.dtype,
+        drops_out_of_range=region.drops_out_of_range,
         choose_plan=functools.partial(_choose_plan, region_bytes, session, output.device),
     )
     register(live)
@@ -214,11 +231,6 @@ def _num_tokens_hint(region: MoERegion) -> int | None:
     if isinstance(num_tokens, torch.SymInt):
         return None if num_tokens.node.hint is None else int(num_tokens.node.hint)
     return int(num_tokens)
-
-
-def _log_outcomes(session: Session) -> None:
-    lowered = [outcome for outcome in session.outcomes if isinstance(outcome, LoweredRegion)]
-    log.info("%d regions chunked, %d refused so far", len(lowered), len(session.outcomes) - len(lowered))
 
 
 def _compile(graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from memfine_fx.records import ChunkPlan
 
 __all__ = ["KNEE_ROWS", "RegionBytes", "plan_region", "region_peak"]
 
-KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
+KNEE_ROWS = {"cpu": 1024, "cuda": 32768}
 """Rows a chunk at which time stops falling; docs/design.md, "The throughput knee", has the measurement (CPU) and
 the reasoning where it is not measured yet (CUDA)."""
 

@@ -7,9 +7,12 @@ rows, R rows in a chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import fx
+
+if TYPE_CHECKING:
+    from memfine_fx.passes.modes import Modes
 
 __all__ = [
     "Candidate",
@@ -61,13 +64,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Expert matmuls that depend on one integer routing decision, with the cuts worth trying in order."""
+    """Expert matmuls that depend on one integer routing decision, with the cuts worth trying in order.
+
+    `start` holds the modes (autocast, gradients) in which the graph begins.
+    """
 
     graph_module: fx.GraphModule
     seed: fx.Node
     expert_ops: tuple[fx.Node, ...]
     cuts: tuple[Cut, ...]
     where: Where
+    start: Modes
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,8 @@ class MoERegion:
         expert_fn: one expert on its rows.
         dims: sizes.
         where: provenance.
+        drops_out_of_range: whether this spelling skips assignments whose expert id is not in [0, E)
+            (grouped offsets do; indexing a table with them is an error).
     """
 
     cut: Cut
@@ -131,6 +140,7 @@ class MoERegion:
     expert_fn: ExpertFunction
     dims: RegionDims
     where: Where
+    drops_out_of_range: bool
 
 
 @dataclass(frozen=True)

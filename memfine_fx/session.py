@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.utils.weak import WeakIdRef
 
 from memfine_fx.config import Config
 from memfine_fx.records import MoERegion, Refusal
@@ -24,6 +29,21 @@ class LoweredRegion:
 
 
 @dataclass
+class CapturedGraph:
+    """What one graph gave, and whose it is."""
+
+    parameters: tuple[WeakIdRef, ...]
+    outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)
+
+    @property
+    def parameter_ids(self) -> frozenset[int]:
+        return frozenset(id(parameter) for parameter in self.alive_parameters())
+
+    def alive_parameters(self) -> list[torch.Tensor]:
+        return [parameter for reference in self.parameters if (parameter := reference()) is not None]
+
+
+@dataclass
 class Session:
     """Regions and refusals of one compilation unit, newest graph last.
 
@@ -36,9 +56,28 @@ class Session:
     config: Config
     is_dry: bool = False
     static_bytes: int = 0
-    num_graphs: int = 0
     has_warned: bool = False
-    outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)
+    _graphs: list[CapturedGraph] = field(default_factory=list)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def outcomes(self) -> list[LoweredRegion | Refusal]:
+        return [outcome for graph in self._graphs for outcome in graph.outcomes]
+
+    def add_graph(self, parameters: Iterable[torch.Tensor]) -> CapturedGraph:
+        """Open the record of one captured graph over these parameters."""
+        graph = CapturedGraph(tuple(WeakIdRef(parameter) for parameter in parameters))
+        self._graphs.append(graph)
+        return graph
+
+    def restricted_to(self, parameters: Iterable[torch.Tensor]) -> Session | None:
+        """The session with only the graphs that hold one of these parameters; None if there is none."""
+        wanted = {id(parameter) for parameter in parameters}
+        kept = [graph for graph in self._graphs if any(id(alive) in wanted for alive in graph.alive_parameters())]
+        return replace(self, _graphs=kept) if kept else None
 
     def report(self, measured_bytes: int | None = None) -> Report:
         regions = tuple(_region_report(outcome) for outcome in self._latest())
@@ -48,8 +87,12 @@ class Session:
     def _latest(self) -> list[LoweredRegion | Refusal]:
         """One outcome a place: recompilations of the same code replace what they recompiled."""
         latest: dict[object, LoweredRegion | Refusal] = {}
-        for outcome in self.outcomes:
-            latest[_place(outcome)] = outcome
+        for graph in self._graphs:
+            seen: Counter[object] = Counter()
+            for outcome in graph.outcomes:
+                place = (_place(outcome), graph.parameter_ids)
+                seen[place] += 1
+                latest[place, seen[place]] = outcome
         return list(latest.values())
 
 

@@ -54,7 +54,8 @@ def tiny_causal_lm(model_type: str, *, experts_implementation: str = "grouped_mm
     try:
         config: Any = AutoConfig.for_model(model_type, **{**_COMMON, **_EXTRA.get(model_type, {}), **overrides})
         config._experts_implementation = experts_implementation
-        model: Any = AutoModelForCausalLM.from_config(config)
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config)
     except ValueError as error:
         raise ConfigError(f"transformers cannot build a causal language model {model_type!r}: {error}") from error
     assert isinstance(model, torch.nn.Module)

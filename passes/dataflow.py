@@ -6,6 +6,7 @@ own result. `Dataflow` adds those edges (through views too), so that slices and 
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable
 from functools import cached_property
@@ -133,6 +134,11 @@ class Dataflow:
         """The node whose storage `node` may share, following views and in-place results."""
         return self._roots[node]
 
+    def aliases(self, node: fx.Node) -> list[fx.Node]:
+        """Every node that may share `node`'s storage, itself included."""
+        root = self._roots[node]
+        return [other for other, other_root in self._roots.items() if other_root is root]
+
     def descendants(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
         return set().union(*(nx.descendants(self.digraph, source) for source in sources))
 
@@ -157,10 +163,14 @@ class Dataflow:
 
     def _build(self) -> None:
         members: dict[fx.Node, list[fx.Node]] = {}
+        by_storage: dict[int, fx.Node] = {}
         for node in self.graph.nodes:
             self.digraph.add_node(node)
             self.digraph.add_edges_from((source, node) for source in node.all_input_nodes)
             root = self._find_root(node)
+            value = node_value(node)
+            if isinstance(value, torch.Tensor):
+                root = by_storage.setdefault(value.untyped_storage()._cdata, root)
             self._roots[node] = root
             members.setdefault(root, []).append(node)
             mutated = _mutated_arguments(node)
@@ -201,7 +211,20 @@ def _mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     is_inplace_name = name.endswith("_") and not name.endswith("__")
     if node.target is operator.setitem or node.target in _INPLACE_OPERATORS or is_inplace_name:
         return (first,)
-    return (first,) if node.kwargs.get("inplace") is True else ()
+    return (first,) if _asks_inplace(node) else ()
+
+
+def _asks_inplace(node: fx.Node) -> bool:
+    """Whether `inplace=True` is among the arguments, by keyword or by position."""
+    if node.kwargs.get("inplace") is True:
+        return True
+    if node.op != "call_function" or not any(argument is True for argument in node.args):
+        return False
+    try:
+        parameters = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]  # a function
+    except (TypeError, ValueError):
+        return False
+    return any(name == "inplace" and value is True for name, value in zip(parameters, node.args, strict=False))
 
 
 def _schema_mutations(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:

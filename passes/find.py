@@ -33,6 +33,7 @@ from memfine_fx.passes.dataflow import (
     same_size,
     target_name,
 )
+from memfine_fx.passes.modes import Modes
 from memfine_fx.records import Candidate, Cut, Refusal
 
 __all__ = ["GROUPED_MATMULS", "find_candidates"]
@@ -48,10 +49,10 @@ _COPYING_GLUE = frozenset("repeat_interleave repeat expand".split())
 _MAX_EXITS = 4
 
 
-def find_candidates(graph_module: fx.GraphModule) -> list[Candidate | Refusal]:
+def find_candidates(graph_module: fx.GraphModule, start: Modes | None = None) -> list[Candidate | Refusal]:
     """Candidates of one graph, in graph order, and a refusal for each seed that leads nowhere.
 
-    Higher-order-op bodies are graphs of their own: call this on each.
+    Higher-order-op bodies are graphs of their own: call this on each, with the modes in which it starts.
     """
     seeds = [node for node in graph_module.graph.nodes if _is_seed(node) or _is_index_placeholder(node)]
     if not seeds:
@@ -61,7 +62,7 @@ def find_candidates(graph_module: fx.GraphModule) -> list[Candidate | Refusal]:
     found: list[Candidate | Refusal] = []
     for seed in sorted(seeds, key=flow.position.__getitem__):
         if seed in by_seed:
-            found.append(_candidate(graph_module, flow, seed, by_seed[seed]))
+            found.append(_candidate(graph_module, flow, seed, by_seed[seed], start or Modes()))
         elif _is_router(seed) and not _feeds_a_later_seed(flow, seed, by_seed):
             found.append(_lonely_seed(flow, seed))
     return found
@@ -150,12 +151,14 @@ def _lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
     return Refusal(provenance(seed), reason, str(seed))
 
 
-def _candidate(graph_module: fx.GraphModule, flow: Dataflow, seed: fx.Node, expert_ops: list[fx.Node]) -> Candidate:
+def _candidate(
+    graph_module: fx.GraphModule, flow: Dataflow, seed: fx.Node, expert_ops: list[fx.Node], start: Modes
+) -> Candidate:
     cuts = []
     for index in _index_nodes(flow, seed, expert_ops):
         for exit_node in _exits(flow, index, expert_ops):
             cuts.append(_cut(flow, index, exit_node))
-    return Candidate(graph_module, seed, tuple(expert_ops), tuple(cuts), provenance(expert_ops[0]))
+    return Candidate(graph_module, seed, tuple(expert_ops), tuple(cuts), provenance(expert_ops[0]), start)
 
 
 def _index_nodes(flow: Dataflow, seed: fx.Node, expert_ops: Iterable[fx.Node]) -> list[fx.Node]:
@@ -237,29 +240,47 @@ def _serving_inputs(flow: Dataflow, inside: set[fx.Node], index: fx.Node) -> set
     pending = [source for node in inside for source in node.all_input_nodes if source not in inside]
     while pending:
         node = pending.pop()
-        if node in absorbed or node is index or not (_is_factory(node) or _is_glue(node, index_value)):
+        is_servant = _is_factory(node) or _is_glue(node, index_value)
+        if node in absorbed or node is index or not is_servant or _is_written_outside(flow, node, inside):
             continue
         absorbed.add(node)
         pending.extend(source for source in node.all_input_nodes if source not in inside)
     return absorbed
 
 
+def _is_written_outside(flow: Dataflow, node: fx.Node, inside: set[fx.Node]) -> bool:
+    root, last = flow.root(node), max(flow.position[user] for user in inside)
+    return any(
+        mutation not in inside
+        and flow.position[node] < flow.position[mutation] < last
+        and root in map(flow.root, targets)
+        for mutation, targets in flow.mutations.items()
+    )
+
+
 def _is_factory(node: fx.Node) -> bool:
+    """Made from sizes alone: a factory, or index arithmetic on factories."""
     if node.op not in ("call_function", "call_method") or not isinstance(node_value(node), torch.Tensor):
         return False
-    has_tensor_input = any(isinstance(node_value(source), torch.Tensor) for source in node.all_input_nodes)
-    return target_name(node) in _FACTORIES and not has_tensor_input
+    sources = [source for source in node.all_input_nodes if isinstance(node_value(source), torch.Tensor)]
+    if not sources:
+        return target_name(node) in _FACTORIES
+    return is_int_tensor(node) and all(_is_factory(source) for source in sources)
 
 
 def _is_glue(node: fx.Node, index: torch.Tensor) -> bool:
+    """Layout glue, and whatever else is computed per routed row without the index."""
     value = node_value(node)
-    if target_name(node) not in _GLUE or not isinstance(value, torch.Tensor) or not value.ndim:
+    if node.op not in ("call_function", "call_method") or not isinstance(value, torch.Tensor) or not value.ndim:
         return False
     num_tokens, top_k = index.shape
+    is_routed = same_size(value.shape[0], num_tokens * top_k) and not same_size(value.shape[0], num_tokens)
+    if is_routed and is_float_tensor(node):
+        return True
+    if target_name(node) not in _GLUE:
+        return False
     if target_name(node) in _COPYING_GLUE:
         return same_size(value.shape[0], num_tokens * top_k) or same_size(value.shape[0], num_tokens)
     if value.ndim == 1:
         return same_size(value.shape[0], num_tokens * top_k)
-    is_routed = same_size(value.shape[0], num_tokens * top_k) and not same_size(value.shape[0], num_tokens)
-    is_per_choice = value.ndim == 3 and same_size(value.shape[0], num_tokens)
-    return is_routed or is_per_choice
+    return value.ndim == 3 and same_size(value.shape[0], num_tokens)

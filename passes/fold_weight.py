@@ -109,7 +109,7 @@ def _node(value: Any) -> fx.Node:
 
 def _is_bias(node: fx.Node) -> bool:
     shape = node.meta["val"].shape
-    return len(shape) == 1 or shape[0] == 1
+    return len(shape) < 2 or shape[0] == 1
 
 
 def _weighted_matmul(graph: fx.Graph, matmul: fx.Node, column: fx.Node) -> fx.Node:

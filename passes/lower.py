@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.dataflow import Dataflow, node_value
 from memfine_fx.passes.normalize import outline
 from memfine_fx.records import Cut, MoERegion
 
@@ -51,8 +51,7 @@ def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str) -> 
         node.meta.update({key: value for key, value in exit_node.meta.items() if key in _PROVENANCE_META})
     _record_values(region, route, order, offsets)
     combined.meta["example_value"] = node_value(exit_node)
-    exit_node.replace_all_uses_with(combined)
-    _erase(graph, region.cut)
+    _replace(graph, region.cut, combined)
     graph.lint()
     graph_module.recompile()
 
@@ -78,17 +77,35 @@ def insert_identity(graph_module: fx.GraphModule, region: MoERegion, name: str) 
     with graph.inserting_before(exit_node):
         call = graph.call_module(name, tuple(inputs))
     call.meta["example_value"] = node_value(exit_node)
-    exit_node.replace_all_uses_with(call)
-    _erase(graph, region.cut)
+    _replace(graph, region.cut, call)
     graph.lint()
     graph_module.recompile()
 
 
-def _erase(graph: fx.Graph, cut: Cut) -> None:
-    """Erase the inside of a cut, last first, except what other nodes still read."""
+def _replace(graph: fx.Graph, cut: Cut, result: fx.Node) -> None:
+    """Hand the exit's readers to `result`; erase the inside, last first, except what others still read.
+
+    NOTE: an exit that writes in place (out.index_add_) is read through its target as well, and a write into
+    a tensor that survives must survive with it: FX draws no edge for either.
+    """
+    flow = Dataflow(graph)
+    last = flow.position[cut.exit]
+    for target in flow.mutations.get(cut.exit, ()):
+        for user in list(target.users):
+            if flow.position[user] > last:
+                user.replace_input_with(target, result)
+    cut.exit.replace_all_uses_with(result)
     for node in reversed(cut.nodes):
-        if not node.users:
+        if not node.users and (node is cut.exit or not _writes_for_survivors(flow, node)):
             graph.erase_node(node)
+
+
+def _writes_for_survivors(flow: Dataflow, node: fx.Node) -> bool:
+    """Whether something still in the graph reads, later, what `node` wrote in place."""
+    readers = {
+        user for target in flow.mutations.get(node, ()) for alias in flow.aliases(target) for user in alias.users
+    }
+    return any(flow.position[user] > flow.position[node] for user in readers)
 
 
 def save_routing_in_checkpoint(body: fx.GraphModule) -> None:

@@ -7,27 +7,27 @@ Steps:
 3. retrace with `make_fx` on the fake tensors of the capture, functionalised, under the autocast state of the
    region's place in the graph.
 
-Refuses: inputs without a recorded value; symbols that are neither tensors, ints nor floats; regions that
-enter or leave an autocast context; whatever tracing itself refuses.
+Refuses: inputs without a recorded value; symbols that are neither tensors, ints nor floats; whatever
+tracing itself refuses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import node_value, target_name
+from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.find import GROUPED_MATMULS
+from memfine_fx.passes.modes import Modes, enter_autocast
 from memfine_fx.records import Cut
 
 __all__ = ["NormalizedRegion", "normalize", "outline"]
@@ -73,8 +73,8 @@ class NormalizedRegion:
     inputs: tuple[fx.Node, ...]
 
 
-def normalize(cut: Cut) -> NormalizedRegion:
-    """Outline `cut` and retrace it.
+def normalize(cut: Cut, modes: Modes) -> NormalizedRegion:
+    """Outline `cut` and retrace it under `modes`.
 
     Raises:
         CannotChunk: see the module docstring.
@@ -92,9 +92,9 @@ def normalize(cut: Cut) -> NormalizedRegion:
             stack.enter_context(torch.no_grad())
             stack.enter_context(enable_python_dispatcher())
             stack.enter_context(fake_mode or contextlib.nullcontext())
-            stack.enter_context(_autocast_state(cut))
+            stack.enter_context(enter_autocast(modes))
             traced = make_fx(region, tracing_mode="real")(*values)
-    except (UnsupportedOperatorException, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise CannotChunk(f"retracing the region failed: {error}", cut.exit) from error
     traced.graph.eliminate_dead_code()
     traced.recompile()
@@ -150,8 +150,6 @@ def outline(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphModule, list
         else:
             raise CannotChunk(f"input of the region has no recorded tensor or size, but {type(value).__name__}", node)
     for node in cut.nodes:
-        if target_name(node) in ("_enter_autocast", "_exit_autocast"):
-            raise CannotChunk("the region crosses an autocast boundary", node)
         if node.op not in ("call_function", "call_method"):
             raise CannotChunk(f"the region holds a {node.op} node", node)
         copied = graph.create_node(
@@ -168,20 +166,3 @@ def outline(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphModule, list
 def _fake_mode(values: list[object]) -> FakeTensorMode | None:
     modes = {value.fake_mode for value in values if isinstance(value, torch._subclasses.FakeTensor)}
     return next(iter(modes), None)
-
-
-@contextlib.contextmanager
-def _autocast_state(cut: Cut) -> Iterator[None]:
-    """The autocast contexts entered in the graph before the region and not yet left."""
-    open_contexts: dict[fx.Node, tuple[Any, ...]] = {}
-    for node in cut.exit.graph.nodes:
-        if node is cut.exit:
-            break
-        if target_name(node) == "_enter_autocast":
-            open_contexts[node] = node.args
-        elif target_name(node) == "_exit_autocast":
-            open_contexts.pop(node.args[0], None)
-    with contextlib.ExitStack() as stack:
-        for device_type, dtype, enabled, cache_enabled in open_contexts.values():
-            stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
-        yield

@@ -15,6 +15,7 @@ from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value, pr
 from memfine_fx.passes.dispatch import DISPATCH_RULES
 from memfine_fx.passes.families import gathered, grouped
 from memfine_fx.passes.layouts import Combined, Lead, RowInterpreter, Rows, Rules, Sizes
+from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.normalize import NormalizedRegion, normalize
 from memfine_fx.passes.rowwise import ROWWISE_RULES, pointwise_rule
 from memfine_fx.records import Candidate, Cut, ExpertFunction, MoERegion, RegionDims
@@ -43,16 +44,22 @@ def raise_region(candidate: Candidate) -> MoERegion:
             return _raise_cut(candidate, cut, flow)
         except CannotChunk as refusal:
             refusals.append(refusal)
-    raise refusals[0]
+    raise max(refusals, key=_progress)
+
+
+def _progress(refusal: CannotChunk) -> bool:
+    """Whether a cut failed for a better reason than that its exit came too early."""
+    return "the exit holds" not in refusal.reason
 
 
 def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
     _check_cut(cut, flow)
+    modes = _uniform_modes(cut, modes_at(candidate.graph_module.graph, candidate.start))
     index = node_value(cut.expert_index)
     assert isinstance(index, torch.Tensor)
     num_tokens = index.shape[0]
     top_k = int(index.shape[1])  # a guard where it is symbolic: K belongs to the architecture
-    region = normalize(cut)
+    region = normalize(cut, modes)
     family, rules = _family(region)
     interpreter = RowInterpreter(
         region,
@@ -79,10 +86,9 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
         routing_weight=interpreter.routing_weight,
         params=tuple(interpreter.params),
         expert_fn=ExpertFunction(interpreter.finish(result), interpreter.routing_weight is not None, kinds),
-        dims=RegionDims(
-            str(num_tokens), hidden_size, interpreter.num_experts, top_k, widths[-1] if widths else None
-        ),
+        dims=RegionDims(str(num_tokens), hidden_size, interpreter.num_experts, top_k, widths[-1] if widths else None),
         where=provenance(candidate.expert_ops[0]),
+        drops_out_of_range=family == "grouped",
     )
 
 
@@ -115,6 +121,39 @@ def _check_cut(cut: Cut, flow: Dataflow) -> None:
         if node is not cut.exit and outside_users and is_float_tensor(node) and _is_routed(node, index):
             raise CannotChunk(f"routed rows are also used outside the region, by {outside_users[0]}", node)
     _check_mutations(cut, flow, inside)
+    _check_written_insides(cut, flow, inside)
+
+
+def _uniform_modes(cut: Cut, modes: dict[fx.Node, Modes]) -> Modes:
+    """The modes of all nodes that compute with floats; they must agree for one op to stand for them."""
+    expected = modes[cut.exit]
+    for node in cut.nodes:
+        if is_float_tensor(node) and modes[node] != expected:
+            raise CannotChunk("autocast or gradient mode changes inside the region", node)
+    return expected
+
+
+def _check_written_insides(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
+    """What is written in place may be read after the region only as the exit itself (see `lower`)."""
+    replaced = {cut.exit, *flow.mutations.get(cut.exit, ())}
+    last = flow.position[cut.exit]
+    for alias in flow.aliases(cut.exit):
+        late = [user for user in alias.users if user not in inside and flow.position[user] > last]
+        if alias not in replaced and late and flow.position[alias] < last:
+            raise CannotChunk("another view of the combined output is read after the experts", late[0])
+    roots = {flow.root(node) for node in inside}
+    for mutation, targets in flow.mutations.items():
+        is_outside = mutation not in inside and flow.position[mutation] < last
+        if is_outside and any(flow.root(target) in roots for target in targets):
+            _refuse_unless_before(cut, flow, mutation, roots & {flow.root(target) for target in targets})
+
+
+def _refuse_unless_before(cut: Cut, flow: Dataflow, mutation: fx.Node, roots: set[fx.Node]) -> None:
+    """A write into an input's storage before the region reads it is ordinary; any other is not ours to order."""
+    inputs = {flow.root(node) for node in cut.inputs}
+    reads = [flow.position[node] for node in cut.nodes if any(flow.root(s) in roots for s in node.all_input_nodes)]
+    if not roots <= inputs or flow.position[mutation] > min(reads, default=-1):
+        raise CannotChunk("something outside writes into a tensor of the region", mutation)
 
 
 def _is_routed(node: fx.Node, index: torch.Tensor) -> bool:

@@ -94,7 +94,7 @@ def _inner_dim(interpreter: RowInterpreter, rows: Rows, dim: int, num_dims: int,
     return dim - rows.lead.num_dims + 1
 
 
-def _along_dim(position: int, name: str = "dim", default: int = -1) -> Rule:
+def _along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] = -1) -> Rule:
     """Rule for an operation along one dimension, given as argument number `position`."""
 
     def rule(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,6 +102,8 @@ def _along_dim(position: int, name: str = "dim", default: int = -1) -> Rule:
         num_dims = interpreter.fake(node.args[0]).ndim  # type: ignore[arg-type]  # a node
         dim = args[position] if len(args) > position else kwargs.get(name, default)
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
+        if not dims or None in dims:
+            raise CannotChunk("a reduction over all dimensions mixes rows", node)
         inner = [_inner_dim(interpreter, rows, one, num_dims, node) for one in dims]
         new_args = list(args)
         new_args[0] = rows.expr
@@ -129,7 +131,10 @@ def _reduce(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], k
     """sum/mean over inner dimensions; a sum over the choices combines rows into their token."""
     rows = interpreter.as_rows(args[0], node)
     num_dims = interpreter.fake(node.args[0]).ndim  # type: ignore[arg-type]  # a node
-    dims = [dim % num_dims for dim in (args[1] if isinstance(args[1], (list, tuple)) else [args[1]])]
+    wanted = args[1] if len(args) > 1 else kwargs.get("dim")
+    if wanted is None or wanted == []:
+        raise CannotChunk("a reduction over all dimensions mixes rows", node)
+    dims = [dim % num_dims for dim in (wanted if isinstance(wanted, (list, tuple)) else [wanted])]
     keeps_dim = (args[2] if len(args) > 2 else kwargs.get("keepdim")) or False
     if rows.lead is Lead.CHOICE and dims == [1] and node.target is aten.sum.dim_IntList and not keeps_dim:
         return Combined(_cast(interpreter, rows.expr, kwargs.get("dtype")))
@@ -153,6 +158,12 @@ def _to_copy(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], 
 
 def _same(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
+
+
+def _detach(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[0], Ids):
+        return args[0]
+    raise CannotChunk("detach stops gradients inside the region, which a chunk's backward would not", node)
 
 
 def _view(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,6 +207,8 @@ def _has_lead(interpreter: RowInterpreter, lead: Lead, target: torch.Tensor) -> 
 
 
 def _view_ids(interpreter: RowInterpreter, ids: Ids, target: torch.Tensor, node: fx.Node) -> Ids:
+    if target.ndim == 0 and same_size(interpreter.sizes.num_rows, 1):
+        return ids
     for lead in (ids.lead, Lead.FLAT, Lead.CHOICE):
         is_reachable = lead is ids.lead or ids.lead in (Lead.FLAT, Lead.CHOICE)
         if is_reachable and target.ndim == lead.num_dims and _has_lead(interpreter, lead, target):
@@ -285,9 +298,11 @@ def _getitem(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], 
 def _shared_matmul(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows times a matrix that all experts share."""
     rows, matrix = (interpreter.as_rows(value, node) for value in args[-2:])
-    if rows.lead is Lead.NONE or matrix.lead is not Lead.NONE or rows.lead.num_dims != 1:
-        raise CannotChunk(f"matmul of {rows.lead.value} by {matrix.lead.value}", node)
-    extra = [interpreter.as_rows(value, node).expr for value in args[:-2]]
+    bias = [interpreter.as_rows(value, node) for value in args[:-2]]
+    is_supported = rows.per_row and matrix.lead is Lead.NONE and rows.lead.num_dims == 1 and not kwargs
+    if not is_supported or any(value.lead is not Lead.NONE for value in bias):
+        raise CannotChunk(f"matmul of {rows.lead.value} by {matrix.lead.value}, or with scaling", node)
+    extra = [value.expr for value in bias]
     return Rows(rows.lead, interpreter.emit(node.target, *extra, rows.expr, matrix.expr), True)
 
 
@@ -296,7 +311,7 @@ ROWWISE_RULES: dict[Any, Rule] = {
     aten.alias.default: _same,
     aten.clone.default: _same,
     aten.contiguous.default: _same,
-    aten.detach.default: _same,
+    aten.detach.default: _detach,
     aten.lift_fresh_copy.default: _same,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
@@ -314,8 +329,8 @@ ROWWISE_RULES: dict[Any, Rule] = {
     aten.cat.default: _cat,
     aten._softmax.default: _along_dim(1),
     aten.softmax.int: _along_dim(1),
-    aten.amax.default: _along_dim(1),
-    aten.amin.default: _along_dim(1),
+    aten.amax.default: _along_dim(1, default=()),
+    aten.amin.default: _along_dim(1, default=()),
     aten.cumsum.default: _along_dim(1),
     aten.sum.dim_IntList: _reduce,
     aten.mean.dim: _reduce,

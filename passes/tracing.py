@@ -64,7 +64,7 @@ def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> Tra
     fake_mode = FakeTensorMode(shape_env=shape_env)
     num_rows = _symbolic_size(shape_env, "num_rows", _ROWS_HINT)
     num_groups = _symbolic_size(shape_env, "num_groups", _GROUPS_HINT)
-    with fake_mode, torch.no_grad(), enable_python_dispatcher():
+    with fake_mode, torch.no_grad(), torch._C._DisableAutocast(), enable_python_dispatcher():
         inputs = tuple(_fake(spec, num_rows, num_groups) for spec in specs)
         traced = make_fx(torch.func.functionalize(function, remove="mutations"), tracing_mode="real")(*inputs)
     traced.graph.eliminate_dead_code()

@@ -136,9 +136,7 @@ def code_of(graph_module: fx.GraphModule) -> list[str]:
     return [re.sub(r" : [\w.\[\], ]+(?= =)", "", line) for line in lines if line and not line.startswith("def ")]
 
 
-def expert_function(
-    function: Callable[..., Tensor], *, has_weight: bool, kinds: Sequence[ParamKind]
-) -> ExpertFunction:
+def expert_function(function: Callable[..., Tensor], *, has_weight: bool, kinds: Sequence[ParamKind]) -> ExpertFunction:
     return ExpertFunction(fx.symbolic_trace(function), has_weight, tuple(kinds))
 
 

@@ -35,18 +35,18 @@ def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
         is_fused: whether Inductor will fuse pointwise chains.
     """
     owners = _owners(graph, is_fused)
-    last_reader = _last_readers(graph, owners)
+    last_reader: dict[fx.Node, fx.Node] = _last_readers(graph, owners)
     freed_after: dict[fx.Node, list[fx.Node]] = {}
     for owner, reader in last_reader.items():
         freed_after.setdefault(reader, []).append(owner)
     live: sympy.Expr = sympy.Integer(0)
     peaks: list[sympy.Expr] = []
     for node in graph.nodes:
-        if owners.get(node) is node:
+        is_owner = owners.get(node) is node
+        if is_owner:
             live = live + _bytes(node)
             peaks.append(sympy.expand(live))
-        for dead in freed_after.get(node, ()):
-            live = live - _bytes(dead)
+        live = live - sum(_bytes(dead) for dead in freed_after.get(node, []))
     return peaks
 
 

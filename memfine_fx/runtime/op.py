@@ -67,10 +67,11 @@ def experts(
     region = lookup(site)
     routed = Routed(hidden, weight, order, offsets, params, region.top_k)
     plan = region.plan_for(hidden.shape[0])
+    if not region.drops_out_of_range and (offsets[0] != 0 or offsets[-1] != order.numel()):
+        raise IndexError(f"expert ids outside [0, {region.num_experts}) reach a table of {region.num_experts} experts")
     chunks = chunks_of(routed, region.bodies, plan)
     region.plan, region.num_tokens, region.num_chunks = plan, hidden.shape[0], len(chunks)
     region.num_steps += 1
-    region.param_storages = tuple(param.untyped_storage().data_ptr() for param in params)
     return run_forward(routed, region.bodies, chunks, region.out_dtype)
 
 

@@ -29,6 +29,8 @@ def sort_assignments(expert_index: torch.Tensor, num_experts: int) -> tuple[torc
     flat = expert_index.reshape(-1)
     if flat.numel() > _MAX_ROWS:
         raise MemfineError(f"{flat.numel()} routed rows in one layer; at most {_MAX_ROWS} can be indexed")
+    if flat.dtype not in (torch.int32, torch.int64):
+        flat = flat.to(torch.int32)
     sorted_ids, order = torch.sort(flat, stable=True)
     bounds = torch.arange(num_experts + 1, device=flat.device, dtype=sorted_ids.dtype)
     offsets = torch.searchsorted(sorted_ids, bounds)

@@ -26,6 +26,7 @@ class LiveRegion:
         bodies: what its chunks call.
         num_experts, top_k: E, K.
         out_dtype: of the combined output.
+        drops_out_of_range: whether assignments with an expert id outside [0, E) are skipped, or an error.
         choose_plan: T -> plan; pure for given T, called once per new T.
     """
 
@@ -34,12 +35,12 @@ class LiveRegion:
     num_experts: int
     top_k: int
     out_dtype: torch.dtype
+    drops_out_of_range: bool
     choose_plan: Callable[[int], ChunkPlan]
     plan: ChunkPlan | None = None
     num_tokens: int = 0
     num_chunks: int = 0
     num_steps: int = 0
-    param_storages: tuple[int, ...] = ()
     _plans: dict[int, ChunkPlan] = field(default_factory=dict)
 
     def plan_for(self, num_tokens: int) -> ChunkPlan:

@@ -78,9 +78,18 @@ def test_two_calls_of_one_layer_accumulate_its_gradients() -> None:
 
 
 def test_layers_with_equal_bodies_share_one_compilation() -> None:
-    model = torch.nn.Sequential(*(RAISED["mixtral"]() for _ in range(3)))
-    optimized = optimized_copy(model)
-    run_step(optimized, {"input": torch.randn(9, 16)})
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(RAISED["mixtral"]() for _ in range(3))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                hidden = hidden + layer(hidden)
+            return hidden
+
+    optimized = optimized_copy(Model())
+    run_step(optimized, {"hidden": torch.randn(9, 16)})
     regions = memfine_fx.report(optimized).regions
     assert len(regions) == 3
     assert len({region.body_key for region in regions}) == 1

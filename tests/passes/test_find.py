@@ -33,9 +33,7 @@ def names(nodes: object) -> list[str]:
 @pytest.mark.parametrize(
     ("make", "expert_op"), [(GatheredMoE, "bmm"), (GroupedMoE, "grouped_mm")], ids=["gathered", "grouped"]
 )
-def test_both_spellings_have_one_candidate_with_its_expert_matmuls(
-    make: Callable[[], TinyMoE], expert_op: str
-) -> None:
+def test_both_spellings_have_one_candidate_with_its_expert_matmuls(make: Callable[[], TinyMoE], expert_op: str) -> None:
     layer = make()
     candidate = only_candidate(capture(layer, hidden_for(layer)))
     assert len(candidate.expert_ops) == 2
@@ -142,9 +140,7 @@ def test_a_dispatch_by_mask_is_explained() -> None:
         return sum(expert(hidden) * mask[:, place : place + 1] for place, expert in enumerate(experts))
 
     (refusal,) = refusals_of(capture(function, hidden_states()))
-    assert refusal.reason == (
-        "argmax: dispatch by mask or one-hot without a table of expert weights is not raised yet"
-    )
+    assert refusal.reason == ("argmax: dispatch by mask or one-hot without a table of expert weights is not raised yet")
 
 
 @pytest.mark.parametrize("reduce", [torch.max, torch.min])

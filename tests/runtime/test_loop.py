@@ -70,7 +70,7 @@ class Step:
 
     results: list[Tensor]
 
-    def assert_close(self, reference: Step, tolerance: float = 2e-6) -> None:
+    def assert_close(self, reference: Step, tolerance: float = 1e-5) -> None:
         for got, expected in zip(self.results, reference.results, strict=True):
             assert got.shape == expected.shape
             assert got.dtype == expected.dtype
@@ -86,9 +86,7 @@ def run(
     grad: Tensor,
     wanted: Sequence[bool] | None = None,
 ) -> Step:
-    bodies = bodies_of(
-        case.function, params, case.kinds, has_weight=case.has_weight, folds_weight=case.folds_weight
-    )
+    bodies = bodies_of(case.function, params, case.kinds, has_weight=case.has_weight, folds_weight=case.folds_weight)
     routed = Routed(hidden, weight, *sort_assignments(index, NUM_EXPERTS), params, index.shape[1])
     chunks = chunks_of(routed, bodies, case.plan())
     flags = (True, case.has_weight, *[True] * len(params)) if wanted is None else tuple(wanted)

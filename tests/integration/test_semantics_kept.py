@@ -1,0 +1,277 @@
+"""Code around and inside regions that a careless rewrite gets wrong: in-place writes, modes, views, detach.
+
+Each case must end exact, whether it is chunked or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memfine_fx
+from tests.integration.comparison import assert_same_step, optimized_copy, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
+
+H, E, K, WIDTH = 16, 5, 2, 12
+
+
+class Gathered(nn.Module):
+    """Gathered weights; the hooks are where cases differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(H, E, bias=False)
+        self.up = nn.Parameter(torch.randn(E, H, WIDTH) * 0.3)
+        self.down = nn.Parameter(torch.randn(E, WIDTH, H) * 0.3)
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, index = torch.softmax(self.router(x), -1).topk(K, -1)
+        return weight, index
+
+    def act(self, h: torch.Tensor) -> torch.Tensor:
+        return F.silu(h)
+
+    def experts(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ids = index.reshape(-1)
+        rows = x.repeat_interleave(K, 0).unsqueeze(1)
+        h = self.act(torch.bmm(rows, self.up[ids]).squeeze(1))
+        return torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1)
+
+    def combine(self, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (y * weight.reshape(-1, 1)).view(-1, K, H).sum(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.route(x)
+        return self.combine(self.experts(x, index), weight)
+
+
+class InPlaceCombine(Gathered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.route(x)
+        tokens = torch.arange(K * x.shape[0]) // K
+        out = torch.zeros(x.shape[0], H)
+        out.index_add_(0, tokens, self.experts(x, index) * weight.reshape(-1, 1))
+        return out
+
+
+class InPlaceCombineOntoOther(Gathered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.route(x)
+        tokens = torch.arange(K * x.shape[0]) // K
+        out = torch.zeros(x.shape[0], H)
+        out.add_(x * 2)
+        return out.index_add_(0, tokens, self.experts(x, index) * weight.reshape(-1, 1))
+
+
+class StraightThrough(Gathered):
+    def act(self, h: torch.Tensor) -> torch.Tensor:
+        h = F.silu(h)
+        return h + (torch.round(h * 4) / 4 - h).detach()
+
+
+class NoGradScale(Gathered):
+    def act(self, h: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = h.abs().amax(-1, keepdim=True) + 1
+        return F.silu(h) / scale
+
+
+class NoGradExperts(Gathered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.route(x)
+        with torch.no_grad():
+            y = self.experts(x, index)
+        return self.combine(y, weight)
+
+
+class DetachedWeight(Gathered):
+    def combine(self, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (y * weight.reshape(-1, 1).detach()).view(-1, K, H).sum(1)
+
+
+class ScaledAddmm(Gathered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def act(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, F.silu(h), self.mix, beta=0.5, alpha=2.0)
+
+
+class SharedMatrix(ScaledAddmm):
+    def act(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, F.silu(h), self.mix)
+
+
+class ScalarParameter(Gathered):
+    def experts(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return super().experts(x, index) + self.scale
+
+
+class SumOverAll(Gathered):
+    def act(self, h: torch.Tensor) -> torch.Tensor:
+        return F.silu(h) + h.sum() * 1e-2
+
+
+class MaxOverAll(Gathered):
+    def act(self, h: torch.Tensor) -> torch.Tensor:
+        return F.silu(h) / (h.abs().amax() + 1)
+
+
+class WeightOnInput(Gathered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.route(x)
+        ids = index.reshape(-1)
+        rows = x.repeat_interleave(K, 0) * weight.reshape(-1, 1)
+        h = self.act(torch.bmm(rows.unsqueeze(1), self.up[ids]).squeeze(1))
+        return torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1).view(-1, K, H).sum(1)
+
+
+class InputChangedBetween(Gathered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.route(x)
+        x = x * 1.0
+        alias = x.float()
+        ids = index.reshape(-1)
+        rows = x.repeat_interleave(K, 0).unsqueeze(1)
+        with torch.no_grad():
+            alias.mul_(3.0)
+        h = self.act(torch.bmm(rows, self.up[ids]).squeeze(1))
+        return self.combine(torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1), weight) + x
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Gathered(), Gathered()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class MergedLoRA(Gathered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(E, H, 2) * 0.3)
+        self.b = nn.Parameter(torch.randn(E, 2, WIDTH) * 0.3)
+        self.up.requires_grad_(False)
+
+    def experts(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ids = index.reshape(-1)
+        merged = self.up + torch.bmm(self.a, self.b)
+        h = self.act(torch.bmm(x.repeat_interleave(K, 0).unsqueeze(1), merged[ids]).squeeze(1))
+        return torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1)
+
+
+CHUNKED = [Gathered, InPlaceCombine, SharedMatrix, ScalarParameter, WeightOnInput, MergedLoRA]
+REFUSED = [
+    InPlaceCombineOntoOther, StraightThrough, NoGradScale, NoGradExperts, DetachedWeight, ScaledAddmm, SumOverAll,
+    MaxOverAll,
+]  # fmt: skip
+EITHER = [InputChangedBetween]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("case", [*CHUNKED, *REFUSED, *EITHER])
+def test_outputs_and_gradients_stay_exact(case: Callable[[], nn.Module], inner: str) -> None:
+    model = case()
+    assert_same_step(optimized_copy(model, inner=inner, rows_per_chunk=3), model, {"x": torch.randn(10, H)})
+
+
+@pytest.mark.parametrize("case", CHUNKED)
+def test_what_can_be_chunked_is(case: Callable[[], nn.Module]) -> None:
+    optimized = optimized_copy(case(), rows_per_chunk=3)
+    optimized(torch.randn(10, H))
+    assert memfine_fx.report(optimized).num_chunked == 1
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_must_not_be_chunked_is_refused_with_a_reason(case: Callable[[], nn.Module]) -> None:
+    optimized = optimized_copy(case(), rows_per_chunk=3)
+    optimized(torch.randn(10, H))
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "refused"
+    assert "internal error" not in region.reason
+
+
+def test_two_layers_without_anything_between_are_both_chunked() -> None:
+    model = Stacked()
+    optimized = optimized_copy(model, rows_per_chunk=3)
+    assert_same_step(optimized, model, {"x": torch.randn(10, H)})
+    assert memfine_fx.report(optimized).num_chunked == 2
+
+
+def test_random_dropout_inside_an_expert_is_refused() -> None:
+    class Dropout(Gathered):
+        def act(self, h: torch.Tensor) -> torch.Tensor:
+            return F.dropout(F.silu(h), 0.3, self.training)
+
+    optimized = optimized_copy(Dropout())
+    optimized(torch.randn(10, H))
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "refused"
+
+
+def test_an_index_also_read_outside_keeps_its_in_place_write() -> None:
+    class ReturnsInverse(Gathered):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight, index = self.route(x)
+            ids, order = torch.sort(index.reshape(-1))
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(order.shape[0])
+            rows = x[order // K].unsqueeze(1)
+            h = self.act(torch.bmm(rows, self.up[ids]).squeeze(1))
+            y = torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1)
+            y = y * weight.reshape(-1)[order].unsqueeze(1)
+            return y[inverse].view(-1, K, H).sum(1) + inverse.view(-1, K).float().sum(1, keepdim=True)
+
+    model = ReturnsInverse()
+    optimized = optimized_copy(model, rows_per_chunk=3)
+    assert_same_step(optimized, model, {"x": torch.randn(10, H)})
+    assert memfine_fx.report(optimized).num_chunked == 1
+
+
+def test_ids_outside_the_table_are_an_error_as_in_eager() -> None:
+    class Shifted(Gathered):
+        def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weight, index = super().route(x)
+            return weight, index + E - 1
+
+    with pytest.raises(IndexError, match="outside"):
+        optimized_copy(Shifted())(torch.randn(10, H))
+
+
+def test_ambient_autocast_does_not_leak_into_a_later_fp32_model() -> None:
+    model = Gathered()
+
+    class Off(Gathered):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        optimized_copy(Off())(torch.randn(10, H)).sum().backward()
+    assert_same_step(optimized_copy(model, rows_per_chunk=3), model, {"x": torch.randn(10, H)})
+
+
+def test_autocast_around_a_checkpointed_layer_runs_its_experts_in_bf16() -> None:
+    class Checkpointed(Gathered):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Checkpointed()
+    optimized = optimized_copy(model, inner="aot_eager", rows_per_chunk=3)
+    x = torch.randn(10, H)
+    ours, theirs = optimized(x), model(x)
+    assert ours.dtype is theirs.dtype is torch.bfloat16
+    assert relative_error(ours, theirs) < 1e-2
+    assert memfine_fx.report(optimized).num_chunked == 1
