@@ -124,7 +124,7 @@ def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: S
         insert_identity(body, region, f"memfine_identity_{live.site.replace('/', '_')}")
         return
     lower_region(body, region, live.site)
-    save_routing_in_checkpoint(body)
+    save_routing_in_checkpoint(body, saves_attention=session.config.saves_attention)
 
 
 def _choose_plan(region: RegionBytes, session: Session, device: torch.device, num_tokens: int) -> ChunkPlan:

@@ -45,6 +45,8 @@ class Config:
         rows_per_chunk: routed rows in one chunk, R. None lets the planner choose.
         tokens_per_chunk: tokens in one slice of axis "tokens". None derives it from R and top-k.
         fold_weight: move the routing weight before the last projection (saves its recomputation).
+        saves_attention: in checkpointed layers that hold a region, keep the output of fused attention
+            instead of recomputing it: one [T,H] tensor a layer for its most expensive recomputation.
         memory_budget: see `parse_budget`; bounds the peak bytes of a training step on one device.
         inner_backend: what compiles the rewritten graph and the expert bodies.
         min_rows: the planner never goes below this many rows a chunk; smaller expert GEMMs cost time
@@ -57,6 +59,7 @@ class Config:
     rows_per_chunk: int | None = None
     tokens_per_chunk: int | None = None
     fold_weight: bool = True
+    saves_attention: bool = True
     memory_budget: MemoryBudget = None
     inner_backend: InnerBackend = "inductor"
     min_rows: int = 64
@@ -68,7 +71,7 @@ class Config:
         for name in ("rows_per_chunk", "tokens_per_chunk"):
             _check_positive(name, getattr(self, name), optional=True)
         _check_positive("min_rows", self.min_rows, optional=False)
-        for name in ("fold_weight", "identity_rewrite"):
+        for name in ("fold_weight", "saves_attention", "identity_rewrite"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"Config.{name} must be a bool, got {getattr(self, name)!r}")
         parse_budget(self.memory_budget)

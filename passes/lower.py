@@ -108,11 +108,23 @@ def _writes_for_survivors(flow: Dataflow, node: fx.Node) -> bool:
     return any(flow.position[user] > flow.position[node] for user in readers)
 
 
-def save_routing_in_checkpoint(body: fx.GraphModule) -> None:
-    """Make a checkpointed body save the index arrays of its regions (everything else as before)."""
-    body.meta.setdefault(_CONTEXT_FN, functools.partial(create_selective_checkpoint_contexts, _save_routing_policy))
+def save_routing_in_checkpoint(body: fx.GraphModule, *, saves_attention: bool) -> None:
+    """Make a checkpointed body save the index arrays of its regions, and attention outputs if asked.
+
+    A body that brings its own selective policy keeps it.
+    """
+    policy = functools.partial(_checkpoint_policy, saves_attention)
+    body.meta.setdefault(_CONTEXT_FN, functools.partial(create_selective_checkpoint_contexts, policy))
 
 
-def _save_routing_policy(context: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_routing = target is torch.ops.memfine.route.default
-    return CheckpointPolicy.MUST_SAVE if is_routing else CheckpointPolicy.PREFER_RECOMPUTE
+def _checkpoint_policy(
+    saves_attention: bool, context: Any, target: Callable[..., Any], *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    is_saved = target is torch.ops.memfine.route.default or (saves_attention and _is_attention(target))
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_attention(target: Callable[..., Any]) -> bool:
+    """Fused attention: quadratic work in the sequence behind an output of one tensor's size."""
+    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+    return name.startswith("aten::_scaled_dot_product_") and not name.endswith("_backward")

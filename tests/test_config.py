@@ -74,6 +74,7 @@ def test_a_malformed_budget_is_named_with_what_is_accepted(budget: Any) -> None:
         ({"min_rows": None}, "Config.min_rows=None must be a positive int"),
         ({"min_rows": 0}, "Config.min_rows=0 must be a positive int"),
         ({"fold_weight": 1}, "Config.fold_weight must be a bool, got 1"),
+        ({"saves_attention": None}, "Config.saves_attention must be a bool, got None"),
         ({"identity_rewrite": "no"}, "Config.identity_rewrite must be a bool, got 'no'"),
         ({"memory_budget": "lots"}, "memory_budget='lots' is not understood"),
     ],

@@ -159,7 +159,7 @@ PIECEWISE = dataclasses.replace(FP32, backward_peak=sympy.Max(200 * ROWS, 90 * R
 def test_the_largest_chunk_within_a_budget_is_found_exactly(
     region: RegionBytes, num_tokens: int, fraction: float
 ) -> None:
-    most = 2 * num_tokens
+    most = min(KNEE_ROWS["cpu"], 2 * num_tokens)
     low, high = total(region, num_tokens, 64), total(region, num_tokens, most)
     available = low + int(fraction * (high - low))
     rows = rows_plan(region, num_tokens, available_bytes=available).rows_per_chunk

@@ -137,13 +137,14 @@ def test_a_factor_that_is_an_argument_is_not_returned() -> None:
     assert up.left == Operand(is_argument=True, index=1, is_transposed=True)
 
 
-def test_a_transposed_parameter_has_its_product_transposed() -> None:
-    params = [param.transpose(1, 2).contiguous() for param in mlp_params()]
+@pytest.mark.parametrize("is_strided", [True, False])
+def test_a_transposed_parameter_has_its_product_transposed(is_strided: bool) -> None:
+    params = [param.transpose(1, 2) for param in mlp_params()]
+    params = params if is_strided else [param.contiguous() for param in params]
     bodies = bodies_of(linears, params, KINDS)
-    num_rows = 7
-    args = [torch.randn(num_rows, HIDDEN), torch.rand(num_rows), *(param[0] for param in params)]
+    args = [torch.randn(7, HIDDEN), torch.rand(7), *(param[0] for param in params)]
     leaves = [arg.clone().requires_grad_() for arg in args]
-    grad = torch.randn(num_rows, HIDDEN)
+    grad = torch.randn(7, HIDDEN)
     expected = torch.autograd.grad(linears(*leaves), leaves, grad)
     got = gradients(bodies, ALL, grad, args)
     assert all(isinstance(how, ProductGrad) for how in bodies.backward(ALL).param_grads)

@@ -34,6 +34,8 @@ from tests.helpers import (
 )
 
 SITE = "test_lower/0"
+MEMFINE_OPS = (torch.ops.memfine.route.default, torch.ops.memfine.experts.default)
+MUST_SAVE = (CheckpointPolicy.MUST_SAVE,)
 
 
 def captured(layer: TinyMoE) -> tuple[fx.GraphModule, MoERegion]:
@@ -171,17 +173,19 @@ def test_the_identity_rewrite_is_reached_by_the_config() -> None:
     assert session.report().num_chunked == 1
 
 
-def test_a_checkpointed_body_saves_its_routing_and_recomputes_the_rest() -> None:
+@pytest.mark.parametrize("saves_attention", [True, False])
+def test_a_checkpointed_body_saves_its_routing_and_attention_if_asked(saves_attention: bool) -> None:
     graph_module, region = captured(GatheredMoE())
     lower_region(graph_module, region, SITE)
-    save_routing_in_checkpoint(graph_module)
+    save_routing_in_checkpoint(graph_module, saves_attention=saves_attention)
     policy = graph_module.meta["_checkpoint_context_fn"].args[0]
-    assert policy(None, torch.ops.memfine.route.default) is CheckpointPolicy.MUST_SAVE
-    assert policy(None, torch.ops.memfine.experts.default) is CheckpointPolicy.PREFER_RECOMPUTE
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    saved = {op for op in (*MEMFINE_OPS, torch.ops.aten.mm.default, attention) if policy(None, op) in MUST_SAVE}
+    assert saved == {torch.ops.memfine.route.default, *([attention] if saves_attention else [])}
 
 
 def test_a_checkpoint_policy_of_the_user_is_kept() -> None:
     graph_module, _ = captured(GatheredMoE())
     graph_module.meta["_checkpoint_context_fn"] = "the user's"
-    save_routing_in_checkpoint(graph_module)
+    save_routing_in_checkpoint(graph_module, saves_attention=True)
     assert graph_module.meta["_checkpoint_context_fn"] == "the user's"

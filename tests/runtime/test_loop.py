@@ -210,6 +210,21 @@ def test_bf16_sums_are_no_worse_than_eager_bf16(axis: str) -> None:
         assert (got.double() - truth).norm() <= 1.25 * (eager.double() - truth).norm()
 
 
+@pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
+def test_low_precision_sums_over_choices_round_once(dtype: torch.dtype, large: float) -> None:
+    """Adding 1 to `large` in `dtype` changes nothing; adding 3 does."""
+    scale = torch.tensor([[large], [1], [1], [1]]).to(dtype)
+    bodies = bodies_of(lambda rows, scale: rows * scale, [scale], [EXPERT], has_weight=False)
+    hidden = torch.ones(1, HIDDEN, dtype=dtype)
+    routed = Routed(hidden, None, *sort_assignments(torch.tensor([[0, 1, 2, 3]]), NUM_EXPERTS), [scale], 4)
+    chunks = chunks_of(routed, bodies, ChunkPlan("rows", 4, 0, 0, ""))
+    out = run_forward(routed, bodies, chunks, dtype)
+    (grad_hidden,) = run_backward(hidden, routed, bodies, chunks, (True, False, False))
+    expected = torch.tensor(large + 3).to(dtype)
+    assert bool((out == expected).all())
+    assert bool((grad_hidden == expected).all())
+
+
 @pytest.mark.parametrize("axis", ["rows", "tokens"])
 def test_no_body_call_sees_more_rows_than_a_chunk(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(axis=axis, num_tokens=40)

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from memfine_fx.runtime.schedule import Chunk, rows_schedule, tokens_schedule
@@ -42,6 +42,8 @@ def test_every_row_is_walked_once_in_order_by_its_own_expert(
 
 
 @given(COUNTS, ROWS, GROUPS)
+@example([3, 3], 5, True)
+@example([3, 3], 6, True)
 def test_no_chunk_is_empty_or_larger_than_asked(counts: list[int], rows: int, groups: bool) -> None:
     assert all(0 < chunk.num_rows <= rows for chunk in rows_schedule(offsets_of(counts), rows, groups=groups))
 
