@@ -1,5 +1,7 @@
 # Everything a contributor runs. `make help` lists the targets.
 PYTHON ?= python3
+# Where `make gpu` writes its rows.
+OUT ?= benchmarks/results
 PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,7 +49,7 @@ bench: setup  ## the CPU benchmark suites
 	$(BIN)/python -m benchmarks run --suite model
 
 gpu:  ## the GPU suite, with the Python at hand: no setup, no venv
-	PYTHONPATH=. $(PYTHON) -m benchmarks run --suite gpu --json "$${OUT:-benchmarks/results}/gpu.json"
+	PYTHONPATH=. $(PYTHON) -m benchmarks run --suite gpu --json "$(OUT)/gpu.json"
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

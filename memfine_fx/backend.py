@@ -94,14 +94,7 @@ def _plan(region: MoERegion, session: Session) -> LiveRegion:
     """Bodies of a region, and how its plan will be chosen once T is known."""
     config = session.config
     specs = _argument_specs(region)
-    takes_group = specs[0].device.type == "cuda" and config.axis == "rows" and can_lift(region.expert_fn, specs)
-    bodies = bodies_for(
-        region.expert_fn,
-        specs,
-        folds_weight=config.fold_weight,
-        takes_group=takes_group,
-        inner=config.inner_backend,
-    )
+    bodies = _bodies(region, specs, config)
     output = _tensor(region.cut.exit)
     region_bytes = _region_bytes(region, bodies, output)
     live = LiveRegion(
@@ -115,6 +108,26 @@ def _plan(region: MoERegion, session: Session) -> LiveRegion:
     )
     register(live)
     return live
+
+
+def _bodies(region: MoERegion, specs: tuple[TensorSpec, ...], config: Config) -> ExpertBodies:
+    """Bodies over a chunk's range of experts where that is possible and pays, else over one expert."""
+
+    def build(takes_group: bool) -> ExpertBodies:
+        return bodies_for(
+            region.expert_fn,
+            specs,
+            folds_weight=config.fold_weight,
+            takes_group=takes_group,
+            inner=config.inner_backend,
+        )
+
+    if specs[0].device.type == "cuda" and config.axis == "rows" and can_lift(region.expert_fn, specs):
+        try:
+            return build(takes_group=True)
+        except CannotChunk as refusal:
+            log.info("experts run one by one at %s: %s", region.where, refusal)
+    return build(takes_group=False)
 
 
 def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: Session) -> None:

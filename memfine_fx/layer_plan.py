@@ -49,7 +49,7 @@ def plan_swiglu_layer(
     region = _region_bytes(hidden, expert_width, num_experts, top_k, dtype, device)
     available = parse_budget(memory_budget)
     plan = plan_region(region, num_tokens, axis=axis, budget_bytes=available, available_bytes=available)
-    return plan, region_peak(region, num_tokens, plan.rows_per_chunk)
+    return plan, region_peak(region, num_tokens, plan.rows_per_chunk, axis)
 
 
 def _region_bytes(

@@ -13,18 +13,19 @@ largest R that fits is found exactly by bisection over integers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import sympy
 
+from memfine_fx.config import Axis
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.records import ChunkPlan
 
 __all__ = ["KNEE_ROWS", "RegionBytes", "plan_region", "region_peak"]
 
-KNEE_ROWS = {"cpu": 1024, "cuda": 32768}
+KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
 """Rows a chunk at which time stops falling; docs/design.md, "The throughput knee", has the measurement (CPU) and
 the reasoning where it is not measured yet (CUDA)."""
 
@@ -62,18 +63,20 @@ class RegionBytes:
     device_type: str
 
 
-def region_peak(region: RegionBytes, num_tokens: int, rows: int) -> dict[str, int]:
+def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "rows") -> dict[str, int]:
     """Bytes of each term at the peak, with R = `rows`; the larger of forward and backward.
 
     Args:
         region: its byte terms.
         num_tokens: T.
         rows: R, at most N rows matter.
+        axis: token slices come back to every expert, so they stage all experts' gradients.
     """
     num_routed = num_tokens * region.top_k
     rows = max(1, min(rows, num_routed))
     forward = _forward_terms(region, num_tokens, rows)
     backward = _backward_terms(region, num_tokens, rows)
+    backward["gradient staging"] = region.staging_bytes * (region.num_experts if axis == "tokens" else 1)
     return max(forward, backward, key=lambda terms: sum(terms.values()))
 
 
@@ -81,7 +84,7 @@ def plan_region(
     region: RegionBytes,
     num_tokens: int,
     *,
-    axis: Literal["rows", "tokens"],
+    axis: Axis,
     rows_per_chunk: int | None = None,
     tokens_per_chunk: int | None = None,
     budget_bytes: int | None = None,
@@ -104,48 +107,43 @@ def plan_region(
     """
     num_routed = max(1, num_tokens * region.top_k)
     knee = min(KNEE_ROWS.get(region.device_type, KNEE_ROWS["cuda"]), num_routed)
-    if axis == "tokens":
-        tokens = tokens_per_chunk or max(1, (rows_per_chunk or knee) // region.top_k)
-        rows, reason = min(tokens, num_tokens), f"token slices of {tokens} (FCDA)"
-        tokens = max(1, min(tokens, num_tokens))
-        return ChunkPlan(axis, max(1, rows), tokens, _total(region, num_tokens, rows), reason)
-    if rows_per_chunk is not None:
+    if axis == "tokens":  # at most one row of an expert a token, as top-k gives: rows are bounded by tokens
+        wanted = tokens_per_chunk or max(1, (rows_per_chunk or knee) // region.top_k)
+        rows, reason = max(1, min(wanted, num_tokens)), f"token slices of {wanted} (FCDA)"
+    elif rows_per_chunk is not None:
         rows, reason = min(rows_per_chunk, num_routed), "rows per chunk fixed by the config"
     else:
         rows, reason = knee, f"throughput knee of {region.device_type}"
-    if available_bytes is not None:
-        rows, reason = _fit(region, num_tokens, rows, min_rows, budget_bytes, available_bytes, reason)
-    return ChunkPlan(axis, rows, 0, _total(region, num_tokens, rows), reason)
+
+    def total(candidate: int) -> int:
+        return sum(region_peak(region, num_tokens, candidate, axis).values())
+
+    if available_bytes is not None and total(rows) > available_bytes:
+        low = min(min_rows, rows)
+        if total(low) > available_bytes:
+            terms = region_peak(region, num_tokens, low, axis)
+            raise _infeasible(terms, budget_bytes, available_bytes)
+        rows, reason = (
+            _largest(low, rows, lambda candidate: total(candidate) <= available_bytes),
+            (f"largest chunk within {available_bytes:,} B left for this region"),
+        )
+    elif available_bytes is not None:
+        reason = f"{reason}, within the budget"
+    return ChunkPlan(axis, rows, rows if axis == "tokens" else 0, total(rows), reason)
 
 
-def _fit(
-    region: RegionBytes,
-    num_tokens: int,
-    wanted_rows: int,
-    min_rows: int,
-    budget_bytes: int | None,
-    available_bytes: int,
-    reason: str,
-) -> tuple[int, str]:
-    """The largest R up to `wanted_rows` whose peak is within `available_bytes`."""
-    if _total(region, num_tokens, wanted_rows) <= available_bytes:
-        return wanted_rows, f"{reason}, within the budget"
-    low = min(min_rows, wanted_rows)
-    smallest = _total(region, num_tokens, low)
-    if smallest > available_bytes:
-        budget = available_bytes if budget_bytes is None else budget_bytes
-        terms = region_peak(region, num_tokens, low)
-        largest = sorted(terms.items(), key=lambda term: -term[1])[:4]
-        raise BudgetInfeasible(budget, budget + smallest - available_bytes, largest)
-    high = wanted_rows
+def _infeasible(terms: dict[str, int], budget_bytes: int | None, available_bytes: int) -> BudgetInfeasible:
+    budget = available_bytes if budget_bytes is None else budget_bytes
+    largest = sorted(terms.items(), key=lambda term: -term[1])[:4]
+    return BudgetInfeasible(budget, budget + sum(terms.values()) - available_bytes, largest)
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, between `low`, which does, and `high`, which does not."""
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _total(region, num_tokens, middle) <= available_bytes else (low, middle)
-    return low, f"largest chunk within {available_bytes:,} B left for this region"
-
-
-def _total(region: RegionBytes, num_tokens: int, rows: int) -> int:
-    return sum(region_peak(region, num_tokens, rows).values())
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _forward_terms(region: RegionBytes, num_tokens: int, rows: int) -> dict[str, int]:
@@ -172,7 +170,7 @@ def _backward_terms(region: RegionBytes, num_tokens: int, rows: int) -> dict[str
         "routing weight grad": num_tokens * region.top_k * region.weight_item_bytes,
         "expert weight grads": region.param_bytes,
         "index": _index_bytes(region, num_tokens),
-        "chunk": chunk + region.staging_bytes,
+        "chunk": chunk,
     }
 
 

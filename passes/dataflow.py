@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
+import re
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -33,6 +35,7 @@ _VIEW_NAMES = frozenset(
     "view reshape getitem transpose permute unsqueeze squeeze expand detach chunk split narrow select "
     "flatten unflatten t mT T contiguous swapaxes movedim view_as expand_as unbind".split()
 )
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, name)
     for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
@@ -93,18 +96,15 @@ def provenance(node: fx.Node) -> Where:
     module = ""
     for entry in stack.values():
         module = entry[0] if isinstance(entry, tuple) else str(entry)
-    lines = [line for line in (node.meta.get("stack_trace") or node.stack_trace or "").splitlines() if "File " in line]
-    return Where(module=_clean_module_path(module), source=_file_and_line(lines[-1]) if lines else "")
+    trace = node.meta.get("stack_trace") or node.stack_trace or ""
+    places = [_file_and_line(line) for line in trace.splitlines() if "File " in line]
+    written = [place for place in places if not place.startswith(_TORCH_FOLDER)] or places
+    return Where(module=_clean_module_path(module), source=written[-1] if written else "")
 
 
 def _clean_module_path(path: str) -> str:
-    for old, new in (
-        ("L['self']", ""),
-        ("_modules['", ""),
-        ("']", ""),
-        ("._modules.", "."),
-        ("_modules.", ""),
-    ):
+    path = re.sub(r"^L\['\w+'\]", "", path)
+    for old, new in (("_modules['", ""), ("']", ""), ("._modules.", "."), ("_modules.", "")):
         path = path.replace(old, new)
     return path.replace("[", ".").replace("]", "").replace("'", "").replace("..", ".").strip(".")
 

@@ -64,7 +64,8 @@ def _gather(interpreter: RowInterpreter, source: Any, ids: Ids, node: fx.Node) -
         return _reordered(tokens, Lead.TOKEN, ids.lead, node)
     if ids.kind is IdKind.ASSIGNMENT:
         source = source if isinstance(source, Ids) else interpreter.as_rows(source, node)
-        return _reordered(source, Lead.FLAT, ids.lead, node)
+        is_single = interpreter.sizes.top_k == 1 and source.lead is Lead.TOKEN  # a token is its only assignment
+        return _reordered(source, Lead.TOKEN if is_single else Lead.FLAT, ids.lead, node)
     if ids.kind is IdKind.INVERSE:
         source = source if isinstance(source, Ids) else interpreter.as_rows(source, node)
         return _reordered(source, Lead.SORTED, Lead.FLAT, node)

@@ -44,6 +44,7 @@ _ROUTERS = frozenset("topk argmax max argmin min".split())
 _INDEXING = frozenset("getitem index_select embedding gather".split())
 _VIEWS = frozenset("transpose permute unsqueeze squeeze view reshape to t contiguous expand float bfloat16".split())
 _FACTORIES = frozenset("arange zeros ones empty full tensor".split())
+_LIKE_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split())
 _GLUE = frozenset("repeat_interleave repeat expand unsqueeze reshape view flatten contiguous".split())
 _COPYING_GLUE = frozenset("repeat_interleave repeat expand".split())
 _MAX_EXITS = 4
@@ -142,7 +143,8 @@ def _feeds_a_later_seed(flow: Dataflow, seed: fx.Node, by_seed: dict[fx.Node, li
 
 def _lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
     users = {target_name(user) for user in seed.users}
-    name = target_name(seed.args[0]) if isinstance(seed.args[0], fx.Node) else target_name(seed)
+    source = seed.args[0] if target_name(seed) == "getitem" else None
+    name = target_name(source) if isinstance(source, fx.Node) else target_name(seed)
     reason = f"{name}: no expert matmul depends on it"
     if "output" in users:
         reason = f"{name}: its indices leave the captured graph (a graph break before the experts?)"
@@ -259,8 +261,12 @@ def _is_written_outside(flow: Dataflow, node: fx.Node, inside: set[fx.Node]) -> 
 
 
 def _is_factory(node: fx.Node) -> bool:
-    """Made from sizes alone: a factory, or index arithmetic on factories."""
-    if node.op not in ("call_function", "call_method") or not isinstance(node_value(node), torch.Tensor):
+    """Made from sizes alone: a size, a factory, or index arithmetic on factories."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if isinstance(node_value(node), torch.Size) or target_name(node) in _LIKE_FACTORIES:
+        return True
+    if not isinstance(node_value(node), torch.Tensor):
         return False
     sources = [source for source in node.all_input_nodes if isinstance(node_value(source), torch.Tensor)]
     if not sources:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
@@ -93,6 +94,8 @@ class _LiftInterpreter(fx.Interpreter):
         if args and isinstance(args[0], _Table):
             return self._view(target, args, kwargs)
         plain = [self._per_row(value) for value in args]
+        if any(isinstance(leaf, _Table) for leaf in tree_leaves((plain, kwargs))):
+            raise CannotChunk(f"{target} of several parameters cannot be lifted over experts")
         return super().call_function(target, tuple(plain), kwargs)
 
     def _per_row(self, value: Any) -> Any:

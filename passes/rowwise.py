@@ -119,6 +119,15 @@ def _along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] 
     return rule
 
 
+def _slice(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A slice along an inner dimension; one that takes all rows takes nothing away."""
+    source, target = interpreter.fake(node.args[0]), interpreter.fake(node)  # type: ignore[arg-type]  # a node
+    is_forward = len(args) < 5 or args[4] == 1
+    if is_forward and all(same_size(a, b) for a, b in zip(source.shape, target.shape, strict=True)):
+        return args[0]
+    return _along_dim(1, default=0)(interpreter, node, args, kwargs)
+
+
 def _insert_dim(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = interpreter.as_rows(args[0], node)
     num_dims = interpreter.fake(node).ndim
@@ -321,7 +330,7 @@ ROWWISE_RULES: dict[Any, Rule] = {
     aten.transpose.int: _transpose,
     aten.unsqueeze.default: _insert_dim,
     aten.squeeze.dim: _along_dim(1),
-    aten.slice.Tensor: _along_dim(1, default=0),
+    aten.slice.Tensor: _slice,
     aten.select.int: _along_dim(1),
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,

@@ -91,7 +91,14 @@ def _last_readers(graph: fx.Graph, owners: dict[fx.Node, fx.Node | None]) -> dic
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
+    return bool(_tensors(node))
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The results of a node: one, or several for a call that returns a tuple."""
+    value = node.meta.get("val")
+    results = value if isinstance(value, (tuple, list)) else [value]
+    return [result for result in results if isinstance(result, torch.Tensor)]
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -127,8 +134,11 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def _bytes(node: fx.Node) -> sympy.Expr:
-    value = node.meta["val"]
-    size: sympy.Expr = sympy.Integer(value.dtype.itemsize)
-    for length in value.shape:
-        size = size * (length.node.expr if isinstance(length, torch.SymInt) else length)
-    return size
+    total: sympy.Expr = sympy.Integer(0)
+    for value in _tensors(node):
+        size: sympy.Expr = sympy.Integer(value.dtype.itemsize)
+        shape: Any = value.shape
+        for length in shape:
+            size = size * (length.node.expr if isinstance(length, torch.SymInt) else length)
+        total = total + size
+    return total

@@ -49,6 +49,10 @@ class LiveRegion:
             self._plans[num_tokens] = self.choose_plan(num_tokens)
         return self._plans[num_tokens]
 
+    def use_plan(self, num_tokens: int, plan: ChunkPlan) -> None:
+        """Replace the plan for T tokens from the next step on."""
+        self._plans[num_tokens] = plan
+
 
 def register(region: LiveRegion) -> None:
     with _lock:
