@@ -76,7 +76,8 @@ def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "r
     rows = max(1, min(rows, num_routed))
     forward = _forward_terms(region, num_tokens, rows)
     backward = _backward_terms(region, num_tokens, rows)
-    backward["gradient staging"] = region.staging_bytes * (region.num_experts if axis == "tokens" else 1)
+    if region.staging_bytes:
+        backward["gradient staging"] = region.staging_bytes * (region.num_experts if axis == "tokens" else 1)
     return max(forward, backward, key=lambda terms: sum(terms.values()))
 
 

@@ -152,7 +152,8 @@ def _index_add(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...]
 
 def _combine(interpreter: RowInterpreter, base: Fill, ids: Ids, values: Any, node: fx.Node) -> Combined:
     rows = interpreter.as_rows(values, node)
-    if base.value != 0 or ids.kind is not IdKind.TOKEN or rows.lead is not ids.lead:
+    names_tokens = ids.kind is IdKind.TOKEN or (ids.kind is IdKind.ASSIGNMENT and interpreter.sizes.top_k == 1)
+    if base.value != 0 or not names_tokens or rows.lead is not ids.lead:
         raise CannotChunk("rows added to other than zero-initialised tokens in their own order", node)
     return Combined(rows.expr)
 

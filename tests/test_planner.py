@@ -65,8 +65,13 @@ def test_the_backward_terms_of_a_bf16_layer_count_fp32_sums_casts_and_staging() 
         "routing weight grad": 100 * 2 * 2,
         "expert weight grads": 1000,
         "index": INDEX_BYTES,
-        "chunk": 10 * (8 * 2 + 2 + 8 * 2 + 200 + 24 + 8 * 4) + 300,
+        "chunk": 10 * (8 * 2 + 2 + 8 * 2 + 200 + 24 + 8 * 4),
+        "gradient staging": 300,
     }
+
+
+def test_token_slices_stage_the_gradients_of_every_expert() -> None:
+    assert region_peak(BF16, 100, 10, "tokens")["gradient staging"] == 300 * BF16.num_experts
 
 
 def test_the_forward_terms_count_where_forward_is_larger() -> None:
