@@ -90,13 +90,6 @@ def moe_block(family: str) -> tuple[torch.nn.Module, int]:
     return blocks[-1], 64
 
 
-def test_the_loss_of_a_bf16_model_is_that_of_eager() -> None:
-    model = tiny_causal_lm("qwen3_moe").to(torch.bfloat16)
-    inputs = token_inputs()
-    optimized = optimized_copy(model)
-    assert relative_error(optimized(**inputs).loss, model(**inputs).loss) < 1e-2
-
-
 def test_router_gradients_of_the_auxiliary_loss_are_exact() -> None:
     model = tiny_causal_lm("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
     assert_same_step(optimized_copy(model, rows_per_chunk=5), model, token_inputs())
@@ -151,3 +144,27 @@ def test_an_identity_rewrite_changes_nothing_at_all(inner: str) -> None:
     errors = run_step(rewritten, inputs).error_from(run_step(model, inputs))
     assert set(errors.values()) == {0.0}
     assert memfine_fx.report(rewritten).num_chunked == 2
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_models_train_chunked_at_the_loss_of_eager(family: str, is_checkpointed: bool) -> None:
+    model = tiny_causal_lm(family).to(torch.bfloat16)
+    trained = copy.deepcopy(model)
+    if is_checkpointed:
+        trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimized = optimized_copy(trained, rows_per_chunk=5)
+    inputs = token_inputs()
+    loss = optimized(**inputs).loss
+    loss.backward()
+    assert relative_error(loss, model(**inputs).loss) < 1e-2
+    assert all(parameter.grad is not None for parameter in optimized.parameters())
+    assert chunked(optimized) == NUM_MOE_LAYERS.get(family, 2)
+
+
+def test_inductor_gives_the_gradients_of_eager_in_every_shape() -> None:
+    model = tiny_causal_lm("qwen3_moe")
+    optimized = optimized_copy(model, inner="inductor", rows_per_chunk=5)
+    for batch, length in ((2, 12), (3, 7), (5, 20)):
+        assert_same_step(optimized, model, token_inputs(batch, length))
+    assert chunked(optimized) == 2
