@@ -88,7 +88,7 @@ def trace_memory(
         raise ValueError(f"trace_memory counts bytes on cpu and cuda, but got device {device.type!r}")
     gc.collect()
     at_start = _reset_cuda_peak(device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
