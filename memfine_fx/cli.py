@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
     plan.add_argument("--budget", help="bytes the layer may use beyond parameters, e.g. 800MB")
     plan.add_argument("--axis", choices=("rows", "tokens"), default="rows")
+    plan.add_argument("--paper", action="store_true", help="MemFine's table and map of chunks by its closed form")
     plan.set_defaults(run=_plan)
 
     commands.add_parser("bench", help="the benchmark harness (from a source checkout); see memfine bench --help")
@@ -77,6 +78,11 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.paper:
+        from memfine_fx.memory.published import render
+
+        print(render())
+        return 0
     from memfine_fx.layer_plan import plan_swiglu_layer
 
     plan, terms = plan_swiglu_layer(
