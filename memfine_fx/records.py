@@ -50,16 +50,19 @@ class Cut:
     """One way to cut a region out of a graph: its index, its exit and everything between.
 
     Args:
-        expert_index: [T,K] integer node, stays outside.
-        exit: [T,H] float node, the combined output, the last node inside.
+        expert_index: integer node of the tokens' experts, stays outside: [T,K], or [B,S,K] where tokens were
+            never flattened; without K where a token has one expert.
+        exit: [T,H] (or [B,S,H]) float node, the combined output, the last node inside.
         nodes: the nodes inside, in graph order, `exit` last.
-        inputs: the nodes outside that the inside reads, `expert_index` among them.
+        inputs: the nodes outside that the inside reads.
+        num_token_dims: how many leading dimensions of the index are tokens.
     """
 
     expert_index: fx.Node
     exit: fx.Node
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
+    num_token_dims: int = 1
 
 
 @dataclass(frozen=True)

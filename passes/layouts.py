@@ -11,8 +11,8 @@ Nothing here decides what an operation means; the rules do (`rowwise`, `dispatch
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import fx
 
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import is_float_tensor, node_value, same_size, static_size
+from memfine_fx.passes.leads import Lead, regroup
 from memfine_fx.passes.normalize import NormalizedRegion
 from memfine_fx.records import ParamKind
 
@@ -40,21 +41,6 @@ __all__ = [
 
 _UNSQUEEZE = torch.ops.aten.unsqueeze.default
 _UNWRAP = (torch.ops.aten.squeeze.dim, torch.ops.aten.select.int)
-
-
-class Lead(enum.Enum):
-    """What the leading dimensions of a tensor index."""
-
-    NONE = "nothing routed"
-    TOKEN = "[T]"
-    CHOICE = "[T,K]"
-    FLAT = "[N] in token order"
-    SORTED = "[N] in expert order"
-    EXPERT = "[E]"
-
-    @property
-    def num_dims(self) -> int:
-        return {Lead.NONE: 0, Lead.CHOICE: 2}.get(self, 1)
 
 
 class IdKind(enum.Enum):
@@ -84,11 +70,14 @@ class Rows:
         expr: node of the expert function: [R, rest...], or [1, rest...] where `per_row` is False
             (an expert's parameter, the same for all its rows); for Lead.NONE the tensor itself.
         per_row: whether rows of one expert may differ.
+        off: with a dense lead, the value of every entry whose token did not choose that expert; None where
+            it is not one known number.
     """
 
     lead: Lead
     expr: fx.Node
     per_row: bool
+    off: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,9 +98,15 @@ class Fill:
 
 @dataclass(frozen=True)
 class Combined:
-    """The result: rows summed back to their tokens. `expr` is one contribution, [R,H]."""
+    """The result: rows summed back to their tokens.
+
+    Args:
+        expr: one contribution, [R,H].
+        base: outer node that they are added to, or None.
+    """
 
     expr: fx.Node
+    base: fx.Node | None = None
 
 
 Rule = Callable[["RowInterpreter", fx.Node, tuple[Any, ...], dict[str, Any]], Any]
@@ -120,10 +115,17 @@ Rules = Mapping[Any, Rule]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Leading sizes of a region: T and N may be symbolic, K is a number."""
+    """Leading sizes of a region: those of tokens, [T] or [B,S], may be symbolic; K is a number."""
 
-    num_tokens: int | torch.SymInt
+    token_shape: tuple[int | torch.SymInt, ...]
     top_k: int
+
+    @property
+    def num_tokens(self) -> int | torch.SymInt:
+        product: int | torch.SymInt = 1
+        for size in self.token_shape:
+            product = product * size
+        return product
 
     @property
     def num_rows(self) -> int | torch.SymInt:
@@ -137,7 +139,8 @@ class RowInterpreter:
         region: what to interpret.
         expert_index: the outer node with the [T,K] expert ids.
         sizes: T and K.
-        rules: one rule per ATen overload; an operation without a rule is a refusal.
+        families: tables of spellings, tried in order; a rule returns NotImplemented to pass on.
+        rules: one rule per ATen overload, asked last; an operation without a rule is a refusal.
         fallback: rule for overloads not in `rules`, or None.
     """
 
@@ -146,6 +149,7 @@ class RowInterpreter:
         region: NormalizedRegion,
         expert_index: fx.Node,
         sizes: Sizes,
+        families: Sequence[tuple[str, Rules]],
         rules: Rules,
         fallback: Callable[[Any], Rule | None],
     ) -> None:
@@ -156,6 +160,10 @@ class RowInterpreter:
         self.params: dict[fx.Node, tuple[fx.Node, ParamKind]] = {}
         self.num_experts: int | None = None
         self.projection_widths: list[int] = []
+        self.families_used: dict[str, None] = {}
+        self.gathers_weight = False
+        self.slot_sizes: tuple[int | torch.SymInt, ...] = ()
+        self._families = families
         self._rules = rules
         self._fallback = fallback
         self._graph = fx.Graph()
@@ -215,23 +223,34 @@ class RowInterpreter:
             raise CannotChunk("expected a tensor with a recorded shape", node)
         return value
 
-    def lead_sizes(self, lead: Lead) -> tuple[int | torch.SymInt, ...]:
+    def size_of(self, atom: str) -> int | torch.SymInt:
+        """Size of an atom of a lead."""
         sizes = self.sizes
-        if lead is Lead.EXPERT:
-            assert self.num_experts is not None
-            return (self.num_experts,)
-        return {
-            Lead.NONE: (),
-            Lead.TOKEN: (sizes.num_tokens,),
-            Lead.CHOICE: (sizes.num_tokens, sizes.top_k),
-        }.get(lead, (sizes.num_rows,))
+        if atom.isdigit():
+            return self.slot_sizes[int(atom)]
+        if atom == "e":
+            assert self.num_experts is not None, "a lead of experts comes from a tensor of experts"
+            return self.num_experts
+        if atom == "s":
+            return sizes.token_shape[1] if len(sizes.token_shape) == 2 else 1
+        return {"t": sizes.num_tokens, "b": sizes.token_shape[0], "k": sizes.top_k, "r": sizes.num_rows}[atom]
 
-    def as_rows(self, value: Any, node: fx.Node) -> Rows:
-        """`value` as rows; an outside tensor takes the role its shape gives it."""
+    def regroup(self, lead: Lead, shape: Sequence[int | torch.SymInt]) -> Lead | None:
+        """The lead of a reshape to `shape`; None where rows would mix."""
+        return regroup(lead, shape, self.size_of)
+
+    def as_rows(self, value: Any, node: fx.Node, like: Lead | None = None) -> Rows:
+        """`value` as rows; an outside tensor takes the role its shape gives it.
+
+        Args:
+            value: what an argument of `node` holds.
+            node: for refusals.
+            like: lead of what it is combined with, where that is known.
+        """
         if isinstance(value, Rows):
             return value
         if isinstance(value, Outside):
-            return self._resolve(value.node, node)
+            return self._resolve(value.node, node, like)
         raise CannotChunk(f"{type(value).__name__.lower()} {value} used as row data", node)
 
     def as_tokens(self, value: Any, node: fx.Node) -> Rows:
@@ -244,7 +263,9 @@ class RowInterpreter:
         if self.hidden not in (None, outside):
             raise CannotChunk(f"two token-indexed inputs, {self.hidden} and {outside}; expected one", node)
         self.hidden = outside
-        return Rows(Lead.TOKEN, self._placeholder("rows", outside), per_row=True)
+        shape = node_value(outside).shape  # type: ignore[attr-defined]  # a tensor
+        is_flat = same_size(shape[0], self.sizes.num_tokens)
+        return Rows(Lead.TOKEN if is_flat else Lead("b", "s"), self._placeholder("rows", outside), per_row=True)
 
     def as_expert_table(self, value: Any, node: fx.Node) -> Rows:
         """`value` as a table of one entry per expert."""
@@ -281,6 +302,11 @@ class RowInterpreter:
             raise CannotChunk(f"a {node.op} node has no row-wise rule", node)
         args = fx.map_arg(node.args, self._env.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._env.__getitem__)
+        for name, rules in self._families:
+            result = rules[node.target](self, node, args, kwargs) if node.target in rules else NotImplemented
+            if result is not NotImplemented:
+                self.families_used[name] = None
+                return result
         rule = self._rules.get(node.target) or self._fallback(node.target)
         if rule is None:
             raise CannotChunk(f"no row-wise rule for {node.target}", _describe(node))
@@ -291,18 +317,25 @@ class RowInterpreter:
         if not isinstance(value, torch.Tensor):
             return value
         if outer is self._expert_index:
-            return Ids(IdKind.EXPERT, Lead.CHOICE)
+            return Ids(IdKind.EXPERT, _index_lead(len(self.sizes.token_shape), value.ndim))
         return Outside(outer)
 
-    def _resolve(self, outer: fx.Node, node: fx.Node) -> Rows:
+    def _resolve(self, outer: fx.Node, node: fx.Node, like: Lead | None) -> Rows:
         value = node_value(outer)
         assert isinstance(value, torch.Tensor)
         if not is_float_tensor(outer):
             raise CannotChunk(f"an integer tensor from outside the region, {outer}, used as row data", node)
-        sizes = self.sizes
-        if value.ndim == 2 and same_size(value.shape[0], sizes.num_tokens) and same_size(value.shape[1], sizes.top_k):
-            return self._weight(outer, node)
-        if value.ndim >= 2 and same_size(value.shape[0], sizes.num_tokens):
+        token_shape, top_k = self.sizes.token_shape, self.sizes.top_k
+        num_token_dims = len(token_shape)
+        if _has_shape(value, (*token_shape, top_k)) or (top_k == 1 and _has_shape(value, token_shape)):
+            return self._weight(outer, node, _index_lead(num_token_dims, value.ndim))
+        is_dense = like is not None and like.is_dense and self.num_experts is not None
+        if is_dense and _has_shape(value, (*token_shape, self.num_experts)):
+            self.gathers_weight = True
+            weight = self._weight(outer, node, Lead.DENSE if num_token_dims == 1 else Lead("b", "s", "e"))
+            return replace(weight, off=0.0)  # proved once the region is raised, see `dense_weights`
+        has_tokens = same_size(value.shape[0], self.sizes.num_tokens) if value.ndim >= 2 else False
+        if has_tokens or (value.ndim > num_token_dims and _starts_with(value, token_shape)):
             return self.as_tokens(Outside(outer), node)
         if value.ndim >= 2 and static_size(value.shape[0]) == self.num_experts is not None:
             return self.as_expert_table(Outside(outer), node)
@@ -310,11 +343,11 @@ class RowInterpreter:
             raise CannotChunk(f"an input of symbolic shape {tuple(value.shape)} is neither tokens nor weights", node)
         return Rows(Lead.NONE, self._param(outer, "shared"), per_row=False)
 
-    def _weight(self, outer: fx.Node, node: fx.Node) -> Rows:
+    def _weight(self, outer: fx.Node, node: fx.Node, lead: Lead) -> Rows:
         if self.routing_weight not in (None, outer):
             raise CannotChunk(f"two routing weights, {self.routing_weight} and {outer}; expected one", node)
         self.routing_weight = outer
-        return Rows(Lead.CHOICE, self._placeholder("weight", outer), per_row=True)
+        return Rows(lead, self._placeholder("weight", outer), per_row=True)
 
     def _param(self, outer: fx.Node, kind: ParamKind) -> fx.Node:
         known = self.params.get(outer)
@@ -336,3 +369,18 @@ class RowInterpreter:
 
 def _describe(node: fx.Node) -> str:
     return f"{node.name} = {node.target}"
+
+
+def _index_lead(num_token_dims: int, num_dims: int) -> Lead:
+    """Lead of a tensor of the index's shape: tokens, and choices where it has a dimension for them."""
+    tokens = ("t",) if num_token_dims == 1 else ("b", "s")
+    has_choices = num_dims > num_token_dims
+    return Lead(*tokens, "k") if has_choices else Lead(*tokens[:-1], tokens[-1] + "k")
+
+
+def _has_shape(value: torch.Tensor, shape: tuple[int | torch.SymInt | None, ...]) -> bool:
+    return value.ndim == len(shape) and _starts_with(value, shape)
+
+
+def _starts_with(value: torch.Tensor, shape: tuple[int | torch.SymInt | None, ...]) -> bool:
+    return all(size is not None and same_size(size, own) for size, own in zip(shape, value.shape, strict=False))

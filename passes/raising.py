@@ -16,6 +16,7 @@ from memfine_fx.passes.dispatch import DISPATCH_RULES
 from memfine_fx.passes.families import gathered, grouped
 from memfine_fx.passes.layouts import Combined, Lead, RowInterpreter, Rows, Rules, Sizes
 from memfine_fx.passes.modes import Modes, modes_at
+from memfine_fx.passes.moves import MOVE_RULES
 from memfine_fx.passes.normalize import NormalizedRegion, normalize
 from memfine_fx.passes.rowwise import ROWWISE_RULES, pointwise_rule
 from memfine_fx.records import Candidate, Cut, ExpertFunction, MoERegion, RegionDims
@@ -57,24 +58,24 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
     modes = _uniform_modes(cut, modes_at(candidate.graph_module.graph, candidate.start))
     index = node_value(cut.expert_index)
     assert isinstance(index, torch.Tensor)
-    num_tokens = index.shape[0]
-    top_k = int(index.shape[1])  # a guard where it is symbolic: K belongs to the architecture
+    sizes = _sizes(index, cut.num_token_dims)
     region = normalize(cut, modes)
-    family, rules = _family(region)
     interpreter = RowInterpreter(
         region,
         cut.expert_index,
-        Sizes(num_tokens, top_k),
-        {**ROWWISE_RULES, **DISPATCH_RULES, **rules},
+        sizes,
+        FAMILIES,
+        {**ROWWISE_RULES, **MOVE_RULES, **DISPATCH_RULES},
         pointwise_rule,
     )
     result = _contribution(interpreter, interpreter.run(), cut)
+    family = _family(interpreter, region)
     if interpreter.hidden is None or interpreter.num_experts is None:
         raise CannotChunk("no token-indexed input or no expert parameters reach the output", cut.exit)
     hidden = node_value(interpreter.hidden)
     assert isinstance(hidden, torch.Tensor)
     hidden_size = static_size(hidden.shape[-1])
-    if hidden.ndim != 2 or hidden_size is None:
+    if hidden.ndim not in (2, cut.num_token_dims + 1) or hidden_size is None:
         raise CannotChunk(f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", interpreter.hidden)
     kinds = tuple(kind for _, kind in interpreter.params.values())
     widths = interpreter.projection_widths
@@ -85,29 +86,37 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
         expert_index=cut.expert_index,
         routing_weight=interpreter.routing_weight,
         params=tuple(interpreter.params),
-        expert_fn=ExpertFunction(interpreter.finish(result), interpreter.routing_weight is not None, kinds),
-        dims=RegionDims(str(num_tokens), hidden_size, interpreter.num_experts, top_k, widths[-1] if widths else None),
+        expert_fn=ExpertFunction(interpreter.finish(result.expr), interpreter.routing_weight is not None, kinds),
+        dims=RegionDims(
+            str(sizes.num_tokens), hidden_size, interpreter.num_experts, sizes.top_k, widths[-1] if widths else None
+        ),
         where=provenance(candidate.expert_ops[0]),
         drops_out_of_range=family == "grouped",
     )
 
 
-def _family(region: NormalizedRegion) -> tuple[str, Rules]:
+def _sizes(index: torch.Tensor, num_token_dims: int) -> Sizes:
+    """T (or B and S) and K; an index without a dimension for choices holds one choice a token."""
+    has_choices = index.ndim > num_token_dims
+    top_k = int(index.shape[-1]) if has_choices else 1  # a guard where it is symbolic: K belongs to the architecture
+    return Sizes(tuple(index.shape[:num_token_dims]), top_k)
+
+
+def _family(interpreter: RowInterpreter, region: NormalizedRegion) -> str:
+    if interpreter.families_used:
+        return next(iter(interpreter.families_used))
     targets = {node.target for node in region.graph_module.graph.nodes}
-    for name, rules in FAMILIES:
-        if any(target in targets for target in rules):
-            return name, rules
     matmuls = sorted(str(target) for target in targets if "mm" in str(target) or "matmul" in str(target))
     raise CannotChunk(f"no known spelling of experts: matmuls here are {', '.join(matmuls) or 'none'}")
 
 
-def _contribution(interpreter: RowInterpreter, value: object, cut: Cut) -> fx.Node:
-    """The expression of one row's contribution to its token."""
+def _contribution(interpreter: RowInterpreter, value: object, cut: Cut) -> Combined:
+    """One row's contribution to its token."""
     if isinstance(value, Combined):
-        return value.expr
-    is_single = interpreter.sizes.top_k == 1 and isinstance(value, Rows) and value.lead in (Lead.FLAT, Lead.TOKEN)
-    if is_single and isinstance(value, Rows) and value.per_row:
-        return value.expr
+        return value
+    is_single = interpreter.sizes.top_k == 1 and isinstance(value, Rows) and set(value.lead.atoms) <= set("tbsk")
+    if is_single and isinstance(value, Rows) and value.per_row and value.lead is not Lead.NONE:
+        return Combined(value.expr)
     lead = value.lead.value if isinstance(value, Rows) else type(value).__name__
     raise CannotChunk(f"the exit holds {lead}, not rows combined into tokens", cut.exit)
 

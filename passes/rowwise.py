@@ -9,6 +9,8 @@ which is a refusal.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +18,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import same_size, static_size
+from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.layouts import Combined, Fill, Ids, Lead, Outside, RowInterpreter, Rows, Rule
+from memfine_fx.passes.leads import join
 
-__all__ = ["ROWWISE_RULES", "pointwise_rule"]
+__all__ = ["ROWWISE_RULES", "Operand", "align", "along_dim", "combine_over", "inner_dim", "pointwise_rule"]
 
 aten = torch.ops.aten
 
@@ -33,58 +36,120 @@ def pointwise_rule(target: Any) -> Rule | None:
 
 
 def _pointwise(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    out_dims = interpreter.fake(node).ndim
-    lead = Lead.NONE
-    per_row = False
-
-    def expression(value: Any) -> Any:
-        nonlocal lead, per_row
-        if isinstance(value, torch.SymInt):
-            raise CannotChunk(f"a symbolic number {value} enters row data", node)
-        if not isinstance(value, (Rows, Outside, Ids, Fill, Combined)):
-            return value
-        rows = interpreter.as_rows(value, node)
-        lead = _join(interpreter, lead, rows.lead, node)
-        per_row = per_row or rows.per_row
-        return rows.expr
-
+    out = interpreter.fake(node)
     values, spec = pytree.tree_flatten((args, kwargs))
-    expressions = [expression(value) for value in values]
-    for value, source in zip(values, _flat_nodes(node), strict=True):
-        _check_broadcast(interpreter, value, source, lead, out_dims, node)
-    new_args, new_kwargs = pytree.tree_unflatten(expressions, spec)
-    return Rows(lead, interpreter.emit(node.target, *new_args, **new_kwargs), per_row)
+    sources = pytree.tree_flatten((node.args, node.kwargs))[0]
+    operands = _operands(interpreter, values, sources, node)
+    lead, expressions = align(interpreter, list(operands.values()), out.ndim, node)
+    by_place = dict(zip(operands, expressions, strict=True))
+    leaves = [by_place.get(place, _number(value, out, node)) for place, value in enumerate(values)]
+    new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
+    per_row = any(operand.rows.per_row for operand in operands.values())
+    off = _off(node.target, values, spec, operands) if lead.is_dense else None
+    return Rows(lead, interpreter.emit(node.target, *new_args, **new_kwargs), per_row, off)
 
 
-def _flat_nodes(node: fx.Node) -> list[Any]:
-    return pytree.tree_flatten((node.args, node.kwargs))[0]
+@dataclass(frozen=True)
+class Operand:
+    """Rows that meet others in one operation, and the shape of their tensor."""
+
+    rows: Rows
+    shape: tuple[int | torch.SymInt, ...]
 
 
-def _check_broadcast(
-    interpreter: RowInterpreter, value: Any, source: Any, lead: Lead, out_dims: int, node: fx.Node
-) -> None:
-    """Routed operands must have the result's rank; others must broadcast inside a row."""
-    if not isinstance(value, (Rows, Outside)):
-        return
-    num_dims = interpreter.fake(source).ndim
-    is_routed = interpreter.as_rows(value, node).lead is not Lead.NONE
-    if is_routed and num_dims != out_dims:
-        raise CannotChunk(f"broadcasting a {num_dims}-D routed tensor into {out_dims}-D mixes rows", node)
-    if not is_routed and num_dims > out_dims - lead.num_dims and lead is not Lead.NONE:
-        raise CannotChunk(f"a tensor that is not routed varies along the routed dimension ({num_dims}-D)", node)
+def _operands(interpreter: RowInterpreter, values: list[Any], sources: list[Any], node: fx.Node) -> dict[int, Operand]:
+    """Row data among the arguments, by place; tensors from outside see the lead of those from inside."""
+    for value in values:
+        if isinstance(value, (Ids, Combined)):
+            raise CannotChunk(f"{type(value).__name__.lower()} {value} used as row data", node)
+    inside = [value.lead for value in values if isinstance(value, Rows)]
+    like = max(inside, key=lambda lead: lead.num_dims, default=None)
+    return {
+        place: Operand(interpreter.as_rows(value, node, like), tuple(interpreter.fake(sources[place]).shape))
+        for place, value in enumerate(values)
+        if isinstance(value, (Rows, Outside))
+    }
 
 
-def _join(interpreter: RowInterpreter, left: Lead, right: Lead, node: fx.Node) -> Lead:
-    if left is Lead.NONE or left is right:
-        return right
-    if right is Lead.NONE:
-        return left
-    if interpreter.sizes.top_k == 1 and {left, right} == {Lead.TOKEN, Lead.FLAT}:
-        return Lead.FLAT
-    raise CannotChunk(f"rows in different orders meet: {left.value} and {right.value}", node)
+def _number(value: Any, out: torch.Tensor, node: fx.Node) -> Any:
+    """An argument that is no row data, as it goes into the expert function."""
+    if isinstance(value, torch.SymInt):
+        raise CannotChunk(f"a symbolic number {value} enters row data", node)
+    if not isinstance(value, Fill):
+        return value
+    if value.value is None:
+        raise CannotChunk("an uninitialised tensor used as row data", node)
+    return value.value
 
 
-def _inner_dim(interpreter: RowInterpreter, rows: Rows, dim: int, num_dims: int, node: fx.Node) -> int:
+def align(
+    interpreter: RowInterpreter, operands: Sequence[Operand], out_dims: int, node: fx.Node
+) -> tuple[Lead, list[fx.Node]]:
+    """Broadcast: the joint lead, and each operand's expression with equally many inner dimensions.
+
+    Raises:
+        CannotChunk: rows of different tokens, choices or experts would meet.
+    """
+    routed = [operand for operand in operands if operand.rows.lead is not Lead.NONE]
+    num_lead = max((out_dims - len(one.shape) + one.rows.lead.num_dims for one in routed), default=0)
+    lead = Lead(*[""] * num_lead)
+    expressions = []
+    for operand in operands:
+        if operand.rows.lead is Lead.NONE:
+            expressions.append(_inner_part(interpreter, operand, out_dims - num_lead if routed else out_dims, node))
+            continue
+        own, expression = _with_lead_dims(interpreter, operand, num_lead, out_dims, node)
+        joint = join(lead, own, interpreter.size_of)
+        if joint is None:
+            raise CannotChunk(f"rows in different orders meet: {lead.value} and {own.value}", node)
+        lead = joint
+        expressions.append(expression)
+    return lead, expressions
+
+
+def _with_lead_dims(
+    interpreter: RowInterpreter, operand: Operand, num_lead: int, out_dims: int, node: fx.Node
+) -> tuple[Lead, fx.Node]:
+    """Make dimensions of size one, in front and after the lead, part of it."""
+    own, shape, expression = operand.rows.lead, operand.shape, operand.rows.expr
+    groups = [""] * (out_dims - len(shape)) + list(own.groups)
+    for size in shape[own.num_dims : own.num_dims + num_lead - len(groups)]:
+        if not same_size(size, 1):
+            raise CannotChunk(
+                f"broadcasting {own.value} rows of shape {tuple(shape)} into {out_dims}-D mixes rows", node
+            )
+        expression = interpreter.emit(aten.select.int, expression, 1, 0)
+    return Lead(*groups, *[""] * (num_lead - len(groups))), expression
+
+
+def _inner_part(interpreter: RowInterpreter, operand: Operand, num_inner: int, node: fx.Node) -> fx.Node:
+    """A tensor that is not routed must broadcast inside a row; leading dimensions of one are dropped."""
+    expression = operand.rows.expr
+    for size in operand.shape[: max(0, len(operand.shape) - num_inner)]:
+        if not same_size(size, 1):
+            raise CannotChunk(
+                f"a tensor that is not routed varies along the routed dimension ({len(operand.shape)}-D)", node
+            )
+        expression = interpreter.emit(aten.select.int, expression, 0, 0)
+    return expression
+
+
+def _off(target: Any, values: list[Any], spec: Any, operands: dict[int, Operand]) -> float | None:
+    """What entries that no choice names become, where that is one known number."""
+    known = [
+        operands[place].rows.off if place in operands else value.value if isinstance(value, Fill) else value
+        for place, value in enumerate(values)
+    ]
+    if target is aten.mul.Tensor and 0.0 in known:
+        return 0.0
+    if any(value is None for value in known):
+        return None
+    tensors = [torch.tensor(value) if place in operands else value for place, value in enumerate(known)]
+    new_args, new_kwargs = pytree.tree_unflatten(tensors, spec)
+    return float(target(*new_args, **new_kwargs))
+
+
+def inner_dim(interpreter: RowInterpreter, rows: Rows, dim: int, num_dims: int, node: fx.Node) -> int:
     """Position in the expression of dimension `dim` of the tensor; the routed ones are off limits."""
     dim = dim + num_dims if dim < 0 else dim
     if rows.lead is Lead.NONE:
@@ -94,7 +159,7 @@ def _inner_dim(interpreter: RowInterpreter, rows: Rows, dim: int, num_dims: int,
     return dim - rows.lead.num_dims + 1
 
 
-def _along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] = -1) -> Rule:
+def along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] = -1) -> Rule:
     """Rule for an operation along one dimension, given as argument number `position`."""
 
     def rule(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,7 +169,7 @@ def _along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] 
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
         if not dims or None in dims:
             raise CannotChunk("a reduction over all dimensions mixes rows", node)
-        inner = [_inner_dim(interpreter, rows, one, num_dims, node) for one in dims]
+        inner = [inner_dim(interpreter, rows, one, num_dims, node) for one in dims]
         new_args = list(args)
         new_args[0] = rows.expr
         new_kwargs = dict(kwargs)
@@ -114,30 +179,23 @@ def _along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] 
         elif name in new_kwargs or mapped != default:
             new_kwargs[name] = mapped
         expr = interpreter.emit(node.target, *new_args, **new_kwargs)
-        return Rows(rows.lead, expr, rows.per_row)
+        keeps_zero = rows.off == 0 and node.target in _ZERO_ALONG_DIM
+        return Rows(rows.lead, expr, rows.per_row, 0.0 if keeps_zero else None)
 
     return rule
 
 
-def _slice(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A slice along an inner dimension; one that takes all rows takes nothing away."""
-    source, target = interpreter.fake(node.args[0]), interpreter.fake(node)  # type: ignore[arg-type]  # a node
-    is_forward = len(args) < 5 or args[4] == 1
-    if is_forward and all(same_size(a, b) for a, b in zip(source.shape, target.shape, strict=True)):
-        return args[0]
-    return _along_dim(1, default=0)(interpreter, node, args, kwargs)
-
-
-def _insert_dim(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    rows = interpreter.as_rows(args[0], node)
-    num_dims = interpreter.fake(node).ndim
-    dim = args[1] + num_dims if args[1] < 0 else args[1]
-    inner = _inner_dim(interpreter, rows, dim, num_dims, node)
-    return Rows(rows.lead, interpreter.emit(node.target, rows.expr, inner), rows.per_row)
+_ZERO_ALONG_DIM = frozenset(
+    {
+        aten.sum.dim_IntList, aten.mean.dim, aten.cumsum.default, aten.amax.default, aten.amin.default,
+        aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+        aten.glu.default,
+    }
+)  # fmt: skip
 
 
 def _reduce(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """sum/mean over inner dimensions; a sum over the choices combines rows into their token."""
+    """sum/mean over inner dimensions; a sum over the choices, or over all experts, combines rows into their token."""
     rows = interpreter.as_rows(args[0], node)
     num_dims = interpreter.fake(node.args[0]).ndim  # type: ignore[arg-type]  # a node
     wanted = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -145,9 +203,23 @@ def _reduce(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], k
         raise CannotChunk("a reduction over all dimensions mixes rows", node)
     dims = [dim % num_dims for dim in (wanted if isinstance(wanted, (list, tuple)) else [wanted])]
     keeps_dim = (args[2] if len(args) > 2 else kwargs.get("keepdim")) or False
-    if rows.lead is Lead.CHOICE and dims == [1] and node.target is aten.sum.dim_IntList and not keeps_dim:
-        return Combined(_cast(interpreter, rows.expr, kwargs.get("dtype")))
-    return _along_dim(1)(interpreter, node, args, kwargs)
+    if node.target is aten.sum.dim_IntList and len(dims) == 1 and dims[0] < rows.lead.num_dims and not keeps_dim:
+        return combine_over(rows, dims[0], _cast(interpreter, rows.expr, kwargs.get("dtype")), node)
+    return along_dim(1)(interpreter, node, args, kwargs)
+
+
+def combine_over(rows: Rows, dim: int, expr: fx.Node, node: fx.Node) -> Combined:
+    """The sum of rows over dimension `dim` of their lead.
+
+    Raises:
+        CannotChunk: it sums over something else than a token's choices, or over experts that it did not choose.
+    """
+    groups = rows.lead.groups
+    if groups[dim] not in ("k", "e") or Lead(*groups[:dim], *groups[dim + 1 :]).atoms != "t":
+        raise CannotChunk(f"works along the routed dimension {dim}, so rows are not independent", node)
+    if groups[dim] == "e" and rows.off != 0:
+        raise CannotChunk("sum over all experts of results that are not proved zero where a token chose others", node)
+    return Combined(expr)
 
 
 def _cast(interpreter: RowInterpreter, expr: fx.Node, dtype: torch.dtype | None) -> fx.Node:
@@ -162,7 +234,7 @@ def _to_copy(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], 
             raise CannotChunk(f"indices cast to {dtype} may not survive", node)
         return args[0]
     rows = interpreter.as_rows(args[0], node)
-    return Rows(rows.lead, _cast(interpreter, rows.expr, dtype), rows.per_row)
+    return replace(rows, expr=_cast(interpreter, rows.expr, dtype))
 
 
 def _same(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,118 +247,22 @@ def _detach(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], k
     raise CannotChunk("detach stops gradients inside the region, which a chunk's backward would not", node)
 
 
-def _view(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Reshape: the routed dimensions stay, or turn between [N] and [T,K]."""
-    source = interpreter.fake(node.args[0])  # type: ignore[arg-type]  # a node
-    target = interpreter.fake(node)
-    if isinstance(args[0], Ids):
-        return _view_ids(interpreter, args[0], target, node)
-    rows = interpreter.as_rows(args[0], node)
-    if rows.lead is Lead.NONE:
-        return Rows(Lead.NONE, interpreter.emit(aten.reshape.default, rows.expr, list(target.shape)), False)
-    lead = _view_lead(interpreter, rows.lead, source, target, node)
-    rest = [_static(size, node) for size in target.shape[lead.num_dims :]]
-    if list(source.shape[rows.lead.num_dims :]) == rest:
-        return Rows(lead, rows.expr, rows.per_row)
-    return Rows(
-        lead,
-        interpreter.emit(aten.reshape.default, rows.expr, [-1 if rows.per_row else 1, *rest]),
-        rows.per_row,
-    )
-
-
-def _view_lead(
-    interpreter: RowInterpreter, lead: Lead, source: torch.Tensor, target: torch.Tensor, node: fx.Node
-) -> Lead:
-    flips = {Lead.FLAT: Lead.CHOICE, Lead.CHOICE: Lead.FLAT}
-    candidates = [lead, *([flips[lead]] if lead in flips else [])]
-    if lead is Lead.TOKEN and interpreter.sizes.top_k == 1:
-        candidates += [Lead.CHOICE]
-    for candidate in candidates:
-        if _has_lead(interpreter, candidate, target):
-            return candidate
-    raise CannotChunk(
-        f"reshape {tuple(source.shape)} -> {tuple(target.shape)} mixes {lead.value} with other dims", node
-    )
-
-
-def _has_lead(interpreter: RowInterpreter, lead: Lead, target: torch.Tensor) -> bool:
-    sizes = interpreter.lead_sizes(lead)
-    return target.ndim >= len(sizes) and all(same_size(a, b) for a, b in zip(target.shape, sizes, strict=False))
-
-
-def _view_ids(interpreter: RowInterpreter, ids: Ids, target: torch.Tensor, node: fx.Node) -> Ids:
-    if target.ndim == 0 and same_size(interpreter.sizes.num_rows, 1):
-        return ids
-    for lead in (ids.lead, Lead.FLAT, Lead.CHOICE):
-        is_reachable = lead is ids.lead or ids.lead in (Lead.FLAT, Lead.CHOICE)
-        if is_reachable and target.ndim == lead.num_dims and _has_lead(interpreter, lead, target):
-            return Ids(ids.kind, lead, ids.is_iota)
-    raise CannotChunk(f"index tensor of {ids.kind.value} reshaped to {tuple(target.shape)}", node)
-
-
-def _static(size: int | torch.SymInt, node: fx.Node) -> int:
-    number = static_size(size)
-    if number is None:
-        raise CannotChunk(f"an inner dimension is symbolic: {size}", node)
-    return number
-
-
-def _expand(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Expand inside a row; [T,1,...] -> [T,K,...] repeats a token for each of its choices."""
-    rows = interpreter.as_rows(args[0], node)
-    source, target = interpreter.fake(node.args[0]), interpreter.fake(node)  # type: ignore[arg-type]  # a node
-    if rows.lead is Lead.NONE or source.ndim != target.ndim:
-        raise CannotChunk(f"expand {tuple(source.shape)} -> {tuple(target.shape)} makes routed dimensions", node)
-    lead = rows.lead
-    expr = rows.expr
-    if lead is Lead.TOKEN and source.shape[1] == 1 and interpreter.sizes.top_k > 1 and target.ndim > 2:
-        if not same_size(target.shape[1], interpreter.sizes.top_k):
-            raise CannotChunk(f"tokens repeated {target.shape[1]} times; expected top-k", node)
-        lead, expr = Lead.CHOICE, interpreter.emit(aten.select.int, expr, 1, 0)
-        rest_source = source.shape[2:]
-    else:
-        rest_source = source.shape[lead.num_dims :]
-    rest = [_static(size, node) for size in target.shape[lead.num_dims :]]
-    if list(rest_source) == rest:
-        return Rows(lead, expr, rows.per_row)
-    return Rows(lead, interpreter.emit(aten.expand.default, expr, [-1, *rest]), rows.per_row)
-
-
-def _permute(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    rows = interpreter.as_rows(args[0], node)
-    num_dims = interpreter.fake(node).ndim
-    order = [dim % num_dims for dim in args[1]]
-    num_lead = rows.lead.num_dims
-    if order[:num_lead] != list(range(num_lead)):
-        raise CannotChunk(f"permute {order} moves the routed dimensions", node)
-    if rows.lead is Lead.NONE:
-        return Rows(rows.lead, interpreter.emit(node.target, rows.expr, order), False)
-    inner = [0, *(dim - num_lead + 1 for dim in order[num_lead:])]
-    return Rows(rows.lead, interpreter.emit(node.target, rows.expr, inner), rows.per_row)
-
-
-def _transpose(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    rows = interpreter.as_rows(args[0], node)
-    num_dims = interpreter.fake(node).ndim
-    dims = [_inner_dim(interpreter, rows, dim, num_dims, node) for dim in args[1:3]]
-    return Rows(rows.lead, interpreter.emit(node.target, rows.expr, *dims), rows.per_row)
-
-
 def _cat(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parts = [interpreter.as_rows(value, node) for value in args[0]]
     num_dims = interpreter.fake(node).ndim
-    lead = parts[0].lead
-    for part in parts[1:]:
-        lead = _join(interpreter, lead, part.lead, node)
+    sources: Any = node.args[0]
+    operands = [Operand(part, tuple(interpreter.fake(s).shape)) for part, s in zip(parts, sources, strict=True)]
     if len({part.per_row for part in parts}) > 1:
         raise CannotChunk("rows and parameters concatenated", node)
-    dim = _inner_dim(interpreter, parts[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), num_dims, node)
-    return Rows(lead, interpreter.emit(node.target, [part.expr for part in parts], dim), parts[0].per_row)
+    lead, expressions = align(interpreter, operands, num_dims, node)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    inner = inner_dim(interpreter, Rows(lead, expressions[0], parts[0].per_row), dim, num_dims, node)
+    off = 0.0 if all(part.off == 0 for part in parts) else None
+    return Rows(lead, interpreter.emit(node.target, expressions, inner), parts[0].per_row, off)
 
 
 def _split(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    rows = _along_dim(2, default=0)(interpreter, node, args, kwargs)
+    rows = along_dim(2, default=0)(interpreter, node, args, kwargs)
     return _Parts(rows)
 
 
@@ -300,7 +276,7 @@ class _Parts:
 def _getitem(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[0], _Parts):
         rows = args[0].rows
-        return Rows(rows.lead, interpreter.emit(operator.getitem, rows.expr, args[1]), rows.per_row)
+        return replace(rows, expr=interpreter.emit(operator.getitem, rows.expr, args[1]))
     return args[0][args[1]]
 
 
@@ -322,25 +298,15 @@ ROWWISE_RULES: dict[Any, Rule] = {
     aten.contiguous.default: _same,
     aten.detach.default: _detach,
     aten.lift_fresh_copy.default: _same,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
-    aten.expand.default: _expand,
-    aten.permute.default: _permute,
-    aten.transpose.int: _transpose,
-    aten.unsqueeze.default: _insert_dim,
-    aten.squeeze.dim: _along_dim(1),
-    aten.slice.Tensor: _slice,
-    aten.select.int: _along_dim(1),
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
-    aten.unbind.int: lambda i, n, a, k: _Parts(_along_dim(1, default=0)(i, n, a, k)),
+    aten.unbind.int: lambda i, n, a, k: _Parts(along_dim(1, default=0)(i, n, a, k)),
     aten.cat.default: _cat,
-    aten._softmax.default: _along_dim(1),
-    aten.softmax.int: _along_dim(1),
-    aten.amax.default: _along_dim(1, default=()),
-    aten.amin.default: _along_dim(1, default=()),
-    aten.cumsum.default: _along_dim(1),
+    aten._softmax.default: along_dim(1),
+    aten.softmax.int: along_dim(1),
+    aten.amax.default: along_dim(1, default=()),
+    aten.amin.default: along_dim(1, default=()),
+    aten.cumsum.default: along_dim(1),
     aten.sum.dim_IntList: _reduce,
     aten.mean.dim: _reduce,
     aten.mm.default: _shared_matmul,

@@ -12,6 +12,7 @@ from torch import fx
 
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.layouts import Lead, RowInterpreter, Rows, Rule
+from memfine_fx.passes.leads import join
 
 __all__ = ["RULES"]
 
@@ -21,9 +22,11 @@ aten = torch.ops.aten
 def _bmm(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     left, right = (interpreter.as_rows(value, node) for value in args[:2])
     left_shape, right_shape = (interpreter.fake(source).shape for source in node.args[:2])  # type: ignore[arg-type]  # nodes
-    if left.per_row is right.per_row or not _same_rows(interpreter, left, right):
-        raise CannotChunk(f"bmm of {left.lead.value} by {right.lead.value}: not rows by their expert's weights", node)
-    lead = Lead.FLAT if Lead.TOKEN in (left.lead, right.lead) else left.lead
+    if left.per_row is right.per_row or left.lead.num_dims != 1 or right.lead.num_dims != 1:
+        return NotImplemented
+    lead = join(left.lead, right.lead, interpreter.size_of)
+    if lead is None or lead is Lead.EXPERT:
+        return NotImplemented
     if right.per_row and right_shape[2] == 1:
         matrix = interpreter.emit(aten.t.default, interpreter.matrix_of(left))
         vector = interpreter.emit(aten.squeeze.dim, right.expr, 2)
@@ -38,12 +41,6 @@ def _bmm(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwar
         raise CannotChunk(f"bmm of {tuple(left_shape)} by {tuple(right_shape)}: a row is not a vector", node)
     product = interpreter.emit(aten.mm.default, vector, matrix)
     return Rows(lead, interpreter.emit(aten.unsqueeze.default, product, out_dim), True)
-
-
-def _same_rows(interpreter: RowInterpreter, left: Rows, right: Rows) -> bool:
-    if left.lead is right.lead:
-        return left.lead in (Lead.FLAT, Lead.SORTED)
-    return interpreter.sizes.top_k == 1 and {left.lead, right.lead} == {Lead.TOKEN, Lead.FLAT}
 
 
 RULES: dict[Any, Rule] = {aten.bmm.default: _bmm}

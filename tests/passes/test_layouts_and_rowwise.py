@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "mean over rows and columns": (lambda rows: rows - rows.mean(dim=(0, 1), keepdim=True), ACROSS_ROWS),
     "the first row for all": (lambda rows: rows + rows[:1], ACROSS_ROWS),
     "one row": (lambda rows: rows + rows.select(0, 0), ACROSS_ROWS),
-    "columns become rows": (lambda rows: rows.t().softmax(dim=-1).t(), "no row-wise rule for aten.t.default"),
+    "columns become rows": (lambda rows: rows.t().softmax(dim=-1).t(), "permute [1, 0] moves the routed dimensions"),
     "rows in pairs": (lambda rows: rows.view(-1, 2 * WIDTH).relu().view(-1, WIDTH), "mixes [N] in token order"),
     "batch variance": (lambda rows: rows / rows.std(dim=0), "no row-wise rule for aten.std.correction"),
     "rows reversed": (lambda rows: rows.flip(0), "no row-wise rule for aten.flip.default"),

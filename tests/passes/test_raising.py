@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[Callable[[], TinyMoE], str]] = {
     "an input written between": (WritesItsInput, "is changed in place between dispatch and combine"),
     "two token inputs": (TwoTokenInputs, "two token-indexed inputs, "),
     "two weights": (WeightTwice, "two routing weights, "),
-    "choices before tokens": (ChoiceMajor, "no row-wise rule for aten.t.default"),
+    "choices before tokens": (ChoiceMajor, "neither tokens nor weights"),
     "tables of different length": (TwoTables, "tables of 4 and of 5 experts in one region"),
     "counts as offsets": (CountsAsOffsets, "grouped matmul whose offsets are not the ends of the experts' rows"),
     "shifted offsets": (ShiftedOffsets, "used as row data"),
