@@ -3,6 +3,9 @@
 Rounds are interleaved, peers A B C then A B C again, so that a slow minute of the machine meets all of them.
 Each job has a compile cache of its own, empty in the first round: its compile time is cold. Later rounds find
 it filled and start quickly.
+
+On CPU every child runs under a memory limit, so that one which asks for too much gets an error, a result like
+any other, instead of taking the machine down.
 """
 
 import json
@@ -14,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.records import Job, Row
@@ -21,6 +25,8 @@ from memfine_fx.demo.progress import open_progress
 
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported|Chunk|Infeasible)\b")
 Run = Callable[[Job, Path, float], Row]
+# Of the machine's memory, to leave room for the rest of it.
+_DEFAULT_SHARE = 0.8
 
 
 def run_rounds(
@@ -29,6 +35,7 @@ def run_rounds(
     rounds: int,
     json_file: Path | None,
     run: Run | None = None,
+    memory_limit_bytes: int | None = None,
     job_limit_s: float = 1800.0,
     total_limit_s: float = float("inf"),
 ) -> list[Row]:
@@ -37,8 +44,8 @@ def run_rounds(
     A row with an error is run again, unless memory ran out. After ``total_limit_s`` no further job starts;
     running again with the same file goes on from there.
     """
-    run = run or run_in_process
-    kept = {(row.job.key, row.round): row for row in read_rows(json_file) if _is_finished(row)}
+    run = run or partial(run_in_process, memory_limit_bytes=memory_limit_bytes or default_memory_limit())
+    kept = {(row.job.key, row.round): row for row in read_rows(json_file) if row.is_finished}
     rows: list[Row] = []
     started = time.monotonic()
     progress = open_progress(rounds * len(jobs))
@@ -59,15 +66,17 @@ def run_rounds(
     return rows
 
 
-def run_in_process(job: Job, cache: Path, limit_s: float) -> Row:
+def run_in_process(job: Job, cache: Path, limit_s: float, memory_limit_bytes: int | None = None) -> Row:
     """One worker's row; an error's row where the worker ended badly."""
     command = [sys.executable, "-m", "benchmarks.worker", json.dumps(asdict(job))]
+    command += [] if memory_limit_bytes is None else [str(memory_limit_bytes)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=worker_environment(cache), timeout=limit_s)
     except subprocess.TimeoutExpired:
         return Row(job, round=0, error=f"no result within {limit_s:.0f} s")
     if done.returncode < 0:
-        return Row(job, round=0, error=f"ended by signal {-done.returncode}")
+        last = last_error_line(done.stderr)
+        return Row(job, round=0, error=f"ended by signal {-done.returncode}: {last}")
     if done.returncode != 0:
         return Row(job, round=0, error=last_error_line(done.stderr))
     return Row.from_json(done.stdout.splitlines()[-1])
@@ -103,8 +112,9 @@ def read_rows(json_file: Path | None) -> list[Row]:
     return [Row.from_json(line) for line in json_file.read_text().splitlines() if line]
 
 
-def _is_finished(row: Row) -> bool:
-    return row.error is None or row.is_out_of_memory
+def default_memory_limit() -> int:
+    """Bytes that one child may take on this machine."""
+    return int(_DEFAULT_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _append(json_file: Path | None, row: Row) -> None:

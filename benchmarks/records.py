@@ -2,8 +2,19 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+UNAVAILABLE = "unavailable: "
+_OUT_OF_MEMORY_SIGNS = (
+    "out of memory",
+    "outofmemory",
+    "can't allocate",
+    "cannot allocate memory",
+    "bad_alloc",
+    "memoryerror",
+    "signal 9",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Job:
     """One workload under one peer: what a worker process is told."""
 
     suite: str
-    workload: str  # "layer", "model" or "gradients"
+    workload: str  # a name of benchmarks.workloads
     peer: str
     sizes: Sizes
     dtype: str
@@ -48,20 +59,30 @@ class Job:
     seed: int
     steps: int
     source: str = ""  # digest of memfine_fx where the peer runs it: a changed compiler is another job
+    load: str = ""  # how rows fall on experts (benchmarks.loads); "" leaves it to the random router
+    points: tuple[str, ...] = ()  # of a sweep: what this one process goes through
+    limit_bytes: int = 0  # of a search: what the step's peak may be
 
     @property
     def key(self) -> str:
-        """Equal for equal jobs, in every process."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """Equal for equal jobs, in every process. Options added later count only where they are set."""
+        fields = asdict(self)
+        for name in ("load", "points", "limit_bytes"):
+            if not fields[name]:
+                del fields[name]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def table(self) -> str:
         """Jobs with the same title are compared in one table."""
-        return f"{self.suite}: {self.workload}, {self.sizes}, {self.dtype} on {self.device}"
+        load = f", load {self.load}" if self.load else ""
+        return f"{self.suite}: {self.workload}, {self.sizes}{load}, {self.dtype} on {self.device}"
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Job":
-        return cls(**{**fields, "sizes": Sizes(**fields["sizes"])})
+        return cls(
+            **{**fields, "sizes": Sizes(**fields["sizes"]), "points": tuple(fields.get("points", ()))},
+        )
 
 
 @dataclass(frozen=True)
@@ -96,10 +117,12 @@ class Measurement:
     matmul_flops_per_second: float
     graphs: int
     recompilations: int | None  # in five further shapes, where measured
+    series: dict[str, tuple[float, ...]] = field(default_factory=dict)  # figures by point, layer or moment
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Measurement":
-        return cls(**{**fields, "step_seconds": tuple(fields["step_seconds"])})
+        series = {name: tuple(numbers) for name, numbers in fields.get("series", {}).items()}
+        return cls(**{**fields, "step_seconds": tuple(fields["step_seconds"]), "series": series})
 
 
 @dataclass(frozen=True)
@@ -115,7 +138,17 @@ class Row:
     @property
     def is_out_of_memory(self) -> bool:
         text = (self.error or "").lower()
-        return any(sign in text for sign in ("out of memory", "outofmemory", "can't allocate", "signal 9"))
+        return any(sign in text for sign in _OUT_OF_MEMORY_SIGNS)
+
+    @property
+    def is_unavailable(self) -> bool:
+        """The peer cannot run here; why is in the error."""
+        return (self.error or "").startswith(UNAVAILABLE)
+
+    @property
+    def is_finished(self) -> bool:
+        """A result: figures, or that memory ran out. Anything else is tried again."""
+        return self.error is None or self.is_out_of_memory
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

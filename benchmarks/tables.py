@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.flops import expert_flops
-from benchmarks.peers import PEERS_OF
+from benchmarks.peers import find_peer
 from benchmarks.records import Job, Measurement, Row
+from benchmarks.suites import SUITES
 
 MIB = 2**20
 BASELINES = ("eager", "compile")
@@ -51,33 +52,75 @@ def summarise(rows: Sequence[Row]) -> Summary | None:
 
 
 def format_tables(rows: Sequence[Row]) -> str:
+    """All tables as text, and the machines they come from."""
+    return "\n\n".join([*map(str, tables_of(rows)), *machine_lines(rows)])
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text, ready for a terminal or a page."""
+
+    title: str
+    header: list[str]
+    cells: list[list[str]]
+    failures: list[str]
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, align([self.header, *self.cells]), *self.failures])
+
+
+def tables_of(rows: Sequence[Row]) -> list[Table]:
     """One table per workload and sizes, in the order of the rows."""
     titles = list(dict.fromkeys(row.job.table for row in rows))
-    tables = [_format_table(title, [row for row in rows if row.job.table == title]) for title in titles]
-    return "\n\n".join([*tables, *_machine_lines(rows)])
+    return [_table(title, [row for row in rows if row.job.table == title]) for title in titles]
 
 
-def _format_table(title: str, rows: Sequence[Row]) -> str:
+def summaries_of(rows: Sequence[Row]) -> list[Summary]:
+    """Of every job that has figures, in the order of the rows."""
+    found = [summarise(same) for same in _by_key(rows).values()]
+    return [summary for summary in found if summary is not None]
+
+
+def disagreements(rows: Sequence[Row]) -> list[str]:
+    """Peers that computed something else than their table's reference: those are no peers."""
+    found = [(table.title, cells) for table in tables_of(rows) for cells in table.cells]
+    return [f"{title}: {cells[0]}: {cells[-1]}" for title, cells in found if cells[-1] != "ok"]
+
+
+def conclusions(rows: Sequence[Row]) -> list[str]:
+    """What each suite says about its rows."""
+    texts = []
+    for name in dict.fromkeys(row.job.suite for row in rows):
+        conclude = SUITES[name].conclude if name in SUITES else None
+        if conclude is not None:
+            texts.append(conclude([row for row in rows if row.job.suite == name]))
+    return texts
+
+
+def _by_key(rows: Sequence[Row]) -> dict[str, list[Row]]:
     keys = list(dict.fromkeys(row.job.key for row in rows))
-    by_key = {key: [row for row in rows if row.job.key == key] for key in keys}
-    summaries = {key: summarise(by_key[key]) for key in keys}
+    return {key: [row for row in rows if row.job.key == key] for key in keys}
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    by_key = _by_key(rows)
+    summaries = {key: summarise(same) for key, same in by_key.items()}
     present = [summary for summary in summaries.values() if summary is not None]
     baselines = {one.job.peer: one for one in present if one.job.peer in BASELINES}
     reference = next((baselines[name] for name in BASELINES if name in baselines), next(iter(present), None))
-    lines = [_header(rows[0].job)]
+    cells: list[list[str]] = []
     failures: list[str] = []
-    for key in keys:
-        summary = summaries[key]
+    for key, summary in summaries.items():
         if summary is None or reference is None:
             failures.append(_failure_line(by_key[key][-1]))
         else:
-            lines.append(_cells(summary, baselines, reference))
-    return "\n".join([title, align(lines), *failures])
+            cells.append(_cells(summary, baselines, reference))
+    return Table(title, _header(rows[0].job), cells, failures)
 
 
 def _header(job: Job) -> list[str]:
     ratios = [f"{what}/{baseline}" for baseline in BASELINES for what in ("peak", "time")]
-    shared = ["peer", "peak MiB", "accum MiB", "step s", "min-max s", *ratios, "compile s"]
+    shared = ["peer", "peak MiB", "accum MiB", "step s", "min-max s", "tokens/s", *ratios, "compile s"]
     return [*shared, *_extra_header(job), "check"]
 
 
@@ -87,8 +130,9 @@ def _extra_header(job: Job) -> list[str]:
         "layer": ["of matmul"],
         "model": ["loss", "graphs", "recompiled"],
         "gradients": ["gradient error"],
+        "longest": ["longest T"],
     }
-    return [*cuda, *own[job.workload]]
+    return [*cuda, *own.get(job.workload, [])]
 
 
 def _cells(summary: Summary, baselines: dict[str, Summary], reference: Summary) -> list[str]:
@@ -97,13 +141,14 @@ def _cells(summary: Summary, baselines: dict[str, Summary], reference: Summary) 
         baseline = baselines.get(name)
         ratios += ["-", "-"] if baseline is None else _ratios(summary, baseline)
     cold = summary.cold_compile_seconds
-    is_compiled = PEERS_OF[summary.job.workload][summary.job.peer].is_compiled
+    is_compiled = find_peer(summary.job.workload, summary.job.peer).is_compiled
     return [
         summary.job.peer,
         f"{summary.peak_bytes / MIB:.1f}",
         f"{summary.last.accumulating_peak_bytes / MIB:.1f}",
         f"{summary.step_seconds:.4g}",
         f"{summary.step_seconds_min:.4g}-{summary.step_seconds_max:.4g}",
+        f"{tokens_of(summary) / summary.step_seconds:,.0f}",
         *ratios,
         f"{cold:.1f}" if cold is not None and is_compiled else "-",
         *_extra_cells(summary),
@@ -128,12 +173,24 @@ def _extra_cells(summary: Summary) -> list[str]:
     if job.workload == "model":
         again = "-" if last.recompilations is None else str(last.recompilations)
         return [*cuda, f"{last.value:.6f}", str(last.graphs), again]
-    return [*cuda, "-" if last.gradient_error is None else f"{last.gradient_error:.2e}"]
+    if job.workload == "gradients":
+        return [*cuda, "-" if last.gradient_error is None else f"{last.gradient_error:.2e}"]
+    if job.workload == "longest":
+        return [*cuda, f"{last.series['tokens'][0]:.0f}"]
+    return cuda
+
+
+def tokens_of(summary: Summary) -> float:
+    """Tokens that one step works on."""
+    job, series = summary.job, summary.last.series
+    if "rows" in series:
+        return sum(series["rows"]) / job.sizes.top_k
+    return series["tokens"][0] if "tokens" in series else job.sizes.tokens
 
 
 def fraction_of_matmul_rate(summary: Summary) -> float:
     """Operations executed per second, as a share of one large matrix product's on the same machine."""
-    recompute = PEERS_OF[summary.job.workload][summary.job.peer].recompute
+    recompute = find_peer(summary.job.workload, summary.job.peer).recompute
     rate = expert_flops(summary.job.sizes, recompute) / summary.step_seconds
     return rate / summary.matmul_flops_per_second
 
@@ -160,11 +217,13 @@ def _difference(found: float, expected: float) -> float:
 
 
 def _failure_line(row: Row) -> str:
+    if row.is_unavailable:
+        return f"{row.job.peer}: {row.error}"
     word = "OUT OF MEMORY" if row.is_out_of_memory else "FAILED"
     return f"{row.job.peer}: {word}: {(row.error or '')[:_ERROR_CHARACTERS]}"
 
 
-def _machine_lines(rows: Sequence[Row]) -> list[str]:
+def machine_lines(rows: Sequence[Row]) -> list[str]:
     machines = dict.fromkeys(row.machine for row in rows if row.machine is not None)
     return [
         f"{one.processor}, {one.cores} cores, {one.threads} threads, {one.device}; python {one.python}, "

@@ -1,0 +1,143 @@
+"""The figures of one workload under one peer, in this process.
+
+1. Build the workload; two warm-up steps compile it and make the gradients.
+2. Time the steps; gradients are zeroed in place outside the clock.
+3. Trace one step's bytes onto existing gradients, and one that makes them.
+4. Sum up loss or output and gradients; measure what the machine's matrix product does.
+5. Under a compiler, run the model in further shapes and count what is compiled again.
+"""
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from benchmarks.machine import matmul_rate, synchronize
+from benchmarks.peers import find_peer
+from benchmarks.records import Job, Measurement
+from benchmarks.workloads import Workload, build_workload
+from memfine_fx.memory.measure import MemoryTrace, trace_memory
+
+_WARM_UP_STEPS = 2
+_TIMELINE_POINTS = 240
+
+
+def measure_step(job: Job) -> Measurement:
+    device = torch.device(job.device)
+    cold = is_cache_empty()
+    workload = build_workload(job)
+    warm_up = [time_step(workload, device) for _ in range(_WARM_UP_STEPS)]
+    graphs = counters["stats"]["unique_graphs"]
+    seconds = tuple(time_step(workload, device) for _ in range(job.steps))
+    bytes_ = _count_bytes(workload, device)
+    value = workload.value_of(workload.step())  # onto the zeroed gradients that _count_bytes left
+    return Measurement(
+        step_seconds=seconds,
+        compile_seconds=max(0.0, sum(warm_up) - len(warm_up) * statistics.median(seconds)),
+        cold=cold,
+        peak_bytes=bytes_.peak,
+        accumulating_peak_bytes=bytes_.accumulating_peak,
+        resting_bytes=bytes_.resting,
+        allocated_bytes=bytes_.allocated,
+        reserved_bytes=bytes_.reserved,
+        value=value,
+        gradient_norm=workload.gradient_norm(),
+        gradient_checksum=workload.gradient_checksum(),
+        gradient_error=workload.gradient_error() if workload.gradient_error else None,
+        matmul_flops_per_second=matmul_rate(getattr(torch, job.dtype), device),
+        graphs=graphs,
+        recompilations=_count_recompilations(job, workload),
+        series={**workload.series, **bytes_.timeline, **_peaks_of_parts(workload, device)},
+    )
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    peak: int
+    accumulating_peak: int
+    resting: int
+    allocated: int | None
+    reserved: int | None
+    timeline: dict[str, tuple[float, ...]]
+
+
+def _count_bytes(workload: Workload, device: torch.device) -> _Bytes:
+    is_cuda = device.type == "cuda"
+    workload.zero_gradients()
+    if is_cuda:
+        torch.cuda.empty_cache()
+    accumulating = trace_memory(workload.step, device)
+    allocated = torch.cuda.max_memory_allocated(device) if is_cuda else None
+    reserved = torch.cuda.max_memory_reserved(device) if is_cuda else None
+    workload.drop_gradients()
+    fresh = trace_memory(workload.step, device, beyond=workload.gradients)
+    workload.zero_gradients()
+    return _Bytes(
+        peak=fresh.peak_bytes,
+        accumulating_peak=accumulating.peak_bytes,
+        resting=fresh.resting_bytes,
+        allocated=allocated,
+        reserved=reserved,
+        timeline=timeline(fresh),
+    )
+
+
+def timeline(trace: MemoryTrace) -> dict[str, tuple[float, ...]]:
+    """Live bytes over the step in at most `_TIMELINE_POINTS` equal spans of time, each span's largest."""
+    if not trace.times_us:
+        return {}
+    end = max(trace.times_us[-1], 1e-9)
+    highest: dict[int, int] = {}
+    for time_us, live in zip(trace.times_us, trace.live_bytes, strict=True):
+        span = min(_TIMELINE_POINTS - 1, int(time_us / end * _TIMELINE_POINTS))
+        highest[span] = max(highest.get(span, 0), live)
+    times = tuple(round(span / _TIMELINE_POINTS * end / 1e3, 3) for span in highest)
+    return {"time_ms": times, "live_bytes": tuple(float(live) for live in highest.values())}
+
+
+def _peaks_of_parts(workload: Workload, device: torch.device) -> dict[str, tuple[float, ...]]:
+    peaks = []
+    for part in workload.parts:
+        workload.drop_gradients()
+        made = lambda: [leaf.grad for leaf in workload.leaves.values() if leaf.grad is not None]  # noqa: E731
+        peaks.append(float(trace_memory(part, device, beyond=made).peak_bytes))
+    return {"peak_bytes": tuple(peaks)} if peaks else {}
+
+
+def time_step(workload: Workload, device: torch.device) -> float:
+    workload.zero_gradients()
+    synchronize(device)
+    started = time.perf_counter()
+    workload.step()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def _count_recompilations(job: Job, workload: Workload) -> int | None:
+    """Graphs that Dynamo captures anew in five further (batch, sequence) shapes."""
+    if job.workload != "model" or not find_peer(job.workload, job.peer).is_compiled:
+        return None
+    before = counters["stats"]["unique_graphs"]
+    for batch, sequence in further_shapes(job.sizes.sequence):
+        workload.step_with_shape(batch, sequence)
+    return int(counters["stats"]["unique_graphs"] - before)
+
+
+def further_shapes(sequence: int) -> tuple[tuple[int, int], ...]:
+    """None has a batch of one: Dynamo always compiles that size on its own, whatever the backend."""
+    return (
+        (2, sequence // 2),
+        (3, sequence // 4),
+        (4, sequence // 2 - 24),
+        (5, sequence // 8),
+        (2, sequence - 8),
+    )
+
+
+def is_cache_empty() -> bool:
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return cache is not None and not any(path.is_file() for path in Path(cache).rglob("*"))

@@ -1,0 +1,69 @@
+"""Token chunks under checkpoint: by hand, and with the tiled MLPs of DeepSpeed and Liger.
+
+Both tiled MLPs run the whole block, router included, once per tile in forward and once more in backward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.peers.base import Forward, Peer, Wrap, compiled, needs, num_token_chunks
+from benchmarks.records import Sizes
+
+
+def by_hand(num_chunks: int | None = None) -> Wrap:
+    """The loop that a user writes: token chunks, each under checkpoint."""
+
+    def wrap(module: Any, sizes: Sizes) -> Forward:
+        wanted = num_chunks or num_token_chunks(sizes)
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            chunks = hidden.chunk(wanted, dim=1)
+            return torch.cat([checkpoint(module, chunk, use_reentrant=False) for chunk in chunks], dim=1)
+
+        return forward
+
+    return wrap
+
+
+def _deepspeed(module: Any, sizes: Sizes) -> Forward:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    return _tiled(module, sizes, TiledMLP.apply)
+
+
+def _liger(module: Any, sizes: Sizes) -> Forward:
+    from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
+
+    return _tiled(module, sizes, apply_tiled_mlp)
+
+
+def _tiled(module: Any, sizes: Sizes, apply: Callable[..., torch.Tensor]) -> Forward:
+    parameters = list(module.parameters())
+    num_tiles = num_token_chunks(sizes)
+
+    def one_tile(block: Any, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = block(tokens.reshape(1, -1, tokens.shape[-1]))
+        return out.reshape(tokens.shape)
+
+    return lambda hidden: apply(one_tile, module, hidden, num_tiles, parameters)
+
+
+LAYER = (
+    Peer("diy", by_hand(), "forward"),
+    Peer("diy+compile", compiled(by_hand()), "forward", is_compiled=True),
+    Peer("deepspeed-tiled", _deepspeed, "forward", missing=needs("deepspeed")),
+    Peer("liger-tiled", _liger, "forward", missing=needs("liger_kernel", "triton")),
+)
+
+
+def family_member(name: str) -> Peer | None:
+    """diy-c4, diy-c4+compile: by hand in a given number of chunks."""
+    stem, _, rest = name.partition("-c")
+    number, plus, after = rest.partition("+")
+    if stem != "diy" or not number.isdigit() or after not in ("", "compile") or bool(plus) != bool(after):
+        return None
+    wrap = by_hand(int(number))
+    return Peer(name, compiled(wrap) if after else wrap, "forward", is_compiled=bool(after))

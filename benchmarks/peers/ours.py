@@ -1,0 +1,51 @@
+"""memfine_fx: rows and tokens axes, budgets, the paper's bins."""
+
+import re
+from typing import Any
+
+import memfine_fx
+from benchmarks.peers.base import Forward, Peer, Wrap
+from benchmarks.peers.plain import eager, model_checkpointed
+from benchmarks.records import Sizes
+
+
+def layer(**fields: Any) -> Wrap:
+    def wrap(module: Any, sizes: Sizes) -> Forward:
+        forward: Forward = memfine_fx.optimize(module, config=memfine_fx.Config(**fields))
+        return forward
+
+    return wrap
+
+
+def _model(wrap: Wrap) -> Wrap:
+    def wrap_model(model: Any, sizes: Sizes) -> Forward:
+        forward: Forward = memfine_fx.optimize(wrap(model, sizes), dynamic=True)
+        return forward
+
+    return wrap_model
+
+
+def rows_peer(name: str, **fields: Any) -> Peer:
+    return Peer(name, layer(**fields), "first projection", is_compiled=True, is_memfine=True)
+
+
+def tokens_peer(name: str, **fields: Any) -> Peer:
+    return Peer(name, layer(axis="tokens", **fields), "first projection", is_compiled=True, is_memfine=True)
+
+
+LAYER = (rows_peer("memfine"), tokens_peer("memfine-tokens"))
+MODEL = (
+    Peer("memfine", _model(eager), "first projection", is_compiled=True, is_memfine=True),
+    Peer("memfine+checkpoint", _model(model_checkpointed), "forward", is_compiled=True, is_memfine=True),
+)
+
+
+def family_member(name: str) -> Peer | None:
+    """memfine-R512 (rows a chunk), memfine-T256 (tokens a slice), memfine-800MB or memfine-2GiB (a budget)."""
+    if match := re.fullmatch(r"memfine-R(\d+)", name):
+        return rows_peer(name, rows_per_chunk=int(match[1]))
+    if match := re.fullmatch(r"memfine-T(\d+)", name):
+        return tokens_peer(name, tokens_per_chunk=int(match[1]))
+    if match := re.fullmatch(r"memfine-(\d+[kMG]i?B)", name):
+        return rows_peer(name, memory_budget=match[1])
+    return None

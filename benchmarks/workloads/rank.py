@@ -1,0 +1,59 @@
+"""What one expert-parallel rank computes in MemFine's run: the same eight experts under each printed layer's load.
+
+The rank that holds a layer's eight hottest experts receives s' rows, 3 to 18 times the balanced number. Here
+those rows come from s' / K tokens of K choices each, on eight experts with the printed skew, in one process:
+nothing is sent, and the block is the unmodified one. One step runs forward and backward of layers 4 to 15 one
+after the other, so its peak is the worst layer's, as with full recomputation in the paper (one set of
+activations alive). All layers share one set of weights.
+"""
+
+import torch
+
+from benchmarks.loads import PAPER_LAYERS, PAPER_LOCAL_EXPERTS, paper_counts
+from benchmarks.records import Job, Sizes
+from benchmarks.workloads.base import Workload, normalised_product
+from benchmarks.workloads.layer import build_layer
+
+
+def received_rows(layer: int) -> int:
+    """s' of the hottest rank in the paper's own sizes."""
+    return sum(paper_counts(layer)[:PAPER_LOCAL_EXPERTS])
+
+
+def sizes_of_layer(sizes: Sizes, layer: int) -> Sizes:
+    """`sizes` are the most loaded layer's; the others have tokens in proportion to their rows."""
+    share = received_rows(layer) / max(received_rows(other) for other in PAPER_LAYERS)
+    return Sizes(
+        batch=1,
+        sequence=max(1, round(sizes.sequence * share)),
+        hidden=sizes.hidden,
+        width=sizes.width,
+        experts=sizes.experts,
+        top_k=sizes.top_k,
+    )
+
+
+def build_rank_workload(job: Job) -> Workload:
+    layer = build_layer(job)
+    sizes = {number: sizes_of_layer(job.sizes, number) for number in PAPER_LAYERS}
+    parts = [layer.workload(*layer.draw(sizes[number], f"paper:{number}")) for number in PAPER_LAYERS]
+    leaves: dict[str, torch.Tensor] = {}
+    for number, part in zip(PAPER_LAYERS, parts, strict=True):
+        leaves |= {f"hidden {number}" if name == "hidden" else name: leaf for name, leaf in part.leaves.items()}
+
+    def step() -> torch.Tensor:
+        for part in parts[:-1]:
+            part.step()
+        return parts[-1].step()
+
+    return Workload(
+        step=step,
+        step_with_shape=parts[0].step_with_shape,
+        leaves=leaves,
+        value_of=normalised_product,
+        series={
+            "layer": tuple(float(number) for number in PAPER_LAYERS),
+            "rows": tuple(float(size.routed_rows) for size in sizes.values()),
+        },
+        parts=tuple(part.step for part in parts),
+    )
