@@ -10,10 +10,10 @@ STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format types check bench gpu clean
+.PHONY: help setup demo test test-slow lint format types check bench bench-quick gpu clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## create .venv and install the project with all extras
 
@@ -44,9 +44,16 @@ types: setup  ## mypy --strict on the package (never on ".")
 
 check: lint types test  ## what a change must pass
 
-bench: setup  ## the CPU benchmark suites
-	$(BIN)/python -m benchmarks run --suite layer
-	$(BIN)/python -m benchmarks run --suite model
+bench: setup  ## the CPU benchmark suites, their rows and one page of all of them in $(OUT)
+	for suite in layer model compile paper moeblaze scaling memory; do \
+	    $(BIN)/python -m benchmarks run --suite $$suite --json "$(OUT)/$${suite}_cpu.jsonl" || exit 1; \
+	done
+	$(BIN)/python -m benchmarks report "$(OUT)"/*_cpu.jsonl --out "$(OUT)/report_cpu.html"
+
+bench-quick: setup  ## every CPU suite at small sizes: shows that all works
+	for suite in layer model compile paper moeblaze scaling memory; do \
+	    $(BIN)/python -m benchmarks run --suite $$suite --quick --steps 2 || exit 1; \
+	done
 
 gpu:  ## the GPU suite, with the Python at hand: no setup, no venv
 	PYTHONPATH=. $(PYTHON) -m benchmarks run --suite gpu --json "$(OUT)/gpu.json"

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.compare import Tolerances, compare_rows, format_changes
 from benchmarks.harness import read_rows, run_rounds
 from benchmarks.jobs import jobs_of
+from benchmarks.readme import ROOT, filled, write_readme
 from benchmarks.records import Row
+from benchmarks.report import render_report
 from benchmarks.suites import SUITES
 from benchmarks.tables import conclusions, disagreements, format_tables
 from memfine_fx.config import parse_budget
@@ -57,6 +60,33 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _report(options: argparse.Namespace) -> int:
+    rows = [row for file in options.files for row in read_rows(file)]
+    options.out.write_text(render_report(rows))
+    print(f"wrote {options.out}: {len(rows)} rows")
+    return 0
+
+
+def _readme(options: argparse.Namespace) -> int:
+    if not options.check:
+        print("README.md written" if write_readme(ROOT / "README.md") else "README.md was up to date")
+        return 0
+    text = (ROOT / "README.md").read_text()
+    if filled(text) == text:
+        return 0
+    print("benchmarks: README.md differs from benchmarks/results; run: python -m benchmarks readme", file=sys.stderr)
+    return 1
+
+
+def _compare(options: argparse.Namespace) -> int:
+    tolerances = Tolerances(options.bytes_tolerance, None if options.bytes_only else options.time_tolerance)
+    changes = compare_rows(read_rows(options.old), read_rows(options.new), tolerances)
+    print(format_changes(changes))
+    worse = [change for change in changes if change.is_worse]
+    print(f"{len(worse)} of {len(changes)} figures worse beyond the tolerance")
+    return 1 if worse else 0
+
+
 def _print(rows: Sequence[Row]) -> None:
     print(format_tables(rows))
     for text in conclusions(rows):
@@ -82,6 +112,20 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the tables of a JSON-lines file")
     show.add_argument("file", type=Path)
     show.set_defaults(run=_show)
+    report = commands.add_parser("report", help="one HTML page of JSON-lines files")
+    report.add_argument("files", type=Path, nargs="+")
+    report.add_argument("--out", type=Path, default=Path("benchmarks.html"))
+    report.set_defaults(run=_report)
+    readme = commands.add_parser("readme", help="write README's tables from benchmarks/results")
+    readme.add_argument("--check", action="store_true", help="exit with 1 where they differ, write nothing")
+    readme.set_defaults(run=_readme)
+    compare = commands.add_parser("compare", help="exit with 1 where new rows are worse than old ones")
+    compare.add_argument("old", type=Path)
+    compare.add_argument("new", type=Path)
+    compare.add_argument("--bytes-tolerance", type=float, default=0.02, help="relative growth of peaks (default 0.02)")
+    compare.add_argument("--time-tolerance", type=float, default=0.10, help="of step times (default 0.10)")
+    compare.add_argument("--bytes-only", action="store_true", help="do not compare times")
+    compare.set_defaults(run=_compare)
     return parser
 
 

@@ -5,10 +5,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 import memfine_fx
 from benchmarks.peers import Peer, find_peer, peer_names
 from benchmarks.records import Job
-from benchmarks.suites import SUITES, Part
+from benchmarks.suites import SUITES, Part, Suite
 
 
 def jobs_of(suite: str, *, quick: bool, peers: Sequence[str] | None, steps: int) -> list[Job]:
@@ -30,7 +32,7 @@ def jobs_of(suite: str, *, quick: bool, peers: Sequence[str] | None, steps: int)
             peer=peer.name,
             sizes=part.sizes,
             dtype=part.dtype,
-            device=SUITES[suite].device,
+            device=device_of(SUITES[suite]),
             seed=0,
             steps=part.steps or steps,
             source=source if peer.is_memfine else "",
@@ -41,6 +43,13 @@ def jobs_of(suite: str, *, quick: bool, peers: Sequence[str] | None, steps: int)
         for part in parts
         for peer in _chosen(part, peers)
     ]
+
+
+def device_of(suite: Suite) -> str:
+    """ "cpu" or "cuda"."""
+    if suite.device == "any":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return suite.device
 
 
 def _knows(workload: str, name: str) -> bool:

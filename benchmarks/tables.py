@@ -1,54 +1,20 @@
 """Rows to readable tables: medians over rounds, ratios against named baselines, checks against a baseline."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.flops import expert_flops
 from benchmarks.peers import find_peer
-from benchmarks.records import Job, Measurement, Row
+from benchmarks.records import Job, Row
 from benchmarks.suites import SUITES
+from benchmarks.summaries import MIB, Summary, align, by_key, summarise, tokens_of
 
-MIB = 2**20
 BASELINES = ("eager", "compile")
 # Against the first baseline that has figures. Losses and outputs must agree; in bfloat16 a checksum
 # of gradients carries the rounding of every tensor.
 VALUE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
 _ERROR_CHARACTERS = 110
-
-
-@dataclass(frozen=True)
-class Summary:
-    """All rounds of one job."""
-
-    job: Job
-    last: Measurement
-    step_seconds: float  # median over rounds of each round's median
-    step_seconds_min: float
-    step_seconds_max: float
-    peak_bytes: int
-    cold_compile_seconds: float | None
-    matmul_flops_per_second: float
-
-
-def summarise(rows: Sequence[Row]) -> Summary | None:
-    """None where no round of the job has figures."""
-    found = [row.measurement for row in rows if row.measurement is not None]
-    if not found:
-        return None
-    every_step = [seconds for measurement in found for seconds in measurement.step_seconds]
-    cold = [measurement.compile_seconds for measurement in found if measurement.cold]
-    return Summary(
-        job=rows[0].job,
-        last=found[-1],
-        step_seconds=statistics.median(statistics.median(one.step_seconds) for one in found),
-        step_seconds_min=min(every_step),
-        step_seconds_max=max(every_step),
-        peak_bytes=max(one.peak_bytes for one in found),
-        cold_compile_seconds=cold[0] if cold else None,
-        matmul_flops_per_second=statistics.median(one.matmul_flops_per_second for one in found),
-    )
 
 
 def format_tables(rows: Sequence[Row]) -> str:
@@ -75,12 +41,6 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
     return [_table(title, [row for row in rows if row.job.table == title]) for title in titles]
 
 
-def summaries_of(rows: Sequence[Row]) -> list[Summary]:
-    """Of every job that has figures, in the order of the rows."""
-    found = [summarise(same) for same in _by_key(rows).values()]
-    return [summary for summary in found if summary is not None]
-
-
 def disagreements(rows: Sequence[Row]) -> list[str]:
     """Peers that computed something else than their table's reference: those are no peers."""
     found = [(table.title, cells) for table in tables_of(rows) for cells in table.cells]
@@ -97,14 +57,9 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
     return texts
 
 
-def _by_key(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    keys = list(dict.fromkeys(row.job.key for row in rows))
-    return {key: [row for row in rows if row.job.key == key] for key in keys}
-
-
 def _table(title: str, rows: Sequence[Row]) -> Table:
-    by_key = _by_key(rows)
-    summaries = {key: summarise(same) for key, same in by_key.items()}
+    same_job = by_key(rows)
+    summaries = {key: summarise(same) for key, same in same_job.items()}
     present = [summary for summary in summaries.values() if summary is not None]
     baselines = {one.job.peer: one for one in present if one.job.peer in BASELINES}
     reference = next((baselines[name] for name in BASELINES if name in baselines), next(iter(present), None))
@@ -112,7 +67,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     failures: list[str] = []
     for key, summary in summaries.items():
         if summary is None or reference is None:
-            failures.append(_failure_line(by_key[key][-1]))
+            failures.append(_failure_line(same_job[key][-1]))
         else:
             cells.append(_cells(summary, baselines, reference))
     return Table(title, _header(rows[0].job), cells, failures)
@@ -180,14 +135,6 @@ def _extra_cells(summary: Summary) -> list[str]:
     return cuda
 
 
-def tokens_of(summary: Summary) -> float:
-    """Tokens that one step works on."""
-    job, series = summary.job, summary.last.series
-    if "rows" in series:
-        return sum(series["rows"]) / job.sizes.top_k
-    return series["tokens"][0] if "tokens" in series else job.sizes.tokens
-
-
 def fraction_of_matmul_rate(summary: Summary) -> float:
     """Operations executed per second, as a share of one large matrix product's on the same machine."""
     recompute = find_peer(summary.job.workload, summary.job.peer).recompute
@@ -230,13 +177,3 @@ def machine_lines(rows: Sequence[Row]) -> list[str]:
         f"torch {one.torch}, transformers {one.transformers}"
         for one in machines
     ]
-
-
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their longest cell, the first one to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

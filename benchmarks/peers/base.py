@@ -55,6 +55,6 @@ def needs(*packages: str, cuda: bool = False) -> Callable[[str], str | None]:
     return missing
 
 
-def num_token_chunks(sizes: Sizes) -> int:
-    """Chunks of about ROWS_PER_CHUNK routed rows each."""
-    return max(1, sizes.routed_rows // ROWS_PER_CHUNK)
+def num_token_chunks(hidden: torch.Tensor, sizes: Sizes) -> int:
+    """Chunks of about ROWS_PER_CHUNK routed rows each, of tokens [batch, sequence, H]."""
+    return max(1, hidden.shape[0] * hidden.shape[1] * sizes.top_k // ROWS_PER_CHUNK)

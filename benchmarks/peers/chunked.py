@@ -17,10 +17,8 @@ def by_hand(num_chunks: int | None = None) -> Wrap:
     """The loop that a user writes: token chunks, each under checkpoint."""
 
     def wrap(module: Any, sizes: Sizes) -> Forward:
-        wanted = num_chunks or num_token_chunks(sizes)
-
         def forward(hidden: torch.Tensor) -> torch.Tensor:
-            chunks = hidden.chunk(wanted, dim=1)
+            chunks = hidden.chunk(num_chunks or num_token_chunks(hidden, sizes), dim=1)
             return torch.cat([checkpoint(module, chunk, use_reentrant=False) for chunk in chunks], dim=1)
 
         return forward
@@ -42,13 +40,12 @@ def _liger(module: Any, sizes: Sizes) -> Forward:
 
 def _tiled(module: Any, sizes: Sizes, apply: Callable[..., torch.Tensor]) -> Forward:
     parameters = list(module.parameters())
-    num_tiles = num_token_chunks(sizes)
 
     def one_tile(block: Any, tokens: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = block(tokens.reshape(1, -1, tokens.shape[-1]))
         return out.reshape(tokens.shape)
 
-    return lambda hidden: apply(one_tile, module, hidden, num_tiles, parameters)
+    return lambda hidden: apply(one_tile, module, hidden, num_token_chunks(hidden, sizes), parameters)
 
 
 LAYER = (

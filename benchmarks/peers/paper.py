@@ -7,7 +7,6 @@
 Method 1 is eager+checkpoint.
 """
 
-import math
 import re
 from typing import Any
 
@@ -16,21 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.peers.base import Forward, Peer, Wrap
 from benchmarks.records import Sizes
-
-BINS = (1, 2, 4, 8)
-
-
-def num_chunks(rows: int, most_rows: int) -> int:
-    """Equation (4) of arXiv 2511.21431 with its bins."""
-    wanted = math.ceil(rows / most_rows)
-    return next((size for size in BINS if size >= wanted), BINS[-1])
+from memfine_fx.memory.closed_form import chunk_count
 
 
 def _fcda(fixed: int | None = None, most_rows: int = 0) -> Wrap:
     def wrap(module: Any, sizes: Sizes) -> Forward:
         def forward(hidden: torch.Tensor) -> torch.Tensor:
             rows = hidden.shape[0] * hidden.shape[1] * sizes.top_k
-            chunks = hidden.chunk(fixed or num_chunks(rows, most_rows), dim=1)
+            chunks = hidden.chunk(fixed or chunk_count(rows, most_rows), dim=1)
             return torch.cat([checkpoint(module, chunk, use_reentrant=False) for chunk in chunks], dim=1)
 
         return forward

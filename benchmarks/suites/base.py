@@ -29,7 +29,7 @@ class Suite:
         about: one line for the help text and the report.
         parts: quick or full -> its tables, in the order in which they are measured.
         rounds: how often each job runs in a fresh process; with --quick always once, unless `quick_rounds`.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", or "any" for CUDA where there is one.
         job_limit_s: after which a job is given up.
         total_limit_s: after which no further job starts; the suite goes on when it is run again.
         conclude: rows -> what they show, in words and figures, below the tables.

@@ -6,7 +6,7 @@ from benchmarks.records import Sizes
 from benchmarks.suites.base import Part, Suite
 
 FULL = Sizes(batch=1, sequence=8192, hidden=512, width=1024, experts=16, top_k=4)
-QUICK = Sizes(batch=1, sequence=1024, hidden=128, width=256, experts=8, top_k=2)
+QUICK = Sizes(batch=1, sequence=4096, hidden=128, width=256, experts=8, top_k=2)
 _PEERS = (
     "eager",
     "eager+checkpoint",
@@ -39,7 +39,6 @@ _QUICK_PEERS = (
     "diy+compile",
     "deepspeed-tiled",
     "liger-tiled",
-    "batched_mm",
     "memfine",
     "memfine-tokens",
 )

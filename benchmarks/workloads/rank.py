@@ -9,20 +9,15 @@ activations alive). All layers share one set of weights.
 
 import torch
 
-from benchmarks.loads import PAPER_LAYERS, PAPER_LOCAL_EXPERTS, paper_counts
 from benchmarks.records import Job, Sizes
 from benchmarks.workloads.base import Workload, normalised_product
 from benchmarks.workloads.layer import build_layer
+from memfine_fx.memory.published import IMBALANCE, Imbalance, rank_rows
 
 
-def received_rows(layer: int) -> int:
-    """s' of the hottest rank in the paper's own sizes."""
-    return sum(paper_counts(layer)[:PAPER_LOCAL_EXPERTS])
-
-
-def sizes_of_layer(sizes: Sizes, layer: int) -> Sizes:
+def sizes_of_layer(sizes: Sizes, imbalance: Imbalance) -> Sizes:
     """`sizes` are the most loaded layer's; the others have tokens in proportion to their rows."""
-    share = received_rows(layer) / max(received_rows(other) for other in PAPER_LAYERS)
+    share = rank_rows(imbalance) / max(rank_rows(other) for other in IMBALANCE)
     return Sizes(
         batch=1,
         sequence=max(1, round(sizes.sequence * share)),
@@ -35,11 +30,13 @@ def sizes_of_layer(sizes: Sizes, layer: int) -> Sizes:
 
 def build_rank_workload(job: Job) -> Workload:
     layer = build_layer(job)
-    sizes = {number: sizes_of_layer(job.sizes, number) for number in PAPER_LAYERS}
-    parts = [layer.workload(*layer.draw(sizes[number], f"paper:{number}")) for number in PAPER_LAYERS]
+    sizes = [sizes_of_layer(job.sizes, one) for one in IMBALANCE]
+    parts = [
+        layer.workload(*layer.draw(size, f"paper:{one.layer}")) for size, one in zip(sizes, IMBALANCE, strict=True)
+    ]
     leaves: dict[str, torch.Tensor] = {}
-    for number, part in zip(PAPER_LAYERS, parts, strict=True):
-        leaves |= {f"hidden {number}" if name == "hidden" else name: leaf for name, leaf in part.leaves.items()}
+    for one, part in zip(IMBALANCE, parts, strict=True):
+        leaves |= {f"hidden {one.layer}" if name == "hidden" else name: leaf for name, leaf in part.leaves.items()}
 
     def step() -> torch.Tensor:
         for part in parts[:-1]:
@@ -52,8 +49,8 @@ def build_rank_workload(job: Job) -> Workload:
         leaves=leaves,
         value_of=normalised_product,
         series={
-            "layer": tuple(float(number) for number in PAPER_LAYERS),
-            "rows": tuple(float(size.routed_rows) for size in sizes.values()),
+            "layer": tuple(float(one.layer) for one in IMBALANCE),
+            "rows": tuple(float(size.routed_rows) for size in sizes),
         },
         parts=tuple(part.step for part in parts),
     )

@@ -11,41 +11,14 @@ from benchmarks.flops import expert_flops
 from benchmarks.harness import last_error_line, run_in_process, run_rounds, worker_environment
 from benchmarks.jobs import jobs_of
 from benchmarks.machine import describe_machine
-from benchmarks.records import Job, Machine, Measurement, Row, Sizes
+from benchmarks.records import UNAVAILABLE, Job, Machine, Row
 from benchmarks.suites import SUITES
-from benchmarks.tables import align, format_tables, summarise
+from benchmarks.summaries import align, summarise
+from benchmarks.tables import format_tables
 from benchmarks.worker import measure
+from tests.benchmarks.rows import EAGER, MEASURED, MIB, TINY
 
-MIB = 2**20
-TINY = Sizes(batch=1, sequence=64, hidden=32, width=16, experts=4, top_k=2)
-EAGER = Job(
-    suite="layer",
-    workload="layer",
-    peer="eager",
-    sizes=TINY,
-    dtype="float32",
-    device="cpu",
-    seed=0,
-    steps=2,
-)
 COMPILE = replace(EAGER, peer="compile")
-MEASURED = Measurement(
-    step_seconds=(0.3, 0.1, 0.2),
-    compile_seconds=7.0,
-    cold=True,
-    peak_bytes=8 * MIB,
-    accumulating_peak_bytes=4 * MIB,
-    resting_bytes=0,
-    allocated_bytes=None,
-    reserved_bytes=None,
-    value=0.5,
-    gradient_norm=2.0,
-    gradient_checksum=0.25,
-    gradient_error=None,
-    matmul_flops_per_second=1e11,
-    graphs=1,
-    recompilations=None,
-)
 
 
 def test_a_row_survives_json() -> None:
@@ -73,6 +46,7 @@ def test_equal_jobs_have_equal_keys_and_changed_ones_do_not() -> None:
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", True),
         ("RuntimeError: DefaultCPUAllocator: can't allocate memory", True),
         ("ended by signal 9", True),
+        ("ended by signal 6: what():  std::bad_alloc", True),
         ("ValueError: no", False),
         (None, False),
     ],
@@ -152,6 +126,19 @@ def test_finished_rows_are_kept_and_failed_ones_run_again(tmp_path: Path) -> Non
 
     assert ran == ["eager", "compile", "compile"]
     assert [row.error for row in rows] == [None, None]
+
+
+def test_what_could_not_run_or_ran_out_of_memory_is_a_result_only_in_the_second_case() -> None:
+    unavailable = Row(EAGER, 0, error=UNAVAILABLE + "deepspeed not installed")
+
+    assert unavailable.is_unavailable and not unavailable.is_finished
+    assert Row(EAGER, 0, error="RuntimeError: DefaultCPUAllocator: can't allocate memory").is_finished
+
+
+def test_options_that_are_set_change_the_key() -> None:
+    assert replace(EAGER, load="one").key != EAGER.key
+    assert replace(EAGER, points=("T=1",)).key != EAGER.key
+    assert replace(EAGER, limit_bytes=1).key != EAGER.key
 
 
 def test_no_job_starts_after_the_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +223,16 @@ def test_a_worker_process_returns_the_row_of_its_job(tmp_path: Path) -> None:
     assert row.error is None and row.measurement is not None
     assert row.job == EAGER
     assert row.measurement.cold
+
+
+@pytest.mark.slow
+def test_a_worker_that_asks_for_more_than_its_limit_runs_out_of_memory(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    large = replace(EAGER, sizes=replace(TINY, sequence=1 << 18, hidden=512))
+
+    row = run_in_process(large, tmp_path, 120, memory_limit_bytes=1 << 30)
+
+    assert row.is_out_of_memory, row.error
 
 
 @pytest.mark.slow

@@ -1,0 +1,231 @@
+"""Pictures of rows, by matplotlib: time against peak, memory over a step, bars per peer, growth, skew, layers.
+
+Each figure is made from one table's rows and comes back as PNG bytes.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.records import Row
+from benchmarks.summaries import MIB, Summary, summaries_of
+from memfine_fx.demo.model import MissingPackage
+
+# Families of peers keep their colour in every figure; ours stands out.
+_COLOURS = (
+    ("memfine+", "#4fae87"),
+    ("memfine-", "#7cc4a4"),
+    ("memfine", "#0a7d5a"),
+    ("compile-budget", "#a9b8cc"),
+    ("compile+", "#d9822b"),
+    ("compile", "#3b5b8c"),
+    ("eager+", "#e0b070"),
+    ("eager", "#555555"),
+    ("diy", "#8a5aa8"),
+    ("fcda", "#b06ab3"),
+    ("deepspeed", "#b03a48"),
+    ("liger", "#d4707c"),
+)
+_OTHER = "#999999"
+_SHOWN_OVER_TIME = ("eager", "compile", "compile+checkpoint", "diy", "memfine", "memfine+checkpoint")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure's caption and its PNG."""
+
+    caption: str
+    png: bytes
+
+
+def colour_of(peer: str) -> str:
+    return next((colour for stem, colour in _COLOURS if peer.startswith(stem)), _OTHER)
+
+
+def pictures_of(rows: Sequence[Row]) -> list[Picture]:
+    """Every figure that the rows have the data for.
+
+    Raises:
+        MissingPackage: matplotlib is not installed.
+    """
+    pictures: list[Picture] = []
+    for title in dict.fromkeys(row.job.table for row in rows):
+        summaries = summaries_of([row for row in rows if row.job.table == title])
+        for draw in _drawings(summaries):
+            pictures.append(_picture(draw, title, summaries))
+    return pictures
+
+
+Draw = Callable[[Any, Sequence[Summary]], str]  # on axes; returns the caption
+
+
+def _drawings(summaries: Sequence[Summary]) -> Iterator[Draw]:
+    if len(summaries) < 2:
+        return
+    workload, points = summaries[0].job.workload, summaries[0].job.points
+    if workload in ("layer", "model", "rank"):
+        yield _draw_pareto
+        yield _draw_bars
+    if workload in ("layer", "model") and any(_is_over_time(one) for one in summaries):
+        yield _draw_timeline
+    if workload == "rank":
+        yield _draw_layers
+    if workload == "sweep" and points[0].startswith("T="):
+        yield _draw_growth
+        yield _draw_growth_in_time
+    if workload == "sweep" and points[0].startswith("load="):
+        yield _draw_skew
+    if workload == "longest":
+        yield _draw_longest
+
+
+def _picture(draw: Draw, title: str, summaries: Sequence[Summary]) -> Picture:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackage("matplotlib", "bench", "drawing benchmark figures") from error
+    figure = Figure(figsize=(7.6, 4.4), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    caption = draw(axes, summaries)
+    axes.set_title(title.partition(": ")[2], loc="left", fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.set_axisbelow(True)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return Picture(caption, file.getvalue())
+
+
+def _draw_pareto(axes: Any, summaries: Sequence[Summary]) -> str:
+    axes.grid(color="#e8e8e8", linewidth=0.8)
+    points = sorted(((one.peak_bytes / MIB, one.step_seconds, one.job.peer) for one in summaries), key=lambda p: p[:2])
+    front, fastest = [], float("inf")
+    for peak, seconds, _ in points:
+        if seconds < fastest:
+            front.append((peak, seconds))
+            fastest = seconds
+    axes.plot(*zip(*front, strict=True), color="#0a7d5a", linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    for place, (peak, seconds, peer) in enumerate(points):
+        axes.plot(peak, seconds, "o", color=colour_of(peer), markersize=7, zorder=3)
+        shift = (7, 6) if place % 2 else (7, -11)
+        axes.annotate(peer, (peak, seconds), textcoords="offset points", xytext=shift, fontsize=7.5)
+    axes.set_xscale("log")
+    axes.set_xlim(points[0][0] / 1.3, points[-1][0] * 2.2)
+    _plain_ticks(axes.xaxis)
+    axes.set_xlabel("peak beyond parameters and gradients, MiB (log)")
+    axes.set_ylabel("step, s")
+    axes.set_ylim(0, max(seconds for _, seconds, _ in points) * 1.15)
+    return "Time against peak: nothing left of and below the dashed line"
+
+
+def _draw_bars(axes: Any, summaries: Sequence[Summary]) -> str:
+    ordered = sorted(summaries, key=lambda one: one.peak_bytes)
+    names = [one.job.peer for one in ordered]
+    axes.barh(names, [one.peak_bytes / MIB for one in ordered], color=[colour_of(name) for name in names])
+    for place, one in enumerate(ordered):
+        label = f" {one.peak_bytes / MIB:,.1f} MiB, {one.step_seconds:.3g} s"
+        axes.text(one.peak_bytes / MIB, place, label, va="center", fontsize=7.5)
+    axes.set_xlim(0, ordered[-1].peak_bytes / MIB * 1.35)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_xlabel("peak beyond parameters and gradients, MiB")
+    return "Peak and step time by peer"
+
+
+def _draw_timeline(axes: Any, summaries: Sequence[Summary]) -> str:
+    axes.grid(axis="y", color="#e8e8e8", linewidth=0.8)
+    for one in summaries:
+        if not _is_over_time(one):
+            continue
+        series = one.last.series
+        end = max(series["time_ms"][-1], 1e-9)
+        times = [moment / end for moment in series["time_ms"]]
+        live = [number / MIB for number in series["live_bytes"]]
+        colour = colour_of(one.job.peer)
+        axes.plot(times, live, drawstyle="steps-post", color=colour, linewidth=1.4, label=one.job.peer)
+        axes.fill_between(times, live, step="post", color=colour, alpha=0.07, linewidth=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of the step's own time")
+    axes.set_ylabel("live MiB beyond parameters and gradients")
+    axes.legend(frameon=False, fontsize=8)
+    return "Live memory over one step, each on its own clock"
+
+
+def _is_over_time(summary: Summary) -> bool:
+    return summary.job.peer in _SHOWN_OVER_TIME and "live_bytes" in summary.last.series
+
+
+def _draw_layers(axes: Any, summaries: Sequence[Summary]) -> str:
+    axes.grid(axis="y", color="#e8e8e8", linewidth=0.8)
+    for one in summaries:
+        series = one.last.series
+        peaks = [number / MIB for number in series["peak_bytes"]]
+        axes.plot(series["layer"], peaks, "o-", color=colour_of(one.job.peer), label=one.job.peer, markersize=4)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(summaries[0].last.series["layer"])
+    axes.set_xlabel("layer of the paper's run, under its printed imbalance")
+    axes.set_ylabel("active MiB of the hottest rank")
+    axes.legend(frameon=False, fontsize=8)
+    return "Active memory by layer: the deeper, the more skewed"
+
+
+def _draw_growth(axes: Any, summaries: Sequence[Summary]) -> str:
+    _draw_series(axes, summaries, "peak_bytes", 1 / MIB)
+    axes.set_ylabel("peak beyond parameters and gradients, MiB")
+    return "Peak by tokens"
+
+
+def _draw_growth_in_time(axes: Any, summaries: Sequence[Summary]) -> str:
+    _draw_series(axes, summaries, "seconds", 1.0)
+    axes.set_ylabel("step, s")
+    return "Step time by tokens"
+
+
+def _draw_series(axes: Any, summaries: Sequence[Summary], name: str, scale: float) -> None:
+    axes.grid(color="#e8e8e8", linewidth=0.8)
+    for one in summaries:
+        tokens = [float(point.partition("=")[2]) for point in one.job.points]
+        values = [number * scale for number in one.last.series[name]]
+        axes.plot(tokens, values, "o-", color=colour_of(one.job.peer), label=one.job.peer, markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(tokens, [f"{number / 1024:.0f}K" for number in tokens])
+    _plain_ticks(axes.yaxis)
+    axes.set_xlabel("tokens")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_skew(axes: Any, summaries: Sequence[Summary]) -> str:
+    axes.grid(axis="y", color="#e8e8e8", linewidth=0.8)
+    loads = [point.partition("=")[2] for point in summaries[0].job.points]
+    for one in summaries:
+        peaks = [number / MIB for number in one.last.series["peak_bytes"]]
+        axes.plot(loads, peaks, "o-", color=colour_of(one.job.peer), label=one.job.peer, markersize=4)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("load on the experts, from even to all tokens on the same K")
+    axes.set_ylabel("peak beyond parameters and gradients, MiB")
+    axes.legend(frameon=False, fontsize=8)
+    return "Peak by skew of the routing"
+
+
+def _draw_longest(axes: Any, summaries: Sequence[Summary]) -> str:
+    ordered = sorted(summaries, key=lambda one: one.last.series["tokens"][0])
+    names = [one.job.peer for one in ordered]
+    lengths = [one.last.series["tokens"][0] for one in ordered]
+    axes.barh(names, lengths, color=[colour_of(name) for name in names])
+    for place, length in enumerate(lengths):
+        axes.text(length, place, f" {length:,.0f}", va="center", fontsize=8)
+    axes.set_xlim(0, lengths[-1] * 1.15)
+    axes.set_xlabel(f"longest sequence within {ordered[0].job.limit_bytes / MIB:.0f} MiB, tokens")
+    return "Longest sequence in a fixed limit, by bisection"
+
+
+def _plain_ticks(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))
+    axis.set_minor_formatter(NullFormatter())

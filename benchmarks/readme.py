@@ -1,0 +1,135 @@
+"""README's tables, from the committed rows, so that no figure in it is typed by hand.
+
+A block starts with ``<!-- benchmarks: NAME -->`` and ends with ``<!-- /benchmarks -->``; what stands between is
+written by ``python -m benchmarks readme`` and compared by ``python -m benchmarks readme --check``.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.harness import read_rows
+from benchmarks.records import Row
+from benchmarks.suites import SUITES
+from benchmarks.summaries import MIB, Summary, summaries_of
+from benchmarks.tables import fraction_of_matmul_rate, machine_lines
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+_BLOCK = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
+_LABELS = {
+    "compile": "torch.compile",
+    "compile+checkpoint": "torch.compile + checkpoint",
+    "eager+checkpoint": "eager + checkpoint",
+    "diy": "by hand: `checkpoint` per `x.chunk`, 2048 rows",
+    "diy+compile": "the same, compiled",
+    "deepspeed-tiled": "DeepSpeed TiledMLP around the block",
+    "liger-tiled": "Liger tiled MLP around the block",
+    "batched_mm": "transformers `batched_mm`",
+    "memfine": "**memfine**",
+    "memfine-tokens": "memfine, tokens axis (the paper's FCDA)",
+    "memfine+checkpoint": "**memfine + gradient checkpointing**",
+}
+
+
+def write_readme(path: Path) -> bool:
+    """Fill the blocks; whether anything changed."""
+    before = path.read_text()
+    after = filled(before)
+    if after != before:
+        path.write_text(after)
+    return after != before
+
+
+def filled(text: str) -> str:
+    """The text with every block as the committed rows have it.
+
+    Raises:
+        KeyError: a block's name is unknown.
+    """
+    return _BLOCK.sub(lambda block: f"{block[1]}{BLOCKS[block[2]]()}\n{block[3]}", text)
+
+
+def label_of(peer: str) -> str:
+    if peer.startswith("compile-budget"):
+        return f"torch.compile, `activation_memory_budget` {peer.removeprefix('compile-budget')}"
+    if peer.startswith("memfine-R"):
+        return f"memfine, {peer.removeprefix('memfine-R')} rows a chunk"
+    return _LABELS.get(peer, peer)
+
+
+def layer_block(rows: Sequence[Row]) -> str:
+    """One line a peer, fp32 and bf16 beside each other."""
+    found = {(one.job.peer, one.job.dtype): one for one in summaries_of(rows)}
+    lines = ["| | fp32 peak MiB | fp32 s | of matmul rate | bf16 peak MiB | bf16 s |", "|---|---|---|---|---|---|"]
+    for peer in dict.fromkeys(peer for peer, _ in found):
+        full, half = found.get((peer, "float32")), found.get((peer, "bfloat16"))
+        rate = f"{fraction_of_matmul_rate(full):.0%}" if full else "-"
+        lines.append(f"| {label_of(peer)} | {_peak(full)} | {_time(full)} | {rate} | {_peak(half)} | {_time(half)} |")
+    return "\n".join([*_heading(rows, "layer"), *lines, *_without_figures(rows)])
+
+
+def model_block(rows: Sequence[Row]) -> str:
+    """One line a peer, with compile time and recompilations."""
+    summaries = summaries_of(rows)
+    lines = ["| | peak MiB | step s | cold compile s | recompiled in 5 further shapes |", "|---|---|---|---|---|"]
+    for one in summaries:
+        again = "-" if one.last.recompilations is None else str(one.last.recompilations)
+        cold = "-" if one.cold_compile_seconds is None or again == "-" else f"{one.cold_compile_seconds:.1f}"
+        lines.append(f"| {label_of(one.job.peer)} | {_peak(one)} | {_time(one)} | {cold} | {again} |")
+    return "\n".join([*_heading(rows, "model"), *lines, *_without_figures(rows), "", _model_ratios(summaries)])
+
+
+def _heading(rows: Sequence[Row], suite: str) -> list[str]:
+    rounds = 1 + max(row.round for row in rows)
+    steps = rows[0].job.steps
+    machines = "; ".join(machine_lines(rows))
+    peers = {row.job.peer for row in rows}
+    usual = {peer for part in SUITES[suite].parts(False) for peer in part.peers}
+    chosen = "" if peers == usual else f" --peers {','.join(dict.fromkeys(row.job.peer for row in rows))}"
+    command = f"python -m benchmarks run --suite {suite}{chosen} --rounds {rounds} --steps {steps}"
+    return [f"{rows[0].job.sizes} (`{command}`; {machines}):", ""]
+
+
+def _without_figures(rows: Sequence[Row]) -> list[str]:
+    """Peers that could not run, and why."""
+    measured = {row.job.key for row in rows if row.measurement}
+    failed = {row.job.key: row for row in rows if row.error and row.job.key not in measured}
+    said = [
+        f"{row.job.peer} ({'out of memory' if row.is_out_of_memory else row.error}, {row.job.dtype})"
+        for row in failed.values()
+    ]
+    return ["", "No figures: " + "; ".join(said) + "."] if said else []
+
+
+def _model_ratios(summaries: Sequence[Summary]) -> str:
+    by_peer = {one.job.peer: one for one in summaries}
+    sentences = []
+    for ours, theirs in (
+        ("memfine", "compile"),
+        ("memfine+checkpoint", "compile+checkpoint"),
+        ("memfine+checkpoint", "compile"),
+    ):
+        if ours in by_peer and theirs in by_peer:
+            one, other = by_peer[ours], by_peer[theirs]
+            peak, seconds = one.peak_bytes / other.peak_bytes, one.step_seconds / other.step_seconds
+            sentences.append(f"{ours} against {theirs}: {peak:.2f} x the peak, {seconds:.2f} x the time.")
+    return " ".join(sentences)
+
+
+def _peak(summary: Summary | None) -> str:
+    return "-" if summary is None else f"{summary.peak_bytes / MIB:.1f}"
+
+
+def _time(summary: Summary | None) -> str:
+    return "-" if summary is None else f"{summary.step_seconds:.2f}"
+
+
+def _from(name: str, block: Callable[[Sequence[Row]], str]) -> Callable[[], str]:
+    return lambda: block(read_rows(RESULTS / name))
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "layer": _from("layer_cpu.jsonl", layer_block),
+    "model": _from("model_cpu.jsonl", model_block),
+}

@@ -1,0 +1,153 @@
+"""How peak and time grow with tokens, experts, choices, skew and rows a chunk; the longest sequence in a limit."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.fits import fit_line, fit_power
+from benchmarks.records import Row, Sizes
+from benchmarks.suites.base import Part, Suite
+from benchmarks.summaries import MIB, Summary, align, summaries_of
+
+TOKENS = tuple(1024 * 2**power for power in range(8))
+LOADS = ("balanced", "zipf:0.5", "zipf:1", "zipf:1.5", "zipf:2", "one")
+EXPERTS = (8, 64, 256)
+TOP_K = (1, 2, 8)
+LIMIT_BYTES = 64 * MIB
+FULL_RECOMPUTE = "compile+checkpoint"
+_LONG = Sizes(batch=1, sequence=4096, hidden=64, width=128, experts=8, top_k=2)
+_SKEWED = Sizes(batch=1, sequence=8192, hidden=128, width=256, experts=32, top_k=4)
+_WIDE = Sizes(batch=1, sequence=4096, hidden=256, width=64, experts=64, top_k=4)
+_SEARCHED = Sizes(batch=1, sequence=2048, hidden=128, width=256, experts=16, top_k=4)
+_SWEEP_PEERS = ("compile", "compile+checkpoint", "diy", "memfine")
+_SEARCH_PEERS = (
+    "eager",
+    "eager+checkpoint",
+    "compile",
+    "compile+checkpoint",
+    "diy",
+    "deepspeed-tiled",
+    "liger-tiled",
+    "memfine",
+    "memfine-R512",
+)
+_ROWS_PEERS = tuple(f"memfine-R{rows}" for rows in (128, 512, 2048, 8192, 32768))
+
+
+def _parts(quick: bool) -> Sequence[Part]:
+    tokens = tuple(f"T={number}" for number in (TOKENS[:3] if quick else TOKENS))
+    loads = tuple(f"load={load}" for load in (LOADS[::5] if quick else LOADS))
+    skewed = replace(_SKEWED, sequence=1024) if quick else _SKEWED
+    sweeps = [
+        Part("sweep", _LONG, "float32", ("compile", "memfine") if quick else _SWEEP_PEERS, points=tokens, steps=3),
+        Part(
+            "sweep",
+            skewed,
+            "float32",
+            ("memfine",) if quick else (*_SWEEP_PEERS, "memfine-tokens"),
+            load="balanced",
+            points=loads,
+            steps=3,
+        ),
+        Part(
+            "longest",
+            _SEARCHED,
+            "float32",
+            ("eager+checkpoint", "memfine") if quick else _SEARCH_PEERS,
+            limit_bytes=LIMIT_BYTES // 4 if quick else LIMIT_BYTES,
+            steps=1,
+        ),
+    ]
+    if quick:
+        return sweeps
+    shapes = [*(replace(_WIDE, experts=experts) for experts in EXPERTS), *(replace(_WIDE, top_k=k) for k in TOP_K)]
+    return [
+        *sweeps,
+        *(Part("layer", sizes, "float32", ("compile", "memfine"), steps=3) for sizes in shapes),
+        Part("layer", _SKEWED, "float32", _ROWS_PEERS, steps=3),
+    ]
+
+
+def _conclude(rows: Sequence[Row]) -> str:
+    summaries = summaries_of(rows)
+    sweeps = [one for one in summaries if one.job.workload == "sweep"]
+    over_tokens = [one for one in sweeps if one.job.points[0].startswith("T=")]
+    over_loads = [one for one in sweeps if one.job.points[0].startswith("load=")]
+    searches = [one for one in summaries if one.job.workload == "longest"]
+    texts = [
+        _growth(over_tokens) if over_tokens else "",
+        _skew(over_loads) if over_loads else "",
+        _longest(searches) if searches else "",
+        _shapes([one for one in summaries if one.job.workload == "layer"]),
+    ]
+    return "\n\n".join(text for text in texts if text)
+
+
+def points_of(summary: Summary) -> list[float]:
+    """Tokens of a sweep's points."""
+    return [float(point.partition("=")[2]) for point in summary.job.points]
+
+
+def _growth(sweeps: Sequence[Summary]) -> str:
+    sizes = sweeps[0].job.sizes
+    output = 4 * sizes.hidden
+    cells = [["peer", *(point for point in sweeps[0].job.points), "B/token", "of output's", "MiB at T=0", "time ~ T^"]]
+    for one in sweeps:
+        tokens, peaks = points_of(one), one.last.series["peak_bytes"]
+        line = fit_line(tokens, peaks)
+        cells.append(
+            [
+                one.job.peer,
+                *(f"{peak / MIB:.1f}" for peak in peaks),
+                f"{line.slope:.0f}",
+                f"{line.slope / output:.2f}",
+                f"{line.offset / MIB:.1f}",
+                f"{fit_power(tokens, one.last.series['seconds']):.2f}",
+            ]
+        )
+    head = (
+        f"Peak MiB by tokens, {sizes}: the slope of a straight line, in bytes a token and in outputs [T,H] of "
+        f"{output} bytes a token"
+    )
+    return f"{head}\n{align(cells)}"
+
+
+def _skew(sweeps: Sequence[Summary]) -> str:
+    cells = [
+        ["peer", *(point.partition("=")[2] for point in sweeps[0].job.points), "worst/balanced", "time, one/balanced"]
+    ]
+    for one in sweeps:
+        peaks, seconds = one.last.series["peak_bytes"], one.last.series["seconds"]
+        growth = [f"{max(peaks) / peaks[0]:.3f}", f"{seconds[-1] / seconds[0]:.2f}"]
+        cells.append([one.job.peer, *(f"{peak / MIB:.2f}" for peak in peaks), *growth])
+    return f"Peak MiB by load, {sweeps[0].job.sizes}\n{align(cells)}"
+
+
+def _longest(searches: Sequence[Summary]) -> str:
+    full = next((one for one in searches if one.job.peer == FULL_RECOMPUTE), searches[0])
+    cells = [["peer", "longest T", f"of {full.job.peer}", "step s there"]]
+    for one in searches:
+        tokens = one.last.series["tokens"][0]
+        share = tokens / full.last.series["tokens"][0] if full.last.series["tokens"][0] else float("nan")
+        cells.append([one.job.peer, f"{tokens:,.0f}", f"{share:.2f}", f"{one.step_seconds:.3f}"])
+    sizes, limit = searches[0].job.sizes, searches[0].job.limit_bytes / MIB
+    head = f"Longest sequence whose step stays within {limit:.0f} MiB beyond parameters and gradients, "
+    return f"{head}H={sizes.hidden} F={sizes.width} E={sizes.experts} K={sizes.top_k}\n{align(cells)}"
+
+
+def _shapes(layers: Sequence[Summary]) -> str:
+    if not layers:
+        return ""
+    cells = [["sizes", "peer", "peak MiB", "step s"]]
+    cells += [
+        [str(one.job.sizes), one.job.peer, f"{one.peak_bytes / MIB:.1f}", f"{one.step_seconds:.3f}"] for one in layers
+    ]
+    return f"Peak and time by experts, choices and rows a chunk\n{align(cells)}"
+
+
+SUITE = Suite(
+    "scaling",
+    "growth with tokens, experts, choices, skew and rows a chunk; longest sequence in a byte limit",
+    _parts,
+    rounds=1,
+    conclude=_conclude,
+)

@@ -1,0 +1,71 @@
+"""All rounds of a job in one record, and columns for a terminal."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.records import Job, Measurement, Row
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All rounds of one job."""
+
+    job: Job
+    last: Measurement
+    step_seconds: float  # median over rounds of each round's median
+    step_seconds_min: float
+    step_seconds_max: float
+    peak_bytes: int
+    cold_compile_seconds: float | None
+    matmul_flops_per_second: float
+
+
+def summarise(rows: Sequence[Row]) -> Summary | None:
+    """None where no round of the job has figures."""
+    found = [row.measurement for row in rows if row.measurement is not None]
+    if not found:
+        return None
+    every_step = [seconds for measurement in found for seconds in measurement.step_seconds]
+    cold = [measurement.compile_seconds for measurement in found if measurement.cold]
+    return Summary(
+        job=rows[0].job,
+        last=found[-1],
+        step_seconds=statistics.median(statistics.median(one.step_seconds) for one in found),
+        step_seconds_min=min(every_step),
+        step_seconds_max=max(every_step),
+        peak_bytes=max(one.peak_bytes for one in found),
+        cold_compile_seconds=cold[0] if cold else None,
+        matmul_flops_per_second=statistics.median(one.matmul_flops_per_second for one in found),
+    )
+
+
+def summaries_of(rows: Sequence[Row]) -> list[Summary]:
+    """Of every job that has figures, in the order of the rows."""
+    found = [summarise(same) for same in by_key(rows).values()]
+    return [summary for summary in found if summary is not None]
+
+
+def by_key(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    keys = list(dict.fromkeys(row.job.key for row in rows))
+    return {key: [row for row in rows if row.job.key == key] for key in keys}
+
+
+def tokens_of(summary: Summary) -> float:
+    """Tokens that one step works on."""
+    job, series = summary.job, summary.last.series
+    if "rows" in series:
+        return sum(series["rows"]) / job.sizes.top_k
+    return series["tokens"][0] if "tokens" in series else job.sizes.tokens
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their longest cell, the first one to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -1,0 +1,71 @@
+"""The search for the longest sequence, and fits of growth."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.fits import fit_line, fit_power
+from benchmarks.sweeps import MOST_TOKENS, STRIDE, search_longest
+from benchmarks.worker import measure
+from tests.benchmarks.rows import EAGER
+
+
+@pytest.mark.parametrize("limit", [STRIDE, 200, 1000, 12345, 99999])
+def test_the_search_ends_just_below_the_limit(limit: int) -> None:
+    longest = search_longest(lambda tokens: tokens <= limit)
+
+    assert longest <= limit
+    assert longest % STRIDE == 0
+    assert limit - longest <= max(2 * STRIDE, 0.02 * limit)
+
+
+def test_where_nothing_fits_the_answer_is_none() -> None:
+    assert search_longest(lambda tokens: False) == 0
+
+
+def test_the_search_stops_where_everything_fits() -> None:
+    assert MOST_TOKENS <= search_longest(lambda tokens: True) <= 2 * MOST_TOKENS
+
+
+def test_a_line_is_found_again() -> None:
+    line = fit_line([1, 2, 4, 8], [13, 16, 22, 34])
+
+    assert (line.slope, line.offset, line.r_squared) == pytest.approx((3, 10, 1))
+
+
+def test_a_power_is_found_again() -> None:
+    assert fit_power([1, 2, 4], [5, 20, 80]) == pytest.approx(2)
+
+
+def test_one_point_makes_no_line() -> None:
+    with pytest.raises(ValueError, match="two different x"):
+        fit_line([1, 1], [2, 3])
+
+
+def test_a_sweep_gives_one_peak_and_time_per_point() -> None:
+    pytest.importorskip("transformers")
+    job = replace(EAGER, workload="sweep", load="balanced", points=("T=64", "T=128", "load=one"), steps=1)
+
+    series = measure(job).series
+
+    peaks = series["peak_bytes"]
+    assert len(series["seconds"]) == len(peaks) == 3
+    assert peaks[1] > 1.8 * peaks[0]
+
+
+def test_the_longest_sequence_of_the_eager_layer_is_at_its_limit() -> None:
+    pytest.importorskip("transformers")
+    limit = 1 << 20
+
+    measured = measure(replace(EAGER, workload="longest", limit_bytes=limit, steps=1))
+
+    probes = dict(zip(measured.series["probed_tokens"], measured.series["probed_bytes"], strict=True))
+    longest = measured.series["tokens"][0]
+    assert probes[longest] <= limit
+    assert all(bytes_ > limit for tokens, bytes_ in probes.items() if tokens > longest)
+
+
+def test_an_unknown_point_is_refused() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match="point 'E=4' is unknown"):
+        measure(replace(EAGER, workload="sweep", points=("E=4",)))
