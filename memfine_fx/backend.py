@@ -20,11 +20,12 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.config import Config, dump_folder, parse_budget
 from memfine_fx.errors import CannotChunk
+from memfine_fx.inner import compile_outer
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.find import find_candidates
 from memfine_fx.passes.lift import can_lift
-from memfine_fx.passes.lower import insert_identity, lower_region, save_routing_in_checkpoint
+from memfine_fx.passes.lower import insert_identity, lower_region
 from memfine_fx.passes.modes import called_bodies
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.passes.tracing import TensorSpec
@@ -59,7 +60,11 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
             if isinstance(outcome, LoweredRegion):
                 _lower(body, outcome.region, outcome.live, session)
         record.outcomes.extend(outcomes)
-    return _compile(graph_module, example_inputs, session)
+    _dump(graph_module, session)
+    if session.is_dry:
+        return graph_module
+    has_regions = any(isinstance(outcome, LoweredRegion) for outcome in record.outcomes)
+    return compile_outer(graph_module, example_inputs, session.config, has_regions=has_regions)
 
 
 def _raise_and_plan(candidate: Candidate | Refusal, session: Session) -> LoweredRegion | Refusal:
@@ -137,7 +142,6 @@ def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: S
         insert_identity(body, region, f"memfine_identity_{live.site.replace('/', '_')}")
         return
     lower_region(body, region, live.site)
-    save_routing_in_checkpoint(body, saves_attention=session.config.saves_attention)
 
 
 def _choose_plan(region: RegionBytes, session: Session, device: torch.device, num_tokens: int) -> ChunkPlan:
@@ -244,21 +248,6 @@ def _num_tokens_hint(region: MoERegion) -> int | None:
     if isinstance(num_tokens, torch.SymInt):
         return None if num_tokens.node.hint is None else int(num_tokens.node.hint)
     return int(num_tokens)
-
-
-def _compile(graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[..., Any]:
-    _dump(graph_module, session)
-    inner = session.config.inner_backend
-    if session.is_dry or inner == "eager":
-        return graph_module
-    if inner == "aot_eager":
-        from torch._dynamo.backends.debugging import aot_eager
-
-        return aot_eager(graph_module, list(example_inputs))
-    from torch._inductor.compile_fx import compile_fx
-
-    compiled: Any = compile_fx(graph_module, list(example_inputs))
-    return compiled  # type: ignore[no-any-return]  # compile_fx has many return types
 
 
 def warn_without_regions(session: Session) -> None:

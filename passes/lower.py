@@ -5,30 +5,23 @@ After:   order, offsets = memfine::route(expert_index, E)
          exit = memfine::experts(hidden, weight, order, offsets, params, site)
 
 Steps: insert the calls where the exit stood; hand them its users; erase what nothing outside reads, last
-first (in-place operations inside the region included; FX would keep them). A region in a checkpointed body
-also gets a policy that saves its index arrays, so that recomputation never routes again.
+first (in-place operations inside the region included; FX would keep them).
 
 `insert_identity` is the control: the outlined region as a submodule in its own place, changing nothing.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from memfine_fx.passes.dataflow import Dataflow, node_value
 from memfine_fx.passes.normalize import outline
 from memfine_fx.records import Cut, MoERegion
 
-__all__ = ["insert_identity", "lower_region", "save_routing_in_checkpoint"]
-
-_CONTEXT_FN = "_checkpoint_context_fn"
+__all__ = ["insert_identity", "lower_region"]
 
 
 def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str) -> None:
@@ -106,25 +99,3 @@ def _writes_for_survivors(flow: Dataflow, node: fx.Node) -> bool:
         user for target in flow.mutations.get(node, ()) for alias in flow.aliases(target) for user in alias.users
     }
     return any(flow.position[user] > flow.position[node] for user in readers)
-
-
-def save_routing_in_checkpoint(body: fx.GraphModule, *, saves_attention: bool) -> None:
-    """Make a checkpointed body save the index arrays of its regions, and attention outputs if asked.
-
-    A body that brings its own selective policy keeps it.
-    """
-    policy = functools.partial(_checkpoint_policy, saves_attention)
-    body.meta.setdefault(_CONTEXT_FN, functools.partial(create_selective_checkpoint_contexts, policy))
-
-
-def _checkpoint_policy(
-    saves_attention: bool, context: Any, target: Callable[..., Any], *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    is_saved = target is torch.ops.memfine.route.default or (saves_attention and _is_attention(target))
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _is_attention(target: Callable[..., Any]) -> bool:
-    """Fused attention: quadratic work in the sequence behind an output of one tensor's size."""
-    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
-    return name.startswith("aten::_scaled_dot_product_") and not name.endswith("_backward")

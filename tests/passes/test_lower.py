@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.config import Config
 from memfine_fx.passes.dataflow import target_name
 from memfine_fx.passes.find import find_candidates
-from memfine_fx.passes.lower import insert_identity, lower_region, save_routing_in_checkpoint
+from memfine_fx.passes.lower import insert_identity, lower_region
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.records import Candidate, ChunkPlan, MoERegion
 from memfine_fx.runtime import store
@@ -35,7 +34,6 @@ from tests.helpers import (
 
 SITE = "test_lower/0"
 MEMFINE_OPS = (torch.ops.memfine.route.default, torch.ops.memfine.experts.default)
-MUST_SAVE = (CheckpointPolicy.MUST_SAVE,)
 
 
 def captured(layer: TinyMoE) -> tuple[fx.GraphModule, MoERegion]:
@@ -171,21 +169,3 @@ def test_the_identity_rewrite_is_reached_by_the_config() -> None:
     compile_graph(graph_module, [], session)
     assert [node for node in graph_module.graph.nodes if node.op == "call_module"]
     assert session.report().num_chunked == 1
-
-
-@pytest.mark.parametrize("saves_attention", [True, False])
-def test_a_checkpointed_body_saves_its_routing_and_attention_if_asked(saves_attention: bool) -> None:
-    graph_module, region = captured(GatheredMoE())
-    lower_region(graph_module, region, SITE)
-    save_routing_in_checkpoint(graph_module, saves_attention=saves_attention)
-    policy = graph_module.meta["_checkpoint_context_fn"].args[0]
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    saved = {op for op in (*MEMFINE_OPS, torch.ops.aten.mm.default, attention) if policy(None, op) in MUST_SAVE}
-    assert saved == {torch.ops.memfine.route.default, *([attention] if saves_attention else [])}
-
-
-def test_a_checkpoint_policy_of_the_user_is_kept() -> None:
-    graph_module, _ = captured(GatheredMoE())
-    graph_module.meta["_checkpoint_context_fn"] = "the user's"
-    save_routing_in_checkpoint(graph_module, saves_attention=True)
-    assert graph_module.meta["_checkpoint_context_fn"] == "the user's"

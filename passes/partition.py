@@ -1,0 +1,76 @@
+"""Partition: what the backward of a graph with chunked regions finds saved, and what it computes again.
+
+AOT autograd splits one joint graph into forward and backward with functorch's min-cut partitioner. This pass
+stands in front of it and says, by tags, what it must not decide otherwise:
+
+* the index arrays of a region are saved: routing is never redone, under nobody's checkpoint policy;
+* the experts' output is never computed again, because no backward of a region reads it: where something after
+  a checkpointed layer reads it (the final norm), it is saved;
+* in checkpointed layers that hold a region, the output of fused attention is saved (`Config.saves_attention`):
+  one [T,H] tensor buys back the recomputation whose cost grows with the square of the sequence. A policy of
+  the user that demands recomputation (MUST_RECOMPUTE) is obeyed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
+
+import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+
+__all__ = ["StepPartitioner"]
+
+_NEVER_RECOMPUTED = (torch.ops.memfine.route.default, torch.ops.memfine.experts.default)
+
+
+class StepPartitioner(CustomPartitionerFn):
+    """The partitioner of graphs that hold chunked regions.
+
+    Args:
+        saves_attention: keep the output of fused attention in checkpointed layers with a region.
+    """
+
+    def __init__(self, *, saves_attention: bool) -> None:
+        self._saves_attention = saves_attention
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        _save_what_is_dear(gm.graph, self._saves_attention)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        return forward, backward
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,), str(self._saves_attention))
+
+
+def _save_what_is_dear(graph: fx.Graph, saves_attention: bool) -> None:
+    with_regions = {
+        node.meta.get("ac_graph_id") for node in graph.nodes if node.target is torch.ops.memfine.experts.default
+    }
+    for node in graph.nodes:
+        if "recompute" not in node.meta:
+            continue
+        is_wanted = saves_attention and node.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
+        is_attention = is_wanted and node.meta.get("ac_graph_id") in with_regions and _is_attention(node)
+        if node.target in _NEVER_RECOMPUTED or is_attention:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            for user in node.users:
+                if _is_getitem(user):
+                    user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _is_attention(node: fx.Node) -> bool:
+    """Fused attention: quadratic work in the sequence behind an output of one tensor's size."""
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name.startswith("aten::_scaled_dot_product_") and not name.endswith("_backward")
