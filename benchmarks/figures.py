@@ -23,11 +23,16 @@ _COLOURS = (
     ("eager+", "#e0b070"),
     ("eager", "#555555"),
     ("diy", "#8a5aa8"),
-    ("fcda", "#b06ab3"),
+    ("fcda-c", "#8a5aa8"),
+    ("fcda-mact", "#c77ccb"),
     ("deepspeed", "#b03a48"),
     ("liger", "#d4707c"),
 )
 _OTHER = "#999999"
+# Beyond this ratio of the largest to the smallest an axis is logarithmic.
+_WIDE = 20
+# Suites whose tables are one comparison each; others show growth, or one picture for all their tables.
+_COMPARING = ("layer", "model", "paper", "budget", "gpu")
 _SHOWN_OVER_TIME = ("eager", "compile", "compile+checkpoint", "diy", "memfine", "memfine+checkpoint")
 
 
@@ -53,7 +58,10 @@ def pictures_of(rows: Sequence[Row]) -> list[Picture]:
     for title in dict.fromkeys(row.job.table for row in rows):
         summaries = summaries_of([row for row in rows if row.job.table == title])
         for draw in _drawings(summaries):
-            pictures.append(_picture(draw, title, summaries))
+            pictures.append(_picture(draw, title.partition(": ")[2], summaries))
+    of_configs = summaries_of([row for row in rows if row.job.suite == "moeblaze"])
+    if of_configs:
+        pictures.append(_picture(_draw_configs, "MoEBlaze's configurations", of_configs))
     return pictures
 
 
@@ -64,11 +72,11 @@ def _drawings(summaries: Sequence[Summary]) -> Iterator[Draw]:
     if len(summaries) < 2:
         return
     workload, points = summaries[0].job.workload, summaries[0].job.points
-    if workload in ("layer", "model", "rank"):
+    if summaries[0].job.suite in _COMPARING and workload in ("layer", "model", "rank"):
         yield _draw_pareto
         yield _draw_bars
-    if workload in ("layer", "model") and any(_is_over_time(one) for one in summaries):
-        yield _draw_timeline
+        if any(_is_over_time(one) for one in summaries):
+            yield _draw_timeline
     if workload == "rank":
         yield _draw_layers
     if workload == "sweep" and points[0].startswith("T="):
@@ -86,11 +94,11 @@ def _picture(draw: Draw, title: str, summaries: Sequence[Summary]) -> Picture:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPackage("matplotlib", "bench", "drawing benchmark figures") from error
-    figure = Figure(figsize=(7.6, 4.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(7.6, 4.4), dpi=95, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     caption = draw(axes, summaries)
-    axes.set_title(title.partition(": ")[2], loc="left", fontsize=9)
+    axes.set_title(title, loc="left", fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.set_axisbelow(True)
@@ -108,16 +116,21 @@ def _draw_pareto(axes: Any, summaries: Sequence[Summary]) -> str:
             front.append((peak, seconds))
             fastest = seconds
     axes.plot(*zip(*front, strict=True), color="#0a7d5a", linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    for place, (peak, seconds, peer) in enumerate(points):
+    for peak, seconds, peer in points:
         axes.plot(peak, seconds, "o", color=colour_of(peer), markersize=7, zorder=3)
-        shift = (7, 6) if place % 2 else (7, -11)
-        axes.annotate(peer, (peak, seconds), textcoords="offset points", xytext=shift, fontsize=7.5)
+    every = [seconds for _, seconds, _ in points]
     axes.set_xscale("log")
-    axes.set_xlim(points[0][0] / 1.3, points[-1][0] * 2.2)
+    axes.set_xlim(points[0][0] / 1.3, points[-1][0] * 2.5)
     _plain_ticks(axes.xaxis)
     axes.set_xlabel("peak beyond parameters and gradients, MiB (log)")
     axes.set_ylabel("step, s")
-    axes.set_ylim(0, max(seconds for _, seconds, _ in points) * 1.15)
+    if max(every) > _WIDE * min(every):
+        axes.set_yscale("log")
+        axes.set_ylim(min(every) / 1.5, max(every) * 1.6)
+        _plain_ticks(axes.yaxis)
+    else:
+        axes.set_ylim(0, max(every) * 1.2)
+    _label_apart(axes, points)
     return "Time against peak: nothing left of and below the dashed line"
 
 
@@ -128,9 +141,16 @@ def _draw_bars(axes: Any, summaries: Sequence[Summary]) -> str:
     for place, one in enumerate(ordered):
         label = f" {one.peak_bytes / MIB:,.1f} MiB, {one.step_seconds:.3g} s"
         axes.text(one.peak_bytes / MIB, place, label, va="center", fontsize=7.5)
-    axes.set_xlim(0, ordered[-1].peak_bytes / MIB * 1.35)
+    unit = "MiB"
+    if ordered[-1].peak_bytes > _WIDE * ordered[0].peak_bytes:
+        axes.set_xscale("log")
+        unit = "MiB (log)"
+        axes.set_xlim(ordered[0].peak_bytes / MIB / 2, ordered[-1].peak_bytes / MIB * 8)
+        _plain_ticks(axes.xaxis)
+    else:
+        axes.set_xlim(0, ordered[-1].peak_bytes / MIB * 1.35)
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlabel("peak beyond parameters and gradients, MiB")
+    axes.set_xlabel(f"peak beyond parameters and gradients, {unit}")
     return "Peak and step time by peer"
 
 
@@ -221,6 +241,44 @@ def _draw_longest(axes: Any, summaries: Sequence[Summary]) -> str:
     axes.set_xlim(0, lengths[-1] * 1.15)
     axes.set_xlabel(f"longest sequence within {ordered[0].job.limit_bytes / MIB:.0f} MiB, tokens")
     return "Longest sequence in a fixed limit, by bisection"
+
+
+def _draw_configs(axes: Any, summaries: Sequence[Summary]) -> str:
+    sizes = list(dict.fromkeys(one.job.sizes for one in summaries))
+    peers = list(dict.fromkeys(one.job.peer for one in summaries))
+    width = 0.8 / len(peers)
+    for number, peer in enumerate(peers):
+        here = [one for one in summaries if one.job.peer == peer]
+        places = [sizes.index(one.job.sizes) + (number - (len(peers) - 1) / 2) * width for one in here]
+        peaks = [one.peak_bytes / MIB for one in here]
+        axes.bar(places, peaks, width, color=colour_of(peer), label=peer)
+    labels = [f"T={size.tokens}\nH={size.hidden}\nE={size.experts} K={size.top_k}" for size in sizes]
+    axes.set_xticks(range(len(sizes)), labels, fontsize=7.5)
+    axes.grid(axis="y", color="#e8e8e8", linewidth=0.8)
+    axes.set_ylabel("peak beyond parameters and gradients, MiB")
+    axes.legend(frameon=False, fontsize=8)
+    return "Peak of MoEBlaze's configurations"
+
+
+def _label_apart(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
+    """Names to the right of their points, moved up where they would cover another, with a thin line back."""
+    to_pixels, to_data = axes.transData.transform, axes.transData.inverted().transform
+    taken: list[tuple[float, float, float]] = []  # left, right, height of each label
+    for peak, seconds, peer in sorted(points, key=lambda point: point[1]):
+        left, height = to_pixels((peak, seconds))
+        height += 7  # above the dashed line
+        left, right = left + 10, left + 10 + 5.6 * len(peer)
+        while any(left < end and begin < right and abs(height - other) < 12 for begin, end, other in taken):
+            height += 3
+        taken.append((left, right, height))
+        axes.annotate(
+            peer,
+            (peak, seconds),
+            xytext=to_data((left, height)),
+            va="center",
+            fontsize=7.5,
+            arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
+        )
 
 
 def _plain_ticks(axis: Any) -> None:

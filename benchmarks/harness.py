@@ -20,7 +20,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.records import Job, Row
+from benchmarks.peers import find_peer
+from benchmarks.records import UNAVAILABLE, Job, Row
 from memfine_fx.demo.progress import open_progress
 
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported|Chunk|Infeasible)\b")
@@ -67,7 +68,10 @@ def run_rounds(
 
 
 def run_in_process(job: Job, cache: Path, limit_s: float, memory_limit_bytes: int | None = None) -> Row:
-    """One worker's row; an error's row where the worker ended badly."""
+    """One worker's row; an error's row where the worker ended badly, or the peer is not there to run."""
+    missing = find_peer(job.workload, job.peer).missing(job.device)
+    if missing is not None:
+        return Row(job, round=0, error=UNAVAILABLE + missing)
     command = [sys.executable, "-m", "benchmarks.worker", json.dumps(asdict(job))]
     command += [] if memory_limit_bytes is None else [str(memory_limit_bytes)]
     try:

@@ -105,7 +105,7 @@ def _cells(summary: Summary, baselines: dict[str, Summary], reference: Summary) 
         f"{summary.step_seconds_min:.4g}-{summary.step_seconds_max:.4g}",
         f"{tokens_of(summary) / summary.step_seconds:,.0f}",
         *ratios,
-        f"{cold:.1f}" if cold is not None and is_compiled else "-",
+        f"{cold:.1f}" if cold and is_compiled else "-",
         *_extra_cells(summary),
         check(summary, reference),
     ]

@@ -14,8 +14,7 @@ import torch
 
 from benchmarks.machine import describe_machine
 from benchmarks.measuring import measure_step
-from benchmarks.peers import find_peer
-from benchmarks.records import UNAVAILABLE, Job, Measurement, Row
+from benchmarks.records import Job, Measurement, Row
 from benchmarks.sweeps import MEASURES
 
 
@@ -33,11 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(job.device)
     if limit and device.type == "cpu":
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit[0]), int(limit[0])))
-    reason = find_peer(job.workload, job.peer).missing(job.device)
-    if reason is not None:
-        row = Row(job, round=0, machine=describe_machine(device), error=UNAVAILABLE + reason)
-    else:
-        row = Row(job, round=0, measurement=measure(job), machine=describe_machine(device))
+    row = Row(job, round=0, measurement=measure(job), machine=describe_machine(device))
     print(row.to_json(), file=out, flush=True)
     return 0
 

@@ -1,6 +1,6 @@
-"""Token chunks under checkpoint: by hand, and with the tiled MLPs of DeepSpeed and Liger.
+"""Token chunks under checkpoint: by hand, and with the tiled MLPs of DeepSpeed, Liger and Unsloth.
 
-Both tiled MLPs run the whole block, router included, once per tile in forward and once more in backward.
+The tiled MLPs run the whole block, router included, once per tile in forward and once more in backward.
 """
 
 from collections.abc import Callable
@@ -38,6 +38,13 @@ def _liger(module: Any, sizes: Sizes) -> Forward:
     return _tiled(module, sizes, apply_tiled_mlp)
 
 
+def _unsloth(module: Any, sizes: Sizes) -> Forward:
+    """Its autograd function with our tile size; its own choice of one is a dense layer's formula."""
+    from unsloth_zoo.tiled_mlp import TiledMLP
+
+    return lambda hidden: TiledMLP.apply(module, module, hidden, False, num_token_chunks(hidden, sizes), None)
+
+
 def _tiled(module: Any, sizes: Sizes, apply: Callable[..., torch.Tensor]) -> Forward:
     parameters = list(module.parameters())
 
@@ -53,6 +60,7 @@ LAYER = (
     Peer("diy+compile", compiled(by_hand()), "forward", is_compiled=True),
     Peer("deepspeed-tiled", _deepspeed, "forward", missing=needs("deepspeed")),
     Peer("liger-tiled", _liger, "forward", missing=needs("liger_kernel", "triton")),
+    Peer("unsloth-tiled", _unsloth, "forward", missing=needs("unsloth_zoo", "triton", cuda=True)),
 )
 
 

@@ -1,9 +1,9 @@
-"""Other ways to run the same experts' weights: transformers' implementations, and ScatterMoE's kernels.
+"""Other ways to run the same expert weights: transformers' implementations, and the kernels of other projects.
 
-MegaBlocks keeps its expert weights transposed and concatenated in modules of its own, so the unmodified
-block cannot be handed to it; it is reported, not measured.
+Each replaces the block's experts by functions of its own on the block's parameters; the router stays.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -44,8 +44,31 @@ def _scattermoe(module: Any, sizes: Sizes) -> Forward:
     return forward
 
 
-def _no_adapter(module: Any, sizes: Sizes) -> Forward:
-    raise AssertionError("reported as unavailable before it is wrapped")
+def _megablocks(module: Any, sizes: Sizes) -> Forward:
+    """Its dropless layer's grouped form: sort, gather, two grouped products, scatter."""
+    from megablocks import grouped_gemm_util, ops
+
+    experts = module.experts
+    sort_end_bit = max(math.ceil(math.log2(sizes.experts)), 1)
+
+    def forward_experts(hidden: torch.Tensor, expert_index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            flat = expert_index.flatten().int()
+            by_expert, order = ops.sort(flat, sort_end_bit)
+            counts = ops.histogram(flat, sizes.experts)
+            ends = ops.inclusive_cumsum(counts, 0)
+        rows = ops.gather(hidden, order, by_expert, ends, sizes.top_k)
+        host_counts = counts.cpu().long()
+        gate_up = grouped_gemm_util.ops.gmm(rows, experts.gate_up_proj, host_counts, trans_b=True)
+        gate, up = gate_up.chunk(2, dim=-1)
+        active = torch.nn.functional.silu(gate) * up
+        out = grouped_gemm_util.ops.gmm(active, experts.down_proj, host_counts, trans_b=True)
+        combined: torch.Tensor = ops.scatter(out, order, by_expert, weight.flatten(), ends, sizes.top_k)
+        return combined
+
+    experts.forward = forward_experts
+    forward: Forward = module
+    return forward
 
 
 LAYER = (
@@ -53,5 +76,5 @@ LAYER = (
     Peer("batched_mm+compile", compiled(_implementation("batched_mm")), is_compiled=True),
     Peer("sonicmoe", _implementation("sonicmoe"), missing=needs("kernels", "cutlass", cuda=True)),
     Peer("scattermoe", _scattermoe, missing=needs("scattermoe", "triton", cuda=True)),
-    Peer("megablocks", _no_adapter, missing=lambda device: "its layer cannot take this block's weights; no adapter"),
+    Peer("megablocks", _megablocks, missing=needs("megablocks", "grouped_gemm", cuda=True)),
 )

@@ -9,18 +9,15 @@ from benchmarks.records import Sizes
 from benchmarks.suites.base import Part, Suite
 
 _MODEL_PEERS = ("memfine", "compile+checkpoint", "compile", "eager+checkpoint", "eager", "memfine+checkpoint")
-_LAYER_PEERS = (
-    "memfine",
-    "eager",
-    "compile",
-    "eager+checkpoint",
-    "compile+checkpoint",
-    "memfine-R16384",
-    "diy",
+_LAYER_PEERS = ("memfine", "eager", "compile", "eager+checkpoint", "compile+checkpoint", "memfine-R16384")
+_FURTHER_LAYER_PEERS = (
     "scattermoe",
     "sonicmoe",
+    "megablocks",
     "deepspeed-tiled",
     "liger-tiled",
+    "unsloth-tiled",
+    "diy",
 )
 _GRADIENT_PEERS = ("eager", "memfine", "memfine-R2048")
 _LAYER = Sizes(batch=1, sequence=32768, hidden=2048, width=768, experts=128, top_k=8)
@@ -61,10 +58,12 @@ _GRADIENT_SIZES = (
 
 def _parts(quick: bool) -> Sequence[Part]:
     gradients = _GRADIENT_SIZES[1:] if quick else _GRADIENT_SIZES
+    layer = _LAYER_QUICK if quick else _LAYER
     return [
         *(Part("gradients", sizes, "bfloat16", _GRADIENT_PEERS) for sizes in gradients),
-        Part("layer", _LAYER_QUICK if quick else _LAYER, "bfloat16", _LAYER_PEERS),
+        Part("layer", layer, "bfloat16", _LAYER_PEERS),
         Part("model", _MODEL_QUICK if quick else _MODEL, "bfloat16", _MODEL_PEERS),
+        Part("layer", layer, "bfloat16", _FURTHER_LAYER_PEERS),
     ]
 
 

@@ -21,6 +21,7 @@ _PEERS = (
     "diy+compile",
     "deepspeed-tiled",
     "liger-tiled",
+    "unsloth-tiled",
     "batched_mm",
     "sonicmoe",
     "scattermoe",

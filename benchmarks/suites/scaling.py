@@ -14,7 +14,7 @@ EXPERTS = (8, 64, 256)
 TOP_K = (1, 2, 8)
 LIMIT_BYTES = 64 * MIB
 FULL_RECOMPUTE = "compile+checkpoint"
-_LONG = Sizes(batch=1, sequence=4096, hidden=64, width=128, experts=8, top_k=2)
+_LONG = Sizes(batch=1, sequence=4096, hidden=256, width=128, experts=8, top_k=2)
 _SKEWED = Sizes(batch=1, sequence=8192, hidden=128, width=256, experts=32, top_k=4)
 _WIDE = Sizes(batch=1, sequence=4096, hidden=256, width=64, experts=64, top_k=4)
 _SEARCHED = Sizes(batch=1, sequence=2048, hidden=128, width=256, experts=16, top_k=4)
@@ -43,7 +43,7 @@ def _parts(quick: bool) -> Sequence[Part]:
             "sweep",
             skewed,
             "float32",
-            ("memfine",) if quick else (*_SWEEP_PEERS, "memfine-tokens"),
+            ("memfine-R128",) if quick else (*_SWEEP_PEERS, "memfine-R512", "memfine-tokens"),
             load="balanced",
             points=loads,
             steps=3,
@@ -93,7 +93,8 @@ def _growth(sweeps: Sequence[Summary]) -> str:
     cells = [["peer", *(point for point in sweeps[0].job.points), "B/token", "of output's", "MiB at T=0", "time ~ T^"]]
     for one in sweeps:
         tokens, peaks = points_of(one), one.last.series["peak_bytes"]
-        line = fit_line(tokens, peaks)
+        upper = len(tokens) // 2  # below, a chunk is all rows there are
+        line = fit_line(tokens[upper:], peaks[upper:]) if len(tokens) > 3 else fit_line(tokens, peaks)
         cells.append(
             [
                 one.job.peer,
@@ -105,8 +106,8 @@ def _growth(sweeps: Sequence[Summary]) -> str:
             ]
         )
     head = (
-        f"Peak MiB by tokens, {sizes}: the slope of a straight line, in bytes a token and in outputs [T,H] of "
-        f"{output} bytes a token"
+        f"Peak MiB by tokens, H={sizes.hidden} F={sizes.width} E={sizes.experts} K={sizes.top_k}; the slope of a "
+        f"straight line through the longer half, in bytes a token and in outputs [T,H] of {output} bytes a token"
     )
     return f"{head}\n{align(cells)}"
 
