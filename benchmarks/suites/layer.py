@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from benchmarks.records import Sizes
+from benchmarks.records import Row, Sizes
 from benchmarks.suites.base import Part, Suite
+from benchmarks.targets import peak_and_time
 
 FULL = Sizes(batch=1, sequence=8192, hidden=512, width=1024, experts=16, top_k=4)
 QUICK = Sizes(batch=1, sequence=4096, hidden=128, width=256, experts=8, top_k=2)
@@ -55,4 +56,8 @@ def _parts(quick: bool) -> Sequence[Part]:
     return [Part("layer", FULL, "float32", _PEERS), Part("layer", FULL, "bfloat16", _BF16_PEERS)]
 
 
-SUITE = Suite("layer", "one Qwen3-MoE layer, forward and backward, under every peer", _parts)
+def _conclude(rows: Sequence[Row]) -> str:
+    return peak_and_time(rows, ("memfine", "memfine-tokens"), 1 / 8)
+
+
+SUITE = Suite("layer", "one Qwen3-MoE layer, forward and backward, under every peer", _parts, conclude=_conclude)

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from benchmarks.records import Sizes
+from benchmarks.records import Row, Sizes
 from benchmarks.suites.base import Part, Suite
+from benchmarks.targets import peak_and_time
 
 FULL = Sizes(
     batch=2,
@@ -47,4 +48,8 @@ def _parts(quick: bool) -> Sequence[Part]:
     return [Part("model", QUICK if quick else FULL, "float32", _QUICK_PEERS if quick else _PEERS)]
 
 
-SUITE = Suite("model", "a Qwen3-MoE language model, loss and all gradients", _parts)
+def _conclude(rows: Sequence[Row]) -> str:
+    return peak_and_time(rows, ("memfine", "memfine+checkpoint"), 0.5)
+
+
+SUITE = Suite("model", "a Qwen3-MoE language model, loss and all gradients", _parts, conclude=_conclude)

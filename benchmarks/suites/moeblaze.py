@@ -23,7 +23,7 @@ CONFIGS = (
     (2048, 8, 4, 16, 512),
 )
 WIDTH_SCALE, TOKEN_SCALE = 8, 16
-_CPU_PEERS = ("compile", "compile+checkpoint", "diy", "memfine")
+_CPU_PEERS = ("compile", "diy", "memfine")
 _CUDA_PEERS = ("compile", "compile+checkpoint", "diy", "scattermoe", "sonicmoe", "megablocks", "memfine")
 
 

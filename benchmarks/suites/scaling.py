@@ -7,30 +7,29 @@ from benchmarks.fits import fit_line, fit_power
 from benchmarks.records import Row, Sizes
 from benchmarks.suites.base import Part, Suite
 from benchmarks.summaries import MIB, Summary, align, summaries_of
+from benchmarks.targets import FULL_RECOMPUTE, at_least, at_most
 
 TOKENS = tuple(1024 * 2**power for power in range(8))
 LOADS = ("balanced", "zipf:0.5", "zipf:1", "zipf:1.5", "zipf:2", "one")
 EXPERTS = (8, 64, 256)
-TOP_K = (1, 2, 8)
+TOP_K = (1, 8)
 LIMIT_BYTES = 64 * MIB
-FULL_RECOMPUTE = "compile+checkpoint"
 _LONG = Sizes(batch=1, sequence=4096, hidden=256, width=128, experts=8, top_k=2)
 _SKEWED = Sizes(batch=1, sequence=8192, hidden=128, width=256, experts=32, top_k=4)
 _WIDE = Sizes(batch=1, sequence=4096, hidden=256, width=64, experts=64, top_k=4)
 _SEARCHED = Sizes(batch=1, sequence=2048, hidden=128, width=256, experts=16, top_k=4)
 _SWEEP_PEERS = ("compile", "compile+checkpoint", "diy", "memfine")
+_SKEW_PEERS = ("compile", "diy", "memfine", "memfine-R512", "memfine-tokens")
 _SEARCH_PEERS = (
-    "eager",
     "eager+checkpoint",
     "compile",
     "compile+checkpoint",
     "diy",
-    "deepspeed-tiled",
     "liger-tiled",
     "memfine",
     "memfine-R512",
 )
-_ROWS_PEERS = tuple(f"memfine-R{rows}" for rows in (128, 512, 2048, 8192, 32768))
+_ROWS_PEERS = tuple(f"memfine-R{rows}" for rows in (128, 512, 2048, 8192))
 
 
 def _parts(quick: bool) -> Sequence[Part]:
@@ -43,7 +42,7 @@ def _parts(quick: bool) -> Sequence[Part]:
             "sweep",
             skewed,
             "float32",
-            ("memfine-R128",) if quick else (*_SWEEP_PEERS, "memfine-R512", "memfine-tokens"),
+            ("memfine-R128",) if quick else _SKEW_PEERS,
             load="balanced",
             points=loads,
             steps=3,
@@ -109,7 +108,18 @@ def _growth(sweeps: Sequence[Summary]) -> str:
         f"Peak MiB by tokens, H={sizes.hidden} F={sizes.width} E={sizes.experts} K={sizes.top_k}; the slope of a "
         f"straight line through the longer half, in bytes a token and in outputs [T,H] of {output} bytes a token"
     )
-    return f"{head}\n{align(cells)}"
+    return f"{head}\n{align(cells)}{_growth_target(sweeps)}"
+
+
+def _growth_target(sweeps: Sequence[Summary]) -> str:
+    """Between the last two points, where a chunk is long full: what one more token costs, in outputs [T,H]."""
+    ours = next((one for one in sweeps if one.job.peer == "memfine"), None)
+    if ours is None or len(ours.job.points) < 4:
+        return ""
+    tokens, peaks = points_of(ours), ours.last.series["peak_bytes"]
+    slope = (peaks[-1] - peaks[-2]) / (tokens[-1] - tokens[-2]) / (4 * ours.job.sizes.hidden)
+    what = "memfine: growth a token beyond 64K, in bytes of the token's output and input gradient"
+    return "\n" + at_most(what, slope / 2, 1.0)
 
 
 def _skew(sweeps: Sequence[Summary]) -> str:
@@ -120,7 +130,9 @@ def _skew(sweeps: Sequence[Summary]) -> str:
         peaks, seconds = one.last.series["peak_bytes"], one.last.series["seconds"]
         growth = [f"{max(peaks) / peaks[0]:.3f}", f"{seconds[-1] / seconds[0]:.2f}"]
         cells.append([one.job.peer, *(f"{peak / MIB:.2f}" for peak in peaks), *growth])
-    return f"Peak MiB by load, {sweeps[0].job.sizes}\n{align(cells)}"
+    ours = [one.last.series["peak_bytes"] for one in sweeps if one.job.peer == "memfine-R512"]
+    verdicts = [at_most("memfine-R512: worst load's peak against the even one's", max(p) / p[0], 1.02) for p in ours]
+    return "\n".join([f"Peak MiB by load, {sweeps[0].job.sizes}", align(cells), *verdicts])
 
 
 def _longest(searches: Sequence[Summary]) -> str:
@@ -132,7 +144,13 @@ def _longest(searches: Sequence[Summary]) -> str:
         cells.append([one.job.peer, f"{tokens:,.0f}", f"{share:.2f}", f"{one.step_seconds:.3f}"])
     sizes, limit = searches[0].job.sizes, searches[0].job.limit_bytes / MIB
     head = f"Longest sequence whose step stays within {limit:.0f} MiB beyond parameters and gradients, "
-    return f"{head}H={sizes.hidden} F={sizes.width} E={sizes.experts} K={sizes.top_k}\n{align(cells)}"
+    ours = [one.last.series["tokens"][0] for one in searches if one.job.peer == "memfine"]
+    against = full.last.series["tokens"][0]
+    verdicts = [
+        at_least(f"memfine: longest sequence against {full.job.peer}", one / against, 4) for one in ours if against
+    ]
+    head = f"{head}H={sizes.hidden} F={sizes.width} E={sizes.experts} K={sizes.top_k}"
+    return "\n".join([head, align(cells), *verdicts])
 
 
 def _shapes(layers: Sequence[Summary]) -> str:

@@ -70,7 +70,7 @@ def test_growth_is_fitted_over_the_longer_half() -> None:
 
     (text,) = conclusions([_sweep("memfine", points, (500, 500, 900, 1700), (1, 2, 4, 8))])
 
-    cells = text.splitlines()[-1].split()
+    cells = text.splitlines()[-2].split()
     assert cells[5:8] == ["200", "1.56", "0.0"]  # bytes a token; outputs of 128 bytes; MiB at T=0
     assert cells[-1] == "1.00"
 
@@ -89,7 +89,8 @@ def test_the_longest_sequence_is_compared_with_full_recomputation() -> None:
 
     (text,) = conclusions([search("eager", 500), search("compile+checkpoint", 1000), search("memfine", 4500)])
 
-    assert text.splitlines()[-1].split()[:3] == ["memfine", "4,500", "4.50"]
+    assert text.splitlines()[-2].split()[:3] == ["memfine", "4,500", "4.50"]
+    assert text.splitlines()[-1].startswith("met ")
 
 
 def test_compile_times_stand_beside_each_other() -> None:
@@ -110,3 +111,14 @@ def test_a_peer_that_computes_something_else_is_named() -> None:
     (said,) = disagreements([row_of("eager"), wrong, row_of("memfine")])
 
     assert "diy: VALUE DIFFERS" in said
+
+
+def test_targets_are_met_or_said_not_to_be() -> None:
+    rows = [row_of("compile", peak_mib=90, seconds=1.0), row_of("compile+checkpoint", peak_mib=80, seconds=2.0)]
+
+    (text,) = conclusions([*rows, row_of("memfine", peak_mib=8, seconds=1.1)])
+
+    assert text.splitlines()[1:] == [
+        "met     float32, memfine: peak against compile+checkpoint: 0.100, at most 0.125",
+        "NOT MET float32, memfine: time against compile: 1.100, at most 1",
+    ]
