@@ -9,13 +9,21 @@ chunks from a symbolic memory model, and compiles with Inductor (MemFine, arXiv 
 
 from memfine_fx.api import explain, optimize, report
 from memfine_fx.config import Config
-from memfine_fx.errors import BudgetInfeasible, CannotChunk, ConfigError, DoubleBackwardError, MemfineError
+from memfine_fx.errors import (
+    BudgetInfeasible,
+    CannotChunk,
+    ChunkOutOfMemory,
+    ConfigError,
+    DoubleBackwardError,
+    MemfineError,
+)
 from memfine_fx.registration import register_backend as _register_backend
 from memfine_fx.report import RegionReport, Report
 
 __all__ = [
     "BudgetInfeasible",
     "CannotChunk",
+    "ChunkOutOfMemory",
     "Config",
     "ConfigError",
     "DoubleBackwardError",

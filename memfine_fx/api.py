@@ -13,6 +13,7 @@ import torch
 
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
+from memfine_fx.memory.measure import MemoryTrace, trace_memory
 from memfine_fx.report import Report
 from memfine_fx.session import LoweredRegion, Session, open_session, sessions
 
@@ -157,9 +158,7 @@ def _plan_dry_run(session: Session) -> None:
                 outcome.live.plan, outcome.live.num_tokens = outcome.live.plan_for(hint), hint
 
 
-def _measured_step(model: torch.nn.Module, call: Callable[[], Any]) -> int:
-    from memfine_fx.memory.measure import trace_memory
-
+def _measured_step(model: torch.nn.Module, call: Callable[[], Any]) -> MemoryTrace:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def step() -> None:
@@ -171,10 +170,10 @@ def _measured_step(model: torch.nn.Module, call: Callable[[], Any]) -> int:
     step()
     for parameter in gradients:
         parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter)
-    peak = trace_memory(step, device).peak_bytes
+    trace = trace_memory(step, device)
     for parameter, gradient in gradients.items():
         parameter.grad = gradient
-    return peak
+    return trace
 
 
 def _scalar_of(output: Any) -> torch.Tensor:

@@ -32,6 +32,7 @@ from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.planner import RegionBytes, plan_region
 from memfine_fx.records import Candidate, ChunkPlan, MoERegion, Refusal
 from memfine_fx.runtime.loop import accumulator_dtype
+from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
 from memfine_fx.session import LoweredRegion, Session, next_site
 
@@ -110,6 +111,8 @@ def _plan(region: MoERegion, session: Session) -> LiveRegion:
         out_dtype=output.dtype,
         drops_out_of_range=region.drops_out_of_range,
         choose_plan=functools.partial(_choose_plan, region_bytes, session, output.device),
+        tuner=ChunkTuner(config.bins, config.patience, keeps_slices=config.tokens_per_chunk is not None),
+        warn=functools.partial(session.warn_of_failure, region.where),
     )
     register(live)
     return live

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--experts", default="grouped_mm", help="transformers' experts implementation")
     shown.add_argument("--json", action="store_true")
     shown.add_argument("--measure", action="store_true", help="also run a step and measure its peak")
+    shown.add_argument("--plot", metavar="FILE", help="draw the measured step's memory (png, svg, pdf); measures")
     shown.set_defaults(run=_explain)
 
     plan = commands.add_parser("plan", help="rows per chunk and predicted bytes of one SwiGLU MoE layer")
@@ -57,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
     plan.add_argument("--budget", help="bytes the layer may use beyond parameters, e.g. 800MB")
     plan.add_argument("--axis", choices=("rows", "tokens"), default="rows")
+    plan.add_argument("--rows", type=int, help="rows per chunk at most, instead of the planner's choice")
+    plan.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the layer would run")
+    plan.add_argument("--sweep", action="store_true", help="also predicted bytes and chunks for other rows per chunk")
+    plan.add_argument("--json", action="store_true")
     plan.add_argument("--paper", action="store_true", help="MemFine's table and map of chunks by its closed form")
     plan.set_defaults(run=_plan)
 
@@ -72,7 +79,10 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     model, args, kwargs = _load(options.target, options.experts)
-    report = explain(model, *args, measure=options.measure, config=Config(), **kwargs)
+    is_measured = options.measure or options.plot is not None
+    report = explain(model, *args, measure=is_measured, config=Config(), **kwargs)
+    if options.plot is not None:
+        report.plot(options.plot)
     print(report.to_json() if options.json else report)
     return 0
 
@@ -83,22 +93,32 @@ def _plan(options: argparse.Namespace) -> int:
 
         print(render())
         return 0
-    from memfine_fx.layer_plan import plan_swiglu_layer
+    from memfine_fx.layer_plan import LayerSizes, plan_swiglu_layer, sweep_rows
 
-    plan, terms = plan_swiglu_layer(
+    sizes = LayerSizes(
         num_tokens=options.tokens,
         hidden=options.hidden,
         expert_width=options.width,
         num_experts=options.experts,
         top_k=options.top_k,
         dtype=_DTYPES[options.dtype],
-        memory_budget=options.budget,
-        axis=options.axis,
+        device=options.device,
     )
-    print(f"axis {plan.axis}, {plan.rows_per_chunk} rows a chunk: {plan.reason}")
+    plan, terms = plan_swiglu_layer(sizes, memory_budget=options.budget, axis=options.axis, rows_per_chunk=options.rows)
+    points = sweep_rows(sizes) if options.sweep else []
+    if options.json:
+        shown = {"plan": asdict(plan), "terms": terms, "sweep": [asdict(point) for point in points]}
+        print(json.dumps(shown, indent=2))
+        return 0
+    size = f"{plan.rows_per_chunk} rows" if plan.axis == "rows" else f"{plan.tokens_per_chunk} tokens"
+    print(f"axis {plan.axis}, {size} a chunk: {plan.reason}")
     print(f"predicted peak of the layer beyond parameters: {plan.predicted_bytes:,} B")
     for name, num_bytes in sorted(terms.items(), key=lambda term: -term[1]):
         print(f"  {name:22} {num_bytes:>16,} B")
+    if points:
+        print(f"{'rows a chunk':>12}{'peak, B':>20}{'chunks, balanced':>18}{'chunks, skewed':>16}")
+    for point in points:
+        print(f"{point.rows:12,}{point.peak_bytes:20,}{point.chunks_balanced:18,}{point.chunks_skewed:16,}")
     return 0
 
 

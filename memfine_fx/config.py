@@ -44,6 +44,9 @@ class Config:
             computed and combined in sequence and recomputed in backward.
         rows_per_chunk: routed rows in one chunk, R. None lets the planner choose.
         tokens_per_chunk: tokens in one slice of axis "tokens". None derives it from R and top-k.
+        bins: numbers of chunks to choose among at run time, as the paper's (1, 2, 4, 8); None takes the exact
+            number that the rows of the step require.
+        patience: steps in a row that must require fewer chunks before fewer are used; more are used at once.
         fold_weight: move the routing weight before the last projection (saves its recomputation).
         saves_attention: in checkpointed layers that hold a region, keep the output of fused attention
             instead of recomputing it: one [T,H] tensor a layer for its most expensive recomputation.
@@ -58,6 +61,8 @@ class Config:
     axis: Axis = "rows"
     rows_per_chunk: int | None = None
     tokens_per_chunk: int | None = None
+    bins: tuple[int, ...] | None = None
+    patience: int = 4
     fold_weight: bool = True
     saves_attention: bool = True
     memory_budget: MemoryBudget = None
@@ -70,7 +75,11 @@ class Config:
         _check_choice("inner_backend", self.inner_backend, get_args(InnerBackend))
         for name in ("rows_per_chunk", "tokens_per_chunk"):
             _check_positive(name, getattr(self, name), optional=True)
-        _check_positive("min_rows", self.min_rows, optional=False)
+        for name in ("min_rows", "patience"):
+            _check_positive(name, getattr(self, name), optional=False)
+        _check_bins(self.bins)
+        if self.bins is not None and self.tokens_per_chunk is not None:
+            raise ConfigError("Config.bins and Config.tokens_per_chunk both set the number of token slices; give one")
         for name in ("fold_weight", "saves_attention", "identity_rewrite"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"Config.{name} must be a bool, got {getattr(self, name)!r}")
@@ -151,3 +160,14 @@ def _check_positive(name: str, value: object, *, optional: bool) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"Config.{name}={value!r} must be a positive int")
+
+
+def _check_bins(bins: object) -> None:
+    if bins is None:
+        return
+    sizes = bins if isinstance(bins, tuple) else ()
+    is_valid = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
+    if not sizes or not is_valid or list(sizes) != sorted(set(sizes)):
+        raise ConfigError(
+            f"Config.bins={bins!r} must be a tuple of rising positive ints, such as (1, 2, 4, 8), or None"
+        )

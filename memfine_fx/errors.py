@@ -1,6 +1,6 @@
 """Errors and refusals of memfine_fx.
 
-`ConfigError` and `BudgetInfeasible` reach the user. `CannotChunk` never does: it is raised where a
+`ConfigError`, `BudgetInfeasible` and `ChunkOutOfMemory` reach the user. `CannotChunk` never does: it is raised where a
 graph leaves what a pass can prove, caught once per region by the pipeline, and printed by the report;
 the user's graph stays as it was.
 """
@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["BudgetInfeasible", "CannotChunk", "ConfigError", "DoubleBackwardError", "MemfineError"]
+import torch
+
+__all__ = [
+    "BudgetInfeasible",
+    "CannotChunk",
+    "ChunkOutOfMemory",
+    "ConfigError",
+    "DoubleBackwardError",
+    "MemfineError",
+    "MissingPackage",
+]
 
 
 class MemfineError(Exception):
@@ -18,6 +28,16 @@ class MemfineError(Exception):
 
 class ConfigError(MemfineError, ValueError):
     """An option, budget or argument is malformed; the message names the value and what is accepted."""
+
+
+class MissingPackage(MemfineError, ImportError):
+    """A package outside the core dependencies is needed; the message names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed; "
+            f"install it with: pip install 'memfine-fx[{extra}]'"
+        )
 
 
 class DoubleBackwardError(MemfineError, RuntimeError):
@@ -56,4 +76,24 @@ class BudgetInfeasible(MemfineError):
             f"memory_budget={budget_bytes:,} B cannot be met: the smallest budget that fits is "
             f"{minimum_bytes:,} B. Largest terms: {terms}. Raise memory_budget to at least {minimum_bytes}, "
             f"or make the batch or sequence smaller."
+        )
+
+
+class ChunkOutOfMemory(MemfineError, torch.OutOfMemoryError):
+    """Memory ran out in a chunk of a single row; what handles `torch.OutOfMemoryError` handles this.
+
+    Args:
+        terms: (name, bytes) of what one row needs beyond what is already alive.
+        cause: what the allocator said.
+    """
+
+    def __init__(self, terms: Sequence[tuple[str, int]], cause: str) -> None:
+        self.terms = tuple(sorted(terms, key=lambda term: -term[1]))
+        self.needed_bytes = sum(num_bytes for _, num_bytes in self.terms)
+        self.cause = cause
+        listed = ", ".join(f"{name} {num_bytes:,} B" for name, num_bytes in self.terms)
+        super().__init__(
+            f"out of memory in a chunk of a single row, after halving its rows down to that: one row needs about "
+            f"{self.needed_bytes:,} B ({listed}). Free memory outside the experts: make the batch or sequence "
+            f"smaller, or checkpoint the layers. The allocator said: {cause}"
         )

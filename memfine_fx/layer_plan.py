@@ -2,60 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from memfine_fx.config import MemoryBudget, parse_budget
+from memfine_fx.config import Axis, MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
 from memfine_fx.passes.bodies import bodies_for
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.planner import RegionBytes, plan_region, region_peak
 from memfine_fx.records import ChunkPlan, ExpertFunction
+from memfine_fx.runtime.schedule import rows_schedule
 
-__all__ = ["plan_swiglu_layer"]
+__all__ = ["LayerSizes", "RowsPoint", "plan_swiglu_layer", "sweep_rows"]
 
 
-def plan_swiglu_layer(
-    *,
-    num_tokens: int,
-    hidden: int,
-    expert_width: int,
-    num_experts: int,
-    top_k: int,
-    dtype: torch.dtype,
-    memory_budget: MemoryBudget = None,
-    axis: Literal["rows", "tokens"] = "rows",
-    device: str = "cpu",
-) -> tuple[ChunkPlan, dict[str, int]]:
-    """(plan, bytes by term at its peak) of a layer with stacked gate-up [E,2F,H] and down [E,H,F] weights.
-
-    Args:
-        memory_budget: bytes the layer may use beyond its parameters; a fraction is not accepted here.
+@dataclass(frozen=True)
+class LayerSizes:
+    """One layer with stacked gate-up [E,2F,H] and down [E,H,F] weights.
 
     Raises:
         ConfigError: a size is not positive, or K exceeds E.
+    """
+
+    num_tokens: int
+    hidden: int
+    expert_width: int
+    num_experts: int
+    top_k: int
+    dtype: torch.dtype
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "hidden", "expert_width", "num_experts", "top_k"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be positive")
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k={self.top_k} exceeds num_experts={self.num_experts}")
+
+
+@dataclass(frozen=True)
+class RowsPoint:
+    """What R rows a chunk cost: the predicted peak, and chunks with rows spread evenly or on as few experts
+    as top-k allows."""
+
+    rows: int
+    peak_bytes: int
+    chunks_balanced: int
+    chunks_skewed: int
+
+
+def plan_swiglu_layer(
+    sizes: LayerSizes,
+    *,
+    memory_budget: MemoryBudget = None,
+    axis: Axis = "rows",
+    rows_per_chunk: int | None = None,
+) -> tuple[ChunkPlan, dict[str, int]]:
+    """(plan, bytes by term at its peak).
+
+    Args:
+        memory_budget: bytes the layer may use beyond its parameters; a fraction is not accepted here.
+        axis: which way to chunk.
+        rows_per_chunk: R at most, or None for the planner's choice.
+
+    Raises:
+        ConfigError: the budget is a fraction or malformed.
         BudgetInfeasible: no chunk size fits.
     """
-    sizes = dict(tokens=num_tokens, hidden=hidden, width=expert_width, experts=num_experts, top_k=top_k)
-    for name, size in sizes.items():
-        if size <= 0:
-            raise ConfigError(f"{name}={size} must be positive")
-    if top_k > num_experts:
-        raise ConfigError(f"top_k={top_k} exceeds experts={num_experts}")
     if isinstance(memory_budget, float):
         raise ConfigError(f"memory_budget={memory_budget!r}: a layer's plan needs bytes, not a fraction of a device")
-    region = _region_bytes(hidden, expert_width, num_experts, top_k, dtype, device)
+    region = _region_bytes(sizes)
     available = parse_budget(memory_budget)
-    plan = plan_region(region, num_tokens, axis=axis, budget_bytes=available, available_bytes=available)
-    return plan, region_peak(region, num_tokens, plan.rows_per_chunk, axis)
+    plan = plan_region(
+        region,
+        sizes.num_tokens,
+        axis=axis,
+        rows_per_chunk=rows_per_chunk,
+        budget_bytes=available,
+        available_bytes=available,
+    )
+    return plan, region_peak(region, sizes.num_tokens, plan.rows_per_chunk, axis)
 
 
-def _region_bytes(
-    hidden: int, width: int, num_experts: int, top_k: int, dtype: torch.dtype, device: str
-) -> RegionBytes:
-    place = torch.device(device)
+def sweep_rows(sizes: LayerSizes, *, smallest: int = 64) -> list[RowsPoint]:
+    """The rows axis at R = `smallest`, twice that and so on, up to all routed rows."""
+    region = _region_bytes(sizes)
+    num_routed = sizes.num_tokens * sizes.top_k
+    per_expert = [num_routed * expert // sizes.num_experts for expert in range(sizes.num_experts + 1)]
+    largest = min(sizes.num_tokens, num_routed)
+    on_few = [min(num_routed, largest * expert) for expert in range(sizes.num_experts + 1)]
+    points = []
+    rows = min(smallest, num_routed)
+    while True:
+        peak = sum(region_peak(region, sizes.num_tokens, rows).values())
+        balanced, skewed = (
+            len(rows_schedule(offsets, rows, groups=region.takes_group)) for offsets in (per_expert, on_few)
+        )
+        points.append(RowsPoint(rows, peak, balanced, skewed))
+        if rows >= num_routed:
+            return points
+        rows = min(2 * rows, num_routed)
+
+
+def _region_bytes(sizes: LayerSizes) -> RegionBytes:
+    hidden, width, num_experts, dtype = sizes.hidden, sizes.expert_width, sizes.num_experts, sizes.dtype
+    place = torch.device(sizes.device)
     specs = (
         TensorSpec((hidden,), dtype, place, per_row=True),
         TensorSpec((), dtype, place, per_row=True),
@@ -67,7 +120,7 @@ def _region_bytes(
     is_low_precision = dtype is not torch.float32
     num_weights = 3 * width * hidden
     return RegionBytes(
-        top_k=top_k,
+        top_k=sizes.top_k,
         num_experts=num_experts,
         hidden=hidden,
         out_width=hidden,

@@ -13,6 +13,7 @@ largest R that fits is found exactly by bisection over integers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -187,7 +188,14 @@ def _cast_bytes(region: RegionBytes, rows: int) -> int:
 
 
 def _body(peak: sympy.Expr, region: RegionBytes, rows: int) -> int:
-    return int(peak.subs({ROWS: rows, GROUPS: region.num_experts}))
+    return int(_function_of(peak)(rows, region.num_experts))
+
+
+@functools.lru_cache(maxsize=1024)
+def _function_of(peak: sympy.Expr) -> Callable[[int, int], float]:
+    """The expression in (R, G) as a function: plans are solved while a step waits."""
+    function: Callable[[int, int], float] = sympy.lambdify((ROWS, GROUPS), peak, modules="math")
+    return function
 
 
 def _index_chunk(rows: int) -> int:

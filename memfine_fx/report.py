@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from memfine_fx.errors import MemfineError
+from memfine_fx.memory.timeline import Timeline
 from memfine_fx.records import ChunkPlan, RegionDims, Where
 
 __all__ = ["RegionReport", "Report"]
@@ -66,12 +69,14 @@ class Report:
         num_graphs: graphs that Dynamo captured (bodies of higher-order ops not counted).
         predicted_bytes: largest predicted working set of one region; None before a plan exists.
         measured_bytes: measured peak of the step beyond what was alive before it, or None.
+        timeline: memory over the measured step, or None.
     """
 
     regions: tuple[RegionReport, ...]
     num_graphs: int
     predicted_bytes: int | None = None
     measured_bytes: int | None = None
+    timeline: Timeline | None = None
 
     @property
     def num_chunked(self) -> int:
@@ -89,8 +94,28 @@ class Report:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The report as a JSON document."""
-        return json.dumps(dataclasses.asdict(self), indent=2, default=_jsonable)
+        """The report as a JSON document, without the timeline."""
+        fields = dataclasses.asdict(dataclasses.replace(self, timeline=None))
+        del fields["timeline"]
+        return json.dumps(fields, indent=2, default=_jsonable)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the memory over the measured step, the chunked regions marked, what was predicted beside it.
+
+        Args:
+            path: of the picture; its ending chooses the format (png, svg, pdf).
+
+        Raises:
+            MemfineError: nothing was measured.
+            MissingPackage: matplotlib is not installed.
+        """
+        if self.timeline is None:
+            raise MemfineError(
+                "this report holds no measured step to draw: memfine_fx.explain(model, ..., measure=True) makes one"
+            )
+        from memfine_fx.chart import draw_timeline
+
+        draw_timeline(self.timeline, path)
 
 
 def _jsonable(value: Any) -> str:

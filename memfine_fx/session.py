@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -12,11 +14,15 @@ import torch
 from torch.utils.weak import WeakIdRef
 
 from memfine_fx.config import Config
-from memfine_fx.records import MoERegion, Refusal
+from memfine_fx.memory.measure import MemoryTrace
+from memfine_fx.memory.timeline import timeline_of
+from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.report import RegionReport, Report
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["LoweredRegion", "Session", "sessions"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class Session:
     is_dry: bool = False
     static_bytes: int = 0
     has_warned: bool = False
+    has_warned_of_failure: bool = False
     _graphs: list[CapturedGraph] = field(default_factory=list)
 
     @property
@@ -79,10 +86,25 @@ class Session:
         kept = [graph for graph in self._graphs if any(id(alive) in wanted for alive in graph.alive_parameters())]
         return replace(self, _graphs=kept) if kept else None
 
-    def report(self, measured_bytes: int | None = None) -> Report:
+    def warn_of_failure(self, where: Where, message: str) -> None:
+        """Log an allocation failure of one region; the first of the session is a warning too."""
+        log.info("%s: %s", where, message)
+        if not self.has_warned_of_failure:
+            self.has_warned_of_failure = True
+            warnings.warn(f"{where}: {message}", RuntimeWarning, stacklevel=2)
+
+    def report(self, measured: MemoryTrace | None = None) -> Report:
+        """What is known of the regions, and of a step that was traced."""
         regions = tuple(_region_report(outcome) for outcome in self._latest())
         predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
-        return Report(regions, self.num_graphs, max(predicted, default=None), measured_bytes)
+        measured_bytes = None if measured is None else measured.peak_bytes
+        timeline = None if measured is None else timeline_of(measured, self._names_of_sites())
+        return Report(regions, self.num_graphs, max(predicted, default=None), measured_bytes, timeline)
+
+    def _names_of_sites(self) -> dict[str, str]:
+        """Site of each lowered region -> the module it is in."""
+        lowered = [outcome for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
+        return {one.live.site: one.region.where.module or str(one.region.where) for one in lowered}
 
     def _latest(self) -> list[LoweredRegion | Refusal]:
         """One outcome a place: recompilations of the same code replace what they recompiled."""

@@ -123,3 +123,19 @@ def test_an_option_is_checked_like_a_field() -> None:
 def test_a_config_option_of_another_type_is_named() -> None:
     with pytest.raises(ConfigError, match=re.escape("options['config'] must be a memfine_fx.Config, got dict")):
         Config.from_options({"config": {"axis": "rows"}})
+
+
+@pytest.mark.parametrize("bins", [(), [1, 2], (2, 1), (1, 1), (0, 1), (1.0,), (True,), "12", 4])
+def test_bins_that_are_no_rising_tuple_are_named(bins: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"Config.bins={bins!r} must be a tuple of rising positive ints")):
+        Config(bins=bins)
+
+
+def test_bins_and_fixed_slices_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="both set the number of token slices"):
+        Config(axis="tokens", bins=(1, 2), tokens_per_chunk=8)
+
+
+def test_patience_is_positive() -> None:
+    with pytest.raises(ConfigError, match=r"Config\.patience=0 must be a positive int"):
+        Config(patience=0)

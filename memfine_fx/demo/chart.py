@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memfine_fx.demo.model import MissingPackage
 from memfine_fx.demo.training import ModeResult
+from memfine_fx.errors import MissingPackage
 
 MIB = 2**20
 

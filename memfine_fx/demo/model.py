@@ -5,15 +5,7 @@ from typing import Any
 
 import torch
 
-
-class MissingPackage(ImportError):
-    """A package outside the core dependencies is needed; the message names the extra that brings it."""
-
-    def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed; "
-            f"install it with: pip install 'memfine-fx[{extra}]'"
-        )
+from memfine_fx.errors import MissingPackage
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import torch
 
 import memfine_fx
 from memfine_fx.demo.chart import MIB, draw_memory
-from memfine_fx.demo.model import MissingPackage
 from memfine_fx.demo.progress import Progress, open_progress
 from memfine_fx.demo.training import MODES, QUICK_SIZES, DemoSizes, ModeResult
+from memfine_fx.errors import MissingPackage
 
 # fp32 rounding differs between the modes' kernels, and AdamW's division feeds it back into every later step.
 RELATIVE_TOLERANCE = 1e-3

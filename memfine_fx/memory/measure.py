@@ -22,6 +22,7 @@ counts negative. CUDA sizes are the allocator's blocks, rounded up to 512 bytes.
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -30,6 +31,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "memfine_fx.mark/"
+_BEGIN = "begin/"
+_END = "end/"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,26 @@ def mark(name: str) -> None:
     """Name this moment of a traced step, such as the end of the forward; costs next to nothing elsewhere."""
     with record_function(_MARK + name):
         pass
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Name a stretch of a traced step; see `memory.timeline`. Costs next to nothing elsewhere."""
+    mark(_BEGIN + name)
+    try:
+        yield
+    finally:
+        mark(_END + name)
+
+
+def begin_of(mark: str) -> str | None:
+    """The name of the stretch that a mark begins, or None."""
+    return mark.removeprefix(_BEGIN) if mark.startswith(_BEGIN) else None
+
+
+def end_of(mark: str) -> str | None:
+    """The name of the stretch that a mark ends, or None."""
+    return mark.removeprefix(_END) if mark.startswith(_END) else None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 An expert whose rows stand in one chunk has its gradient multiplied straight into its slice. An expert split
 over chunks accumulates; in low precision it does so in fp32 staging of that one expert, so that splitting
 rounds no more than one matmul would. Experts without rows get zeros.
+
+Every method either adds its whole contribution or, when memory for it cannot be had, raises having added nothing,
+so that it can be called again.
 """
 
 from __future__ import annotations
@@ -58,6 +61,12 @@ class ParamGradient:
         self.value[first_expert:last].copy_(gradients)
         self._written[first_expert:last] = [True] * gradients.shape[0]
 
+    @property
+    def staged_bytes(self) -> int:
+        """Most bytes that adding to one expert may take: its fp32 staging and the product being added."""
+        elements = self.value.numel() // self._num_slots if self._num_slots else 0
+        return elements * (4 + self.value.element_size()) if self._is_low_precision else 0
+
     def finish(self, expert: int) -> None:
         """Write an expert's staged gradient to its place; nothing more will be added to it."""
         if self._kind == "shared":
@@ -66,9 +75,10 @@ class ParamGradient:
 
     def _write_staged(self, expert: int) -> None:
         slot, place = self._slot(expert)
-        staged = self._staging.pop(slot, None)
+        staged = self._staging.get(slot)
         if staged is not None:
             place.copy_(staged)
+            del self._staging[slot]
 
     def finish_all(self) -> torch.Tensor:
         """The complete gradient."""

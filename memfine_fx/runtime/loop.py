@@ -6,17 +6,25 @@ for a chunk is freed before the next. In low precision the sums over a token's c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+import sympy
 import torch
 
+from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, PlainGrad, ProductGrad
+from memfine_fx.runtime.faults import Progress, walk
 from memfine_fx.runtime.gradients import ParamGradient
-from memfine_fx.runtime.routing import token_slice_bounds
-from memfine_fx.runtime.schedule import Chunk, rows_schedule, tokens_schedule
+from memfine_fx.runtime.mact import ChunkTuner
+from memfine_fx.runtime.schedule import Chunk
 
 __all__ = ["Routed", "accumulator_dtype", "chunks_of", "run_backward", "run_forward"]
+
+
+def _ignore(rows: int) -> None:
+    """What nobody wants to know."""
 
 
 class Routed:
@@ -81,36 +89,78 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def chunks_of(routed: Routed, bodies: Bodies, plan: ChunkPlan) -> list[Chunk]:
-    """The layer's chunks under a plan."""
-    if plan.axis == "rows":
-        return rows_schedule(routed.offsets.tolist(), plan.rows_per_chunk, groups=bodies.takes_group)
-    bounds = token_slice_bounds(routed.order, routed.offsets, routed.top_k, routed.num_tokens, plan.tokens_per_chunk)
-    return tokens_schedule(bounds.tolist())
+def chunks_of(
+    routed: Routed, bodies: Bodies, plan: ChunkPlan, tuner: ChunkTuner | None = None, *, is_new_step: bool = True
+) -> list[Chunk]:
+    """The layer's chunks under a plan.
+
+    Args:
+        tuner: of the region; without one, slices of the tokens axis are the plan's.
+        is_new_step: False where backward walks the rows of an earlier forward.
+    """
+    return (tuner or ChunkTuner(keeps_slices=True)).chunks(
+        plan,
+        routed.order,
+        routed.offsets,
+        top_k=routed.top_k,
+        num_tokens=routed.num_tokens,
+        groups=bodies.takes_group,
+        is_new_step=is_new_step,
+    )
 
 
-def run_forward(routed: Routed, bodies: Bodies, chunks: Sequence[Chunk], out_dtype: torch.dtype) -> torch.Tensor:
-    """Combined outputs, [T,H_out] of `out_dtype`."""
-    call = bodies.forward().call
+def run_forward(
+    routed: Routed,
+    bodies: Bodies,
+    chunks: Sequence[Chunk],
+    out_dtype: torch.dtype,
+    on_failure: Callable[[int], None] = _ignore,
+) -> torch.Tensor:
+    """Combined outputs, [T,H_out] of `out_dtype`.
+
+    Args:
+        on_failure: told the rows that a chunk may have from now on, after an allocation failed and the chunks
+            were halved.
+
+    Raises:
+        ChunkOutOfMemory: memory ran out in a chunk of a single row.
+    """
+    body = bodies.forward()
     hidden = routed.hidden
     out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
+
+    def run(chunk: Chunk, progress: Progress) -> None:
+        assignments, tokens = routed.places(chunk)
+        (contribution,) = body.call(*routed.arguments(bodies, chunk, assignments, tokens))
+        progress.complete([partial(_add_rows, out, tokens, contribution)])
+
+    def needs() -> list[tuple[str, int]]:
+        return _row_terms(routed, bodies.out_width, body.peak_bytes)
+
     with torch._C._DisableAutocast():
-        for chunk in chunks:
-            assignments, tokens = routed.places(chunk)
-            (contribution,) = call(*routed.arguments(bodies, chunk, assignments, tokens))
-            out.index_add_(0, tokens, contribution.to(out.dtype))
-            del contribution
+        limit = walk(chunks, run, groups=bodies.takes_group, needs=needs)
+    if limit is not None:
+        on_failure(limit)
     return out.to(out_dtype)
 
 
 def run_backward(
-    grad: torch.Tensor, routed: Routed, bodies: Bodies, chunks: Sequence[Chunk], wanted: tuple[bool, ...]
+    grad: torch.Tensor,
+    routed: Routed,
+    bodies: Bodies,
+    chunks: Sequence[Chunk],
+    wanted: tuple[bool, ...],
+    on_failure: Callable[[int], None] = _ignore,
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted, in the order hidden, weight, parameters.
 
     Args:
         grad: [T,H_out] gradient of the output; may be expanded.
         wanted: hidden, weight, then each parameter.
+        on_failure: as in `run_forward`.
+
+    Raises:
+        ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
     body = bodies.backward(wanted)
     hidden, weight = routed.hidden, routed.weight
@@ -124,18 +174,28 @@ def run_backward(
         None if how is None else ParamGradient(param, kind)
         for how, param, kind in zip(body.param_grads, routed.params, bodies.param_kinds, strict=True)
     ]
+
+    def run(chunk: Chunk, progress: Progress) -> None:
+        assignments, tokens = routed.places(chunk)
+        rows_grad = grad.index_select(0, tokens).to(bodies.contribution_dtype)
+        arguments = [rows_grad, *routed.arguments(bodies, chunk, assignments, tokens)]
+        results = body.call(*arguments)
+        effects: list[Callable[[], object]] = []
+        if grad_hidden is not None and body.rows_grad is not None:
+            effects.append(partial(_add_rows, grad_hidden, tokens, results[body.rows_grad]))
+        if grad_weight is not None and body.weight_grad is not None:
+            effects.append(partial(grad_weight.index_copy_, 0, assignments, results[body.weight_grad]))
+        effects.extend(_param_effects(params, body, chunk, arguments, results, groups=bodies.takes_group))
+        progress.complete(effects)
+
+    def needs() -> list[tuple[str, int]]:
+        staged = max((param.staged_bytes for param in params if param is not None), default=0)
+        return [*_row_terms(routed, bodies.out_width, body.peak_bytes), ("gradient staging of an expert", staged)]
+
     with torch._C._DisableAutocast():
-        for chunk in chunks:
-            assignments, tokens = routed.places(chunk)
-            rows_grad = grad.index_select(0, tokens).to(bodies.contribution_dtype)
-            arguments = [rows_grad, *routed.arguments(bodies, chunk, assignments, tokens)]
-            results = body.call(*arguments)
-            if grad_hidden is not None and body.rows_grad is not None:
-                grad_hidden.index_add_(0, tokens, results[body.rows_grad].to(grad_hidden.dtype))
-            if grad_weight is not None and body.weight_grad is not None:
-                grad_weight.index_copy_(0, assignments, results[body.weight_grad])
-            _add_param_gradients(params, body, chunk, arguments, results, groups=bodies.takes_group)
-            del rows_grad, arguments, results
+        limit = walk(chunks, run, groups=bodies.takes_group, needs=needs)
+    if limit is not None:
+        on_failure(limit)
     grads: list[torch.Tensor] = []
     if grad_hidden is not None:
         grads.append(grad_hidden.to(hidden.dtype))
@@ -144,7 +204,11 @@ def run_backward(
     return [*grads, *(param.finish_all() for param in params if param is not None)]
 
 
-def _add_param_gradients(
+def _add_rows(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    total.index_add_(0, tokens, rows.to(total.dtype))
+
+
+def _param_effects(
     params: Sequence[ParamGradient | None],
     body: BackwardBody,
     chunk: Chunk,
@@ -152,22 +216,31 @@ def _add_param_gradients(
     results: Sequence[torch.Tensor],
     *,
     groups: bool,
-) -> None:
+) -> Iterator[Callable[[], object]]:
+    """Two effects a parameter, for any part of a chunk: adding, and finishing where the chunk completes."""
     expert = chunk.first_expert
     for param, how in zip(params, body.param_grads, strict=True):
         if param is None:
             continue
         if isinstance(how, ProductGrad):
             left, right = how.left.value(arguments, results), how.right.value(arguments, results)
-            param.add_product(expert, left, right, is_part=chunk.is_part)
+            yield partial(param.add_product, expert, left, right, is_part=chunk.is_part)
+        elif isinstance(how, PlainGrad) and groups:
+            yield partial(_add_group, param, chunk, results[how.index])
         elif isinstance(how, PlainGrad):
-            gradient = results[how.index]
-            if groups:
-                _add_group(param, chunk, gradient)
-            else:
-                param.add_tensor(expert, gradient, is_part=chunk.is_part)
-        if chunk.completes:
-            param.finish(expert)
+            yield partial(param.add_tensor, expert, results[how.index], is_part=chunk.is_part)
+        yield partial(param.finish, expert) if chunk.completes else _nothing
+
+
+def _nothing() -> None:
+    """The effect of finishing what has more chunks to come."""
+
+
+def _row_terms(routed: Routed, out_width: int, peak: sympy.Expr) -> list[tuple[str, int]]:
+    """What a chunk of one row of one expert needs, beyond what is alive outside it."""
+    hidden = routed.hidden
+    rows = hidden.shape[1] * hidden.element_size() + out_width * 4
+    return [("expert body", int(peak.subs({ROWS: 1, GROUPS: 1}))), ("gathered row", rows)]
 
 
 def _add_group(param: ParamGradient, chunk: Chunk, gradient: torch.Tensor) -> None:

@@ -7,11 +7,13 @@ own so that a checkpointed region can save the index arrays instead of the exper
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from memfine_fx.errors import DoubleBackwardError
+from memfine_fx.memory.measure import span
 from memfine_fx.runtime.loop import Routed, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.routing import sort_assignments
 from memfine_fx.runtime.store import lookup
@@ -69,10 +71,12 @@ def experts(
     plan = region.plan_for(hidden.shape[0])
     if not region.drops_out_of_range and (offsets[0] != 0 or offsets[-1] != order.numel()):
         raise IndexError(f"expert ids outside [0, {region.num_experts}) reach a table of {region.num_experts} experts")
-    chunks = chunks_of(routed, region.bodies, plan)
+    chunks = chunks_of(routed, region.bodies, plan, region.tuner)
     region.plan, region.num_tokens, region.num_chunks = plan, hidden.shape[0], len(chunks)
     region.num_steps += 1
-    return run_forward(routed, region.bodies, chunks, region.out_dtype)
+    lower = partial(region.lower, hidden.shape[0])
+    with span(f"forward {site}"):
+        return run_forward(routed, region.bodies, chunks, region.out_dtype, lower)
 
 
 @experts.register_fake
@@ -110,8 +114,11 @@ def experts_backward(
     """Gradients of what is wanted (hidden, weight, then each parameter), recomputing chunk by chunk."""
     region = lookup(site)
     routed = Routed(hidden, weight, order, offsets, params, region.top_k)
-    chunks = chunks_of(routed, region.bodies, region.plan_for(hidden.shape[0]))
-    return run_backward(grad, routed, region.bodies, chunks, tuple(wanted))
+    plan = region.plan_for(hidden.shape[0])
+    chunks = chunks_of(routed, region.bodies, plan, region.tuner, is_new_step=False)
+    lower = partial(region.lower, hidden.shape[0])
+    with span(f"backward {site}"):
+        return run_backward(grad, routed, region.bodies, chunks, tuple(wanted), lower)
 
 
 @experts_backward.register_fake

@@ -10,7 +10,7 @@ import torch
 
 from memfine_fx.errors import MemfineError
 
-__all__ = ["sort_assignments", "token_slice_bounds"]
+__all__ = ["SliceCounter", "sort_assignments"]
 
 _MAX_ROWS = 2**31 - 1
 
@@ -37,28 +37,38 @@ def sort_assignments(expert_index: torch.Tensor, num_experts: int) -> tuple[torc
     return order.to(torch.int32), offsets.to("cpu", torch.int64)
 
 
-def token_slice_bounds(
-    order: torch.Tensor, offsets: torch.Tensor, top_k: int, num_tokens: int, tokens_per_slice: int
-) -> torch.Tensor:
-    """Where token slices begin inside each expert's rows (rows of an expert are in token order).
+class SliceCounter:
+    """Counts the rows of token slices of any size, expert by expert, of one layer's routing.
 
     Args:
-        order: [N] as from `sort_assignments`.
+        order: [N] as from `sort_assignments`; rows of an expert are in token order.
         offsets: [E+1] on the host.
         top_k: K.
         num_tokens: T.
-        tokens_per_slice: tokens in one slice.
-
-    Returns:
-        [S+1,E] int64 on the host; rows of expert e in slice s stand at bounds[s,e]:bounds[s+1,e].
     """
-    num_experts = offsets.numel() - 1
-    tokens = torch.div(order, top_k, rounding_mode="floor").to(torch.int64)
-    counts = offsets.diff().to(order.device)
-    kept = tokens[int(offsets[0]) : int(offsets[-1])]
-    expert_of_row = torch.repeat_interleave(torch.arange(num_experts, device=order.device), counts)
-    keys = expert_of_row * num_tokens + kept
-    num_slices = -(-num_tokens // tokens_per_slice)
-    starts = torch.arange(num_slices + 1, device=order.device).mul_(tokens_per_slice).clamp_(max=num_tokens)
-    wanted = torch.arange(num_experts, device=order.device) * num_tokens + starts.unsqueeze(1)
-    return (torch.searchsorted(keys, wanted) + offsets[0].to(order.device)).to("cpu")
+
+    def __init__(self, order: torch.Tensor, offsets: torch.Tensor, top_k: int, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.num_experts = offsets.numel() - 1
+        counts = offsets.diff()
+        self.largest_expert = int(counts.max()) if self.num_experts else 0
+        self._first = int(offsets[0])
+        experts = torch.arange(self.num_experts, device=order.device).mul_(num_tokens)
+        keys = torch.repeat_interleave(experts, counts.to(order.device))
+        keys.add_(torch.div(order[self._first : int(offsets[-1])], top_k, rounding_mode="floor"))
+        self._keys = keys
+
+    def bounds(self, tokens_per_slice: int) -> torch.Tensor:
+        """Where slices begin inside each expert's rows.
+
+        Args:
+            tokens_per_slice: tokens in one slice.
+
+        Returns:
+            [S+1,E] int64 on the host; rows of expert e in slice s stand at bounds[s,e]:bounds[s+1,e].
+        """
+        num_slices = -(-self.num_tokens // tokens_per_slice)
+        device = self._keys.device
+        starts = torch.arange(num_slices + 1, device=device).mul_(tokens_per_slice).clamp_(max=self.num_tokens)
+        wanted = torch.arange(self.num_experts, device=device) * self.num_tokens + starts.unsqueeze(1)
+        return torch.searchsorted(self._keys, wanted).add_(self._first).to("cpu")

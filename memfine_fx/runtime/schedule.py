@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Chunk", "rows_schedule", "tokens_schedule"]
+__all__ = ["Chunk", "even_rows", "rows_schedule", "split_chunk", "tokens_schedule"]
+
+_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +65,74 @@ def rows_schedule(offsets: Sequence[int], rows_per_chunk: int, *, groups: bool) 
     return chunks
 
 
+def even_rows(offsets: Sequence[int], rows_per_chunk: int, held: int = 0) -> int:
+    """Rows for groups of experts that make the chunks more even, and not more of them.
+
+    Args:
+        offsets: [E+1].
+        rows_per_chunk: R, the most.
+        held: kept as it is where it does, so that sizes do not change from step to step.
+
+    Returns:
+        A number of at most R, in sixteenths of it; no expert is split that R leaves whole.
+    """
+    counts = [stop - start for start, stop in itertools.pairwise(offsets)]
+    fewest = _num_groups(counts, rows_per_chunk)
+    largest = max((count for count in counts if count <= rows_per_chunk), default=0)
+    if max(1, largest) <= held <= rows_per_chunk and _num_groups(counts, held) == fewest:
+        return held
+    step = -(-rows_per_chunk // _STEPS)
+    low, high = max(largest, -(-sum(counts) // max(1, fewest))) // step, _STEPS  # `low` steps are too few
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _num_groups(counts, middle * step) <= fewest else (middle, high)
+    return min(rows_per_chunk, high * step)
+
+
+def _num_groups(counts: Sequence[int], rows_per_chunk: int) -> int:
+    """How many chunks `rows_schedule` makes of these experts in groups."""
+    num_chunks, filled = 0, 0
+    for count in counts:
+        if filled and filled + count > rows_per_chunk:
+            num_chunks, filled = num_chunks + 1, 0
+        if count > rows_per_chunk:
+            num_chunks += -(-count // rows_per_chunk)
+        else:
+            filled += count
+    return num_chunks + (filled > 0)
+
+
 def tokens_schedule(bounds: Sequence[Sequence[int]]) -> list[Chunk]:
     """Token slice by token slice, each slice's rows expert by expert (the paper's FCDA).
 
     Args:
-        bounds: [S+1,E] as from `routing.token_slice_bounds`.
+        bounds: [S+1,E] as from `routing.SliceCounter.bounds`.
     """
     return [
         Chunk(start, stop, expert, (stop - start,), is_part=True, completes=False)
         for begin, end in itertools.pairwise(bounds)
         for expert, (start, stop) in enumerate(zip(begin, end, strict=True))
         if stop > start
+    ]
+
+
+def split_chunk(chunk: Chunk, rows_per_chunk: int, *, groups: bool) -> list[Chunk]:
+    """The rows of a chunk in chunks of at most `rows_per_chunk`.
+
+    Args:
+        chunk: of any schedule.
+        rows_per_chunk: R of the parts.
+        groups: whether a part may hold several whole experts.
+    """
+    offsets = [chunk.start, *(chunk.start + end for end in chunk.ends)]
+    return [
+        replace(
+            part,
+            first_expert=part.first_expert + chunk.first_expert,
+            is_part=part.is_part or chunk.is_part,
+            completes=part.completes and chunk.completes,
+        )
+        for part in rows_schedule(offsets, rows_per_chunk, groups=groups)
     ]
 
 
@@ -86,6 +145,8 @@ def _parts(expert: int, start: int, stop: int, rows_per_chunk: int) -> Iterator[
 
 
 def _whole(experts: list[tuple[int, int, int]]) -> Chunk:
+    while experts[-1][1] == experts[-1][2]:
+        experts.pop()
     first, start, _ = experts[0]
     return Chunk(
         start,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import Bodies
+from memfine_fx.runtime.mact import ChunkTuner
 
 __all__ = ["LiveRegion", "lookup", "register"]
 
 _regions: dict[str, LiveRegion] = {}
 _lock = threading.Lock()
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 @dataclass
@@ -28,6 +34,8 @@ class LiveRegion:
         out_dtype: of the combined output.
         drops_out_of_range: whether assignments with an expert id outside [0, E) are skipped, or an error.
         choose_plan: T -> plan; pure for given T, called once per new T.
+        tuner: how many chunks a step's rows get under the plan.
+        warn: told in words when an allocation failed and the plan was lowered.
     """
 
     site: str
@@ -37,21 +45,47 @@ class LiveRegion:
     out_dtype: torch.dtype
     drops_out_of_range: bool
     choose_plan: Callable[[int], ChunkPlan]
+    tuner: ChunkTuner = field(default_factory=ChunkTuner)
+    warn: Callable[[str], None] = _warn
     plan: ChunkPlan | None = None
     num_tokens: int = 0
     num_chunks: int = 0
     num_steps: int = 0
     _plans: dict[int, ChunkPlan] = field(default_factory=dict)
+    _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left
 
     def plan_for(self, num_tokens: int) -> ChunkPlan:
         """The plan for T tokens; decided at run time, so that sizes change without recompiling."""
         if num_tokens not in self._plans:
-            self._plans[num_tokens] = self.choose_plan(num_tokens)
+            limits = [rows for tokens, rows in self._limits.items() if tokens <= num_tokens]
+            self._plans[num_tokens] = _at_most(self.choose_plan(num_tokens), min(limits, default=None))
         return self._plans[num_tokens]
 
     def use_plan(self, num_tokens: int, plan: ChunkPlan) -> None:
         """Replace the plan for T tokens from the next step on."""
         self._plans[num_tokens] = plan
+
+    def lower(self, num_tokens: int, rows: int) -> None:
+        """After an allocation failure with T tokens: no chunk above `rows` for T tokens or more."""
+        before = self.plan_for(num_tokens).rows_per_chunk
+        self._limits[num_tokens] = min(rows, self._limits.get(num_tokens, rows))
+        for tokens, plan in self._plans.items():
+            if tokens >= num_tokens:
+                self._plans[tokens] = _at_most(plan, rows)
+        self.plan = self._plans[num_tokens]
+        self.warn(
+            f"an allocation failed in a chunk of experts, which was then run in parts; the step's result is the same. "
+            f"Rows per chunk go from {before} to {min(before, rows)} for {num_tokens} tokens and more, which takes "
+            f"less memory and more time: set a memory_budget below what this device has to spare"
+        )
+
+
+def _at_most(plan: ChunkPlan, rows: int | None) -> ChunkPlan:
+    """The plan with chunks of at most `rows`."""
+    if rows is None or plan.rows_per_chunk <= rows:
+        return plan
+    reason = f"lowered from {plan.rows_per_chunk} rows after an allocation failure ({plan.reason})"
+    return replace(plan, rows_per_chunk=rows, tokens_per_chunk=min(plan.tokens_per_chunk, rows), reason=reason)
 
 
 def register(region: LiveRegion) -> None:

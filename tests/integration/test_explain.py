@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,39 @@ def test_the_shell_plans_a_layer_within_a_budget(capsys: pytest.CaptureFixture[s
     arguments = "plan --tokens 4096 --hidden 256 --width 128 --experts 8 --top-k 2 --budget 20MB".split()
     assert main(arguments) == 0
     assert "predicted peak of the layer" in capsys.readouterr().out
+
+
+PLAN = "plan --tokens 4096 --hidden 64 --width 32 --experts 8 --top-k 2 --dtype float32".split()
+
+
+def test_the_shell_plans_as_json_with_other_rows_beside(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--rows", "512", "--sweep", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["plan"]["rows_per_chunk"] == 512
+    assert shown["plan"]["predicted_bytes"] == sum(shown["terms"].values())
+    rows = [point["rows"] for point in shown["sweep"]]
+    peaks = [point["peak_bytes"] for point in shown["sweep"]]
+    assert rows == [64, 128, 256, 512, 1024, 2048, 4096, 8192]
+    assert peaks == sorted(peaks) and shown["plan"]["predicted_bytes"] in peaks
+    (fixed,) = [point for point in shown["sweep"] if point["rows"] == 512]
+    assert (fixed["chunks_balanced"], fixed["chunks_skewed"]) == (16, 16)
+
+
+def test_the_shell_plans_by_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--paper"]) == 0
+    assert "MemFine's table" in capsys.readouterr().out
+
+
+def test_the_shell_names_sizes_that_are_no_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--top-k", "9"]) == 2
+    assert "top_k=9 exceeds num_experts=8" in capsys.readouterr().err
+
+
+def test_the_shell_draws_a_measured_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["explain", "hf:mixtral", "--plot", str(tmp_path / "step.png")]) == 0
+    assert "measured peak" in capsys.readouterr().out
+    assert (tmp_path / "step.png").stat().st_size > 5_000
 
 
 def test_the_shell_names_a_bad_target(capsys: pytest.CaptureFixture[str]) -> None:

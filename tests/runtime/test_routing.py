@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfine_fx.runtime.routing import sort_assignments, token_slice_bounds
+from memfine_fx.runtime.routing import SliceCounter, sort_assignments
 
 SIZES = dict(
     num_tokens=st.integers(0, 20), top_k=st.integers(1, 4), num_experts=st.integers(1, 6), seed=st.integers(0, 99)
@@ -46,7 +46,7 @@ def test_no_tokens_give_no_rows(top_k: int) -> None:
     order, offsets = sort_assignments(torch.empty(0, top_k, dtype=torch.int64), 4)
     assert order.numel() == 0
     assert offsets.tolist() == [0] * 5
-    assert token_slice_bounds(order, offsets, top_k, 0, 8).tolist() == [[0] * 4]
+    assert SliceCounter(order, offsets, top_k, 0).bounds(8).tolist() == [[0] * 4]
 
 
 def test_assignments_outside_the_experts_are_dropped() -> None:
@@ -73,7 +73,7 @@ def test_slice_bounds_split_each_experts_rows_at_token_multiples(
 ) -> None:
     index = random_index(num_tokens, top_k, num_experts, seed, outside=outside)
     order, offsets = sort_assignments(index, num_experts)
-    bounds = token_slice_bounds(order, offsets, top_k, num_tokens, tokens_per_slice)
+    bounds = SliceCounter(order, offsets, top_k, num_tokens).bounds(tokens_per_slice)
     assert bounds.shape == (-(-num_tokens // tokens_per_slice) + 1, num_experts)
     for first, (begin, end) in enumerate(zip(bounds.tolist(), bounds.tolist()[1:], strict=False)):
         tokens = range(first * tokens_per_slice, (first + 1) * tokens_per_slice)
