@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from memfine_fx.runtime.schedule import Chunk, rows_schedule, tokens_schedule
+from memfine_fx.runtime.schedule import Chunk, rows_schedule, split_chunk, tokens_schedule
 
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 40)), max_size=9)
 FIRST = st.sampled_from([0, 5])
@@ -123,3 +123,39 @@ def test_token_slices_are_walked_slice_by_slice_expert_by_expert() -> None:
         Chunk(2, 4, 0, (2,), is_part=True, completes=False),
         Chunk(4, 7, 1, (3,), is_part=True, completes=False),
     ]
+
+
+@given(COUNTS, FIRST, ROWS, ROWS, GROUPS)
+def test_parts_of_a_chunk_walk_its_rows_by_their_experts(
+    counts: list[int], first: int, rows: int, smaller: int, groups: bool
+) -> None:
+    for chunk in rows_schedule(offsets_of(counts, first), rows, groups=groups):
+        parts = split_chunk(chunk, smaller, groups=groups)
+        assert owners(parts) == owners([chunk])
+        assert all(0 < part.num_rows <= smaller for part in parts)
+
+
+@given(COUNTS, ROWS, ROWS, GROUPS)
+def test_parts_of_a_chunk_are_parts_of_their_expert_and_only_the_last_completes_it(
+    counts: list[int], rows: int, smaller: int, groups: bool
+) -> None:
+    offsets = offsets_of(counts)
+    whole = rows_schedule(offsets, rows, groups=groups)
+    parts = [part for chunk in whole for part in split_chunk(chunk, smaller, groups=groups)]
+    holders = Counter(expert for part in parts for expert in {owner for _, owner in owners([part])})
+    for part in parts:
+        assert part.is_part == any(holders[expert] > 1 for _, expert in owners([part]))
+        assert part.completes == (part.stop == offsets[part.last_expert + 1])
+
+
+def test_parts_of_a_token_slice_never_complete_an_expert() -> None:
+    (chunk,) = tokens_schedule([[2], [7]])
+    parts = split_chunk(chunk, 2, groups=False)
+    assert [part.num_rows for part in parts] == [1, 2, 2]
+    assert all(part.is_part and not part.completes for part in parts)
+
+
+@given(COUNTS, ROWS)
+def test_a_group_ends_with_an_expert_that_has_rows(counts: list[int], rows: int) -> None:
+    for chunk in rows_schedule(offsets_of(counts), rows, groups=True):
+        assert chunk.ends[-1] > (chunk.ends[-2] if len(chunk.ends) > 1 else 0)
