@@ -16,7 +16,9 @@ Tokens axis: the plan's slice is safe for any routing, one row of an expert for 
 allow larger slices: the fewest are searched whose largest expert keeps within the plan's rows. The paper's
 c = ceil(s'' / s'_max) is where the search begins; under skew it alone bounds nothing.
 
-All of it is arithmetic on E counts (tokens axis: a search in N sorted keys). Nothing is compiled.
+Backward takes the chunks that the latest forward decided where they are of the same rows under the same plan, and
+decides again where they are not. All of it is arithmetic on E counts (tokens axis: a search in N sorted keys). Nothing
+is compiled.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class ChunkTuner:
     keeps_slices: bool = False
     _settled: Settled = field(init=False)
     _even_rows: int = field(init=False, default=0)
+    _last: tuple[object, list[Chunk]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._settled = Settled(self.patience)
@@ -98,9 +101,17 @@ class ChunkTuner:
             is_new_step: False where an earlier step's rows are walked again (backward).
         """
         ends = offsets.tolist()
+        # NOTE: were another order to come to stand at this address with the same counts, the slices cut for the first
+        # would still hold each row once and keep within the plan; they would only not be slices of tokens.
+        key = (plan, tuple(ends), order.data_ptr())
+        if not is_new_step and self._last is not None and self._last[0] == key:
+            return self._last[1]
         if plan.axis == "rows":
-            return self._rows_chunks(plan, ends, groups=groups, is_new_step=is_new_step)
-        return self._token_chunks(plan, order, offsets, top_k, num_tokens, is_new_step=is_new_step)
+            chunks = self._rows_chunks(plan, ends, groups=groups, is_new_step=is_new_step)
+        else:
+            chunks = self._token_chunks(plan, order, offsets, top_k, num_tokens, is_new_step=is_new_step)
+        self._last = (key, chunks)
+        return chunks
 
     def _rows_chunks(self, plan: ChunkPlan, ends: Sequence[int], *, groups: bool, is_new_step: bool) -> list[Chunk]:
         rows = plan.rows_per_chunk

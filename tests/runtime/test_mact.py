@@ -130,6 +130,22 @@ def test_walking_an_earlier_step_again_decides_nothing() -> None:
     assert tuner._settled.in_use < before
 
 
+@pytest.mark.parametrize("axis", ["rows", "tokens"])
+def test_backward_takes_the_chunks_of_its_forward_unless_the_plan_was_lowered(axis: str) -> None:
+    tuner = ChunkTuner()
+    order, offsets = routed(48, 0)
+
+    def chunks(rows: int, *, is_new_step: bool) -> list[Chunk]:
+        plan = rows_plan(rows) if axis == "rows" else tokens_plan(rows)
+        return tuner.chunks(plan, order, offsets, top_k=TOP_K, num_tokens=48, groups=False, is_new_step=is_new_step)
+
+    forward = chunks(12, is_new_step=True)
+    assert chunks(12, is_new_step=False) is forward
+    lowered = chunks(5, is_new_step=False)
+    assert max(chunk.num_rows for chunk in lowered) <= 5
+    assert chunks(12, is_new_step=True) is not forward
+
+
 COUNTS = st.lists(st.integers(0, 60), min_size=1, max_size=12)
 
 
