@@ -169,7 +169,7 @@ def _measured_step(model: torch.nn.Module, call: Callable[[], Any]) -> MemoryTra
     gradients = {p: p.grad for p in model.parameters()}
     step()
     for parameter in gradients:
-        parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter)
+        parameter.grad = None
     trace = trace_memory(step, device)
     for parameter, gradient in gradients.items():
         parameter.grad = gradient

@@ -14,13 +14,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
-from memfine_fx.config import Config, dump_folder, parse_budget
+from memfine_fx.budget import choose_plan, fits_budget
+from memfine_fx.config import Config, dump_folder
 from memfine_fx.errors import CannotChunk
-from memfine_fx.inner import compile_outer
+from memfine_fx.inner import compile_plain, compile_with_regions
+from memfine_fx.memory.region_bytes import RegionBytes
+from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.find import find_candidates
@@ -29,12 +33,11 @@ from memfine_fx.passes.lower import insert_identity, lower_region
 from memfine_fx.passes.modes import called_bodies
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.passes.tracing import TensorSpec
-from memfine_fx.planner import RegionBytes, plan_region
-from memfine_fx.records import Candidate, ChunkPlan, MoERegion, Refusal
+from memfine_fx.records import Candidate, MoERegion, Refusal
 from memfine_fx.runtime.loop import accumulator_dtype
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
-from memfine_fx.session import LoweredRegion, Session, next_site
+from memfine_fx.session import CapturedGraph, LoweredRegion, Session, next_site
 
 __all__ = ["compile_graph", "warn_without_regions"]
 
@@ -52,11 +55,10 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
     Returns:
         A callable with the graph's signature.
     """
-    record = session.add_graph(value for value in example_inputs if isinstance(value, torch.nn.Parameter))
-    session.static_bytes = max(session.static_bytes, _static_bytes(graph_module))
+    record = session.add_graph(example_inputs)
     for body, modes in list(called_bodies(graph_module)):
         found = find_candidates(body, modes)
-        outcomes = _disjoint([_raise_and_plan(candidate, session) for candidate in found])
+        outcomes = _disjoint([_raise_and_plan(candidate, session, record) for candidate in found])
         for outcome in reversed(outcomes):  # last first: a region may feed the next one
             if isinstance(outcome, LoweredRegion):
                 _lower(body, outcome.region, outcome.live, session)
@@ -64,17 +66,26 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
     _dump(graph_module, session)
     if session.is_dry:
         return graph_module
-    has_regions = any(isinstance(outcome, LoweredRegion) for outcome in record.outcomes)
-    return compile_outer(graph_module, example_inputs, session.config, has_regions=has_regions)
+    regions = [outcome.region for outcome in record.outcomes if isinstance(outcome, LoweredRegion)]
+    if not regions or session.config.identity_rewrite:
+        return compile_plain(graph_module, example_inputs, session.config.inner_backend)
+    return compile_with_regions(
+        graph_module,
+        example_inputs,
+        session.config,
+        record.step,
+        fits=fits_budget(session, record, _tensor(regions[0].cut.exit).device),
+        changed=session.forget_plans,
+    )
 
 
-def _raise_and_plan(candidate: Candidate | Refusal, session: Session) -> LoweredRegion | Refusal:
+def _raise_and_plan(candidate: Candidate | Refusal, session: Session, record: CapturedGraph) -> LoweredRegion | Refusal:
     """One candidate through raise and plan; nothing has touched the graph when either refuses."""
     if isinstance(candidate, Refusal):
         return candidate
     try:
         region = raise_region(candidate)
-        return LoweredRegion(region, _plan(region, session), _num_tokens_hint(region))
+        return LoweredRegion(region, _plan(region, session, record), _num_tokens_hint(region))
     except CannotChunk as refusal:
         return Refusal(candidate.where, refusal.reason, refusal.node)
     except Exception as error:  # NOTE: a bug of ours must not take down a model that compiles without us
@@ -96,13 +107,14 @@ def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | R
     return result
 
 
-def _plan(region: MoERegion, session: Session) -> LiveRegion:
+def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> LiveRegion:
     """Bodies of a region, and how its plan will be chosen once T is known."""
     config = session.config
     specs = _argument_specs(region)
     bodies = _bodies(region, specs, config)
     output = _tensor(region.cut.exit)
-    region_bytes = _region_bytes(region, bodies, output)
+    region_bytes = functools.partial(_region_bytes, region, bodies, output)  # bodies know more once compiled
+    region_bytes()  # traces them now, outside of any other compilation
     live = LiveRegion(
         site=next_site(bodies.key),
         bodies=bodies,
@@ -110,11 +122,12 @@ def _plan(region: MoERegion, session: Session) -> LiveRegion:
         top_k=region.dims.top_k,
         out_dtype=output.dtype,
         drops_out_of_range=region.drops_out_of_range,
-        choose_plan=functools.partial(_choose_plan, region_bytes, session, output.device),
+        choose_plan=functools.partial(choose_plan, region_bytes, session, record, output.device),
         tuner=ChunkTuner(config.bins, config.patience, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),
     )
     register(live)
+    record.step.regions[live.site] = RegionMemory(region_bytes, _num_tokens(region), config.axis)
     return live
 
 
@@ -145,35 +158,6 @@ def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: S
         insert_identity(body, region, f"memfine_identity_{live.site.replace('/', '_')}")
         return
     lower_region(body, region, live.site)
-
-
-def _choose_plan(region: RegionBytes, session: Session, device: torch.device, num_tokens: int) -> ChunkPlan:
-    config = session.config
-    budget = _budget_bytes(config, device)
-    return plan_region(
-        region,
-        num_tokens,
-        axis=config.axis,
-        rows_per_chunk=config.rows_per_chunk,
-        tokens_per_chunk=config.tokens_per_chunk,
-        budget_bytes=budget,
-        available_bytes=None if budget is None else budget - session.static_bytes,
-        min_rows=config.min_rows,
-    )
-
-
-def _budget_bytes(config: Config, device: torch.device) -> int | None:
-    """Bytes of the budget on this device; automatic means 0.9 of free CUDA memory, no limit on CPU."""
-    if device.type != "cuda":
-        return parse_budget(config.memory_budget, _host_bytes())
-    free, total = torch.cuda.mem_get_info(device)
-    if config.memory_budget is None:
-        return int(0.9 * (free + torch.cuda.memory_reserved(device)))
-    return parse_budget(config.memory_budget, total)
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _argument_specs(region: MoERegion) -> tuple[TensorSpec, ...]:
@@ -225,16 +209,6 @@ def _staging_bytes(region: MoERegion, trained: list[torch.Tensor]) -> int:
     return 4 * num_elements + 2 * largest
 
 
-def _static_bytes(graph_module: fx.GraphModule) -> int:
-    """Bytes of the graph's parameters, and of the gradients of those that want one."""
-    total = 0
-    for node in graph_module.graph.nodes:
-        value = node_value(node)
-        if node.op in ("placeholder", "get_attr") and isinstance(value, torch.nn.Parameter):
-            total += _num_bytes(value) * (2 if value.requires_grad else 1)
-    return total
-
-
 def _num_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel()) * tensor.dtype.itemsize
 
@@ -243,6 +217,12 @@ def _tensor(node: fx.Node) -> torch.Tensor:
     value = node_value(node)
     assert isinstance(value, torch.Tensor), f"{node} holds no tensor"
     return value
+
+
+def _num_tokens(region: MoERegion) -> sympy.Expr:
+    """T as an expression in the graph's symbols."""
+    num_tokens: Any = _tensor(region.expert_index).shape[0]
+    return num_tokens.node.expr if isinstance(num_tokens, torch.SymInt) else sympy.Integer(num_tokens)
 
 
 def _num_tokens_hint(region: MoERegion) -> int | None:

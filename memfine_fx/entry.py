@@ -59,7 +59,7 @@ def compile_in_session(
         compiled = compile_graph(graph_module, example_inputs, session)
     except MemfineError as error:
         return _raising(error)
-    if session.is_dry or session.report().num_chunked:
+    if session.is_dry or session.has_chunked:
         return compiled
 
     num_calls = 0

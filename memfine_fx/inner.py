@@ -1,40 +1,160 @@
 """The compiler behind ours: what turns the rewritten graph into a callable.
 
-Graphs with regions go to Inductor with two passes of ours (the partitioner and the order of kernels); graphs
-without any are compiled as if memfine_fx were not there.
+Graphs with regions go to Inductor with two passes of ours (the partitioner and the order of kernels), and the
+wrapper that Inductor writes is read for what it allocates; graphs without any are compiled as if memfine_fx were
+not there.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 
 from memfine_fx.config import Config
+from memfine_fx.memory.step import GraphStep
+from memfine_fx.memory.wrapper_code import read_wrapper
+from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.kernel_order import KernelOrder
-from memfine_fx.passes.partition import StepPartitioner
+from memfine_fx.passes.partition import Fits, Partition, StepPartitioner, freed_inputs
 
-__all__ = ["compile_outer"]
+__all__ = ["compile_plain", "compile_with_regions"]
 
 
-def compile_outer(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, *, has_regions: bool
+def compile_plain(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], inner_backend: str
 ) -> Callable[..., Any]:
-    """Compile a captured, possibly rewritten graph with the configured inner compiler."""
-    inputs = list(example_inputs)
-    if config.inner_backend == "eager":
+    """Compile a graph that holds no region."""
+    if inner_backend == "eager":
         return graph_module
-    partitioner = StepPartitioner(saves_attention=config.saves_attention)
-    if config.inner_backend == "aot_eager":
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+    inputs = list(example_inputs)
+    if inner_backend == "aot_eager":
+        from torch._dynamo.backends.debugging import aot_eager
 
-        if not has_regions:
-            return aot_eager(graph_module, inputs)
-        return aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner)(graph_module, inputs)
+        return aot_eager(graph_module, inputs)
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {"custom_partitioner_fn": partitioner, "_post_fusion_custom_pass": KernelOrder()} if has_regions else None
-    compiled: Any = compile_fx(graph_module, inputs, config_patches=patches)
+    compiled: Any = compile_fx(graph_module, inputs)
     return compiled  # type: ignore[no-any-return]  # compile_fx has many return types
+
+
+def compile_with_regions(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    step: GraphStep,
+    *,
+    fits: Fits | None,
+    changed: Callable[[], None],
+) -> Callable[..., Any]:
+    """Compile a graph whose regions were lowered.
+
+    Args:
+        graph_module, example_inputs: from Dynamo, rewritten.
+        config: options.
+        step: told the sizes of each call, and what forward and backward hold.
+        fits: see `StepPartitioner`.
+        changed: called when more is known of the graph's memory than before.
+    """
+    if config.inner_backend == "eager":
+        return graph_module
+    inputs = list(example_inputs)
+    partitioner = StepPartitioner(
+        saves_attention=config.saves_attention,
+        is_fused=config.inner_backend == "inductor",
+        fits=fits,
+        report=functools.partial(_take_estimate, step),
+        key=f"{config.memory_budget} {config.axis} {config.rows_per_chunk} {config.tokens_per_chunk}",
+    )
+    sizes = _sizes_of_inputs(graph_module.graph)
+    step.sizes = {size.name: size.hint for size in sizes}
+    step.note_gradients(inputs)
+    if config.inner_backend == "aot_eager":
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
+
+        unfused = aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner)(graph_module, inputs)
+        return _told_of_calls(unfused, sizes, step, changed)
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {"custom_partitioner_fn": partitioner, "_post_fusion_custom_pass": KernelOrder()}
+    inner_compile = functools.partial(_compile_and_read, step, changed)
+    # NOTE: a hit in AOT autograd's cache would skip the partitioner and what it learns; Inductor's own cache is used.
+    with functorch_config.patch(enable_autograd_cache=False):
+        compiled: Any = compile_fx(graph_module, inputs, inner_compile=inner_compile, config_patches=patches)
+    return _told_of_calls(compiled, sizes, step, changed)
+
+
+def _compile_and_read(
+    step: GraphStep, changed: Callable[[], None], graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+) -> Any:
+    """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    is_backward = bool(kwargs.get("is_backward"))
+    freed = freed_inputs(graph_module.graph) if is_backward else []
+    compiled = compile_fx_inner(graph_module, inputs, **kwargs)
+    memory = read_wrapper(getattr(compiled, "source_code", "") or "", graph_module.graph, freed)
+    step.add_hints(graph_module.graph)
+    if memory is not None:
+        if is_backward:
+            step.backward = memory
+        else:
+            step.forward = memory
+        changed()
+    return compiled
+
+
+def _take_estimate(step: GraphStep, partition: Partition) -> None:
+    step.forward, step.backward = partition.forward_memory, partition.backward_memory
+    step.decision = partition.decision
+    step.add_hints(partition.forward.graph)
+    step.add_hints(partition.backward.graph)
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Where a size that varies is found among a graph's inputs: an int, or a dimension of a tensor."""
+
+    name: str
+    position: int
+    dimension: int | None
+    hint: int
+
+    def of(self, args: Sequence[Any]) -> int:
+        value = args[self.position]
+        return int(value if self.dimension is None else value.shape[self.dimension])
+
+
+def _sizes_of_inputs(graph: fx.Graph) -> list[_Size]:
+    found: dict[str, _Size] = {}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for position, node in enumerate(placeholders):
+        value = node_value(node)
+        candidates = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
+        for dimension, size in candidates:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
+                name = str(size.node.expr)
+                found.setdefault(name, _Size(name, position, dimension, int(size.node.hint)))
+    return list(found.values())
+
+
+def _told_of_calls(
+    compiled: Callable[..., Any], sizes: Sequence[_Size], step: GraphStep, changed: Callable[[], None]
+) -> Callable[..., Any]:
+    """The callable, which notes the sizes of each call and whether gradients are there when it begins."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any) -> Any:
+        for size in sizes:
+            step.sizes[size.name] = size.of(args)
+        if step.note_gradients(args):
+            changed()
+        return compiled(*args)
+
+    return call

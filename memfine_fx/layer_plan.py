@@ -9,9 +9,10 @@ from torch import fx
 
 from memfine_fx.config import Axis, MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
+from memfine_fx.memory.region_bytes import RegionBytes, region_peak
 from memfine_fx.passes.bodies import bodies_for
 from memfine_fx.passes.tracing import TensorSpec
-from memfine_fx.planner import RegionBytes, plan_region, region_peak
+from memfine_fx.planner import plan_region
 from memfine_fx.records import ChunkPlan, ExpertFunction
 from memfine_fx.runtime.schedule import rows_schedule
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import sympy
+
 from memfine_fx.errors import MemfineError
+from memfine_fx.memory.step import StepPeak
 from memfine_fx.memory.timeline import Timeline
 from memfine_fx.records import ChunkPlan, RegionDims, Where
 
@@ -61,6 +65,38 @@ class RegionReport:
 
 
 @dataclass(frozen=True)
+class StepReport:
+    """The predicted memory of a whole step.
+
+    Args:
+        static: (name, bytes) of what is there before the step: parameters, existing gradients, optimizer state.
+        peak: beyond that; new gradients are among its terms.
+        decision: what of the dense part is kept or computed again, "" where that was not asked.
+        expression: makes the peak as a sympy expression in the sizes that vary.
+    """
+
+    static: tuple[tuple[str, int], ...]
+    peak: StepPeak
+    decision: str
+    expression: Callable[[], sympy.Expr]
+
+    @property
+    def static_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.static)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        return self.static_bytes + self.peak.num_bytes
+
+    def lines(self) -> list[str]:
+        terms = [*(term for term in self.static if term[1]), *self.peak.terms]
+        terms.sort(key=lambda term: -term[1])
+        head = f"  predicted peak of the step: {self.predicted_peak_bytes:,} B, in its {self.peak.where}"
+        lines = [head, *(f"    {num_bytes:>16,} B  {name}" for name, num_bytes in terms)]
+        return [*lines, f"  {self.decision}"] if self.decision else lines
+
+
+@dataclass(frozen=True)
 class Report:
     """All regions of a model.
 
@@ -70,6 +106,7 @@ class Report:
         predicted_bytes: largest predicted working set of one region; None before a plan exists.
         measured_bytes: measured peak of the step beyond what was alive before it, or None.
         timeline: memory over the measured step, or None.
+        step: predicted memory of the whole step, or None before one was compiled.
     """
 
     regions: tuple[RegionReport, ...]
@@ -77,6 +114,27 @@ class Report:
     predicted_bytes: int | None = None
     measured_bytes: int | None = None
     timeline: Timeline | None = None
+    step: StepReport | None = None
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Predicted peak of the step on this device, what was there before it included."""
+        return None if self.step is None else self.step.predicted_peak_bytes
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Measured peak of the step, what was there before it included; None if nothing was measured."""
+        if self.measured_bytes is None or self.step is None:
+            return None
+        return self.step.static_bytes + self.measured_bytes
+
+    @property
+    def peak_expr(self) -> sympy.Expr | None:
+        """The step's peak beyond what is there before it, in the sizes that vary (batch, sequence).
+
+        R is that of the latest plans. `peak_expr.subs({"s27": 4096})` needs no compilation.
+        """
+        return None if self.step is None else self.step.expression()
 
     @property
     def num_chunked(self) -> int:
@@ -89,14 +147,25 @@ class Report:
             lines.append("  no routing decision (top-k, arg-max) with experts behind it was found")
         if self.predicted_bytes is not None:
             lines.append(f"  largest predicted region working set: {self.predicted_bytes:,} B")
+        if self.step is not None:
+            lines += self.step.lines()
+        if self.measured_peak_bytes is not None and self.predicted_peak_bytes is not None:
+            error = self.predicted_peak_bytes / self.measured_peak_bytes - 1
+            lines.append(f"  measured peak of the step: {self.measured_peak_bytes:,} B; prediction off by {error:+.1%}")
         if self.measured_bytes is not None:
             lines.append(f"  measured peak of the step beyond its start: {self.measured_bytes:,} B")
         return "\n".join(lines)
 
     def to_json(self) -> str:
         """The report as a JSON document, without the timeline."""
-        fields = dataclasses.asdict(dataclasses.replace(self, timeline=None))
-        del fields["timeline"]
+        fields = dataclasses.asdict(dataclasses.replace(self, timeline=None, step=None))
+        del fields["timeline"], fields["step"]
+        fields["predicted_peak_bytes"] = self.predicted_peak_bytes
+        fields["measured_peak_bytes"] = self.measured_peak_bytes
+        if self.step is not None:
+            fields["static_terms"] = dict(self.step.static)
+            fields["peak_terms"] = [list(term) for term in self.step.peak.terms]
+            fields["decision"] = self.step.decision
         return json.dumps(fields, indent=2, default=_jsonable)
 
     def plot(self, path: str | Path) -> None:

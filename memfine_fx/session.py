@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -15,10 +16,12 @@ from torch.utils.weak import WeakIdRef
 
 from memfine_fx.config import Config
 from memfine_fx.memory.measure import MemoryTrace
+from memfine_fx.memory.static import static_terms
+from memfine_fx.memory.step import GraphStep, peak_expression, step_peak
 from memfine_fx.memory.timeline import timeline_of
 from memfine_fx.records import MoERegion, Refusal, Where
-from memfine_fx.report import RegionReport, Report
-from memfine_fx.runtime.store import LiveRegion
+from memfine_fx.report import RegionReport, Report, StepReport
+from memfine_fx.runtime.store import LiveRegion, lookup
 
 __all__ = ["LoweredRegion", "Session", "sessions"]
 
@@ -36,10 +39,19 @@ class LoweredRegion:
 
 @dataclass
 class CapturedGraph:
-    """What one graph gave, and whose it is."""
+    """What one graph gave, and whose it is.
+
+    Args:
+        parameters: weak references to the parameters that it reads.
+        input_bytes: its other tensor inputs, the model's buffers and the user's batch.
+        outcomes: its regions and refusals.
+        step: its memory.
+    """
 
     parameters: tuple[WeakIdRef, ...]
+    input_bytes: int = 0
     outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)
+    step: GraphStep = field(default_factory=GraphStep)
 
     @property
     def parameter_ids(self) -> frozenset[int]:
@@ -55,16 +67,19 @@ class Session:
 
     Args:
         config: its options.
-        static_bytes: bytes of parameters and their gradients, known once a graph was captured.
         is_dry: analyse only; graphs run as captured (`explain`).
     """
 
     config: Config
     is_dry: bool = False
-    static_bytes: int = 0
     has_warned: bool = False
     has_warned_of_failure: bool = False
     _graphs: list[CapturedGraph] = field(default_factory=list)
+
+    @property
+    def has_chunked(self) -> bool:
+        """Whether any region was lowered so far."""
+        return any(isinstance(outcome, LoweredRegion) for outcome in self.outcomes)
 
     @property
     def num_graphs(self) -> int:
@@ -74,11 +89,35 @@ class Session:
     def outcomes(self) -> list[LoweredRegion | Refusal]:
         return [outcome for graph in self._graphs for outcome in graph.outcomes]
 
-    def add_graph(self, parameters: Iterable[torch.Tensor]) -> CapturedGraph:
-        """Open the record of one captured graph over these parameters."""
-        graph = CapturedGraph(tuple(WeakIdRef(parameter) for parameter in parameters))
+    def add_graph(self, inputs: Iterable[object]) -> CapturedGraph:
+        """Open the record of one captured graph with these inputs, parameters among them."""
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+        others = [tensor for tensor in tensors if not isinstance(tensor, torch.nn.Parameter)]
+        num_bytes = sum(int(tensor.numel()) * tensor.dtype.itemsize for tensor in others)
+        graph = CapturedGraph(tuple(WeakIdRef(parameter) for parameter in parameters), num_bytes)
         self._graphs.append(graph)
         return graph
+
+    def latest_graphs(self) -> list[CapturedGraph]:
+        """Graphs of one step, in order: a recompilation stands in for what it recompiled."""
+        latest = {(graph.parameter_ids, tuple(map(_place, graph.outcomes))): graph for graph in self._graphs}
+        return list(latest.values())
+
+    def static_terms(self) -> dict[str, int]:
+        """Bytes by term of what is there before a step."""
+        parameters = [one for graph in self._graphs for one in graph.alive_parameters()]
+        terms = static_terms(parameters)
+        graphs = self.latest_graphs()
+        terms["gradients before the step"] = sum(graph.step.gradient_bytes for graph in graphs)
+        terms["inputs and buffers"] = sum(graph.input_bytes for graph in graphs)
+        return terms
+
+    def forget_plans(self) -> None:
+        """Let every region plan again at its next call, because more is known of the step."""
+        for outcome in self.outcomes:
+            if isinstance(outcome, LoweredRegion):
+                outcome.live.forget_plans()
 
     def restricted_to(self, parameters: Iterable[torch.Tensor]) -> Session | None:
         """The session with only the graphs that hold one of these parameters; None if there is none."""
@@ -99,7 +138,22 @@ class Session:
         predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
         measured_bytes = None if measured is None else measured.peak_bytes
         timeline = None if measured is None else timeline_of(measured, self._names_of_sites())
-        return Report(regions, self.num_graphs, max(predicted, default=None), measured_bytes, timeline)
+        step = self._step_report()
+        return Report(regions, self.num_graphs, max(predicted, default=None), measured_bytes, timeline, step)
+
+    def _step_report(self) -> StepReport | None:
+        graphs = [graph.step for graph in self.latest_graphs()]
+        peak = step_peak(graphs, self._largest_chunk)
+        if peak is None:
+            return None
+        decision = "; ".join(graph.decision for graph in graphs if graph.decision)
+        expression = functools.partial(peak_expression, graphs, self._largest_chunk)
+        return StepReport(tuple(self.static_terms().items()), peak, decision, expression)
+
+    def _largest_chunk(self, site: str, num_tokens: int) -> int:
+        """Rows of the largest chunk of the latest step; before one has run, as many as there are routed rows."""
+        live = lookup(site)
+        return live.largest_chunk if live.num_steps else num_tokens * live.top_k
 
     def _names_of_sites(self) -> dict[str, str]:
         """Site of each lowered region -> the module it is in."""

@@ -28,6 +28,7 @@ from torch import fx
 from memfine_fx.config import InnerBackend
 from memfine_fx.memory.graph_peak import live_peaks
 from memfine_fx.memory.symbols import GROUPS, ROWS
+from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.fold_weight import fold_weight
 from memfine_fx.passes.lift import lift_over_experts
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
@@ -110,7 +111,7 @@ class ExpertBodies:
     def forward(self) -> ForwardBody:
         with _lock:
             if self._forward is None:
-                self._forward = ForwardBody(_Compiled(self._function, self._inner), _peak(self._function, self._inner))
+                self._forward = ForwardBody(_Compiled(self._function, self._inner))
             return self._forward
 
     def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
@@ -144,7 +145,6 @@ class ExpertBodies:
             rows_grad,
             weight_grad,
             tuple(param_grads),
-            _peak(traced, self._inner),
         )
 
     def _backward_specs(self) -> list[TensorSpec]:
@@ -270,12 +270,16 @@ def _undominated(peaks: list[sympy.Expr]) -> list[sympy.Expr]:
 
 
 class _Compiled:
-    """A traced body, compiled at its first call; its results come as a sequence."""
+    """A traced body, compiled at its first call; its results come as a sequence.
+
+    `peak_bytes` is an estimate from the graph, and read from the compiled code once that exists.
+    """
 
     def __init__(self, traced: TracedBody, inner: InnerBackend) -> None:
         _set_outputs(traced.graph_module, _outputs(traced.graph_module))
         self._traced = traced
         self._inner = inner
+        self.peak_bytes = _peak(traced, inner)
         self._compiled: Callable[..., Sequence[torch.Tensor]] | None = None
 
     @property
@@ -298,5 +302,16 @@ class _Compiled:
 
         fake_inputs = list(self._traced.fake_inputs)
         with torch._guards.tracing(torch._guards.TracingContext(self._traced.fake_mode)), torch.no_grad():
-            compiled: Any = compile_fx(graph_module, fake_inputs)
+            compiled: Any = compile_fx(graph_module, fake_inputs, inner_compile=self._compile_and_read)
         return compiled  # type: ignore[no-any-return]  # compile_fx has many return types
+
+    def _compile_and_read(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        compiled = compile_fx_inner(graph_module, inputs, **kwargs)
+        memory = read_wrapper(getattr(compiled, "source_code", "") or "", graph_module.graph)
+        sizes = {str(self._traced.rows): ROWS, str(self._traced.groups): GROUPS}
+        if memory is not None and all(str(symbol) in sizes for symbol in memory.symbols):
+            peak = memory.peak_expression({})
+            self.peak_bytes = peak.subs({symbol: sizes[str(symbol)] for symbol in memory.symbols})
+        return compiled

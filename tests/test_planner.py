@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfine_fx.errors import BudgetInfeasible
+from memfine_fx.memory.region_bytes import RegionBytes, region_peak
 from memfine_fx.memory.symbols import GROUPS, ROWS
-from memfine_fx.planner import KNEE_ROWS, RegionBytes, plan_region, region_peak
+from memfine_fx.planner import KNEE_ROWS, plan_region
 from memfine_fx.records import ChunkPlan
 
 FP32 = RegionBytes(
@@ -148,7 +149,7 @@ def test_fixed_rows_shrink_to_the_budget() -> None:
 def test_the_reason_of_a_budgeted_chunk_names_the_bytes(slack: int) -> None:
     available = total(FP32, 100, 90) + slack
     plan = rows_plan(FP32, 100, available_bytes=available)
-    assert plan.reason == f"largest chunk within {available:,} B left for this region"
+    assert plan.reason == f"largest chunk with which the step keeps within {available:,} B"
     assert plan.rows_per_chunk == 90
 
 

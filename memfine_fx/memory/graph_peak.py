@@ -11,13 +11,16 @@ Arguments are the caller's and count nothing. Sizes are sympy expressions in the
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-__all__ = ["live_peaks", "peak_bytes_at"]
+from memfine_fx.memory.liveness import Allocation, Call, GraphMemory, Phase
+
+__all__ = ["live_peaks", "peak_bytes_at", "read_graph"]
 
 _VIEWS = frozenset(
     {
@@ -48,6 +51,56 @@ def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
             peaks.append(sympy.expand(live))
         live = live - sum(_bytes(dead) for dead in freed_after.get(node, []))
     return peaks
+
+
+def read_graph(graph: fx.Graph, *, is_fused: bool, frees_inputs: Iterable[str] = ()) -> GraphMemory:
+    """What a forward or backward graph would hold, before it is compiled; an estimate to plan by.
+
+    Args:
+        graph: ATen with `meta["val"]`, chunked regions as calls of their ops.
+        is_fused: whether Inductor will fuse pointwise chains.
+        frees_inputs: names of inputs that nobody else holds, freed after their last reader.
+    """
+    freed = set(frees_inputs)
+    owners = _owners(graph, is_fused)
+    for node in graph.nodes:
+        if node.op == "placeholder" and str(node.target) in freed and _is_tensor(node):
+            owners[node] = node
+        elif _is_tuple(node):
+            owners[node] = None
+        elif _is_element(node):
+            owners[node] = node
+        elif _is_view(node):
+            owners[node] = _view_source(node, owners)
+    position = {node: place for place, node in enumerate(graph.nodes)}
+    allocations = []
+    for owner, reader in _last_readers(graph, owners).items():
+        made_by = owner.args[0] if _is_element(owner) else owner
+        assert isinstance(made_by, fx.Node)
+        start = 0 if owner.op == "placeholder" else position[made_by]
+        stop = None if reader.op == "output" else position[reader] + 1
+        allocations.append(Allocation(owner.name, _bytes(owner), start, stop, owner.op == "placeholder"))
+    return GraphMemory(tuple(allocations), tuple(_calls(graph)), len(position))
+
+
+_PHASES: dict[str, Phase] = {"memfine::experts": "forward", "memfine::experts_backward": "backward"}
+
+
+def _calls(graph: fx.Graph) -> Iterator[Call]:
+    for place, node in enumerate(graph.nodes):
+        phase = _PHASES.get(node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else "")
+        if phase is not None:
+            site = next((argument for argument in node.args if isinstance(argument, str)), "")
+            yield Call(place, site, phase)
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (tuple, list))
+
+
+def _is_element(node: fx.Node) -> bool:
+    source = node.args[0] if node.args else None
+    return _name(node.target) == "getitem" and isinstance(source, fx.Node) and _is_tuple(source)
 
 
 def peak_bytes_at(peaks: list[sympy.Expr], substitutions: dict[sympy.Symbol, int]) -> int:

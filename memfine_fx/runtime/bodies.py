@@ -5,7 +5,7 @@ The passes build these; the loop only calls them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,13 @@ from memfine_fx.records import ParamKind
 
 __all__ = ["BackwardBody", "Bodies", "ForwardBody", "Operand", "ParamGrad", "PlainGrad", "ProductGrad"]
 
-Compiled = Callable[..., Sequence[torch.Tensor]]
+
+class Compiled(Protocol):
+    """A body as a function; `peak_bytes` are live bytes of one call beyond its arguments, in the symbols R and G."""
+
+    peak_bytes: sympy.Expr
+
+    def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,13 @@ ParamGrad = ProductGrad | PlainGrad
 
 @dataclass(frozen=True)
 class ForwardBody:
-    """(rows [R,H], weight [R] if any, *params) -> [contribution [R,H_out]].
-
-    Args:
-        peak_bytes: live bytes of one call beyond its arguments, in the symbol R.
-    """
+    """(rows [R,H], weight [R] if any, *params) -> [contribution [R,H_out]]."""
 
     call: Compiled
-    peak_bytes: sympy.Expr
+
+    @property
+    def peak_bytes(self) -> sympy.Expr:
+        return self.call.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,16 @@ class BackwardBody:
     Args:
         rows_grad, weight_grad: where those gradients stand among the results, or None if not wanted.
         param_grads: one per parameter, None where not wanted.
-        peak_bytes: live bytes of one call beyond its arguments, in the symbol R.
     """
 
     call: Compiled
     rows_grad: int | None
     weight_grad: int | None
     param_grads: tuple[ParamGrad | None, ...]
-    peak_bytes: sympy.Expr
+
+    @property
+    def peak_bytes(self) -> sympy.Expr:
+        return self.call.peak_bytes
 
 
 class Bodies(Protocol):

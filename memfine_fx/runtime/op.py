@@ -73,6 +73,7 @@ def experts(
         raise IndexError(f"expert ids outside [0, {region.num_experts}) reach a table of {region.num_experts} experts")
     chunks = chunks_of(routed, region.bodies, plan, region.tuner)
     region.plan, region.num_tokens, region.num_chunks = plan, hidden.shape[0], len(chunks)
+    region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
     region.num_steps += 1
     lower = partial(region.lower, hidden.shape[0])
     with span(f"forward {site}"):

@@ -50,6 +50,7 @@ class LiveRegion:
     plan: ChunkPlan | None = None
     num_tokens: int = 0
     num_chunks: int = 0
+    largest_chunk: int = 0  # rows, in the latest step
     num_steps: int = 0
     _plans: dict[int, ChunkPlan] = field(default_factory=dict)
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left
@@ -60,6 +61,10 @@ class LiveRegion:
             limits = [rows for tokens, rows in self._limits.items() if tokens <= num_tokens]
             self._plans[num_tokens] = _at_most(self.choose_plan(num_tokens), min(limits, default=None))
         return self._plans[num_tokens]
+
+    def forget_plans(self) -> None:
+        """Choose again at the next call."""
+        self._plans.clear()
 
     def use_plan(self, num_tokens: int, plan: ChunkPlan) -> None:
         """Replace the plan for T tokens from the next step on."""

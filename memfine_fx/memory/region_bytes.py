@@ -1,0 +1,168 @@
+"""Byte terms of one region's working set in a step (T tokens, R rows a chunk, N = T*K).
+
+output        the combined [T,H_out], and its fp32 accumulator where the model is in low precision
+hidden grad   the same for the gradient of the tokens, in backward
+weight grads  the gradients of the expert parameters, allocated by the region's backward
+index         order (4 N) and offsets, kept from forward to backward; the sort's own arrays in forward
+chunk         R rows: gathered rows and gradients, the body's peak, casts and staging
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+
+from memfine_fx.config import Axis
+from memfine_fx.memory.symbols import GROUPS, ROWS
+
+__all__ = ["RegionBytes", "region_peak", "region_workspace", "workspace_expression"]
+
+
+@dataclass(frozen=True)
+class RegionBytes:
+    """What the planner knows of a region.
+
+    Args:
+        top_k, num_experts, hidden, out_width: K, E, H, H_out.
+        item_bytes, out_item_bytes, contribution_item_bytes, accumulator_item_bytes: bytes per element of the
+            tokens, the region's output, a row's contribution and the sums over choices.
+        weight_item_bytes: bytes per element of the routing weight, 0 without one.
+        param_bytes: bytes of all expert parameters whose gradient is wanted.
+        staging_bytes: fp32 gradients of one expert, where a split expert needs them.
+        forward_peak, backward_peak: of one body call, in R (and G).
+        takes_group: whether a chunk may hold several experts.
+        device_type: "cpu" or "cuda".
+    """
+
+    top_k: int
+    num_experts: int
+    hidden: int
+    out_width: int
+    item_bytes: int
+    out_item_bytes: int
+    contribution_item_bytes: int
+    accumulator_item_bytes: int
+    weight_item_bytes: int
+    param_bytes: int
+    staging_bytes: int
+    forward_peak: sympy.Expr
+    backward_peak: sympy.Expr
+    takes_group: bool
+    device_type: str
+
+
+def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "rows") -> dict[str, int]:
+    """Bytes of each term at the peak, with R = `rows`; the larger of forward and backward.
+
+    Args:
+        region: its byte terms.
+        num_tokens: T.
+        rows: R, at most N rows matter.
+        axis: token slices come back to every expert, so they stage all experts' gradients.
+    """
+    num_routed = num_tokens * region.top_k
+    rows = max(1, min(rows, num_routed))
+    forward = _forward_terms(region, num_tokens, rows)
+    backward = _backward_terms(region, num_tokens, rows)
+    if region.staging_bytes:
+        backward["gradient staging"] = _staging_bytes(region, axis)
+    return max(forward, backward, key=lambda terms: sum(terms.values()))
+
+
+def region_workspace(
+    region: RegionBytes, num_tokens: int, rows: int, axis: Axis, phase: Literal["forward", "backward"]
+) -> int:
+    """Bytes that one call of a region's op needs beyond its arguments and results, which the graph around shows.
+
+    Args:
+        region: its byte terms.
+        num_tokens: T.
+        rows: R, at most N rows matter.
+        axis: as in `region_peak`.
+        phase: which op.
+    """
+    rows = max(1, min(rows, num_tokens * region.top_k))
+    return int(workspace_expression(region, num_tokens, rows, axis, phase))
+
+
+def workspace_expression(
+    region: RegionBytes, num_tokens: sympy.Expr | int, rows: int, axis: Axis, phase: Literal["forward", "backward"]
+) -> sympy.Expr | int:
+    """As `region_workspace`, for T as an expression and R no more than N."""
+    if phase == "forward":
+        working = _forward_terms(region, num_tokens, rows)["chunk"]
+        width, item_bytes = region.out_width, region.out_item_bytes
+    else:
+        working = _backward_terms(region, num_tokens, rows)["chunk"] + _staging_bytes(region, axis)
+        width, item_bytes = region.hidden, region.item_bytes
+    if item_bytes == region.accumulator_item_bytes:
+        return working
+    sums, results = num_tokens * width * region.accumulator_item_bytes, num_tokens * width * item_bytes
+    return sums - results + sympy.Max(working, results)  # the cast follows the last chunk
+
+
+def _staging_bytes(region: RegionBytes, axis: Axis) -> int:
+    return region.staging_bytes * (region.num_experts if axis == "tokens" else 1)
+
+
+def _forward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str, Any]:
+    chunk = rows * (region.hidden * region.item_bytes + region.weight_item_bytes)
+    chunk += _body(region.forward_peak, region, rows) + _cast_bytes(region, rows) + _index_chunk(rows)
+    return {
+        "output": num_tokens * region.out_width * _held(region.out_item_bytes, region.accumulator_item_bytes),
+        "index": _index_bytes(region, num_tokens),
+        "chunk": chunk,
+    }
+
+
+def _backward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str, Any]:
+    rows_grad = rows * region.out_width * (region.out_item_bytes + region.contribution_item_bytes)
+    if region.out_item_bytes == region.contribution_item_bytes:
+        rows_grad //= 2
+    chunk = rows * (region.hidden * region.item_bytes + region.weight_item_bytes) + rows_grad
+    chunk += _body(region.backward_peak, region, rows) + _index_chunk(rows)
+    if region.accumulator_item_bytes != region.item_bytes:
+        chunk += rows * region.hidden * region.accumulator_item_bytes
+    return {
+        "output grad": num_tokens * region.out_width * region.out_item_bytes,
+        "hidden grad": num_tokens * region.hidden * _held(region.item_bytes, region.accumulator_item_bytes),
+        "routing weight grad": num_tokens * region.top_k * region.weight_item_bytes,
+        "expert weight grads": region.param_bytes,
+        "index": _index_bytes(region, num_tokens),
+        "chunk": chunk,
+    }
+
+
+def _held(item_bytes: int, accumulator_bytes: int) -> int:
+    """Bytes per element while a sum and its cast are both alive."""
+    return accumulator_bytes if item_bytes == accumulator_bytes else item_bytes + accumulator_bytes
+
+
+def _cast_bytes(region: RegionBytes, rows: int) -> int:
+    if region.contribution_item_bytes == region.accumulator_item_bytes:
+        return 0
+    return rows * region.out_width * region.accumulator_item_bytes
+
+
+def _body(peak: sympy.Expr, region: RegionBytes, rows: int) -> int:
+    return int(_function_of(peak)(rows, region.num_experts))
+
+
+@functools.lru_cache(maxsize=1024)
+def _function_of(peak: sympy.Expr) -> Callable[[int, int], float]:
+    """The expression in (R, G) as a function: plans are solved while a step waits."""
+    function: Callable[[int, int], float] = sympy.lambdify((ROWS, GROUPS), peak, modules="math")
+    return function
+
+
+def _index_chunk(rows: int) -> int:
+    return 3 * 8 * rows
+
+
+def _index_bytes(region: RegionBytes, num_tokens: Any) -> Any:
+    """Order and offsets, with the sort's values and places, which die with the dispatch."""
+    return num_tokens * region.top_k * (4 + 8 + 8) + 3 * 8 * (region.num_experts + 1)

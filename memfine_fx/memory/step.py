@@ -1,0 +1,170 @@
+"""The memory of one training step: graphs with their chunked regions, and what is there before the step begins.
+
+    peak of a step = static + the largest of
+        forward of graph i    what earlier graphs saved + live bytes of its forward + working set of a region
+        backward of graph i   what earlier graphs saved + live bytes of its backward + working set of a region
+
+Static bytes are the parameters and buffers that the graphs read, gradients that exist, and optimizer state. New
+gradients are results of the backward graphs and counted there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import fx
+
+from memfine_fx.config import Axis
+from memfine_fx.memory.liveness import GraphMemory, Peak, Phase
+from memfine_fx.memory.region_bytes import RegionBytes, region_workspace, workspace_expression
+
+__all__ = ["GraphStep", "RegionMemory", "StepPeak", "peak_expression", "step_peak"]
+
+RowsOf = Callable[[str, int], int]
+"""(site, T) -> rows a chunk."""
+
+
+@dataclass(frozen=True)
+class RegionMemory:
+    """A region's byte terms, which its bodies know exactly once they are compiled, and T in the graph's symbols."""
+
+    terms_now: Callable[[], RegionBytes]
+    num_tokens: sympy.Expr
+    axis: Axis
+
+    @property
+    def terms(self) -> RegionBytes:
+        return self.terms_now()
+
+    def tokens_at(self, sizes: Mapping[str, int]) -> int:
+        substitutions = {symbol: sizes[str(symbol)] for symbol in self.num_tokens.free_symbols}
+        return int(self.num_tokens.subs(substitutions))
+
+    def workspace(self, phase: Phase, sizes: Mapping[str, int], rows_of: Callable[[int], int]) -> int:
+        """Bytes of the region's op beyond what the graph shows; `rows_of` gives R for T tokens."""
+        if phase == "route":
+            return 0
+        num_tokens = self.tokens_at(sizes)
+        return region_workspace(self.terms, num_tokens, rows_of(num_tokens), self.axis, phase)
+
+
+@dataclass
+class GraphStep:
+    """One captured graph's forward and backward, and its regions by site.
+
+    Args:
+        regions: site -> its memory.
+        sizes: value of each symbol in the latest call.
+        forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
+        decision: what the partitioner chose, in words; "" where it had nothing to decide.
+        gradient_bytes: gradients that were there when the latest call began.
+    """
+
+    regions: dict[str, RegionMemory] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    forward: GraphMemory | None = None
+    backward: GraphMemory | None = None
+    decision: str = ""
+    gradient_bytes: int = 0
+
+    def note_gradients(self, inputs: Sequence[object]) -> bool:
+        """Count the gradients of a call's parameters; whether that differs from the call before.
+
+        One parameter tells whether there are gradients; all are asked only when that changes.
+        """
+        trained = (one for one in inputs if isinstance(one, torch.nn.Parameter) and one.requires_grad)
+        first = next(trained, None)
+        if first is None or (first.grad is not None) == (self.gradient_bytes > 0):
+            return False
+        gradients = [one.grad for one in (first, *trained) if one.grad is not None]
+        self.gradient_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+        return True
+
+    def add_hints(self, graph: fx.Graph) -> None:
+        """Values for sizes that no input has (a saved random state's length), from the compiled graph."""
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+            for size in shape:
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    self.sizes.setdefault(str(size.node.expr), int(size.node.hint or 1))
+
+    def workspace(self, rows_of: RowsOf, sizes: Mapping[str, int]) -> Callable[[str, Phase], int]:
+        def of_call(site: str, phase: Phase) -> int:
+            region = self.regions.get(site)
+            if region is None:
+                return 0
+            return region.workspace(phase, sizes, functools.partial(rows_of, site))
+
+        return of_call
+
+    def left_bytes(self) -> int:
+        """What its forward saves for its backward, at the latest sizes."""
+        if self.forward is None:
+            return 0
+        expr = self.forward.left_bytes
+        return int(expr.subs({symbol: self.sizes[str(symbol)] for symbol in expr.free_symbols}))
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """The predicted peak of a step beyond what is there before it.
+
+    Args:
+        num_bytes: live bytes at the peak.
+        where: "forward" or "backward", and of which graph if there are several.
+        terms: (name, bytes), largest first.
+    """
+
+    num_bytes: int
+    where: str
+    terms: tuple[tuple[str, int], ...]
+
+
+def step_peak(graphs: Iterable[GraphStep], rows_of: RowsOf) -> StepPeak | None:
+    """The peak over all graphs of a step that runs each once; None where nothing is known yet."""
+    saved = 0
+    best: StepPeak | None = None
+    known = [graph for graph in graphs if graph.forward is not None]
+    for number, graph in enumerate(known):
+        workspace = graph.workspace(rows_of, graph.sizes)
+        for where, memory in (("forward", graph.forward), ("backward", graph.backward)):
+            if memory is None:
+                continue
+            peak = memory.peak(graph.sizes, workspace)
+            if best is None or saved + peak.num_bytes > best.num_bytes:
+                best = _of_graph(peak, saved, where if len(known) == 1 else f"{where} of graph {number}")
+        saved += graph.left_bytes()
+    return best
+
+
+def _of_graph(peak: Peak, saved: int, where: str) -> StepPeak:
+    earlier = (("saved by earlier graphs", saved),) if saved else ()
+    return StepPeak(saved + peak.num_bytes, where, (*earlier, *peak.terms))
+
+
+def peak_expression(graphs: Iterable[GraphStep], rows_of: RowsOf) -> sympy.Expr:
+    """The step's peak beyond what is there before it, in the graphs' symbols; R as at the latest sizes.
+
+    `expr.subs({"s27": 4096, ...})` answers for another batch without compiling anything.
+    """
+    saved: sympy.Expr = sympy.Integer(0)
+    peaks: list[sympy.Expr] = []
+    for graph in graphs:
+        workspaces: dict[tuple[str, Phase], sympy.Expr] = {
+            (site, phase): workspace_expression(region.terms, region.num_tokens, rows, region.axis, phase)
+            for site, region in graph.regions.items()
+            for rows in (rows_of(site, region.tokens_at(graph.sizes)),)
+            for phase in _CHUNKED_PHASES
+        }
+        peaks += [saved + memory.peak_expression(workspaces) for memory in (graph.forward, graph.backward) if memory]
+        saved += graph.forward.left_bytes if graph.forward else sympy.Integer(0)
+    return sympy.Max(*peaks) if peaks else sympy.Integer(0)
+
+
+_CHUNKED_PHASES: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")

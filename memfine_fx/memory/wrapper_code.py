@@ -1,0 +1,233 @@
+"""Read what Inductor's compiled code allocates and frees, from the Python wrapper that it wrote.
+
+The wrapper is the last word on memory: after fusion, reordering, in-place updates and reuse of buffers, it says
+which storages are made (`buf = empty_strided_cpu(size, stride, dtype)`), renamed (`a = b`, `reinterpret_tensor`),
+returned by other ops (`torch.ops...`) and dropped (`del buf`), with sizes in the graph's own symbols. It is there
+on cache hits too. Sizes of what other ops return are taken from the FX graph that was compiled.
+
+A wrapper in another form (C++, partitions for CUDA graphs) is answered with None: no timeline, no guess.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import sympy
+import torch
+from torch import fx
+
+from memfine_fx.memory.liveness import Allocation, Call, GraphMemory, Phase
+
+__all__ = ["read_wrapper"]
+
+_PHASES: dict[str, Phase] = {
+    "torch.ops.memfine.route.default": "route",
+    "torch.ops.memfine.experts.default": "forward",
+    "torch.ops.memfine.experts_backward.default": "backward",
+}
+_CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this
+
+
+class _Unreadable(Exception):
+    """The wrapper has a form that is not known."""
+
+
+def read_wrapper(source: str, graph: fx.Graph, frees_inputs: Iterable[str] = ()) -> GraphMemory | None:
+    """The timeline of a compiled graph, or None if its wrapper cannot be read.
+
+    Args:
+        source: the wrapper's Python source.
+        graph: the FX graph it was compiled from, with `meta["val"]`.
+        frees_inputs: names of inputs that nobody else holds (tensors saved for backward, tangents); they are
+            alive from the start and freed where the wrapper drops them.
+    """
+    try:
+        body = _call_body(ast.parse(source))
+        reader = _Reader(_results_of_ops(graph), _input_bytes(graph, set(frees_inputs)))
+        for statement in _flatten(body):
+            reader.read(statement)
+        return reader.finish()
+    except (_Unreadable, SyntaxError, IndexError, KeyError, StopIteration):
+        return None
+
+
+def _call_body(module: ast.Module) -> list[ast.stmt]:
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    if any(function.name.startswith("partition_") for function in functions):
+        raise _Unreadable("partitions")
+    calls = [function for function in functions if function.name == "call"]
+    if len(calls) != 1:
+        raise _Unreadable("no single call function")
+    return calls[0].body
+
+
+def _flatten(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.With):
+            yield from _flatten(statement.body)
+        else:
+            yield statement
+
+
+def _results_of_ops(graph: fx.Graph) -> dict[str, list[list[sympy.Expr]]]:
+    """Op as the wrapper spells it -> bytes of its results, call by call."""
+    results: dict[str, list[list[sympy.Expr]]] = defaultdict(list)
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            value = node.meta.get("val")
+            values = value if isinstance(value, (tuple, list)) else [value]
+            results[f"torch.ops.{node.target}"].append([_tensor_bytes(one) for one in values])
+    return results
+
+
+def _input_bytes(graph: fx.Graph, names: set[str]) -> dict[str, sympy.Expr]:
+    placeholders = {str(node.target): node.meta.get("val") for node in graph.nodes if node.op == "placeholder"}
+    return {name: _tensor_bytes(value) for name, value in placeholders.items() if name in names}
+
+
+def _tensor_bytes(value: object) -> sympy.Expr:
+    if not isinstance(value, torch.Tensor):
+        return sympy.Integer(0)
+    sizes = [_expr(size) for size in value.shape]
+    strides = [_expr(stride) for stride in value.stride()]
+    return _rounded(_storage_elements(sizes, strides) * value.dtype.itemsize, value.device.type)
+
+
+def _expr(size: object) -> sympy.Expr:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(str(size)))
+
+
+def _storage_elements(sizes: list[sympy.Expr], strides: list[sympy.Expr]) -> sympy.Expr:
+    if any(size == 0 for size in sizes):
+        return sympy.Integer(0)
+    last = sum(((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)), sympy.Integer(0))
+    return sympy.expand(last + 1)
+
+
+def _rounded(num_bytes: sympy.Expr, device_type: str) -> sympy.Expr:
+    if device_type != "cuda":
+        return num_bytes
+    if num_bytes.is_number:
+        return sympy.Integer(-(-int(num_bytes) // _CUDA_BLOCK) * _CUDA_BLOCK)
+    return _CUDA_BLOCK * sympy.ceiling(num_bytes / _CUDA_BLOCK)
+
+
+@dataclass
+class _Storage:
+    allocation: Allocation
+    names: set[str] = field(default_factory=set)
+
+
+class _Reader:
+    """Walks the statements; knows which names hold which storages."""
+
+    def __init__(self, results: dict[str, list[list[sympy.Expr]]], inputs: dict[str, sympy.Expr]) -> None:
+        self._results = {name: iter(calls) for name, calls in results.items()}
+        self._storages: list[_Storage] = []
+        self._held: dict[str, list[_Storage]] = {}  # a name holds one storage, or all results of an op
+        self._calls: list[Call] = []
+        self._position = 0
+        for name, num_bytes in inputs.items():
+            self._hold(name, [self._new(name, num_bytes, is_input=True)])
+
+    def read(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            self._assign(statement.targets[0].id, statement.value)
+        elif isinstance(statement, ast.Delete):
+            for target in statement.targets:
+                if isinstance(target, ast.Name):
+                    self._drop(target.id)
+        self._position += 1
+
+    def finish(self) -> GraphMemory:
+        allocations = tuple(storage.allocation for storage in self._storages)
+        return GraphMemory(allocations, tuple(self._calls), self._position)
+
+    def _assign(self, name: str, value: ast.expr) -> None:
+        if isinstance(value, ast.Name):
+            self._hold(name, self._held.get(value.id, []))
+        elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
+            self._element(name, value.value.id, value.slice)
+        elif isinstance(value, ast.Call):
+            self._call(name, value)
+
+    def _element(self, name: str, source: str, index: ast.expr) -> None:
+        held = self._held.get(source, [])
+        if isinstance(index, ast.Constant) and isinstance(index.value, int) and index.value < len(held):
+            self._hold(name, [held[index.value]])
+
+    def _call(self, name: str, call: ast.Call) -> None:
+        function = ast.unparse(call.func)
+        if function == "reinterpret_tensor":
+            source = call.args[0]
+            self._hold(name, self._held.get(source.id, []) if isinstance(source, ast.Name) else [])
+        elif function.startswith("empty_strided_"):
+            device_type = function.removeprefix("empty_strided_").removesuffix("_pinned").split("_")[0]
+            self._hold(name, [self._new(name, _requested_bytes(call, device_type))])
+        elif function.startswith("torch.ops.") and function in self._results:
+            label = function.removeprefix("torch.ops.")
+            self._hold(name, [self._new(label, num_bytes) for num_bytes in next(self._results[function])])
+            if function in _PHASES:
+                self._calls.append(Call(self._position, _site(call), _PHASES[function]))
+        elif name.startswith("buf"):
+            raise _Unreadable(f"{name} = {function}(...)")
+
+    def _new(self, name: str, num_bytes: sympy.Expr, *, is_input: bool = False) -> _Storage:
+        storage = _Storage(Allocation(name, num_bytes, self._position, None, is_input))
+        self._storages.append(storage)
+        return storage
+
+    def _hold(self, name: str, storages: list[_Storage]) -> None:
+        self._drop(name)
+        self._held[name] = storages
+        for storage in storages:
+            storage.names.add(name)
+
+    def _drop(self, name: str) -> None:
+        for storage in self._held.pop(name, []):
+            storage.names.discard(name)
+            if not storage.names:
+                storage.allocation = replace(storage.allocation, stop=self._position)
+
+
+def _requested_bytes(call: ast.Call, device_type: str) -> sympy.Expr:
+    size, stride, dtype = call.args[:3]
+    if not (isinstance(size, ast.Tuple) and isinstance(stride, ast.Tuple)):
+        raise _Unreadable(ast.unparse(call))
+    elements = _storage_elements([_sized(one) for one in size.elts], [_sized(one) for one in stride.elts])
+    itemsize = getattr(torch, ast.unparse(dtype).removeprefix("torch.")).itemsize
+    return _rounded(elements * itemsize, device_type)
+
+
+def _sized(node: ast.expr) -> sympy.Expr:
+    """A size of the wrapper as an expression; its symbols are the graph's."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return sympy.Integer(node.value)
+    if isinstance(node, ast.Name):
+        return sympy.Symbol(node.id, positive=True, integer=True)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_sized(node.operand)
+    if isinstance(node, ast.BinOp):
+        left, right = _sized(node.left), _sized(node.right)
+        if isinstance(node.op, ast.Add):
+            return left + right
+        if isinstance(node.op, ast.Sub):
+            return left - right
+        if isinstance(node.op, ast.Mult):
+            return left * right
+        if isinstance(node.op, ast.FloorDiv):
+            return sympy.floor(left / right)
+        if isinstance(node.op, ast.Pow):
+            return left**right
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
+        function = sympy.Max if node.func.id == "max" else sympy.Min
+        return function(*(_sized(argument) for argument in node.args))
+    raise _Unreadable(ast.unparse(node))
+
+
+def _site(call: ast.Call) -> str:
+    texts = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    return texts[0] if texts else ""

@@ -1,0 +1,92 @@
+"""Dense results: matmuls and attentions of a forward whose results a backward may want, with what they cost.
+
+Each is a choice of the step's plan: kept (bytes, from forward to backward) or computed again (FLOPs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["DenseResult", "dense_results"]
+
+
+@dataclass(frozen=True)
+class DenseResult:
+    """One node of a joint graph: its name, bytes of its results, FLOPs to compute it again."""
+
+    name: str
+    num_bytes: int
+    flops: int
+    is_in_last_layer: bool
+
+
+def dense_results(joint: fx.Graph, num_forward_outputs: int) -> list[DenseResult]:
+    """Dense results of the forward, those most worth keeping first.
+
+    Results of the last layer (after the last but one region) come first: its backward begins at once, so keeping
+    them adds next to nothing to the peak. Then by FLOPs per byte; later ones first among equals.
+    """
+    forward = _forward_nodes(joint, num_forward_outputs)
+    experts = [node for node in forward if node.target is torch.ops.memfine.experts.default]
+    order = {node: place for place, node in enumerate(joint.nodes)}
+    last_layer = order[experts[-2]] if len(experts) > 1 else -1
+    found = [
+        (DenseResult(node.name, _num_bytes(node), flops, order[node] > last_layer), order[node])
+        for node in forward
+        if (flops := _flops(node)) > 0
+    ]
+    found.sort(key=lambda one: (not one[0].is_in_last_layer, -one[0].flops / max(1, one[0].num_bytes), -one[1]))
+    return [result for result, _ in found]
+
+
+def _forward_nodes(joint: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:
+    (results,) = joint.find_nodes(op="output")[0].args
+    reached: set[fx.Node] = set()
+    pending = [node for node in results[:num_forward_outputs] if isinstance(node, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            pending.extend(node.all_input_nodes)
+    return [node for node in joint.nodes if node in reached]
+
+
+def _flops(node: fx.Node) -> int:
+    """FLOPs of a node by torch's own formulas; 0 where it has none (elementwise work, opaque ops)."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _at_hints)
+    return int(flop_registry[packet](*args, **kwargs, out_val=_at_hints(node)))
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = _at_hints(node)
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return sum(one.numel() * one.dtype.itemsize for one in values if isinstance(one, torch.Tensor))
+
+
+def _at_hints(node: fx.Node) -> Any:
+    """The node's value at the sizes of the captured call, without data and without guards."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return type(value)(_concrete(one) for one in value)
+    return _concrete(value)
+
+
+def _concrete(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return _hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if not isinstance(size, torch.SymInt):
+        return size
+    hint = size.node.hint
+    return 1 if hint is None else int(hint)

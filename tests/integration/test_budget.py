@@ -1,0 +1,119 @@
+"""A budget of bytes for a whole step: kept, as little computed again as it allows, and its smallest value named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfine_fx
+from memfine_fx.demo.model import ModelSizes, build_causal_lm
+from memfine_fx.errors import BudgetInfeasible
+from memfine_fx.memory.measure import trace_memory
+from tests.integration.comparison import relative_error
+
+SIZES = ModelSizes(
+    layers=2, hidden=64, width=64, experts=8, top_k=2, heads=4, kv_heads=2, head_dim=16, vocab=256, positions=1024
+)
+CPU = torch.device("cpu")
+
+
+def language_model() -> nn.Module:
+    return build_causal_lm(SIZES, seed=0, dtype=torch.float32, device=CPU)
+
+
+def param_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.detach()
+
+
+def tokens(batch: int = 2, sequence: int = 256) -> torch.Tensor:
+    return torch.randint(SIZES.vocab, (batch, sequence), generator=torch.Generator().manual_seed(1))
+
+
+def trained(budget: int | None, inner: Any = "aot_eager") -> tuple[nn.Module, memfine_fx.Report, int]:
+    """(model after a step, report, measured bytes of that step beyond its start)."""
+    model = language_model()
+    memfine_fx.optimize(model, inner_backend=inner, dynamic=True, memory_budget=budget)
+    step(model, tokens())
+    model.zero_grad(set_to_none=True)
+    measured = trace_memory(lambda: step(model, tokens()), CPU).peak_bytes
+    return model, memfine_fx.report(model), measured
+
+
+def test_less_is_kept_under_a_tighter_budget_and_gradients_stay_exact() -> None:
+    _, free, loose = trained(None)
+    assert free.predicted_peak_bytes is not None
+    model, report, tight = trained(
+        int(0.98 * free.predicted_peak_bytes)
+    )  # the gradients are those of the measured step
+    assert tight < loose
+    assert report.step is not None and "dense results are kept" in report.step.decision
+    reference = language_model()
+    step(reference, tokens())
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        found, wanted = parameter.grad, expected[name].grad
+        assert found is not None and wanted is not None
+        assert relative_error(found, wanted) <= 1e-5, name
+
+
+def test_a_budget_that_is_large_enough_changes_nothing() -> None:
+    _, _, free = trained(None)
+    _, report, measured = trained(2**40)
+    assert report.step is not None and report.step.decision == "nothing dense is computed again"
+    assert measured == free
+
+
+def test_the_smallest_budget_that_an_error_names_works() -> None:
+    with pytest.raises(BudgetInfeasible) as caught:
+        trained(param_bytes(language_model()) + 1000)
+    minimum = caught.value.minimum_bytes
+    assert caught.value.largest_terms
+    _, report, measured = trained(minimum)
+    assert report.predicted_peak_bytes is not None and report.predicted_peak_bytes <= minimum
+    assert param_bytes(language_model()) + measured <= minimum
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_the_prediction_for_compiled_code_is_close_and_never_short(dtype: torch.dtype, is_checkpointed: bool) -> None:
+    model = language_model().to(dtype)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    batch = tokens()
+    report = memfine_fx.explain(model, input_ids=batch, labels=batch, measure=True)
+    assert report.predicted_peak_bytes is not None and report.measured_peak_bytes is not None
+    error = report.predicted_peak_bytes / report.measured_peak_bytes - 1
+    assert -0.02 <= error <= 0.05
+
+
+@pytest.mark.slow
+def test_the_peak_as_an_expression_answers_for_another_batch() -> None:
+    model = language_model()
+    memfine_fx.optimize(model, dynamic=True)
+    step(model, tokens())
+    expression = memfine_fx.report(model).peak_expr
+    assert expression is not None
+    model.zero_grad(set_to_none=True)
+    larger = tokens(3, 320)
+    step(model, larger)
+    model.zero_grad(set_to_none=True)
+    measured = trace_memory(lambda: step(model, larger), CPU).peak_bytes
+    values = {"batch": 3, "sequence": 320}
+    peaks = [
+        int(expression.subs(dict(zip(symbols, values.values(), strict=True))))
+        for symbols in (
+            sorted(expression.free_symbols, key=str),
+            sorted(expression.free_symbols, key=str, reverse=True),
+        )
+    ]
+    assert any(abs(peak / measured - 1) < 0.1 for peak in peaks)

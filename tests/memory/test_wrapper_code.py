@@ -1,0 +1,145 @@
+"""Reading compiled wrappers: what is made, renamed, reused, returned by ops and dropped, with symbolic sizes."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+
+from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.memory.wrapper_code import read_wrapper
+
+HEAD = "def call(self, args):\n    s0, saved, primals_1 = args\n    args.clear()\n"
+S0 = sympy.Symbol("s0", integer=True, positive=True)
+
+
+def read(lines: str, graph: fx.Graph | None = None, frees: tuple[str, ...] = ()) -> GraphMemory:
+    source = HEAD + "".join(f"    {line}\n" for line in lines.strip().splitlines())
+    memory = read_wrapper(source, graph or fx.Graph(), frees)
+    assert memory is not None
+    return memory
+
+
+def live(memory: GraphMemory, **sizes: int) -> list[int]:
+    """Live bytes after each statement of the body."""
+    return memory.live_bytes(sizes, lambda site, phase: 100)[2:]
+
+
+def test_buffers_live_from_their_making_until_their_last_name_is_dropped() -> None:
+    memory = read(
+        """
+buf0 = empty_strided_cpu((s0, 4), (4, 1), torch.float32)
+kernel(buf0)
+buf1 = reinterpret_tensor(buf0, (4, s0), (s0, 1), 0); del buf0  # reuse
+buf2 = buf1; del buf1
+buf3 = empty_strided_cpu((8, ), (1, ), torch.bfloat16)
+del buf2
+return (buf3, )
+"""
+    )
+    assert live(memory, s0=3) == [48, 48, 48, 48, 48, 48, 64, 16, 16]
+    assert memory.symbols == (S0,)
+    assert memory.left_bytes == 16
+
+
+def test_results_of_other_ops_take_their_sizes_from_the_graph_and_live_with_their_tuple() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(torch.ops.aten.topk.default, (graph.placeholder("x"), 2))
+    node.meta["val"] = (torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int64))
+    graph.output(node)
+    memory = read(
+        """
+buf0 = torch.ops.aten.topk.default(primals_1, 2)
+buf1 = buf0[0]
+buf2 = buf0[1]
+del buf0
+del buf1
+return (buf2, )
+""",
+        graph,
+    )
+    assert live(memory) == [96, 96, 96, 96, 64, 64]
+
+
+def test_a_region_call_adds_its_working_set_where_it_runs() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(torch.ops.memfine.experts.default, tuple(graph.placeholder(name) for name in "abcdef"))
+    node.meta["val"] = torch.empty(2, 4)
+    graph.output(node)
+    memory = read("buf0 = torch.ops.memfine.experts.default(a, b, c, d, [e], 'key/7')\nbuf1 = buf0\ndel buf0", graph)
+    assert [(call.site, call.phase) for call in memory.calls] == [("key/7", "forward")]
+    assert live(memory) == [132, 32, 32]
+
+
+def test_saved_inputs_are_alive_from_the_start_and_inputs_of_the_user_count_nothing() -> None:
+    graph = fx.Graph()
+    for name, shape in (("saved", (4, 4)), ("primals_1", (100,))):
+        graph.placeholder(name).meta["val"] = torch.empty(shape)
+    memory = read("del primals_1\ndel saved\nreturn ()", graph, ("saved",))
+    assert live(memory) == [64, 0, 0]
+
+
+def test_cuda_sizes_are_rounded_to_the_allocators_blocks() -> None:
+    memory = read("buf0 = empty_strided_cuda((s0, ), (1, ), torch.float32)\nreturn (buf0, )")
+    assert live(memory, s0=1) == [512, 512]
+    assert live(memory, s0=129) == [1024, 1024]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(args):\n    pass",
+        "def partition_0(args):\n    pass\ndef call(args):\n    pass",
+        HEAD + "    buf0 = some.unknown_op(saved)\n",
+        HEAD + "    buf0 = empty_strided_cpu((round(s0), ), (1, ), torch.float32)\n",
+        "not python at all (",
+        "",
+    ],
+)
+def test_an_unknown_form_is_no_timeline(source: str) -> None:
+    assert read_wrapper(source, fx.Graph()) is None
+
+
+def test_the_peak_as_an_expression_drops_what_is_never_the_largest() -> None:
+    memory = read(
+        """
+buf0 = empty_strided_cpu((s0, 4), (4, 1), torch.float32)
+buf1 = empty_strided_cpu((s0, ), (1, ), torch.float32)
+del buf0
+buf2 = empty_strided_cpu((1000, ), (1, ), torch.float32)
+return (buf1, buf2)
+"""
+    )
+    assert memory.peak_expression({}) == sympy.Max(20 * S0, 4 * S0 + 4000)
+    peak = memory.peak({"s0": 10}, lambda site, phase: 0)
+    assert (peak.num_bytes, peak.terms) == (4040, (("buf2", 4000), ("buf1", 40)))
+    with pytest.raises(KeyError, match="no value for s0"):
+        memory.peak({}, lambda site, phase: 0)
+
+
+def test_inductor_writes_what_is_read_here() -> None:
+    """The real thing: an element-wise result feeding a matmul, compiled with symbolic sizes."""
+    seen: list[GraphMemory | None] = []
+
+    def compile_and_read(graph_module: fx.GraphModule, inputs: list[torch.Tensor], **options: object) -> object:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        compiled = compile_fx_inner(graph_module, inputs, **options)
+        seen.append(read_wrapper(compiled.source_code, graph_module.graph))
+        return compiled
+
+    def backend(graph_module: fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph_module, inputs, inner_compile=compile_and_read)
+
+    compiled = torch.compile(lambda x, w: (x.sin() @ w).cos() @ w, backend=backend, dynamic=True)
+    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
+        compiled(torch.randn(24, 16), torch.randn(16, 16))
+    memory = seen[-1]
+    assert memory is not None
+    (rows,) = (symbol for symbol in memory.symbols)
+    sizes = {str(rows): 24}
+    assert memory.peak(sizes, lambda site, phase: 0).num_bytes == 2 * 24 * 16 * 4
