@@ -8,6 +8,7 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 
+import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.wrapper_code import read_wrapper
 
