@@ -14,7 +14,7 @@ LOADS = ("balanced", "zipf:0.5", "zipf:1", "zipf:1.5", "zipf:2", "one")
 EXPERTS = (8, 64, 256)
 TOP_K = (1, 8)
 LIMIT_BYTES = 64 * MIB
-_LONG = Sizes(batch=1, sequence=4096, hidden=256, width=128, experts=8, top_k=2)
+_LONG = Sizes(batch=1, sequence=4096, hidden=128, width=128, experts=8, top_k=2)
 _SKEWED = Sizes(batch=1, sequence=8192, hidden=128, width=256, experts=32, top_k=4)
 _WIDE = Sizes(batch=1, sequence=4096, hidden=256, width=64, experts=64, top_k=4)
 _SEARCHED = Sizes(batch=1, sequence=2048, hidden=128, width=256, experts=16, top_k=4)
@@ -37,7 +37,7 @@ def _parts(quick: bool) -> Sequence[Part]:
     loads = tuple(f"load={load}" for load in (LOADS[::5] if quick else LOADS))
     skewed = replace(_SKEWED, sequence=1024) if quick else _SKEWED
     sweeps = [
-        Part("sweep", _LONG, "float32", ("compile", "memfine") if quick else _SWEEP_PEERS, points=tokens, steps=3),
+        Part("sweep", _LONG, "float32", ("compile", "memfine") if quick else _SWEEP_PEERS, points=tokens, steps=1),
         Part(
             "sweep",
             skewed,
