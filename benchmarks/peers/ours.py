@@ -7,6 +7,7 @@ import memfine_fx
 from benchmarks.peers.base import Forward, Peer, Wrap
 from benchmarks.peers.plain import eager, model_checkpointed
 from benchmarks.records import Sizes
+from memfine_fx.memory.closed_form import PAPER_BINS
 
 
 def layer(**fields: Any) -> Wrap:
@@ -41,11 +42,14 @@ MODEL = (
 
 
 def family_member(name: str) -> Peer | None:
-    """memfine-R512 (rows a chunk), memfine-T256 (tokens a slice), memfine-800MB or memfine-2GiB (a budget)."""
+    """By number: memfine-R512 (rows a chunk), memfine-T256 (tokens a slice), memfine-2GiB (a budget),
+    memfine-mact9000 (the paper's bins, with at most so many rows a chunk)."""
     if match := re.fullmatch(r"memfine-R(\d+)", name):
         return rows_peer(name, rows_per_chunk=int(match[1]))
     if match := re.fullmatch(r"memfine-T(\d+)", name):
         return tokens_peer(name, tokens_per_chunk=int(match[1]))
     if match := re.fullmatch(r"memfine-(\d+[kMG]i?B)", name):
         return rows_peer(name, memory_budget=match[1])
+    if match := re.fullmatch(r"memfine-mact(\d+)", name):
+        return rows_peer(name, rows_per_chunk=int(match[1]), bins=PAPER_BINS, patience=1)
     return None

@@ -53,6 +53,7 @@ def _peers(scale: int) -> dict[str, tuple[str, str]]:
         "fcda-c8": ("Method 2: 8 token chunks", "8 chunks"),
         f"fcda-mact{most_rows(scale)}": ("Method 3: MACT, bins 1 2 4 8", "MACT"),
         "compile+checkpoint": ("full recomputation, torch.compile", ""),
+        f"memfine-mact{most_rows(scale)}": ("ours, rows axis, MACT's bins and s'_max", ""),
         f"memfine-T{slices}": (f"ours, tokens axis, {slices} tokens a slice", ""),
         "memfine": ("ours, rows axis", ""),
         "memfine-R1024": ("ours, rows axis, 1024 rows", ""),

@@ -25,7 +25,9 @@ def test_eager_peers_compute_the_same(peer: str) -> None:
     assert found.gradient_checksum == pytest.approx(expected.gradient_checksum, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["memfine-R512", "memfine-T64", "memfine-800MB", "diy-c4+compile", "fcda-c8"])
+@pytest.mark.parametrize(
+    "name", ["memfine-R512", "memfine-T64", "memfine-800MB", "memfine-mact900", "diy-c4+compile", "fcda-c8"]
+)
 def test_families_have_members_by_number(name: str) -> None:
     assert find_peer("layer", name).name == name
 
