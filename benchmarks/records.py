@@ -76,6 +76,10 @@ class Job:
     def table(self) -> str:
         """Jobs with the same title are compared in one table."""
         load = f", load {self.load}" if self.load else ""
+        if self.points:
+            load += f", from {self.points[0]} to {self.points[-1]} (figures of the last)"
+        if self.limit_bytes:
+            load += f", within {self.limit_bytes:,} B"
         return f"{self.suite}: {self.workload}, {self.sizes}{load}, {self.dtype} on {self.device}"
 
     @classmethod

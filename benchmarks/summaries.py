@@ -58,6 +58,8 @@ def tokens_of(summary: Summary) -> float:
     job, series = summary.job, summary.last.series
     if "rows" in series:
         return sum(series["rows"]) / job.sizes.top_k
+    if job.points and job.points[-1].startswith("T="):
+        return float(job.points[-1].removeprefix("T="))
     return series["tokens"][0] if "tokens" in series else job.sizes.tokens
 
 
