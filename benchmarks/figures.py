@@ -15,7 +15,9 @@ from memfine_fx.demo.model import MissingPackage
 # Families of peers keep their colour in every figure; ours stands out.
 _COLOURS = (
     ("memfine+", "#4fae87"),
-    ("memfine-", "#7cc4a4"),
+    ("memfine-R", "#7cc4a4"),
+    ("memfine-mact", "#2f7f95"),
+    ("memfine-", "#9bb53c"),
     ("memfine", "#0a7d5a"),
     ("compile-budget", "#a9b8cc"),
     ("compile+", "#d9822b"),
@@ -58,7 +60,7 @@ def pictures_of(rows: Sequence[Row]) -> list[Picture]:
     for title in dict.fromkeys(row.job.table for row in rows):
         summaries = summaries_of([row for row in rows if row.job.table == title])
         for draw in _drawings(summaries):
-            pictures.append(_picture(draw, title.partition(": ")[2], summaries))
+            pictures.append(_picture(draw, title.partition(": ")[2].partition(", from")[0], summaries))
     of_configs = summaries_of([row for row in rows if row.job.suite == "moeblaze"])
     if of_configs:
         pictures.append(_picture(_draw_configs, "MoEBlaze's configurations", of_configs))
