@@ -126,7 +126,7 @@ def _chunk_map(scale: int) -> str:
 
 
 _READING = (
-    "fp32 here on a CPU, BF16 in the paper; shares do not depend on it.",
+    "On a CPU it runs in fp32; the paper in BF16.",
     "Reproduced: Methods 1 to 3 as the paper defines them (its equations 2 and 4, its bins, its printed imbalance),",
     "on the experts of one rank: active memory beyond parameters and gradients, and time of the MoE layers.",
     "Not reproduced: the paper's totals. There are no 32 GPUs, no all-to-all, no attention, no dense layers and no",
