@@ -19,7 +19,7 @@ setup: $(STAMP)  ## create .venv and install the project with all extras
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[test,bench,hf]"
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[test,bench,hf,cluster]"
 	touch $@
 
 demo: setup  ## train a small MoE model with and without memfine
