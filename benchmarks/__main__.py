@@ -35,6 +35,12 @@ def _run(options: argparse.Namespace) -> int:
     if suite.device == "cuda" and not torch.cuda.is_available():
         print(f"benchmarks: suite {suite.name!r} needs a CUDA device, and torch sees none", file=sys.stderr)
         return 2
+    if suite.compute is not None:
+        text, as_json = suite.compute()
+        print(text)
+        if options.json:
+            options.json.write_text(as_json + "\n")
+        return 0
     rounds = options.rounds or (suite.quick_rounds if options.quick else suite.rounds)
     peers = options.peers.split(",") if options.peers else None
     try:

@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
+    if arguments[:2] == ["plan", "cluster"]:
+        return _plan_cluster(arguments[2:])
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -54,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--plot", metavar="FILE", help="draw the measured step's memory (png, svg, pdf); measures")
     shown.set_defaults(run=_explain)
 
-    plan = commands.add_parser("plan", help="rows per chunk and predicted bytes of one SwiGLU MoE layer")
+    plan = commands.add_parser("plan", help="rows per chunk and bytes of one SwiGLU MoE layer; plan cluster --help")
     for name, default in (("tokens", 8192), ("hidden", 2048), ("width", 768), ("experts", 128), ("top-k", 8)):
         plan.add_argument(f"--{name}", type=int, default=default)
     plan.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
@@ -120,6 +122,19 @@ def _plan(options: argparse.Namespace) -> int:
     for point in points:
         print(f"{point.rows:12,}{point.peak_bytes:20,}{point.chunks_balanced:18,}{point.chunks_skewed:16,}")
     return 0
+
+
+def _plan_cluster(arguments: list[str]) -> int:
+    try:
+        from memfine_fx.cluster.command import run
+    except ImportError as missing:
+        print(f"memfine: plan cluster needs pip install 'memfine-fx[cluster]' ({missing})", file=sys.stderr)
+        return 2
+    try:
+        return run(arguments)
+    except MemfineError as error:
+        print(f"memfine: {error}", file=sys.stderr)
+        return 2
 
 
 def _bench(arguments: list[str]) -> int:

@@ -33,6 +33,7 @@ class Suite:
         job_limit_s: after which a job is given up.
         total_limit_s: after which no further job starts; the suite goes on when it is run again.
         conclude: rows -> what they show, in words and figures, below the tables.
+        compute: for a suite that measures nothing here: its whole output, as text and as JSON.
     """
 
     name: str
@@ -44,3 +45,4 @@ class Suite:
     job_limit_s: float = 1800.0
     total_limit_s: float = float("inf")
     conclude: Callable[[Sequence[Row]], str] | None = None
+    compute: Callable[[], tuple[str, str]] | None = None

@@ -165,8 +165,8 @@ def test_a_worker_s_compile_cache_is_its_own(tmp_path: Path, monkeypatch: pytest
     assert "TRITON_CACHE_DIR" not in environment
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_every_suite_lists_jobs_with_distinct_keys(suite: str) -> None:
+@pytest.mark.parametrize("suite", [name for name, suite in SUITES.items() if suite.compute is None])
+def test_every_measuring_suite_lists_jobs_with_distinct_keys(suite: str) -> None:
     keys = [job.key for job in jobs_of(suite, quick=True, peers=None, steps=1)]
 
     assert len(set(keys)) == len(keys) > 0

@@ -1,0 +1,135 @@
+"""`memfine plan cluster`: search for a strategy, or evaluate the one that the flags fix."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from memfine_fx.cluster.faults import PUBLISHED_RATE_PER_GPU_HOUR, FaultModel
+from memfine_fx.cluster.html import write_html
+from memfine_fx.cluster.model_configs import architecture
+from memfine_fx.cluster.plan import make_plan
+from memfine_fx.cluster.report import front_table, plan_json, plan_text
+from memfine_fx.cluster.routing import ROUTINGS, Routing
+from memfine_fx.cluster.runs import load_runs, preset
+from memfine_fx.cluster.strategy import PRECISIONS, Strategy, check, with_fields
+from memfine_fx.cluster.systems import builtin_systems, system
+from memfine_fx.cluster.tuner import Request, Tuned, tune
+from memfine_fx.cluster.validation import check_runs, runs_table
+from memfine_fx.errors import ConfigError
+
+__all__ = ["run"]
+
+_FIXED = ("tp", "pp", "vp", "cp", "ep", "zero", "micro_batch", "chunks", "rows_per_round", "offload_layers")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; errors of ours are raised for the caller to print."""
+    options = _parser().parse_args(arguments)
+    if options.runs:
+        print(runs_table(check_runs(load_runs(options.runs))))
+        return 0
+    if not options.model or not options.gpus:
+        raise ConfigError("plan cluster needs --model and --gpus (or --runs FILE)")
+    request = _request(options)
+    tuned, strategy = _strategy(options, request)
+    plan = make_plan(request, strategy, options.tokens * 1e12, tuned)
+    front = tuned.front if tuned else ()
+    if options.html:
+        write_html(plan, options.html, front)
+        print(f"wrote {options.html}", file=sys.stderr)
+    if options.json:
+        print(plan_json(plan, front))
+        return 0
+    if front:
+        print(front_table(front), end="\n\n")
+    print(plan_text(plan, layers=options.layers))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="memfine plan cluster",
+        description="Which parallel strategy, chunking and recomputation trains a model fastest without running out of "
+        "memory on a bad iteration, how fast, and how much of it survives failures. Free sizes are searched; fixing "
+        "--tp, --pp and (MoE) --ep evaluates that strategy alone.",
+    )
+    parser.add_argument("--model", help="built-in name, transformers model type or config .json")
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--system", default="H100", help=f"{', '.join(builtin_systems())}, or a .yaml/.json file")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens per sequence (default 4096)")
+    parser.add_argument("--global-batch", type=int, help="sequences per step (default 8 per GPU)")
+    parser.add_argument("--precision", default="BF16", choices=sorted(PRECISIONS))
+    for name in _FIXED:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--recompute", choices=("none", "selective", "full", "experts"))
+    parser.add_argument("--routing", choices=ROUTINGS, default="table", help="of a MoE model (default: the paper's)")
+    parser.add_argument("--zipf-alpha", type=float, default=0.8)
+    parser.add_argument("--bad-share", type=float, default=0.16, help="bad iterations of the table routing")
+    parser.add_argument("--percentile", type=float, default=99.9, help="of iterations that must fit in memory")
+    parser.add_argument("--tokens", type=float, default=15.0, help="trillions of tokens to train on (default 15)")
+    parser.add_argument("--failure-rate", type=float, default=PUBLISHED_RATE_PER_GPU_HOUR, help="per GPU and hour")
+    parser.add_argument("--restart", type=float, default=420.0, help="s until the job is back")
+    parser.add_argument("--detection", type=float, default=120.0, help="s until a failure is noticed")
+    parser.add_argument("--spares", type=int, help="spare nodes (default 2%% of the nodes)")
+    parser.add_argument("--layers", action="store_true", help="print every term of every kind of layer")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--html", type=Path, help="write the report with figures")
+    parser.add_argument("--runs", type=Path, help="predict the published runs of this file instead")
+    return parser
+
+
+def _request(options: argparse.Namespace) -> Request:
+    fixed: dict[str, Any] = {name: getattr(options, name) for name in _FIXED if getattr(options, name) is not None}
+    if options.recompute:
+        fixed["recompute"] = options.recompute
+    arch, sys_ = architecture(options.model), system(options.system)
+    if not 0 < options.percentile <= 100:
+        raise ConfigError(f"--percentile {options.percentile} must be in (0, 100]")
+    if options.tokens <= 0:
+        raise ConfigError(f"--tokens {options.tokens} must be positive")
+    spares = options.spares if options.spares is not None else math.ceil(0.02 * options.gpus / 8)
+    return Request(
+        arch,
+        sys_,
+        options.gpus,
+        options.global_batch or 8 * options.gpus,
+        options.seq,
+        options.precision,
+        Routing(options.routing if arch.is_moe else "balanced", options.zipf_alpha, options.bad_share),
+        FaultModel(
+            rate_per_gpu_hour=options.failure_rate,
+            detection=options.detection,
+            restart=options.restart,
+            spares=spares,
+        ),
+        tuple(fixed.items()),
+        options.percentile,
+    )
+
+
+def _strategy(options: argparse.Namespace, request: Request) -> tuple[Tuned | None, Strategy]:
+    fixed = dict(request.fixed)
+    needed = {"tp", "pp", *(["ep"] if request.arch.is_moe else [])}
+    if needed <= set(fixed):
+        strategy = with_fields(
+            Strategy(request.gpus, global_batch=request.global_batch, seq=request.seq, precision=request.precision),
+            **(preset(request.arch, request.system, fixed.get("vp", 1)) | fixed),
+        )
+        check(request.arch, request.system, strategy)
+        return None, strategy
+    # Sizes that can never be right get their rule named before the search finds nothing.
+    base = Strategy(request.gpus, global_batch=request.gpus * 64, seq=request.seq, precision=request.precision)
+    check(request.arch, request.system, with_fields(base, **{k: v for k, v in fixed.items() if k in ("tp", "cp")}))
+    tuned = tune(request, progress=_progress if sys.stderr.isatty() else None)
+    return tuned, tuned.best.strategy
+
+
+def _progress(done: int, total: int) -> None:
+    filled = int(40 * done / max(1, total))
+    end = "\n" if done >= total else ""
+    print(f"\r[{'#' * filled}{'.' * (40 - filled)}] {done}/{total} strategies", end=end, file=sys.stderr, flush=True)
