@@ -18,7 +18,7 @@ from memfine_fx.config import Config
 from memfine_fx.memory.measure import MemoryTrace
 from memfine_fx.memory.static import static_terms
 from memfine_fx.memory.step import GraphStep, peak_expression, step_peak
-from memfine_fx.memory.timeline import timeline_of
+from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.report import RegionReport, Report, StepReport
 from memfine_fx.runtime.store import LiveRegion, lookup
@@ -137,8 +137,9 @@ class Session:
         regions = tuple(_region_report(outcome) for outcome in self._latest())
         predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
         measured_bytes = None if measured is None else measured.peak_bytes
-        timeline = None if measured is None else timeline_of(measured, self._names_of_sites())
         step = self._step_report()
+        foreseen = [] if step is None else [Prediction(None, step.peak.num_bytes)]
+        timeline = None if measured is None else timeline_of(measured, self._names_of_sites(), foreseen)
         return Report(regions, self.num_graphs, max(predicted, default=None), measured_bytes, timeline, step)
 
     def _step_report(self) -> StepReport | None:
