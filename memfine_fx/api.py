@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from memfine_fx.capture.flags import CapturingCall
+from memfine_fx.capture.implementation import switch_experts, switched_experts
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
@@ -59,7 +62,9 @@ def optimize(
     chosen = _merged(config, memory_budget, inner_backend)
     session = open_session(chosen)
     _sessions_by_model[model] = session
-    model.compile(backend=_backend_of(session), fullgraph=fullgraph, dynamic=dynamic)
+    if chosen.captures_loops:
+        session.notes.extend(switch_experts(model))
+    model._compiled_call_impl = _captured(model, model._call_impl, session, fullgraph=fullgraph, dynamic=dynamic)
     _warn_after_first_call(model, session)
     return model
 
@@ -84,13 +89,15 @@ def explain(
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"explain expects a torch.nn.Module, got {type(model).__name__}")
     session = open_session(config or Config(), is_dry=not measure)
-    compiled = torch.compile(model.forward, backend=_backend_of(session), dynamic=True)
-    if not measure:
+    with contextlib.ExitStack() as stack:
+        if session.config.captures_loops:
+            session.notes.extend(stack.enter_context(switched_experts(model)))
+        compiled = _captured(model, model.forward, session, fullgraph=False, dynamic=True)
+        if measure:
+            return session.report(_measured_step(model, functools.partial(compiled, *args, **kwargs)))
         compiled(*args, **kwargs)
         _plan_dry_run(session)
         return session.report()
-    measured = _measured_step(model, functools.partial(compiled, *args, **kwargs))
-    return session.report(measured)
 
 
 def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
@@ -131,6 +138,30 @@ def _backend_of(session: Session) -> Callable[..., Any]:
         return compile_in_session(graph_module, example_inputs, session)
 
     return memfine
+
+
+def _captured(
+    model: torch.nn.Module, call: Callable[..., Any], session: Session, *, fullgraph: bool, dynamic: bool | None
+) -> Callable[..., Any]:
+    """`call` compiled in a session, under the capture flags that help."""
+
+    def compile_with(capture_flags: tuple[str, ...]) -> Callable[..., Any]:
+        session.start_attempt(capture_flags)
+        return torch.compile(call, backend=_backend_of(session), fullgraph=fullgraph, dynamic=dynamic)
+
+    def note(capture_flags: tuple[str, ...], failure: str | None) -> None:
+        raised = [outcome.region for outcome in session.outcomes if isinstance(outcome, LoweredRegion)]
+        if capture_flags and any(region.family == "loops" for region in raised):
+            session.notes.append(f"expert loops captured with torch._dynamo.config.{', '.join(capture_flags)}")
+        elif failure is not None and not capture_flags:
+            session.notes.append(
+                f"code with data-dependent shapes stays outside the graph: {failure}. If that is a loop over experts, "
+                "let it take each expert's rows with torch.where(index == expert) and add them back with index_add_"
+            )
+
+    if not session.config.captures_loops:
+        return compile_with(())
+    return CapturingCall(model, compile_with, note)
 
 
 def _warn_after_first_call(model: torch.nn.Module, session: Session) -> None:

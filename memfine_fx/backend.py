@@ -21,14 +21,16 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.budget import choose_plan, fits_budget
 from memfine_fx.config import Config, dump_folder
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, LeftoverShapes
 from memfine_fx.inner import compile_plain, compile_with_regions
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
-from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, node_value, provenance
+from memfine_fx.passes.dispatch_masks import conceal, expose
 from memfine_fx.passes.find import find_candidates
 from memfine_fx.passes.lift import can_lift
+from memfine_fx.passes.loops.marker import LOOP_MARKERS
 from memfine_fx.passes.lower import insert_identity, lower_region
 from memfine_fx.passes.modes import called_bodies
 from memfine_fx.passes.raising import raise_region
@@ -36,6 +38,7 @@ from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.records import Candidate, MoERegion, Refusal
 from memfine_fx.runtime.loop import accumulator_dtype
 from memfine_fx.runtime.mact import ChunkTuner
+from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import LiveRegion, register
 from memfine_fx.session import CapturedGraph, LoweredRegion, Session, next_site
 
@@ -57,11 +60,15 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
     """
     record = session.add_graph(example_inputs)
     for body, modes in list(called_bodies(graph_module)):
+        exposed = expose(body)
         found = find_candidates(body, modes)
         outcomes = _disjoint([_raise_and_plan(candidate, session, record) for candidate in found])
+        if session.capture_flags:
+            _check_leftover_shapes(body, outcomes)
         for outcome in reversed(outcomes):  # last first: a region may feed the next one
             if isinstance(outcome, LoweredRegion):
                 _lower(body, outcome.region, outcome.live, session)
+        conceal(body, exposed)
         record.outcomes.extend(outcomes)
     _dump(graph_module, session)
     if session.is_dry:
@@ -105,6 +112,22 @@ def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | R
             taken |= nodes
             result.append(outcome)
     return result
+
+
+def _check_leftover_shapes(body: fx.GraphModule, outcomes: list[LoweredRegion | Refusal]) -> None:
+    """Refuse an attempt that helped nothing here, or whose rewritten loops are not proved.
+
+    Data-dependent shapes beside a loop that was raised are left to the compiler: it fails now or never.
+    """
+    lowered = [one for one in outcomes if isinstance(one, LoweredRegion)]
+    has_loop = any(one.region.family == "loops" for one in lowered)
+    swallowed = {node for one in lowered for node in one.region.cut.nodes}
+    for node in body.graph.nodes:
+        is_left = node.target in LOOP_MARKERS or (not has_loop and has_unbacked_shape(node))
+        if node not in swallowed and is_left and not is_only_asserted(node):
+            refusals = [one.reason for one in outcomes if isinstance(one, Refusal)]
+            reason = f"; refused: {'; '.join(refusals)}" if refusals else ""
+            raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")
 
 
 def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> LiveRegion:
@@ -167,8 +190,8 @@ def _argument_specs(region: MoERegion) -> tuple[TensorSpec, ...]:
     if region.routing_weight is not None:
         weight = _tensor(region.routing_weight)
         specs.append(TensorSpec((), weight.dtype, weight.device, per_row=True))
-    for node, kind in zip(region.params, region.expert_fn.param_kinds, strict=True):
-        param = _tensor(node)
+    for tensors, kind in zip(_param_groups(region), region.expert_fn.param_kinds, strict=True):
+        param = tensors[0]
         skipped = 1 if kind == "expert" else 0
         shape = tuple(int(size) for size in param.shape[skipped:])
         stride = tuple(int(step) for step in param.stride()[skipped:])
@@ -176,10 +199,17 @@ def _argument_specs(region: MoERegion) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
+def _param_groups(region: MoERegion) -> list[tuple[torch.Tensor, ...]]:
+    """The tensors of each parameter of the expert function."""
+    tensors = [_tensor(node) for node in region.params]
+    return group_params(tensors, region.expert_fn.param_kinds, region.dims.num_experts)
+
+
 def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor) -> RegionBytes:
     hidden = _tensor(region.hidden)
     params = [_tensor(node) for node in region.params]
-    wanted = (True, bodies.has_weight, *(param.requires_grad for param in params))
+    trained_groups = (any(param.requires_grad for param in group) for group in _param_groups(region))
+    wanted = (True, bodies.has_weight, *trained_groups)
     trained = [param for param in params if param.requires_grad]
     is_low_precision = any(accumulator_dtype(param.dtype) is not param.dtype for param in trained)
     weight = None if region.routing_weight is None else _tensor(region.routing_weight)
@@ -194,7 +224,7 @@ def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor)
         accumulator_item_bytes=accumulator_dtype(output.dtype).itemsize,
         weight_item_bytes=0 if weight is None else weight.dtype.itemsize,
         param_bytes=sum(_num_bytes(param) for param in trained),
-        staging_bytes=_staging_bytes(region, trained) if is_low_precision else 0,
+        staging_bytes=_staging_bytes(region) if is_low_precision else 0,
         forward_peak=bodies.forward().peak_bytes,
         backward_peak=bodies.backward(wanted).peak_bytes,
         takes_group=bodies.takes_group,
@@ -202,11 +232,15 @@ def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor)
     )
 
 
-def _staging_bytes(region: MoERegion, trained: list[torch.Tensor]) -> int:
+def _staging_bytes(region: MoERegion) -> int:
     """fp32 staging of one split expert's gradients and the product being added."""
-    num_elements = sum(int(param.numel()) for param in trained) // region.dims.num_experts
-    largest = max(int(param.numel()) for param in trained) // region.dims.num_experts
-    return 4 * num_elements + 2 * largest
+    num_experts = region.dims.num_experts
+    elements = [
+        int(group[0].numel()) // (num_experts if kind == "expert" else 1)
+        for group, kind in zip(_param_groups(region), region.expert_fn.param_kinds, strict=True)
+        if any(param.requires_grad for param in group)
+    ]
+    return 4 * sum(elements) + 2 * max(elements)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -54,6 +54,8 @@ class Config:
         inner_backend: what compiles the rewritten graph and the expert bodies.
         min_rows: the planner never goes below this many rows a chunk; smaller expert GEMMs cost time
             and no longer save memory.
+        captures_loops: let `optimize` and `explain` try Dynamo's flags for data-dependent shapes, and switch
+            transformers models from an eager expert loop to a spelling that reaches a graph.
         identity_rewrite: outline and re-insert every region without chunking; the control that must
             change nothing, used by tests and `verify`.
     """
@@ -68,6 +70,7 @@ class Config:
     memory_budget: MemoryBudget = None
     inner_backend: InnerBackend = "inductor"
     min_rows: int = 64
+    captures_loops: bool = True
     identity_rewrite: bool = False
 
     def __post_init__(self) -> None:
@@ -80,7 +83,7 @@ class Config:
         _check_bins(self.bins)
         if self.bins is not None and self.tokens_per_chunk is not None:
             raise ConfigError("Config.bins and Config.tokens_per_chunk both set the number of token slices; give one")
-        for name in ("fold_weight", "saves_attention", "identity_rewrite"):
+        for name in ("fold_weight", "saves_attention", "captures_loops", "identity_rewrite"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"Config.{name} must be a bool, got {getattr(self, name)!r}")
         parse_budget(self.memory_budget)

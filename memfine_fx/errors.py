@@ -17,6 +17,7 @@ __all__ = [
     "ChunkOutOfMemory",
     "ConfigError",
     "DoubleBackwardError",
+    "LeftoverShapes",
     "MemfineError",
     "MissingPackage",
 ]
@@ -56,6 +57,10 @@ class CannotChunk(MemfineError):
         self.reason = reason
         self.node = None if node is None else str(node)
         super().__init__(reason if node is None else f"{reason} [at {node}]")
+
+
+class LeftoverShapes(MemfineError):
+    """A capture flag let something into a graph that no region swallows; never reaches the user."""
 
 
 class BudgetInfeasible(MemfineError):

@@ -26,7 +26,8 @@ __all__ = [
     "Where",
 ]
 
-ParamKind = Literal["expert", "shared"]
+ParamKind = Literal["expert", "each", "shared"]
+"""How an expert finds its parameter: its entry of a table [E,...], one of E tensors, or a tensor all share."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class ExpertFunction:
 
     Args:
         graph_module: (rows [R,H], weight [R] if `has_weight`, one tensor per parameter) -> [R,H_out];
-            an "expert" parameter comes without its leading E, a "shared" one whole.
+            an "expert" parameter comes without its leading E, an "each" one as the expert's own tensor, a
+            "shared" one whole.
         has_weight: whether the routing weight is an argument.
         param_kinds: kind of each parameter, in argument order.
     """
@@ -126,7 +128,8 @@ class MoERegion:
         hidden: [T,H] node, input of the experts.
         expert_index: [T,K] integer node.
         routing_weight: [T,K] float node, or None when the experts' outputs are summed unweighted.
-        params: one node per parameter of `expert_fn`; [E,...] tables for the "expert" kind.
+        params: the parameters of `expert_fn` in order, flat: one node for the "expert" kind (a table [E,...])
+            and the "shared" kind, E nodes for the "each" kind (see `runtime.params.group_params`).
         expert_fn: one expert on its rows.
         dims: sizes.
         where: provenance.

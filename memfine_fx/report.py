@@ -107,6 +107,7 @@ class Report:
         measured_bytes: measured peak of the step beyond what was alive before it, or None.
         timeline: memory over the measured step, or None.
         step: predicted memory of the whole step, or None before one was compiled.
+        notes: what was switched on the model or in Dynamo so that the experts reach a graph.
     """
 
     regions: tuple[RegionReport, ...]
@@ -115,6 +116,7 @@ class Report:
     measured_bytes: int | None = None
     timeline: Timeline | None = None
     step: StepReport | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -143,6 +145,7 @@ class Report:
     def __str__(self) -> str:
         head = f"memfine_fx: {self.num_chunked} of {len(self.regions)} regions chunked in {self.num_graphs} graph(s)"
         lines = [head, *(f"  {region}" for region in self.regions)]
+        lines.extend(f"  note: {note}" for note in self.notes)
         if not self.regions:
             lines.append("  no routing decision (top-k, arg-max) with experts behind it was found")
         if self.predicted_bytes is not None:

@@ -68,12 +68,16 @@ class Session:
     Args:
         config: its options.
         is_dry: analyse only; graphs run as captured (`explain`).
+        capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
+        notes: what was changed on the model or in Dynamo to capture it, for the report.
     """
 
     config: Config
     is_dry: bool = False
     has_warned: bool = False
     has_warned_of_failure: bool = False
+    capture_flags: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
     _graphs: list[CapturedGraph] = field(default_factory=list)
 
     @property
@@ -88,6 +92,11 @@ class Session:
     @property
     def outcomes(self) -> list[LoweredRegion | Refusal]:
         return [outcome for graph in self._graphs for outcome in graph.outcomes]
+
+    def start_attempt(self, capture_flags: tuple[str, ...]) -> None:
+        """Forget the graphs of an abandoned attempt and begin one under these flags."""
+        self.capture_flags = capture_flags
+        self._graphs.clear()
 
     def add_graph(self, inputs: Iterable[object]) -> CapturedGraph:
         """Open the record of one captured graph with these inputs, parameters among them."""
@@ -140,7 +149,8 @@ class Session:
         step = self._step_report()
         foreseen = [] if step is None else [Prediction(None, step.peak.num_bytes)]
         timeline = None if measured is None else timeline_of(measured, self._names_of_sites(), foreseen)
-        return Report(regions, self.num_graphs, max(predicted, default=None), measured_bytes, timeline, step)
+        notes = tuple(self.notes)
+        return Report(regions, self.num_graphs, max(predicted, default=None), measured_bytes, timeline, step, notes)
 
     def _step_report(self) -> StepReport | None:
         graphs = [graph.step for graph in self.latest_graphs()]

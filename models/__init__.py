@@ -13,6 +13,7 @@ if __name__ != "memfine_fx.models":
 
 from memfine_fx.models.deepseek import DeepseekConfig, DeepseekMoE
 from memfine_fx.models.gpt_oss import GptOssConfig, GptOssMoE
+from memfine_fx.models.loops import LoopConfig, LoopMoE
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from memfine_fx.models.naive import NaiveConfig, NaiveMoE
 from memfine_fx.models.switch import SwitchConfig, SwitchMoE
@@ -22,6 +23,8 @@ __all__ = [
     "DeepseekMoE",
     "GptOssConfig",
     "GptOssMoE",
+    "LoopConfig",
+    "LoopMoE",
     "MixtralConfig",
     "MixtralMoE",
     "NaiveConfig",

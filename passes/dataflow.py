@@ -22,13 +22,17 @@ from memfine_fx.records import Where
 
 __all__ = [
     "Dataflow",
+    "has_unbacked_rows",
+    "has_unbacked_shape",
     "is_float_tensor",
     "is_int_tensor",
+    "is_only_asserted",
     "node_value",
     "provenance",
     "same_size",
     "static_size",
     "target_name",
+    "written_node",
 ]
 
 _VIEW_NAMES = frozenset(
@@ -43,8 +47,50 @@ _INPLACE_OPERATORS = frozenset(
 
 
 def node_value(node: fx.Node) -> object:
-    """The fake tensor (or symbol, or tuple) that tracing recorded for `node`; None when it recorded none."""
-    return node.meta.get("example_value", node.meta.get("val"))
+    """The fake tensor (or symbol, or tuple) that tracing recorded for `node`; None when it recorded none.
+
+    An item assignment has no result of its own; it stands for the tensor that it writes.
+    """
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if value is None and node.target is operator.setitem and isinstance(node.args[0], fx.Node):
+        return node_value(node.args[0])
+    return value
+
+
+def written_node(node: fx.Node) -> fx.Node:
+    """The node that holds what `node` computes: itself, or the target of an item assignment."""
+    is_assignment = node.target is operator.setitem and isinstance(node.args[0], fx.Node)
+    return written_node(node.args[0]) if is_assignment else node  # type: ignore[arg-type]  # a node
+
+
+def has_unbacked_shape(node: fx.Node) -> bool:
+    """Whether a tensor's shape, or a number, is known only once the data is."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    value = node_value(node)
+    is_number = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return (is_number or isinstance(value, torch.Tensor)) and bool(free_unbacked_symbols(value))
+
+
+def has_unbacked_rows(node: fx.Node) -> bool:
+    """Whether the number of rows is known only once the routing is (the result of a nonzero, say)."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    value = node_value(node)
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and bool(free_unbacked_symbols(value.shape[0]))
+
+
+def is_only_asserted(node: fx.Node) -> bool:
+    """Whether a size, a comparison of sizes or a tensor taken for its size is read by assertions alone."""
+    if target_name(node) in ("_assert_scalar", "_check", "_check_is_size"):
+        return True
+    if node.op != "call_function" or target_name(node) not in _SIZE_OPS:
+        return False
+    is_number = not isinstance(node_value(node), (torch.Tensor, tuple, list))
+    return (is_number or bool(node.users)) and all(map(is_only_asserted, node.users))
+
+
+_SIZE_OPS = frozenset("sym_size sym_sum size getitem le ge lt gt eq ne __le__ __ge__ add mul sub mod floordiv".split())
 
 
 def is_int_tensor(node: fx.Node) -> bool:
@@ -104,6 +150,7 @@ def provenance(node: fx.Node) -> Where:
 
 def _clean_module_path(path: str) -> str:
     path = re.sub(r"^L\['\w+'\]", "", path)
+    path = re.sub(r"\.\w+\.__self__", "", path)  # a method that stands on its module while a call runs
     for old, new in (("_modules['", ""), ("']", ""), ("._modules.", "."), ("_modules.", "")):
         path = path.replace(old, new)
     return path.replace("[", ".").replace("]", "").replace("'", "").replace("..", ".").strip(".")
@@ -168,23 +215,30 @@ class Dataflow:
             self.digraph.add_node(node)
             self.digraph.add_edges_from((source, node) for source in node.all_input_nodes)
             root = self._find_root(node)
-            value = node_value(node)
-            if isinstance(value, torch.Tensor):
-                root = by_storage.setdefault(value.untyped_storage()._cdata, root)
+            storage = _storage_id(node_value(node))
+            if storage is not None:
+                root = by_storage.setdefault(storage, root)
             self._roots[node] = root
             members.setdefault(root, []).append(node)
             mutated = _mutated_arguments(node)
             if mutated:
                 self.mutations[node] = mutated
+        writes: dict[fx.Node, list[int]] = {}
         for node, mutated in self.mutations.items():
             for target in mutated:
-                self._add_mutation_edges(node, members[self._roots[target]])
+                writes.setdefault(self._roots[target], []).append(self.position[node])
+        for node, mutated in self.mutations.items():
+            for target in mutated:
+                root = self._roots[target]
+                self._add_mutation_edges(node, members[root], writes[root])
 
-    def _add_mutation_edges(self, mutation: fx.Node, aliases: list[fx.Node]) -> None:
+    def _add_mutation_edges(self, mutation: fx.Node, aliases: list[fx.Node], writes: list[int]) -> None:
+        """Edges to readers up to the next write, which reads the tensor itself and leads to those after it."""
         after = self.position[mutation]
+        until = min((position for position in writes if position > after), default=len(self.position))
         for alias in aliases:
             for user in alias.users:
-                if self.position[user] > after:
+                if after < self.position[user] <= until:
                     self.digraph.add_edge(mutation, user)
 
     def _find_root(self, node: fx.Node) -> fx.Node:
@@ -193,6 +247,13 @@ class Dataflow:
         if node.op in ("call_function", "call_method") and is_alias and isinstance(first, fx.Node):
             return self._roots[first]
         return node
+
+
+def _storage_id(value: object) -> int | None:
+    """Identity of a tensor's storage; None where it has none to show (values inside vmap)."""
+    if not isinstance(value, torch.Tensor) or torch._C._functorch.is_batchedtensor(value):
+        return None
+    return int(value.untyped_storage()._cdata)
 
 
 def _mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -26,6 +26,7 @@ from torch import fx
 
 from memfine_fx.passes.dataflow import (
     Dataflow,
+    has_unbacked_rows,
     is_float_tensor,
     is_int_tensor,
     node_value,
@@ -47,6 +48,8 @@ _FACTORIES = frozenset("arange zeros ones empty full tensor".split())
 _LIKE_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split())
 _GLUE = frozenset("repeat_interleave repeat expand unsqueeze reshape view flatten contiguous".split())
 _COPYING_GLUE = frozenset("repeat_interleave repeat expand".split())
+_ENTRIES = frozenset("getitem select unbind".split())
+_TRANSPOSES = frozenset("getattr t T mT transpose permute".split())
 _MAX_EXITS = 4
 
 
@@ -115,6 +118,8 @@ def _has_expert_operand(
     if target_name(node) in GROUPED_MATMULS:
         return True
     tainted = set().union(*(reach[seed] for seed in seeds), seeds)
+    if any(operand in tainted and has_unbacked_rows(operand) for operand in node.all_input_nodes):
+        return True
     return any(_is_expert_table(operand, tainted) for operand in node.all_input_nodes)
 
 
@@ -166,6 +171,7 @@ def _candidate(
 def _index_nodes(flow: Dataflow, seed: fx.Node, expert_ops: Iterable[fx.Node]) -> list[fx.Node]:
     between = (flow.descendants([seed]) | {seed}) & flow.ancestors(expert_ops)
     nodes = [node for node in between if is_int_tensor(node) and node_value(node).ndim == 2]  # type: ignore[attr-defined]  # a tensor
+    nodes = [node for node in nodes if not has_unbacked_rows(node)]
     return sorted(nodes, key=flow.position.__getitem__, reverse=True)
 
 
@@ -242,12 +248,32 @@ def _serving_inputs(flow: Dataflow, inside: set[fx.Node], index: fx.Node) -> set
     pending = [source for node in inside for source in node.all_input_nodes if source not in inside]
     while pending:
         node = pending.pop()
-        is_servant = _is_factory(node) or _is_glue(node, index_value)
+        is_servant = _is_factory(node) or _is_glue(node, index_value) or _is_weight_view(node)
         if node in absorbed or node is index or not is_servant or _is_written_outside(flow, node, inside):
             continue
         absorbed.add(node)
         pending.extend(source for source in node.all_input_nodes if source not in inside)
     return absorbed
+
+
+def _is_weight_view(node: fx.Node) -> bool:
+    """A view of one entry of a parameter: taking it inside lets the whole table be the parameter."""
+    if node.op not in ("call_function", "call_method") or len(node.all_input_nodes) != 1:
+        return False
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return False
+    if target_name(node) in _ENTRIES:
+        is_of_unbound = target_name(source) == "unbind" and _is_weight_view(source)
+        return is_of_unbound or _is_weight(source)
+    return target_name(node) in _TRANSPOSES and _is_weight_view(source)
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """A parameter, or a reshape of one."""
+    while target_name(node) in ("view", "reshape") and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return isinstance(node_value(node), torch.nn.Parameter)
 
 
 def _is_written_outside(flow: Dataflow, node: fx.Node, inside: set[fx.Node]) -> bool:

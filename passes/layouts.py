@@ -11,7 +11,7 @@ Nothing here decides what an operation means; the rules do (`rowwise`, `dispatch
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,6 +142,7 @@ class RowInterpreter:
         families: tables of spellings, tried in order; a rule returns NotImplemented to pass on.
         rules: one rule per ATen overload, asked last; an operation without a rule is a refusal.
         fallback: rule for overloads not in `rules`, or None.
+        known_params: outer nodes that are parameters of one expert, whatever their shapes look like.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class RowInterpreter:
         families: Sequence[tuple[str, Rules]],
         rules: Rules,
         fallback: Callable[[Any], Rule | None],
+        known_params: Collection[fx.Node] = (),
     ) -> None:
         self.region = region
         self.sizes = sizes
@@ -171,6 +173,7 @@ class RowInterpreter:
         self._anchor = self._graph.call_function(tuple)
         self._env: dict[fx.Node, Any] = {}
         self._expert_index = expert_index
+        self._known_params = known_params
 
     def run(self) -> Any:
         """The value of the region's output.
@@ -323,6 +326,8 @@ class RowInterpreter:
     def _resolve(self, outer: fx.Node, node: fx.Node, like: Lead | None) -> Rows:
         value = node_value(outer)
         assert isinstance(value, torch.Tensor)
+        if outer in self._known_params:
+            return Rows(Lead.NONE, self._param(outer, "shared"), per_row=False)
         if not is_float_tensor(outer):
             raise CannotChunk(f"an integer tensor from outside the region, {outer}, used as row data", node)
         token_shape, top_k = self.sizes.token_shape, self.sizes.top_k

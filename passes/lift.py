@@ -28,12 +28,12 @@ _ALIGNMENT_BYTES = 16
 
 
 def can_lift(expert_fn: ExpertFunction, specs: tuple[TensorSpec, ...]) -> bool:
-    """Whether grouped matmuls can compute this function: all bf16, rows of matrices 16-byte aligned."""
-    has_shared = "shared" in expert_fn.param_kinds
+    """Whether grouped matmuls can compute this function: all tables, all bf16, rows of matrices 16-byte aligned."""
+    has_tables = all(kind == "expert" for kind in expert_fn.param_kinds)
     matrices = [spec for spec in specs if len(spec.shape) == 2 and not spec.per_row]
     sizes = [specs[0].shape[0], *(size for spec in matrices for size in spec.shape)]
     is_bf16 = all(spec.dtype is torch.bfloat16 for spec in (specs[0], *matrices))
-    return not has_shared and is_bf16 and all(size * 2 % _ALIGNMENT_BYTES == 0 for size in sizes)
+    return has_tables and is_bf16 and all(size * 2 % _ALIGNMENT_BYTES == 0 for size in sizes)
 
 
 def lift_over_experts(

@@ -17,7 +17,7 @@ import operator
 import torch
 from torch import fx
 
-from memfine_fx.passes.dataflow import Dataflow, node_value
+from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value
 from memfine_fx.passes.normalize import outline
 from memfine_fx.records import Cut, MoERegion
 
@@ -88,9 +88,24 @@ def _replace(graph: fx.Graph, cut: Cut, result: fx.Node) -> None:
             if flow.position[user] > last:
                 user.replace_input_with(target, result)
     cut.exit.replace_all_uses_with(result)
+    _erase_assertions(cut)
     for node in reversed(cut.nodes):
         if not node.users and (node is cut.exit or not _writes_for_survivors(flow, node)):
             graph.erase_node(node)
+
+
+def _erase_assertions(cut: Cut) -> None:
+    """Drop assertions about sizes inside the cut: they would keep alive what they read."""
+    for node in cut.nodes:
+        for user in list(node.users):
+            if is_only_asserted(user):
+                _erase_with_users(user)
+
+
+def _erase_with_users(node: fx.Node) -> None:
+    for user in list(node.users):
+        _erase_with_users(user)
+    node.graph.erase_node(node)
 
 
 def _writes_for_survivors(flow: Dataflow, node: fx.Node) -> bool:

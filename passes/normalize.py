@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.dataflow import node_value, written_node
 from memfine_fx.passes.find import GROUPED_MATMULS
 from memfine_fx.passes.modes import Modes, enter_autocast
 from memfine_fx.records import Cut
 
-__all__ = ["NormalizedRegion", "normalize", "outline"]
+__all__ = ["NormalizedRegion", "fake_mode_of", "normalize", "outline"]
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def normalize(cut: Cut, modes: Modes) -> NormalizedRegion:
     """
     outlined, inputs = outline(cut, specializes_floats=True)
     values = [node_value(node) for node in inputs]
-    fake_mode = _fake_mode(values)
+    fake_mode = fake_mode_of(values)
     runner = _GroupedMatmulRenamer(outlined)
 
     def region(*args: Any) -> Any:
@@ -92,6 +93,7 @@ def normalize(cut: Cut, modes: Modes) -> NormalizedRegion:
             stack.enter_context(torch.no_grad())
             stack.enter_context(enable_python_dispatcher())
             stack.enter_context(fake_mode or contextlib.nullcontext())
+            stack.enter_context(_ignoring_new_symbols(fake_mode))
             stack.enter_context(enter_autocast(modes))
             traced = make_fx(region, tracing_mode="real")(*values)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -159,10 +161,17 @@ def outline(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphModule, list
             fx.map_arg(node.kwargs, env.__getitem__),
         )
         env[node] = copied
-    graph.output(env[cut.exit])
+    graph.output(env[written_node(cut.exit)])
     return fx.GraphModule(torch.nn.Module(), graph), inputs
 
 
-def _fake_mode(values: list[object]) -> FakeTensorMode | None:
+def _ignoring_new_symbols(fake_mode: FakeTensorMode | None) -> contextlib.AbstractContextManager[None]:
+    """Sizes that only the routing knows get new symbols in a retrace; nobody needs to bind them."""
+    shape_env = None if fake_mode is None else fake_mode.shape_env
+    return contextlib.nullcontext() if shape_env is None else shape_env.ignore_fresh_unbacked_symbols()
+
+
+def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
+    """The fake mode of the first fake tensor among `values`."""
     modes = {value.fake_mode for value in values if isinstance(value, torch._subclasses.FakeTensor)}
     return next(iter(modes), None)

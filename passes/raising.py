@@ -11,21 +11,31 @@ import torch
 from torch import fx
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value, provenance, same_size, static_size
+from memfine_fx.passes.dataflow import (
+    Dataflow,
+    is_float_tensor,
+    is_only_asserted,
+    node_value,
+    provenance,
+    same_size,
+    static_size,
+)
 from memfine_fx.passes.dispatch import DISPATCH_RULES
-from memfine_fx.passes.families import gathered, grouped
+from memfine_fx.passes.families import gathered, grouped, loops
 from memfine_fx.passes.layouts import Combined, Lead, RowInterpreter, Rows, Rules, Sizes
+from memfine_fx.passes.loops.roll import Rolled, is_loop, roll
 from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.moves import MOVE_RULES
 from memfine_fx.passes.normalize import NormalizedRegion, normalize
 from memfine_fx.passes.rowwise import ROWWISE_RULES, pointwise_rule
-from memfine_fx.records import Candidate, Cut, ExpertFunction, MoERegion, RegionDims
+from memfine_fx.records import Candidate, Cut, ExpertFunction, MoERegion, ParamKind, RegionDims
 
 __all__ = ["FAMILIES", "raise_region"]
 
 FAMILIES: tuple[tuple[str, Rules], ...] = (
     ("grouped", grouped.RULES),
     ("gathered", gathered.RULES),
+    ("loops", loops.RULES),
 )
 """Spellings in the order in which they are tried."""
 
@@ -60,16 +70,20 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
     assert isinstance(index, torch.Tensor)
     sizes = _sizes(index, cut.num_token_dims)
     region = normalize(cut, modes)
+    rolled = roll(region, cut.expert_index, cut.num_token_dims, sizes.top_k) if is_loop(region) else None
     interpreter = RowInterpreter(
-        region,
+        region if rolled is None else rolled.region,
         cut.expert_index,
         sizes,
         FAMILIES,
         {**ROWWISE_RULES, **MOVE_RULES, **DISPATCH_RULES},
         pointwise_rule,
+        known_params={} if rolled is None else rolled.params,
     )
     result = _contribution(interpreter, interpreter.run(), cut)
-    family = _family(interpreter, region)
+    if rolled is not None:
+        interpreter.num_experts = rolled.num_experts
+    family = _family(interpreter, region) if rolled is None else "loops"
     if interpreter.hidden is None or interpreter.num_experts is None:
         raise CannotChunk("no token-indexed input or no expert parameters reach the output", cut.exit)
     hidden = node_value(interpreter.hidden)
@@ -77,22 +91,40 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
     hidden_size = static_size(hidden.shape[-1])
     if hidden.ndim not in (2, cut.num_token_dims + 1) or hidden_size is None:
         raise CannotChunk(f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", interpreter.hidden)
-    kinds = tuple(kind for _, kind in interpreter.params.values())
-    widths = interpreter.projection_widths
+    params, kinds = _params(interpreter, rolled)
+    widths = interpreter.projection_widths or _matmul_widths(interpreter.region)
     return MoERegion(
         cut=cut,
         family=family,
         hidden=interpreter.hidden,
         expert_index=cut.expert_index,
         routing_weight=interpreter.routing_weight,
-        params=tuple(interpreter.params),
+        params=params,
         expert_fn=ExpertFunction(interpreter.finish(result.expr), interpreter.routing_weight is not None, kinds),
         dims=RegionDims(
             str(sizes.num_tokens), hidden_size, interpreter.num_experts, sizes.top_k, widths[-1] if widths else None
         ),
         where=provenance(candidate.expert_ops[0]),
-        drops_out_of_range=family == "grouped",
+        drops_out_of_range=family in ("grouped", "loops"),
     )
+
+
+def _matmul_widths(region: NormalizedRegion) -> list[int]:
+    """Inner widths of a rolled loop's plain matmuls."""
+    matmuls = [node for node in region.graph_module.graph.nodes if node.target is torch.ops.aten.mm.default]
+    values = [node_value(node.args[0]) for node in matmuls]
+    return [int(value.shape[1]) for value in values if isinstance(value, torch.Tensor)]
+
+
+def _params(interpreter: RowInterpreter, rolled: Rolled | None) -> tuple[tuple[fx.Node, ...], tuple[ParamKind, ...]]:
+    """Nodes and kinds of the expert function's parameters; those of a rolled loop stand for all experts'."""
+    nodes: list[fx.Node] = []
+    kinds: list[ParamKind] = []
+    for outer, (_, kind) in interpreter.params.items():
+        stands_for = None if rolled is None else rolled.params.get(outer)
+        nodes.extend([outer] if stands_for is None else stands_for.nodes)
+        kinds.append(kind if stands_for is None else stands_for.kind)
+    return tuple(nodes), tuple(kinds)
 
 
 def _sizes(index: torch.Tensor, num_token_dims: int) -> Sizes:
@@ -126,7 +158,7 @@ def _check_cut(cut: Cut, flow: Dataflow) -> None:
     index = node_value(cut.expert_index)
     assert isinstance(index, torch.Tensor)
     for node in cut.nodes:
-        outside_users = [user for user in node.users if user not in inside]
+        outside_users = [user for user in node.users if user not in inside and not is_only_asserted(user)]
         if node is not cut.exit and outside_users and is_float_tensor(node) and _is_routed(node, index):
             raise CannotChunk(f"routed rows are also used outside the region, by {outside_users[0]}", node)
     _check_mutations(cut, flow, inside)

@@ -10,6 +10,8 @@ so that it can be called again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from memfine_fx.records import ParamKind
@@ -21,21 +23,27 @@ class ParamGradient:
     """The gradient of one parameter of the expert function.
 
     Args:
-        param: [E,...] table, or the whole tensor of a shared parameter.
-        kind: which of the two.
+        tensors: the [E,...] table, every expert's own tensor, or the tensor that all share.
+        kind: which of the three.
+        wanted: whether each of `tensors` wants its gradient; the others are not computed into.
     """
 
-    def __init__(self, param: torch.Tensor, kind: ParamKind) -> None:
-        self.value = torch.empty_like(param)
+    def __init__(self, tensors: Sequence[torch.Tensor], kind: ParamKind, wanted: Sequence[bool]) -> None:
+        self._values = [
+            torch.empty_like(tensor) if is_wanted else None for tensor, is_wanted in zip(tensors, wanted, strict=True)
+        ]
         self._kind = kind
-        self._num_slots = param.shape[0] if kind == "expert" else 1
-        self._written = [False] * self._num_slots
-        self._is_low_precision = param.dtype in (torch.bfloat16, torch.float16)
+        num_slots = tensors[0].shape[0] if kind == "expert" else len(tensors)
+        self._written = [False] * num_slots
+        self._item_bytes = tensors[0].element_size()
+        self._is_low_precision = tensors[0].dtype in (torch.bfloat16, torch.float16)
         self._staging: dict[int, torch.Tensor] = {}
 
     def add_product(self, expert: int, left: torch.Tensor, right: torch.Tensor, *, is_part: bool) -> None:
         """Add left [a,R] @ right [R,b] to an expert's gradient."""
         slot, place = self._slot(expert)
+        if place is None:
+            return
         if self._needs_staging(is_part):
             self._stage(slot, torch.mm(left, right))
         elif self._written[slot]:
@@ -47,6 +55,8 @@ class ParamGradient:
     def add_tensor(self, expert: int, gradient: torch.Tensor, *, is_part: bool) -> None:
         """Add a ready gradient to an expert's gradient."""
         slot, place = self._slot(expert)
+        if place is None:
+            return
         if self._needs_staging(is_part):
             self._stage(slot, gradient)
         elif self._written[slot]:
@@ -58,14 +68,19 @@ class ParamGradient:
     def set_range(self, first_expert: int, gradients: torch.Tensor) -> None:
         """Set the gradients [G,...] of whole experts from `first_expert` on."""
         last = first_expert + gradients.shape[0]
-        self.value[first_expert:last].copy_(gradients)
+        (table,) = self._values
+        assert table is not None, "a table whose gradient is not wanted has no ParamGradient"
+        table[first_expert:last].copy_(gradients)
         self._written[first_expert:last] = [True] * gradients.shape[0]
 
     @property
     def staged_bytes(self) -> int:
         """Most bytes that adding to one expert may take: its fp32 staging and the product being added."""
-        elements = self.value.numel() // self._num_slots if self._num_slots else 0
-        return elements * (4 + self.value.element_size()) if self._is_low_precision else 0
+        if not self._is_low_precision:
+            return 0
+        elements = max((value.numel() for value in self._values if value is not None), default=0)
+        elements //= len(self._written) if self._kind == "expert" else 1
+        return elements * (4 + self._item_bytes)
 
     def finish(self, expert: int) -> None:
         """Write an expert's staged gradient to its place; nothing more will be added to it."""
@@ -76,21 +91,27 @@ class ParamGradient:
     def _write_staged(self, expert: int) -> None:
         slot, place = self._slot(expert)
         staged = self._staging.get(slot)
-        if staged is not None:
+        if staged is not None and place is not None:
             place.copy_(staged)
             del self._staging[slot]
 
-    def finish_all(self) -> torch.Tensor:
-        """The complete gradient."""
+    def finish_all(self) -> list[torch.Tensor]:
+        """The complete gradients of the wanted tensors."""
         for slot in list(self._staging):
             self._write_staged(slot)
         for slot, is_written in enumerate(self._written):
-            if not is_written:
-                self._slot(slot)[1].zero_()
-        return self.value
+            place = self._slot(slot)[1]
+            if not is_written and place is not None:
+                place.zero_()
+        return [value for value in self._values if value is not None]
 
-    def _slot(self, expert: int) -> tuple[int, torch.Tensor]:
-        return (expert, self.value[expert]) if self._kind == "expert" else (0, self.value)
+    def _slot(self, expert: int) -> tuple[int, torch.Tensor | None]:
+        if self._kind == "each":
+            return expert, self._values[expert]
+        (value,) = self._values
+        if self._kind == "shared" or value is None:
+            return 0, value
+        return expert, value[expert]
 
     def _needs_staging(self, is_part: bool) -> bool:
         return self._is_low_precision and (is_part or self._kind == "shared")

@@ -35,7 +35,7 @@ class Routed:
         weight: [T,K] routing weight, or None.
         order: [N] int32, see `routing.sort_assignments`.
         offsets: [E+1] int64 on the host.
-        params: one tensor per parameter of the expert function.
+        params: per parameter of the expert function its tensors: E of the "each" kind, else one.
         top_k: K.
     """
 
@@ -45,7 +45,7 @@ class Routed:
         weight: torch.Tensor | None,
         order: torch.Tensor,
         offsets: torch.Tensor,
-        params: Sequence[torch.Tensor],
+        params: Sequence[Sequence[torch.Tensor]],
         top_k: int,
     ) -> None:
         self.hidden = hidden
@@ -72,13 +72,15 @@ class Routed:
         if bodies.has_weight:
             assert self.weight is not None
             arguments.append(self.weight.index_select(0, assignments))
-        for param, kind in zip(self.params, bodies.param_kinds, strict=True):
+        for tensors, kind in zip(self.params, bodies.param_kinds, strict=True):
             if kind == "shared":
-                arguments.append(param)
+                arguments.append(tensors[0])
+            elif kind == "each":
+                arguments.append(tensors[chunk.first_expert])
             elif bodies.takes_group:
-                arguments.append(param[chunk.first_expert : chunk.last_expert + 1])
+                arguments.append(tensors[0][chunk.first_expert : chunk.last_expert + 1])
             else:
-                arguments.append(param[chunk.first_expert])
+                arguments.append(tensors[0][chunk.first_expert])
         if bodies.takes_group:
             arguments.extend(_group_arguments(chunk, self.hidden.device))
         return arguments
@@ -149,20 +151,22 @@ def run_backward(
     routed: Routed,
     bodies: Bodies,
     chunks: Sequence[Chunk],
-    wanted: tuple[bool, ...],
+    wanted: tuple[bool, bool],
+    wanted_params: Sequence[Sequence[bool]],
     on_failure: Callable[[int], None] = _ignore,
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted, in the order hidden, weight, parameters.
 
     Args:
         grad: [T,H_out] gradient of the output; may be expanded.
-        wanted: hidden, weight, then each parameter.
+        wanted: hidden, weight.
+        wanted_params: per parameter, whether each of its tensors wants its gradient.
         on_failure: as in `run_forward`.
 
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
-    body = bodies.backward(wanted)
+    body = bodies.backward((*wanted, *map(any, wanted_params)))
     hidden, weight = routed.hidden, routed.weight
     grad_hidden = grad_weight = None
     if body.rows_grad is not None:
@@ -171,8 +175,10 @@ def run_backward(
         assert weight is not None
         grad_weight = torch.zeros_like(weight)
     params = [
-        None if how is None else ParamGradient(param, kind)
-        for how, param, kind in zip(body.param_grads, routed.params, bodies.param_kinds, strict=True)
+        None if how is None else ParamGradient(tensors, kind, flags)
+        for how, tensors, kind, flags in zip(
+            body.param_grads, routed.params, bodies.param_kinds, wanted_params, strict=True
+        )
     ]
 
     def run(chunk: Chunk, progress: Progress) -> None:
@@ -201,7 +207,9 @@ def run_backward(
         grads.append(grad_hidden.to(hidden.dtype))
     if grad_weight is not None:
         grads.append(grad_weight.view(-1, routed.top_k))
-    return [*grads, *(param.finish_all() for param in params if param is not None)]
+    for param in params:
+        grads.extend([] if param is None else param.finish_all())
+    return grads
 
 
 def _add_rows(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:

@@ -7,19 +7,22 @@ own so that a checkpointed region can save the index arrays instead of the exper
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
 from memfine_fx.runtime.loop import Routed, chunks_of, run_backward, run_forward
+from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.routing import sort_assignments
-from memfine_fx.runtime.store import lookup
+from memfine_fx.runtime.store import LiveRegion, lookup
 
 __all__ = ["experts", "experts_backward", "route"]
 
+ItemT = TypeVar("ItemT")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -60,14 +63,14 @@ def experts(
         hidden: [T,H].
         weight: [T,K] or None.
         order, offsets: from `memfine::route`.
-        params: one tensor per parameter of the expert function.
+        params: the parameters of the expert function, see `runtime.params`.
         site: key of the live region.
 
     Returns:
         [T,H_out].
     """
     region = lookup(site)
-    routed = Routed(hidden, weight, order, offsets, params, region.top_k)
+    routed = Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
     plan = region.plan_for(hidden.shape[0])
     if not region.drops_out_of_range and (offsets[0] != 0 or offsets[-1] != order.numel()):
         raise IndexError(f"expert ids outside [0, {region.num_experts}) reach a table of {region.num_experts} experts")
@@ -78,6 +81,10 @@ def experts(
     lower = partial(region.lower, hidden.shape[0])
     with span(f"forward {site}"):
         return run_forward(routed, region.bodies, chunks, region.out_dtype, lower)
+
+
+def _grouped(flat: Sequence[ItemT], region: LiveRegion) -> list[tuple[ItemT, ...]]:
+    return group_params(flat, region.bodies.param_kinds, region.num_experts)
 
 
 @experts.register_fake
@@ -114,12 +121,13 @@ def experts_backward(
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted (hidden, weight, then each parameter), recomputing chunk by chunk."""
     region = lookup(site)
-    routed = Routed(hidden, weight, order, offsets, params, region.top_k)
+    routed = Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
     plan = region.plan_for(hidden.shape[0])
     chunks = chunks_of(routed, region.bodies, plan, region.tuner, is_new_step=False)
     lower = partial(region.lower, hidden.shape[0])
+    wanted_params = _grouped(wanted[2:], region)
     with span(f"backward {site}"):
-        return run_backward(grad, routed, region.bodies, chunks, tuple(wanted), lower)
+        return run_backward(grad, routed, region.bodies, chunks, (wanted[0], wanted[1]), wanted_params, lower)
 
 
 @experts_backward.register_fake

@@ -110,13 +110,14 @@ torch.manual_seed(0)
 params = [torch.randn(E, H, F) / 8, torch.randn(E, F, H) / 90]
 bodies = bodies_of(mlp, params, ["expert", "expert"], hidden=H)
 hidden, grad = torch.randn(T, H), torch.randn(T, H)
-routed = Routed(hidden, torch.rand(T, 1), *sort_assignments(torch.zeros(T, 1, dtype=torch.int64), E), params, 1)
+tables = [[param] for param in params]
+routed = Routed(hidden, torch.rand(T, 1), *sort_assignments(torch.zeros(T, 1, dtype=torch.int64), E), tables, 1)
 
 def step(rows, told):
     chunks = chunks_of(routed, bodies, ChunkPlan("rows", rows, 0, 0, ""))
     with torch.no_grad():
         out = run_forward(routed, bodies, chunks, torch.float32, told)
-        return [out, *run_backward(grad, routed, bodies, chunks, (True, True, True, True), told)]
+        return [out, *run_backward(grad, routed, bodies, chunks, (True, True), [[True], [True]], told)]
 
 expected = step(128, lambda rows: sys.exit("failed without a limit"))
 in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -61,11 +61,13 @@ def step(
     hidden = torch.randn(index.shape[0], HIDDEN).to(BF16)
     weight, grad = torch.rand(index.shape).to(BF16), torch.randn_like(hidden)
     bodies = bodies_of(function, params, [EXPERT] * len(params), takes_group=takes_group)
-    routed = Routed(hidden, weight, *sort_assignments(index, NUM_EXPERTS), params, index.shape[1])
+    routed = Routed(
+        hidden, weight, *sort_assignments(index, NUM_EXPERTS), [[param] for param in params], index.shape[1]
+    )
     chunks = chunks_of(routed, bodies, ChunkPlan("rows", rows, 0, 0, ""))
     with torch.no_grad():
         out = run_forward(routed, bodies, chunks, BF16)
-        return [out, *run_backward(grad, routed, bodies, chunks, (True, True, *[True] * len(params)))]
+        return [out, *run_backward(grad, routed, bodies, chunks, (True, True), [[True]] * len(params))]
 
 
 ROUTINGS = {

@@ -99,16 +99,17 @@ class Layer:
         hidden = small_ints(NUM_TOKENS, HIDDEN, dtype=case.dtype)
         weight = torch.randint(1, 3, (NUM_TOKENS, TOP_K)).to(case.dtype)
         index = torch.rand(NUM_TOKENS, NUM_EXPERTS).mul(torch.tensor([4.0, 2.0, 0.0, 1.0])).topk(TOP_K).indices
-        self.routed = Routed(hidden, weight, *sort_assignments(index, NUM_EXPERTS), case.params(), TOP_K)
+        params = [[param] for param in case.params()]
+        self.routed = Routed(hidden, weight, *sort_assignments(index, NUM_EXPERTS), params, TOP_K)
         self.plan = ChunkPlan("tokens" if case.axis == "tokens" else "rows", case.rows, case.rows, 0, "")
         self.chunks = chunks_of(self.routed, self.bodies, self.plan)
         self.grad = small_ints(NUM_TOKENS, HIDDEN, dtype=case.dtype)
-        self.wanted = (True, True, *[True] * len(case.kinds))
+        self.wanted = ((True, True), [[True] for _ in case.kinds])
 
     @torch.no_grad()
     def step(self, on_failure: Callable[[int], None] = lambda rows: None) -> list[Tensor]:
         out = run_forward(self.routed, self.bodies, self.chunks, self.routed.hidden.dtype, on_failure)
-        grads = run_backward(self.grad, self.routed, self.bodies, self.chunks, self.wanted, on_failure)
+        grads = run_backward(self.grad, self.routed, self.bodies, self.chunks, *self.wanted, on_failure)
         return [out, *grads]
 
 
@@ -175,7 +176,7 @@ def test_a_single_row_that_fails_names_what_it_needs(layer: Layer, monkeypatch: 
 def test_backward_names_its_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(CASES["bf16"])
     with injecting(monkeypatch, lambda number, chunk: True), pytest.raises(ChunkOutOfMemory) as caught:
-        run_backward(layer.grad, layer.routed, layer.bodies, layer.chunks, layer.wanted)
+        run_backward(layer.grad, layer.routed, layer.bodies, layer.chunks, *layer.wanted)
     assert dict(caught.value.terms)["gradient staging of an expert"] == HIDDEN * WIDTH * (4 + 2)
 
 

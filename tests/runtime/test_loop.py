@@ -87,12 +87,14 @@ def run(
     wanted: Sequence[bool] | None = None,
 ) -> Step:
     bodies = bodies_of(case.function, params, case.kinds, has_weight=case.has_weight, folds_weight=case.folds_weight)
-    routed = Routed(hidden, weight, *sort_assignments(index, NUM_EXPERTS), params, index.shape[1])
+    routed = Routed(
+        hidden, weight, *sort_assignments(index, NUM_EXPERTS), [[param] for param in params], index.shape[1]
+    )
     chunks = chunks_of(routed, bodies, case.plan())
     flags = (True, case.has_weight, *[True] * len(params)) if wanted is None else tuple(wanted)
     with torch.no_grad():
         out = run_forward(routed, bodies, chunks, hidden.dtype)
-        return Step([out, *run_backward(grad, routed, bodies, chunks, flags)])
+        return Step([out, *run_backward(grad, routed, bodies, chunks, flags[:2], [[flag] for flag in flags[2:]])])
 
 
 def reference(
@@ -216,10 +218,10 @@ def test_low_precision_sums_over_choices_round_once(dtype: torch.dtype, large: f
     scale = torch.tensor([[large], [1], [1], [1]]).to(dtype)
     bodies = bodies_of(lambda rows, scale: rows * scale, [scale], [EXPERT], has_weight=False)
     hidden = torch.ones(1, HIDDEN, dtype=dtype)
-    routed = Routed(hidden, None, *sort_assignments(torch.tensor([[0, 1, 2, 3]]), NUM_EXPERTS), [scale], 4)
+    routed = Routed(hidden, None, *sort_assignments(torch.tensor([[0, 1, 2, 3]]), NUM_EXPERTS), [[scale]], 4)
     chunks = chunks_of(routed, bodies, ChunkPlan("rows", 4, 0, 0, ""))
     out = run_forward(routed, bodies, chunks, dtype)
-    (grad_hidden,) = run_backward(hidden, routed, bodies, chunks, (True, False, False))
+    (grad_hidden,) = run_backward(hidden, routed, bodies, chunks, (True, False), [[False]])
     expected = torch.tensor(large + 3).to(dtype)
     assert bool((out == expected).all())
     assert bool((grad_hidden == expected).all())

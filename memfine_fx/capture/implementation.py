@@ -1,0 +1,71 @@
+"""transformers models whose experts run in an eager loop: switch them to a spelling that reaches a graph.
+
+The eager loop (`for expert in experts_hit`) breaks the graph at every expert. Models that offer
+`set_experts_implementation` compute the same from sorted rows ("grouped_mm") or gathered weights
+("batched_mm"); the weights are untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["switch_experts", "switched_experts"]
+
+log = logging.getLogger(__name__)
+_CAPTURABLE = ("grouped_mm", "batched_mm")
+
+
+def switch_experts(model: torch.nn.Module) -> list[str]:
+    """Switch every eager expert loop of `model` that can be switched; one note per switch.
+
+    Only the implementation "eager" is replaced; kernels that the user chose stay.
+    """
+    return [note for module in _switchable(model) if (note := _switch(module))]
+
+
+@contextlib.contextmanager
+def switched_experts(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Switch as `switch_experts` does, and back on leaving; gives the notes."""
+    before = [(module, module.get_experts_implementation()) for module in _switchable(model)]
+    try:
+        yield switch_experts(model)
+    finally:
+        for module, implementation in before:
+            if module.get_experts_implementation() != implementation:
+                module.set_experts_implementation(implementation)
+
+
+def _switchable(model: torch.nn.Module) -> Iterator[Any]:
+    """The outermost modules that offer the switch."""
+    if hasattr(model, "set_experts_implementation") and hasattr(model, "get_experts_implementation"):
+        yield model
+        return
+    for child in model.children():
+        yield from _switchable(child)
+
+
+def _switch(module: Any) -> str | None:
+    current = module.get_experts_implementation()
+    eager = [name for name, implementation in current.items() if implementation == "eager"]
+    if not eager or not module._can_set_experts_implementation():
+        return None
+    name = type(module).__name__
+    for candidate in _CAPTURABLE:
+        wanted = {key: candidate if value == "eager" else value for key, value in current.items()}
+        try:
+            module.set_experts_implementation(wanted)
+        except (ValueError, RuntimeError, ImportError) as refusal:
+            log.info("%s does not take experts implementation %s: %s", name, candidate, refusal)
+            continue
+        if "eager" not in module.get_experts_implementation().values():
+            return (
+                f"{name}: experts implementation switched from 'eager' (a loop that never reaches a graph) to "
+                f"{candidate!r}; model.set_experts_implementation('eager') switches back"
+            )
+    module.set_experts_implementation(current)
+    return None

@@ -1,0 +1,60 @@
+"""Operations that mark what an expert loop assumes, so that reading it can check the assumption.
+
+`one_expert` marks a tensor taken apart by the experts' counts, in a rolled loop. The others stand in for a
+model's own code while a loop is captured (see `memfine_fx.capture.loops`): `rows_of` marks a mask or its places
+whose emptiness skipped an expert, `count_rows` counts rows per expert with a result of known size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["COUNT_ROWS", "LOOP_MARKERS", "ONE_EXPERT", "ROWS_OF", "count_rows", "one_expert", "rows_of"]
+
+
+@torch.library.custom_op("memfine::one_expert", mutates_args=())
+def one_expert(rows: torch.Tensor) -> torch.Tensor:
+    """Marks rows in normalised graphs that must stand in expert order; computes nothing.
+
+    Args:
+        rows: [N,...].
+    """
+    return rows.clone()
+
+
+@one_expert.register_fake
+def _(rows: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(rows)
+
+
+@torch.library.custom_op("memfine::rows_of", mutates_args=())
+def rows_of(places: torch.Tensor) -> torch.Tensor:
+    """The same tensor; says that a loop body was skipped where it selects nothing."""
+    return places.clone()
+
+
+@rows_of.register_fake
+def _(places: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(places)
+
+
+@torch.library.custom_op("memfine::count_rows", mutates_args=())
+def count_rows(expert_index: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[E]: how often each expert is named.
+
+    Args:
+        expert_index: [N] ints in [0, E).
+        num_experts: E.
+    """
+    return torch.bincount(expert_index, minlength=num_experts)[:num_experts].clone()
+
+
+@count_rows.register_fake
+def _(expert_index: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return expert_index.new_empty((num_experts,), dtype=torch.int64)
+
+
+ONE_EXPERT = torch.ops.memfine.one_expert.default
+ROWS_OF = torch.ops.memfine.rows_of.default
+COUNT_ROWS = torch.ops.memfine.count_rows.default
+LOOP_MARKERS = frozenset({ROWS_OF, COUNT_ROWS, rows_of, count_rows})

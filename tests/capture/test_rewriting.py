@@ -1,0 +1,90 @@
+"""Which loops are rewritten, and into what."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+import pytest
+
+from memfine_fx.capture.rewriting import rewrite_function
+
+
+def rewritten(body: str) -> str | None:
+    """The function with this body after rewriting, or None where it stays as written."""
+    tree = ast.parse("def forward(self, x, index):\n" + textwrap.indent(textwrap.dedent(body).strip(), "    "))
+    (function,) = tree.body
+    assert isinstance(function, ast.FunctionDef)
+    return ast.unparse(ast.fix_missing_locations(tree)) if rewrite_function(function) else None
+
+
+def test_a_loop_over_hit_experts_runs_every_expert() -> None:
+    text = rewritten(
+        """
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for e in hit:
+            e = e[0]
+            k, t = torch.where(mask[e])
+            out.index_add_(0, t, f(x[t], self.up[e]))
+        """
+    )
+    assert text is not None
+    assert "hit = _memfine_every_expert(torch.greater(mask.sum(dim=(-1, -2)), 0))" in text
+    assert "torch.where(_memfine_guarded(mask[e]))" in text
+    assert "if not _memfine_exists(e, self.up):" in text
+    assert "e = e[0]" not in text
+
+
+def test_a_variable_of_one_element_keeps_its_dimension_where_it_indexes_tensors() -> None:
+    text = rewritten(
+        """
+        for e in (mask.sum((1, 2)) > 0).nonzero():
+            k, t = torch.where(mask[e].squeeze(0))
+            y = self.experts[e](x[t])
+            z = self[f"expert_{e[0]}"](x[t])
+        """
+    )
+    assert text is not None
+    assert "_memfine_guarded(_memfine_take(mask, e)).squeeze(0)" in text
+    assert "_memfine_take(self.experts, e)(x[t])" in text
+    assert "self[f'expert_{e}']" in text
+
+
+@pytest.mark.parametrize(
+    "condition",
+    ["t.numel() == 0", "t.shape[0] == 0", "len(t) == 0", "not t.numel()", "t.size(0) == 0", "not t.any()"],
+)
+def test_a_guard_on_emptiness_becomes_a_mark(condition: str) -> None:
+    text = rewritten(f"for e in range(4):\n    t = f(index, e)\n    if {condition}:\n        continue\n    g(t)")
+    assert text is not None
+    assert "t = _memfine_guarded(t)" in text
+    assert "continue" not in text
+
+
+def test_a_body_under_a_condition_is_run_always() -> None:
+    text = rewritten("for e in range(4):\n    m = index == e\n    if m.any():\n        out[m] += f(x[m])")
+    assert text is not None
+    assert "if" not in text
+    assert "out[m] += f(x[m])" in text
+
+
+def test_counts_get_a_known_size() -> None:
+    text = rewritten("n = torch.bincount(index.view(-1), minlength=self.E).tolist()")
+    assert text is not None
+    assert "_memfine_count(index.view(-1), minlength=self.E).tolist()" in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for e in range(4):\n    if x.numel() == 0:\n        continue\n    f(e)",  # not made in the loop
+        "for e in range(4):\n    t = f(e)\n    if t.numel() == 1:\n        continue",
+        "for e in range(4):\n    t = f(e)\n    if t.numel() == 0:\n        break",
+        "for e in range(4):\n    t = f(e)\n    if t.numel() == 0:\n        continue\n    n += 1",  # counts in Python
+        "for e in other.nonzero():\n    f(mask[e])",  # nothing says what was hit
+        "hit = (mask.sum(0) > 0).nonzero()\nn = len(hit)\nfor e in hit:\n    f(mask[e])",  # read elsewhere
+        "n = torch.bincount(index)",
+    ],
+)
+def test_other_loops_stay_as_written(body: str) -> None:
+    assert rewritten(body) is None

@@ -1,0 +1,252 @@
+"""Loops over an nn.ModuleList of experts or over stacked weights: chunked, exact, without stacking the weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memfine_fx
+from memfine_fx.memory.measure import trace_memory
+from memfine_fx.models import LoopConfig, LoopMoE
+from tests.integration.comparison import assert_same_step, assert_same_step_up_to_zeros, optimized_copy, run_step
+
+SPELLINGS = ("where", "one_hot", "add", "any", "flat", "split")
+SKIPPING = ("guarded", "hit")  # eager leaves the gradient of an expert without tokens at None
+
+
+def loop_layer(spelling: str, **sizes: int) -> LoopMoE:
+    torch.manual_seed(0)
+    config = LoopConfig(**{"hidden": 16, "expert_width": 24, "num_experts": 4, **sizes}, spelling=spelling)  # type: ignore[arg-type]
+    return LoopMoE(config)
+
+
+def hidden_states(*shape: int) -> dict[str, Tensor]:
+    return {"hidden": torch.randn(*shape, 16)}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.layer, hidden, use_reentrant=False)
+        return hidden + out
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["routed", "tied"])
+@pytest.mark.parametrize("spelling", SKIPPING)
+def test_loops_that_skip_experts_without_tokens(spelling: str, is_tied: bool, is_checkpointed: bool) -> None:
+    layer = loop_layer(spelling)
+    if is_tied:
+        nn.init.zeros_(layer.gate.weight)
+    model = Checkpointed(layer) if is_checkpointed else layer
+    optimized = optimized_copy(model, rows_per_chunk=5)
+    for num_tokens in (19, 2):
+        assert_same_step_up_to_zeros(optimized, model, hidden_states(num_tokens))
+    assert memfine_fx.report(optimized).num_chunked == 1
+    assert "forward" not in vars(optimized) and "run_hit" not in vars(layer)
+
+
+@pytest.mark.parametrize("axis", ["rows", "tokens"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_loops_are_chunked_exactly_in_every_shape(spelling: str, axis: str) -> None:
+    layer = loop_layer(spelling)
+    optimized = optimized_copy(layer, axis=axis, rows_per_chunk=5)
+    for shape in ((19,), (2, 7), (1,)):
+        assert_same_step(optimized, layer, hidden_states(*shape))
+    assert memfine_fx.report(optimized).num_chunked == 1
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_loops_inside_a_checkpoint_are_chunked_exactly(spelling: str) -> None:
+    model = Checkpointed(loop_layer(spelling))
+    optimized = optimized_copy(model, rows_per_chunk=5)
+    assert_same_step(optimized, model, hidden_states(19))
+    assert memfine_fx.report(optimized).num_chunked == 1
+
+
+@pytest.mark.parametrize("top_k", [3, 4])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["routed", "tied"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_loops_at_the_corners_of_routing(spelling: str, is_tied: bool, top_k: int) -> None:
+    """Tied scores send every token to the same experts and leave the others empty."""
+    layer = loop_layer(spelling, top_k=top_k)
+    if is_tied:
+        nn.init.zeros_(layer.gate.weight)
+    optimized = optimized_copy(layer, rows_per_chunk=5)
+    assert_same_step(optimized, layer, hidden_states(13))
+    assert memfine_fx.report(optimized).num_chunked == 1
+
+
+class StackedLoop(nn.Module):
+    """Weights and biases stacked over experts, taken apart by index."""
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.top_k = top_k
+        self.gate = nn.Linear(16, 4)
+        self.up = nn.Parameter(torch.randn(4, 24, 16) / 4)
+        self.up_bias = nn.Parameter(torch.randn(4, 24))
+        self.down = nn.Parameter(torch.randn(4, 24, 16) / 5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, index = self.gate(hidden).softmax(-1).topk(self.top_k)
+        out = torch.zeros_like(hidden)
+        for expert in range(4):
+            token, choice = torch.where(index == expert)
+            rows = F.relu(F.linear(hidden[token], self.up[expert], self.up_bias[expert])) @ self.down[expert]
+            out.index_add_(0, token, rows * weight[token, choice, None])
+        return out
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_loop_over_stacked_weights_keeps_their_tables(top_k: int) -> None:
+    layer = StackedLoop(top_k)
+    optimized = optimized_copy(layer, rows_per_chunk=5)
+    assert_same_step(optimized, layer, hidden_states(21))
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked" and region.family == "loops"
+
+
+def test_frozen_experts_get_no_gradient() -> None:
+    layer = loop_layer("where")
+    layer.experts[1].requires_grad_(False)
+    layer.experts[3].w2.requires_grad_(False)
+    optimized = optimized_copy(layer, rows_per_chunk=5)
+    assert_same_step(optimized, layer, hidden_states(19))
+    assert memfine_fx.report(optimized).num_chunked == 1
+    assert all(parameter.grad is None for parameter in optimized.experts[1].parameters())
+
+
+def test_no_stack_of_the_experts_weights_is_ever_made() -> None:
+    layer = loop_layer("where", num_experts=8, expert_width=256)
+    optimized = optimized_copy(layer, rows_per_chunk=16)
+    inputs = hidden_states(32)
+    run_step(optimized, inputs)
+    one_weight = layer.experts[0].w1.weight.nbytes
+    trace = trace_memory(lambda: run_step(optimized, inputs), torch.device("cpu"))
+    assert trace.has_allocation_of(one_weight)
+    assert not trace.has_allocation_of(2 * one_weight)
+
+
+class MixedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Sequential(nn.Linear(16, 16), nn.Tanh())]
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, index = self.gate(hidden).softmax(-1).topk(1)
+        out = torch.zeros_like(hidden)
+        for expert_id, expert in enumerate(self.experts):
+            token, choice = torch.where(index == expert_id)
+            out.index_add_(0, token, expert(hidden[token]) * weight[token, choice, None])
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
+def test_experts_that_compute_different_things_are_refused_and_stay_exact() -> None:
+    model = MixedExperts()
+    optimized = optimized_copy(model)
+    assert_same_step(optimized, model, hidden_states(9))
+    assert memfine_fx.report(optimized).num_chunked == 0
+
+
+class MetricBesideLoop(nn.Module):
+    """A loop that is not raised, beside another shape that only the data knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = MixedExperts()
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.num_calls += 1
+        positive = hidden[hidden > 0]
+        return F.dropout(self.layer(hidden), 0.5) + positive.mean()
+
+
+@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
+def test_flags_are_taken_back_where_no_loop_is_raised() -> None:
+    """Random numbers and buffers of abandoned attempts are put back, so that the step is eager's."""
+    model = MetricBesideLoop()
+    optimized = optimized_copy(model)
+    inputs = hidden_states(9)
+    torch.manual_seed(3)
+    step = run_step(optimized, inputs)
+    torch.manual_seed(3)
+    reference = run_step(model, inputs)
+    assert max(step.error_from(reference).values()) < 1e-5
+    assert optimized.num_calls == model.num_calls == 1
+
+
+class CountBesideLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = loop_layer("where")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden) + hidden[hidden > 0].sum()
+
+
+def test_a_raised_loop_keeps_its_flags_beside_other_data_dependent_shapes() -> None:
+    model = CountBesideLoop()
+    optimized = optimized_copy(model, inner="inductor", rows_per_chunk=5)
+    for num_tokens in (19, 8):
+        assert_same_step(optimized, model, hidden_states(num_tokens))
+    assert memfine_fx.report(optimized).num_chunked == 1
+
+
+def test_capturing_can_be_switched_off() -> None:
+    layer = loop_layer("where")
+    optimized = memfine_fx.optimize(
+        copy.deepcopy(layer), config=memfine_fx.Config(inner_backend="eager", captures_loops=False)
+    )
+    with pytest.warns(UserWarning, match="found nothing to chunk"):
+        assert_same_step(optimized, layer, hidden_states(9))
+        optimized(**hidden_states(9))
+
+
+def test_explain_says_which_flags_were_switched_on() -> None:
+    report = memfine_fx.explain(loop_layer("where"), **hidden_states(9))
+    assert report.num_chunked == 1
+    assert "capture_dynamic_output_shape_ops" in str(report)
+
+
+class GuardedByOther(nn.Module):
+    """Experts are skipped for a flag of their own, not for having no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("enabled", torch.tensor([True, False, True, True]))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, index = self.gate(hidden).softmax(-1).topk(2)
+        out = torch.zeros_like(hidden)
+        for expert_id, expert in enumerate(self.experts):
+            is_on = self.enabled[expert_id]
+            token, choice = torch.where(index == expert_id)
+            if not is_on.any():
+                continue
+            out.index_add_(0, token, expert(hidden[token]) * weight[token, choice, None])
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
+def test_experts_skipped_for_another_reason_stay_skipped() -> None:
+    model = GuardedByOther()
+    optimized = optimized_copy(model)
+    assert_same_step(optimized, model, hidden_states(11))
+    assert memfine_fx.report(optimized).num_chunked == 0
