@@ -65,7 +65,7 @@ class LoopMoE(nn.Module):
         """hidden [B, S, H] or [T, H] -> the same shape."""
         tokens = hidden.reshape(-1, self.config.hidden)
         index, weight = softmax_top_k(self.gate(tokens), self.top_k)
-        out: Tensor = getattr(self, f"run_{self.config.spelling}")(tokens, index, weight)
+        out: Tensor = getattr(self, f"run_{self.config.spelling}")(tokens, index, weight.to(tokens.dtype))
         return out.view(hidden.shape)
 
     def run_where(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class LoopMoE(nn.Module):
         out = torch.empty_like(rows)
         for expert_id, expert in enumerate(self.experts):
             out[flat == expert_id] = expert(rows[flat == expert_id])
-        return (out.view(*weight.shape, -1) * weight.unsqueeze(-1)).sum(dim=1)
+        return (out.view(*weight.shape, tokens.shape[-1]) * weight.unsqueeze(-1)).sum(dim=1)
 
     def run_guarded(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         out = torch.zeros_like(tokens)

@@ -13,7 +13,13 @@ from torch.utils.checkpoint import checkpoint
 import memfine_fx
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.models import LoopConfig, LoopMoE
-from tests.integration.comparison import assert_same_step, assert_same_step_up_to_zeros, optimized_copy, run_step
+from tests.integration.comparison import (
+    assert_no_worse_than_eager,
+    assert_same_step,
+    assert_same_step_up_to_zeros,
+    optimized_copy,
+    run_step,
+)
 
 SPELLINGS = ("where", "one_hot", "add", "any", "flat", "split")
 SKIPPING = ("guarded", "hit")  # eager leaves the gradient of an expert without tokens at None
@@ -135,6 +141,14 @@ def test_no_stack_of_the_experts_weights_is_ever_made() -> None:
     trace = trace_memory(lambda: run_step(optimized, inputs), torch.device("cpu"))
     assert trace.has_allocation_of(one_weight)
     assert not trace.has_allocation_of(2 * one_weight)
+
+
+def test_a_bf16_loop_is_no_further_from_fp32_than_eager() -> None:
+    layer = loop_layer("where", hidden=32, expert_width=64).to(torch.bfloat16)
+    optimized = optimized_copy(layer, rows_per_chunk=7)
+    inputs = {"hidden": torch.randn(64, 32).to(torch.bfloat16)}
+    assert_no_worse_than_eager(optimized, layer, copy.deepcopy(layer).float(), inputs)
+    assert memfine_fx.report(optimized).num_chunked == 1
 
 
 class MixedExperts(nn.Module):
