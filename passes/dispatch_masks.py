@@ -74,7 +74,8 @@ def _expose(mask: fx.Node) -> ExposedIds:
     with graph.inserting_after(ids):
         one_hot = graph.call_function(torch.nn.functional.one_hot, (ids, num_experts + 1))
     with graph.inserting_after(one_hot):
-        again = graph.call_function(operator.getitem, (one_hot, (Ellipsis, slice(None, num_experts))))
+        experts: Any = (Ellipsis, slice(None, num_experts))
+        again = graph.call_function(operator.getitem, (one_hot, experts))
     for reader in readers:
         reader.replace_input_with(mask, again)
     for node in (ids, one_hot, again):
