@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -186,7 +187,7 @@ def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: S
 def _argument_specs(region: MoERegion) -> tuple[TensorSpec, ...]:
     """Specs of the expert function's arguments: rows, weight if any, parameters of one expert."""
     hidden = _tensor(region.hidden)
-    specs = [TensorSpec((int(hidden.shape[1]),), hidden.dtype, hidden.device, per_row=True)]
+    specs = [TensorSpec((region.dims.hidden,), hidden.dtype, hidden.device, per_row=True)]
     if region.routing_weight is not None:
         weight = _tensor(region.routing_weight)
         specs.append(TensorSpec((), weight.dtype, weight.device, per_row=True))
@@ -261,7 +262,10 @@ def _num_tokens(region: MoERegion) -> sympy.Expr:
 
 def _num_tokens_hint(region: MoERegion) -> int | None:
     """T of the captured call: a number, or the hint of its symbol; None where it is data-dependent."""
-    num_tokens: Any = _tensor(region.expert_index).shape[0]
+    if region.expert_index is None:
+        num_tokens: Any = math.prod(_tensor(region.hidden).shape[:-1])
+    else:
+        num_tokens = math.prod(_tensor(region.expert_index).shape) // region.dims.top_k
     if isinstance(num_tokens, torch.SymInt):
         return None if num_tokens.node.hint is None else int(num_tokens.node.hint)
     return int(num_tokens)

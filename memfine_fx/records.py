@@ -23,6 +23,7 @@ __all__ = [
     "ParamKind",
     "Refusal",
     "RegionDims",
+    "SlotLayout",
     "Where",
 ]
 
@@ -52,18 +53,20 @@ class Cut:
 
     Args:
         expert_index: integer node of the tokens' experts, stays outside: [T,K], or [B,S,K] where tokens were
-            never flattened; without K where a token has one expert.
+            never flattened; without K where a token has one expert. None where rows stand in experts' slots.
         exit: [T,H] (or [B,S,H]) float node, the combined output, the last node inside.
         nodes: the nodes inside, in graph order, `exit` last.
         inputs: the nodes outside that the inside reads.
         num_token_dims: how many leading dimensions of the index are tokens.
+        has_dense_weights: whether inputs made from the index are weights of every expert, [T,E].
     """
 
-    expert_index: fx.Node
+    expert_index: fx.Node | None
     exit: fx.Node
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     num_token_dims: int = 1
+    has_dense_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,14 @@ class ExpertFunction:
 
 
 @dataclass(frozen=True)
+class SlotLayout:
+    """Rows in their experts' slots: a tensor of `num_dims` dimensions, experts along `expert_dim`, H last."""
+
+    expert_dim: int
+    num_dims: int
+
+
+@dataclass(frozen=True)
 class MoERegion:
     """The record at the centre: every spelling of MoE is raised to this.
 
@@ -135,18 +146,25 @@ class MoERegion:
         where: provenance.
         drops_out_of_range: whether this spelling skips assignments whose expert id is not in [0, E)
             (grouped offsets do; indexing a table with them is an error).
+        base: [T,H] node that the combined output is added to, or None.
+        gathers_weight: whether `routing_weight` is [T,E], to be gathered by the index.
+        slots: how `hidden` and the output are laid out where rows stand in their experts' slots; then there is
+            neither index nor weight, and T is the number of slots.
     """
 
     cut: Cut
     family: str
     hidden: fx.Node
-    expert_index: fx.Node
+    expert_index: fx.Node | None
     routing_weight: fx.Node | None
     params: tuple[fx.Node, ...]
     expert_fn: ExpertFunction
     dims: RegionDims
     where: Where
     drops_out_of_range: bool
+    base: fx.Node | None = None
+    gathers_weight: bool = False
+    slots: SlotLayout | None = None
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,33 @@ C capacity.
 if __name__ != "memfine_fx.models":
     raise ImportError("import memfine_fx.models, not models")
 
+from memfine_fx.models.capacity import CapacityConfig, CapacityMoE
 from memfine_fx.models.deepseek import DeepseekConfig, DeepseekMoE
+from memfine_fx.models.dense import DenseConfig, DenseMoE
 from memfine_fx.models.gpt_oss import GptOssConfig, GptOssMoE
+from memfine_fx.models.indexed import IndexedConfig, IndexedMoE
+from memfine_fx.models.llama4 import Llama4Config, Llama4MoE
 from memfine_fx.models.loops import LoopConfig, LoopMoE
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from memfine_fx.models.naive import NaiveConfig, NaiveMoE
 from memfine_fx.models.switch import SwitchConfig, SwitchMoE
+from memfine_fx.models.torchtitan import TorchtitanConfig, TorchtitanMoE
+from memfine_fx.models.variants import VARIANTS, VariantConfig, VariantExperts, VariantMoE
 
 __all__ = [
+    "VARIANTS",
+    "CapacityConfig",
+    "CapacityMoE",
     "DeepseekConfig",
     "DeepseekMoE",
+    "DenseConfig",
+    "DenseMoE",
     "GptOssConfig",
     "GptOssMoE",
+    "IndexedConfig",
+    "IndexedMoE",
+    "Llama4Config",
+    "Llama4MoE",
     "LoopConfig",
     "LoopMoE",
     "MixtralConfig",
@@ -31,4 +46,9 @@ __all__ = [
     "NaiveMoE",
     "SwitchConfig",
     "SwitchMoE",
+    "TorchtitanConfig",
+    "TorchtitanMoE",
+    "VariantConfig",
+    "VariantExperts",
+    "VariantMoE",
 ]

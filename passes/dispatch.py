@@ -7,14 +7,15 @@ the lowered loop makes its own (one sort, offsets, saved), so nothing of this is
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import same_size
-from memfine_fx.passes.layouts import Combined, Fill, IdKind, Ids, Lead, RowInterpreter, Rows, Rule
+from memfine_fx.passes.dataflow import same_size, static_size
+from memfine_fx.passes.layouts import Combined, Fill, IdKind, Ids, Lead, Outside, RowInterpreter, Rows, Rule
 from memfine_fx.passes.rowwise import ROWWISE_RULES
 
 __all__ = ["DISPATCH_RULES"]
@@ -95,7 +96,7 @@ def _counts(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], k
         raise CannotChunk("a histogram of other than expert ids", node)
     if node.target is aten.histc.default:
         bins, low, high = (args[1:] + (100, 0, 0)[len(args) - 1 :])[:3]
-        if low != 0 or high != bins - 1:
+        if low != 0 or high not in (bins - 1, bins):
             raise CannotChunk(f"histogram of {bins} bins over [{low}, {high}] does not count experts one by one", node)
         interpreter.check_num_experts(int(bins), node)
     return Ids(IdKind.COUNTS, Lead.EXPERT)
@@ -128,34 +129,93 @@ def _blank(value: float | None) -> Rule:
     return rule
 
 
+def _full(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not isinstance(args[1], (int, float)):
+        raise CannotChunk("a tensor filled with a symbolic number", node)
+    return Fill(float(args[1]))
+
+
 def _index_put(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Invert a permutation, or add rows to their tokens."""
+    """Invert a permutation, undo it, or add rows to their tokens."""
     base, indices, values = args[:3]
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     ids = indices[0] if len(indices) == 1 else None
-    if not isinstance(ids, Ids) or not isinstance(base, Fill):
-        raise CannotChunk("index_put into other than a fresh tensor by one routing index", node)
+    if not isinstance(ids, Ids):
+        raise CannotChunk("index_put by other than one routing index", node)
     if accumulates:
         return _combine(interpreter, base, ids, values, node)
     is_permutation = ids == Ids(IdKind.ASSIGNMENT, Lead.SORTED)
-    if is_permutation and isinstance(values, Ids) and values.is_iota and values.lead is Lead.FLAT:
-        return Ids(IdKind.INVERSE, Lead.FLAT)
+    if is_permutation and isinstance(base, Fill) and isinstance(values, Ids):
+        if values.is_iota and values.lead is Lead.FLAT:
+            return Ids(IdKind.INVERSE, Lead.FLAT)
+    elif is_permutation and isinstance(base, Fill) and isinstance(values, Rows) and values.lead is Lead.SORTED:
+        return Rows(Lead.FLAT, values.expr, values.per_row)  # a permutation overwrites every row of the base
     raise CannotChunk("index_put that does not invert the dispatch order", node)
+
+
+def _index_copy(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base, dim, ids, values = args[:4]
+    if dim != 0:
+        raise CannotChunk("index_copy along other than the first dimension", node)
+    return _index_put(interpreter, node, (base, [ids], values), {})
 
 
 def _index_add(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base, dim, ids, values = args[:4]
-    if dim != 0 or kwargs.get("alpha", 1) != 1 or not isinstance(base, Fill) or not isinstance(ids, Ids):
-        raise CannotChunk("index_add other than of rows to fresh tokens", node)
+    if dim != 0 or kwargs.get("alpha", 1) != 1 or not isinstance(ids, Ids):
+        raise CannotChunk("index_add other than of rows to tokens", node)
+    if ids.kind is IdKind.EXPERT:
+        return _counted(interpreter, base, values, node)
     return _combine(interpreter, base, ids, values, node)
 
 
-def _combine(interpreter: RowInterpreter, base: Fill, ids: Ids, values: Any, node: fx.Node) -> Combined:
+def _scatter_add(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base, dim, ids, values = args[:4]
+    if dim != 0 or not isinstance(ids, Ids):
+        raise CannotChunk("scatter_add other than of rows to tokens", node)
+    if ids.kind is IdKind.EXPERT:
+        return _counted(interpreter, base, values, node)
+    return _combine(interpreter, base, replace(ids, lead=_without_columns(ids.lead)), values, node)
+
+
+def _counted(interpreter: RowInterpreter, base: Any, values: Any, node: fx.Node) -> Ids:
+    """Rows per expert, as ones added to zeros."""
+    num_experts = static_size(interpreter.fake(node).shape[0])
+    if base != Fill(0.0) or values != Fill(1.0) or interpreter.fake(node).ndim != 1 or num_experts is None:
+        raise CannotChunk("a sum by expert of other than ones", node)
+    interpreter.check_num_experts(num_experts, node)
+    return Ids(IdKind.COUNTS, Lead.EXPERT)
+
+
+def _gather_rows(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """gather along the first dimension by an index expanded over the columns."""
+    source, dim, ids = args[:3]
+    if dim != 0 or not isinstance(ids, Ids) or ids.lead.num_dims > 2 or ids.lead.groups[1:] not in ((), ("",)):
+        raise CannotChunk("gather other than of whole rows by a routing index", node)
+    widths = [interpreter.fake(argument).shape[1:] for argument in (node.args[0], node)]  # type: ignore[arg-type]  # nodes
+    if not all(same_size(a, b) for a, b in zip(*widths, strict=True)):
+        raise CannotChunk("gather of a part of each row", node)
+    return _gather(interpreter, source, replace(ids, lead=_without_columns(ids.lead)), node)
+
+
+def _without_columns(lead: Lead) -> Lead:
+    return Lead(*lead.groups[:1]) if lead.groups[1:] == ("",) else lead
+
+
+def _combine(interpreter: RowInterpreter, base: Any, ids: Ids, values: Any, node: fx.Node) -> Combined:
     rows = interpreter.as_rows(values, node)
     names_tokens = ids.kind is IdKind.TOKEN or (ids.kind is IdKind.ASSIGNMENT and interpreter.sizes.top_k == 1)
-    if base.value != 0 or not names_tokens or rows.lead is not ids.lead:
-        raise CannotChunk("rows added to other than zero-initialised tokens in their own order", node)
-    return Combined(rows.expr)
+    is_fresh = isinstance(base, Fill) and base.value == 0
+    if not (is_fresh or isinstance(base, Outside)) or not names_tokens or rows.lead is not ids.lead:
+        raise CannotChunk("rows added to other than tokens in their own order", node)
+    return Combined(rows.expr, base.node if isinstance(base, Outside) else None)
+
+
+def _expert_of_rows(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """repeat_interleave(counts): the expert of each row, in expert order."""
+    if not isinstance(args[0], Ids) or args[0].kind is not IdKind.COUNTS:
+        raise CannotChunk("repeat_interleave by other than the experts' counts", node)
+    return Ids(IdKind.EXPERT, Lead.SORTED)
 
 
 DISPATCH_RULES: dict[Any, Rule] = {
@@ -173,9 +233,19 @@ DISPATCH_RULES: dict[Any, Rule] = {
     aten.arange.start: _arange,
     aten.empty_like.default: _blank(None),
     aten.empty.memory_format: _blank(None),
+    aten.full.default: _full,
+    aten.full_like.default: _full,
+    aten.scalar_tensor.default: lambda interpreter, node, args, kwargs: Fill(float(args[0])),
+    aten.ones.default: _blank(1.0),
+    aten.ones_like.default: _blank(1.0),
+    aten.new_ones.default: _blank(1.0),
     aten.zeros.default: _blank(0.0),
     aten.zeros_like.default: _blank(0.0),
     aten.new_zeros.default: _blank(0.0),
     aten.index_put.default: _index_put,
     aten.index_add.default: _index_add,
+    aten.index_copy.default: _index_copy,
+    aten.scatter_add.default: _scatter_add,
+    aten.gather.default: _gather_rows,
+    aten.repeat_interleave.Tensor: _expert_of_rows,
 }

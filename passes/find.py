@@ -19,7 +19,9 @@ outside; cuts that write to their inputs, or whose inputs are written between di
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -32,12 +34,13 @@ from memfine_fx.passes.dataflow import (
     node_value,
     provenance,
     same_size,
+    static_size,
     target_name,
 )
 from memfine_fx.passes.modes import Modes
 from memfine_fx.records import Candidate, Cut, Refusal
 
-__all__ = ["GROUPED_MATMULS", "find_candidates"]
+__all__ = ["GROUPED_MATMULS", "cut_weights", "find_candidates", "num_stacked_experts"]
 
 GROUPED_MATMULS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
 _MATMULS = frozenset("mm bmm matmul addmm baddbmm einsum linear __matmul__ dot".split())
@@ -46,11 +49,12 @@ _INDEXING = frozenset("getitem index_select embedding gather".split())
 _VIEWS = frozenset("transpose permute unsqueeze squeeze view reshape to t contiguous expand float bfloat16".split())
 _FACTORIES = frozenset("arange zeros ones empty full tensor".split())
 _LIKE_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split())
-_GLUE = frozenset("repeat_interleave repeat expand unsqueeze reshape view flatten contiguous".split())
-_COPYING_GLUE = frozenset("repeat_interleave repeat expand".split())
+_GLUE = frozenset("repeat_interleave repeat expand expand_as tile unsqueeze reshape view flatten contiguous".split())
+_COPYING_GLUE = frozenset("repeat_interleave repeat expand expand_as tile".split())
 _ENTRIES = frozenset("getitem select unbind".split())
 _TRANSPOSES = frozenset("getattr t T mT transpose permute".split())
 _MAX_EXITS = 4
+_MAX_CUTS = 16
 
 
 def find_candidates(graph_module: fx.GraphModule, start: Modes | None = None) -> list[Candidate | Refusal]:
@@ -94,18 +98,48 @@ def _is_index_placeholder(node: fx.Node) -> bool:
 
 
 def _attribute_expert_ops(flow: Dataflow, seeds: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Each expert op to the latest seed that reaches it, or to the one whose weights it meets (dense experts)."""
     reach = {seed: flow.descendants([seed]) for seed in seeds}
     computed = [seed for seed in seeds if seed.op != "placeholder"]
     placeholders = [seed for seed in seeds if seed.op == "placeholder"]
-    owners: dict[fx.Node, list[fx.Node]] = {}
-    for node in flow.graph.nodes:
-        if not _looks_like_expert_op(node):
-            continue
+    matmuls = [node for node in flow.graph.nodes if _looks_like_expert_op(node)]
+    routed: dict[fx.Node, fx.Node] = {}
+    for node in matmuls:
         reaching = [seed for seed in computed if node in reach[seed]]
         reaching = reaching or [seed for seed in placeholders if node in reach[seed]]
         if reaching and _has_expert_operand(flow, node, reach, reaching):
-            owners.setdefault(max(reaching, key=flow.position.__getitem__), []).append(node)
+            routed[node] = max(reaching, key=flow.position.__getitem__)
+    owners: dict[fx.Node, list[fx.Node]] = {}
+    for node in matmuls:
+        is_stacked = any(_is_expert_table(operand, set()) for operand in node.all_input_nodes)
+        dense = _seed_of_dense(flow, node, computed, reach, routed) if is_stacked else None
+        owner = dense or routed.get(node)
+        if owner is not None:
+            owners.setdefault(owner, []).append(node)
     return owners
+
+
+def _seed_of_dense(
+    flow: Dataflow,
+    op: fx.Node,
+    seeds: list[fx.Node],
+    reach: dict[fx.Node, set[fx.Node]],
+    routed: dict[fx.Node, fx.Node],
+) -> fx.Node | None:
+    """The seed that runs beside `op` and first meets its result: its weights pick from all experts' results.
+
+    A seed that meets other expert matmuls earlier has experts of its own.
+    """
+    behind = flow.descendants([op])
+    meetings: dict[fx.Node, int] = {}
+    for seed in seeds:
+        shared = behind & reach[seed]
+        if seed in behind or op in reach[seed] or not shared:
+            continue
+        meeting = min(flow.position[node] for node in shared)
+        if not any(flow.position[other] < meeting for other, owner in routed.items() if owner is seed):
+            meetings[seed] = meeting
+    return min(meetings, key=meetings.__getitem__, default=None)
 
 
 def _looks_like_expert_op(node: fx.Node) -> bool:
@@ -162,50 +196,142 @@ def _candidate(
     graph_module: fx.GraphModule, flow: Dataflow, seed: fx.Node, expert_ops: list[fx.Node], start: Modes
 ) -> Candidate:
     cuts = []
-    for index in _index_nodes(flow, seed, expert_ops):
-        for exit_node in _exits(flow, index, expert_ops):
-            cuts.append(_cut(flow, index, exit_node))
+    for index, num_token_dims in _indices(flow, seed, expert_ops):
+        for exit_node in _exits(flow, index, num_token_dims, expert_ops):
+            cuts.append(_cut(flow, index, exit_node, num_token_dims, expert_ops))
+            if _is_chosen_by_top_k(index):
+                cuts.extend(_dense_cut(flow, cuts[-1], num_stacked_experts(expert_ops)))
+    cuts = list(dict.fromkeys(cuts))[:_MAX_CUTS]
     return Candidate(graph_module, seed, tuple(expert_ops), tuple(cuts), provenance(expert_ops[0]), start)
 
 
-def _index_nodes(flow: Dataflow, seed: fx.Node, expert_ops: Iterable[fx.Node]) -> list[fx.Node]:
+def _indices(flow: Dataflow, seed: fx.Node, expert_ops: Iterable[fx.Node]) -> list[tuple[fx.Node, int]]:
+    """Expert indices worth trying, with how many of their dimensions are tokens: [T,K] before [B,S,K], [B,S], [T]."""
     between = (flow.descendants([seed]) | {seed}) & flow.ancestors(expert_ops)
-    nodes = [node for node in between if is_int_tensor(node) and node_value(node).ndim == 2]  # type: ignore[attr-defined]  # a tensor
-    nodes = [node for node in nodes if not has_unbacked_rows(node)]
-    return sorted(nodes, key=flow.position.__getitem__, reverse=True)
+    between = between or {seed}  # dense experts do not depend on it
+    nodes = [
+        node
+        for node in between
+        if is_int_tensor(node) and not has_unbacked_rows(node) and 1 <= node_value(node).ndim <= 3
+    ]  # type: ignore[attr-defined]  # a tensor
+    nodes = sorted(nodes, key=flow.position.__getitem__, reverse=True)
+    spellings = ((2, 1), (3, 2), (2, 2), (1, 1))
+    return [
+        (node, num_token_dims)
+        for num_dims, num_token_dims in spellings
+        for node in nodes
+        if node_value(node).ndim == num_dims  # type: ignore[attr-defined]  # a tensor
+    ]
 
 
-def _exits(flow: Dataflow, index: fx.Node, expert_ops: list[fx.Node]) -> list[fx.Node]:
-    num_tokens = node_value(index).shape[0]  # type: ignore[attr-defined]  # a tensor
-    last = max(expert_ops, key=flow.position.__getitem__)
-    common = set(flow.post_dominators(last))
-    for op in expert_ops:
-        common &= {op, *flow.post_dominators(op)}
-    ordered = [node for node in flow.post_dominators(last) if node in common]
-    exits = [node for node in ordered if _has_token_rows(node, num_tokens)]
-    return exits[:_MAX_EXITS]
+def _exits(flow: Dataflow, index: fx.Node, num_token_dims: int, expert_ops: list[fx.Node]) -> list[fx.Node]:
+    """Post-dominators with the tokens' rows: of all the expert ops; failing that, of the first ones alone."""
+    token_shape = node_value(index).shape[:num_token_dims]  # type: ignore[attr-defined]  # a tensor
+    ordered = sorted(expert_ops, key=flow.position.__getitem__)
+    exits: dict[fx.Node, None] = {}
+    for num_ops in range(len(ordered), 0, -1):
+        common = set(flow.post_dominators(ordered[num_ops - 1]))
+        for op in ordered[:num_ops]:
+            common &= {op, *flow.post_dominators(op)}
+        nearest = [node for node in flow.post_dominators(ordered[num_ops - 1]) if node in common]
+        exits.update((node, None) for node in nearest if _has_token_rows(node, token_shape))
+        if num_ops == len(ordered):
+            exits = dict.fromkeys(list(exits)[:_MAX_EXITS])
+    return list(exits)[: 2 * _MAX_EXITS]
 
 
-def _has_token_rows(node: fx.Node, num_tokens: int | torch.SymInt) -> bool:
+def _has_token_rows(node: fx.Node, token_shape: tuple[int | torch.SymInt, ...]) -> bool:
     value = node_value(node)
     return (
         isinstance(value, torch.Tensor)
         and value.dtype.is_floating_point
-        and value.ndim == 2
-        and same_size(value.shape[0], num_tokens)
+        and value.ndim == len(token_shape) + 1
+        and all(same_size(a, b) for a, b in zip(value.shape, token_shape, strict=False))
     )
 
 
-def _cut(flow: Dataflow, index: fx.Node, exit_node: fx.Node) -> Cut:
-    inside = flow.descendants([index]) & (flow.ancestors([exit_node]) | {exit_node})
-    inside -= _routing_weights(flow, index, inside)
+def _cut(flow: Dataflow, index: fx.Node, exit_node: fx.Node, num_token_dims: int, expert_ops: Iterable[fx.Node]) -> Cut:
+    experts = set(expert_ops)
+    behind = flow.descendants([index]) | flow.descendants(experts) | experts
+    inside = behind & (flow.ancestors([exit_node]) | {exit_node})
+    if num_token_dims == 1 and node_value(index).ndim == 2:  # type: ignore[attr-defined]  # a tensor
+        inside -= _routing_weights(flow, index, inside)
     inside = _reaching(flow, inside, exit_node)
-    inside |= _serving_inputs(flow, inside, index)
+    return _cut_of(flow, inside, index, exit_node, num_token_dims)
+
+
+def _cut_of(flow: Dataflow, inside: set[fx.Node], index: fx.Node, exit_node: fx.Node, num_token_dims: int) -> Cut:
+    inside = inside | _serving_inputs(flow, inside, index, num_token_dims)
     nodes = tuple(sorted(inside, key=flow.position.__getitem__))
     inputs: dict[fx.Node, None] = {}
     for node in nodes:
         inputs.update((source, None) for source in node.all_input_nodes if source not in inside)
-    return Cut(index, exit_node, nodes, tuple(inputs))
+    return Cut(index, exit_node, nodes, tuple(inputs), num_token_dims)
+
+
+def cut_weights(flow: Dataflow, index: fx.Node, weights: fx.Node, num_token_dims: int) -> Cut:
+    """What lies between the expert index and [T,E] weights made from it."""
+    inside = flow.descendants([index]) & (flow.ancestors([weights]) | {weights})
+    return _cut_of(flow, inside, index, weights, num_token_dims)
+
+
+def _is_chosen_by_top_k(index: fx.Node) -> bool:
+    """Whether an index comes straight from a top-k, whose choices of one token differ, or holds one choice."""
+    while target_name(index) in _INDEX_GLUE and index.args and isinstance(index.args[0], fx.Node):
+        index = index.args[0]
+    return _is_seed(index)
+
+
+_INDEX_GLUE = frozenset("to view reshape contiguous long int clone detach unsqueeze squeeze flatten".split())
+
+
+def num_stacked_experts(expert_ops: Iterable[fx.Node]) -> int | None:
+    """E, as the stacked weights of the expert matmuls agree on it."""
+    stacks = [source for op in expert_ops for source in op.all_input_nodes if _is_stack(source)]
+    sizes = {static_size(node_value(node).shape[0]) for node in stacks if _is_parameter_view(node)}  # type: ignore[attr-defined]  # a tensor
+    return next(iter(sizes)) if len(sizes) == 1 else None
+
+
+def _is_parameter_view(node: fx.Node) -> bool:
+    while target_name(node) in _VIEWS and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return isinstance(node_value(node), torch.nn.Parameter)
+
+
+def _dense_cut(flow: Dataflow, cut: Cut, num_experts: int | None) -> list[Cut]:
+    """The same cut with [T,E] weights, and the masks they are made of, left outside; none where it has none."""
+    assert cut.expert_index is not None
+    index = node_value(cut.expert_index)
+    assert isinstance(index, torch.Tensor)
+    inside = set(cut.nodes)
+    token_shape = index.shape[: cut.num_token_dims]
+    weights: set[fx.Node] = set()
+    for node in cut.nodes:
+        reached = [source for source in node.all_input_nodes if source in inside and not _is_factory(source)]
+        if all(source in weights for source in reached) and _spreads_over_experts(
+            node, index, token_shape, num_experts
+        ):
+            weights.add(node)
+    if not weights or cut.exit in weights:
+        return []
+    kept = _reaching(flow, inside - weights, cut.exit)
+    dense = _cut_of(flow, kept, cut.expert_index, cut.exit, cut.num_token_dims)
+    return [replace(dense, has_dense_weights=True)]
+
+
+def _spreads_over_experts(
+    node: fx.Node, index: torch.Tensor, token_shape: tuple[int | torch.SymInt, ...], num_experts: int | None
+) -> bool:
+    """Whether a node holds numbers, not vectors, per token, choice and expert: [T,K], [T,E], [T,K,E]."""
+    value = node_value(node)
+    num_token_dims = len(token_shape)
+    if not isinstance(value, torch.Tensor) or not num_token_dims < value.ndim <= num_token_dims + 2:
+        return False
+    widths = {1, num_experts, static_size(index.shape[-1])}
+    has_tokens = all(same_size(a, b) for a, b in zip(value.shape, token_shape, strict=False))
+    return has_tokens and (
+        num_experts is None or {static_size(size) for size in value.shape[num_token_dims:]} <= widths
+    )
 
 
 def _routing_weights(flow: Dataflow, index: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
@@ -240,7 +366,7 @@ def _reaching(flow: Dataflow, inside: set[fx.Node], exit_node: fx.Node) -> set[f
     return kept
 
 
-def _serving_inputs(flow: Dataflow, inside: set[fx.Node], index: fx.Node) -> set[fx.Node]:
+def _serving_inputs(flow: Dataflow, inside: set[fx.Node], index: fx.Node, num_token_dims: int) -> set[fx.Node]:
     """Factories (arange, zeros) and layout glue (repeat_interleave of the tokens) that feed the inside."""
     index_value = node_value(index)
     assert isinstance(index_value, torch.Tensor)
@@ -248,7 +374,8 @@ def _serving_inputs(flow: Dataflow, inside: set[fx.Node], index: fx.Node) -> set
     pending = [source for node in inside for source in node.all_input_nodes if source not in inside]
     while pending:
         node = pending.pop()
-        is_servant = _is_factory(node) or _is_glue(node, index_value) or _is_weight_view(node)
+        is_glue = _is_glue(node, index_value, num_token_dims)
+        is_servant = _is_factory(node) or is_glue or _is_weight_view(node)
         if node in absorbed or node is index or not is_servant or _is_written_outside(flow, node, inside):
             continue
         absorbed.add(node)
@@ -300,19 +427,43 @@ def _is_factory(node: fx.Node) -> bool:
     return is_int_tensor(node) and all(_is_factory(source) for source in sources)
 
 
-def _is_glue(node: fx.Node, index: torch.Tensor) -> bool:
-    """Layout glue, and whatever else is computed per routed row without the index."""
+def _is_glue(node: fx.Node, index: torch.Tensor, num_token_dims: int) -> bool:
+    """Layout glue that repeats tokens, and whatever else is computed per routed row without the index."""
     value = node_value(node)
     if node.op not in ("call_function", "call_method") or not isinstance(value, torch.Tensor) or not value.ndim:
         return False
-    num_tokens, top_k = index.shape
-    is_routed = same_size(value.shape[0], num_tokens * top_k) and not same_size(value.shape[0], num_tokens)
+    token_shape = index.shape[:num_token_dims]
+    num_tokens = math.prod(token_shape)
+    num_rows = math.prod(index.shape)
+    is_routed = same_size(value.shape[0], num_rows) and not same_size(value.shape[0], num_tokens)
     if is_routed and is_float_tensor(node):
         return True
-    if target_name(node) not in _GLUE:
+    inserts_dims = _only_inserts_dims(node)
+    if target_name(node) not in _GLUE and not inserts_dims:
         return False
-    if target_name(node) in _COPYING_GLUE:
-        return same_size(value.shape[0], num_tokens * top_k) or same_size(value.shape[0], num_tokens)
+    if target_name(node) in _COPYING_GLUE or _repeats_rows(node.args[0]):
+        return True
     if value.ndim == 1:
-        return same_size(value.shape[0], num_tokens * top_k)
-    return value.ndim == 3 and same_size(value.shape[0], num_tokens)
+        return same_size(value.shape[0], num_rows)
+    has_tokens = all(same_size(a, b) for a, b in zip(value.shape, token_shape, strict=False))
+    is_broadcast = same_size(value.shape[0], 1) and inserts_dims
+    return value.ndim > num_token_dims + 1 and (has_tokens or is_broadcast)
+
+
+def _repeats_rows(node: object) -> bool:
+    """Whether a node is a copy of tokens per choice or expert, or a reshape of one."""
+    while isinstance(node, fx.Node) and target_name(node) in _GLUE:
+        if target_name(node) in _COPYING_GLUE:
+            return True
+        node = node.args[0]
+    return False
+
+
+def _only_inserts_dims(node: fx.Node) -> bool:
+    """`unsqueeze`, or indexing by nothing but `None`, `:` and `...`."""
+    if target_name(node) == "unsqueeze":
+        return True
+    if target_name(node) != "getitem" or len(node.args) < 2 or isinstance(node.args[1], int):
+        return False
+    places = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return None in places and all(place in (None, slice(None), ...) for place in places)

@@ -52,6 +52,7 @@ class IdKind(enum.Enum):
     INVERSE = "place of the assignment in expert order"
     COUNTS = "rows per expert"
     OFFSETS = "end of each expert's rows"
+    EACH = "every expert, in order"
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class RowInterpreter:
     def __init__(
         self,
         region: NormalizedRegion,
-        expert_index: fx.Node,
+        expert_index: fx.Node | None,
         sizes: Sizes,
         families: Sequence[tuple[str, Rules]],
         rules: Rules,
@@ -160,11 +161,14 @@ class RowInterpreter:
         self.hidden: fx.Node | None = None
         self.routing_weight: fx.Node | None = None
         self.params: dict[fx.Node, tuple[fx.Node, ParamKind]] = {}
-        self.num_experts: int | None = None
+        self.num_experts = _num_experts_hint(region.inputs)
         self.projection_widths: list[int] = []
         self.families_used: dict[str, None] = {}
         self.gathers_weight = False
+        self.dense_weights: frozenset[fx.Node] = frozenset()
         self.slot_sizes: tuple[int | torch.SymInt, ...] = ()
+        self._slot_input: fx.Node | None = None
+        self._slot_lead = Lead.NONE
         self._families = families
         self._rules = rules
         self._fallback = fallback
@@ -226,6 +230,19 @@ class RowInterpreter:
             raise CannotChunk("expected a tensor with a recorded shape", node)
         return value
 
+    def place_in_slots(self, hidden: fx.Node, expert_dim: int) -> Lead:
+        """Declare an input to be rows in their experts' slots: [...,E,...,H]. Returns its lead."""
+        value = node_value(hidden)
+        assert isinstance(value, torch.Tensor)
+        num_experts = static_size(value.shape[expert_dim])
+        assert num_experts is not None
+        groups = [str(dim) for dim in range(value.ndim - 1)]
+        groups[expert_dim] = "e"
+        self.num_experts, self.slot_sizes = num_experts, tuple(value.shape)
+        self.hidden = self._slot_input = hidden
+        self._slot_lead = Lead(*groups)
+        return self._slot_lead
+
     def size_of(self, atom: str) -> int | torch.SymInt:
         """Size of an atom of a lead."""
         sizes = self.sizes
@@ -242,18 +259,12 @@ class RowInterpreter:
         """The lead of a reshape to `shape`; None where rows would mix."""
         return regroup(lead, shape, self.size_of)
 
-    def as_rows(self, value: Any, node: fx.Node, like: Lead | None = None) -> Rows:
-        """`value` as rows; an outside tensor takes the role its shape gives it.
-
-        Args:
-            value: what an argument of `node` holds.
-            node: for refusals.
-            like: lead of what it is combined with, where that is known.
-        """
+    def as_rows(self, value: Any, node: fx.Node) -> Rows:
+        """`value` as rows; an outside tensor takes the role its shape gives it."""
         if isinstance(value, Rows):
             return value
         if isinstance(value, Outside):
-            return self._resolve(value.node, node, like)
+            return self._resolve(value.node, node)
         raise CannotChunk(f"{type(value).__name__.lower()} {value} used as row data", node)
 
     def as_tokens(self, value: Any, node: fx.Node) -> Rows:
@@ -301,6 +312,8 @@ class RowInterpreter:
         value = node_value(node)
         if isinstance(value, (torch.SymInt, int)):
             return value
+        if _is_only_asserted(node):
+            return None
         if node.op != "call_function":
             raise CannotChunk(f"a {node.op} node has no row-wise rule", node)
         args = fx.map_arg(node.args, self._env.__getitem__)
@@ -319,11 +332,13 @@ class RowInterpreter:
         value = node_value(outer)
         if not isinstance(value, torch.Tensor):
             return value
+        if outer is self._slot_input:
+            return Rows(self._slot_lead, self._placeholder("rows", outer), per_row=True)
         if outer is self._expert_index:
             return Ids(IdKind.EXPERT, _index_lead(len(self.sizes.token_shape), value.ndim))
         return Outside(outer)
 
-    def _resolve(self, outer: fx.Node, node: fx.Node, like: Lead | None) -> Rows:
+    def _resolve(self, outer: fx.Node, node: fx.Node) -> Rows:
         value = node_value(outer)
         assert isinstance(value, torch.Tensor)
         if outer in self._known_params:
@@ -332,15 +347,17 @@ class RowInterpreter:
             raise CannotChunk(f"an integer tensor from outside the region, {outer}, used as row data", node)
         token_shape, top_k = self.sizes.token_shape, self.sizes.top_k
         num_token_dims = len(token_shape)
-        if _has_shape(value, (*token_shape, top_k)) or (top_k == 1 and _has_shape(value, token_shape)):
-            return self._weight(outer, node, _index_lead(num_token_dims, value.ndim))
-        is_dense = like is not None and like.is_dense and self.num_experts is not None
-        if is_dense and _has_shape(value, (*token_shape, self.num_experts)):
+        if outer in self.dense_weights:
+            if not _has_shape(value, (*token_shape, self.num_experts)):
+                raise CannotChunk(f"weights of shape {tuple(value.shape)}; expected one per token and expert", node)
             self.gathers_weight = True
             weight = self._weight(outer, node, Lead.DENSE if num_token_dims == 1 else Lead("b", "s", "e"))
             return replace(weight, off=0.0)  # proved once the region is raised, see `dense_weights`
+        if _has_shape(value, (*token_shape, top_k)) or (top_k == 1 and _has_shape(value, token_shape)):
+            return self._weight(outer, node, _index_lead(num_token_dims, value.ndim))
         has_tokens = same_size(value.shape[0], self.sizes.num_tokens) if value.ndim >= 2 else False
-        if has_tokens or (value.ndim > num_token_dims and _starts_with(value, token_shape)):
+        is_token_like = has_tokens or (value.ndim > num_token_dims and _starts_with(value, token_shape))
+        if is_token_like and not isinstance(value, torch.nn.Parameter):
             return self.as_tokens(Outside(outer), node)
         if value.ndim >= 2 and static_size(value.shape[0]) == self.num_experts is not None:
             return self.as_expert_table(Outside(outer), node)
@@ -374,6 +391,23 @@ class RowInterpreter:
 
 def _describe(node: fx.Node) -> str:
     return f"{node.name} = {node.target}"
+
+
+def _is_only_asserted(node: fx.Node) -> bool:
+    """Whether nothing but assertions reads a node (one-hot checks its index)."""
+    if "_assert" in str(node.target):
+        return True
+    return bool(node.users) and all(map(_is_only_asserted, node.users))
+
+
+def _num_experts_hint(inputs: Sequence[fx.Node]) -> int | None:
+    """E where all stacked weights among the inputs agree on it; rules check it when they use one."""
+    values = [node_value(node) for node in inputs]
+    stacks = [value for value in values if isinstance(value, torch.Tensor) and value.ndim >= 3]
+    sizes = {
+        static_size(value.shape[0]) for value in stacks if all(static_size(size) is not None for size in value.shape)
+    }
+    return next(iter(sizes)) if len(sizes) == 1 else None
 
 
 def _index_lead(num_token_dims: int, num_dims: int) -> Lead:

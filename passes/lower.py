@@ -12,14 +12,20 @@ first (in-place operations inside the region included; FX would keep them).
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
 
-from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value
+from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value, static_size
 from memfine_fx.passes.normalize import outline
-from memfine_fx.records import Cut, MoERegion
+from memfine_fx.records import Cut, MoERegion, SlotLayout
 
 __all__ = ["insert_identity", "lower_region"]
 
@@ -34,31 +40,105 @@ def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str) -> 
     """
     graph = graph_module.graph
     exit_node = region.cut.exit
-    with graph.inserting_before(exit_node):
-        route = graph.call_function(torch.ops.memfine.route.default, (region.expert_index, region.dims.num_experts))
-        order = graph.call_function(operator.getitem, (route, 0))
-        offsets = graph.call_function(operator.getitem, (route, 1))
-        arguments = (region.hidden, region.routing_weight, order, offsets, list(region.params), site)
-        combined = graph.call_function(torch.ops.memfine.experts.default, arguments)
-    for node in (route, order, offsets, combined):
-        node.meta.update({key: value for key, value in exit_node.meta.items() if key in _PROVENANCE_META})
-    _record_values(region, route, order, offsets)
-    combined.meta["example_value"] = node_value(exit_node)
+    hidden_size, top_k = region.dims.hidden, region.dims.top_k
+    with _recording(graph, exit_node) as call:
+        if region.slots is None:
+            tokens = region.expert_index
+            assert tokens is not None, "routed rows have an index, slots have a layout"
+            hidden = _flat(call, region.hidden, hidden_size)
+            index = _flat(call, tokens, top_k)
+        else:
+            hidden, index, sizes = _rows_of_slots(call, region, region.slots)
+        route = call(torch.ops.memfine.route.default, index, region.dims.num_experts)
+        order, offsets = call(operator.getitem, route, 0), call(operator.getitem, route, 1)
+        weight = _routing_weight(call, region, index)
+        combined = call(torch.ops.memfine.experts.default, hidden, weight, order, offsets, list(region.params), site)
+        if region.slots is not None:
+            combined = _slots_of_rows(call, combined, sizes, region, region.slots)
+        else:
+            combined = _shaped_as(call, combined, exit_node, tokens)
+        if region.base is not None:
+            combined = call(operator.add, region.base, combined)
     _replace(graph, region.cut, combined)
     graph.lint()
     graph_module.recompile()
 
 
 _PROVENANCE_META = ("nn_module_stack", "source_fn_stack", "stack_trace")
+Call = Callable[..., fx.Node]
 
 
-def _record_values(region: MoERegion, route: fx.Node, order: fx.Node, offsets: fx.Node) -> None:
-    index = node_value(region.expert_index)
-    assert isinstance(index, torch._subclasses.FakeTensor)
-    with index.fake_mode:
-        value = torch.ops.memfine.route.default(index, region.dims.num_experts)
-    route.meta["example_value"] = value
-    order.meta["example_value"], offsets.meta["example_value"] = value
+@contextlib.contextmanager
+def _recording(graph: fx.Graph, place: fx.Node) -> Iterator[Call]:
+    """Calls inserted before `place`, each with its provenance and its fake result."""
+
+    fake_mode = _fake_mode(place)
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        node.meta.update({key: value for key, value in place.meta.items() if key in _PROVENANCE_META})
+        values: Any = tree_map(lambda leaf: node_value(leaf) if isinstance(leaf, fx.Node) else leaf, args)
+        with fake_mode, torch.no_grad(), torch._C._DisableAutocast(), enable_python_dispatcher():
+            node.meta["example_value"] = target(*values, **kwargs)
+        return node
+
+    with graph.inserting_before(place):
+        yield call
+
+
+def _fake_mode(node: fx.Node) -> FakeTensorMode:
+    value = node_value(node)
+    assert isinstance(value, FakeTensor)
+    return value.fake_mode
+
+
+def _flat(call: Call, node: fx.Node, width: int) -> fx.Node:
+    """[...,width] (or [...] for a width of one) as [T,width]."""
+    value = _tensor(node)
+    is_flat = value.ndim == 2 and static_size(value.shape[1]) == width
+    return node if is_flat else call(torch.reshape, node, (-1, width))
+
+
+def _routing_weight(call: Call, region: MoERegion, index: fx.Node) -> fx.Node | None:
+    if region.routing_weight is None:
+        return None
+    if not region.gathers_weight:
+        return _flat(call, region.routing_weight, region.dims.top_k)
+    weights = _flat(call, region.routing_weight, region.dims.num_experts)
+    return call(torch.gather, weights, 1, call(torch.ops.aten.to.dtype, index, torch.int64))
+
+
+def _shaped_as(call: Call, rows: fx.Node, exit_node: fx.Node, tokens: fx.Node) -> fx.Node:
+    """[T,H] in the shape of what it replaces, [B,S,H] with the sizes of `tokens`."""
+    value, own = _tensor(exit_node), _tensor(rows)
+    if value.ndim == own.ndim:
+        return rows
+    sizes = [call(torch.ops.aten.sym_size.int, tokens, dim) for dim in range(value.ndim - 1)]
+    return call(torch.reshape, rows, (*sizes, own.shape[-1]))
+
+
+def _rows_of_slots(call: Call, region: MoERegion, slots: SlotLayout) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
+    """Slots as rows in expert order, [E*C,H]; each row's expert, [E*C,1]; the sizes between E and H."""
+    moved = call(torch.movedim, region.hidden, slots.expert_dim, 0)
+    sizes = [call(torch.ops.aten.sym_size.int, moved, dim) for dim in range(1, slots.num_dims - 1)]
+    num_experts = region.dims.num_experts
+    device = _tensor(region.hidden).device
+    experts = call(
+        torch.reshape, call(torch.ops.aten.arange.default, num_experts, device=device), (num_experts, *[1] * len(sizes))
+    )
+    index = call(torch.reshape, call(torch.ops.aten.expand.default, experts, (num_experts, *sizes)), (-1, 1))
+    return call(torch.reshape, moved, (-1, region.dims.hidden)), index, sizes
+
+
+def _slots_of_rows(call: Call, rows: fx.Node, sizes: list[fx.Node], region: MoERegion, slots: SlotLayout) -> fx.Node:
+    shape = (region.dims.num_experts, *sizes, _tensor(rows).shape[-1])
+    return call(torch.movedim, call(torch.reshape, rows, shape), 0, slots.expert_dim)
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    value = node_value(node)
+    assert isinstance(value, torch.Tensor)
+    return value
 
 
 def insert_identity(graph_module: fx.GraphModule, region: MoERegion, name: str) -> None:

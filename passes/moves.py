@@ -95,7 +95,8 @@ def _repeated_atom(interpreter: RowInterpreter, count: Size, *, is_first: bool) 
         size = sizes[atom]
         if size is not None and same_size(count, size):
             return atom
-    return None
+    slots = (str(dim) for dim, size in enumerate(interpreter.slot_sizes) if same_size(count, size))
+    return next(slots, None)
 
 
 def _ids_lead(
@@ -130,7 +131,7 @@ def _expand(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], k
         return Rows(Lead.NONE, interpreter.emit(aten.expand.default, rows.expr, list(target)), False)
     lead, expr = Lead(*[""] * (len(target) - len(source)), *rows.lead.groups), rows.expr
     first = len(target) - len(source) + rows.lead.num_dims
-    repeats_tokens = rows.lead.atoms == "t" and len(source) > rows.lead.num_dims + 1
+    repeats_tokens = Lead(rows.lead.atoms) is Lead.TOKEN and len(source) > rows.lead.num_dims + 1
     if repeats_tokens and same_size(source[rows.lead.num_dims], 1) and not same_size(target[first], 1):
         lead, expr = Lead(*lead.groups, ""), interpreter.emit(aten.select.int, expr, 1, 0)
         source = [*source[: rows.lead.num_dims], *source[rows.lead.num_dims + 1 :]]

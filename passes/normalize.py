@@ -3,7 +3,8 @@
 Steps:
 1. copy the inside of the cut to a graph of its own, one placeholder per input;
 2. replace every spelling of a grouped matmul by `memfine::grouped_mm`, whose fake implementation knows only
-   shapes (NOTE: the meta function of the real one demands bf16, so retracing fp32 models would fail);
+   shapes (NOTE: the meta function of the real one demands bf16, so retracing fp32 models would fail), and
+   `torch.einsum` by `memfine::einsum`, which keeps its letters (not under autocast, which acts on its insides);
 3. retrace with `make_fx` on the fake tensors of the capture, functionalised, under the autocast state of the
    region's place in the graph.
 
@@ -24,6 +25,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value, written_node
@@ -59,6 +61,18 @@ def grouped_mm(rows: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor) -
 @grouped_mm.register_fake
 def _(rows: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(rows.shape[0], table.shape[-1])
+
+
+@torch.library.custom_op("memfine::einsum", mutates_args=())
+def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
+    """`torch.einsum` kept whole in normalised graphs: its letters say more than the matmuls it becomes."""
+    return torch.einsum(equation, operands).clone()
+
+
+@einsum.register_fake
+def _(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
+    result = torch.einsum(equation, operands)
+    return result.new_empty(result.shape)
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,7 @@ def normalize(cut: Cut, modes: Modes) -> NormalizedRegion:
 
 
 class _GroupedMatmulRenamer(fx.Interpreter):
-    """Runs the outlined region; grouped matmuls become `memfine::grouped_mm`."""
+    """Runs the outlined region; grouped matmuls and einsums become ops of ours."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(target, "__name__", "").split(".")[0]
@@ -112,7 +126,14 @@ class _GroupedMatmulRenamer(fx.Interpreter):
             name = str(target).split(".")[1]
         if name in GROUPED_MATMULS:
             return _grouped(target, args, kwargs)
+        is_einsum = name == "einsum" and isinstance(args[0], str) and not torch.is_autocast_enabled(_device_type(args))
+        if is_einsum and "->" in args[0] and "." not in args[0]:
+            return einsum(args[0], list(args[1] if isinstance(args[1], (tuple, list)) else args[1:]))
         return super().call_function(target, args, kwargs)
+
+
+def _device_type(args: Any) -> str:
+    return next(leaf.device.type for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
 
 
 def _grouped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -7,6 +7,11 @@ first cut that goes through wins; if none does, the reason of the one that got f
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import fx
 
@@ -20,15 +25,17 @@ from memfine_fx.passes.dataflow import (
     same_size,
     static_size,
 )
+from memfine_fx.passes.dense_weights import check_zero_elsewhere
 from memfine_fx.passes.dispatch import DISPATCH_RULES
-from memfine_fx.passes.families import gathered, grouped, loops
+from memfine_fx.passes.families import combining, dense, einsum, gathered, grouped, loops, slots
+from memfine_fx.passes.find import num_stacked_experts
 from memfine_fx.passes.layouts import Combined, Lead, RowInterpreter, Rows, Rules, Sizes
 from memfine_fx.passes.loops.roll import Rolled, is_loop, roll
 from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.moves import MOVE_RULES
 from memfine_fx.passes.normalize import NormalizedRegion, normalize
 from memfine_fx.passes.rowwise import ROWWISE_RULES, pointwise_rule
-from memfine_fx.records import Candidate, Cut, ExpertFunction, MoERegion, ParamKind, RegionDims
+from memfine_fx.records import Candidate, Cut, ExpertFunction, MoERegion, ParamKind, RegionDims, SlotLayout
 
 __all__ = ["FAMILIES", "raise_region"]
 
@@ -36,6 +43,9 @@ FAMILIES: tuple[tuple[str, Rules], ...] = (
     ("grouped", grouped.RULES),
     ("gathered", gathered.RULES),
     ("loops", loops.RULES),
+    ("dense", dense.RULES),
+    ("einsum", einsum.RULES),
+    ("combining", combining.RULES),
 )
 """Spellings in the order in which they are tried."""
 
@@ -46,16 +56,25 @@ def raise_region(candidate: Candidate) -> MoERegion:
     Raises:
         CannotChunk: no cut of it is safe, spelled in a known way and proved row-wise.
     """
-    if not candidate.cuts:
-        raise CannotChunk("the experts' results do not meet in one [T,H] tensor", candidate.seed)
     flow = Dataflow(candidate.graph_module.graph)
     refusals: list[CannotChunk] = []
-    for cut in candidate.cuts:
+    for raise_one in _attempts(candidate, flow):
         try:
-            return _raise_cut(candidate, cut, flow)
+            return raise_one()
         except CannotChunk as refusal:
             refusals.append(refusal)
-    raise max(refusals, key=_progress)
+    if not candidate.cuts:
+        raise CannotChunk("the experts' results do not meet in one [T,H] tensor", candidate.seed)
+    raise max(refusals[: len(candidate.cuts)], key=_progress)
+
+
+def _attempts(candidate: Candidate, flow: Dataflow) -> Iterator[Callable[[], MoERegion]]:
+    """Ways to raise a candidate, the fullest first: routed cuts, then rows in slots alone."""
+    for cut in candidate.cuts:
+        yield functools.partial(_raise_cut, candidate, cut, flow)
+    for cut, rows in slots.slot_cuts(flow, candidate.expert_ops):
+        for dim in slots.expert_dims(rows, num_stacked_experts(candidate.expert_ops)):
+            yield functools.partial(_raise_slots, candidate, cut, flow, rows, dim)
 
 
 def _progress(refusal: CannotChunk) -> bool:
@@ -66,33 +85,70 @@ def _progress(refusal: CannotChunk) -> bool:
 def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
     _check_cut(cut, flow)
     modes = _uniform_modes(cut, modes_at(candidate.graph_module.graph, candidate.start))
+    assert cut.expert_index is not None
     index = node_value(cut.expert_index)
     assert isinstance(index, torch.Tensor)
     sizes = _sizes(index, cut.num_token_dims)
     region = normalize(cut, modes)
-    rolled = roll(region, cut.expert_index, cut.num_token_dims, sizes.top_k) if is_loop(region) else None
-    interpreter = RowInterpreter(
-        region if rolled is None else rolled.region,
-        cut.expert_index,
-        sizes,
-        FAMILIES,
-        {**ROWWISE_RULES, **MOVE_RULES, **DISPATCH_RULES},
-        pointwise_rule,
-        known_params={} if rolled is None else rolled.params,
-    )
+    rolled = roll(region, cut.expert_index, cut.num_token_dims, sizes.top_k) if _holds_loop(region, cut) else None
+    interpreter = _interpreter(region if rolled is None else rolled.region, cut, sizes, rolled)
+    if cut.has_dense_weights:
+        interpreter.dense_weights = frozenset(cut.inputs) & flow.descendants([cut.expert_index])
     result = _contribution(interpreter, interpreter.run(), cut)
+    if interpreter.gathers_weight and interpreter.routing_weight is not None:
+        check_zero_elsewhere(interpreter, interpreter.routing_weight, cut, flow, modes)
     if rolled is not None:
         interpreter.num_experts = rolled.num_experts
-    family = _family(interpreter, region) if rolled is None else "loops"
+    raised = _region(candidate, cut, interpreter, result, rolled)
+    hidden = node_value(raised.hidden)
+    assert isinstance(hidden, torch.Tensor)
+    if hidden.ndim not in (2, cut.num_token_dims + 1):
+        raise CannotChunk(f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", interpreter.hidden)
+    return raised
+
+
+def _raise_slots(candidate: Candidate, cut: Cut, flow: Dataflow, rows: fx.Node, expert_dim: int) -> MoERegion:
+    """The row-wise part of a capacity model: from rows in their experts' slots to the same slots."""
+    _check_cut(cut, flow)
+    modes = _uniform_modes(cut, modes_at(candidate.graph_module.graph, candidate.start))
+    value = node_value(rows)
+    assert isinstance(value, torch.Tensor)
+    interpreter = _interpreter(normalize(cut, modes), cut, Sizes((math.prod(value.shape[:-1]),), 1), None)
+    lead = interpreter.place_in_slots(rows, expert_dim)
+    result = interpreter.run()
+    if not isinstance(result, Rows) or result.lead is not lead or not result.per_row:
+        raise CannotChunk("rows leave the experts in other slots than they came in", cut.exit)
+    region = _region(candidate, cut, interpreter, Combined(result.expr), None)
+    return dataclasses.replace(region, family="slots", slots=SlotLayout(expert_dim, value.ndim))
+
+
+def _holds_loop(region: NormalizedRegion, cut: Cut) -> bool:
+    return cut.expert_index in region.inputs and is_loop(region)
+
+
+def _interpreter(region: NormalizedRegion, cut: Cut, sizes: Sizes, rolled: Rolled | None) -> RowInterpreter:
+    rules = {**ROWWISE_RULES, **MOVE_RULES, **DISPATCH_RULES}
+    known_params = {} if rolled is None else rolled.params
+    return RowInterpreter(region, cut.expert_index, sizes, FAMILIES, rules, pointwise_rule, known_params)
+
+
+def _region(
+    candidate: Candidate, cut: Cut, interpreter: RowInterpreter, result: Combined, rolled: Rolled | None
+) -> MoERegion:
+    family = _family(interpreter) if rolled is None else "loops"
     if interpreter.hidden is None or interpreter.num_experts is None:
         raise CannotChunk("no token-indexed input or no expert parameters reach the output", cut.exit)
     hidden = node_value(interpreter.hidden)
     assert isinstance(hidden, torch.Tensor)
     hidden_size = static_size(hidden.shape[-1])
-    if hidden.ndim not in (2, cut.num_token_dims + 1) or hidden_size is None:
+    if hidden_size is None:
         raise CannotChunk(f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", interpreter.hidden)
     params, kinds = _params(interpreter, rolled)
     widths = interpreter.projection_widths or _matmul_widths(interpreter.region)
+    sizes = interpreter.sizes
+    dims = RegionDims(
+        str(sizes.num_tokens), hidden_size, interpreter.num_experts, sizes.top_k, widths[-1] if widths else None
+    )
     return MoERegion(
         cut=cut,
         family=family,
@@ -101,11 +157,11 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
         routing_weight=interpreter.routing_weight,
         params=params,
         expert_fn=ExpertFunction(interpreter.finish(result.expr), interpreter.routing_weight is not None, kinds),
-        dims=RegionDims(
-            str(sizes.num_tokens), hidden_size, interpreter.num_experts, sizes.top_k, widths[-1] if widths else None
-        ),
+        dims=dims,
         where=provenance(candidate.expert_ops[0]),
         drops_out_of_range=family in ("grouped", "loops"),
+        base=result.base,
+        gathers_weight=interpreter.gathers_weight,
     )
 
 
@@ -134,10 +190,10 @@ def _sizes(index: torch.Tensor, num_token_dims: int) -> Sizes:
     return Sizes(tuple(index.shape[:num_token_dims]), top_k)
 
 
-def _family(interpreter: RowInterpreter, region: NormalizedRegion) -> str:
+def _family(interpreter: RowInterpreter) -> str:
     if interpreter.families_used:
         return next(iter(interpreter.families_used))
-    targets = {node.target for node in region.graph_module.graph.nodes}
+    targets = {node.target for node in interpreter.region.graph_module.graph.nodes}
     matmuls = sorted(str(target) for target in targets if "mm" in str(target) or "matmul" in str(target))
     raise CannotChunk(f"no known spelling of experts: matmuls here are {', '.join(matmuls) or 'none'}")
 
@@ -155,11 +211,11 @@ def _contribution(interpreter: RowInterpreter, value: object, cut: Cut) -> Combi
 
 def _check_cut(cut: Cut, flow: Dataflow) -> None:
     inside = set(cut.nodes)
-    index = node_value(cut.expert_index)
-    assert isinstance(index, torch.Tensor)
+    num_tokens = None if cut.expert_index is None else node_value(cut.expert_index).shape[0]  # type: ignore[attr-defined]  # a tensor
     for node in cut.nodes:
         outside_users = [user for user in node.users if user not in inside and not is_only_asserted(user)]
-        if node is not cut.exit and outside_users and is_float_tensor(node) and _is_routed(node, index):
+        is_routed = is_float_tensor(node) and (num_tokens is None or _is_routed(node, num_tokens))
+        if node is not cut.exit and outside_users and is_routed:
             raise CannotChunk(f"routed rows are also used outside the region, by {outside_users[0]}", node)
     _check_mutations(cut, flow, inside)
     _check_written_insides(cut, flow, inside)
@@ -197,9 +253,9 @@ def _refuse_unless_before(cut: Cut, flow: Dataflow, mutation: fx.Node, roots: se
         raise CannotChunk("something outside writes into a tensor of the region", mutation)
 
 
-def _is_routed(node: fx.Node, index: torch.Tensor) -> bool:
+def _is_routed(node: fx.Node, num_tokens: int | torch.SymInt) -> bool:
     value = node_value(node)
-    return isinstance(value, torch.Tensor) and value.ndim > 1 and not same_size(value.shape[0], index.shape[0])
+    return isinstance(value, torch.Tensor) and value.ndim > 1 and not same_size(value.shape[0], num_tokens)
 
 
 def _check_mutations(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
@@ -213,9 +269,15 @@ def _check_mutations(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
             written = inputs.get(flow.root(target))
             if written is None:
                 continue
+            if mutation is cut.exit and not _is_graph_input(flow, target):
+                continue  # the exit adds to what it is given, and is all that is read of it afterwards
             is_before_use = mutation not in inside and flow.position[mutation] <= _first_read(cut, flow, written)
             if not is_before_use:
                 raise CannotChunk(f"{written} is changed in place between dispatch and combine", mutation)
+
+
+def _is_graph_input(flow: Dataflow, node: fx.Node) -> bool:
+    return flow.root(node).op != "call_function" and flow.root(node).op != "call_method"
 
 
 def _first_read(cut: Cut, flow: Dataflow, node: fx.Node) -> int:

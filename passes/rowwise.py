@@ -55,20 +55,24 @@ class Operand:
 
     rows: Rows
     shape: tuple[int | torch.SymInt, ...]
+    dtype: torch.dtype
 
 
 def _operands(interpreter: RowInterpreter, values: list[Any], sources: list[Any], node: fx.Node) -> dict[int, Operand]:
-    """Row data among the arguments, by place; tensors from outside see the lead of those from inside."""
+    """Row data among the arguments, by place."""
     for value in values:
         if isinstance(value, (Ids, Combined)):
             raise CannotChunk(f"{type(value).__name__.lower()} {value} used as row data", node)
-    inside = [value.lead for value in values if isinstance(value, Rows)]
-    like = max(inside, key=lambda lead: lead.num_dims, default=None)
     return {
-        place: Operand(interpreter.as_rows(value, node, like), tuple(interpreter.fake(sources[place]).shape))
+        place: operand_of(interpreter, interpreter.as_rows(value, node), sources[place])
         for place, value in enumerate(values)
         if isinstance(value, (Rows, Outside))
     }
+
+
+def operand_of(interpreter: RowInterpreter, rows: Rows, source: fx.Node) -> Operand:
+    tensor = interpreter.fake(source)
+    return Operand(rows, tuple(tensor.shape), tensor.dtype)
 
 
 def _number(value: Any, out: torch.Tensor, node: fx.Node) -> Any:
@@ -140,11 +144,14 @@ def _off(target: Any, values: list[Any], spec: Any, operands: dict[int, Operand]
         operands[place].rows.off if place in operands else value.value if isinstance(value, Fill) else value
         for place, value in enumerate(values)
     ]
-    if target is aten.mul.Tensor and 0.0 in known:
-        return 0.0
+    if (target is aten.mul.Tensor and 0.0 in known) or (target is aten.div.Tensor and known == [0.0, None]):
+        return 0.0  # zero by anything: where that is not finite, the original is not a number either
     if any(value is None for value in known):
         return None
-    tensors = [torch.tensor(value) if place in operands else value for place, value in enumerate(known)]
+    tensors = [
+        torch.tensor(value, dtype=operands[place].dtype) if place in operands else value
+        for place, value in enumerate(known)
+    ]
     new_args, new_kwargs = pytree.tree_unflatten(tensors, spec)
     return float(target(*new_args, **new_kwargs))
 
@@ -215,7 +222,7 @@ def combine_over(rows: Rows, dim: int, expr: fx.Node, node: fx.Node) -> Combined
         CannotChunk: it sums over something else than a token's choices, or over experts that it did not choose.
     """
     groups = rows.lead.groups
-    if groups[dim] not in ("k", "e") or Lead(*groups[:dim], *groups[dim + 1 :]).atoms != "t":
+    if groups[dim] not in ("k", "e") or Lead("".join(groups[:dim] + groups[dim + 1 :])) is not Lead.TOKEN:
         raise CannotChunk(f"works along the routed dimension {dim}, so rows are not independent", node)
     if groups[dim] == "e" and rows.off != 0:
         raise CannotChunk("sum over all experts of results that are not proved zero where a token chose others", node)
@@ -251,7 +258,7 @@ def _cat(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwar
     parts = [interpreter.as_rows(value, node) for value in args[0]]
     num_dims = interpreter.fake(node).ndim
     sources: Any = node.args[0]
-    operands = [Operand(part, tuple(interpreter.fake(s).shape)) for part, s in zip(parts, sources, strict=True)]
+    operands = [operand_of(interpreter, part, source) for part, source in zip(parts, sources, strict=True)]
     if len({part.per_row for part in parts}) > 1:
         raise CannotChunk("rows and parameters concatenated", node)
     lead, expressions = align(interpreter, operands, num_dims, node)

@@ -20,7 +20,9 @@ aten = torch.ops.aten
 
 
 def _bmm(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    left, right = (interpreter.as_rows(value, node) for value in args[:2])
+    left, right = args[:2]
+    if not (isinstance(left, Rows) and isinstance(right, Rows)):
+        return NotImplemented
     left_shape, right_shape = (interpreter.fake(source).shape for source in node.args[:2])  # type: ignore[arg-type]  # nodes
     if left.per_row is right.per_row or left.lead.num_dims != 1 or right.lead.num_dims != 1:
         return NotImplemented
