@@ -99,6 +99,7 @@ def _counts(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], k
         if low != 0 or high not in (bins - 1, bins):
             raise CannotChunk(f"histogram of {bins} bins over [{low}, {high}] does not count experts one by one", node)
         interpreter.check_num_experts(int(bins), node)
+        interpreter.counts_past_the_last |= high == bins
     return Ids(IdKind.COUNTS, Lead.EXPERT)
 
 

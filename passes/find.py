@@ -62,7 +62,8 @@ def find_candidates(graph_module: fx.GraphModule, start: Modes | None = None) ->
 
     Higher-order-op bodies are graphs of their own: call this on each, with the modes in which it starts.
     """
-    seeds = [node for node in graph_module.graph.nodes if _is_seed(node) or _is_index_placeholder(node)]
+    nodes = graph_module.graph.nodes
+    seeds = [node for node in nodes if _is_seed(node) or _is_table_lookup(node) or _is_index_placeholder(node)]
     if not seeds:
         return []
     flow = Dataflow(graph_module.graph)
@@ -84,6 +85,14 @@ def _is_seed(node: fx.Node) -> bool:
     source = node.args[0] if target_name(node) == "getitem" and node.args else None
     is_second = len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] == 1
     return isinstance(source, fx.Node) and is_second and target_name(source) in _ROUTERS
+
+
+def _is_table_lookup(node: fx.Node) -> bool:
+    """Integers looked up by integers in a table from outside the graph: hash routing."""
+    if target_name(node) not in _INDEXING or not is_int_tensor(node) or len(node.all_input_nodes) != 2:
+        return False
+    tables = [source for source in node.all_input_nodes if source.op in ("placeholder", "get_attr")]
+    return bool(tables) and all(map(is_int_tensor, node.all_input_nodes))
 
 
 def _is_router(seed: fx.Node) -> bool:
@@ -199,7 +208,7 @@ def _candidate(
     for index, num_token_dims in _indices(flow, seed, expert_ops):
         for exit_node in _exits(flow, index, num_token_dims, expert_ops):
             cuts.append(_cut(flow, index, exit_node, num_token_dims, expert_ops))
-            if _is_chosen_by_top_k(index):
+            if _has_distinct_choices(index, num_token_dims):
                 cuts.extend(_dense_cut(flow, cuts[-1], num_stacked_experts(expert_ops)))
     cuts = list(dict.fromkeys(cuts))[:_MAX_CUTS]
     return Candidate(graph_module, seed, tuple(expert_ops), tuple(cuts), provenance(expert_ops[0]), start)
@@ -275,11 +284,22 @@ def cut_weights(flow: Dataflow, index: fx.Node, weights: fx.Node, num_token_dims
     return _cut_of(flow, inside, index, weights, num_token_dims)
 
 
-def _is_chosen_by_top_k(index: fx.Node) -> bool:
-    """Whether an index comes straight from a top-k, whose choices of one token differ, or holds one choice."""
-    while target_name(index) in _INDEX_GLUE and index.args and isinstance(index.args[0], fx.Node):
-        index = index.args[0]
-    return _is_seed(index)
+def _has_distinct_choices(index: fx.Node, num_token_dims: int) -> bool:
+    """Whether a token's choices are surely different experts: it has one, or they are one top-k along the last dim."""
+    value = node_value(index)
+    assert isinstance(value, torch.Tensor)
+    if value.ndim == num_token_dims:
+        return True
+    node = index
+    while target_name(node) in _INDEX_GLUE and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    source = node.args[0] if _is_seed(node) and target_name(node) == "getitem" else None
+    if not isinstance(source, fx.Node) or target_name(source) != "topk":
+        return static_size(value.shape[-1]) == 1
+    dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", -1)
+    own = node_value(node)
+    assert isinstance(own, torch.Tensor)
+    return dim in (-1, own.ndim - 1) and same_size(own.shape[-1], value.shape[-1])
 
 
 _INDEX_GLUE = frozenset("to view reshape contiguous long int clone detach unsqueeze squeeze flatten".split())

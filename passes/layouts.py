@@ -165,6 +165,7 @@ class RowInterpreter:
         self.projection_widths: list[int] = []
         self.families_used: dict[str, None] = {}
         self.gathers_weight = False
+        self.counts_past_the_last = False
         self.dense_weights: frozenset[fx.Node] = frozenset()
         self.slot_sizes: tuple[int | torch.SymInt, ...] = ()
         self._slot_input: fx.Node | None = None

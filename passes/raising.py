@@ -159,7 +159,7 @@ def _region(
         expert_fn=ExpertFunction(interpreter.finish(result.expr), interpreter.routing_weight is not None, kinds),
         dims=dims,
         where=provenance(candidate.expert_ops[0]),
-        drops_out_of_range=family in ("grouped", "loops"),
+        drops_out_of_range=family in ("grouped", "loops") and not interpreter.counts_past_the_last,
         base=result.base,
         gathers_weight=interpreter.gathers_weight,
     )
