@@ -148,6 +148,7 @@ class MoERegion:
             (grouped offsets do; indexing a table with them is an error).
         base: [T,H] node that the combined output is added to, or None.
         gathers_weight: whether `routing_weight` is [T,E], to be gathered by the index.
+        weight_columns: where it is not one tensor but every expert's own column, [T] or [T,1]: those, in order.
         slots: how `hidden` and the output are laid out where rows stand in their experts' slots; then there is
             neither index nor weight, and T is the number of slots.
     """
@@ -164,6 +165,7 @@ class MoERegion:
     drops_out_of_range: bool
     base: fx.Node | None = None
     gathers_weight: bool = False
+    weight_columns: tuple[fx.Node, ...] = ()
     slots: SlotLayout | None = None
 
 

@@ -14,6 +14,7 @@ if __name__ != "memfine_fx.models":
 from memfine_fx.models.capacity import CapacityConfig, CapacityMoE
 from memfine_fx.models.deepseek import DeepseekConfig, DeepseekMoE
 from memfine_fx.models.dense import DenseConfig, DenseMoE
+from memfine_fx.models.dense_loop import DenseLoopConfig, DenseLoopMoE
 from memfine_fx.models.gpt_oss import GptOssConfig, GptOssMoE
 from memfine_fx.models.hashed import HashedConfig, HashedMoE
 from memfine_fx.models.indexed import IndexedConfig, IndexedMoE
@@ -33,6 +34,8 @@ __all__ = [
     "DeepseekConfig",
     "DeepseekMoE",
     "DenseConfig",
+    "DenseLoopConfig",
+    "DenseLoopMoE",
     "DenseMoE",
     "GptOssConfig",
     "GptOssMoE",

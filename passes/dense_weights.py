@@ -10,42 +10,104 @@ Refuses: weights whose unchosen entries depend on scores (a softmax without a ma
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size
 from memfine_fx.passes.dispatch import DISPATCH_RULES
 from memfine_fx.passes.find import cut_weights
-from memfine_fx.passes.layouts import Fill, IdKind, Ids, Lead, RowInterpreter, Rows, Rule
+from memfine_fx.passes.layouts import Fill, IdKind, Ids, Lead, RowInterpreter, Rows, Rule, Sizes
 from memfine_fx.passes.modes import Modes
 from memfine_fx.passes.moves import MOVE_RULES
 from memfine_fx.passes.normalize import normalize
 from memfine_fx.passes.rowwise import ROWWISE_RULES, pointwise_rule
 from memfine_fx.records import Cut
 
-__all__ = ["check_zero_elsewhere"]
+__all__ = ["DenseWeights"]
 
 aten = torch.ops.aten
 
 
-def check_zero_elsewhere(interpreter: RowInterpreter, weights: fx.Node, cut: Cut, flow: Dataflow, modes: Modes) -> None:
-    """Prove it for the weights of an interpreted region.
+@dataclass(frozen=True)
+class _Column(Rows):
+    """Numbers about one expert: `off` stands wherever the index names others."""
 
-    Raises:
-        CannotChunk: it is not so, or not provably so.
-    """
-    assert cut.expert_index is not None
-    region = normalize(cut_weights(flow, cut.expert_index, weights, cut.num_token_dims), modes)
-    rules = {**ROWWISE_RULES, **MOVE_RULES, **DISPATCH_RULES}
-    proof = _WeightInterpreter(region, cut.expert_index, interpreter.sizes, [("", _RULES)], rules, pointwise_rule)
-    proof.num_experts = interpreter.num_experts
-    result = proof.run()
-    if not isinstance(result, Rows) or not result.lead.is_dense or result.off != 0:
-        raise CannotChunk("weights of all experts are not proved zero where a token chose others", weights)
+    expert: int = -1
+
+
+@dataclass(frozen=True)
+class DenseWeights:
+    """The inputs of a cut that are made from its expert index: weights of all experts, or of one."""
+
+    cut: Cut
+    flow: Dataflow
+    modes: Modes
+    sizes: Sizes
+
+    @functools.cached_property
+    def nodes(self) -> frozenset[fx.Node]:
+        if not self.cut.has_dense_weights or self.cut.expert_index is None:
+            return frozenset()
+        return frozenset(self.cut.inputs) & self.flow.descendants([self.cut.expert_index])
+
+    def columns(self) -> dict[fx.Node, int]:
+        """The weights of one expert each, [T] or [T,1], with that expert.
+
+        Raises:
+            CannotChunk: one of them is not proved zero where a token chose others.
+        """
+        columns = {}
+        for node in self.nodes:
+            value = node_value(node)
+            assert isinstance(value, torch.Tensor)
+            if all(same_size(size, 1) for size in value.shape[len(self.sizes.token_shape) :]):
+                result = self._interpreted(node, None)
+                if not isinstance(result, _Column) or result.off != 0:
+                    raise CannotChunk("a weight of one expert is not proved zero where a token chose others", node)
+                columns[node] = result.expert
+        return columns
+
+    def check_zero_elsewhere(self, node: fx.Node, num_experts: int | None) -> None:
+        """Prove it for weights of all experts.
+
+        Raises:
+            CannotChunk: it is not so, or not provably so.
+        """
+        result = self._interpreted(node, num_experts)
+        if not isinstance(result, Rows) or not result.lead.is_dense or result.off != 0:
+            raise CannotChunk("weights of all experts are not proved zero where a token chose others", node)
+
+    def _interpreted(self, node: fx.Node, num_experts: int | None) -> Any:
+        assert self.cut.expert_index is not None
+        region = normalize(cut_weights(self.flow, self.cut.expert_index, node, self.cut.num_token_dims), self.modes)
+        rules = {**ROWWISE_RULES, **MOVE_RULES, **DISPATCH_RULES}
+        proof = _WeightInterpreter(region, self.cut.expert_index, self.sizes, [("", _RULES)], rules, _pointwise)
+        proof.num_experts = num_experts
+        return proof.run()
+
+
+def _pointwise(target: Any) -> Rule | None:
+    """The pointwise rule; what it makes of numbers about one expert is about that expert."""
+    rule = pointwise_rule(target)
+    return None if rule is None else functools.partial(_about_one_expert, rule)
+
+
+def _about_one_expert(
+    rule: Rule, interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    experts = {value.expert for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, _Column)}
+    if len(experts) > 1:
+        raise CannotChunk(f"weights of experts {sorted(experts)} meet", node)
+    rows = rule(interpreter, node, args, kwargs)
+    if not experts:
+        return rows
+    return _Column(rows.lead, rows.expr, rows.per_row, rows.off, experts.pop())
 
 
 class _WeightInterpreter(RowInterpreter):
@@ -102,11 +164,11 @@ def _equals(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], k
 
 
 def _arange(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    end = args[-1] if len(args) < 3 else None
-    is_each = end is not None and interpreter.num_experts is not None and same_size(end, interpreter.num_experts)
-    return (
-        Ids(IdKind.EACH, Lead.EXPERT, is_iota=True) if is_each and (len(args) == 1 or args[0] == 0) else NotImplemented
-    )
+    end = static_size(args[-1]) if len(args) < 3 else None
+    if end is None or interpreter.num_experts not in (None, end) or (len(args) == 2 and args[0] != 0):
+        return NotImplemented
+    interpreter.check_num_experts(end, node)
+    return Ids(IdKind.EACH, Lead.EXPERT, is_iota=True)
 
 
 def _over_lead(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +187,7 @@ def _over_lead(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...]
     kept = [group for place, group in enumerate(groups) if keeps or place not in places]
     sums_choices = all(rows.lead.groups[place] == "k" for place in places)
     off = 0.0 if sums_choices and rows.off == 0 else None
-    return Rows(Lead(*kept), rows.expr, rows.per_row, off)
+    return replace(rows, lead=Lead(*kept), off=off)
 
 
 def _where(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +201,31 @@ def _where(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kw
     taken = chosen if mask.off else other
     off = taken.off if isinstance(taken, Rows) else taken.value if isinstance(taken, Fill) else taken
     constant = float(off) if isinstance(off, (int, float)) else None
-    return Rows(mask.lead, _constant(interpreter), True, constant)
+    return replace(mask, off=constant)
+
+
+def _column(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One expert's entries out of all experts'."""
+    rows = args[0]
+    num_dims = interpreter.fake(node.args[0]).ndim  # type: ignore[arg-type]  # a node
+    dim = args[1] % num_dims if len(args) > 1 else 0
+    if not isinstance(rows, Rows) or dim >= rows.lead.num_dims or rows.lead.groups[dim] != "e":
+        return NotImplemented
+    groups = rows.lead.groups
+    if node.target is aten.select.int:
+        return _Column(Lead(*groups[:dim], *groups[dim + 1 :]), rows.expr, True, rows.off, args[2])
+    is_one = static_size(interpreter.fake(node).shape[dim]) == 1
+    if not is_one:
+        return NotImplemented
+    return _Column(Lead(*groups[:dim], "", *groups[dim + 1 :]), rows.expr, True, rows.off, args[2])
+
+
+def _equals_number(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """ids == e: where the index names expert e."""
+    if not isinstance(args[0], Ids) or args[0].kind is not IdKind.EXPERT or not isinstance(args[1], int):
+        return NotImplemented
+    off = 0.0 if node.target is aten.eq.Scalar else 1.0
+    return _Column(args[0].lead, _constant(interpreter), True, off, args[1])
 
 
 def _ones(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,6 +236,10 @@ _RULES: dict[Any, Rule] = {
     aten.scatter.src: _scatter,
     aten.scatter.value: _scatter,
     aten.scatter_add.default: _scatter,
+    aten.eq.Scalar: _equals_number,
+    aten.ne.Scalar: _equals_number,
+    aten.select.int: _column,
+    aten.slice.Tensor: _column,
     aten.eq.Tensor: _equals,
     aten.ne.Tensor: _equals,
     aten.arange.default: _arange,

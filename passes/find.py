@@ -53,7 +53,9 @@ _GLUE = frozenset("repeat_interleave repeat expand expand_as tile unsqueeze resh
 _COPYING_GLUE = frozenset("repeat_interleave repeat expand expand_as tile".split())
 _ENTRIES = frozenset("getitem select unbind".split())
 _TRANSPOSES = frozenset("getattr t T mT transpose permute".split())
+_PRODUCTS = frozenset("mul mul_ imul __mul__ __rmul__ einsum matmul bmm __matmul__ where masked_fill".split())
 _MAX_EXITS = 4
+_MAX_PREFIXES = 6
 _MAX_CUTS = 16
 
 
@@ -125,7 +127,27 @@ def _attribute_expert_ops(flow: Dataflow, seeds: list[fx.Node]) -> dict[fx.Node,
         owner = dense or routed.get(node)
         if owner is not None:
             owners.setdefault(owner, []).append(node)
+    for seed in computed:
+        ops = [node for node in matmuls if seed not in owners and _is_weighed_by(flow, node, seed, reach[seed])]
+        if len(ops) > 1:
+            owners[seed] = ops
     return owners
+
+
+def _is_weighed_by(flow: Dataflow, op: fx.Node, seed: fx.Node, reached: set[fx.Node]) -> bool:
+    """Whether a plain matmul by a parameter runs beside `seed` and meets it first in a product (a dense loop)."""
+    if not any(map(_is_parameter_entry, op.all_input_nodes)) or op in reached:
+        return False
+    behind = flow.descendants([op])
+    meeting = min(behind & reached, key=flow.position.__getitem__, default=None)
+    return seed not in behind and meeting is not None and target_name(meeting) in _PRODUCTS
+
+
+def _is_parameter_entry(node: fx.Node) -> bool:
+    """A parameter, an entry of one, or a view of either."""
+    while target_name(node) in (_VIEWS | _ENTRIES | _TRANSPOSES) and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return isinstance(node_value(node), torch.nn.Parameter)
 
 
 def _seed_of_dense(
@@ -145,9 +167,10 @@ def _seed_of_dense(
         shared = behind & reach[seed]
         if seed in behind or op in reach[seed] or not shared:
             continue
-        meeting = min(flow.position[node] for node in shared)
-        if not any(flow.position[other] < meeting for other, owner in routed.items() if owner is seed):
-            meetings[seed] = meeting
+        first = min(shared, key=flow.position.__getitem__)
+        own = [flow.position[other] for other, owner in routed.items() if owner is seed]
+        if target_name(first) in _PRODUCTS and min(own, default=len(flow.position)) > flow.position[first]:
+            meetings[seed] = flow.position[first]
     return min(meetings, key=meetings.__getitem__, default=None)
 
 
@@ -237,15 +260,12 @@ def _exits(flow: Dataflow, index: fx.Node, num_token_dims: int, expert_ops: list
     """Post-dominators with the tokens' rows: of all the expert ops; failing that, of the first ones alone."""
     token_shape = node_value(index).shape[:num_token_dims]  # type: ignore[attr-defined]  # a tensor
     ordered = sorted(expert_ops, key=flow.position.__getitem__)
+    chains = [[op, *flow.post_dominators(op)] for op in ordered]
     exits: dict[fx.Node, None] = {}
-    for num_ops in range(len(ordered), 0, -1):
-        common = set(flow.post_dominators(ordered[num_ops - 1]))
-        for op in ordered[:num_ops]:
-            common &= {op, *flow.post_dominators(op)}
-        nearest = [node for node in flow.post_dominators(ordered[num_ops - 1]) if node in common]
-        exits.update((node, None) for node in nearest if _has_token_rows(node, token_shape))
-        if num_ops == len(ordered):
-            exits = dict.fromkeys(list(exits)[:_MAX_EXITS])
+    for num_ops in range(len(ordered), max(0, len(ordered) - _MAX_PREFIXES), -1):
+        common = set(chains[0]).intersection(*chains[1:num_ops])
+        nearest = [node for node in chains[num_ops - 1][1:] if node in common and _has_token_rows(node, token_shape)]
+        exits.update((node, None) for node in nearest[:_MAX_EXITS])
     return list(exits)[: 2 * _MAX_EXITS]
 
 
@@ -342,10 +362,10 @@ def _dense_cut(flow: Dataflow, cut: Cut, num_experts: int | None) -> list[Cut]:
 def _spreads_over_experts(
     node: fx.Node, index: torch.Tensor, token_shape: tuple[int | torch.SymInt, ...], num_experts: int | None
 ) -> bool:
-    """Whether a node holds numbers, not vectors, per token, choice and expert: [T,K], [T,E], [T,K,E]."""
+    """Whether a node holds numbers, not vectors, per token, choice and expert: [T], [T,K], [T,E], [T,K,E]."""
     value = node_value(node)
     num_token_dims = len(token_shape)
-    if not isinstance(value, torch.Tensor) or not num_token_dims < value.ndim <= num_token_dims + 2:
+    if not isinstance(value, torch.Tensor) or not num_token_dims <= value.ndim <= num_token_dims + 2:
         return False
     widths = {1, num_experts, static_size(index.shape[-1])}
     has_tokens = all(same_size(a, b) for a, b in zip(value.shape, token_shape, strict=False))

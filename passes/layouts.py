@@ -167,6 +167,7 @@ class RowInterpreter:
         self.gathers_weight = False
         self.counts_past_the_last = False
         self.dense_weights: frozenset[fx.Node] = frozenset()
+        self.weight_columns: tuple[fx.Node, ...] = ()
         self.slot_sizes: tuple[int | torch.SymInt, ...] = ()
         self._slot_input: fx.Node | None = None
         self._slot_lead = Lead.NONE
@@ -348,6 +349,8 @@ class RowInterpreter:
             raise CannotChunk(f"an integer tensor from outside the region, {outer}, used as row data", node)
         token_shape, top_k = self.sizes.token_shape, self.sizes.top_k
         num_token_dims = len(token_shape)
+        if outer in self.weight_columns:
+            return self._weight_column(outer, value, node)
         if outer in self.dense_weights:
             if not _has_shape(value, (*token_shape, self.num_experts)):
                 raise CannotChunk(f"weights of shape {tuple(value.shape)}; expected one per token and expert", node)
@@ -365,6 +368,15 @@ class RowInterpreter:
         if any(static_size(size) is None for size in value.shape):
             raise CannotChunk(f"an input of symbolic shape {tuple(value.shape)} is neither tokens nor weights", node)
         return Rows(Lead.NONE, self._param(outer, "shared"), per_row=False)
+
+    def _weight_column(self, outer: fx.Node, value: torch.Tensor, node: fx.Node) -> Rows:
+        """One expert's weight of every token, [T] or [T,1]; zero where the token chose others, as is proved."""
+        self.gathers_weight = True
+        num_token_dims = len(self.sizes.token_shape)
+        weight = self._weight(outer, node, Lead.TOKEN if num_token_dims == 1 else Lead("b", "s"))
+        has_column = value.ndim > num_token_dims
+        expr = self.emit(torch.ops.aten.unsqueeze.default, weight.expr, 1) if has_column else weight.expr
+        return replace(weight, expr=expr, off=0.0)
 
     def _weight(self, outer: fx.Node, node: fx.Node, lead: Lead) -> Rows:
         if self.routing_weight not in (None, outer):

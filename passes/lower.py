@@ -104,7 +104,11 @@ def _routing_weight(call: Call, region: MoERegion, index: fx.Node) -> fx.Node | 
         return None
     if not region.gathers_weight:
         return _flat(call, region.routing_weight, region.dims.top_k)
-    weights = _flat(call, region.routing_weight, region.dims.num_experts)
+    if region.weight_columns:
+        columns = [call(torch.reshape, column, (-1,)) for column in region.weight_columns]
+        weights = call(torch.stack, columns, 1)
+    else:
+        weights = _flat(call, region.routing_weight, region.dims.num_experts)
     return call(torch.gather, weights, 1, call(torch.ops.aten.to.dtype, index, torch.int64))
 
 

@@ -25,11 +25,12 @@ from memfine_fx.passes.dataflow import (
     same_size,
     static_size,
 )
-from memfine_fx.passes.dense_weights import check_zero_elsewhere
+from memfine_fx.passes.dense_weights import DenseWeights
 from memfine_fx.passes.dispatch import DISPATCH_RULES
 from memfine_fx.passes.families import combining, dense, einsum, gathered, grouped, loops, slots
 from memfine_fx.passes.find import num_stacked_experts
 from memfine_fx.passes.layouts import Combined, Lead, RowInterpreter, Rows, Rules, Sizes
+from memfine_fx.passes.loops.dense import DENSE_LOOP_RULES, read_dense_loop
 from memfine_fx.passes.loops.roll import Rolled, is_loop, roll
 from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.moves import MOVE_RULES
@@ -43,7 +44,7 @@ FAMILIES: tuple[tuple[str, Rules], ...] = (
     ("grouped", grouped.RULES),
     ("gathered", gathered.RULES),
     ("loops", loops.RULES),
-    ("dense", dense.RULES),
+    ("dense", {**dense.RULES, **DENSE_LOOP_RULES}),
     ("einsum", einsum.RULES),
     ("combining", combining.RULES),
 )
@@ -91,12 +92,15 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
     sizes = _sizes(index, cut.num_token_dims)
     region = normalize(cut, modes)
     rolled = roll(region, cut.expert_index, cut.num_token_dims, sizes.top_k) if _holds_loop(region, cut) else None
+    weights = DenseWeights(cut, flow, modes, sizes)
+    loop = read_dense_loop(region, weights.columns()) if cut.has_dense_weights else None
+    rolled = rolled if loop is None else loop.rolled
     interpreter = _interpreter(region if rolled is None else rolled.region, cut, sizes, rolled)
-    if cut.has_dense_weights:
-        interpreter.dense_weights = frozenset(cut.inputs) & flow.descendants([cut.expert_index])
+    interpreter.dense_weights = weights.nodes
+    interpreter.weight_columns = () if loop is None else loop.columns
     result = _contribution(interpreter, interpreter.run(), cut)
-    if interpreter.gathers_weight and interpreter.routing_weight is not None:
-        check_zero_elsewhere(interpreter, interpreter.routing_weight, cut, flow, modes)
+    if interpreter.routing_weight in weights.nodes and not interpreter.weight_columns:
+        weights.check_zero_elsewhere(interpreter.routing_weight, interpreter.num_experts)
     if rolled is not None:
         interpreter.num_experts = rolled.num_experts
     raised = _region(candidate, cut, interpreter, result, rolled)
@@ -162,6 +166,7 @@ def _region(
         drops_out_of_range=family in ("grouped", "loops") and not interpreter.counts_past_the_last,
         base=result.base,
         gathers_weight=interpreter.gathers_weight,
+        weight_columns=interpreter.weight_columns,
     )
 
 
@@ -202,6 +207,11 @@ def _contribution(interpreter: RowInterpreter, value: object, cut: Cut) -> Combi
     """One row's contribution to its token."""
     if isinstance(value, Combined):
         return value
+    is_zero_elsewhere = bool(interpreter.weight_columns) and isinstance(value, Rows) and value.off == 0
+    if is_zero_elsewhere and isinstance(value, Rows) and Lead(value.lead.atoms) is Lead.TOKEN:
+        return Combined(value.expr)
+    if interpreter.weight_columns:
+        raise CannotChunk("what an expert adds is not proved zero where a token chose others", cut.exit)
     is_single = interpreter.sizes.top_k == 1 and isinstance(value, Rows) and set(value.lead.atoms) <= set("tbsk")
     if is_single and isinstance(value, Rows) and value.per_row and value.lead is not Lead.NONE:
         return Combined(value.expr)

@@ -45,7 +45,7 @@ def _pointwise(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...]
     leaves = [by_place.get(place, _number(value, out, node)) for place, value in enumerate(values)]
     new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
     per_row = any(operand.rows.per_row for operand in operands.values())
-    off = _off(node.target, values, spec, operands) if lead.is_dense else None
+    off = _off(node.target, values, spec, operands)
     return Rows(lead, interpreter.emit(node.target, *new_args, **new_kwargs), per_row, off)
 
 
@@ -295,7 +295,8 @@ def _shared_matmul(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, 
     if not is_supported or any(value.lead is not Lead.NONE for value in bias):
         raise CannotChunk(f"matmul of {rows.lead.value} by {matrix.lead.value}, or with scaling", node)
     extra = [value.expr for value in bias]
-    return Rows(rows.lead, interpreter.emit(node.target, *extra, rows.expr, matrix.expr), True)
+    off = 0.0 if rows.off == 0 and not bias else None
+    return Rows(rows.lead, interpreter.emit(node.target, *extra, rows.expr, matrix.expr), True, off)
 
 
 ROWWISE_RULES: dict[Any, Rule] = {

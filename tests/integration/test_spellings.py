@@ -16,6 +16,8 @@ from memfine_fx.models import (
     CapacityConfig,
     CapacityMoE,
     DenseConfig,
+    DenseLoopConfig,
+    DenseLoopMoE,
     DenseMoE,
     IndexedConfig,
     IndexedMoE,
@@ -30,6 +32,7 @@ from memfine_fx.models import (
     VariantMoE,
 )
 from memfine_fx.models.dense import Weighting
+from memfine_fx.models.dense_loop import LoopSpelling
 from tests.integration.comparison import assert_no_worse_than_eager, assert_same_step, optimized_copy, run_step
 
 H, F, E = 16, 24, 4
@@ -68,6 +71,13 @@ LAYERS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
             lambda w=weighting: DenseMoE(DenseConfig(**SIZES, weighting=w, uses_einsum=False)),
         )
         for weighting in get_args(Weighting)
+    },
+    **{
+        f"dense loop, {spelling}": (
+            "loops",
+            lambda s=spelling: DenseLoopMoE(DenseLoopConfig(**SIZES, spelling=s)),
+        )
+        for spelling in get_args(LoopSpelling)
     },
     **{
         f"experts: {variant}": ("gathered", lambda v=variant: VariantMoE(VariantConfig(v, **SIZES)))

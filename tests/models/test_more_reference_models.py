@@ -14,6 +14,8 @@ from memfine_fx.models import (
     CapacityConfig,
     CapacityMoE,
     DenseConfig,
+    DenseLoopConfig,
+    DenseLoopMoE,
     DenseMoE,
     HashedConfig,
     HashedMoE,
@@ -29,6 +31,7 @@ from memfine_fx.models import (
     ZeroExpertsMoE,
 )
 from memfine_fx.models.dense import Weighting
+from memfine_fx.models.dense_loop import LoopSpelling
 
 SIZES: dict[str, Any] = dict(hidden=16, expert_width=24, num_experts=4)
 Route = Callable[[Tensor], list[tuple[int, Tensor]]]
@@ -65,6 +68,13 @@ def test_dense_layers_are_the_loop_over_chosen_experts(weighting: Weighting, use
 
     is_normalised = weighting in ("mask", "masked_softmax")
     assert_close(layer, lambda tokens: loop(tokens, softmax_top(layer, 2, renormalised=is_normalised), expert))
+
+
+@pytest.mark.parametrize("spelling", get_args(LoopSpelling))
+def test_dense_loops_are_the_loop_over_chosen_experts(spelling: LoopSpelling) -> None:
+    layer = DenseLoopMoE(DenseLoopConfig(**SIZES, spelling=spelling))
+    route = softmax_top(layer, 2, renormalised=True)
+    assert_close(layer, lambda tokens: loop(tokens, route, lambda e, x: layer.experts[e](x)))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
