@@ -81,12 +81,13 @@ def has_unbacked_rows(node: fx.Node) -> bool:
 
 
 def is_only_asserted(node: fx.Node) -> bool:
-    """Whether a size, a comparison of sizes or a tensor taken for its size is read by assertions alone."""
+    """Whether a size, a comparison of sizes or a tensor taken for its size is read by assertions alone, if at all."""
     if target_name(node) in ("_assert_scalar", "_check", "_check_is_size"):
         return True
-    if node.op != "call_function" or target_name(node) not in _SIZE_OPS:
+    if node.op not in ("call_function", "call_method") or target_name(node) not in _SIZE_OPS:
         return False
-    is_number = not isinstance(node_value(node), (torch.Tensor, tuple, list))
+    value = node_value(node)
+    is_number = isinstance(value, torch.Size) or not isinstance(value, (torch.Tensor, tuple, list))
     return (is_number or bool(node.users)) and all(map(is_only_asserted, node.users))
 
 

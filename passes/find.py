@@ -232,7 +232,7 @@ def _candidate(
         for exit_node in _exits(flow, index, num_token_dims, expert_ops):
             cuts.append(_cut(flow, index, exit_node, num_token_dims, expert_ops))
             if _has_distinct_choices(index, num_token_dims):
-                cuts.extend(_dense_cut(flow, cuts[-1], num_stacked_experts(expert_ops)))
+                cuts.extend(_dense_cut(flow, index, exit_node, num_token_dims, expert_ops))
     cuts = list(dict.fromkeys(cuts))[:_MAX_CUTS]
     return Candidate(graph_module, seed, tuple(expert_ops), tuple(cuts), provenance(expert_ops[0]), start)
 
@@ -241,12 +241,8 @@ def _indices(flow: Dataflow, seed: fx.Node, expert_ops: Iterable[fx.Node]) -> li
     """Expert indices worth trying, with how many of their dimensions are tokens: [T,K] before [B,S,K], [B,S], [T]."""
     between = (flow.descendants([seed]) | {seed}) & flow.ancestors(expert_ops)
     between = between or {seed}  # dense experts do not depend on it
-    nodes = [
-        node
-        for node in between
-        if is_int_tensor(node) and not has_unbacked_rows(node) and 1 <= node_value(node).ndim <= 3
-    ]  # type: ignore[attr-defined]  # a tensor
-    nodes = sorted(nodes, key=flow.position.__getitem__, reverse=True)
+    integers = [node for node in between if is_int_tensor(node) and not has_unbacked_rows(node)]
+    nodes = sorted(filter(_is_no_flattening, integers), key=flow.position.__getitem__, reverse=True)
     spellings = ((2, 1), (3, 2), (2, 2), (1, 1))
     return [
         (node, num_token_dims)
@@ -254,6 +250,16 @@ def _indices(flow: Dataflow, seed: fx.Node, expert_ops: Iterable[fx.Node]) -> li
         for node in nodes
         if node_value(node).ndim == num_dims  # type: ignore[attr-defined]  # a tensor
     ]
+
+
+def _is_no_flattening(node: fx.Node) -> bool:
+    """False for [N] made of a [T,K]: its entries are assignments, not tokens."""
+    value, root = node_value(node), node
+    while target_name(root) in _INDEX_GLUE and root.args and isinstance(root.args[0], fx.Node):
+        root = root.args[0]
+    source = node_value(root)
+    is_tensor = isinstance(value, torch.Tensor) and isinstance(source, torch.Tensor)
+    return not is_tensor or value.ndim > 1 or source.ndim < 2 or static_size(source.shape[-1]) == 1  # type: ignore[attr-defined]  # tensors
 
 
 def _exits(flow: Dataflow, index: fx.Node, num_token_dims: int, expert_ops: list[fx.Node]) -> list[fx.Node]:
@@ -280,13 +286,18 @@ def _has_token_rows(node: fx.Node, token_shape: tuple[int | torch.SymInt, ...]) 
 
 
 def _cut(flow: Dataflow, index: fx.Node, exit_node: fx.Node, num_token_dims: int, expert_ops: Iterable[fx.Node]) -> Cut:
-    experts = set(expert_ops)
-    behind = flow.descendants([index]) | flow.descendants(experts) | experts
-    inside = behind & (flow.ancestors([exit_node]) | {exit_node})
+    inside = _behind(flow, index, exit_node, expert_ops)
     if num_token_dims == 1 and node_value(index).ndim == 2:  # type: ignore[attr-defined]  # a tensor
         inside -= _routing_weights(flow, index, inside)
     inside = _reaching(flow, inside, exit_node)
     return _cut_of(flow, inside, index, exit_node, num_token_dims)
+
+
+def _behind(flow: Dataflow, index: fx.Node, exit_node: fx.Node, expert_ops: Iterable[fx.Node]) -> set[fx.Node]:
+    """What the index or an expert matmul reaches, and what reaches the exit."""
+    experts = set(expert_ops)
+    behind = flow.descendants([index]) | flow.descendants(experts) | experts
+    return behind & (flow.ancestors([exit_node]) | {exit_node})
 
 
 def _cut_of(flow: Dataflow, inside: set[fx.Node], index: fx.Node, exit_node: fx.Node, num_token_dims: int) -> Cut:
@@ -338,25 +349,24 @@ def _is_parameter_view(node: fx.Node) -> bool:
     return isinstance(node_value(node), torch.nn.Parameter)
 
 
-def _dense_cut(flow: Dataflow, cut: Cut, num_experts: int | None) -> list[Cut]:
-    """The same cut with [T,E] weights, and the masks they are made of, left outside; none where it has none."""
-    assert cut.expert_index is not None
-    index = node_value(cut.expert_index)
-    assert isinstance(index, torch.Tensor)
-    inside = set(cut.nodes)
-    token_shape = index.shape[: cut.num_token_dims]
+def _dense_cut(
+    flow: Dataflow, index: fx.Node, exit_node: fx.Node, num_token_dims: int, expert_ops: list[fx.Node]
+) -> list[Cut]:
+    """A cut with [T,E] weights, and the masks they are made of, left outside; none where there are no such weights."""
+    value = node_value(index)
+    assert isinstance(value, torch.Tensor)
+    inside = _reaching(flow, _behind(flow, index, exit_node, expert_ops), exit_node)
+    from_index = inside & flow.descendants([index])
+    num_experts = num_stacked_experts(expert_ops)
     weights: set[fx.Node] = set()
-    for node in cut.nodes:
-        reached = [source for source in node.all_input_nodes if source in inside and not _is_factory(source)]
-        if all(source in weights for source in reached) and _spreads_over_experts(
-            node, index, token_shape, num_experts
-        ):
+    for node in sorted(from_index, key=flow.position.__getitem__):
+        is_from_weights = all(source in weights for source in node.all_input_nodes if source in inside)
+        if is_from_weights and _spreads_over_experts(node, value, value.shape[:num_token_dims], num_experts):
             weights.add(node)
-    if not weights or cut.exit in weights:
+    if not weights or exit_node in weights:
         return []
-    kept = _reaching(flow, inside - weights, cut.exit)
-    dense = _cut_of(flow, kept, cut.expert_index, cut.exit, cut.num_token_dims)
-    return [replace(dense, has_dense_weights=True)]
+    kept = _reaching(flow, inside - weights, exit_node)
+    return [replace(_cut_of(flow, kept, index, exit_node, num_token_dims), has_dense_weights=True)]
 
 
 def _spreads_over_experts(

@@ -279,9 +279,10 @@ class RowInterpreter:
         if self.hidden not in (None, outside):
             raise CannotChunk(f"two token-indexed inputs, {self.hidden} and {outside}; expected one", node)
         self.hidden = outside
-        shape = node_value(outside).shape  # type: ignore[attr-defined]  # a tensor
-        is_flat = same_size(shape[0], self.sizes.num_tokens)
-        return Rows(Lead.TOKEN if is_flat else Lead("b", "s"), self._placeholder("rows", outside), per_row=True)
+        value, token_shape = node_value(outside), self.sizes.token_shape
+        assert isinstance(value, torch.Tensor)
+        keeps_dims = len(token_shape) == 2 and value.ndim > 2 and _starts_with(value, token_shape)
+        return Rows(Lead("b", "s") if keeps_dims else Lead.TOKEN, self._placeholder("rows", outside), per_row=True)
 
     def as_expert_table(self, value: Any, node: fx.Node) -> Rows:
         """`value` as a table of one entry per expert."""

@@ -39,7 +39,8 @@ def _unless_combined(rule: Rule) -> Rule:
             return rule(interpreter, node, args, kwargs)
         before, after = ([size for size in shape if not same_size(size, 1)] for shape in _shapes(interpreter, node))
         is_same = len(before) == len(after) and all(same_size(a, b) for a, b in zip(before, after, strict=True))
-        if not is_same:
+        tokens = interpreter.regroup(Lead.TOKEN, after)
+        if not is_same and (tokens is None or tokens.num_dims != len(after) - 1):
             raise CannotChunk("combined tokens are reshaped before they leave the region", node)
         return args[0]
 

@@ -118,7 +118,7 @@ def normalize(cut: Cut, modes: Modes) -> NormalizedRegion:
 
 
 class _GroupedMatmulRenamer(fx.Interpreter):
-    """Runs the outlined region; grouped matmuls and einsums become ops of ours."""
+    """Runs the outlined region; grouped matmuls and einsums become ops of ours, batched matmuls one bmm each."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(target, "__name__", "").split(".")[0]
@@ -129,7 +129,21 @@ class _GroupedMatmulRenamer(fx.Interpreter):
         is_einsum = name == "einsum" and isinstance(args[0], str) and not torch.is_autocast_enabled(_device_type(args))
         if is_einsum and "->" in args[0] and "." not in args[0]:
             return einsum(args[0], list(args[1] if isinstance(args[1], (tuple, list)) else args[1:]))
+        if name == "matmul" and len(args) == 2 and not kwargs and args[0].ndim >= 2 and args[1].ndim >= 3:
+            return _batched_matmul(args[0], args[1])
         return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in ("matmul", "__matmul__") and not kwargs and args[0].ndim >= 2 and args[1].ndim >= 3:
+            return _batched_matmul(args[0], args[1])
+        return super().call_method(target, args, kwargs)
+
+
+def _batched_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left @ right` as one bmm over broadcast batches; torch folds some into an mm, as gradients are wanted or not."""
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    one, other = (tensor.expand(*batch, *tensor.shape[-2:]).reshape(-1, *tensor.shape[-2:]) for tensor in (left, right))
+    return torch.bmm(one, other).view(*batch, left.shape[-2], right.shape[-1])
 
 
 def _device_type(args: Any) -> str:

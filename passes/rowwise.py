@@ -287,6 +287,19 @@ def _getitem(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], 
     return args[0][args[1]]
 
 
+def _layer_norm(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Normalisation over the last dimensions; the statistics it also returns are not kept."""
+    rows = interpreter.as_rows(args[0], node)
+    num_inner = interpreter.fake(node.args[0]).ndim - rows.lead.num_dims  # type: ignore[arg-type]  # a node
+    if rows.lead is Lead.NONE or len(args[1]) > num_inner:
+        raise CannotChunk("a norm over the routed dimensions mixes rows", node)
+    scales = [None if value is None else interpreter.as_rows(value, node) for value in args[2:4]]
+    if any(scale is not None and scale.lead is not Lead.NONE for scale in scales):
+        raise CannotChunk("a norm whose weight differs between rows", node)
+    exprs = [None if scale is None else scale.expr for scale in scales]
+    return _Parts(Rows(rows.lead, interpreter.emit(node.target, rows.expr, args[1], *exprs, *args[4:]), rows.per_row))
+
+
 def _shared_matmul(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows times a matrix that all experts share."""
     rows, matrix = (interpreter.as_rows(value, node) for value in args[-2:])
@@ -315,6 +328,8 @@ ROWWISE_RULES: dict[Any, Rule] = {
     aten.amax.default: along_dim(1, default=()),
     aten.amin.default: along_dim(1, default=()),
     aten.cumsum.default: along_dim(1),
+    aten.glu.default: along_dim(1),
+    aten.native_layer_norm.default: _layer_norm,
     aten.sum.dim_IntList: _reduce,
     aten.mean.dim: _reduce,
     aten.mm.default: _shared_matmul,

@@ -24,7 +24,7 @@ def slot_cuts(flow: Dataflow, expert_ops: tuple[fx.Node, ...]) -> Iterator[tuple
     """Cuts from the rows in slots to the last expert matmul, the longest first, with the node of those rows."""
     ops = sorted(expert_ops, key=flow.position.__getitem__)
     for num_ops in range(len(ops), 1, -1):
-        rows = _rows_operand(ops[0])
+        rows = _rows_operand(flow, ops[0])
         last = ops[num_ops - 1]
         if rows is None or last not in flow.descendants([rows]):
             continue
@@ -41,17 +41,18 @@ def expert_dims(rows: fx.Node, num_experts: int | None) -> list[int]:
     return [dim for dim, size in enumerate(value.shape[:-1]) if static_size(size) == num_experts is not None]
 
 
-def _rows_operand(op: fx.Node) -> fx.Node | None:
+def _rows_operand(flow: Dataflow, op: fx.Node) -> fx.Node | None:
     """The operand that is no parameter: [...,E,...,H]."""
     for operand in op.all_input_nodes:
         value = node_value(operand)
         is_stack = isinstance(value, torch.Tensor) and value.ndim >= 3 and is_float_tensor(operand)
-        if is_stack and not _is_weight(operand):
+        if is_stack and not _is_weight(flow, operand):
             return operand
     return None
 
 
-def _is_weight(node: fx.Node) -> bool:
-    while node.op != "placeholder" and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return isinstance(node_value(node), torch.nn.Parameter)
+def _is_weight(flow: Dataflow, node: fx.Node) -> bool:
+    """Whether a node is made of parameters alone."""
+    made_of = [source for source in flow.ancestors([node]) | {node} if source.op in ("placeholder", "get_attr")]
+    tensors = [value for value in map(node_value, made_of) if isinstance(value, torch.Tensor)]
+    return bool(tensors) and all(isinstance(value, torch.nn.Parameter) for value in tensors)

@@ -86,7 +86,7 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = Block(moe()), Block(moe(top_k=1))
+        self.encoder, self.decoder = Block(moe()), Block(moe())
         self.attention = nn.MultiheadAttention(H, 2, batch_first=True)
 
     def forward(self, hidden: Tensor, queries: Tensor) -> Tensor:
@@ -114,12 +114,26 @@ class MixedSpellings(nn.Module):
         return self.layers(hidden)  # type: ignore[no-any-return]  # a tensor
 
 
+class OneChoice(nn.Module):
+    """K = 1 with a weight that is not normalised to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, 4)
+        self.experts = moe().experts
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.reshape(-1, H)
+        weight, index = self.gate(tokens).sigmoid().topk(1, dim=-1)
+        return self.experts(tokens, index, weight).view(hidden.shape)  # type: ignore[no-any-return]  # a tensor
+
+
 MODELS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "two in one layer": (2, TwoInOneLayer),
     "experts shared between layers": (2, SharedExperts),
     "nested checkpoints": (2, NestedCheckpoints),
     "identity experts": (1, lambda: ZeroExpertsMoE(ZeroExpertsConfig(hidden=H, expert_width=24, num_experts=4))),
-    "one choice": (1, lambda: moe(top_k=1)),
+    "one choice": (1, OneChoice),
     "every expert chosen": (1, lambda: moe(top_k=4)),
     "dense, every expert chosen": (1, lambda: DenseMoE(DenseConfig(H, 24, 4, top_k=4, uses_einsum=False))),
     "mixed spellings": (5, MixedSpellings),

@@ -153,6 +153,7 @@ def test_extreme_routing_keeps_gradients_equal(name: str, routing: Callable[[Ten
     assert family_of(optimized) == family
 
 
+@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")  # one token's capacity is an odd symbol
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_one_token_keeps_gradients_equal(name: str) -> None:
     layer = LAYERS[name][1]()
