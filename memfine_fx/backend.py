@@ -256,16 +256,20 @@ def _tensor(node: fx.Node) -> torch.Tensor:
 
 def _num_tokens(region: MoERegion) -> sympy.Expr:
     """T as an expression in the graph's symbols."""
-    num_tokens: Any = _tensor(region.expert_index).shape[0]
+    num_tokens: Any = _count_of_tokens(region)
     return num_tokens.node.expr if isinstance(num_tokens, torch.SymInt) else sympy.Integer(num_tokens)
+
+
+def _count_of_tokens(region: MoERegion) -> Any:
+    """T, an int or a symbol: tokens of the routing, or slots where there is a layout instead of an index."""
+    if region.expert_index is None:
+        return math.prod(_tensor(region.hidden).shape[:-1])
+    return math.prod(_tensor(region.expert_index).shape) // region.dims.top_k
 
 
 def _num_tokens_hint(region: MoERegion) -> int | None:
     """T of the captured call: a number, or the hint of its symbol; None where it is data-dependent."""
-    if region.expert_index is None:
-        num_tokens: Any = math.prod(_tensor(region.hidden).shape[:-1])
-    else:
-        num_tokens = math.prod(_tensor(region.expert_index).shape) // region.dims.top_k
+    num_tokens: Any = _count_of_tokens(region)
     if isinstance(num_tokens, torch.SymInt):
         return None if num_tokens.node.hint is None else int(num_tokens.node.hint)
     return int(num_tokens)

@@ -86,15 +86,16 @@ class VariantExperts(nn.Module):
             return (up + 1) * gate * torch.sigmoid(1.702 * gate)
         if variant == "glu":
             return F.glu(rows, dim=-1)
-        gate, up = rows.split([width, width], dim=-1)
+        gate, up = rows[..., :width], rows[..., width:]
         if variant == "relu_squared":
             return F.relu(gate).square()
         if variant == "upcast":
-            return (F.silu(gate.float()) * up.float()).to(rows.dtype)
+            upcast: Tensor = (F.silu(gate.float()) * up.float()).to(rows.dtype)
+            return upcast
         if variant == "softplus_mix":
             return F.softplus(gate) * torch.softmax(up, dim=-1)
-        activation = {"geglu": F.gelu, "reglu": F.relu}.get(variant, F.silu)
-        return activation(gate) * up
+        activated: Tensor = F.gelu(gate) if variant == "geglu" else F.relu(gate) if variant == "reglu" else F.silu(gate)
+        return activated * up
 
 
 class VariantMoE(nn.Module):

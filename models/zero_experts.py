@@ -51,4 +51,5 @@ class ZeroExpertsMoE(nn.Module):
         is_zero = index >= self.config.num_experts
         identity = torch.where(is_zero, weight, 0.0).sum(dim=-1, keepdim=True)
         routed = self.experts(tokens, torch.where(is_zero, 0, index), weight.masked_fill(is_zero, 0.0))
-        return (routed + tokens * identity).view(hidden.shape)
+        result: Tensor = (routed + tokens * identity).view(hidden.shape)
+        return result

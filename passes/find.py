@@ -237,6 +237,11 @@ def _candidate(
     return Candidate(graph_module, seed, tuple(expert_ops), tuple(cuts), provenance(expert_ops[0]), start)
 
 
+def _num_dims(node: fx.Node) -> int:
+    value = node_value(node)
+    return value.ndim if isinstance(value, torch.Tensor) else 0
+
+
 def _indices(flow: Dataflow, seed: fx.Node, expert_ops: Iterable[fx.Node]) -> list[tuple[fx.Node, int]]:
     """Expert indices worth trying, with how many of their dimensions are tokens: [T,K] before [B,S,K], [B,S], [T]."""
     between = (flow.descendants([seed]) | {seed}) & flow.ancestors(expert_ops)

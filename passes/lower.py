@@ -42,8 +42,8 @@ def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str) -> 
     exit_node = region.cut.exit
     hidden_size, top_k = region.dims.hidden, region.dims.top_k
     with _recording(graph, exit_node) as call:
+        tokens = region.expert_index
         if region.slots is None:
-            tokens = region.expert_index
             assert tokens is not None, "routed rows have an index, slots have a layout"
             hidden = _flat(call, region.hidden, hidden_size)
             index = _flat(call, tokens, top_k)
@@ -56,6 +56,7 @@ def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str) -> 
         if region.slots is not None:
             combined = _slots_of_rows(call, combined, sizes, region, region.slots)
         else:
+            assert tokens is not None
             combined = _shaped_as(call, combined, exit_node, tokens)
         if region.base is not None:
             combined = call(operator.add, region.base, combined)

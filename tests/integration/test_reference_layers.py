@@ -17,8 +17,6 @@ from memfine_fx.models import (
     MixtralMoE,
     NaiveConfig,
     NaiveMoE,
-    SwitchConfig,
-    SwitchMoE,
 )
 from tests.integration.comparison import assert_same_step, optimized_copy, run_step
 
@@ -27,9 +25,6 @@ RAISED = {
     "deepseek": lambda: DeepseekMoE(DeepseekConfig(hidden=16, expert_width=24, spelling="gathered")),
     "gpt_oss": lambda: GptOssMoE(GptOssConfig(hidden=16, expert_width=24, spelling="gathered")),
     "naive": lambda: NaiveMoE(NaiveConfig(hidden=16)),
-}
-NOT_RAISED = {
-    "switch": lambda: SwitchMoE(SwitchConfig(hidden=16)),
 }
 
 
@@ -50,17 +45,6 @@ def test_the_grouped_bf16_layer_is_chunked() -> None:
     (region,) = memfine_fx.report(optimized).regions
     assert region.status == "chunked"
     assert region.family == "grouped"
-
-
-@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
-@pytest.mark.parametrize("name", NOT_RAISED)
-def test_spellings_not_raised_yet_are_refused_and_stay_exact(name: str) -> None:
-    layer = NOT_RAISED[name]()
-    optimized = optimized_copy(layer)
-    assert_same_step(optimized, layer, {"hidden": torch.randn(20, 16)})
-    report = memfine_fx.report(optimized)
-    assert report.num_chunked == 0
-    assert report.regions and all(region.status == "refused" and region.reason for region in report.regions)
 
 
 def test_two_calls_of_one_layer_accumulate_its_gradients() -> None:

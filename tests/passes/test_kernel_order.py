@@ -54,7 +54,7 @@ def test_a_cycle_leaves_the_order_alone() -> None:
 
 
 def test_inductor_takes_the_pass_and_its_uuid() -> None:
-    with torch._inductor.config.patch(_post_fusion_custom_pass=KernelOrder(), force_disable_caches=True):
+    with torch._inductor.config.patch(_post_fusion_custom_pass=KernelOrder()):
         compiled = torch.compile(lambda x: (x.sin().sum(0), (x @ x).cos().sum(0)))
         x = torch.randn(8, 8)
         torch.testing.assert_close(compiled(x)[1], (x @ x).cos().sum(0))

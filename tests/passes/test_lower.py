@@ -37,8 +37,11 @@ MEMFINE_OPS = (torch.ops.memfine.route.default, torch.ops.memfine.experts.defaul
 
 
 def captured(layer: TinyMoE) -> tuple[fx.GraphModule, MoERegion]:
+    """A graph and its region, which is live under SITE: lowering asks the op for the shape of its result."""
     graph_module = capture(layer, hidden_for(layer))
-    return graph_module, raise_region(only_candidate(graph_module))
+    region = raise_region(only_candidate(graph_module))
+    register_live(layer, region)
+    return graph_module, region
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +50,12 @@ def _forget_site() -> Iterator[None]:
     store._regions.pop(SITE, None)
 
 
-def register_live(layer: TinyMoE, region: MoERegion, rows: int = 3) -> None:
+def register_live(layer: TinyMoE, region: MoERegion, rows: int = 3, site: str = SITE) -> None:
     params = [layer.up.detach(), layer.down.detach()]
-    bodies = bodies_of(region.expert_fn.graph_module, params, region.expert_fn.param_kinds)
+    function = region.expert_fn
+    bodies = bodies_of(function.graph_module, params, function.param_kinds, has_weight=function.has_weight)
     plan = ChunkPlan("rows", rows, 0, 0, "")
-    register(LiveRegion(SITE, bodies, NUM_EXPERTS, layer.top_k, layer.up.dtype, False, lambda num_tokens: plan))
+    register(LiveRegion(site, bodies, NUM_EXPERTS, layer.top_k, layer.up.dtype, False, lambda num_tokens: plan))
 
 
 def run(graph_module: fx.GraphModule, layer: TinyMoE, hidden: Tensor) -> Tensor:
@@ -141,9 +145,11 @@ def test_what_others_read_of_the_region_stays() -> None:
 
 
 def test_a_region_that_feeds_another_is_lowered_after_it() -> None:
-    graph_module = capture(torch.nn.Sequential(GatheredMoE(), GatheredMoE()), hidden_states())
+    layers = [GatheredMoE(), GatheredMoE()]
+    graph_module = capture(torch.nn.Sequential(*layers), hidden_states())
     regions = [raise_region(found) for found in find_candidates(graph_module) if isinstance(found, Candidate)]
     for place, region in reversed(list(enumerate(regions))):
+        register_live(layers[place], region, site=f"{SITE}{place}")
         lower_region(graph_module, region, f"{SITE}{place}")
     names = [target_name(node) for node in graph_module.graph.nodes]
     assert (names.count("experts"), names.count("bmm")) == (2, 0)

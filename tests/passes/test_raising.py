@@ -235,7 +235,7 @@ class ShiftedOffsets(GroupedMoE):
 
 class NarrowHistogram(GroupedMoE):
     def offsets(self, ids: Tensor) -> Tensor:
-        counts = torch.histc(ids.float(), bins=NUM_EXPERTS, min=0, max=NUM_EXPERTS)
+        counts = torch.histc(ids.float(), bins=NUM_EXPERTS, min=0, max=NUM_EXPERTS + 1)
         return torch.cumsum(counts, dim=0, dtype=torch.int32)
 
 
@@ -245,14 +245,6 @@ class UnsortedRows(GroupedMoE):
         out = F.grouped_mm(hidden.repeat_interleave(self.top_k, dim=0), self.up, offs=offsets).relu()
         out = F.grouped_mm(out, self.down, offs=offsets) * weight.reshape(-1, 1)
         return out.view(-1, self.top_k, HIDDEN).sum(dim=1)
-
-
-class AddsOntoTokens(GroupedMoE):
-    def experts(self, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        ids, order = index.reshape(-1).sort(stable=True)
-        tokens, offsets = order // self.top_k, self.offsets(ids)
-        out = F.grouped_mm(F.grouped_mm(hidden[tokens], self.up, offs=offsets), self.down, offs=offsets)
-        return hidden.index_add(0, tokens, out)
 
 
 REFUSED: dict[str, tuple[Callable[[], TinyMoE], str]] = {
@@ -265,9 +257,8 @@ REFUSED: dict[str, tuple[Callable[[], TinyMoE], str]] = {
     "tables of different length": (TwoTables, "tables of 4 and of 5 experts in one region"),
     "counts as offsets": (CountsAsOffsets, "grouped matmul whose offsets are not the ends of the experts' rows"),
     "shifted offsets": (ShiftedOffsets, "used as row data"),
-    "a histogram that is no count": (NarrowHistogram, "histogram of 4 bins over [0, 4] does not count experts"),
+    "a histogram that is no count": (NarrowHistogram, "histogram of 4 bins over [0, 5] does not count experts"),
     "rows not sorted": (UnsortedRows, "grouped matmul of rows that are [N] in token order, not sorted by expert"),
-    "rows added onto tokens": (AddsOntoTokens, "index_add other than of rows to fresh tokens"),
 }
 
 
