@@ -141,7 +141,7 @@ class _GroupedMatmulRenamer(fx.Interpreter):
 
 def _batched_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`left @ right` as one bmm over broadcast batches; torch folds some into an mm, as gradients are wanted or not."""
-    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
     one, other = (tensor.expand(*batch, *tensor.shape[-2:]).reshape(-1, *tensor.shape[-2:]) for tensor in (left, right))
     return torch.bmm(one, other).view(*batch, left.shape[-2], right.shape[-1])
 
