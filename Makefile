@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format types check bench bench-quick gpu clean
+.PHONY: help setup demo test test-slow golden coverage lint format types check bench bench-quick gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,12 @@ test: setup  ## the fast tests
 
 test-slow: setup  ## the slow tests
 	$(PYTEST) -m "slow and not cuda"
+
+golden: setup  ## write tests/golden again from what the code does now
+	$(BIN)/python -m pytest -q tests/passes/test_golden.py --refresh-golden
+
+coverage: setup  ## check every family and spelling again; writes docs/coverage.md
+	$(BIN)/python -m benchmarks.coverage
 
 lint: setup  ## ruff check and format check
 	$(BIN)/ruff check .

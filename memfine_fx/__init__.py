@@ -7,7 +7,7 @@ finds the MoE regions of an unmodified model, rewrites them into chunked loops w
 chunks from a symbolic memory model, and compiles with Inductor (MemFine, arXiv 2511.21431).
 """
 
-from memfine_fx.api import explain, optimize, report
+from memfine_fx.api import explain, optimize, report, verify
 from memfine_fx.config import Config
 from memfine_fx.errors import (
     BudgetInfeasible,
@@ -19,6 +19,7 @@ from memfine_fx.errors import (
 )
 from memfine_fx.registration import register_backend as _register_backend
 from memfine_fx.report import RegionReport, Report
+from memfine_fx.verification import RegionVerification, VerifyReport
 
 __all__ = [
     "BudgetInfeasible",
@@ -29,11 +30,14 @@ __all__ = [
     "DoubleBackwardError",
     "MemfineError",
     "RegionReport",
+    "RegionVerification",
     "Report",
+    "VerifyReport",
     "__version__",
     "explain",
     "optimize",
     "report",
+    "verify",
 ]
 
 __version__ = "0.1.0"

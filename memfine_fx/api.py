@@ -1,4 +1,4 @@
-"""`optimize`, `explain`, `report`: thin; the pipeline is in `backend`."""
+"""`optimize`, `explain`, `verify`, `report`: thin; the pipeline is in `backend`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
 from memfine_fx.report import Report
 from memfine_fx.session import LoweredRegion, Session, open_session, sessions
+from memfine_fx.verification import VerifyReport
 
-__all__ = ["explain", "optimize", "report"]
+__all__ = ["explain", "optimize", "report", "verify"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 _sessions_by_model: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
@@ -33,6 +34,7 @@ def optimize(
     inner_backend: InnerBackend = "inductor",
     fullgraph: bool = False,
     dynamic: bool | None = None,
+    verify: bool = False,
     config: Config | None = None,
 ) -> ModuleT:
     """Compile an MoE model in place so that its experts train chunk by chunk, recomputing in backward.
@@ -46,6 +48,8 @@ def optimize(
         inner_backend: "inductor", or "aot_eager" / "eager" for debugging.
         fullgraph: as in `torch.compile`.
         dynamic: as in `torch.compile`.
+        verify: at first compile, check every region's rewritten form against its original, forward and backward,
+            on the inputs at hand and on adversarial routings; one that fails stays as it was and is reported.
         config: further options; `memory_budget` and `inner_backend` given here override its fields.
 
     Returns:
@@ -60,6 +64,8 @@ def optimize(
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"optimize expects a torch.nn.Module, got {type(model).__name__}")
     chosen = _merged(config, memory_budget, inner_backend)
+    if verify:
+        chosen = dataclasses.replace(chosen, verify=True)
     session = open_session(chosen)
     _sessions_by_model[model] = session
     if chosen.captures_loops:
@@ -98,6 +104,28 @@ def explain(
         compiled(*args, **kwargs)
         _plan_dry_run(session)
         return session.report()
+
+
+def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **kwargs: Any) -> VerifyReport:
+    """Check every rewrite that memfine_fx would make in one call of a model against what it replaces.
+
+    Each region's original and rewritten form run forward and backward on the call's own inputs and on adversarial
+    routings; outputs and every gradient are measured against the original in fp64. The model is not compiled in
+    place and its parameters are not changed; its forward runs as `explain` runs it.
+
+    Args:
+        model: any `nn.Module`, optimized or not.
+        *args, **kwargs: one call's inputs.
+        config: options to verify under; bodies are compiled by its `inner_backend`.
+
+    Returns:
+        The report; `has_passed`, `worst_error`, `str(report)`, `to_json()`.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"verify expects a torch.nn.Module, got {type(model).__name__}")
+    session = open_session(dataclasses.replace(config or Config(), verify=True), is_dry=True)
+    torch.compile(model.forward, backend=_backend_of(session), dynamic=True)(*args, **kwargs)
+    return session.verify_report()
 
 
 def report(model: torch.nn.Module | Callable[..., Any]) -> Report:

@@ -29,11 +29,12 @@ from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, node_value, provenance
 from memfine_fx.passes.dispatch_masks import conceal, expose
+from memfine_fx.passes.draw import region_graph
 from memfine_fx.passes.find import find_candidates
 from memfine_fx.passes.lift import can_lift
 from memfine_fx.passes.loops.marker import LOOP_MARKERS
 from memfine_fx.passes.lower import insert_identity, lower_region
-from memfine_fx.passes.modes import called_bodies
+from memfine_fx.passes.modes import Modes, called_bodies
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.records import Candidate, MoERegion, Refusal
@@ -42,6 +43,7 @@ from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import LiveRegion, register
 from memfine_fx.session import CapturedGraph, LoweredRegion, Session, next_site
+from memfine_fx.verifier import verify_outcomes
 
 __all__ = ["compile_graph", "warn_without_regions"]
 
@@ -60,12 +62,21 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
         A callable with the graph's signature.
     """
     record = session.add_graph(example_inputs)
+    found = []
+    exposures = {}
     for body, modes in list(called_bodies(graph_module)):
-        exposed = expose(body)
-        found = find_candidates(body, modes)
-        outcomes = _disjoint([_raise_and_plan(candidate, session, record) for candidate in found])
+        exposures[body] = expose(body)
+        outcomes = _outcomes(body, modes, session, record)
         if session.capture_flags:
             _check_leftover_shapes(body, outcomes)
+        found.append((body, modes, outcomes))
+    if session.config.verify:
+        record.verifications, found = verify_outcomes(graph_module, example_inputs, found)
+        kept = {one.live.site for _, _, outcomes in found for one in outcomes if isinstance(one, LoweredRegion)}
+        for site in record.step.regions.keys() - kept:
+            del record.step.regions[site]
+    for body, _, outcomes in found:
+        exposed = exposures[body]
         for outcome in reversed(outcomes):  # last first: a region may feed the next one
             if isinstance(outcome, LoweredRegion):
                 _lower(body, outcome.region, outcome.live, session)
@@ -87,13 +98,25 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
     )
 
 
+def _outcomes(
+    body: fx.GraphModule, modes: Modes, session: Session, record: CapturedGraph
+) -> list[LoweredRegion | Refusal]:
+    with session.timed("find"):
+        candidates = find_candidates(body, modes)
+    return _disjoint([_raise_and_plan(candidate, session, record) for candidate in candidates])
+
+
 def _raise_and_plan(candidate: Candidate | Refusal, session: Session, record: CapturedGraph) -> LoweredRegion | Refusal:
     """One candidate through raise and plan; nothing has touched the graph when either refuses."""
     if isinstance(candidate, Refusal):
         return candidate
     try:
-        region = raise_region(candidate)
-        return LoweredRegion(region, _plan(region, session, record), _num_tokens_hint(region))
+        with session.timed("raise"):
+            region = raise_region(candidate)
+        with session.timed("plan"):
+            live = _plan(region, session, record)
+        graph = region_graph(region) if session.is_dry else None
+        return LoweredRegion(region, live, _num_tokens_hint(region), graph=graph)
     except CannotChunk as refusal:
         return Refusal(candidate.where, refusal.reason, refusal.node)
     except Exception as error:  # NOTE: a bug of ours must not take down a model that compiles without us

@@ -50,8 +50,10 @@ def _parser() -> argparse.ArgumentParser:
 
     shown = commands.add_parser("explain", help="what is found, chosen or refused in a model, and why")
     shown.add_argument("target", help="hf:MODEL_TYPE (toy size) or path/to/file.py:factory")
-    shown.add_argument("--experts", default="grouped_mm", help="transformers' experts implementation")
+    shown.add_argument("--experts", help="transformers' experts implementation; its own default without")
     shown.add_argument("--json", action="store_true")
+    shown.add_argument("--picture", metavar="FILE.svg", help="draw the graph of one chunked region")
+    shown.add_argument("--region", type=int, default=0, help="which chunked region to draw")
     shown.add_argument("--measure", action="store_true", help="also run a step and measure its peak")
     shown.add_argument("--plot", metavar="FILE", help="draw the measured step's memory (png, svg, pdf); measures")
     shown.set_defaults(run=_explain)
@@ -86,6 +88,8 @@ def _explain(options: argparse.Namespace) -> int:
     if options.plot is not None:
         report.plot(options.plot)
     print(report.to_json() if options.json else report)
+    if options.picture:
+        Path(options.picture).write_text(report.picture(options.region), encoding="utf-8")
     return 0
 
 
@@ -152,17 +156,20 @@ def _bench(arguments: list[str]) -> int:
     return 0
 
 
-def _load(target: str, experts: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+def _load(target: str, experts: str | None) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A model and one call's inputs, from hf:MODEL_TYPE or file.py:factory.
 
     A factory returns a module, or (module, inputs) with inputs a tuple or a dict.
     """
     kind, _, name = target.partition(":")
     if kind == "hf" and name:
-        from memfine_fx.tiny import tiny_causal_lm
+        from memfine_fx.tiny import tiny_model
 
-        tokens = torch.randint(1, 64, (2, 16))
-        return tiny_causal_lm(name, experts_implementation=experts), (), {"input_ids": tokens, "labels": tokens}
+        try:
+            tiny = tiny_model(name, experts_implementation=experts)
+        except ConfigError:  # a dense model has its explanation too
+            tiny = tiny_model(name, experts_implementation=experts, wants_experts=False)
+        return tiny.module, (), tiny.inputs
     path, _, factory_name = target.rpartition(":")
     if not path.endswith(".py") or not Path(path).exists():
         raise ConfigError(f"{target!r} is neither hf:MODEL_TYPE nor an existing path/to/file.py:factory")

@@ -56,6 +56,8 @@ class Config:
             and no longer save memory.
         captures_loops: let `optimize` and `explain` try Dynamo's flags for data-dependent shapes, and switch
             transformers models from an eager expert loop to a spelling that reaches a graph.
+        verify: at first compile, run every region's original and rewritten form on the inputs at hand and on
+            adversarial routings, forward and backward, and leave a region as it was when they disagree.
         identity_rewrite: outline and re-insert every region without chunking; the control that must
             change nothing, used by tests and `verify`.
     """
@@ -71,6 +73,7 @@ class Config:
     inner_backend: InnerBackend = "inductor"
     min_rows: int = 64
     captures_loops: bool = True
+    verify: bool = False
     identity_rewrite: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +86,7 @@ class Config:
         _check_bins(self.bins)
         if self.bins is not None and self.tokens_per_chunk is not None:
             raise ConfigError("Config.bins and Config.tokens_per_chunk both set the number of token slices; give one")
-        for name in ("fold_weight", "saves_attention", "captures_loops", "identity_rewrite"):
+        for name in ("fold_weight", "saves_attention", "captures_loops", "verify", "identity_rewrite"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"Config.{name} must be a bool, got {getattr(self, name)!r}")
         parse_budget(self.memory_budget)

@@ -14,6 +14,7 @@ import sympy
 from memfine_fx.errors import MemfineError
 from memfine_fx.memory.step import StepPeak
 from memfine_fx.memory.timeline import Timeline
+from memfine_fx.picture import RegionGraph, region_svg
 from memfine_fx.records import ChunkPlan, RegionDims, Where
 
 __all__ = ["RegionReport", "Report"]
@@ -34,6 +35,9 @@ class RegionReport:
         num_chunks: chunks of that run, 0 if it has not run.
         body_key: content hash of the expert bodies; equal for layers that share them.
         node: the graph node where a proof stopped.
+        verified_error: worst relative error that `verify` saw, None where it was not asked for.
+        hint: what can be done about a refusal, "" where the reason says it all.
+        graph: the region with its router, from `explain`; see `picture`.
     """
 
     status: Literal["chunked", "refused"]
@@ -46,16 +50,21 @@ class RegionReport:
     num_chunks: int = 0
     body_key: str | None = None
     node: str | None = None
+    verified_error: float | None = None
+    hint: str = ""
+    graph: RegionGraph | None = None
 
     def __str__(self) -> str:
         if self.status == "refused":
             at = f" [node {self.node}]" if self.node else ""
-            return f"refused  {self.where}: {self.reason}{at}"
+            hint = f"\n           hint: {self.hint}" if self.hint else ""
+            return f"refused  {self.where}: {self.reason}{at}{hint}"
         dims = self.dims
         assert dims is not None
         tokens = self.num_tokens or dims.tokens
         sizes = f"T={tokens} H={dims.hidden} E={dims.num_experts} K={dims.top_k} F={dims.expert_width}"
-        line = f"chunked  {self.where}: {self.family}, {sizes}"
+        verified = "" if self.verified_error is None else f", verified to {self.verified_error:.1e}"
+        line = f"chunked  {self.where}: {self.family}, {sizes}{verified}"
         if self.plan is None:
             return f"{line}; plan chosen at the first step"
         plan = self.plan
@@ -158,6 +167,19 @@ class Report:
         if self.measured_bytes is not None:
             lines.append(f"  measured peak of the step beyond its start: {self.measured_bytes:,} B")
         return "\n".join(lines)
+
+    def picture(self, number: int = 0) -> str:
+        """SVG of the graph of one chunked region (the `number`-th), as `explain` saw it.
+
+        Raises:
+            MemfineError: there is no such region, or the report is not from `explain`.
+        """
+        drawn = [region for region in self.regions if region.graph is not None]
+        if not 0 <= number < len(drawn):
+            raise MemfineError(f"there is no picture {number}: {len(drawn)} regions of this report have one")
+        region = drawn[number]
+        assert region.graph is not None
+        return region_svg(region.graph, f"{region.where.module or 'MoE region'}, {region.family}")
 
     def to_json(self) -> str:
         """The report as a JSON document, without the timeline."""

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import threading
+import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils.weak import WeakIdRef
 
 from memfine_fx.config import Config
+from memfine_fx.hints import hint_for
 from memfine_fx.memory.measure import MemoryTrace
 from memfine_fx.memory.static import static_terms
 from memfine_fx.memory.step import GraphStep, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
+from memfine_fx.picture import RegionGraph
 from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.report import RegionReport, Report, StepReport
 from memfine_fx.runtime.store import LiveRegion, lookup
+from memfine_fx.verification import RegionVerification, VerifyReport
 
 __all__ = ["LoweredRegion", "Session", "sessions"]
 
@@ -30,11 +35,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoweredRegion:
-    """A raised region, its live counterpart, and T of the call that was captured."""
+    """A raised region, its live counterpart, T of the captured call, what verifying it gave, its picture."""
 
     region: MoERegion
     live: LiveRegion
     num_tokens_hint: int | None = None
+    verification: RegionVerification | None = None
+    graph: RegionGraph | None = None
 
 
 @dataclass
@@ -52,6 +59,7 @@ class CapturedGraph:
     input_bytes: int = 0
     outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)
     step: GraphStep = field(default_factory=GraphStep)
+    verifications: list[RegionVerification] = field(default_factory=list)
 
     @property
     def parameter_ids(self) -> frozenset[int]:
@@ -70,6 +78,7 @@ class Session:
         is_dry: analyse only; graphs run as captured (`explain`).
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
+        stage_seconds: wall time spent in each stage of the pipeline ("find", "raise", "plan").
     """
 
     config: Config
@@ -78,7 +87,17 @@ class Session:
     has_warned_of_failure: bool = False
     capture_flags: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+    stage_seconds: dict[str, float] = field(default_factory=dict)
     _graphs: list[CapturedGraph] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + spent
 
     @property
     def has_chunked(self) -> bool:
@@ -171,6 +190,12 @@ class Session:
         lowered = [outcome for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
         return {one.live.site: one.region.where.module or str(one.region.where) for one in lowered}
 
+    def verify_report(self) -> VerifyReport:
+        verified = tuple(verification for graph in self._graphs for verification in graph.verifications)
+        failed = {(verification.where, f"verification failed: {verification.failure}") for verification in verified}
+        refused = [outcome for outcome in self.outcomes if isinstance(outcome, Refusal)]
+        return VerifyReport(verified, tuple(one for one in refused if (one.where, one.reason) not in failed))
+
     def _latest(self) -> list[LoweredRegion | Refusal]:
         """One outcome a place: recompilations of the same code replace what they recompiled."""
         latest: dict[object, LoweredRegion | Refusal] = {}
@@ -212,7 +237,7 @@ def _place(outcome: LoweredRegion | Refusal) -> object:
 
 def _region_report(outcome: LoweredRegion | Refusal) -> RegionReport:
     if isinstance(outcome, Refusal):
-        return RegionReport("refused", outcome.where, outcome.reason, node=outcome.node)
+        return RegionReport("refused", outcome.where, outcome.reason, node=outcome.node, hint=hint_for(outcome.reason))
     region, live = outcome.region, outcome.live
     return RegionReport(
         "chunked",
@@ -224,4 +249,11 @@ def _region_report(outcome: LoweredRegion | Refusal) -> RegionReport:
         num_tokens=live.num_tokens,
         num_chunks=live.num_chunks,
         body_key=live.bodies.key,
+        verified_error=_verified_error(outcome),
+        graph=outcome.graph,
     )
+
+
+def _verified_error(outcome: LoweredRegion) -> float | None:
+    verification = outcome.verification
+    return None if verification is None or verification.worst is None else verification.worst.error

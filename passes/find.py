@@ -40,10 +40,10 @@ from memfine_fx.passes.dataflow import (
 from memfine_fx.passes.modes import Modes
 from memfine_fx.records import Candidate, Cut, Refusal
 
-__all__ = ["GROUPED_MATMULS", "cut_weights", "find_candidates", "num_stacked_experts"]
+__all__ = ["GROUPED_MATMULS", "MATMULS", "cut_weights", "find_candidates", "num_stacked_experts"]
 
 GROUPED_MATMULS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
-_MATMULS = frozenset("mm bmm matmul addmm baddbmm einsum linear __matmul__ dot".split())
+MATMULS = frozenset("mm bmm matmul addmm baddbmm einsum linear __matmul__ dot".split())
 _ROUTERS = frozenset("topk argmax max argmin min".split())
 _INDEXING = frozenset("getitem index_select embedding gather".split())
 _VIEWS = frozenset("transpose permute unsqueeze squeeze view reshape to t contiguous expand float bfloat16".split())
@@ -175,7 +175,7 @@ def _seed_of_dense(
 
 
 def _looks_like_expert_op(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and target_name(node) in (_MATMULS | GROUPED_MATMULS)
+    return node.op in ("call_function", "call_method") and target_name(node) in (MATMULS | GROUPED_MATMULS)
 
 
 def _has_expert_operand(

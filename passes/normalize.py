@@ -33,7 +33,15 @@ from memfine_fx.passes.find import GROUPED_MATMULS
 from memfine_fx.passes.modes import Modes, enter_autocast
 from memfine_fx.records import Cut
 
-__all__ = ["NormalizedRegion", "fake_mode_of", "normalize", "outline"]
+__all__ = [
+    "NormalizedRegion",
+    "fake_mode_of",
+    "grouped_arguments",
+    "is_grouped_matmul",
+    "normalize",
+    "outline",
+    "outline_with_map",
+]
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +129,7 @@ class _GroupedMatmulRenamer(fx.Interpreter):
     """Runs the outlined region; grouped matmuls and einsums become ops of ours, batched matmuls one bmm each."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        name = getattr(target, "__name__", "").split(".")[0]
-        if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-            name = str(target).split(".")[1]
+        name = _short_name(target)
         if name in GROUPED_MATMULS:
             return _grouped(target, args, kwargs)
         is_einsum = name == "einsum" and isinstance(args[0], str) and not torch.is_autocast_enabled(_device_type(args))
@@ -150,7 +156,30 @@ def _device_type(args: Any) -> str:
     return next(leaf.device.type for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
 
 
+def is_grouped_matmul(target: Any) -> bool:
+    """Whether a call target is a grouped matmul in any of its spellings."""
+    return _short_name(target) in GROUPED_MATMULS
+
+
+def _short_name(target: Any) -> str:
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target).split(".")[1]
+    return str(getattr(target, "__name__", "")).split(".")[0]
+
+
 def _grouped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    rows, table, offsets, out_dtype = grouped_arguments(target, args, kwargs)
+    return grouped_mm(rows, table, offsets).to(out_dtype)  # type: ignore[no-any-return]  # custom_op is untyped
+
+
+def grouped_arguments(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype]:
+    """(rows, table, offsets, output dtype) of a grouped matmul in any of its spellings.
+
+    Raises:
+        CannotChunk: without offsets, with a bias, or of other than rows [N,H] by [E,H,F].
+    """
     named = dict(zip(("rows", "table", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
     rows = named.get("rows", named.get("input", named.get("self", named.get("mat_a"))))
     table = named.get("table", named.get("weight", named.get("mat2", named.get("mat_b"))))
@@ -160,8 +189,7 @@ def _grouped(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
         raise CannotChunk(f"grouped matmul of {rows.ndim}-D by {table.ndim}-D; expected rows [N,H] by [E,H,F]", target)
     if named.get("bias") is not None:
         raise CannotChunk("grouped matmul with a bias argument", target)
-    out_dtype = named.get("out_dtype") or rows.dtype
-    return grouped_mm(rows, table, named["offs"]).to(out_dtype)  # type: ignore[no-any-return]  # custom_op is untyped
+    return rows, table, named["offs"], named.get("out_dtype") or rows.dtype
 
 
 def outline(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphModule, list[fx.Node]]:
@@ -174,16 +202,20 @@ def outline(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphModule, list
     Raises:
         CannotChunk: an input has no recorded value, or the inside holds something that is not a call.
     """
+    outlined, env = outline_with_map(cut, specializes_floats=specializes_floats)
+    return outlined, [node for node in cut.inputs if isinstance(env[node], fx.Node)]
+
+
+def outline_with_map(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
+    """As `outline`; also what became of each node: its copy, or the number it was specialised to."""
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
-    inputs: list[fx.Node] = []
     for node in cut.inputs:
         value = node_value(node)
         if specializes_floats and isinstance(value, (torch.SymFloat, float)):
             env[node] = float(value)
         elif isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, int, float)):
             env[node] = graph.placeholder(node.name)
-            inputs.append(node)
         else:
             raise CannotChunk(f"input of the region has no recorded tensor or size, but {type(value).__name__}", node)
     for node in cut.nodes:
@@ -197,7 +229,7 @@ def outline(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphModule, list
         )
         env[node] = copied
     graph.output(env[written_node(cut.exit)])
-    return fx.GraphModule(torch.nn.Module(), graph), inputs
+    return fx.GraphModule(torch.nn.Module(), graph), env
 
 
 def _ignoring_new_symbols(fake_mode: FakeTensorMode | None) -> contextlib.AbstractContextManager[None]:

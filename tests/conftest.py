@@ -9,3 +9,7 @@ def _fresh_compiler() -> None:
     """Each test compiles from scratch, with its own Dynamo state and a fixed seed."""
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--refresh-golden", action="store_true", help="write tests/golden again")

@@ -13,7 +13,7 @@ from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.mact import ChunkTuner
 
-__all__ = ["LiveRegion", "lookup", "register"]
+__all__ = ["LiveRegion", "lookup", "register", "unregister"]
 
 _regions: dict[str, LiveRegion] = {}
 _lock = threading.Lock()
@@ -96,6 +96,11 @@ def _at_most(plan: ChunkPlan, rows: int | None) -> ChunkPlan:
 def register(region: LiveRegion) -> None:
     with _lock:
         _regions[region.site] = region
+
+
+def unregister(site: str) -> None:
+    with _lock:
+        del _regions[site]
 
 
 def lookup(site: str) -> LiveRegion:

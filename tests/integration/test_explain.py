@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import memfine_fx
 from memfine_fx.cli import main
+from memfine_fx.errors import MemfineError
+from memfine_fx.hints import hint_for
+from memfine_fx.records import Where
 from memfine_fx.tiny import tiny_causal_lm
 
 
@@ -115,3 +119,48 @@ def test_the_string_backend_has_a_report_too() -> None:
     report = memfine_fx.report(model)
     assert report.num_chunked == 2
     assert report.regions[0].plan is not None and report.regions[0].plan.rows_per_chunk == 7
+
+
+@pytest.mark.parametrize(
+    "reason", ["topk: its indices leave the captured graph", "no row-wise rule for aten.cumprod", "internal error, x"]
+)
+def test_a_refusal_comes_with_a_hint(reason: str) -> None:
+    region = memfine_fx.RegionReport("refused", Where(), reason, hint=hint_for(reason))
+    assert region.hint and f"hint: {region.hint}" in str(region)
+
+
+def test_a_choice_without_experts_is_a_line_with_its_source() -> None:
+    class Sampler(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(9, 4)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.table((hidden @ self.table.weight.t()).topk(2, dim=-1).indices).sum(1)
+
+    report = memfine_fx.explain(Sampler(), torch.randn(3, 4))
+    (region,) = report.regions
+    assert region.reason == "topk: no expert matmul depends on it"
+    assert "test_explain.py:" in region.where.source
+    assert "hint: nothing to do" in str(report)
+
+
+def test_the_shell_draws_a_region(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["explain", "hf:qwen3_moe", "--picture", str(tmp_path / "region.svg")]) == 0
+    picture = ElementTree.parse(tmp_path / "region.svg")
+    boxes = [box.get("fill") for box in picture.iter("{http://www.w3.org/2000/svg}rect")]
+    assert {fill for fill in boxes if boxes.count(fill) > 1} >= {"#c7b9f5", "#a9d3f5", "#f7c98b", "#aee3b5"}
+    assert any("grouped_mm" in text for text in picture.getroot().itertext())
+
+
+def test_a_picture_that_is_not_there_is_an_error() -> None:
+    report = memfine_fx.explain(torch.nn.Linear(4, 4), torch.randn(3, 4))
+    with pytest.raises(MemfineError, match="there is no picture 0: 0 regions"):
+        report.picture()
+
+
+def test_the_shell_explains_a_factory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = "import torch\ndef make():\n    return torch.nn.Linear(4, 4), (torch.randn(3, 4),)\n"
+    (tmp_path / "made.py").write_text(source, encoding="utf-8")
+    assert main(["explain", f"{tmp_path}/made.py:make"]) == 0
+    assert "no routing decision" in capsys.readouterr().out

@@ -1,0 +1,177 @@
+"""Check one model: optimize a copy, compare outputs and every gradient with the original, measure both peaks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import memfine_fx
+from benchmarks.coverage.families import Family
+from benchmarks.coverage.rows import EAGER_FACTOR, TOLERANCE, CoverageRow
+from benchmarks.coverage.spellings import SPELLINGS
+from memfine_fx.errors import ConfigError
+from memfine_fx.memory.measure import trace_memory
+from memfine_fx.tiny import TinyModel, names_experts, tiny_model
+
+__all__ = ["check_family", "check_model", "check_spelling"]
+
+_BATCH, _LENGTH = 2, 64
+_ROWS_PER_CHUNK = 16
+_LEAST_NORM = 1e-6
+
+
+def check_family(family: Family) -> CoverageRow:
+    """The row of one transformers family, from the first of its model types that can be built and run."""
+    failures = []
+    for model_type in family.model_types:
+        try:
+            torch.manual_seed(0)
+            tiny = tiny_model(model_type, batch=_BATCH, length=_LENGTH)
+            _spread_weights(tiny.module)
+            tiny.module(**tiny.inputs)
+        except ConfigError as error:
+            failures.append(str(error))
+        except Exception as error:  # NOTE: a model that does not run as it is; the row says so
+            failures.append(f"{model_type} does not run at toy size: {type(error).__name__}: {error}"[:300])
+        else:
+            return check_model("family", family.name, tiny)
+    return CoverageRow("family", family.name, failure="; ".join(failures) or "no model type of it is registered")
+
+
+def check_spelling(name: str) -> CoverageRow:
+    """The row of one hand-written layer."""
+    torch.manual_seed(0)
+    layer, hidden = SPELLINGS[name]()
+    return check_model("spelling", name, TinyModel(layer.train(), {"hidden": hidden}, False))
+
+
+def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
+    """Optimize a copy with the eager inner compiler and compare it with the model."""
+    torch._dynamo.reset()
+    module = tiny.module
+    row = CoverageRow(kind, name, built=type(module).__name__, num_layers=_num_expert_layers(module))
+    optimized = copy.deepcopy(module)
+    config = memfine_fx.Config(rows_per_chunk=_ROWS_PER_CHUNK, inner_backend="eager")
+    try:
+        memfine_fx.optimize(optimized, inner_backend="eager", config=config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _step(optimized, tiny)
+    except Exception as error:  # NOTE: whatever goes wrong belongs in the table, not in a traceback
+        return dataclasses.replace(row, failure=f"optimized: {type(error).__name__}: {error}"[:400])
+    expected = _step(module, tiny)
+    errors = _errors(found, expected)
+    worst = max(errors, key=errors.__getitem__)
+    report = memfine_fx.report(optimized)
+    refused = [region for region in report.regions if region.status == "refused"]
+    row = dataclasses.replace(
+        row,
+        num_graphs=report.num_graphs,
+        num_found=report.num_chunked + sum(not _is_lonely(region.reason) for region in refused),
+        num_raised=report.num_chunked,
+        worst_error=errors[worst],
+        worst_name=worst,
+        peak_ratio=_peak_ratio(optimized, module, tiny) if report.num_chunked else None,
+        reasons=tuple(dict.fromkeys(region.reason for region in refused)),
+    )
+    return row if errors[worst] < TOLERANCE else _against_fp64(row, tiny, found, expected)
+
+
+def _against_fp64(
+    row: CoverageRow, tiny: TinyModel, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> CoverageRow:
+    """The tensor in which the optimized model is worst, judged by the unmodified model in fp64."""
+    reference = copy.deepcopy(tiny.module).double()
+    if hasattr(reference, "set_experts_implementation"):
+        reference.set_experts_implementation("eager")
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in tiny.inputs.items()}
+    exact = _step(reference, dataclasses.replace(tiny, inputs=wide))
+    ours, eager = _errors(found, exact), _errors(expected, exact)
+    worst = max(ours, key=lambda name: ours[name] / max(eager[name], TOLERANCE / EAGER_FACTOR))
+    return dataclasses.replace(row, worst_name=worst, exact_error=ours[worst], eager_error=eager[worst])
+
+
+def _is_lonely(reason: str) -> bool:
+    return "no expert matmul depends on it" in reason
+
+
+def _num_expert_layers(module: torch.nn.Module) -> int:
+    """Outermost modules whose own class says that they hold experts."""
+    return sum(1 if names_experts(child) else _num_expert_layers(child) for child in module.children()) or (
+        1 if names_experts(module) else 0
+    )
+
+
+def _spread_weights(module: torch.nn.Module) -> None:
+    """Weights large enough that every gradient is well above rounding, routing far from ties."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim > 1 and parameter.is_floating_point() and parameter.numel() > 1:
+                deviation = float(parameter.float().std())
+                if 0 < deviation < 0.1 or deviation == 0:
+                    parameter.copy_(torch.randn_like(parameter) * 0.12)
+
+
+def _step(module: torch.nn.Module, tiny: TinyModel) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of one forward and backward, by name; the same random numbers each time."""
+    torch.manual_seed(1)
+    module.zero_grad()
+    leaves = {
+        name: value.detach().clone().requires_grad_() if value.is_floating_point() else value
+        for name, value in tiny.inputs.items()
+    }
+    output = module(**leaves)
+    tensors = {"output": _main_output(output).detach()}
+    _loss(output, tiny).backward()
+    tensors |= {f"d {name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    tensors |= {f"d {name}": p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
+    return tensors
+
+
+def _errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    missing = {name: math.inf for name in found.keys() ^ expected.keys()}
+    return missing | {name: _relative_error(found[name], expected[name]) for name in found.keys() & expected.keys()}
+
+
+def _relative_error(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    exact = reference.detach().double()
+    return float((tensor.detach().double() - exact).norm() / exact.norm().clamp_min(_LEAST_NORM))
+
+
+def _main_output(output: Any) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
+    for name in ("logits", "last_hidden_state", "feature_maps"):
+        value = getattr(output, name, None)
+        if value is not None:
+            return value if isinstance(value, torch.Tensor) else value[-1]
+    return output[0]
+
+
+def _loss(output: Any, tiny: TinyModel) -> torch.Tensor:
+    if tiny.has_loss:
+        return output.loss
+    main = _main_output(output).float()
+    return (main * torch.linspace(-1, 1, main.numel()).view(main.shape)).sum()
+
+
+def _peak_ratio(optimized: torch.nn.Module, module: torch.nn.Module, tiny: TinyModel) -> float:
+    """Against the same captured graphs without our rewriting: what capturing itself does is not ours."""
+    captured = copy.deepcopy(module)
+    captured.compile(backend="eager")
+    return _peak(optimized, tiny) / max(1, _peak(captured, tiny))
+
+
+def _peak(module: torch.nn.Module, tiny: TinyModel) -> int:
+    """Bytes beyond what the step leaves behind (its gradients)."""
+    step: Callable[[], Any] = lambda: _loss(module(**tiny.inputs), tiny).backward()  # noqa: E731  # one expression
+    module.zero_grad(set_to_none=False)
+    step()
+    module.zero_grad(set_to_none=False)
+    return trace_memory(step, torch.device("cpu")).peak_bytes

@@ -1,0 +1,72 @@
+"""One row of the coverage table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+__all__ = ["EAGER_FACTOR", "TOLERANCE", "CoverageRow"]
+
+TOLERANCE = 1e-5
+EAGER_FACTOR = 4.0
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """What became of one model or spelling.
+
+    Args:
+        kind: "family" (of transformers) or "spelling" (hand-written layer).
+        name: family or spelling.
+        built: class that was built, "" where none could be.
+        num_layers: layers of experts in it, by class name.
+        num_graphs: graphs that Dynamo captured.
+        num_found: routing decisions that lead to expert matmuls.
+        num_raised: regions chunked.
+        worst_error: of outputs and all gradients, relative to the unmodified model; None if it did not run.
+        worst_name: where.
+        exact_error: of that tensor, relative to the unmodified model in fp64; only where `worst_error` is large.
+        eager_error: how far the unmodified model itself is from fp64 there.
+        peak_ratio: peak bytes of a step beyond parameters and gradients, over those of the same captured graphs
+            without rewriting.
+        reasons: of what was refused, each once.
+        failure: why it could not be built or run, "" if it did.
+    """
+
+    kind: str
+    name: str
+    built: str = ""
+    num_layers: int = 0
+    num_graphs: int = 0
+    num_found: int = 0
+    num_raised: int = 0
+    worst_error: float | None = None
+    worst_name: str = ""
+    exact_error: float | None = None
+    eager_error: float | None = None
+    peak_ratio: float | None = None
+    reasons: tuple[str, ...] = ()
+    failure: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Every layer of experts is chunked, and exactly."""
+        return self.is_exact and self.num_raised >= max(1, self.num_layers)
+
+    @property
+    def is_exact(self) -> bool:
+        """Within 1e-5 of the unmodified model, or as close to fp64 as that model is where it is itself imprecise."""
+        if self.worst_error is None or self.worst_error < TOLERANCE:
+            return self.worst_error is not None
+        if self.exact_error is None or self.eager_error is None:
+            return False
+        return self.exact_error <= EAGER_FACTOR * self.eager_error
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(line: str) -> CoverageRow:
+        fields = json.loads(line)
+        return CoverageRow(**{**fields, "reasons": tuple(fields["reasons"])})

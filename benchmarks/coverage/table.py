@@ -1,0 +1,92 @@
+"""docs/coverage.md from the stored rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks.coverage.rows import EAGER_FACTOR, TOLERANCE, CoverageRow
+
+__all__ = ["coverage_page"]
+
+
+def coverage_page(rows: Sequence[CoverageRow], versions: str) -> str:
+    """The whole page.
+
+    Args:
+        rows: of families and spellings.
+        versions: of transformers and torch, in words.
+    """
+    families = [row for row in rows if row.kind == "family"]
+    spellings = [row for row in rows if row.kind == "spelling"]
+    return "\n".join(
+        [
+            "# Coverage",
+            "",
+            "Written by `python -m benchmarks.coverage`; do not edit. "
+            f"{versions}, toy sizes (H=32, E=4, K up to 2, T=128), fp32, train mode, inner compiler eager, "
+            "16 rows a chunk.",
+            "",
+            f"**Every layer chunked and exact: {_num_whole(families)} of {len(families)} transformers families with "
+            f"experts, {_num_whole(spellings)} of {len(spellings)} hand-written spellings.** A family is in the list "
+            "when its source defines a class of experts; none is left out.",
+            "",
+            "* *layers*: layers of experts in the toy model; *found*: routing decisions behind which something was "
+            "looked for; *raised*: regions chunked.",
+            f"* *error*: worst relative error of the outputs and every gradient against the unmodified model, to be "
+            f"below {TOLERANCE:g}. `a / b`: this tensor is ill-conditioned; a is our distance from the unmodified "
+            "model in fp64, b the unmodified fp32 model's own distance from it, and a is to be below "
+            f"{EAGER_FACTOR:g} b.",
+            "* *peak*: bytes of a step beyond parameters and gradients, over those of the same captured graph not "
+            "rewritten. Toy sizes: attention, logits and scans weigh more here than in a model of real width, so this "
+            "column says that the routed rows are gone, not what a real model saves.",
+            "",
+            "## Transformers families",
+            "",
+            *_table(families),
+            "",
+            "## Hand-written spellings",
+            "",
+            *_table(spellings),
+            "",
+            "## What is not whole, and why",
+            "",
+            *_reasons(rows),
+            "",
+        ]
+    )
+
+
+def _num_whole(rows: Iterable[CoverageRow]) -> int:
+    return sum(row.is_whole for row in rows)
+
+
+def _table(rows: Iterable[CoverageRow]) -> list[str]:
+    head = ["| name | built as | whole | layers | found | raised | graphs | error | peak |", "|---" * 9 + "|"]
+    return head + [_cells(row) for row in rows]
+
+
+def _cells(row: CoverageRow) -> str:
+    mark = "yes" if row.is_whole else "partly" if row.num_raised else "no"
+    peak = "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}"
+    cells = (row.name, row.built or "not built", mark, row.num_layers, row.num_found, row.num_raised, row.num_graphs)
+    return f"| {' | '.join(map(str, cells))} | {_error(row)} | {peak} |"
+
+
+def _error(row: CoverageRow) -> str:
+    if row.worst_error is None:
+        return ""
+    if row.exact_error is None or row.eager_error is None:
+        return f"{row.worst_error:.1e}"
+    return f"{row.exact_error:.1e} / {row.eager_error:.1e}"
+
+
+def _reasons(rows: Iterable[CoverageRow]) -> list[str]:
+    return [f"* **{row.name}**: {_why(row)}" for row in rows if not row.is_whole]
+
+
+def _why(row: CoverageRow) -> str:
+    if row.failure:
+        return row.failure.replace("\n", " ")
+    if not row.is_exact:
+        return f"error {_error(row)} in {row.worst_name}"
+    return "; ".join(row.reasons) or "nothing was found"

@@ -1,0 +1,52 @@
+"""Run an outlined region in fp64, whatever precision it was written in.
+
+Grouped matmuls become plain ones, group by group; casts between floating types do nothing; what an operation gives in
+less than fp64 is widened. Rounding inside `to(float32)` is gone with the cast, so the result is what the region means.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from memfine_fx.passes.normalize import grouped_arguments, is_grouped_matmul
+
+__all__ = ["ExactRun"]
+
+_CASTS = frozenset(("to", "type", "float", "double", "half", "bfloat16"))
+
+
+class ExactRun(fx.Interpreter):
+    """Interprets a region on fp64 inputs; differentiable."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if not is_grouped_matmul(target):
+            return _widened(super().call_function(target, args, kwargs))
+        rows, table, offsets, _ = grouped_arguments(target, args, kwargs)
+        bounds = [0, *offsets.tolist(), rows.shape[0]]
+        pieces = [rows[start:end] @ table[group] for group, (start, end) in enumerate(pairwise(bounds[:-1]))]
+        rest = rows.new_zeros(rows.shape[0] - bounds[-2], table.shape[-1])
+        return torch.cat([*pieces, rest])
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        is_cast = target in _CASTS and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        if is_cast and not _asks_for_integers(args[1:], kwargs):
+            return args[0]
+        return _widened(super().call_method(target, args, kwargs))
+
+
+def _asks_for_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+    return any(not dtype.is_floating_point for dtype in dtypes)
+
+
+def _widened(result: Any) -> Any:
+    def widen(value: Any) -> Any:
+        is_narrow = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+        return value.double() if is_narrow else value
+
+    return pytree.tree_map(widen, result)

@@ -1,0 +1,54 @@
+"""The coverage table: complete, as stored, and in its cheap form as it is today."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.coverage.__main__ import PAGE, page_of, stored_rows
+from benchmarks.coverage.check import check_family, check_spelling
+from benchmarks.coverage.families import moe_families
+from benchmarks.coverage.rows import CoverageRow
+from benchmarks.coverage.spellings import SPELLINGS
+
+FAMILIES = {family.name: family for family in moe_families()}
+CHEAP = ("granitemoe", "olmoe", "qwen3_vl_moe")
+
+
+def checked(name: str) -> CoverageRow:
+    return check_spelling(name) if name in SPELLINGS else check_family(FAMILIES[name])
+
+
+def assert_no_worse(name: str) -> None:
+    """As many regions as the table says, still exact; where the table has more, it is out of date or we lost one."""
+    row, stored = checked(name), stored_rows()[name]
+    assert row.failure == ""
+    assert row.is_exact, f"{row.worst_name}: {row.worst_error}"
+    assert row.num_layers >= stored.num_layers and row.num_raised >= stored.num_raised, row.reasons
+
+
+def test_every_installed_family_and_every_spelling_has_a_row() -> None:
+    assert len(FAMILIES) > 60
+    assert stored_rows().keys() == FAMILIES.keys() | SPELLINGS.keys()
+
+
+def test_a_family_that_could_not_be_built_says_why() -> None:
+    assert all(row.built or row.failure for row in stored_rows().values())
+
+
+def test_the_page_is_made_from_the_rows() -> None:
+    rows = stored_rows()
+    names = [*SPELLINGS, *FAMILIES]
+    assert PAGE.read_text(encoding="utf-8") == page_of([rows[name] for name in names])
+
+
+@pytest.mark.parametrize("name", [*CHEAP, *SPELLINGS])
+@pytest.mark.filterwarnings("ignore")
+def test_a_cheap_part_of_the_table_holds(name: str) -> None:
+    assert_no_worse(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_whole_table_holds(name: str) -> None:
+    assert_no_worse(name)

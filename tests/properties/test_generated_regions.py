@@ -1,0 +1,155 @@
+"""Generated MoE layers are chunked, and give the outputs and gradients of the unmodified layer whatever the routing.
+
+One example compiles one recipe and runs it on `RUNS`. What generation found once is kept as a named case in `FOUND`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import memfine_fx
+from memfine_fx import Config
+from tests.integration.comparison import FP32_TOLERANCE, Gradients, run_step
+from tests.properties.generated import ACTIVATIONS, HIDDEN, GeneratedMoE, Recipe, Routing, routing_of
+
+RUNS: tuple[tuple[int, Routing], ...] = (
+    (9, "random"),
+    (2, "ties"),
+    (23, "one expert"),
+    (5, "first experts"),
+    (64, "random"),
+    (3, "one expert"),
+)
+_BF16_FACTOR, _BF16_FLOOR = 2.0, 2**-6
+"""Beyond eager's own error: two units in the last place, which a sum of two or three rows may differ by."""
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    num_experts = draw(st.integers(2, 5))
+    product = draw(st.sampled_from(("bmm", "bmm_column", "einsum", "einsum_tokens", "grouped")))
+    dtypes = (torch.bfloat16,) if product == "grouped" else (torch.float32, torch.float32, torch.bfloat16)
+    return Recipe(
+        product=product,
+        weight_layout=draw(st.sampled_from(("in_out", "out_in"))),
+        gate=draw(st.sampled_from(("none", "halves", "interleaved", "separate"))),
+        activation=draw(st.sampled_from(sorted(ACTIVATIONS))),
+        weighs=draw(st.sampled_from(("output", "output", "inner", "input", "nowhere"))),
+        combine=draw(st.sampled_from(("sum", "index_add", "einsum"))),
+        has_bias=draw(st.booleans()),
+        norm=draw(st.sampled_from(("none", "none", "rms"))),
+        dtype=draw(st.sampled_from(dtypes)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+    )
+
+
+def check(recipe: Recipe, rows_per_chunk: int, axis: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = GeneratedMoE(recipe)
+    optimized = copy.deepcopy(layer)
+    config = Config(inner_backend="eager", axis=axis, rows_per_chunk=rows_per_chunk)  # type: ignore[arg-type]  # drawn
+    memfine_fx.optimize(optimized, inner_backend="eager", dynamic=True, config=config)
+    for num_tokens, kind in RUNS:
+        inputs = {
+            "hidden": torch.randn(num_tokens, HIDDEN, dtype=recipe.dtype),
+            "index": routing_of(kind, num_tokens, recipe),
+            "weight": torch.rand(num_tokens, recipe.top_k, dtype=recipe.dtype),
+        }
+        if recipe.weighs == "nowhere":
+            inputs["weight"].requires_grad_(False)
+        assert_agrees(run(optimized, inputs), run(layer, inputs), layer, inputs)
+    report = memfine_fx.report(optimized)
+    assert report.num_chunked == 1, str(report)
+
+
+def run(layer: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Gradients:
+    """As `run_step`; an input that no gradient reaches (an unused weight) counts as zero."""
+    unused = {"weight"} if layer.recipe.weighs == "nowhere" else set()  # type: ignore[union-attr]  # a GeneratedMoE
+    leaves = {name: value for name, value in inputs.items() if name not in unused}
+    kept = {name: inputs[name] for name in unused}
+    return run_step(_WithFixed(layer, kept), leaves)
+
+
+class _WithFixed(torch.nn.Module):
+    """A layer with some inputs given, without a gradient."""
+
+    def __init__(self, layer: torch.nn.Module, fixed: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.fixed = fixed
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(**inputs, **self.fixed)
+        return result
+
+
+def assert_agrees(ours: Gradients, eager: Gradients, layer: GeneratedMoE, inputs: dict[str, torch.Tensor]) -> None:
+    """fp32 to the gate; bf16 no further from fp32 than eager bf16 is, by `_BF16_FACTOR`."""
+    if layer.recipe.dtype is torch.float32:
+        errors = ours.error_from(eager)
+        worst = max(errors, key=errors.__getitem__)
+        assert errors[worst] < FP32_TOLERANCE, f"{worst}: {errors[worst]:.2e}"
+        return
+    truth = run(_in_fp32(layer), {name: _as_fp32(value) for name, value in inputs.items()})
+    errors, theirs = ours.error_from(truth), eager.error_from(truth)
+    for name in errors:
+        assert errors[name] <= max(_BF16_FACTOR * theirs[name], _BF16_FLOOR), f"{name}: {errors[name]:.2e}"
+
+
+def _in_fp32(layer: GeneratedMoE) -> GeneratedMoE:
+    """The same layer written with gathered weights, which fp32 has everywhere."""
+    wide = copy.deepcopy(layer).float()
+    if layer.recipe.product == "grouped":
+        wide.recipe = dataclasses.replace(layer.recipe, product="bmm")
+    return wide
+
+
+def _as_fp32(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+_EXAMPLES = dict(
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), print_blob=False
+)
+
+
+_PLAIN = Recipe(
+    product="bmm", weight_layout="in_out", gate="halves", activation="silu", weighs="output", combine="sum",
+    has_bias=False, norm="none", dtype=torch.float32, num_experts=4, top_k=2,
+)  # fmt: skip
+FOUND = {
+    "einsum of [T,H] by [T,K,H,F]": dataclasses.replace(_PLAIN, product="einsum_tokens", top_k=1, num_experts=2),
+    "einsum of tokens weighted by [T,K,1]": dataclasses.replace(_PLAIN, product="einsum", weighs="input"),
+    "separate projections of sorted rows": dataclasses.replace(
+        _PLAIN, product="grouped", gate="separate", weighs="input", has_bias=True, dtype=torch.bfloat16
+    ),
+    "a shared vector over the rows of K = 1": dataclasses.replace(
+        _PLAIN, weighs="inner", has_bias=True, norm="rms", num_experts=2, top_k=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_generation_once_found_refused_is_chunked_exactly(name: str) -> None:
+    check(FOUND[name], 5, "rows")
+
+
+@settings(max_examples=36, phases=(Phase.generate,), **_EXAMPLES)  # type: ignore[arg-type]  # one dict of options
+@given(recipe=recipes(), rows_per_chunk=st.integers(1, 12), axis=st.sampled_from(("rows", "rows", "tokens")))
+def test_generated_layers_are_chunked_exactly(recipe: Recipe, rows_per_chunk: int, axis: str) -> None:
+    check(recipe, rows_per_chunk, axis)
+
+
+@pytest.mark.slow
+@settings(max_examples=800, **{**_EXAMPLES, "derandomize": False})  # type: ignore[arg-type]  # one dict of options
+@given(recipe=recipes(), rows_per_chunk=st.integers(1, 12), axis=st.sampled_from(("rows", "rows", "tokens")))
+def test_many_more_generated_layers_are_chunked_exactly(recipe: Recipe, rows_per_chunk: int, axis: str) -> None:
+    check(recipe, rows_per_chunk, axis)
