@@ -93,7 +93,7 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
         example_inputs,
         session.config,
         record.step,
-        fits=fits_budget(session, record, _tensor(regions[0].cut.exit).device),
+        fits=fits_budget(session, record, _tensor(regions[0].hidden).device),
         changed=session.forget_plans,
     )
 
