@@ -29,9 +29,10 @@ _TIMELINE_POINTS = 240
 def measure_step(job: Job) -> Measurement:
     device = torch.device(job.device)
     cold = is_cache_empty()
+    graphs_before = counters["stats"]["unique_graphs"]
     workload = build_workload(job)
     warm_up = [time_step(workload, device) for _ in range(_WARM_UP_STEPS)]
-    graphs = counters["stats"]["unique_graphs"]
+    graphs = int(counters["stats"]["unique_graphs"] - graphs_before)
     seconds = tuple(time_step(workload, device) for _ in range(job.steps))
     bytes_ = _count_bytes(workload, device)
     value = workload.value_of(workload.step())  # onto the zeroed gradients that _count_bytes left

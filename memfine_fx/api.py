@@ -124,8 +124,11 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"verify expects a torch.nn.Module, got {type(model).__name__}")
     session = open_session(dataclasses.replace(config or Config(), verify=True), is_dry=True)
-    torch.compile(model.forward, backend=_backend_of(session), dynamic=True)(*args, **kwargs)
-    return session.verify_report()
+    with contextlib.ExitStack() as stack:
+        if session.config.captures_loops:
+            session.notes.extend(stack.enter_context(switched_experts(model)))
+        _captured(model, model.forward, session, fullgraph=False, dynamic=True)(*args, **kwargs)
+        return session.verify_report()
 
 
 def report(model: torch.nn.Module | Callable[..., Any]) -> Report:

@@ -278,9 +278,13 @@ def _tensor(node: fx.Node) -> torch.Tensor:
 
 
 def _num_tokens(region: MoERegion) -> sympy.Expr:
-    """T as an expression in the graph's symbols."""
+    """T as an expression in the graph's symbols; numbers that are no sizes (a capacity factor) as they are now."""
     num_tokens: Any = _count_of_tokens(region)
-    return num_tokens.node.expr if isinstance(num_tokens, torch.SymInt) else sympy.Integer(num_tokens)
+    if not isinstance(num_tokens, torch.SymInt):
+        return sympy.Integer(num_tokens)
+    expr: sympy.Expr = num_tokens.node.expr
+    values = num_tokens.node.shape_env.backed_var_to_val
+    return expr.subs({symbol: values[symbol] for symbol in expr.free_symbols if not symbol.is_integer})
 
 
 def _count_of_tokens(region: MoERegion) -> Any:

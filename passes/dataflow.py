@@ -81,14 +81,17 @@ def has_unbacked_rows(node: fx.Node) -> bool:
 
 
 def is_only_asserted(node: fx.Node) -> bool:
-    """Whether a size, a comparison of sizes or a tensor taken for its size is read by assertions alone, if at all."""
+    """Whether a size, a comparison of sizes or a tensor taken for its size is read by assertions alone, if at all.
+
+    A slice that nothing reads is one too: Dynamo leaves dead code in the bodies of checkpoints.
+    """
     if target_name(node) in ("_assert_scalar", "_check", "_check_is_size"):
         return True
     if node.op not in ("call_function", "call_method") or target_name(node) not in _SIZE_OPS:
         return False
     value = node_value(node)
     is_number = isinstance(value, torch.Size) or not isinstance(value, (torch.Tensor, tuple, list))
-    return (is_number or bool(node.users)) and all(map(is_only_asserted, node.users))
+    return (is_number or bool(node.users) or target_name(node) == "getitem") and all(map(is_only_asserted, node.users))
 
 
 _SIZE_OPS = frozenset("sym_size sym_sum size getitem le ge lt gt eq ne __le__ __ge__ add mul sub mod floordiv".split())

@@ -56,7 +56,7 @@ _TRANSPOSES = frozenset("getattr t T mT transpose permute".split())
 _PRODUCTS = frozenset("mul mul_ imul __mul__ __rmul__ einsum matmul bmm __matmul__ where masked_fill".split())
 _MAX_EXITS = 4
 _MAX_PREFIXES = 6
-_MAX_CUTS = 16
+_MAX_CUTS = 32
 
 
 def find_candidates(graph_module: fx.GraphModule, start: Modes | None = None) -> list[Candidate | Refusal]:
@@ -269,15 +269,18 @@ def _is_no_flattening(node: fx.Node) -> bool:
 
 def _exits(flow: Dataflow, index: fx.Node, num_token_dims: int, expert_ops: list[fx.Node]) -> list[fx.Node]:
     """Post-dominators with the tokens' rows: of all the expert ops; failing that, of the first ones alone."""
-    token_shape = node_value(index).shape[:num_token_dims]  # type: ignore[attr-defined]  # a tensor
+    shape = node_value(index).shape  # type: ignore[attr-defined]  # a tensor
+    token_shape = shape[:num_token_dims]
+    is_single = len(shape) == num_token_dims or static_size(shape[-1]) == 1
+    max_exits = 4 * _MAX_EXITS if is_single else _MAX_EXITS  # with K = 1 everything routed has the tokens' rows
     ordered = sorted(expert_ops, key=flow.position.__getitem__)
     chains = [[op, *flow.post_dominators(op)] for op in ordered]
     exits: dict[fx.Node, None] = {}
     for num_ops in range(len(ordered), max(0, len(ordered) - _MAX_PREFIXES), -1):
         common = set(chains[0]).intersection(*chains[1:num_ops])
         nearest = [node for node in chains[num_ops - 1][1:] if node in common and _has_token_rows(node, token_shape)]
-        exits.update((node, None) for node in nearest[:_MAX_EXITS])
-    return list(exits)[: 2 * _MAX_EXITS]
+        exits.update((node, None) for node in nearest[:max_exits])
+    return list(exits)[: 2 * max_exits]
 
 
 def _has_token_rows(node: fx.Node, token_shape: tuple[int | torch.SymInt, ...]) -> bool:

@@ -181,9 +181,10 @@ def _replace(graph: fx.Graph, cut: Cut, result: fx.Node) -> None:
 
 def _erase_assertions(cut: Cut) -> None:
     """Drop assertions about sizes inside the cut: they would keep alive what they read."""
+    inside = set(cut.nodes)
     for node in cut.nodes:
         for user in list(node.users):
-            if is_only_asserted(user):
+            if user not in inside and is_only_asserted(user):
                 _erase_with_users(user)
 
 

@@ -24,6 +24,7 @@ from memfine_fx.passes.dataflow import (
     provenance,
     same_size,
     static_size,
+    written_node,
 )
 from memfine_fx.passes.dense_weights import DenseWeights
 from memfine_fx.passes.dispatch import DISPATCH_RULES
@@ -214,6 +215,10 @@ def _contribution(interpreter: RowInterpreter, value: object, cut: Cut) -> Combi
         raise CannotChunk("what an expert adds is not proved zero where a token chose others", cut.exit)
     is_single = interpreter.sizes.top_k == 1 and isinstance(value, Rows) and set(value.lead.atoms) <= set("tbsk")
     if is_single and isinstance(value, Rows) and value.per_row and value.lead is not Lead.NONE:
+        output = node_value(written_node(cut.exit))
+        num_token_dims = sum(bool(set(group) & set("tbs")) for group in value.lead.groups)
+        if isinstance(output, torch.Tensor) and output.ndim != num_token_dims + 1:
+            raise CannotChunk("the exit holds rows of several dimensions, not yet one vector a token", cut.exit)
         return Combined(value.expr)
     lead = value.lead.value if isinstance(value, Rows) else type(value).__name__
     raise CannotChunk(f"the exit holds {lead}, not rows combined into tokens", cut.exit)

@@ -3,31 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from memfine_fx import models
+from memfine_fx.models import dense, dense_loop, loops
 
 __all__ = ["SPELLINGS"]
 
 _HIDDEN, _TOKENS = 32, 128
 
-
-def _layer(build: Callable[[], nn.Module]) -> Callable[[], tuple[nn.Module, Tensor]]:
-    return lambda: (build(), torch.randn(_TOKENS, _HIDDEN))
+Build = Callable[[], tuple[nn.Module, Tensor]]
 
 
-SPELLINGS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "gathered weights, SwiGLU": _layer(
-        lambda: models.MixtralMoE(models.MixtralConfig(hidden=_HIDDEN, expert_width=48, spelling="gathered"))
-    ),
+def _layer(layer_class: Any, config_class: Any, **fields: Any) -> Build:
+    """The layer at toy width and its tokens."""
+
+    def build() -> tuple[nn.Module, Tensor]:
+        return layer_class(config_class(hidden=_HIDDEN, expert_width=48, **fields)), torch.randn(_TOKENS, _HIDDEN)
+
+    return build
+
+
+SPELLINGS: dict[str, Build] = {
+    "gathered weights, SwiGLU": _layer(models.MixtralMoE, models.MixtralConfig, spelling="gathered"),
     "gathered weights, shared expert, sigmoid router": _layer(
-        lambda: models.DeepseekMoE(models.DeepseekConfig(hidden=_HIDDEN, expert_width=48, spelling="gathered"))
+        models.DeepseekMoE, models.DeepseekConfig, spelling="gathered"
     ),
     "gathered weights, biases, clamped interleaved gate": _layer(
-        lambda: models.GptOssMoE(models.GptOssConfig(hidden=_HIDDEN, expert_width=48, spelling="gathered"))
+        models.GptOssMoE, models.GptOssConfig, spelling="gathered"
     ),
-    "expert loop over a ModuleList": _layer(lambda: models.NaiveMoE(models.NaiveConfig(hidden=_HIDDEN))),
-    "one-hot dispatch with capacity": _layer(lambda: models.SwitchMoE(models.SwitchConfig(hidden=_HIDDEN))),
+    "gathered weights by einsum": _layer(models.IndexedMoE, models.IndexedConfig),
+    "gathered weights by matmul": _layer(models.IndexedMoE, models.IndexedConfig, uses_matmul=True),
+    "expert loop over a ModuleList": _layer(models.NaiveMoE, models.NaiveConfig),
+    **{
+        f"expert loop, {spelling}": _layer(models.LoopMoE, models.LoopConfig, spelling=spelling)
+        for spelling in get_args(loops.LoopSpelling)
+    },
+    **{
+        f"every expert on every token, loop, {spelling}": _layer(
+            models.DenseLoopMoE, models.DenseLoopConfig, spelling=spelling
+        )
+        for spelling in get_args(dense_loop.LoopSpelling)
+    },
+    **{
+        f"every expert on every token, {weighting}{' by einsum' if uses_einsum else ''}": _layer(
+            models.DenseMoE, models.DenseConfig, weighting=weighting, uses_einsum=uses_einsum
+        )
+        for weighting in get_args(dense.Weighting)
+        for uses_einsum in (False, True)
+    },
+    "scores on the input, bmm over all experts": _layer(models.Llama4MoE, models.Llama4Config),
+    "one-hot dispatch with capacity": _layer(models.SwitchMoE, models.SwitchConfig),
+    "capacity buffer and bmm": _layer(models.CapacityMoE, models.CapacityConfig),
+    "zero experts": _layer(models.ZeroExpertsMoE, models.ZeroExpertsConfig),
+    **{
+        f"experts, {variant.replace('_', ' ')}": _layer(models.VariantMoE, models.VariantConfig, variant=variant)
+        for variant in models.VARIANTS
+    },
 }

@@ -153,8 +153,16 @@ class GraphMemory:
 @functools.lru_cache(maxsize=256)
 def _evaluator(timeline: GraphMemory) -> Callable[..., Sequence[Any]]:
     exprs = [one.num_bytes for one in timeline.allocations]
-    evaluate: Callable[..., Sequence[Any]] = sympy.lambdify(timeline.symbols, exprs, modules="math", cse=True)
+    functions = {function.func for expr in exprs for function in expr.atoms(sympy.Function)}
+    known = {function.__name__: functools.partial(_apply, function) for function in functions}
+    evaluate: Callable[..., Sequence[Any]] = sympy.lambdify(timeline.symbols, exprs, modules=[known, "math"], cse=True)
     return evaluate
+
+
+def _apply(function: Callable[..., sympy.Expr], *args: float) -> float:
+    """A function of sizes that Python has no name for (CeilToInt, FloorDiv, ...), by its own rule."""
+    value = function(*(sympy.sympify(arg) for arg in args))
+    return int(value) if value.is_integer else float(value)
 
 
 def _undominated(exprs: set[sympy.Expr]) -> list[sympy.Expr]:

@@ -151,13 +151,20 @@ def test_a_bf16_loop_is_no_further_from_fp32_than_eager() -> None:
     assert memfine_fx.report(optimized).num_chunked == 1
 
 
+class Centered(nn.Module):
+    """Takes the mean of an expert's rows away: no row can be computed alone."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows - rows.sum(0) / (rows.shape[0] + 1)
+
+
 class MixedExperts(nn.Module):
-    def __init__(self) -> None:
+    """Two experts: a Linear and what follows it."""
+
+    def __init__(self, *after: nn.Module) -> None:
         super().__init__()
         self.gate = nn.Linear(16, 2)
-        self.experts = nn.ModuleList(
-            [nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Sequential(nn.Linear(16, 16), nn.Tanh())]
-        )
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), one) for one in after)
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight, index = self.gate(hidden).softmax(-1).topk(1)
@@ -168,9 +175,17 @@ class MixedExperts(nn.Module):
         return out
 
 
+def test_of_experts_that_differ_those_before_the_first_other_one_are_chunked() -> None:
+    model = MixedExperts(nn.ReLU(), nn.Tanh())
+    optimized = optimized_copy(model)
+    assert_same_step(optimized, model, hidden_states(9))
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.dims is not None and region.dims.num_experts == 1
+
+
 @pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
-def test_experts_that_compute_different_things_are_refused_and_stay_exact() -> None:
-    model = MixedExperts()
+def test_experts_whose_rows_depend_on_each_other_are_refused_and_stay_exact() -> None:
+    model = MixedExperts(Centered(), Centered())
     optimized = optimized_copy(model)
     assert_same_step(optimized, model, hidden_states(9))
     assert memfine_fx.report(optimized).num_chunked == 0
@@ -181,7 +196,7 @@ class MetricBesideLoop(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = MixedExperts()
+        self.layer = MixedExperts(Centered(), Centered())
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -131,6 +131,9 @@ FOUND = {
     "separate projections of sorted rows": dataclasses.replace(
         _PLAIN, product="grouped", gate="separate", weighs="input", has_bias=True, dtype=torch.bfloat16
     ),
+    "sorted rows of K = 1 viewed as [T,1,H] before their sum": dataclasses.replace(
+        _PLAIN, product="grouped", norm="rms", has_bias=True, num_experts=3, top_k=1, dtype=torch.bfloat16
+    ),
     "a shared vector over the rows of K = 1": dataclasses.replace(
         _PLAIN, weighs="inner", has_bias=True, norm="rms", num_experts=2, top_k=1
     ),
