@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 
+import memfine_fx
 from benchmarks.machine import matmul_rate, synchronize
 from benchmarks.peers import find_peer
 from benchmarks.records import Job, Measurement
@@ -35,7 +36,7 @@ def measure_step(job: Job) -> Measurement:
     graphs = int(counters["stats"]["unique_graphs"] - graphs_before)
     seconds = tuple(time_step(workload, device) for _ in range(job.steps))
     bytes_ = _count_bytes(workload, device)
-    value = workload.value_of(workload.step())  # onto the zeroed gradients that _count_bytes left
+    value = workload.value_of(workload.step())
     return Measurement(
         step_seconds=seconds,
         compile_seconds=max(0.0, sum(warm_up) - len(warm_up) * statistics.median(seconds)),
@@ -59,7 +60,7 @@ def measure_step(job: Job) -> Measurement:
 @dataclass(frozen=True)
 class _Bytes:
     peak: int
-    accumulating_peak: int
+    accumulating_peak: int | None
     resting: int
     allocated: int | None
     reserved: int | None
@@ -71,20 +72,28 @@ def _count_bytes(workload: Workload, device: torch.device) -> _Bytes:
     workload.zero_gradients()
     if is_cuda:
         torch.cuda.empty_cache()
-    accumulating = trace_memory(workload.step, device)
+    accumulating = _accumulating_peak(workload, device)
     allocated = torch.cuda.max_memory_allocated(device) if is_cuda else None
     reserved = torch.cuda.max_memory_reserved(device) if is_cuda else None
     workload.drop_gradients()
     fresh = trace_memory(workload.step, device, beyond=workload.gradients)
-    workload.zero_gradients()
+    workload.drop_gradients()
     return _Bytes(
         peak=fresh.peak_bytes,
-        accumulating_peak=accumulating.peak_bytes,
+        accumulating_peak=accumulating,
         resting=fresh.resting_bytes,
         allocated=allocated,
         reserved=reserved,
         timeline=timeline(fresh),
     )
+
+
+def _accumulating_peak(workload: Workload, device: torch.device) -> int | None:
+    """The peak where gradients are there before the step; None where a budget of ours does not allow for them."""
+    try:
+        return trace_memory(workload.step, device).peak_bytes
+    except memfine_fx.BudgetInfeasible:
+        return None
 
 
 def timeline(trace: MemoryTrace) -> dict[str, tuple[float, ...]]:
@@ -110,7 +119,8 @@ def _peaks_of_parts(workload: Workload, device: torch.device) -> dict[str, tuple
 
 
 def time_step(workload: Workload, device: torch.device) -> float:
-    workload.zero_gradients()
+    """Seconds of a step that begins without gradients, as after an optimizer's `zero_grad()`."""
+    workload.drop_gradients()
     synchronize(device)
     started = time.perf_counter()
     workload.step()
@@ -124,6 +134,7 @@ def _count_recompilations(job: Job, workload: Workload) -> int | None:
         return None
     before = counters["stats"]["unique_graphs"]
     for batch, sequence in further_shapes(job.sizes.sequence):
+        workload.drop_gradients()
         workload.step_with_shape(batch, sequence)
     return int(counters["stats"]["unique_graphs"] - before)
 

@@ -55,6 +55,8 @@ def label_of(peer: str) -> str:
         return f"torch.compile, `activation_memory_budget` {peer.removeprefix('compile-budget')}"
     if peer.startswith("memfine-R"):
         return f"memfine, {peer.removeprefix('memfine-R')} rows a chunk"
+    if peer.startswith("memfine-") and peer.endswith("B"):
+        return f'**memfine, `memory_budget="{peer.removeprefix("memfine-")}"`**'
     return _LABELS.get(peer, peer)
 
 
@@ -109,6 +111,7 @@ def _model_ratios(summaries: Sequence[Summary]) -> str:
         ("memfine", "compile"),
         ("memfine+checkpoint", "compile+checkpoint"),
         ("memfine+checkpoint", "compile"),
+        *((one, other) for one in by_peer if one.endswith("MiB") for other in ("compile", "compile+checkpoint")),
     ):
         if ours in by_peer and theirs in by_peer:
             one, other = by_peer[ours], by_peer[theirs]

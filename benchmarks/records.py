@@ -110,7 +110,7 @@ class Measurement:
     compile_seconds: float  # warm-up steps beyond their usual time
     cold: bool  # the compile cache was empty
     peak_bytes: int  # beyond parameters and gradients; the step makes the gradients (zero_grad's default)
-    accumulating_peak_bytes: int  # the same, where gradients exist already and are accumulated into
+    accumulating_peak_bytes: int | None  # the same, where gradients exist already and are accumulated into
     resting_bytes: int
     allocated_bytes: int | None  # CUDA: all of the process, at the peak
     reserved_bytes: int | None  # CUDA: what the caching allocator held of the device

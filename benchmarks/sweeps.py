@@ -126,7 +126,7 @@ def _measurement(
     cold: bool,
     series: dict[str, tuple[float, ...]],
 ) -> Measurement:
-    workload.zero_gradients()
+    workload.drop_gradients()
     value = workload.value_of(workload.step())
     device = torch.device(job.device)
     synchronize(device)

@@ -95,12 +95,12 @@ def _cells(summary: Summary, baselines: dict[str, Summary], reference: Summary) 
     for name in BASELINES:
         baseline = baselines.get(name)
         ratios += ["-", "-"] if baseline is None else _ratios(summary, baseline)
-    cold = summary.cold_compile_seconds
+    cold, accumulating = summary.cold_compile_seconds, summary.last.accumulating_peak_bytes
     is_compiled = find_peer(summary.job.workload, summary.job.peer).is_compiled
     return [
         summary.job.peer,
         f"{summary.peak_bytes / MIB:.1f}",
-        f"{summary.last.accumulating_peak_bytes / MIB:.1f}",
+        "-" if accumulating is None else f"{accumulating / MIB:.1f}",
         f"{summary.step_seconds:.4g}",
         f"{summary.step_seconds_min:.4g}-{summary.step_seconds_max:.4g}",
         f"{tokens_of(summary) / summary.step_seconds:,.0f}",

@@ -19,10 +19,9 @@ def find_peer(workload: str, name: str) -> Peer:
     listed = _peers_of(workload)
     if name in listed:
         return listed[name]
-    if workload != "model":
-        for family_member in _FAMILIES:
-            if (peer := family_member(name)) is not None:
-                return peer
+    for family_member in _FAMILIES if workload != "model" else (ours.model_family_member,):
+        if (peer := family_member(name)) is not None:
+            return peer
     raise KeyError(name)
 
 

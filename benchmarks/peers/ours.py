@@ -18,9 +18,9 @@ def layer(**fields: Any) -> Wrap:
     return wrap
 
 
-def _model(wrap: Wrap) -> Wrap:
+def _model(wrap: Wrap, **options: Any) -> Wrap:
     def wrap_model(model: Any, sizes: Sizes) -> Forward:
-        forward: Forward = memfine_fx.optimize(wrap(model, sizes), dynamic=True)
+        forward: Forward = memfine_fx.optimize(wrap(model, sizes), dynamic=True, **options)
         return forward
 
     return wrap_model
@@ -34,11 +34,21 @@ def tokens_peer(name: str, **fields: Any) -> Peer:
     return Peer(name, layer(axis="tokens", **fields), "first projection", is_compiled=True, is_memfine=True)
 
 
+_BUDGET = r"memfine-(\d+[kMG]i?B)"
+
 LAYER = (rows_peer("memfine"), tokens_peer("memfine-tokens"))
 MODEL = (
     Peer("memfine", _model(eager), "first projection", is_compiled=True, is_memfine=True),
     Peer("memfine+checkpoint", _model(model_checkpointed), "forward", is_compiled=True, is_memfine=True),
 )
+
+
+def model_family_member(name: str) -> Peer | None:
+    """By number: memfine-600MiB, a budget for all of the step, parameters and gradients included."""
+    if match := re.fullmatch(_BUDGET, name):
+        wrap = _model(eager, memory_budget=match[1])
+        return Peer(name, wrap, "first projection", is_compiled=True, is_memfine=True)
+    return None
 
 
 def family_member(name: str) -> Peer | None:
@@ -48,7 +58,7 @@ def family_member(name: str) -> Peer | None:
         return rows_peer(name, rows_per_chunk=int(match[1]))
     if match := re.fullmatch(r"memfine-T(\d+)", name):
         return tokens_peer(name, tokens_per_chunk=int(match[1]))
-    if match := re.fullmatch(r"memfine-(\d+[kMG]i?B)", name):
+    if match := re.fullmatch(_BUDGET, name):
         return rows_peer(name, memory_budget=match[1])
     if match := re.fullmatch(r"memfine-mact(\d+)", name):
         return rows_peer(name, rows_per_chunk=int(match[1]), bins=PAPER_BINS, patience=1)

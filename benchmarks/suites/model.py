@@ -40,6 +40,7 @@ _PEERS = (
     "compile-budget0.5",
     "memfine",
     "memfine+checkpoint",
+    "memfine-640MiB",
 )
 _QUICK_PEERS = ("eager", "compile", "compile+checkpoint", "memfine", "memfine+checkpoint")
 
@@ -49,7 +50,7 @@ def _parts(quick: bool) -> Sequence[Part]:
 
 
 def _conclude(rows: Sequence[Row]) -> str:
-    return peak_and_time(rows, ("memfine", "memfine+checkpoint"), 0.5)
+    return peak_and_time(rows, ("memfine", "memfine+checkpoint", "memfine-640MiB"), 0.5)
 
 
 SUITE = Suite("model", "a Qwen3-MoE language model, loss and all gradients", _parts, conclude=_conclude)
