@@ -5,17 +5,16 @@ without any run of the row's model; then for runs outside the fit (docs/cluster.
 """
 
 import json
-from pathlib import Path
 
 from benchmarks.suites.base import Suite
 
 
 def _compute() -> tuple[str, str]:
-    from memfine_fx.cluster import runs
+    from memfine_fx.cluster.runs import outside_runs
     from memfine_fx.cluster.validation import TimeRow, check_runs, runs_table, validate
 
     found = validate()
-    held_out = check_runs(runs.load_runs(Path(runs.__file__).parent / "data" / "held_out_runs.json"))
+    outside = {name: check_runs(runs) for name, runs in outside_runs().items()}
 
     def entry(row: TimeRow) -> dict[str, object]:
         return {
@@ -24,16 +23,19 @@ def _compute() -> tuple[str, str]:
             "measured": row.run.measured,
             "predicted": row.predicted,
             "left_out": row.left_out,
+            "blind": row.run.blind,
+            "peak_bytes": row.peak,
             "fits_in_memory": row.fits,
         }
 
-    rows = {
+    everything = {
         "fitted": [entry(row) for row in found.times],
-        "not_fitted": [entry(row) for row in held_out],
+        "not_fitted": {name: [entry(row) for row in rows] for name, rows in outside.items()},
         "memory": [vars(row) for row in found.memories],
         "faults": vars(found.faults),
     }
-    return f"{found}\n\nruns outside the fit\n{runs_table(held_out)}", json.dumps(rows, indent=1)
+    tables = "".join(f"\n\nruns outside the fit: {name}\n{runs_table(rows)}" for name, rows in outside.items())
+    return f"{found}{tables}", json.dumps(everything, indent=1)
 
 
 SUITE = Suite("cluster", "predicted against published runs of clusters", lambda quick: (), compute=_compute)

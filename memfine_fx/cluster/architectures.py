@@ -55,6 +55,7 @@ class Architecture:
         tied: whether the output projection shares the embedding's weights.
         dropout: GPT-2 style blocks with dropout and GELU, whose activations are larger (arXiv 2205.05198).
         expert_bias: biases in the experts, which frameworks add outside the grouped product, expert by expert.
+        expert_clamp: experts that clamp gate and up, which frameworks do outside the fused activation.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Architecture:
     tied: bool = False
     dropout: bool = False
     expert_bias: bool = False
+    expert_clamp: bool = False
 
     def __post_init__(self) -> None:
         sizes = {"layers": self.layers, "hidden": self.hidden, "vocab": self.vocab, "heads": self.heads}

@@ -31,6 +31,7 @@ class Calibration:
         alltoall: fraction of NVLink's bandwidth that an all-to-all of expert rows reaches.
         overlap: fraction of a compute interval that can hide communication, and of communication that hides.
         launch_us: host time of an x86 server per kernel launch of the training framework.
+        expert_us: the same per unit of a grouped linear's loop over its experts.
         grace_launch: how much longer a Grace core takes.
         nvlink_latency_us, network_latency_us: fixed cost of a step of a collective.
     """
@@ -48,7 +49,8 @@ class Calibration:
     network: float = 0.8
     alltoall: float = 0.6
     overlap: float = 0.8
-    launch_us: float = 30.0
+    launch_us: float = 15.0
+    expert_us: float = 30.0
     grace_launch: float = 1.2
     nvlink_latency_us: float = 6.0
     network_latency_us: float = 15.0
@@ -85,7 +87,8 @@ def priors() -> tuple[Prior, ...]:
         ("network", 0.15, "NCCL and DeepEP reach 0.8 to 0.9 of 400 Gb/s on large messages"),
         ("alltoall", 0.25, "uneven peers and many small messages"),
         ("overlap", 0.15, "communication kernels take SMs and bandwidth from compute"),
-        ("launch_us", 0.5, "5 us a bare launch; modules, autograd and FP8 bookkeeping multiply it"),
+        ("launch_us", 0.5, "5 us a bare launch; modules and autograd multiply it"),
+        ("expert_us", 0.5, "allocation, views and scales of each expert's tensors, forward and backward"),
     )
     return tuple(Prior(name, getattr(base, name), spread, why) for name, spread, why in table)
 

@@ -12,7 +12,8 @@ k L + durable <= X, so
     goodput        = interval E[checkpoints] / (M + E[down])
 
 which is exact, and for durable = 0 Daly's complete model (Daly, FGCS 2006). A further failure during a restart begins
-the restart anew: E[down] = detection + M (exp(restart/M) - 1), plus the wait for a replacement node.
+the restart anew: E[down] = detection + H (exp(restart/H) - 1), plus the wait for a replacement node, where H counts
+hardware only and M the job's own crashes too (running out of memory in a bad iteration).
 Young's and Daly's optimal intervals are printed beside the one found numerically.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,7 @@ class FaultModel:
         needs_node: fraction of interruptions after which a node must be replaced.
         repair: until a replaced node is back in the pool.
         spares: spare nodes; with none left the job waits for the first repair.
+        crashes_per_hour: interruptions of the whole job that need no node, such as running out of memory.
     """
 
     rate_per_gpu_hour: float = PUBLISHED_RATE_PER_GPU_HOUR
@@ -71,11 +73,13 @@ class FaultModel:
     needs_node: float = 0.5
     repair: float = 24 * 3600.0
     spares: int = 0
+    crashes_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("rate_per_gpu_hour", "detection", "restart", "needs_node", "repair", "spares"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"faults: {name}={getattr(self, name)} must not be negative")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"faults: {field.name}={value} must not be negative, and finite")
         if self.needs_node > 1:
             raise ConfigError(
                 f"faults: needs_node={self.needs_node} is a fraction of interruptions, expected at most 1"
@@ -83,7 +87,17 @@ class FaultModel:
 
     def mtbf(self, gpus: int) -> float:
         """Mean seconds between interruptions of `gpus` GPUs."""
-        return math.inf if self.rate_per_gpu_hour == 0 else 3600.0 / (self.rate_per_gpu_hour * gpus)
+        per_hour = self.rate_per_gpu_hour * gpus + self.crashes_per_hour
+        return math.inf if per_hour == 0 else 3600.0 / per_hour
+
+    def hardware_mtbf(self, gpus: int) -> float:
+        """The same without crashes of the job: what can go wrong while it restarts."""
+        return replace(self, crashes_per_hour=0.0).mtbf(gpus)
+
+    def node_share(self, gpus: int) -> float:
+        """Fraction of all interruptions after which a node must be replaced."""
+        per_hour = self.rate_per_gpu_hour * gpus
+        return self.needs_node * per_hour / (per_hour + self.crashes_per_hour) if per_hour else 0.0
 
 
 @dataclass(frozen=True)
@@ -136,6 +150,8 @@ def young_interval(blocking: float, mtbf: float) -> float:
 
 def daly_interval(blocking: float, mtbf: float) -> float:
     """Daly's higher-order optimum (FGCS 2006), and mtbf when a checkpoint takes more than twice that."""
+    if math.isinf(mtbf):
+        return mtbf
     if blocking >= 2 * mtbf:
         return mtbf
     x = math.sqrt(blocking / (2 * mtbf))
@@ -150,9 +166,11 @@ def goodput(interval: float, cost: CheckpointCost, faults: FaultModel, gpus: int
         return Goodput(interval, interval / cycle, cost.blocking / cycle, 0.0, 0.0, 0.0, mtbf)
     saved = math.exp(-(cost.durable + cycle) / mtbf) / -math.expm1(-cycle / mtbf)
     reload = faults.restart + cost.load
-    down = faults.detection + mtbf * math.expm1(min(reload / mtbf, 700.0))
+    hardware = faults.hardware_mtbf(gpus)
+    again = math.expm1(min(reload / hardware, 700.0))
+    down = faults.detection + (reload if math.isinf(hardware) else hardware * again)
     # Failures of the restart itself may need a node too.
-    needing = faults.needs_node * math.exp(min(reload / mtbf, 700.0))
+    needing = faults.node_share(gpus) + faults.needs_node * again
     waiting = needing * spare_wait(faults, needing / (mtbf + down))
     period = mtbf + down + waiting
     useful, saving = interval * saved, cost.blocking * saved
@@ -226,6 +244,9 @@ def simulate(interval: float, cost: CheckpointCost, faults: FaultModel, gpus: in
     """Goodput of one simulated run of about `days` days, event by event: failures, failed restarts, repairs, spares."""
     generator = np.random.default_rng(seed)
     mtbf, cycle = faults.mtbf(gpus), interval + cost.blocking
+    if math.isinf(mtbf):
+        return interval / cycle
+    hardware = faults.hardware_mtbf(gpus)
     reload, horizon = faults.restart + cost.load, days * 86_400
     clock = useful = 0.0
     in_repair: list[float] = []
@@ -233,16 +254,18 @@ def simulate(interval: float, cost: CheckpointCost, faults: FaultModel, gpus: in
         until = generator.exponential(mtbf)
         useful += interval * max(0.0, math.floor((until - cost.durable) / cycle))
         clock += until + faults.detection
-        clock = _replacement(clock, in_repair, faults, generator)
-        while (until := generator.exponential(mtbf)) < reload:
-            clock = _replacement(clock + until, in_repair, faults, generator)
+        clock = _replacement(clock, in_repair, faults, faults.node_share(gpus), generator)
+        while (until := generator.exponential(hardware)) < reload:
+            clock = _replacement(clock + until, in_repair, faults, faults.needs_node, generator)
         clock += reload
     return useful / clock
 
 
-def _replacement(clock: float, in_repair: list[float], faults: FaultModel, generator: np.random.Generator) -> float:
+def _replacement(
+    clock: float, in_repair: list[float], faults: FaultModel, needs_node: float, generator: np.random.Generator
+) -> float:
     """When the job has a whole set of nodes again after a failure at `clock`; updates the repairs under way."""
-    if generator.random() >= faults.needs_node:
+    if generator.random() >= needs_node:
         return clock
     in_repair[:] = [back for back in in_repair if back > clock]
     in_repair.append(clock + generator.exponential(faults.repair) if faults.repair else clock)

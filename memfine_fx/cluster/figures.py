@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from memfine_fx.cluster.pipeline import timeline
 from memfine_fx.cluster.plan import Plan
 from memfine_fx.errors import ConfigError
 
-__all__ = ["figures"]
+__all__ = ["figures", "write_figures"]
 
 _SHOWN_STAGES = 16
 _SHOWN_MICRO_BATCHES = 12
@@ -43,6 +44,17 @@ def figures(plan: Plan) -> dict[str, str]:
         figure.savefig(text, format="svg")
         drawn[title] = text.getvalue()[text.getvalue().index("<svg") :]
     return drawn
+
+
+def write_figures(plan: Plan, folder: Path) -> list[Path]:
+    """Write every figure as an SVG file named after its title; returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for title, svg in figures(plan).items():
+        path = folder / f"{title.lower().replace(' ', '_')}.svg"
+        path.write_text(svg)
+        written.append(path)
+    return written
 
 
 def _stacked(axes: Any, labels: list[str], stacks: list[dict[str, float]], unit: str) -> None:
@@ -105,7 +117,7 @@ def _risk(axes: Any, plan: Plan) -> None:
 def _interval(axes: Any, plan: Plan) -> None:
     best = plan.faults.best
     intervals = np.geomspace(max(1.0, best.interval / 20), best.interval * 50, 80)
-    curve = goodput_curve(intervals, plan.faults.cost, plan.request.faults, plan.request.gpus)
+    curve = goodput_curve(intervals, plan.faults.cost, plan.faults.model, plan.request.gpus)
     axes.semilogx(intervals, [point.fraction for point in curve])
     axes.axvline(best.interval, linestyle="-", color="black", linewidth=1, label="best")
     axes.axvline(plan.faults.young_s, linestyle=":", color="tab:red", label="Young")
@@ -119,5 +131,6 @@ def _sensitivity(axes: Any, plan: Plan) -> None:
     factors = [factor for factor, _ in plan.faults.sensitivity]
     axes.semilogx(factors, [result.fraction for _, result in plan.faults.sensitivity], marker="o")
     axes.set_xticks(factors, [f"{factor:g}x" for factor in factors])
+    axes.minorticks_off()
     axes.set_xlabel("failure rate, as a multiple of the assumed one")
     axes.set_ylabel("goodput at the best interval")

@@ -120,7 +120,7 @@ def _jacobian(values: NDArray[np.float64], runs: Sequence[Run], known: Sequence[
 
 def write_calibration() -> str:
     """Fit to all packaged runs and write data/calibration.json; returns what was written."""
-    found = fit(published_runs(), steps=12).calibration
+    found = fit(published_runs(), steps=40).calibration
     values = {prior.name: round(getattr(found, prior.name), 5) for prior in priors()}
     note = "Fitted to the packaged runs by python -m memfine_fx.cluster.fitting; the others stay at their defaults."
     text = json.dumps({"note": note, "values": values}, indent=1)

@@ -1,7 +1,7 @@
 """A strategy as launch flags for Megatron-LM and torchtitan.
 
-Flag names as in Megatron-Core 0.14 to 0.16 and torchtitan 0.2. What a framework has no flag for (chunked experts) is
-returned as a remark.
+Flag names as in Megatron-Core 0.16 (`megatron/training/arguments.py` and the configs it makes flags of) and torchtitan
+0.2 (`torchtitan/config/job_config.py`). What a framework has no flag for (chunked experts) is returned as a remark.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfine_fx.cluster.architectures import Architecture
+from memfine_fx.cluster.stages import stages
 from memfine_fx.cluster.strategy import Strategy
 
 __all__ = ["Launch", "megatron", "torchtitan"]
@@ -42,13 +43,7 @@ def megatron(arch: Architecture, s: Strategy) -> Launch:
     remarks: list[str] = []
     if s.is_sequence_parallel:
         flags.append("--sequence-parallel")
-    if s.vp > 1:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {s.vp}")
-    if arch.layers % (s.pp * s.vp):
-        if (arch.layers + 2) % (s.pp * s.vp) == 0:
-            flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
-        else:
-            remarks.append("layers do not divide evenly: give the stages with --pipeline-model-parallel-layout")
+    flags += _megatron_stages(arch, s)
     if arch.is_moe:
         flags += [f"--expert-model-parallel-size {s.ep}", "--expert-tensor-parallel-size 1", "--moe-grouped-gemm"]
         if s.dispatcher == "hierarchical":
@@ -62,19 +57,45 @@ def megatron(arch: Architecture, s: Strategy) -> Launch:
         flags += ["--fp8-format hybrid" if s.precision != "FP8-MX" else "--fp8-format e4m3"]
         flags.append(f"--fp8-recipe {_MEGATRON_FP8[s.precision]}")
     elif s.precision == "NVFP4":
-        flags.append("--fp4-format e2m1")
+        flags += ["--fp4-format e2m1", "--fp4-recipe nvfp4"]
     if s.overlap_tp and s.tp > 1:
         flags.append("--tp-comm-overlap")
     flags += _megatron_recompute(arch, s)
+    if s.cuda_graphs == "full":
+        flags += ["--cuda-graph-impl local", "--cuda-graph-scope full_iteration"]
+    elif s.cuda_graphs == "partial":
+        scope = "attn moe_router moe_preprocess" if arch.is_moe else "attn mlp"
+        flags += ["--cuda-graph-impl transformer_engine", f"--cuda-graph-scope {scope}"]
     if s.offload_layers:
-        flags.append(f"--cpu-offloading-num-layers {s.offload_layers}")
+        remarks.append(f"activations of {s.offload_layers} layers offloaded: TransformerConfig.cpu_offloading, no flag")
     return Launch(tuple(flags), (*remarks, *_chunk_remarks(s)))
+
+
+def _megatron_stages(arch: Architecture, s: Strategy) -> list[str]:
+    """How layers are dealt to stages: evenly, with embedding and head counted as layers, or as a layout."""
+    chunks = s.pp * s.vp
+    interleaved = [f"--num-virtual-stages-per-pipeline-rank {s.vp}"] if s.vp > 1 else []
+    if arch.layers % chunks == 0:
+        return interleaved
+    if (arch.layers + 2) % chunks == 0:
+        return [*interleaved, "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
+    return [f'--pipeline-model-parallel-layout "{pipeline_layout(arch, s)}"']
+
+
+def pipeline_layout(arch: Architecture, s: Strategy) -> str:
+    """Megatron's layout: E embedding, t a layer, L loss, | between stages, in the order that a token meets them."""
+    held = stages(arch, s.pp, s.vp)
+    layers = [len(held[rank].chunks[chunk]) for chunk in range(s.vp) for rank in range(s.pp)]
+    shown = ["" if count == 0 else "t" if count == 1 else f"t*{count}" for count in layers]
+    shown[0], shown[-1] = f"E{shown[0]}", f"{shown[-1]}L"
+    return "|".join(shown)
 
 
 def _megatron_data_parallel(s: Strategy) -> list[str]:
     flags = []
-    if s.zero == 3:
-        flags += ["--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params"]
+    if s.zero >= 2:
+        sharded = "optim_grads_params" if s.zero == 3 else "optim_grads"
+        flags += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {sharded}", "--ckpt-format fsdp_dtensor"]
     if s.zero >= 1:
         flags.append("--use-distributed-optimizer")
     if s.overlap_dp:
@@ -124,10 +145,17 @@ def torchtitan(arch: Architecture, s: Strategy) -> Launch:
             f"--parallelism.pipeline_parallel_schedule={schedule}",
             f"--parallelism.pipeline_parallel_microbatch_size={s.micro_batch}",
         ]
+    if s.vp > 2:
+        each = -(-(arch.layers + 2) // (s.pp * s.vp))
+        flags.append(f"--parallelism.pipeline_parallel_layers_per_stage={each}")
+        if -(-(arch.layers + 2) // each) != s.pp * s.vp:
+            remarks.append(f"no even split into {s.pp * s.vp} stages: name them in module_fqns_per_model_part")
     if arch.is_moe:
         flags += [f"--parallelism.expert_parallel_degree={s.ep}", "--parallelism.expert_tensor_parallel_degree=1"]
     mode = {"none": "none", "selective": "selective", "full": "full", "experts": "none"}[s.recompute]
     flags.append(f"--activation_checkpoint.mode={mode}")
+    if mode == "selective":
+        flags.append("--activation_checkpoint.selective_ac_option=op")
     if s.numbers.matmul == "FP8":
         converter = "quantize.linear.mx" if s.precision == "FP8-MX" else "quantize.linear.float8"
         flags.append(f'--model.converters="{converter}"')

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import sympy as sp
@@ -21,7 +22,7 @@ from memfine_fx.cluster.architectures import Architecture, LayerKind
 from memfine_fx.cluster.routing import Routing, sample_rank_rows
 from memfine_fx.cluster.stages import Stage, stages
 from memfine_fx.cluster.step import local_params
-from memfine_fx.cluster.strategy import Strategy
+from memfine_fx.cluster.strategy import Recompute, Strategy
 from memfine_fx.cluster.systems import System
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory import closed_form
@@ -96,9 +97,52 @@ def _layers(arch: Architecture, kind: LayerKind, s: Strategy) -> list[tuple[floa
 
 
 def _activations(arch: Architecture, kind: LayerKind, s: Strategy) -> LayerActivations:
-    """Looked up with what activations do not depend on set to fixed values, so that strategies share it."""
-    keyed = replace(s, gpus=s.tp * s.cp, pp=1, vp=1, ep=1, zero=1, global_batch=1, recompute_layers=None)
-    return layer_activation_bytes(arch, kind, replace(keyed, offload_layers=0, rows_per_round=0))
+    """Looked up by what activations depend on, so that strategies share them."""
+    return _shared_activations(
+        arch,
+        kind,
+        s.tp,
+        s.cp,
+        s.micro_batch,
+        s.seq,
+        s.precision,
+        s.recompute,
+        s.chunks,
+        s.sequence_parallel,
+        s.attention,
+        s.keeps_expert_output,
+    )
+
+
+@lru_cache(maxsize=20_000)
+def _shared_activations(
+    arch: Architecture,
+    kind: LayerKind,
+    tp: int,
+    cp: int,
+    micro_batch: int,
+    seq: int,
+    precision: str,
+    recompute: Recompute,
+    chunks: int,
+    sequence_parallel: bool,
+    attention: Literal["flash", "unfused"],
+    keeps_expert_output: bool,
+) -> LayerActivations:
+    alone = Strategy(
+        gpus=tp * cp,
+        tp=tp,
+        cp=cp,
+        micro_batch=micro_batch,
+        seq=seq,
+        precision=precision,
+        recompute=recompute,
+        chunks=chunks,
+        sequence_parallel=sequence_parallel,
+        attention=attention,
+        keeps_expert_output=keeps_expert_output,
+    )
+    return layer_activation_bytes(arch, kind, alone)
 
 
 def static_terms(arch: Architecture, stage: Stage, s: Strategy) -> tuple[tuple[str, float], ...]:

@@ -18,6 +18,15 @@ from memfine_fx.errors import ConfigError
 
 __all__ = ["architecture", "architecture_from_config", "builtin_architectures"]
 
+_NOT_GATED = frozenset({"bloom", "falcon", "gpt_neox", "gptj", "nemotron", "opt", "phi", "starcoder2"})
+_OTHER_LAYERS = (
+    "mamba_d_state",
+    "ssm_state_size",
+    "linear_num_key_heads",
+    "attn_layer_period",
+    "zero_expert_num",
+    "ffn_config",
+)
 _DATA = Path(__file__).parent / "data" / "architectures.json"
 
 
@@ -30,7 +39,7 @@ def architecture(model: str | Mapping[str, Any] | object) -> Architecture:
     if isinstance(model, Architecture):
         return model
     if isinstance(model, Mapping):
-        return architecture_from_config(SimpleNamespace(**model))
+        return _from_mapping(model, str(model.get("name") or model.get("model_type") or "model"), "the model")
     if not isinstance(model, str):
         return architecture_from_config(model)
     if model in builtin_architectures():
@@ -53,6 +62,7 @@ def architecture_from_config(config: object, name: str | None = None) -> Archite
     if isinstance(config, Mapping):
         config = SimpleNamespace(**config)
     name = name or str(getattr(config, "model_type", "") or type(config).__name__)
+    _refuse_other_layers(config, name)
     layers = _first(config, name, "num_hidden_layers", "n_layer")
     hidden = _first(config, name, "hidden_size", "n_embd")
     heads = _first(config, name, "num_attention_heads", "n_head")
@@ -61,6 +71,7 @@ def architecture_from_config(config: object, name: str | None = None) -> Archite
     moe_ffn = _optional(config, "moe_intermediate_size") or (_optional(config, "intermediate_size") if experts else 0)
     dense_ffn = _optional(config, "intermediate_size_mlp", "intermediate_size", "n_inner")
     is_gpt2 = hasattr(config, "n_embd")
+    model_type = getattr(config, "model_type", "")
     latent = _latent(config)
     return Architecture(
         name=name,
@@ -71,7 +82,7 @@ def architecture_from_config(config: object, name: str | None = None) -> Archite
         kv_heads=heads if latent else (_optional(config, "num_key_value_heads") or heads),
         head_dim=(latent.qk_nope_head_dim if latent else _optional(config, "head_dim")) or hidden // heads,
         ffn=0 if len(moe_layers) == layers else (dense_ffn or 4 * hidden),
-        gated=not is_gpt2,
+        gated=not is_gpt2 and model_type not in _NOT_GATED,
         experts=experts,
         top_k=_optional(config, "num_experts_per_tok", "top_k") if experts else 0,
         moe_ffn=moe_ffn if experts else 0,
@@ -81,8 +92,22 @@ def architecture_from_config(config: object, name: str | None = None) -> Archite
         latent=latent,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         dropout=is_gpt2,
-        expert_bias=getattr(config, "model_type", "") == "gpt_oss",
+        expert_bias=model_type == "gpt_oss",
+        expert_clamp=model_type == "gpt_oss",
     )
+
+
+def _refuse_other_layers(config: object, name: str) -> None:
+    """ConfigError for models whose layers are not attention and an FFN: their cost would be silently wrong."""
+    types = getattr(config, "layer_types", None) or ()
+    names = {kind for kind in types if isinstance(kind, str)}
+    other = {kind for kind in names if "attention" not in kind or kind == "linear_attention"}
+    other |= {field for field in _OTHER_LAYERS if getattr(config, field, None)}
+    if other:
+        raise ConfigError(
+            f"{name}: {', '.join(sorted(map(str, other)))}: only layers of softmax attention and a dense or routed FFN "
+            "are modelled"
+        )
 
 
 def _from_sizes(name: str, entry: Mapping[str, Any]) -> Architecture:
@@ -114,6 +139,7 @@ def _from_sizes(name: str, entry: Mapping[str, Any]) -> Architecture:
         tied=entry.get("tied", False),
         dropout=entry.get("dropout", False),
         expert_bias=entry.get("expert_bias", False),
+        expert_clamp=entry.get("expert_clamp", False),
     )
 
 
@@ -126,12 +152,17 @@ def _from_json(path: Path) -> Architecture:
         raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: expected an object with a config's fields, got {type(loaded).__name__}")
-    if "layers" in loaded and "hidden" in loaded:
-        missing = [key for key in ("vocab", "heads") if key not in loaded]
-        if missing:
-            raise ConfigError(f"{path}: missing {', '.join(missing)}")
-        return _from_sizes(path.stem, loaded)
-    return architecture_from_config(SimpleNamespace(**loaded), name=str(loaded.get("model_type") or path.stem))
+    return _from_mapping(loaded, str(loaded.get("name") or loaded.get("model_type") or path.stem), str(path))
+
+
+def _from_mapping(fields: Mapping[str, Any], name: str, where: str) -> Architecture:
+    """Read either form: transformers' field names, or the short ones of data/architectures.json."""
+    if "layers" not in fields or "hidden" not in fields:
+        return architecture_from_config(SimpleNamespace(**fields), name=name)
+    missing = [key for key in ("vocab", "heads") if key not in fields]
+    if missing:
+        raise ConfigError(f"{where}: missing {', '.join(missing)}")
+    return _from_sizes(name, fields)
 
 
 def _from_model_type(model_type: str) -> Architecture:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 
 from memfine_fx.cluster.faults import (
     CheckpointCost,
+    FaultModel,
     Goodput,
     best_interval,
     checkpoint_cost,
     daly_interval,
     days_to,
     sensitivity,
+    simulate,
     young_interval,
 )
 from memfine_fx.cluster.launch import Launch, megatron, torchtitan
@@ -19,7 +21,7 @@ from memfine_fx.cluster.memory import ALPHA, OomRisk, RankMemory, choose_chunks,
 from memfine_fx.cluster.routing import ROUTINGS, Routing
 from memfine_fx.cluster.step import StepTime, step_time
 from memfine_fx.cluster.strategy import Recompute, Strategy
-from memfine_fx.cluster.tuner import Candidate, Request, Tuned, bad_peak, balanced_rows, loads
+from memfine_fx.cluster.tuner import Candidate, Request, Tuned, bad_peak, balanced_rows, loads, oom_chance
 from memfine_fx.errors import BudgetInfeasible
 
 __all__ = ["FaultReport", "Plan", "make_plan", "reasons"]
@@ -27,7 +29,10 @@ __all__ = ["FaultReport", "Plan", "make_plan", "reasons"]
 
 @dataclass(frozen=True)
 class FaultReport:
-    """Goodput at the best interval, beside Young's and Daly's, days to the tokens, and how it moves with the rate."""
+    """Goodput at the best interval, beside Young's and Daly's, days to the tokens, and how it moves with the rate.
+
+    `model` holds the failures counted, running out of memory among them; `simulated` is the event simulation's goodput.
+    """
 
     cost: CheckpointCost
     best: Goodput
@@ -35,6 +40,8 @@ class FaultReport:
     daly_s: float
     days: float
     sensitivity: tuple[tuple[float, Goodput], ...]
+    model: FaultModel
+    simulated: float
 
 
 @dataclass(frozen=True)
@@ -85,15 +92,19 @@ def make_plan(
     for kind in kinds:
         routing = request.routing if kind == request.routing.kind else Routing(kind)  # type: ignore[arg-type]
         risks.append((kind, oom_risk(arch, sys, strategy, routing, iterations)))
-    cost = checkpoint_cost(arch.params, strategy, sys)
-    best = best_interval(cost, request.faults, request.gpus)
+    cost = checkpoint_cost(arch.params, strategy, sys, asynchronous=request.asynchronous)
+    crashes = oom_chance(request, strategy) * 3600 / loaded.seconds
+    faults = replace(request.faults, crashes_per_hour=request.faults.crashes_per_hour + crashes)
+    best = best_interval(cost, faults, request.gpus)
     report = FaultReport(
         cost,
         best,
         young_interval(cost.blocking, best.mtbf),
         daly_interval(cost.blocking, best.mtbf),
         days_to(tokens, loaded.tokens_per_s, best.fraction),
-        tuple(sensitivity(cost, request.faults, request.gpus)),
+        tuple(sensitivity(cost, faults, request.gpus)),
+        faults,
+        simulate(best.interval, cost, faults, request.gpus, days=_failures_to_days(faults, request.gpus)),
     )
     why = reasons(tuned) if tuned else [*binding(loaded), *_memory_advice(request, strategy)]
     return Plan(
@@ -110,6 +121,15 @@ def make_plan(
         megatron(arch, strategy),
         torchtitan(arch, strategy),
     )
+
+
+_SIMULATED_FAILURES = 3000
+
+
+def _failures_to_days(faults: FaultModel, gpus: int) -> float:
+    """A simulated time long enough for a goodput within a percent or so."""
+    mtbf = faults.mtbf(gpus)
+    return 1.0 if mtbf == float("inf") else _SIMULATED_FAILURES * mtbf / 86_400
 
 
 _ADVICE = {
@@ -165,7 +185,7 @@ def reasons(tuned: Tuned) -> list[str]:
     best = tuned.best
     found = binding(best.step)
     seen = {_shape(best.strategy)}
-    for other in tuned.candidates[1:]:
+    for other in sorted(tuned.candidates, key=lambda candidate: -candidate.useful_tokens_per_s):
         if _shape(other.strategy) in seen:
             continue
         seen.add(_shape(other.strategy))
@@ -192,5 +212,9 @@ def _compare(best: Candidate, other: Candidate) -> str:
     names = set(mine) | set(theirs)
     changes = sorted(((theirs.get(n, 0.0) - mine.get(n, 0.0), n) for n in names), key=lambda c: -abs(c[0]))
     text = ", ".join(f"{name} {change / best.step.seconds:+.1%}" for change, name in changes[:3])
-    slower = other.step.seconds / best.step.seconds - 1
-    return f"{other.strategy.label()} is {slower:.1%} slower (of the best step: {text}); headroom {other.headroom:.0%}."
+    slower = best.useful_tokens_per_s / other.useful_tokens_per_s - 1
+    failures = "" if other.goodput == best.goodput else f" goodput {other.goodput.fraction:.1%},"
+    return (
+        f"{other.strategy.label()} is {slower:.1%} slower (of the best step: {text});{failures} "
+        f"headroom {other.headroom:.0%}."
+    )

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from memfine_fx.cluster.plan import Plan
+from memfine_fx.cluster.step import StepTime
 from memfine_fx.cluster.tuner import Candidate
 
-__all__ = ["front_table", "plan_json", "plan_text"]
+__all__ = ["cost_text", "front_table", "plan_json", "plan_text"]
 
 
 def plan_text(plan: Plan, *, layers: bool = False) -> str:
     """The report in text; `layers` adds every term of every kind of layer."""
     parts = [
         _headline(plan),
-        _terms(plan),
+        _terms(plan.loaded),
         _stages(plan),
         _risks(plan),
         _faults(plan),
@@ -24,8 +25,30 @@ def plan_text(plan: Plan, *, layers: bool = False) -> str:
         f"torchtitan\n{plan.torchtitan}",
     ]
     if layers:
-        parts.insert(2, _layers(plan))
+        parts.insert(2, _layers(plan.loaded))
     return "\n\n".join(parts)
+
+
+def cost_text(plan: Plan, model: Literal["base", "optimised"], *, layers: bool = False) -> str:
+    """One layer of the cost model alone, balanced routing."""
+    step = plan.base if model == "base" else plan.step
+    parts = [
+        f"{plan.request.arch.name} on {plan.strategy.gpus} {plan.request.system.name}: {plan.strategy.label()}\n"
+        f"  {model}: {step.seconds:.3f} s a step, {step.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
+        f"MFU {step.utilisation:.1%}",
+        _terms(step),
+        _rank_times(step),
+    ]
+    return "\n\n".join([*parts, _layers(step)] if layers else parts)
+
+
+def _rank_times(step: StepTime) -> str:
+    lines = ["pipeline ranks, ms a micro-batch", f"  {'rank':>4}{'forward':>10}{'backward':>10}  largest parts"]
+    for time in step.stages:
+        largest = sorted(time.parts, key=lambda part: -part[1])[:4]
+        text = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in largest)
+        lines.append(f"  {time.rank:4}{1e3 * time.forward_s:10.2f}{1e3 * time.backward_s:10.2f}  {text}")
+    return "\n".join(lines)
 
 
 def front_table(front: tuple[Candidate, ...], limit: int = 10) -> str:
@@ -59,8 +82,7 @@ def _headline(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _terms(plan: Plan) -> str:
-    step = plan.loaded
+def _terms(step: StepTime) -> str:
     lines = [f"where a step goes ({step.seconds:.3f} s, slowest stage)"]
     for name, seconds in sorted(step.terms, key=lambda term: -term[1]):
         if seconds > 0:
@@ -68,9 +90,9 @@ def _terms(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _layers(plan: Plan) -> str:
+def _layers(step: StepTime) -> str:
     lines = ["one micro-batch of a layer, each term alone, ms"]
-    for name, layer in plan.loaded.layers:
+    for name, layer in step.layers:
         lines.append(f"  {name}: {1e3 * layer.total_s:.3f} ms with overlap, host needs {1e3 * layer.host_s:.3f} ms")
         lines.append(f"    {'term':26}{'kind':9}{'forward':>9}{'backward':>10}{'recompute':>11}")
         lines += [
@@ -112,13 +134,15 @@ def _risks(plan: Plan) -> str:
 
 def _faults(plan: Plan) -> str:
     f, best = plan.faults, plan.faults.best
+    crashes = f.model.crashes_per_hour
+    counted = f", out of memory {24 * crashes:.2g} times a day among them" if crashes else ""
     lines = [
         "failures",
-        f"  MTBF {best.mtbf / 3600:.1f} h; a checkpoint of {f.cost.num_bytes / 1e12:.2f} TB stops training "
+        f"  MTBF {best.mtbf / 3600:.1f} h{counted}; a checkpoint of {f.cost.num_bytes / 1e12:.2f} TB stops training "
         f"{f.cost.blocking:.1f} s and can be restored {f.cost.durable:.0f} s later",
         f"  best interval {best.interval:.0f} s (Young {f.young_s:.0f} s, Daly {f.daly_s:.0f} s)",
         f"  goodput {best.fraction:.1%}: saving {best.saving:.1%}, lost work {best.lost_work:.1%}, "
-        f"down {best.down:.1%}, waiting for nodes {best.waiting:.1%}",
+        f"down {best.down:.1%}, waiting for nodes {best.waiting:.1%}; simulated event by event {f.simulated:.1%}",
         f"  {plan.tokens / 1e12:g} T tokens in {f.days:.1f} days",
         "  goodput at multiples of the failure rate: "
         + ", ".join(f"{factor:g}x {result.fraction:.1%}" for factor, result in f.sensitivity),
@@ -140,6 +164,8 @@ def plan_json(plan: Plan, front: tuple[Candidate, ...] = ()) -> str:
         "tokens_per_s_per_gpu": plan.loaded.tokens_per_s_per_gpu,
         "utilisation": plan.loaded.utilisation,
         "terms_s": dict(plan.loaded.terms),
+        "terms_base_s": dict(plan.base.terms),
+        "terms_balanced_s": dict(plan.step.terms),
         "layers": {name: [vars(term) for term in layer.terms] for name, layer in plan.loaded.layers},
         "stages": [
             vars(time) | {"parts": dict(time.parts), "memory": dict(rank.terms), "peak_bytes": rank.peak}
@@ -154,6 +180,8 @@ def plan_json(plan: Plan, front: tuple[Candidate, ...] = ()) -> str:
             "daly_s": plan.faults.daly_s,
             "days": plan.faults.days,
             "tokens": plan.tokens,
+            "simulated_goodput": plan.faults.simulated,
+            "crashes_per_hour": plan.faults.model.crashes_per_hour,
             "sensitivity": {factor: vars(result) for factor, result in plan.faults.sensitivity},
         },
         "reasons": plan.reasons,

@@ -12,6 +12,7 @@ A sample is the number of rows that the fullest rank of the expert parallel grou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -64,16 +65,18 @@ def sample_rank_rows(
     generator = np.random.default_rng(seed)
     num_layers = len(arch.moe_layers)
     total = float(s.local_tokens // s.tp * arch.top_k * s.ep)
-    if routing.kind == "all_to_one" or s.ep == 1:
-        # One rank receives all: every token has top_k different experts, as many as one rank may hold.
-        most = min(arch.top_k, arch.experts // s.ep) / arch.top_k if s.ep > 1 else 1.0
-        return np.full((iterations, num_layers), total * most)
     per_rank = arch.experts // s.ep
+    # A token's top_k experts differ: a rank that holds fewer cannot receive all of its rows.
+    most = total * min(arch.top_k, per_rank) / arch.top_k
+    if routing.kind == "all_to_one" or s.ep == 1:
+        return np.full((iterations, num_layers), most)
     rows = np.empty((iterations, num_layers))
     # A bad iteration is bad in all layers.
     is_calm = generator.random(iterations) >= routing.bad_share
     for index in range(num_layers):
-        shares = _layer_shares(arch, routing, index, num_layers)
+        # Depth in proportion: the first MoE layer is the table's first, the last its last.
+        position = round(index * (len(IMBALANCE) - 1) / max(1, num_layers - 1))
+        shares = _layer_shares(arch.experts, routing, position if routing.kind == "table" else 0)
         loads = np.broadcast_to(shares, (iterations, arch.experts)).copy()
         shuffled = np.ones(iterations, dtype=bool)
         if routing.kind == "table":
@@ -85,23 +88,23 @@ def sample_rank_rows(
         # Random tokens: the variance of a count is about its mean.
         expected = loads * total
         noisy = expected + np.sqrt(expected) * generator.standard_normal(expected.shape)
-        rows[:, index] = np.minimum(noisy.max(axis=1), total)
+        rows[:, index] = np.minimum(noisy.max(axis=1), most)
     return rows
 
 
-def _layer_shares(arch: Architecture, routing: Routing, index: int, num_layers: int) -> NDArray[np.float64]:
+@lru_cache(maxsize=256)
+def _layer_shares(experts: int, routing: Routing, position: int) -> NDArray[np.float64]:
+    """Each expert's share of a layer's rows in a bad iteration; `position` is the table's layer."""
     if routing.kind == "balanced":
-        return np.full(arch.experts, 1.0 / arch.experts)
+        return np.full(experts, 1.0 / experts)
     if routing.kind == "zipf":
-        weights = np.arange(1, arch.experts + 1, dtype=np.float64) ** -routing.alpha
+        weights = np.arange(1, experts + 1, dtype=np.float64) ** -routing.alpha
         return np.asarray(weights / weights.sum())
-    # Depth in proportion: the first MoE layer is the table's first, the last its last.
-    position = round(index * (len(IMBALANCE) - 1) / max(1, num_layers - 1))
     loads = np.array(expert_loads(IMBALANCE[position]))
-    if arch.experts == len(loads):
+    if experts == len(loads):
         return np.asarray(loads / loads.sum())
     # Another number of experts: the same shares over the relative rank.
-    grid = (np.arange(arch.experts) + 0.5) / arch.experts
+    grid = (np.arange(experts) + 0.5) / experts
     known = (np.arange(len(loads)) + 0.5) / len(loads)
     resampled = np.exp(np.interp(grid, known, np.log(np.maximum(loads, 1e-3))))
     return np.asarray(resampled / resampled.sum())

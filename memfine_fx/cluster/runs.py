@@ -16,12 +16,13 @@ from typing import Any
 from memfine_fx.cluster.architectures import Architecture
 from memfine_fx.cluster.model_configs import architecture, builtin_architectures
 from memfine_fx.cluster.strategy import Strategy, with_fields
-from memfine_fx.cluster.systems import System, system
+from memfine_fx.cluster.systems import System, system, system_from_fields
 from memfine_fx.errors import ConfigError
 
-__all__ = ["Run", "load_runs", "preset", "published", "published_runs"]
+__all__ = ["Run", "load_runs", "outside_runs", "preset", "published", "published_runs"]
 
-_DATA = Path(__file__).parent / "data" / "published_runs.json"
+_FOLDER = Path(__file__).parent / "data"
+_DATA = _FOLDER / "published_runs.json"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Run:
     Args:
         kind: "throughput" (tokens/s/GPU) or "iteration" (seconds a step).
         measured: the published figure.
+        blind: what the model said of it before anything was changed for it, where that was kept.
+        peak_gib: measured peak, where published.
         calibrates: False for a row that is predicted but neither fitted nor averaged where nothing was fitted;
             `remark` says why.
     """
@@ -42,6 +45,8 @@ class Run:
     strategy: Strategy
     measured: float
     source: str
+    blind: float | None = None
+    peak_gib: float | None = None
     calibrates: bool = True
     remark: str = ""
 
@@ -68,6 +73,11 @@ def published_runs() -> tuple[Run, ...]:
     return _runs(published(), str(_DATA))
 
 
+def outside_runs() -> dict[str, tuple[Run, ...]]:
+    """Runs that nothing was fitted to: seen during development, and predicted blind first."""
+    return {name: load_runs(_FOLDER / f"{name}_runs.json") for name in ("held_out", "blind")}
+
+
 def load_runs(path: Path) -> tuple[Run, ...]:
     """Timed runs of a file in the form of the packaged one ("throughput", "iteration_time", "architectures").
 
@@ -82,30 +92,37 @@ def load_runs(path: Path) -> tuple[Run, ...]:
         raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
 
 
-def preset(arch: Architecture, sys: System, vp: int) -> dict[str, Any]:
+def preset(arch: Architecture, sys: System, vp: int, recompute: str = "none") -> dict[str, Any]:
     """What current frameworks switch on by default for a model on a system.
 
-    NVL72 systems run the fused hierarchical dispatcher; others the plain all-to-all, hidden behind the neighbouring
-    micro-batch where the pipeline is interleaved. Presets for Blackwell capture partial CUDA graphs.
+    As in the workload presets of Megatron-Bridge 0.2 and 0.3: NVL72 systems run the fused hierarchical dispatcher
+    (not for experts with biases); others the plain all-to-all, hidden behind the neighbouring micro-batch where the
+    pipeline is interleaved, which works neither with whole layers nor with experts recomputed. Presets for Blackwell
+    capture partial CUDA graphs, but not together with that overlap.
     """
     is_rack = sys.nvlink_domain > 8
+    overlaps = arch.is_moe and not is_rack and vp > 1 and recompute in ("none", "selective")
     return {
-        "dispatcher": "hierarchical" if is_rack else "alltoall",
-        "cuda_graphs": "partial" if sys.generation == "blackwell" else "none",
-        "overlap_ep": arch.is_moe and not is_rack and vp > 1,
+        "dispatcher": "hierarchical" if is_rack and not arch.expert_bias else "alltoall",
+        "cuda_graphs": "partial" if sys.generation == "blackwell" and not overlaps else "none",
+        "overlap_ep": overlaps,
         "grad_bytes": 2,
     }
 
 
 def _runs(loaded: Mapping[str, Any], source: str) -> tuple[Run, ...]:
     own = loaded.get("architectures", {})
+    systems = {
+        name: system_from_fields(name, fields, Path(source)) for name, fields in loaded.get("systems", {}).items()
+    }
     found = []
     for kind, make in (("throughput", _throughput), ("iteration_time", _iteration)):
         for index, row in enumerate(loaded.get(kind, ())):
             try:
                 name = row["model"]
-                arch = architecture(name if name in builtin_architectures() or name not in own else own[name])
-                found.append(make(row, arch, system(row["system"])))
+                known = name in builtin_architectures() or name not in own
+                arch = architecture(name if known else {"name": name} | own[name])
+                found.append(make(row, arch, systems.get(row["system"]) or system(row["system"])))
             except KeyError as error:
                 raise ConfigError(f"{source}: {kind}[{index}] lacks {error}") from None
     return tuple(found)
@@ -113,7 +130,8 @@ def _runs(loaded: Mapping[str, Any], source: str) -> tuple[Run, ...]:
 
 def _throughput(row: Mapping[str, Any], arch: Architecture, sys: System) -> Run:
     vp = row.get("vp") or 1
-    options = preset(arch, sys, vp) | dict(row.get("settings", {}))
+    settings = dict(row.get("settings", {}))
+    options = preset(arch, sys, vp, settings.get("recompute", "none")) | settings
     strategy = with_fields(
         Strategy(
             gpus=row["gpus"],
@@ -132,9 +150,23 @@ def _throughput(row: Mapping[str, Any], arch: Architecture, sys: System) -> Run:
     )
     name = f"{row['model']} {sys.name} {row['precision']}"
     calibrates = row.get("calibrate", True) and "informed" not in row
-    remark = f"informed {row['informed']}" if "informed" in row else "contradicts itself: not fitted"
+    remark = row.get("remark", "")
+    if "informed" in row:
+        remark = f"informed {row['informed']}"
+    elif not calibrates:
+        remark = "contradicts itself: not fitted"
     return Run(
-        name, "throughput", arch, sys, strategy, row["tokens_per_s_per_gpu"], row.get("source", ""), calibrates, remark
+        name,
+        "throughput",
+        arch,
+        sys,
+        strategy,
+        row["tokens_per_s_per_gpu"],
+        row.get("source", ""),
+        row.get("blind_tokens_per_s_per_gpu"),
+        row.get("peak_gib"),
+        calibrates,
+        remark,
     )
 
 

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from difflib import get_close_matches
+from functools import cache
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from memfine_fx.cluster.architectures import Architecture
 from memfine_fx.cluster.systems import System
@@ -32,7 +34,7 @@ class Precision:
     name: str
     matmul: Literal["FP16", "BF16", "FP8", "FP4"]
     quantise_bytes: float = 0.0
-    expert_launches: int = 12
+    expert_launches: int = 6
     rate_factor: float = 1.0
 
 
@@ -45,8 +47,8 @@ PRECISIONS = {
     "FP8-SC": Precision("FP8-SC", "FP8", 4.5, 30),
     # Block scales: both layouts are cast from the source, scales are rearranged for the product; experts' splits are
     # cast together. The factor is from four published pairs of FP8-MX and FP8-CS runs (held_out_runs.json).
-    "FP8-MX": Precision("FP8-MX", "FP8", 6.0, 12, 0.95),
-    "NVFP4": Precision("NVFP4", "FP4", 6.0, 12, 0.95),
+    "FP8-MX": Precision("FP8-MX", "FP8", 6.0, 10, 0.95),
+    "NVFP4": Precision("NVFP4", "FP4", 6.0, 10, 0.95),
 }
 
 
@@ -169,6 +171,7 @@ def divisors(number: int) -> list[int]:
 def check(arch: Architecture, sys: System, strategy: Strategy) -> None:
     """Raise StrategyError naming the first rule that the strategy breaks and the nearest valid choice."""
     s = strategy
+    _check_choices(s)
     for name in ("gpus", "tp", "pp", "vp", "cp", "ep", "micro_batch", "global_batch", "seq", "chunks"):
         if getattr(s, name) < 1:
             raise StrategyError(f"{name}={getattr(s, name)} must be a positive integer", f"{name}=1")
@@ -197,8 +200,7 @@ def check(arch: Architecture, sys: System, strategy: Strategy) -> None:
     shard = s.tp * s.pp * s.cp
     if s.gpus % shard:
         raise StrategyError(
-            f"tp*pp*cp={s.tp}*{s.pp}*{s.cp}={shard} does not divide gpus={s.gpus}",
-            f"gpus={max(1, round(s.gpus / shard)) * shard}",
+            f"tp*pp*cp={s.tp}*{s.pp}*{s.cp}={shard} does not divide gpus={s.gpus}", _nearest_shard(arch, s)
         )
     per_step = s.dp * s.micro_batch
     if s.global_batch % per_step:
@@ -216,6 +218,30 @@ def check(arch: Architecture, sys: System, strategy: Strategy) -> None:
         value = getattr(s, name)
         if value is not None and not 0 <= value <= arch.layers:
             raise StrategyError(f"{name}={value} of {arch.layers} layers", f"{name}={min(max(0, value), arch.layers)}")
+
+
+def _nearest_shard(arch: Architecture, s: Strategy) -> str:
+    """What to change so that tp*pp*cp divides the GPUs: pp if that suffices, or their number."""
+    inner = s.tp * s.cp
+    gpus = f"gpus={max(1, round(s.gpus / (inner * s.pp))) * inner * s.pp}"
+    if s.gpus % inner:
+        return gpus
+    return f"pp={_nearest(s.pp, [d for d in divisors(s.gpus // inner) if d <= arch.layers])}, or {gpus}"
+
+
+@cache
+def choices_of() -> dict[str, tuple[str, ...]]:
+    """The values of every field that has a fixed set of them."""
+    hints = get_type_hints(Strategy)
+    return {name: get_args(kind) for name, kind in hints.items() if get_origin(kind) is Literal}
+
+
+def _check_choices(s: Strategy) -> None:
+    for name, choices in choices_of().items():
+        value = getattr(s, name)
+        if value not in choices:
+            close = get_close_matches(str(value), choices, 1, 0.0)
+            raise StrategyError(f"{name}={value!r} is none of {', '.join(choices)}", f"{name}={close[0]}")
 
 
 def _check_experts(arch: Architecture, s: Strategy) -> None:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from memfine_fx.errors import ConfigError
 
-__all__ = ["System", "builtin_systems", "load_systems", "system"]
+__all__ = ["System", "builtin_systems", "load_systems", "system", "system_from_fields"]
 
 _DATA = Path(__file__).parent / "data" / "systems.yaml"
 _ALIASES = {"A100": "A100-80GB"}
+
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class System(BaseModel):
@@ -40,16 +43,16 @@ class System(BaseModel):
     gpu: str
     generation: Literal["ampere", "hopper", "blackwell"]
     cpu: Literal["x86", "grace"] = "x86"
-    tflops: dict[Literal["FP16", "BF16", "FP8", "FP4"], float]
-    memory_gib: float = Field(gt=0)
-    memory_gb_per_s: float = Field(gt=0)
-    sustained_factor: float = Field(default=1.0, gt=0)
-    attention_factor: float = Field(default=1.0, gt=0)
+    tflops: dict[Literal["FP16", "BF16", "FP8", "FP4"], _Positive] = Field(min_length=1)
+    memory_gib: _Positive
+    memory_gb_per_s: _Positive
+    sustained_factor: _Positive = 1.0
+    attention_factor: _Positive = 1.0
     nvlink_domain: int = Field(ge=1)
-    nvlink_gb_per_s: float = Field(gt=0)
-    network_gb_per_s: float = Field(gt=0)
-    host_link_gb_per_s: float = Field(gt=0)
-    storage_gb_per_s_per_gpu: float = Field(default=0.1, gt=0)
+    nvlink_gb_per_s: _Positive
+    network_gb_per_s: _Positive
+    host_link_gb_per_s: _Positive
+    storage_gb_per_s_per_gpu: _Positive = 0.1
     sources: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
@@ -103,14 +106,20 @@ def load_systems(path: Path) -> dict[str, System]:
         raise ConfigError(f"cannot read the system file {path}: {error.strerror}") from error
     try:
         loaded = yaml.safe_load(text)
-        lines = _lines_of(yaml.compose(text, Loader=yaml.SafeLoader), ())
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}") from error
+    lines = _lines_of(node, (), path)
     if not isinstance(loaded, dict) or not all(isinstance(fields, dict) for fields in loaded.values()):
         raise ConfigError(f"{path}: expected a mapping from a system's name to its fields")
     return {str(name): _validated(path, str(name), fields, lines) for name, fields in loaded.items()}
+
+
+def system_from_fields(name: str, fields: dict[str, Any], where: Path) -> System:
+    """A System of a file that holds other things too; ConfigError names the file and the field."""
+    return _validated(where, name, fields, {})
 
 
 def _validated(path: Path, name: str, fields: dict[str, Any], lines: dict[tuple[str, ...], int]) -> System:
@@ -122,16 +131,19 @@ def _validated(path: Path, name: str, fields: dict[str, Any], lines: dict[tuple[
             location = tuple(str(part) for part in problem["loc"] if part != "[key]")
             at = max((key for key in lines if (name, *location)[: len(key)] == key), key=len, default=(name,))
             line = lines.get(at, 1)
-            problems.append(f"{path}:{line}: {name}.{'.'.join(location)}: {problem['msg']} (got {problem['input']!r})")
+            got = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
+            problems.append(f"{path}:{line}: {name}.{'.'.join(location)}: {problem['msg']}{got}")
         raise ConfigError("\n".join(problems)) from None
 
 
-def _lines_of(node: yaml.Node | None, at: tuple[str, ...]) -> dict[tuple[str, ...], int]:
-    """Line number of every key of nested mappings."""
+def _lines_of(node: yaml.Node | None, at: tuple[str, ...], path: Path) -> dict[tuple[str, ...], int]:
+    """Line number of every key of nested mappings; ConfigError when one is given twice."""
     found: dict[tuple[str, ...], int] = {}
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            here = (*at, str(key.value))
-            found[here] = key.start_mark.line + 1
-            found.update(_lines_of(value, here))
+            here, line = (*at, str(key.value)), key.start_mark.line + 1
+            if here in found:
+                raise ConfigError(f"{path}:{line}: {'.'.join(here)} is given twice, first in line {found[here]}")
+            found[here] = line
+            found.update(_lines_of(value, here, path))
     return found

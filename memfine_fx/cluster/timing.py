@@ -115,14 +115,13 @@ def _layer_time(
 def _host_seconds(
     arch: Architecture, kind: LayerKind, s: Strategy, sys: System, cal: Calibration, rows: float | None
 ) -> float:
-    outside, inside = launches(arch, kind, s, rows)
-    if s.cuda_graphs == "partial":
-        outside *= 0.25
-    elif s.cuda_graphs == "full":
-        outside, inside = outside * 0.05, inside * 0.05
-    per_launch = cal.launch_us * (cal.grace_launch if sys.cpu == "grace" else 1.0)
+    count = launches(arch, kind, s, rows)
+    captured = {"none": 1.0, "partial": 0.25, "full": 0.05}[s.cuda_graphs]
+    ragged = 0.05 if s.cuda_graphs == "full" else 1.0
+    launch = (captured * count.fixed + ragged * count.ragged) * cal.launch_us
+    experts = ragged * count.experts * cal.expert_us
     again = {"none": 1.0, "selective": 1.05, "experts": 1.2, "full": 1.33}[s.recompute]
-    return (outside + inside) * again * per_launch * 1e-6
+    return (launch + experts) * (cal.grace_launch if sys.cpu == "grace" else 1.0) * again * 1e-6
 
 
 def _term(work: Work, s: Strategy, sys: System, cal: Calibration) -> Term:

@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memfine_fx.cluster.architectures import Architecture
 from memfine_fx.cluster.calibration import Calibration, fitted
@@ -29,7 +30,7 @@ from memfine_fx.cluster.strategy import Strategy, StrategyError, check, divisors
 from memfine_fx.cluster.systems import System
 from memfine_fx.errors import BudgetInfeasible
 
-__all__ = ["Candidate", "Loads", "Request", "Tuned", "loads", "tune"]
+__all__ = ["Candidate", "Loads", "Request", "Tuned", "fewest_gpus", "loads", "oom_chance", "tune"]
 
 _CHUNKS = (2, 4, 8)
 _FEWEST_ROWS = 1024
@@ -45,6 +46,7 @@ class Request:
     Args:
         fixed: strategy fields that the user has chosen; the others are free.
         percentile: of the iterations that must fit, under `routing`.
+        asynchronous: checkpoints are written while training goes on.
     """
 
     arch: Architecture
@@ -57,6 +59,7 @@ class Request:
     faults: FaultModel = field(default_factory=FaultModel)
     fixed: tuple[tuple[str, Any], ...] = ()
     percentile: float = 99.9
+    asynchronous: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ class Tuned:
 
     @property
     def best(self) -> Candidate:
-        return self.candidates[0]
+        """The candidate that trains fastest after failures."""
+        return max(self.candidates, key=lambda candidate: candidate.useful_tokens_per_s)
 
 
 def tune(
@@ -149,9 +153,8 @@ def tune(
     fitting, missed = _fitting(request, valid)
     if not fitting:
         raise _nothing_fits(request, missed)
-    fault_cost = best_interval(
-        checkpoint_cost(request.arch.params, valid[0], request.system), request.faults, request.gpus
-    )
+    cost = checkpoint_cost(request.arch.params, valid[0], request.system, asynchronous=request.asynchronous)
+    plain = best_interval(cost, request.faults, request.gpus)
     timed: list[Candidate] = []
     best = float("inf")
     fitting.sort(key=lambda fit: fit[3])
@@ -162,7 +165,11 @@ def tune(
             continue
         step = step_time(request.arch, request.system, strategy, cal, rows=_mean_rows(request, strategy))
         best = min(best, step.seconds)
-        timed.append(Candidate(strategy, step, peak, ALPHA * request.system.memory_bytes, rank, fault_cost))
+        crashes = oom_chance(request, strategy) * 3600 / step.seconds
+        kept = (
+            best_interval(cost, replace(request.faults, crashes_per_hour=crashes), request.gpus) if crashes else plain
+        )
+        timed.append(Candidate(strategy, step, peak, ALPHA * request.system.memory_bytes, rank, kept))
     if progress:
         progress(len(fitting), len(fitting))
     timed.sort(key=lambda candidate: candidate.step.seconds)
@@ -194,7 +201,7 @@ def space(request: Request) -> Iterator[Strategy]:
         chosen = dict(zip(choices, values, strict=True))
         if _is_wasteful(arch, sys, chosen, gpus) and not set(fixed) >= {"tp", "pp", "vp", "ep"}:
             continue
-        options = preset(arch, sys, chosen["vp"]) | chosen | others
+        options = preset(arch, sys, chosen["vp"], chosen["recompute"]) | chosen | others
         strategy = Strategy(
             gpus=gpus,
             global_batch=request.global_batch,
@@ -232,10 +239,39 @@ def loads(request: Request, strategy: Strategy) -> Loads:
 def _loads(arch: Architecture, ep: int, tokens: int, routing: Routing, percentile: float) -> Loads:
     if not arch.is_moe or ep == 1:
         return Loads(1.0, 1.0, 1.0)
+    mean, most = _sampled(arch, ep, tokens, routing)
+    return Loads(float(mean.mean()), float(np.percentile(mean, percentile)), float(np.percentile(most, percentile)))
+
+
+@lru_cache(maxsize=512)
+def _sampled(
+    arch: Architecture, ep: int, tokens: int, routing: Routing
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Rows of the fullest rank over balanced rows, of 1,000 iterations: mean over the layers, and the fullest layer."""
     plain = Strategy(gpus=ep, ep=ep, seq=tokens, global_batch=ep)
     rows = sample_rank_rows(arch, plain, routing, iterations=1000) / (tokens * arch.top_k)
-    most, mean = rows.max(axis=1), rows.mean(axis=1)
-    return Loads(float(mean.mean()), float(np.percentile(mean, percentile)), float(np.percentile(most, percentile)))
+    return rows.mean(axis=1), rows.max(axis=1)
+
+
+def oom_chance(request: Request, s: Strategy) -> float:
+    """Fraction of the routing's iterations in which some rank runs out of memory."""
+    usable = ALPHA * request.system.memory_bytes
+    ranks = memory(request.arch, request.system, s)
+    if not request.arch.is_moe or s.ep == 1:
+        return float(any(rank.peak > usable for rank in ranks))
+    mean, most = (load * balanced_rows(request.arch, s) for load in _sampled_loads(request, s))
+    if all(rank.peak_with(mean.max(), most.max()) <= usable for rank in ranks):
+        return 0.0
+    over = np.zeros(len(mean), dtype=bool)
+    for rank in ranks:
+        capped = np.minimum(most, rank.rows_cap) if rank.rows_cap else most
+        peaks = rank.without_rows + rank.kept_per_row * rank.moe_sets * mean + rank.working_per_row * capped
+        over |= peaks > usable
+    return float(over.mean())
+
+
+def _sampled_loads(request: Request, s: Strategy) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    return _sampled(request.arch, s.ep, request.seq, request.routing)
 
 
 def balanced_rows(arch: Architecture, s: Strategy) -> float:
@@ -311,11 +347,13 @@ def _bound(request: Request, s: Strategy) -> float:
 def _front(timed: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Candidates that no other beats in speed, headroom and goodput together; `timed` is fastest first."""
     front: list[Candidate] = []
-    best_headroom = -float("inf")
     for candidate in timed:
-        if candidate.headroom > best_headroom + 1e-9:
+        if not any(
+            faster.headroom >= candidate.headroom - 1e-9
+            and faster.goodput.fraction >= candidate.goodput.fraction - 1e-9
+            for faster in front
+        ):
             front.append(candidate)
-            best_headroom = candidate.headroom
     return tuple(front)
 
 
@@ -339,12 +377,12 @@ def _nothing_fits(request: Request, missed: Sequence[_Fit]) -> StrategyError:
     return StrategyError(
         f"no strategy fits: the tightest ({strategy.label()}) needs {peak / 1e9:.1f} GB on rank {rank.rank} of "
         f"{usable / 1e9:.1f} GB usable ({terms})",
-        _fewest_gpus(request),
+        fewest_gpus(request),
     )
 
 
-def _fewest_gpus(request: Request) -> str:
-    """Doubles the GPUs until the most frugal strategies fit."""
+def fewest_gpus(request: Request) -> str:
+    """The number of GPUs, doubled until the most frugal strategies fit, in words."""
     frugal = dict(request.fixed) | {"recompute": "full", "micro_batch": 1, "vp": 1}
     for factor in (2, 4, 8, 16, 32, 64, 128):
         gpus = request.gpus * factor

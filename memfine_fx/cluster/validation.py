@@ -28,12 +28,23 @@ __all__ = ["FaultCheck", "MemoryRow", "TimeRow", "Validation", "check_runs", "ru
 
 @dataclass(frozen=True)
 class TimeRow:
-    """One run: measured, predicted by the calibration, and by the one fitted without its model."""
+    """One run: measured, predicted by the calibration, and by the one fitted without its model.
+
+    `peak` is the predicted peak of the fullest rank in bytes.
+    """
 
     run: Run
     predicted: float
     left_out: float | None
-    fits: bool
+    peak: float
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= ALPHA * self.run.system.memory_bytes
+
+    @property
+    def blind_error(self) -> float | None:
+        return None if self.run.blind is None else self.run.blind / self.run.measured - 1
 
     @property
     def error(self) -> float:
@@ -137,18 +148,25 @@ def check_runs(runs: Sequence[Run], calibration: Calibration | None = None) -> t
 
 def runs_table(rows: Sequence[TimeRow]) -> str:
     """Measured and predicted, a row each, and the mean error of each family that has no left-out errors."""
-    lines = [f"{'run':34}{'measured':>10}{'predicted':>10}{'error':>8}{'left out':>9}  memory"]
+    lines = [f"{'run':34}{'measured':>10}{'predicted':>10}{'error':>8}{'left out':>9}{'blind':>8}  memory"]
     for row in rows:
-        out = "" if row.left_out_error is None else f"{row.left_out_error:+9.1%}"
+        out, blind = ("" if error is None else f"{error:+.1%}" for error in (row.left_out_error, row.blind_error))
         fits = "fits" if row.fits else "over"
+        if row.run.peak_gib:
+            fits += f", {row.peak / 2**30:.1f} GiB (measured {row.run.peak_gib:.1f})"
         lines.append(
-            f"{row.run.name:34}{row.run.measured:10.2f}{row.predicted:10.2f}{row.error:+8.1%}{out:>9}  {fits}"
-            + ("" if row.run.calibrates else f"  ({row.run.remark})")
+            f"{row.run.name:34}{row.run.measured:10.2f}{row.predicted:10.2f}{row.error:+8.1%}{out:>9}{blind:>8}  {fits}"
+            + (f"  ({row.run.remark})" if row.run.remark else "")
         )
     for family in ("iteration", "dense", "MoE"):
-        errors = [abs(r.error) for r in rows if r.run.family == family and r.run.calibrates and r.left_out is None]
+        known = [row for row in rows if row.run.family == family and row.left_out is None]
+        errors = [abs(row.error) for row in known if row.run.calibrates]
+        blind_errors = [abs(row.blind_error) for row in known if row.blind_error is not None]
         if errors:
             lines.append(f"mean absolute error, {family}: {sum(errors) / len(errors):.1%} of {len(errors)} runs")
+        if blind_errors:
+            mean = sum(blind_errors) / len(blind_errors)
+            lines.append(f"  at first sight: {mean:.1%} of {len(blind_errors)} runs")
     return "\n".join(lines)
 
 
@@ -158,7 +176,7 @@ def _time_row(run: Run, calibration: Calibration, without: Calibration | None) -
         run,
         predict(run, calibration),
         None if without is None else predict(run, without),
-        peak <= ALPHA * run.system.memory_bytes,
+        peak,
     )
 
 

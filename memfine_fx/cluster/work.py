@@ -62,22 +62,37 @@ class Work:
     recompute: Literal["selective", "experts", "full"] = "full"
 
 
-def launches(arch: Architecture, kind: LayerKind, s: Strategy, rows: float | None = None) -> tuple[float, float]:
-    """Kernels launched per layer and micro-batch, forward and backward: (outside the routed experts, inside).
+@dataclass(frozen=True)
+class Launches:
+    """Kernels that the host launches per layer and micro-batch, forward and backward.
 
-    Counted from the modules of a Megatron-like layer. Token chunks launch the routed experts again, rounds only the
-    exchange.
+    Args:
+        fixed: outside the routed experts; CUDA graphs can capture them.
+        ragged: around the routed experts, whose row counts change from step to step, so that graphs cannot.
+        experts: units of a grouped linear's loop over its local experts (casts, scales, products).
+    """
+
+    fixed: float
+    ragged: float
+    experts: float
+
+
+def launches(arch: Architecture, kind: LayerKind, s: Strategy, rows: float | None = None) -> Launches:
+    """Counted from the modules of a Megatron-like layer.
+
+    Token chunks launch the routed experts again, rounds only the exchange.
     """
     if not kind.is_moe:
-        return _DENSE_LAUNCHES, 0.0
+        return Launches(_DENSE_LAUNCHES, 0.0, 0.0)
     local_experts = arch.experts / s.ep
-    inside = (s.numbers.expert_launches + (_BIAS_LAUNCHES if arch.expert_bias else 0)) * local_experts
+    units = s.numbers.expert_launches * local_experts
+    ragged = _BIAS_LAUNCHES * local_experts if arch.expert_bias else 0.0
     if s.chunks > 1:
-        inside = (inside + _EXCHANGE_LAUNCHES) * s.chunks
-    elif s.rows_per_round:
+        return Launches(_DENSE_LAUNCHES + _MOE_LAUNCHES, (ragged + _EXCHANGE_LAUNCHES) * s.chunks, units * s.chunks)
+    if s.rows_per_round:
         balanced = s.local_tokens / s.tp * arch.top_k
-        inside += _EXCHANGE_LAUNCHES * num_passes(s, balanced if rows is None else rows)
-    return _DENSE_LAUNCHES + _MOE_LAUNCHES, inside
+        ragged += _EXCHANGE_LAUNCHES * num_passes(s, balanced if rows is None else rows)
+    return Launches(_DENSE_LAUNCHES + _MOE_LAUNCHES, ragged, units)
 
 
 def layer_work(arch: Architecture, kind: LayerKind, s: Strategy, sys: System, rows: float | None = None) -> list[Work]:
@@ -210,8 +225,16 @@ def _experts(arch: Architecture, s: Strategy, sys: System, received: float | Non
         Work("unpermute", "experts", "memory", num_bytes=(copies - 2.0 * h) * rows + 2.0 * h * tokens),
     ]
     if arch.expert_bias:
-        # The product of bias and routing weight, the sum and the concatenation are made in fp32, one after the other.
-        work.append(Work("expert bias", "experts", "memory", num_bytes=28.0 * h * rows, backward=1.0))
+        # Eager kernels, expert by expert: bias times routing weight in fp32 (4), the sum (10), their concatenation (8),
+        # back to 16 bits (6); backward the casts (12), both factors' gradients (24) and the pieces' concatenation (4).
+        work.append(Work("expert bias", "experts", "memory", num_bytes=28.0 * h * rows, backward=40 / 28))
+    if arch.expert_clamp:
+        # Eager kernels too: both halves are clamped (4 bytes an element) and put together again (4); backward compares,
+        # masks (11 on average of a one-sided and a two-sided clamp) and puts the halves' gradients together (4).
+        clamped = 8.0 * inputs * width * rows
+        work.append(
+            Work("expert clamp", "experts", "memory", num_bytes=clamped, backward=15 / 8, recompute="selective")
+        )
     if s.chunks > 1:
         # Every token chunk comes back to every expert: its weights are read, its gradients added once more.
         weights = local_experts * arch.expert_params * (s.chunks - 1)

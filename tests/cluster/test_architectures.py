@@ -72,3 +72,19 @@ def test_window_lowers_attention_flops() -> None:
     arch = architecture("gpt_oss_120b")
     full, windowed = sorted(arch.kind_counts, key=lambda kind: kind.window)
     assert arch.attention_flops(windowed, 4096) < 0.1 * arch.attention_flops(full, 4096)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"layer_types": ["linear_attention", "full_attention"]}, {"mamba_d_state": 16}, {"zero_expert_num": 8}]
+)
+def test_layers_that_are_not_modelled_are_refused(fields: dict[str, object]) -> None:
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100, intermediate_size=256)
+    with pytest.raises(ConfigError, match="only layers of softmax attention and a dense or routed FFN are modelled"):
+        architecture(sizes | fields)
+
+
+def test_short_names_are_read_from_a_mapping_too() -> None:
+    arch = architecture({"name": "tiny", "layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "vocab": 100})
+    assert (arch.name, arch.head_dim, arch.gated) == ("tiny", 16, True)
+    with pytest.raises(ConfigError, match="missing heads"):
+        architecture({"layers": 2, "hidden": 64, "vocab": 100})

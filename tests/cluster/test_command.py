@@ -40,9 +40,43 @@ def test_free_sizes_are_searched_and_the_page_has_figures(tmp_path: Path, capsys
         ("--model llama3_8b --gpus 8 --tp 3", "tp=3 does not divide the attention heads (32); nearest valid: tp=2"),
         ("--model llama3_8b", "needs --model and --gpus"),
         ("--model llama3_8b --gpus 8 --percentile 0", "must be in (0, 100]"),
+        ("--model llama3_8b --gpus 0", "gpus=0 must be a positive integer"),
+        ("--model llama3_8b --gpus 8 --set colour=red", "unknown field 'colour'; known: recompute_layers"),
+        ("--model llama3_8b --gpus 8 --set overlap_tp=maybe", "overlap_tp is true or false"),
+        ("--model llama3_8b --gpus 8 --set attention=slow", "is none of flash, unfused; nearest valid: attention=f"),
         ("--runs nowhere.json", "cannot read the runs file nowhere.json"),
     ],
 )
 def test_bad_input_is_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "cluster", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_strategy_that_cannot_fit_names_what_fills_it_and_the_nearest_that_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = "plan cluster --model llama3_70b --gpus 64 --seq 8192 --tp 4 --pp 2 --micro-batch 4"
+    assert main(arguments.split()) == 2
+    printed = capsys.readouterr()
+    assert "where a step goes" in printed.out
+    assert "GB usable, with balanced routing (kept activations" in printed.err
+    nearest = printed.err.split("nearest valid: ")[1].strip()
+    changed = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in _pairs(nearest))
+    assert main(f"{arguments} {changed}".split()) == 0
+
+
+def _pairs(text: str) -> list[list[str]]:
+    return [pair.split("=") for pair in text.split(", ")]
+
+
+@pytest.mark.parametrize("layer", ["base", "optimised"])
+def test_layers_of_the_cost_model_are_asked_separately(layer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FIXED, "--recompute", "selective", "--cost", layer, "--layers"]) == 0
+    text = capsys.readouterr().out
+    assert f"{layer}: " in text and "each term alone" in text and "failures" not in text
+
+
+def test_figures_are_written_as_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([*FIXED, "--set", "overlap_dp=false", "--figures", str(tmp_path / "drawn")]) == 0
+    assert len(list((tmp_path / "drawn").glob("*.svg"))) == 6

@@ -77,3 +77,13 @@ def test_cluster_that_fails_before_it_restarts_makes_no_progress() -> None:
 def test_negative_values_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}=-1 must not be negative"):
         replace(FaultModel(), **{field: -1})
+
+
+def test_crashes_of_the_job_cost_time_but_no_nodes() -> None:
+    crashing = FaultModel(spares=4, crashes_per_hour=2.0)
+    interval = best_interval(ASYNC, crashing, 1024).interval
+    simulated = simulate(interval, ASYNC, crashing, 1024, days=4000, seed=2)
+    found = goodput(interval, ASYNC, crashing, 1024)
+    assert found.fraction == pytest.approx(simulated, rel=0.02)
+    assert found.fraction < best_interval(ASYNC, FaultModel(spares=4), 1024).fraction - 0.1
+    assert crashing.node_share(1024) < 0.05 * crashing.needs_node

@@ -83,6 +83,15 @@ def test_all_to_one_is_the_worst_routing() -> None:
     assert (rows == S.local_tokens * MOE.top_k * S.ep).all()
 
 
+@pytest.mark.parametrize("kind", ["zipf", "table"])
+def test_rank_with_fewer_experts_than_choices_cannot_receive_all(kind: str) -> None:
+    arch = architecture("mixtral_8x7b")
+    s = Strategy(gpus=8, ep=8, global_batch=8)
+    (most,) = set(sample_rank_rows(arch, s, Routing("all_to_one"), 1).ravel())
+    assert most == s.local_tokens * 8
+    assert sample_rank_rows(arch, s, Routing(kind, alpha=4.0, bad_share=1.0), 20).max() <= most  # type: ignore[arg-type]
+
+
 def test_table_routing_has_the_published_rows_in_a_bad_iteration() -> None:
     s = Strategy(gpus=32, ep=32, global_batch=32)
     rows = sample_rank_rows(MOE, s, Routing("table", bad_share=1.0), 20)

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfine_fx.cluster.launch import megatron, torchtitan
+from memfine_fx.cluster.launch import megatron, pipeline_layout, torchtitan
 from memfine_fx.cluster.model_configs import architecture
+from memfine_fx.cluster.runs import preset
 from memfine_fx.cluster.stages import stages
 from memfine_fx.cluster.strategy import Strategy, StrategyError, check, with_fields
 from memfine_fx.cluster.systems import system
@@ -26,6 +27,8 @@ def test_published_strategy_keeps_the_rules() -> None:
     [
         ({"tp": 3}, "tp=3 does not divide the attention heads", "tp=2"),
         ({"gpus": 250}, "does not divide gpus=250", "gpus=248"),
+        ({"pp": 7}, "tp*pp*cp=1*7*1=7 does not divide gpus=256", "pp=8, or gpus=259"),
+        ({"dispatcher": "magic"}, "dispatcher='magic' is none of alltoall, hierarchical", "dispatcher="),
         ({"ep": 100}, "ep=100 does not divide the number of experts", "ep=128"),
         ({"ep": 512}, "ep=512 does not divide the number of experts", "ep=256"),
         ({"pp": 8, "ep": 64}, "ep=64 does not divide the 32 GPUs of a pipeline stage", "ep=32"),
@@ -82,7 +85,6 @@ def test_megatron_flags_say_the_strategy() -> None:
     for flag in (
         "--tensor-model-parallel-size 2",
         "--pipeline-model-parallel-size 4",
-        "--num-virtual-stages-per-pipeline-rank 4",
         "--expert-model-parallel-size 32",
         "--sequence-parallel",
         "--fp8-recipe mxfp8",
@@ -91,6 +93,8 @@ def test_megatron_flags_say_the_strategy() -> None:
     ):
         assert flag in launch.flags
     assert any("2 token chunks" in remark for remark in launch.remarks)
+    even = Strategy(gpus=64, tp=4, pp=8, vp=5, global_batch=128, seq=8192)
+    assert "--num-virtual-stages-per-pipeline-rank 5" in megatron(architecture("llama3_70b"), even).flags
 
 
 def test_torchtitan_flags_multiply_to_all_gpus() -> None:
@@ -103,3 +107,48 @@ def test_torchtitan_flags_multiply_to_all_gpus() -> None:
     for name in names:
         product *= int(flags[name])
     assert product == 256
+
+
+def test_megatron_layout_deals_the_layers_that_do_not_divide() -> None:
+    s = replace(GOOD, pp=16, vp=2, ep=16)
+    layout = pipeline_layout(MOE, s)
+    stages_of_layout = layout.split("|")
+    assert len(stages_of_layout) == 32
+    assert stages_of_layout[0].startswith("E") and stages_of_layout[-1].endswith("L")
+    counts = [part.strip("EL") for part in stages_of_layout]
+    assert sum(int(part[2:]) if "*" in part else len(part) for part in counts) == MOE.layers
+    flags = megatron(MOE, s).flags
+    assert f'--pipeline-model-parallel-layout "{layout}"' in flags
+    assert not any("virtual-stages" in flag for flag in flags)
+
+
+@pytest.mark.parametrize("recompute", ["full", "experts"])
+def test_overlap_that_recomputation_excludes_is_not_preset(recompute: str) -> None:
+    options = preset(MOE, system("H100"), 4, recompute)
+    flags = megatron(MOE, with_fields(GOOD, recompute=recompute, **options)).flags
+    assert not any("overlap-moe" in flag or "delay-wgrad" in flag for flag in flags)
+    assert preset(MOE, system("H100"), 4, "selective")["overlap_ep"]
+
+
+MEGATRON_OPTIONS = frozenset(
+    """tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size micro-batch-size global-batch-size
+    seq-length fp16 bf16 sequence-parallel num-virtual-stages-per-pipeline-rank account-for-embedding-in-pipeline-split
+    account-for-loss-in-pipeline-split pipeline-model-parallel-layout expert-model-parallel-size
+    expert-tensor-parallel-size moe-grouped-gemm moe-token-dispatcher-type moe-flex-dispatcher-backend
+    overlap-moe-expert-parallel-comm delay-wgrad-compute use-megatron-fsdp data-parallel-sharding-strategy ckpt-format
+    use-distributed-optimizer overlap-grad-reduce overlap-param-gather grad-reduce-in-bf16 fp8-format fp8-recipe
+    fp4-format fp4-recipe tp-comm-overlap recompute-granularity recompute-method recompute-num-layers recompute-modules
+    cuda-graph-impl cuda-graph-scope""".split()
+)
+"""Read from Megatron-Core 0.16: arguments.py and the dataclasses that it makes options of."""
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "experts"])
+@pytest.mark.parametrize("precision", ["BF16", "FP8-MX", "NVFP4"])
+def test_every_megatron_flag_is_an_option_of_megatron(zero: int, recompute: str, precision: str) -> None:
+    sys = system("GB200")
+    for vp, graphs in ((1, "full"), (2, "partial")):
+        s = with_fields(GOOD, zero=zero, vp=vp, precision=precision, **preset(MOE, sys, vp, recompute))
+        flags = megatron(MOE, with_fields(s, recompute=recompute, cuda_graphs=graphs, tp=2)).flags
+        assert {flag[2:].split()[0] for flag in flags} <= MEGATRON_OPTIONS

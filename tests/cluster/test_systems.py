@@ -43,6 +43,11 @@ def test_yaml_file_of_a_user_is_read(tmp_path: Path) -> None:
         ("nvlink_domain: 4", "nvlink_domain: many", r"mine\.yaml:7: Mine\.nvlink_domain: .*integer.*'many'"),
         ("{BF16: 100}", "{BF17: 100}", r"mine\.yaml:4: Mine\.tflops\.BF17"),
         ("gpu: toy", "gpus: toy", r"mine\.yaml:2: Mine\.gpus: Extra inputs"),
+        ("{BF16: 100}", "{BF16: 0}", r"mine\.yaml:4: Mine\.tflops\.BF16: .*greater than 0 \(got 0\)"),
+        ("{BF16: 100}", "{}", r"mine\.yaml:4: Mine\.tflops: .*at least 1 item"),
+        ("network_gb_per_s: 10", "network_gb_per_s: .inf", r"mine\.yaml:9: Mine\.network_gb_per_s: .*finite"),
+        ("  gpu: toy", "  gpu: toy\n  gpu: two", r"mine\.yaml:3: Mine\.gpu is given twice, first in line 2"),
+        ("  gpu: toy\n", "", r"mine\.yaml:1: Mine\.gpu: Field required$"),
     ],
 )
 def test_bad_value_is_named_with_its_line(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from memfine_fx.cluster.calibration import fitted, priors
 from memfine_fx.cluster.fitting import fit
-from memfine_fx.cluster.runs import load_runs, published, published_runs
+from memfine_fx.cluster.runs import load_runs, outside_runs, published, published_runs
 from memfine_fx.cluster.validation import Validation, check_runs, runs_table, validate
 from memfine_fx.errors import ConfigError
 
@@ -79,3 +79,34 @@ def test_row_that_lacks_a_field_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({"throughput": [{"model": "llama3_8b", "system": "H100"}]}))
     with pytest.raises(ConfigError, match=r"throughput\[0\] lacks 'gpus'"):
         load_runs(path)
+
+
+def test_runs_file_brings_its_own_models_and_systems(tmp_path: Path) -> None:
+    sizes = {"layers": 4, "hidden": 512, "ffn": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64, "vocab": 1000}
+    fields = {"gpu": "toy", "generation": "hopper", "tflops": {"BF16": 100}, "memory_gib": 16, "memory_gb_per_s": 1000}
+    links = {"nvlink_domain": 8, "nvlink_gb_per_s": 100, "network_gb_per_s": 10, "host_link_gb_per_s": 20}
+    row = published()["throughput"][0] | {"model": "tiny", "system": "Toy", "precision": "BF16", "settings": {}}
+    row |= {"tokens_per_s_per_gpu": 1e6, "blind_tokens_per_s_per_gpu": 5e5, "peak_gib": 3.5}
+    path = tmp_path / "runs.json"
+    path.write_text(
+        json.dumps({"architectures": {"tiny": sizes}, "systems": {"Toy": fields | links}, "throughput": [row]})
+    )
+    (found,) = check_runs(load_runs(path))
+    assert found.run.name == "tiny Toy BF16"
+    assert found.blind_error == -0.5
+    assert "(measured 3.5)" in runs_table([found]) and "at first sight: 50.0% of 1 runs" in runs_table([found])
+    path.write_text(json.dumps({"systems": {"Toy": fields}}))
+    with pytest.raises(ConfigError, match=r"Toy\.nvlink_domain: Field required"):
+        load_runs(path)
+
+
+@pytest.mark.parametrize(("name", "family", "limit"), [("held_out", "dense", 0.10), ("blind", "dense", 0.12)])
+def test_runs_outside_the_fit_stay_predicted(name: str, family: str, limit: float) -> None:
+    rows = [row for row in check_runs(outside_runs()[name]) if row.run.family == family and row.run.calibrates]
+    assert sum(abs(row.error) for row in rows) / len(rows) <= limit
+
+
+def test_measured_peaks_are_near_the_predicted_ones() -> None:
+    rows = [row for row in check_runs(outside_runs()["blind"]) if row.run.peak_gib]
+    near = [abs(row.peak / 2**30 / row.run.peak_gib - 1) < 0.08 for row in rows if row.run.peak_gib]
+    assert len(near) == 5 and sum(near) >= 4
