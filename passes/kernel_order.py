@@ -13,19 +13,22 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from torch._inductor.custom_graph_pass import CustomSchedulerPass, get_hash_for_files
+from torch._inductor import custom_graph_pass
 
 __all__ = ["KernelOrder"]
 
 
-class KernelOrder(CustomSchedulerPass):
+_Base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 takes any callable
+
+
+class KernelOrder(_Base):  # type: ignore[misc]  # its base depends on the version
     """Inductor scheduler pass (`_post_fusion_custom_pass`): fused kernels at the place of their last member."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         return _sorted_by_last_member(nodes)
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
+        return custom_graph_pass.get_hash_for_files((__file__,))
 
 
 def _sorted_by_last_member(kernels: list[Any]) -> list[Any]:

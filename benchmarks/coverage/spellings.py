@@ -18,11 +18,11 @@ _HIDDEN, _TOKENS = 32, 128
 Build = Callable[[], tuple[nn.Module, Tensor]]
 
 
-def _layer(layer_class: Any, config_class: Any, **fields: Any) -> Build:
-    """The layer at toy width and its tokens."""
+def _layer(layer_class: Any, config_class: Any, *, shape: tuple[int, ...] = (_TOKENS,), **fields: Any) -> Build:
+    """The layer at toy width and its tokens, of shape (*shape, H)."""
 
     def build() -> tuple[nn.Module, Tensor]:
-        return layer_class(config_class(hidden=_HIDDEN, expert_width=48, **fields)), torch.randn(_TOKENS, _HIDDEN)
+        return layer_class(config_class(hidden=_HIDDEN, expert_width=48, **fields)), torch.randn(*shape, _HIDDEN)
 
     return build
 
@@ -35,8 +35,8 @@ SPELLINGS: dict[str, Build] = {
     "gathered weights, biases, clamped interleaved gate": _layer(
         models.GptOssMoE, models.GptOssConfig, spelling="gathered"
     ),
-    "gathered weights by einsum": _layer(models.IndexedMoE, models.IndexedConfig),
-    "gathered weights by matmul": _layer(models.IndexedMoE, models.IndexedConfig, uses_matmul=True),
+    "gathered weights by einsum": _layer(models.IndexedMoE, models.IndexedConfig, shape=(4, 32)),
+    "gathered weights by matmul": _layer(models.IndexedMoE, models.IndexedConfig, shape=(4, 32), uses_matmul=True),
     "expert loop over a ModuleList": _layer(models.NaiveMoE, models.NaiveConfig),
     **{
         f"expert loop, {spelling}": _layer(models.LoopMoE, models.LoopConfig, spelling=spelling)

@@ -70,6 +70,7 @@ def _outcomes(session: Session) -> list[str]:
     return [re.sub(r"[0-9a-f]{16}/\d+", "SITE", text) for text in texts]
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the texts are those of torch 2.13")
 @pytest.mark.parametrize("name", LAYERS)
 def test_rewritten_graphs_read_as_committed(name: str, request: pytest.FixtureRequest) -> None:
     layer, inputs = LAYERS[name]()
