@@ -36,6 +36,7 @@ __all__ = [
     "Goodput",
     "best_interval",
     "checkpoint_cost",
+    "crash_rate",
     "daly_interval",
     "goodput",
     "per_gpu_rate",
@@ -51,6 +52,11 @@ PUBLISHED_RATE_PER_GPU_HOUR = 466 / (54 * 24 * 16384)
 def per_gpu_rate(interruptions: float, days: float, gpus: int) -> float:
     """Interruptions per GPU and hour of a published run."""
     return interruptions / (days * 24 * gpus)
+
+
+def crash_rate(chance: float, step_s: float) -> float:
+    """Crashes per hour of a job whose steps of `step_s` seconds each crash with this chance (1: practically all do)."""
+    return -math.log1p(-min(chance, 1 - 1e-12)) * 3600 / step_s
 
 
 @dataclass(frozen=True)
@@ -194,12 +200,11 @@ def spare_wait(faults: FaultModel, arrivals: float) -> float:
     """
     if arrivals == 0 or faults.repair == 0:
         return 0.0
-    # States: nodes in repair when a failure comes, 0..spares; what follows the last is the wait.
-    load = arrivals * faults.repair
-    weights = [1.0]
+    # Erlang's recursion for the chance that all spares are in repair, stable for any number of them.
+    load, blocked = arrivals * faults.repair, 1.0
     for in_repair in range(1, faults.spares + 1):
-        weights.append(weights[-1] * load / in_repair)
-    return weights[-1] / sum(weights) * faults.repair / (faults.spares + 1)
+        blocked = load * blocked / (in_repair + load * blocked)
+    return blocked * faults.repair / (faults.spares + 1)
 
 
 def best_interval(cost: CheckpointCost, faults: FaultModel, gpus: int) -> Goodput:
@@ -226,8 +231,9 @@ def best_interval(cost: CheckpointCost, faults: FaultModel, gpus: int) -> Goodpu
 
 
 def days_to(tokens: float, tokens_per_s: float, fraction: float) -> float:
-    """Days to train on `tokens`."""
-    return tokens / (tokens_per_s * fraction) / 86_400
+    """Days to train on `tokens`; infinite without progress."""
+    useful = tokens_per_s * fraction
+    return tokens / useful / 86_400 if useful > 0 else math.inf
 
 
 def sensitivity(

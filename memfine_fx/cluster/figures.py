@@ -88,7 +88,9 @@ def _memory_bars(axes: Any, plan: Plan) -> None:
 
 def _timeline(axes: Any, plan: Plan) -> None:
     s, stages = plan.strategy, plan.loaded.stages
-    micro_batches = min(s.micro_batches, max(_SHOWN_MICRO_BATCHES, s.pp))
+    # Interleaved schedules run whole groups of pp micro-batches.
+    group = s.pp if s.vp > 1 else 1
+    micro_batches = min(s.micro_batches, -(-max(_SHOWN_MICRO_BATCHES, s.pp) // group) * group)
     events = timeline(
         [stage.forward_s for stage in stages], [stage.backward_s for stage in stages], s.vp, micro_batches
     )

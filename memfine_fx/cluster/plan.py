@@ -10,6 +10,7 @@ from memfine_fx.cluster.faults import (
     Goodput,
     best_interval,
     checkpoint_cost,
+    crash_rate,
     daly_interval,
     days_to,
     sensitivity,
@@ -93,7 +94,7 @@ def make_plan(
         routing = request.routing if kind == request.routing.kind else Routing(kind)  # type: ignore[arg-type]
         risks.append((kind, oom_risk(arch, sys, strategy, routing, iterations)))
     cost = checkpoint_cost(arch.params, strategy, sys, asynchronous=request.asynchronous)
-    crashes = oom_chance(request, strategy) * 3600 / loaded.seconds
+    crashes = crash_rate(oom_chance(request, strategy), loaded.seconds)
     faults = replace(request.faults, crashes_per_hour=request.faults.crashes_per_hour + crashes)
     best = best_interval(cost, faults, request.gpus)
     report = FaultReport(

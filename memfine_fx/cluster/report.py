@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Literal
 
 from memfine_fx.cluster.plan import Plan
@@ -132,8 +133,13 @@ def _risks(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+_NO_PROGRESS = 1e-4
+
+
 def _faults(plan: Plan) -> str:
     f, best = plan.faults, plan.faults.best
+    if best.fraction < _NO_PROGRESS:
+        return "failures\n  the job fails before it can save: no progress (see the memory of the tightest rank)"
     crashes = f.model.crashes_per_hour
     counted = f", out of memory {24 * crashes:.2g} times a day among them" if crashes else ""
     lines = [
@@ -196,4 +202,13 @@ def plan_json(plan: Plan, front: tuple[Candidate, ...] = ()) -> str:
             for candidate in front
         ],
     }
-    return json.dumps(found, indent=1)
+    return json.dumps(_finite(found), indent=1)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: a mean time between failures without failures is null."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -208,10 +208,12 @@ def check(arch: Architecture, sys: System, strategy: Strategy) -> None:
             f"dp*micro_batch={s.dp}*{s.micro_batch}={per_step} does not divide global_batch={s.global_batch}",
             f"global_batch={max(1, round(s.global_batch / per_step)) * per_step}",
         )
-    if s.vp > 1 and s.micro_batches % s.pp and s.micro_batches < s.pp:
+    if s.vp > 1 and s.micro_batches % s.pp:
+        groups = max(1, round(s.micro_batches / s.pp))
         raise StrategyError(
-            f"interleaving needs at least pp={s.pp} micro-batches, there are {s.micro_batches}",
-            f"global_batch={s.pp * per_step}",
+            f"interleaving runs micro-batches in groups of pp={s.pp}, which does not divide their number "
+            f"({s.micro_batches})",
+            f"global_batch={groups * s.pp * per_step}",
         )
     _check_experts(arch, s)
     for name in ("offload_layers", "recompute_layers"):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from memfine_fx.cluster.architectures import Architecture
 from memfine_fx.cluster.calibration import Calibration, fitted
-from memfine_fx.cluster.faults import FaultModel, Goodput, best_interval, checkpoint_cost
+from memfine_fx.cluster.faults import FaultModel, Goodput, best_interval, checkpoint_cost, crash_rate
 from memfine_fx.cluster.memory import ALPHA, RankMemory, choose_rows, memory
 from memfine_fx.cluster.routing import Routing, sample_rank_rows
 from memfine_fx.cluster.runs import preset
@@ -165,9 +165,13 @@ def tune(
             continue
         step = step_time(request.arch, request.system, strategy, cal, rows=_mean_rows(request, strategy))
         best = min(best, step.seconds)
-        crashes = oom_chance(request, strategy) * 3600 / step.seconds
+        crashes = crash_rate(oom_chance(request, strategy), step.seconds)
         kept = (
-            best_interval(cost, replace(request.faults, crashes_per_hour=crashes), request.gpus) if crashes else plain
+            best_interval(
+                cost, replace(request.faults, crashes_per_hour=request.faults.crashes_per_hour + crashes), request.gpus
+            )
+            if crashes
+            else plain
         )
         timed.append(Candidate(strategy, step, peak, ALPHA * request.system.memory_bytes, rank, kept))
     if progress:

@@ -80,3 +80,20 @@ def test_figures_are_written_as_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main([*FIXED, "--set", "overlap_dp=false", "--figures", str(tmp_path / "drawn")]) == 0
     assert len(list((tmp_path / "drawn").glob("*.svg"))) == 6
+
+
+def test_timeline_of_an_interleaved_pipeline_shows_whole_groups(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = "plan cluster --model llama3_70b --gpus 64 --tp 1 --pp 8 --vp 5 --recompute full --figures"
+    assert main([*arguments.split(), str(tmp_path)]) == 0
+    assert (tmp_path / "pipeline_timeline.svg").stat().st_size > 1000
+
+
+def test_plan_without_progress_or_without_failures_is_still_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    never = "plan cluster --model gpt_oss_120b --gpus 64 --system B200 --tp 1 --pp 1 --ep 8 --micro-batch 8"
+    assert main(never.split()) == 2
+    printed = capsys.readouterr()
+    assert "the job fails before it can save: no progress" in printed.out and "nearest valid" in printed.err
+    assert main([*FIXED, "--recompute", "full", "--failure-rate", "0", "--routing", "balanced", "--json"]) == 0
+    loaded = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert loaded["faults"]["best"]["mtbf"] is None

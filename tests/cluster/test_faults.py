@@ -10,6 +10,7 @@ from memfine_fx.cluster.faults import (
     CheckpointCost,
     FaultModel,
     best_interval,
+    crash_rate,
     daly_interval,
     goodput,
     per_gpu_rate,
@@ -87,3 +88,10 @@ def test_crashes_of_the_job_cost_time_but_no_nodes() -> None:
     assert found.fraction == pytest.approx(simulated, rel=0.02)
     assert found.fraction < best_interval(ASYNC, FaultModel(spares=4), 1024).fraction - 0.1
     assert crashing.node_share(1024) < 0.05 * crashing.needs_node
+
+
+def test_job_that_runs_out_of_memory_in_every_step_makes_no_progress() -> None:
+    assert crash_rate(0.0, 10.0) == 0
+    assert crash_rate(0.001, 10.0) == pytest.approx(0.36, rel=1e-3)
+    hopeless = FaultModel(spares=4, crashes_per_hour=crash_rate(1.0, 10.0))
+    assert best_interval(BLOCKING, hopeless, 64).fraction < 1e-3

@@ -33,6 +33,7 @@ def test_published_strategy_keeps_the_rules() -> None:
         ({"ep": 512}, "ep=512 does not divide the number of experts", "ep=256"),
         ({"pp": 8, "ep": 64}, "ep=64 does not divide the 32 GPUs of a pipeline stage", "ep=32"),
         ({"global_batch": 100}, "does not divide global_batch=100", "global_batch=128"),
+        ({"global_batch": 4096 + 64 * 2}, "in groups of pp=4, which does not divide their number (66)", "=4096"),
         ({"vp": 4, "pp": 1}, "interleaves a pipeline, but pp=1", "vp=1"),
         ({"pp": 32, "vp": 8, "ep": 8}, "more stages than the 61 layers", "vp=1"),
         ({"precision": "NVFP4"}, "H100 has no FP4 units", "FP8-MX"),
