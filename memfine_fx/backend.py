@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
-from memfine_fx.budget import choose_plan, fits_budget
+from memfine_fx.budget import budget_of_graph, choose_plan
 from memfine_fx.config import Config, dump_folder
 from memfine_fx.errors import CannotChunk, LeftoverShapes
 from memfine_fx.inner import compile_plain, compile_with_regions
@@ -37,7 +37,7 @@ from memfine_fx.passes.lower import insert_identity, lower_region
 from memfine_fx.passes.modes import Modes, called_bodies
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.passes.tracing import TensorSpec
-from memfine_fx.records import Candidate, MoERegion, Refusal
+from memfine_fx.records import Candidate, Keep, MoERegion, Refusal
 from memfine_fx.runtime.loop import accumulator_dtype
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.params import group_params
@@ -93,7 +93,7 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
         example_inputs,
         session.config,
         record.step,
-        fits=fits_budget(session, record, _tensor(regions[0].hidden).device),
+        budget=budget_of_graph(session, record, _tensor(regions[0].hidden)),
         changed=session.forget_plans,
     )
 
@@ -161,20 +161,21 @@ def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> LiveReg
     bodies = _bodies(region, specs, config)
     output = _tensor(region.cut.exit)
     region_bytes = functools.partial(_region_bytes, region, bodies, output)  # bodies know more once compiled
-    region_bytes()  # traces them now, outside of any other compilation
+    region_bytes("nothing")  # traces them now, outside of any other compilation
+    site = next_site(bodies.key)
     live = LiveRegion(
-        site=next_site(bodies.key),
+        site=site,
         bodies=bodies,
         num_experts=region.dims.num_experts,
         top_k=region.dims.top_k,
         out_dtype=output.dtype,
         drops_out_of_range=region.drops_out_of_range,
-        choose_plan=functools.partial(choose_plan, region_bytes, session, record, output.device),
+        choose_plan=functools.partial(choose_plan, site, session, record, output.device),
         tuner=ChunkTuner(config.bins, config.patience, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),
     )
     register(live)
-    record.step.regions[live.site] = RegionMemory(region_bytes, _num_tokens(region), config.axis)
+    record.step.regions[site] = RegionMemory(region_bytes, _num_tokens(region), config.axis)
     return live
 
 
@@ -229,7 +230,7 @@ def _param_groups(region: MoERegion) -> list[tuple[torch.Tensor, ...]]:
     return group_params(tensors, region.expert_fn.param_kinds, region.dims.num_experts)
 
 
-def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor) -> RegionBytes:
+def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor, keep: Keep) -> RegionBytes:
     hidden = _tensor(region.hidden)
     params = [_tensor(node) for node in region.params]
     trained_groups = (any(param.requires_grad for param in group) for group in _param_groups(region))
@@ -237,6 +238,10 @@ def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor)
     trained = [param for param in params if param.requires_grad]
     is_low_precision = any(accumulator_dtype(param.dtype) is not param.dtype for param in trained)
     weight = None if region.routing_weight is None else _tensor(region.routing_weight)
+    keeping = None if keep == "nothing" else bodies.keeping(keep, wanted)
+    forward, backward = bodies.forward(), bodies.backward(wanted)
+    if keeping is not None:
+        forward, backward = keeping.forward, keeping.backward
     return RegionBytes(
         top_k=region.dims.top_k,
         num_experts=region.dims.num_experts,
@@ -249,9 +254,10 @@ def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor)
         weight_item_bytes=0 if weight is None else weight.dtype.itemsize,
         param_bytes=sum(_num_bytes(param) for param in trained),
         staging_bytes=_staging_bytes(region) if is_low_precision else 0,
-        forward_peak=bodies.forward().peak_bytes,
-        backward_peak=bodies.backward(wanted).peak_bytes,
+        forward_peak=forward.peak_bytes,
+        backward_peak=backward.peak_bytes,
         takes_group=bodies.takes_group,
+        flops_per_row=bodies.flops_per_row,
         device_type=output.device.type,
     )
 

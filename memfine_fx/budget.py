@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
+from torch import fx
 
+from memfine_fx.calibration import device_rates
 from memfine_fx.config import Config, parse_budget
+from memfine_fx.cost import DeviceRates, rows_seconds
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.region_bytes import RegionBytes, region_peak
-from memfine_fx.memory.step import GraphStep, StepPeak, step_peak
+from memfine_fx.memory.step import GraphStep, RegionMemory, StepPeak, step_peak
 from memfine_fx.planner import plan_region
 from memfine_fx.records import ChunkPlan
 from memfine_fx.session import CapturedGraph, Session
 
-__all__ = ["budget_bytes", "choose_plan", "fits_budget", "unbounded_rows"]
+__all__ = ["GraphBudget", "budget_bytes", "budget_of_graph", "choose_plan", "unbounded_rows"]
 
 _ESTIMATE_MARGIN = 1.02
 """What an estimate made before compilation may be short of the compiled code (docs/design.md, "The step's peak")."""
@@ -31,35 +36,89 @@ def budget_bytes(config: Config, device: torch.device) -> int | None:
     return parse_budget(config.memory_budget, total)
 
 
-def fits_budget(
-    session: Session, graph: CapturedGraph, device: torch.device
-) -> Callable[[GraphMemory, GraphMemory], bool] | None:
-    """Whether a partition of this graph keeps the step within the budget, with as many rows as time asks for.
+def budget_of_graph(session: Session, graph: CapturedGraph, hidden: torch.Tensor) -> GraphBudget | None:
+    """What the step of this graph may use, or None without a budget of the user: then nothing is computed again
+    that the model does not ask for, and regions keep nothing.
 
-    None without a budget of the user: then nothing dense is computed again that the model does not ask for.
+    Args:
+        hidden: tokens of a region, for device and dtype.
     """
-    if session.config.memory_budget is None:
-        return None
-
-    def fits(forward: GraphMemory, backward: GraphMemory) -> bool:
-        available = _available_bytes(session, device)
-        trial = GraphStep(graph.step.regions, graph.step.sizes, forward, backward)
-        others = [other.step for other in session.latest_graphs() if other is not graph]
-        peak = step_peak([*others, trial], _rows_of(session, graph, None))
-        return peak is None or available is None or peak.num_bytes * _ESTIMATE_MARGIN <= available
-
-    return fits
+    is_limited = session.config.memory_budget is not None and budget_bytes(session.config, hidden.device) is not None
+    return GraphBudget(session, graph, hidden) if is_limited else None
 
 
-def choose_plan(
-    region_now: Callable[[], RegionBytes], session: Session, graph: CapturedGraph, device: torch.device, num_tokens: int
-) -> ChunkPlan:
+class GraphBudget:
+    """See `passes.fit.StepBudget`."""
+
+    def __init__(self, session: Session, graph: CapturedGraph, hidden: torch.Tensor) -> None:
+        self._session = session
+        self._graph = graph
+        self._device, self._dtype = hidden.device, hidden.dtype
+
+    @functools.cached_property
+    def available_bytes(self) -> int:
+        available = _available_bytes(self._session, self._device)
+        assert available is not None, "a graph without a limit has no budget"
+        return available
+
+    @functools.cached_property
+    def rates(self) -> DeviceRates:
+        return device_rates(self._device.type, self._dtype)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self._graph.step.sizes
+
+    def add_hints(self, joint: fx.Graph) -> None:
+        self._graph.step.add_hints(joint)
+
+    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
+        step = self._graph.step
+        trial = GraphStep(step.regions, step.sizes, forward, backward)
+        others = [other.step for other in self._session.latest_graphs() if other is not self._graph]
+        peak = step_peak([*others, trial], _rows_of(self._session, self._graph, rows))
+        return 0 if peak is None else int(peak.num_bytes * _ESTIMATE_MARGIN)
+
+    def rows_choices(self) -> Sequence[tuple[int | None, float]]:
+        config = self._session.config
+        if config.axis != "rows" or config.rows_per_chunk is not None:
+            return [(None, 0.0)]
+        most = max((self._unbounded(region) for region in self._graph.step.regions.values()), default=1)
+        halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= config.min_rows]
+        fastest = self._seconds(None)
+        return [(None, 0.0), *((rows, max(0.0, self._seconds(rows) - fastest)) for rows in halved)]
+
+    def _unbounded(self, region: RegionMemory) -> int:
+        return unbounded_rows(self._session.config, region.terms("nothing"), region.tokens_at(self.sizes))
+
+    def _seconds(self, rows: int | None) -> float:
+        """Of all regions of this graph in one step."""
+        seconds = 0.0
+        for region in self._graph.step.regions.values():
+            terms = region.terms("nothing")
+            seconds += rows_seconds(
+                self.rates,
+                num_routed=max(1, region.tokens_at(self.sizes) * terms.top_k),
+                num_experts=terms.num_experts,
+                flops_per_row=_STEP_FLOPS * terms.flops_per_row,
+                rows=self._unbounded(region) if rows is None else rows,
+                takes_group=terms.takes_group,
+            )
+        return seconds
+
+
+_STEP_FLOPS = 3.5
+"""FLOPs of a region's step for each of its forward: backward takes twice as many, and computes some again."""
+
+
+def choose_plan(site: str, session: Session, graph: CapturedGraph, device: torch.device, num_tokens: int) -> ChunkPlan:
     """The plan of one region for T tokens: as many rows as time asks for, fewer if the step would not fit.
 
     Raises:
         BudgetInfeasible: not even `Config.min_rows` a chunk fits.
     """
-    config, region = session.config, region_now()
+    config, keep = session.config, graph.step.keep_of(site)
+    region = graph.step.regions[site].terms(keep)
     available = _available_bytes(session, device)
 
     def peak_terms(rows: int) -> dict[str, int]:
@@ -68,7 +127,7 @@ def choose_plan(
             return region_peak(region, num_tokens, rows, config.axis)
         return _as_terms(peak)
 
-    return plan_region(
+    plan = plan_region(
         region,
         num_tokens,
         axis=config.axis,
@@ -79,6 +138,7 @@ def choose_plan(
         min_rows=config.min_rows,
         peak_terms=peak_terms,
     )
+    return replace(plan, keeps=keep)
 
 
 def unbounded_rows(config: Config, region: RegionBytes, num_tokens: int) -> int:
@@ -102,7 +162,7 @@ def _rows_of(session: Session, graph: CapturedGraph, rows: int | None) -> Callab
     regions = {site: region for one in (*session.latest_graphs(), graph) for site, region in one.step.regions.items()}
 
     def rows_of(site: str, num_tokens: int) -> int:
-        return unbounded_rows(session.config, regions[site].terms, num_tokens) if rows is None else rows
+        return unbounded_rows(session.config, regions[site].terms("nothing"), num_tokens) if rows is None else rows
 
     return rows_of
 

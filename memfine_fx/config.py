@@ -151,6 +151,11 @@ def dump_folder() -> str | None:
     return os.environ.get("MEMFINE_DUMP") or None
 
 
+def cache_folder() -> str:
+    """Folder for what is measured once a machine (MEMFINE_CACHE), in the user's cache by default."""
+    return os.environ.get("MEMFINE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "memfine_fx")
+
+
 def _text_bytes(match: re.Match[str]) -> int:
     unit = (match.group(2) or match.group(3) or "").lower()
     return int(float(match.group(1)) * _UNITS[unit])

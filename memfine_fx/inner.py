@@ -20,8 +20,9 @@ from memfine_fx.config import Config
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.fit import Partition, StepBudget
 from memfine_fx.passes.kernel_order import KernelOrder
-from memfine_fx.passes.partition import Fits, Partition, StepPartitioner, freed_inputs
+from memfine_fx.passes.partition import StepPartitioner, freed_inputs
 
 __all__ = ["compile_plain", "compile_with_regions"]
 
@@ -49,7 +50,7 @@ def compile_with_regions(
     config: Config,
     step: GraphStep,
     *,
-    fits: Fits | None,
+    budget: StepBudget | None,
     changed: Callable[[], None],
 ) -> Callable[..., Any]:
     """Compile a graph whose regions were lowered.
@@ -58,7 +59,7 @@ def compile_with_regions(
         graph_module, example_inputs: from Dynamo, rewritten.
         config: options.
         step: told the sizes of each call, and what forward and backward hold.
-        fits: see `StepPartitioner`.
+        budget: see `StepPartitioner`.
         changed: called when more is known of the graph's memory than before.
     """
     if config.inner_backend == "eager":
@@ -67,7 +68,7 @@ def compile_with_regions(
     partitioner = StepPartitioner(
         saves_attention=config.saves_attention,
         is_fused=config.inner_backend == "inductor",
-        fits=fits,
+        budget=budget,
         report=functools.partial(_take_estimate, step),
         key=f"{config.memory_budget} {config.axis} {config.rows_per_chunk} {config.tokens_per_chunk}",
     )

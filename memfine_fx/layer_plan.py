@@ -135,6 +135,7 @@ def _region_bytes(sizes: LayerSizes) -> RegionBytes:
         forward_peak=bodies.forward().peak_bytes,
         backward_peak=bodies.backward((True, True, True, True)).peak_bytes,
         takes_group=False,
+        flops_per_row=bodies.flops_per_row,
         device_type=place.type,
     )
 

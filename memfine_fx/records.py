@@ -19,6 +19,7 @@ __all__ = [
     "ChunkPlan",
     "Cut",
     "ExpertFunction",
+    "Keep",
     "MoERegion",
     "ParamKind",
     "Refusal",
@@ -29,6 +30,11 @@ __all__ = [
 
 ParamKind = Literal["expert", "each", "shared"]
 """How an expert finds its parameter: its entry of a table [E,...], one of E tensors, or a tensor all share."""
+
+Keep = Literal["nothing", "projections", "operands"]
+"""What a region's forward keeps of its routed rows for backward: nothing, so that all is computed again; the results
+of the projections that backward would compute again; or, with them, whatever its matmuls read, so that nothing is
+written twice."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,7 @@ class ChunkPlan:
         predicted_bytes: peak of the region's own working set in backward: chunk temporaries, output and
             accumulators, index arrays and the expert weight gradients.
         reason: why this and not another.
+        keeps: what forward keeps for backward; fixed when the graph is compiled.
     """
 
     axis: Literal["rows", "tokens"]
@@ -187,3 +194,4 @@ class ChunkPlan:
     tokens_per_chunk: int
     predicted_bytes: int
     reason: str
+    keeps: Keep = "nothing"

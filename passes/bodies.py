@@ -9,6 +9,8 @@ Steps:
    multiplies straight into the gradient's slice (no temporary, no extra pass);
 4. Inductor compiles each once; equal bodies of different layers share everything.
 
+Where the plan lets forward keep something for backward, both are cut out of their joint graph instead (`kept`).
+
 On CUDA in bf16 the body is lifted over the experts of a chunk (`lift`): one grouped matmul in place of a
 matmul per expert.
 """
@@ -30,10 +32,19 @@ from memfine_fx.memory.graph_peak import live_peaks
 from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.fold_weight import fold_weight
+from memfine_fx.passes.kept import cut_joint, matmul_flops_per_row
 from memfine_fx.passes.lift import lift_over_experts
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
-from memfine_fx.records import ExpertFunction, ParamKind
-from memfine_fx.runtime.bodies import BackwardBody, ForwardBody, Operand, ParamGrad, PlainGrad, ProductGrad
+from memfine_fx.records import ExpertFunction, Keep, ParamKind
+from memfine_fx.runtime.bodies import (
+    BackwardBody,
+    ForwardBody,
+    KeepingBodies,
+    Operand,
+    ParamGrad,
+    PlainGrad,
+    ProductGrad,
+)
 
 __all__ = ["ExpertBodies", "bodies_for", "num_body_compilations"]
 
@@ -107,6 +118,7 @@ class ExpertBodies:
             self._function, self._specs = lift_over_experts(self._function, specs, expert_fn)
         self._forward: ForwardBody | None = None
         self._backward: dict[tuple[bool, ...], BackwardBody] = {}
+        self._keeping: dict[tuple[Keep, tuple[bool, ...]], KeepingBodies | None] = {}
 
     def forward(self) -> ForwardBody:
         with _lock:
@@ -120,32 +132,50 @@ class ExpertBodies:
                 self._backward[wanted] = self._build_backward(wanted)
             return self._backward[wanted]
 
+    @property
+    def flops_per_row(self) -> int:
+        """Of the function's matmuls on one row, forward."""
+        return matmul_flops_per_row(self._function.graph_module.graph)
+
     def graph(self) -> fx.GraphModule:
         """The forward as ATen, for reports and dumps."""
         return self._function.graph_module
 
+    def keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
+        with _lock:
+            if (keep, wanted) not in self._keeping:
+                self._keeping[keep, wanted] = self._build_keeping(keep, wanted)
+            return self._keeping[keep, wanted]
+
     def _build_backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
-        num_lead = 2 if self.has_weight else 1
-        positions = [
-            0,
-            *([1] if self.has_weight else []),
-            *(num_lead + i for i in range(len(self.param_kinds))),
-        ]
+        differentiated = self._differentiated(wanted)
+        traced = trace_rows(_Vjp(self._function.graph_module, differentiated), self._backward_specs())
+        return self._backward_body(traced, differentiated)
+
+    def _build_keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
+        differentiated = self._differentiated(wanted)
+        function = _Vjp(self._function.graph_module, differentiated, returns_value=True)
+        cut = cut_joint(trace_rows(function, self._backward_specs()), keep)
+        if cut is None:
+            return None
+        forward = ForwardBody(_Compiled(cut.forward, self._inner))
+        return KeepingBodies(forward, self._backward_body(cut.backward, differentiated), cut.kept, cut.flops_per_row)
+
+    def _differentiated(self, wanted: tuple[bool, ...]) -> tuple[int, ...]:
+        """Which arguments of the function want their gradient."""
         flags = [wanted[0], *([wanted[1]] if self.has_weight else []), *wanted[2:]]
-        differentiated = [position for position, flag in zip(positions, flags, strict=True) if flag]
-        traced = trace_rows(_vjp(self._function.graph_module, differentiated), self._backward_specs())
+        return tuple(position for position, flag in enumerate(flags) if flag)
+
+    def _backward_body(self, traced: TracedBody, differentiated: tuple[int, ...]) -> BackwardBody:
+        """The body of a graph that returns the gradients of these arguments."""
+        num_lead = 2 if self.has_weight else 1
         gradients = dict(zip(differentiated, _outputs(traced.graph_module), strict=True))
         results: list[fx.Node] = []
         rows_grad = _place(results, gradients.pop(0, None))
         weight_grad = _place(results, gradients.pop(1, None)) if self.has_weight else None
         param_grads = [_param_grad(results, gradients.get(num_lead + i)) for i in range(len(self.param_kinds))]
         _set_outputs(traced.graph_module, results)
-        return BackwardBody(
-            _Compiled(traced, self._inner),
-            rows_grad,
-            weight_grad,
-            tuple(param_grads),
-        )
+        return BackwardBody(_Compiled(traced, self._inner), rows_grad, weight_grad, tuple(param_grads))
 
     def _backward_specs(self) -> list[TensorSpec]:
         rows = self._specs[0]
@@ -155,8 +185,11 @@ class ExpertBodies:
 
 @dataclass(frozen=True)
 class _Vjp:
+    """(grad, *arguments) -> gradients of the `differentiated` arguments, the function's value before them if asked."""
+
     function: Callable[..., Any]
     differentiated: tuple[int, ...]
+    returns_value: bool = False
 
     def __call__(self, grad: torch.Tensor, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         def partial(*chosen: torch.Tensor) -> torch.Tensor:
@@ -166,12 +199,8 @@ class _Vjp:
             result: torch.Tensor | Sequence[torch.Tensor] = self.function(*full)
             return result if isinstance(result, torch.Tensor) else result[0]
 
-        pullback = torch.func.vjp(partial, *(args[position] for position in self.differentiated))[1]
-        return tuple(pullback(grad))
-
-
-def _vjp(function: Callable[..., Any], differentiated: Sequence[int]) -> _Vjp:
-    return _Vjp(function, tuple(differentiated))
+        value, pullback = torch.func.vjp(partial, *(args[position] for position in self.differentiated))[:2]
+        return (value, *pullback(grad)) if self.returns_value else tuple(pullback(grad))
 
 
 def _prepare(expert_fn: ExpertFunction, specs: Sequence[TensorSpec], folds: bool) -> tuple[TracedBody, bool]:
@@ -312,6 +341,6 @@ class _Compiled:
         memory = read_wrapper(getattr(compiled, "source_code", "") or "", graph_module.graph)
         sizes = {str(self._traced.rows): ROWS, str(self._traced.groups): GROUPS}
         if memory is not None and all(str(symbol) in sizes for symbol in memory.symbols):
-            peak = memory.peak_expression({})
+            peak = memory.peak_expression(lambda call: 0)
             self.peak_bytes = peak.subs({symbol: sizes[str(symbol)] for symbol in memory.symbols})
         return compiled

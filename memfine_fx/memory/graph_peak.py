@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.memory.liveness import Allocation, Call, GraphMemory, Phase
+from memfine_fx.memory.liveness import Allocation, Call, GraphMemory, Phase, call_of
 
 __all__ = ["live_peaks", "peak_bytes_at", "read_graph"]
 
@@ -83,15 +83,19 @@ def read_graph(graph: fx.Graph, *, is_fused: bool, frees_inputs: Iterable[str] =
     return GraphMemory(tuple(allocations), tuple(_calls(graph)), len(position))
 
 
-_PHASES: dict[str, Phase] = {"memfine::experts": "forward", "memfine::experts_backward": "backward"}
+_PHASES: dict[str, Phase] = {
+    "memfine::experts": "forward",
+    "memfine::experts_keeping": "forward",
+    "memfine::experts_backward": "backward",
+    "memfine::experts_backward_kept": "backward",
+}
 
 
 def _calls(graph: fx.Graph) -> Iterator[Call]:
     for place, node in enumerate(graph.nodes):
         phase = _PHASES.get(node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else "")
         if phase is not None:
-            site = next((argument for argument in node.args if isinstance(argument, str)), "")
-            yield Call(place, site, phase)
+            yield call_of(place, phase, [argument for argument in node.args if isinstance(argument, str)])
 
 
 def _is_tuple(node: fx.Node) -> bool:

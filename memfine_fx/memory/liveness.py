@@ -10,16 +10,17 @@ Terms
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import sympy
 
-__all__ = ["Allocation", "Call", "GraphMemory", "Peak", "Phase"]
+from memfine_fx.records import Keep
+
+__all__ = ["Allocation", "Call", "GraphMemory", "Peak", "Phase", "call_of"]
 
 Phase = Literal["route", "forward", "backward"]
-Workspace = Callable[[str, Phase], int]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,17 @@ class Call:
     position: int
     site: str
     phase: Phase
+    keep: Keep = "nothing"
+
+
+def call_of(position: int, phase: Phase, texts: Sequence[str]) -> Call:
+    """The call of an op with these text arguments: its site, and what it keeps where it has a choice."""
+    site, keep, *_ = (*texts, "", "")
+    return Call(position, site, phase, cast("Keep", keep or "nothing"))
+
+
+Workspace = Callable[[Call], int]
+"""Bytes that a call of a region needs beyond what the graph shows."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,11 @@ class GraphMemory:
         found = {symbol for one in self.allocations for symbol in one.num_bytes.free_symbols}
         return tuple(sorted(found, key=str))
 
+    def without(self, names: Collection[str]) -> GraphMemory:
+        """The record without the storages of these names, with regions that keep nothing."""
+        allocations = tuple(one for one in self.allocations if one.name not in names)
+        return replace(self, allocations=allocations, calls=tuple(replace(one, keep="nothing") for one in self.calls))
+
     def live_bytes(self, sizes: Mapping[str, int], workspace: Workspace) -> list[int]:
         """Live bytes at each position.
 
@@ -85,7 +102,7 @@ class GraphMemory:
             workspace: bytes that a call of a region needs beyond what the graph shows.
         """
         changes = [0] * (self.num_positions + 1)
-        for allocation, num_bytes in zip(self.allocations, self._bytes_at(sizes), strict=True):
+        for allocation, num_bytes in zip(self.allocations, self.bytes_at(sizes), strict=True):
             changes[allocation.start] += num_bytes
             if allocation.stop is not None:
                 changes[allocation.stop] -= num_bytes
@@ -95,7 +112,7 @@ class GraphMemory:
             total += change
             live.append(total)
         for call in self.calls:
-            live[call.position] += workspace(call.site, call.phase)
+            live[call.position] += workspace(call)
         return live
 
     def peak(self, sizes: Mapping[str, int], workspace: Workspace, *, num_terms: int = 8) -> Peak:
@@ -106,29 +123,25 @@ class GraphMemory:
         position = max(range(len(live)), key=live.__getitem__)
         terms = [
             (one.name, num_bytes)
-            for one, num_bytes in zip(self.allocations, self._bytes_at(sizes), strict=True)
+            for one, num_bytes in zip(self.allocations, self.bytes_at(sizes), strict=True)
             if one.start <= position and (one.stop is None or position < one.stop)
         ]
-        terms += [
-            (f"working set of {call.phase}", workspace(call.site, call.phase))
-            for call in self.calls
-            if call.position == position
-        ]
+        terms += [(f"working set of {call.phase}", workspace(call)) for call in self.calls if call.position == position]
         terms.sort(key=lambda term: -term[1])
         return Peak(live[position], position, tuple(terms[:num_terms]))
 
-    def peak_expression(self, workspaces: Mapping[tuple[str, Phase], sympy.Expr]) -> sympy.Expr:
+    def peak_expression(self, workspace: Callable[[Call], sympy.Expr | int]) -> sympy.Expr:
         """The peak as one expression in the graph's symbols.
 
         Args:
-            workspaces: working set of each (site, phase) that runs in the graph, as an expression.
+            workspace: working set of a call, as an expression.
         """
         changes: list[sympy.Expr] = [sympy.Integer(0)] * (self.num_positions + 1)
         for one in self.allocations:
             changes[one.start] += one.num_bytes
             if one.stop is not None:
                 changes[one.stop] -= one.num_bytes
-        calls = {call.position: workspaces.get((call.site, call.phase), sympy.Integer(0)) for call in self.calls}
+        calls = {call.position: workspace(call) for call in self.calls}
         total: sympy.Expr = sympy.Integer(0)
         peaks: set[sympy.Expr] = set()
         for position, change in enumerate(changes[: self.num_positions]):
@@ -142,20 +155,26 @@ class GraphMemory:
         kept = (one.num_bytes for one in self.allocations if one.stop is None)
         return sum(kept, sympy.Integer(0))
 
-    def _bytes_at(self, sizes: Mapping[str, int]) -> Sequence[int]:
+    def bytes_at(self, sizes: Mapping[str, int]) -> Sequence[int]:
+        """Bytes of each allocation, in order."""
+        exprs = [one.num_bytes for one in self.allocations]
         symbols = self.symbols
+        if not symbols:
+            return [int(expr) for expr in exprs]
         missing = [str(symbol) for symbol in symbols if str(symbol) not in sizes]
         if missing:
             raise KeyError(f"no value for {missing[0]}; sizes are needed for {[str(symbol) for symbol in symbols]}")
-        return [int(value) for value in _evaluator(self)(*(sizes[str(symbol)] for symbol in symbols))]
+        distinct = tuple(dict.fromkeys(exprs))
+        values = _evaluator(symbols, distinct)(*(sizes[str(symbol)] for symbol in symbols))
+        found = dict(zip(distinct, map(int, values), strict=True))
+        return [found[expr] for expr in exprs]
 
 
 @functools.lru_cache(maxsize=256)
-def _evaluator(timeline: GraphMemory) -> Callable[..., Sequence[Any]]:
-    exprs = [one.num_bytes for one in timeline.allocations]
+def _evaluator(symbols: Sequence[sympy.Symbol], exprs: Sequence[sympy.Expr]) -> Callable[..., Sequence[Any]]:
     functions = {function.func for expr in exprs for function in expr.atoms(sympy.Function)}
     known = {function.__name__: functools.partial(_apply, function) for function in functions}
-    evaluate: Callable[..., Sequence[Any]] = sympy.lambdify(timeline.symbols, exprs, modules=[known, "math"], cse=True)
+    evaluate: Callable[..., Sequence[Any]] = sympy.lambdify(symbols, list(exprs), modules=[known, "math"])
     return evaluate
 
 

@@ -36,6 +36,7 @@ class RegionBytes:
         forward_peak, backward_peak: of one body call, in R (and G).
         takes_group: whether a chunk may hold several experts.
         device_type: "cpu" or "cuda".
+        flops_per_row: of the expert function's matmuls on one row.
     """
 
     top_k: int
@@ -53,6 +54,7 @@ class RegionBytes:
     backward_peak: sympy.Expr
     takes_group: bool
     device_type: str
+    flops_per_row: int = 0
 
 
 def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "rows") -> dict[str, int]:

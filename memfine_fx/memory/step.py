@@ -13,15 +13,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from memfine_fx.config import Axis
-from memfine_fx.memory.liveness import GraphMemory, Peak, Phase
+from memfine_fx.memory.liveness import Call, GraphMemory, Peak
 from memfine_fx.memory.region_bytes import RegionBytes, region_workspace, workspace_expression
+from memfine_fx.records import Keep
 
 __all__ = ["GraphStep", "RegionMemory", "StepPeak", "peak_expression", "step_peak"]
 
@@ -31,26 +32,25 @@ RowsOf = Callable[[str, int], int]
 
 @dataclass(frozen=True)
 class RegionMemory:
-    """A region's byte terms, which its bodies know exactly once they are compiled, and T in the graph's symbols."""
+    """A region's byte terms by what it keeps, and T in the graph's symbols.
 
-    terms_now: Callable[[], RegionBytes]
+    The terms are asked for again each time: bodies know theirs exactly once they are compiled.
+    """
+
+    terms: Callable[[Keep], RegionBytes]
     num_tokens: sympy.Expr
     axis: Axis
-
-    @property
-    def terms(self) -> RegionBytes:
-        return self.terms_now()
 
     def tokens_at(self, sizes: Mapping[str, int]) -> int:
         substitutions = {symbol: sizes[str(symbol)] for symbol in self.num_tokens.free_symbols}
         return int(self.num_tokens.subs(substitutions))
 
-    def workspace(self, phase: Phase, sizes: Mapping[str, int], rows_of: Callable[[int], int]) -> int:
+    def workspace(self, call: Call, sizes: Mapping[str, int], rows_of: Callable[[int], int]) -> int:
         """Bytes of the region's op beyond what the graph shows; `rows_of` gives R for T tokens."""
-        if phase == "route":
+        if call.phase == "route":
             return 0
         num_tokens = self.tokens_at(sizes)
-        return region_workspace(self.terms, num_tokens, rows_of(num_tokens), self.axis, phase)
+        return region_workspace(self.terms(call.keep), num_tokens, rows_of(num_tokens), self.axis, call.phase)
 
 
 @dataclass
@@ -94,12 +94,17 @@ class GraphStep:
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                     self.sizes.setdefault(str(size.node.expr), int(size.node.hint or 1))
 
-    def workspace(self, rows_of: RowsOf, sizes: Mapping[str, int]) -> Callable[[str, Phase], int]:
-        def of_call(site: str, phase: Phase) -> int:
-            region = self.regions.get(site)
+    def keep_of(self, site: str) -> Keep:
+        """What a region keeps in the graphs as they are now."""
+        calls = self.forward.calls if self.forward is not None else ()
+        return next((call.keep for call in calls if call.site == site and call.phase == "forward"), "nothing")
+
+    def workspace(self, rows_of: RowsOf, sizes: Mapping[str, int]) -> Callable[[Call], int]:
+        def of_call(call: Call) -> int:
+            region = self.regions.get(call.site)
             if region is None:
                 return 0
-            return region.workspace(phase, sizes, functools.partial(rows_of, site))
+            return region.workspace(call, sizes, functools.partial(rows_of, call.site))
 
         return of_call
 
@@ -156,15 +161,15 @@ def peak_expression(graphs: Iterable[GraphStep], rows_of: RowsOf) -> sympy.Expr:
     saved: sympy.Expr = sympy.Integer(0)
     peaks: list[sympy.Expr] = []
     for graph in graphs:
-        workspaces: dict[tuple[str, Phase], sympy.Expr] = {
-            (site, phase): workspace_expression(region.terms, region.num_tokens, rows, region.axis, phase)
-            for site, region in graph.regions.items()
-            for rows in (rows_of(site, region.tokens_at(graph.sizes)),)
-            for phase in _CHUNKED_PHASES
-        }
-        peaks += [saved + memory.peak_expression(workspaces) for memory in (graph.forward, graph.backward) if memory]
+        workspace = functools.partial(_workspace_expression, graph, rows_of)
+        peaks += [saved + memory.peak_expression(workspace) for memory in (graph.forward, graph.backward) if memory]
         saved += graph.forward.left_bytes if graph.forward else sympy.Integer(0)
     return sympy.Max(*peaks) if peaks else sympy.Integer(0)
 
 
-_CHUNKED_PHASES: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+def _workspace_expression(graph: GraphStep, rows_of: RowsOf, call: Call) -> sympy.Expr | int:
+    region = graph.regions.get(call.site)
+    if region is None or call.phase == "route":
+        return 0
+    rows = rows_of(call.site, region.tokens_at(graph.sizes))
+    return workspace_expression(region.terms(call.keep), region.num_tokens, rows, region.axis, call.phase)

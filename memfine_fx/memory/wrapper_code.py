@@ -19,14 +19,16 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.memory.liveness import Allocation, Call, GraphMemory, Phase
+from memfine_fx.memory.liveness import Allocation, Call, GraphMemory, Phase, call_of
 
 __all__ = ["read_wrapper"]
 
 _PHASES: dict[str, Phase] = {
     "torch.ops.memfine.route.default": "route",
     "torch.ops.memfine.experts.default": "forward",
+    "torch.ops.memfine.experts_keeping.default": "forward",
     "torch.ops.memfine.experts_backward.default": "backward",
+    "torch.ops.memfine.experts_backward_kept.default": "backward",
 }
 _CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this
 
@@ -171,7 +173,7 @@ class _Reader:
             label = function.removeprefix("torch.ops.")
             self._hold(name, [self._new(label, num_bytes) for num_bytes in next(self._results[function])])
             if function in _PHASES:
-                self._calls.append(Call(self._position, _site(call), _PHASES[function]))
+                self._calls.append(call_of(self._position, _PHASES[function], _texts(call)))
         elif name.startswith("buf"):
             raise _Unreadable(f"{name} = {function}(...)")
 
@@ -228,6 +230,5 @@ def _sized(node: ast.expr) -> sympy.Expr:
     raise _Unreadable(ast.unparse(node))
 
 
-def _site(call: ast.Call) -> str:
-    texts = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
-    return texts[0] if texts else ""
+def _texts(call: ast.Call) -> list[str]:
+    return [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]

@@ -5,6 +5,7 @@ The passes build these; the loop only calls them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,9 +13,19 @@ from typing import Protocol
 import sympy
 import torch
 
-from memfine_fx.records import ParamKind
+from memfine_fx.records import Keep, ParamKind
 
-__all__ = ["BackwardBody", "Bodies", "ForwardBody", "Operand", "ParamGrad", "PlainGrad", "ProductGrad"]
+__all__ = [
+    "BackwardBody",
+    "Bodies",
+    "ForwardBody",
+    "KeepingBodies",
+    "KeptTensor",
+    "Operand",
+    "ParamGrad",
+    "PlainGrad",
+    "ProductGrad",
+]
 
 
 class Compiled(Protocol):
@@ -86,6 +97,38 @@ class BackwardBody:
         return self.call.peak_bytes
 
 
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor [R, *shape] of a body that forward keeps for backward, one row for each routed row."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class KeepingBodies:
+    """A pair whose forward returns (contribution, *kept) and whose backward takes `kept` after its other arguments.
+
+    Args:
+        forward, backward: as without keeping, but for what is kept.
+        kept: the tensors, in order.
+        flops_per_row: of the matmuls that backward is spared.
+    """
+
+    forward: ForwardBody
+    backward: BackwardBody
+    kept: tuple[KeptTensor, ...]
+    flops_per_row: int
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(one.row_bytes for one in self.kept)
+
+
 class Bodies(Protocol):
     """One expert function, compiled at most once per direction and set of wanted gradients."""
 
@@ -100,4 +143,8 @@ class Bodies(Protocol):
 
     def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
         """`wanted`: rows, weight (False if there is none), then each parameter."""
+        ...
+
+    def keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
+        """The pair that keeps so much; None where nothing of that is there to be kept."""
         ...

@@ -7,6 +7,7 @@ for a chunk is freed before the next. In low precision the sums over a token's c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import sympy
@@ -14,13 +15,13 @@ import torch
 
 from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.records import ChunkPlan
-from memfine_fx.runtime.bodies import BackwardBody, Bodies, PlainGrad, ProductGrad
+from memfine_fx.runtime.bodies import BackwardBody, Bodies, KeepingBodies, PlainGrad, ProductGrad
 from memfine_fx.runtime.faults import Progress, walk
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.schedule import Chunk
 
-__all__ = ["Routed", "accumulator_dtype", "chunks_of", "run_backward", "run_forward"]
+__all__ = ["Kept", "Routed", "accumulator_dtype", "chunks_of", "run_backward", "run_forward"]
 
 
 def _ignore(rows: int) -> None:
@@ -86,6 +87,23 @@ class Routed:
         return arguments
 
 
+_NOTHING: Sequence[torch.Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bodies that keep something from forward to backward, and what is kept: tensors [N,...] in expert order."""
+
+    bodies: KeepingBodies
+    tensors: Sequence[torch.Tensor] = ()
+
+    @staticmethod
+    def empty(bodies: KeepingBodies, hidden: torch.Tensor, order: torch.Tensor) -> Kept:
+        """Room for what a forward will keep; rows of dropped assignments are never written."""
+        rows = order.shape[0]
+        return Kept(bodies, [hidden.new_empty((rows, *one.shape), dtype=one.dtype) for one in bodies.kept])
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which contributions of `dtype` are summed per token."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
@@ -117,24 +135,27 @@ def run_forward(
     chunks: Sequence[Chunk],
     out_dtype: torch.dtype,
     on_failure: Callable[[int], None] = _ignore,
+    kept: Kept | None = None,
 ) -> torch.Tensor:
     """Combined outputs, [T,H_out] of `out_dtype`.
 
     Args:
+        kept: bodies that keep something for backward, and where to write it.
         on_failure: told the rows that a chunk may have from now on, after an allocation failed and the chunks
             were halved.
 
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
-    body = bodies.forward()
+    body, places = (bodies.forward(), ()) if kept is None else (kept.bodies.forward, kept.tensors)
     hidden = routed.hidden
     out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
 
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
-        (contribution,) = body.call(*routed.arguments(bodies, chunk, assignments, tokens))
-        progress.complete([partial(_add_rows, out, tokens, contribution)])
+        contribution, *values = body.call(*routed.arguments(bodies, chunk, assignments, tokens))
+        writes = [partial(_set_rows, *both, chunk) for both in zip(places, values, strict=True)]
+        progress.complete([partial(_add_rows, out, tokens, contribution), *writes])
 
     def needs() -> list[tuple[str, int]]:
         return _row_terms(routed, bodies.out_width, body.peak_bytes)
@@ -154,6 +175,7 @@ def run_backward(
     wanted: tuple[bool, bool],
     wanted_params: Sequence[Sequence[bool]],
     on_failure: Callable[[int], None] = _ignore,
+    kept: Kept | None = None,
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted, in the order hidden, weight, parameters.
 
@@ -162,11 +184,15 @@ def run_backward(
         wanted: hidden, weight.
         wanted_params: per parameter, whether each of its tensors wants its gradient.
         on_failure: as in `run_forward`.
+        kept: bodies that find something kept, and what their forward wrote.
 
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
-    body = bodies.backward((*wanted, *map(any, wanted_params)))
+    if kept is None:
+        body, found = bodies.backward((*wanted, *map(any, wanted_params))), _NOTHING
+    else:
+        body, found = kept.bodies.backward, kept.tensors
     hidden, weight = routed.hidden, routed.weight
     grad_hidden = grad_weight = None
     if body.rows_grad is not None:
@@ -185,6 +211,7 @@ def run_backward(
         assignments, tokens = routed.places(chunk)
         rows_grad = grad.index_select(0, tokens).to(bodies.contribution_dtype)
         arguments = [rows_grad, *routed.arguments(bodies, chunk, assignments, tokens)]
+        arguments += [tensor[chunk.start : chunk.stop] for tensor in found]
         results = body.call(*arguments)
         effects: list[Callable[[], object]] = []
         if grad_hidden is not None and body.rows_grad is not None:
@@ -214,6 +241,10 @@ def run_backward(
 
 def _add_rows(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
     total.index_add_(0, tokens, rows.to(total.dtype))
+
+
+def _set_rows(place: torch.Tensor, rows: torch.Tensor, chunk: Chunk) -> None:
+    place[chunk.start : chunk.stop].copy_(rows)
 
 
 def _param_effects(

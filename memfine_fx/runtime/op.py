@@ -3,24 +3,29 @@
 They are opaque to the compiler around them: their fake implementations give shapes, their real ones run the
 chunk loop on compiled bodies. Chunk sizes are read at run time from the region's plan. Routing is an op of its
 own so that a checkpointed region can save the index arrays instead of the experts' output.
+
+`memfine::experts_keeping` and `memfine::experts_backward_kept` stand for the same pair where the plan of the step
+lets forward keep something of every routed row (`passes.keep` puts them there, after differentiation).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
-from memfine_fx.runtime.loop import Routed, chunks_of, run_backward, run_forward
+from memfine_fx.records import Keep
+from memfine_fx.runtime.bodies import KeepingBodies
+from memfine_fx.runtime.loop import Kept, Routed, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.routing import sort_assignments
 from memfine_fx.runtime.store import LiveRegion, lookup
 
-__all__ = ["experts", "experts_backward", "route"]
+__all__ = ["experts", "experts_backward", "experts_backward_kept", "experts_keeping", "route"]
 
 ItemT = TypeVar("ItemT")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -69,6 +74,18 @@ def experts(
     Returns:
         [T,H_out].
     """
+    return _forward(hidden, weight, order, offsets, params, site, None)
+
+
+def _forward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    site: str,
+    kept: Kept | None,
+) -> torch.Tensor:
     region = lookup(site)
     routed = Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
     plan = region.plan_for(hidden.shape[0])
@@ -80,7 +97,7 @@ def experts(
     region.num_steps += 1
     lower = partial(region.lower, hidden.shape[0])
     with span(f"forward {site}"):
-        return run_forward(routed, region.bodies, chunks, region.out_dtype, lower)
+        return run_forward(routed, region.bodies, chunks, region.out_dtype, lower, kept)
 
 
 def _grouped(flat: Sequence[ItemT], region: LiveRegion) -> list[tuple[ItemT, ...]]:
@@ -120,6 +137,20 @@ def experts_backward(
     wanted: list[bool],
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted (hidden, weight, then each parameter), recomputing chunk by chunk."""
+    return _backward(grad, hidden, weight, order, offsets, params, site, wanted, None)
+
+
+def _backward(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    site: str,
+    wanted: list[bool],
+    kept: Kept | None,
+) -> list[torch.Tensor]:
     region = lookup(site)
     routed = Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
     plan = region.plan_for(hidden.shape[0])
@@ -127,7 +158,7 @@ def experts_backward(
     lower = partial(region.lower, hidden.shape[0])
     wanted_params = _grouped(wanted[2:], region)
     with span(f"backward {site}"):
-        return run_backward(grad, routed, region.bodies, chunks, (wanted[0], wanted[1]), wanted_params, lower)
+        return run_backward(grad, routed, region.bodies, chunks, (wanted[0], wanted[1]), wanted_params, lower, kept)
 
 
 @experts_backward.register_fake
@@ -141,6 +172,12 @@ def _(
     site: str,
     wanted: list[bool],
 ) -> list[torch.Tensor]:
+    return _empty_gradients(hidden, weight, params, wanted)
+
+
+def _empty_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor | None, params: list[torch.Tensor], wanted: list[bool]
+) -> list[torch.Tensor]:
     like = [hidden, weight, *params]
     contiguous = [True, True, *[False] * len(params)]
     return [
@@ -148,6 +185,101 @@ def _(
         for tensor, is_wanted, is_contiguous in zip(like, wanted, contiguous, strict=True)
         if is_wanted and tensor is not None
     ]
+
+
+@torch.library.custom_op(
+    "memfine::experts_keeping",
+    mutates_args=(),
+    schema=(
+        "(Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str site, bool[] wanted,"
+        " str keep) -> Tensor[]"
+    ),
+    tags=_TAGS,
+)
+def experts_keeping(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    site: str,
+    wanted: list[bool],
+    keep: str,
+) -> list[torch.Tensor]:
+    """The output of `memfine::experts`, and what is kept of every routed row, [N,...] each in expert order.
+
+    Args:
+        wanted: which gradients backward will want, as in `memfine::experts_backward`.
+        keep: a `records.Keep` other than "nothing".
+    """
+    kept = Kept.empty(_keeping(site, wanted, keep), hidden, order)
+    return [_forward(hidden, weight, order, offsets, params, site, kept), *kept.tensors]
+
+
+@experts_keeping.register_fake
+def _(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    site: str,
+    wanted: list[bool],
+    keep: str,
+) -> list[torch.Tensor]:
+    region = lookup(site)
+    out = hidden.new_empty((hidden.shape[0], region.bodies.out_width), dtype=region.out_dtype)
+    return [out, *Kept.empty(_keeping(site, wanted, keep), hidden, order).tensors]
+
+
+@torch.library.custom_op(
+    "memfine::experts_backward_kept",
+    mutates_args=(),
+    schema=(
+        "(Tensor grad, Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str site,"
+        " bool[] wanted, Tensor[] kept, str keep) -> Tensor[]"
+    ),
+    tags=_TAGS,
+)
+def experts_backward_kept(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    site: str,
+    wanted: list[bool],
+    kept: list[torch.Tensor],
+    keep: str,
+) -> list[torch.Tensor]:
+    """As `memfine::experts_backward`, with what `memfine::experts_keeping` kept."""
+    found = Kept(_keeping(site, wanted, keep), kept)
+    return _backward(grad, hidden, weight, order, offsets, params, site, wanted, found)
+
+
+@experts_backward_kept.register_fake
+def _(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    site: str,
+    wanted: list[bool],
+    kept: list[torch.Tensor],
+    keep: str,
+) -> list[torch.Tensor]:
+    return _empty_gradients(hidden, weight, params, wanted)
+
+
+def _keeping(site: str, wanted: list[bool], keep: str) -> KeepingBodies:
+    region = lookup(site)
+    wanted_params = map(any, _grouped(wanted[2:], region))
+    bodies = region.bodies.keeping(cast("Keep", keep), (wanted[0], wanted[1], *wanted_params))
+    assert bodies is not None, f"{site} has nothing to keep as {keep!r}"
+    return bodies
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

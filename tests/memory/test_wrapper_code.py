@@ -25,7 +25,7 @@ def read(lines: str, graph: fx.Graph | None = None, frees: tuple[str, ...] = ())
 
 def live(memory: GraphMemory, **sizes: int) -> list[int]:
     """Live bytes after each statement of the body."""
-    return memory.live_bytes(sizes, lambda site, phase: 100)[2:]
+    return memory.live_bytes(sizes, lambda call: 100)[2:]
 
 
 def test_buffers_live_from_their_making_until_their_last_name_is_dropped() -> None:
@@ -113,7 +113,7 @@ buf2 = empty_strided_cpu((1000, ), (1, ), torch.float32)
 return (buf1, buf2)
 """
     )
-    assert memory.peak_expression({}) == sympy.Max(20 * S0, 4 * S0 + 4000)
+    assert memory.peak_expression(lambda call: 0) == sympy.Max(20 * S0, 4 * S0 + 4000)
     peak = memory.peak({"s0": 10}, lambda site, phase: 0)
     assert (peak.num_bytes, peak.terms) == (4040, (("buf2", 4000), ("buf1", 40)))
     with pytest.raises(KeyError, match="no value for s0"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memfine_fx.records import ChunkPlan, ParamKind
-from memfine_fx.runtime.loop import Routed, chunks_of, run_backward, run_forward
+from memfine_fx.records import ChunkPlan, Keep, ParamKind
+from memfine_fx.runtime.loop import Kept, Routed, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.routing import sort_assignments
 from tests.helpers import HIDDEN, NUM_EXPERTS, bodies_of, largest_error, mlp, mlp_params, naive_combine
 
@@ -44,6 +44,7 @@ class Case:
     folds_weight: bool = True
     dtype: torch.dtype = torch.float32
     index: tuple[tuple[int, ...], ...] | None = None
+    keep: Keep = "nothing"
 
     @property
     def kinds(self) -> list[ParamKind]:
@@ -93,8 +94,11 @@ def run(
     chunks = chunks_of(routed, bodies, case.plan())
     flags = (True, case.has_weight, *[True] * len(params)) if wanted is None else tuple(wanted)
     with torch.no_grad():
-        out = run_forward(routed, bodies, chunks, hidden.dtype)
-        return Step([out, *run_backward(grad, routed, bodies, chunks, flags[:2], [[flag] for flag in flags[2:]])])
+        keeping = None if case.keep == "nothing" else bodies.keeping(case.keep, flags)
+        kept = None if keeping is None else Kept.empty(keeping, hidden, routed.order)
+        out = run_forward(routed, bodies, chunks, hidden.dtype, kept=kept)
+        wanted_params = [[flag] for flag in flags[2:]]
+        return Step([out, *run_backward(grad, routed, bodies, chunks, flags[:2], wanted_params, kept=kept)])
 
 
 def reference(
@@ -132,10 +136,11 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("keep", ["nothing", "projections", "operands"])
 @pytest.mark.parametrize("axis", ["rows", "tokens"])
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_are_those_of_autograd(name: str, axis: str) -> None:
-    case = replace(CASES[name], axis=axis)
+def test_outputs_and_gradients_are_those_of_autograd(name: str, axis: str, keep: Keep) -> None:
+    case = replace(CASES[name], axis=axis, keep=keep)
     inputs = inputs_of(case)
     run(case, *inputs).assert_close(reference(case, *inputs))
 

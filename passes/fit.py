@@ -1,0 +1,284 @@
+"""Fit: what forward keeps for backward so that a step stays within its budget in the least time.
+
+Terms
+    full    functorch's plain partition, and each region keeps all that pays: nothing dense is computed again
+    lean    elementwise work is computed again freely, matmuls and attentions too, and regions keep nothing
+
+1. Checkpoints of the model are a wish to save memory; the budget says how much is wanted, so their tags go (except
+   where a policy of the user demands something), and the full partition is tried.
+2. If it does not fit, the planner asks for the step's peak under other choices. The answers come from records of the
+   full and of the lean partition, edited (`memory.edits`), so that no graph is partitioned to ask. From full, regions
+   are spared; to lean, dense results and regions are added. What lean costs in elementwise work is counted.
+3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept.
+4. If nothing fits, lean it is: rows per chunk have to do the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memfine_fx.cost import DeviceRates
+from memfine_fx.memory.edits import Pair, keeping_in_region, keeping_results, sized
+from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.passes.dense import dense_results
+from memfine_fx.passes.keep import keep_choices, keep_in_regions
+from memfine_fx.records import Keep
+from memfine_fx.step_planner import Keepable, StepChoice, choose_step, ranked
+
+__all__ = ["Partition", "StepBudget", "fit"]
+
+_FREE_TO_RECOMPUTE = {
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_not_in_allowlist": False,
+}
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A forward and a backward graph, what each would hold, and what was decided."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    forward_memory: GraphMemory
+    backward_memory: GraphMemory
+    decision: str = ""
+
+
+class StepBudget(Protocol):
+    """What a graph's step may use, and what it would."""
+
+    @property
+    def available_bytes(self) -> int:
+        """For the step's peak, beyond what is there before it."""
+        ...
+
+    @property
+    def rates(self) -> DeviceRates: ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Values of the graph's symbols in the captured call."""
+        ...
+
+    def add_hints(self, joint: fx.Graph) -> None:
+        """Learn the values of symbols that no input has."""
+        ...
+
+    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
+        """Bytes of the whole step with this forward and backward; rows a chunk, or as many as time asks for."""
+        ...
+
+    def rows_choices(self) -> Sequence[tuple[int | None, float]]:
+        """(rows, seconds slower than with the first), most rows first."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A partition that choices start from: its record, what can be added to it, seconds it takes beyond full."""
+
+    pair: Pair
+    ranking: list[Keepable]
+    is_lean: bool
+    seconds: float
+
+    def with_kept(self, count: int) -> Pair:
+        pair = self.pair
+        for one in self.ranking[:count]:
+            if one.keep == "nothing":
+                pair = keeping_results(pair, one.storages)
+            else:
+                pair = keeping_in_region(pair, one.name, one.keep, one.num_bytes)
+        return pair
+
+
+def fit(
+    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], budget: StepBudget
+) -> Partition:
+    """The partition for a budget, see above.
+
+    Args:
+        gm: the joint graph; it is not changed but for the tags of the model's checkpoints.
+        num_forward_outputs: results of the joint graph that are forward's.
+        partition: (copy of `gm` in which things are tagged, decision) -> partition.
+        budget: see `StepBudget`.
+    """
+    _drop_wishes(gm.graph)
+    budget.add_hints(gm.graph)
+    regions = _region_keepables(gm.graph, budget.rates)
+    full_module, added = _with_regions(gm, _keeps(regions))
+    full = partition(full_module, decision=_described(_keeps(regions), gm.graph))
+    if budget.peak(full.forward_memory, full.backward_memory, None) <= budget.available_bytes:
+        return full
+    full_pair = _sized(full, budget)
+    plain = _without(full_pair, added)
+    lean_partition = _lean(gm, partition, num_forward_outputs)
+    lean_pair = _sized(lean_partition, budget)
+    dense = _dense_keepables(gm.graph, num_forward_outputs, lean_pair[1], budget.rates)
+    slower = max(0, _written(lean_pair) - _written(plain)) * 2 / budget.rates.copy_bytes
+    bases = [_Base(plain, ranked(regions), False, 0.0), _Base(lean_pair, ranked([*dense, *regions]), True, slower)]
+    for base, choice in itertools.islice(_by_time(bases, budget), _ATTEMPTS):
+        chosen = _realized(gm, partition, base, choice, num_forward_outputs)
+        if budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows) <= budget.available_bytes:
+            return chosen
+    return lean_partition
+
+
+def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, StepChoice]]:
+    """The best choice from each base, fastest first, each followed by the same with less kept."""
+    found: list[tuple[_Base, StepChoice]] = []
+    for base in bases:
+        peaks = functools.lru_cache(maxsize=None)(functools.partial(_peak_of, base, budget))
+        choice = choose_step(base.ranking, budget.rows_choices(), peaks, budget.available_bytes)
+        if choice is not None:
+            found.append((base, choice))
+    found.sort(key=lambda one: one[0].seconds + one[1].seconds)
+    return [retry for base, choice in found for retry in ((base, choice), (base, _with_less(choice)))]
+
+
+def _with_less(choice: StepChoice) -> StepChoice:
+    return StepChoice(choice.num_kept * 3 // 4, choice.rows, choice.seconds, choice.peak_bytes)
+
+
+def _peak_of(base: _Base, budget: StepBudget, count: int, rows: int | None) -> int:
+    return budget.peak(*base.with_kept(count), rows)
+
+
+def _realized(
+    gm: fx.GraphModule,
+    partition: Callable[..., Partition],
+    base: _Base,
+    choice: StepChoice,
+    num_forward_outputs: int,
+) -> Partition:
+    kept, left = base.ranking[: choice.num_kept], base.ranking[choice.num_kept :]
+    keeps = _keeps(kept)
+    module, _ = _with_regions(gm, keeps)
+    if not base.is_lean:
+        return partition(module, decision=_described(keeps, gm.graph))
+    dropped = {one.name for one in left if one.keep == "nothing"}
+    num_dense = sum(one.keep == "nothing" for one in base.ranking)
+    decision = (
+        f"{num_dense - len(dropped)} of {num_dense} dense results are kept, the others computed again in backward"
+    )
+    saved = {one.name for one in kept if one.keep == "nothing"}
+    return _leaned(module, partition, saved, num_forward_outputs, f"{decision}; {_described_regions(keeps, gm.graph)}")
+
+
+def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], num_forward_outputs: int) -> Partition:
+    decision = "no dense result is kept, all are computed again in backward; regions keep nothing"
+    return _leaned(_copied(gm), partition, set(), num_forward_outputs, decision)
+
+
+def _leaned(
+    module: fx.GraphModule, partition: Callable[..., Partition], saved: set[str], num_outputs: int, decision: str
+) -> Partition:
+    wanted = {result.name for result in dense_results(module.graph, num_outputs)} - saved
+    for node in module.graph.nodes:
+        if node.name in wanted:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    with functorch_config.patch(_FREE_TO_RECOMPUTE):
+        return partition(module, decision=decision)
+
+
+def _region_keepables(joint: fx.Graph, rates: DeviceRates) -> list[Keepable]:
+    """What regions may keep, each choice beyond the smaller ones of its region."""
+    choices = keep_choices(joint)
+    last = choices[-1].site if choices else ""
+    found: list[Keepable] = []
+    before = {choice.site: (0, 0.0, float("inf")) for choice in choices}  # bytes, seconds, seconds a byte
+    for choice in choices:
+        num_bytes = choice.row_bytes * choice.num_rows
+        had_bytes, had_seconds, had_ratio = before[choice.site]
+        # NOTE: keeping costs a copy in forward, one read and one write. Operands spare backward one write of what it
+        # then reads, because the kernel that makes them again reads its arguments anyway: measured, they do not pay.
+        if choice.keep == "projections":
+            products = choice.flops / rates.flops_at(choice.num_rows / choice.num_experts)
+            spared = products - 2 * num_bytes / rates.copy_bytes
+        else:
+            spared = had_seconds - 2 * (num_bytes - had_bytes) / rates.copy_bytes
+        more_bytes, more_seconds = num_bytes - had_bytes, spared - had_seconds
+        ratio = min(had_ratio, more_seconds / max(1, more_bytes))
+        before[choice.site] = (num_bytes, spared, ratio)
+        found.append(Keepable(choice.site, more_bytes, ratio * more_bytes, choice.site == last, choice.keep))
+    return found
+
+
+def _dense_keepables(
+    joint: fx.Graph, num_forward_outputs: int, backward: GraphMemory, rates: DeviceRates
+) -> list[Keepable]:
+    """Dense results that the lean backward computes again."""
+    made = {one.name for one in backward.allocations if not one.is_input}
+    nodes = {node.name: node for node in joint.nodes}
+    found = []
+    for result in dense_results(joint, num_forward_outputs):
+        node = nodes[result.name]
+        names = (node.name, *(user.name for user in node.users))
+        storages = tuple(name for name in names if name in made)
+        if storages:
+            seconds = result.flops / rates.peak_flops
+            found.append(Keepable(result.name, result.num_bytes, seconds, result.is_in_last_layer, storages=storages))
+    return found
+
+
+def _keeps(kept: Sequence[Keepable]) -> dict[str, Keep]:
+    """Site -> the largest of its choices that is kept and pays."""
+    return {one.name: one.keep for one in kept if one.keep != "nothing" and one.seconds > 0}
+
+
+def _with_regions(gm: fx.GraphModule, keeps: Mapping[str, Keep]) -> tuple[fx.GraphModule, set[str]]:
+    """A copy in which regions keep, and the names of what they keep."""
+    module = _copied(gm)
+    return module, keep_in_regions(module.graph, keeps)
+
+
+def _described(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
+    return f"nothing dense is computed again; {_described_regions(keeps, joint)}"
+
+
+def _described_regions(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
+    num_regions = len({choice.site for choice in keep_choices(joint)})
+    if not keeps:
+        return "regions keep nothing"
+    counts = [(keep, sum(one == keep for one in keeps.values())) for keep in ("projections", "operands")]
+    return ", ".join(f"{count} of {num_regions} regions keep their {keep}" for keep, count in counts if count)
+
+
+def _sized(partition: Partition, budget: StepBudget) -> Pair:
+    return sized(partition.forward_memory, budget.sizes), sized(partition.backward_memory, budget.sizes)
+
+
+def _without(pair: Pair, names: set[str]) -> Pair:
+    """The record without these storages, and regions that keep nothing."""
+    forward, backward = (memory.without(names) for memory in pair)
+    return forward, backward
+
+
+def _written(pair: Pair) -> int:
+    return sum(int(one.num_bytes) for memory in pair for one in memory.allocations if not one.is_input)
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in nodes of its own, under the same names."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(gm, graph)
+
+
+def _drop_wishes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.meta.get("recompute") in (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.PREFER_SAVE):
+            del node.meta["recompute"]

@@ -1,0 +1,176 @@
+"""What an expert's forward may keep for its backward, and the pair of bodies that does.
+
+Terms
+    joint       forward and vjp of the expert function in one graph, (grad, *arguments) -> (value, *gradients)
+    free        what does not depend on `grad`: backward computes it again, or finds it kept
+
+Two choices beyond recomputing all:
+    projections   results of the free matmuls that backward reads: most FLOPs per byte
+    operands      these, and the free tensors that backward's own matmuls read: elementwise results that it would
+                  otherwise write to memory a second time. Everything else is fused into what reads it, and the rows
+                  themselves are gathered again, which reads as many bytes as keeping them would.
+
+Steps: find the kept nodes; cut the joint graph there into a forward that returns them and a backward that takes them.
+A kept tensor has one row for each routed row and is contiguous; what is not so is computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memfine_fx.passes.tracing import TracedBody
+from memfine_fx.records import Keep
+from memfine_fx.runtime.bodies import KeptTensor
+
+__all__ = ["KeptCut", "cut_joint", "kept_nodes", "matmul_flops_per_row"]
+
+aten = torch.ops.aten
+_VIEWS = frozenset({"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "unsqueeze", "slice", "split"})
+
+
+@dataclass(frozen=True)
+class KeptCut:
+    """Both sides of a cut joint graph.
+
+    Args:
+        forward: (rows, weight, *params) -> [value, *kept].
+        backward: (grad, rows, weight, *params, *kept) -> gradients.
+        kept: the tensors on the cut.
+        flops_per_row: of the free matmuls that backward is spared.
+    """
+
+    forward: TracedBody
+    backward: TracedBody
+    kept: tuple[KeptTensor, ...]
+    flops_per_row: int
+
+
+def cut_joint(joint: TracedBody, keep: Keep) -> KeptCut | None:
+    """The joint graph cut where `keep` says, or None where there is nothing to keep."""
+    found = [(node, _kept_tensor(node, joint)) for node in kept_nodes(joint.graph_module.graph, keep)]
+    nodes = [node for node, tensor in found if tensor is not None]
+    if not nodes:
+        return None
+    grad, *others = (node for node in joint.graph_module.graph.nodes if node.op == "placeholder")
+    value, *gradients = _results(joint.graph_module.graph)
+    return KeptCut(
+        _extracted(joint, others, [value, *nodes]),
+        _extracted(joint, [grad, *others, *nodes], gradients),
+        tuple(tensor for _, tensor in found if tensor is not None),
+        sum(_flops_per_row(node) for node in nodes if _is_matmul(node)),
+    )
+
+
+def kept_nodes(joint: fx.Graph, keep: Keep) -> list[fx.Node]:
+    """What `keep` keeps, in graph order."""
+    dependent = _dependents(joint)
+    free = [node for node in joint.nodes if node.op == "call_function" and node not in dependent]
+    wanted = _ancestors(_results(joint)[1:])
+    products = [node for node in free if _is_matmul(node) and node in wanted]
+    if keep == "projections":
+        return products
+    read = {_base(source) for node in dependent if _is_matmul(node) for source in node.all_input_nodes}
+    return [node for node in free if node in read or node in products]
+
+
+def _dependents(joint: fx.Graph) -> set[fx.Node]:
+    """What depends on the first placeholder, `grad`."""
+    found = {next(iter(joint.nodes))}
+    for node in joint.nodes:
+        if node.op == "call_function" and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _results(graph: fx.Graph) -> list[fx.Node]:
+    (results,) = next(iter(reversed(graph.nodes))).args
+    assert isinstance(results, (tuple, list))
+    return [node for node in results if isinstance(node, fx.Node)]
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    reached: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            pending.extend(node.all_input_nodes)
+    return reached
+
+
+def _is_matmul(node: fx.Node) -> bool:
+    name = _name(node)
+    return name in ("mm", "addmm", "bmm", "baddbmm") or "grouped_mm" in name
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name.split("::")[-1] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while _name(node) in _VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _kept_tensor(node: fx.Node, joint: TracedBody) -> KeptTensor | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.ndim < 1 or not value.is_contiguous():
+        return None
+    rows, *rest = (size.node.expr if isinstance(size, torch.SymInt) else size for size in _sizes(value))
+    if rows != joint.rows or not all(isinstance(size, int) for size in rest):
+        return None
+    return KeptTensor(tuple(rest), value.dtype)
+
+
+def _sizes(value: torch.Tensor) -> Sequence[Any]:
+    return value.shape
+
+
+def matmul_flops_per_row(graph: fx.Graph) -> int:
+    """Of the matmuls of a function over rows, on one row."""
+    return sum(_flops_per_row(node) for node in graph.nodes if node.op == "call_function" and _is_matmul(node))
+
+
+def _flops_per_row(node: fx.Node) -> int:
+    """2 x inner x width of a matmul whose result has a row for each routed row."""
+    left = node.args[1] if "add" in _name(node) else node.args[0]
+    assert isinstance(left, fx.Node)
+    inner = int(left.meta["val"].shape[-1])
+    return 2 * inner * math.prod(int(size) for size in node.meta["val"].shape[1:])
+
+
+def _extracted(joint: TracedBody, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> TracedBody:
+    """The part of the joint graph that leads from `inputs` to `results`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta.update(node.meta)
+    needed = _reached(results, set(inputs))
+    for node in joint.graph_module.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    module = fx.GraphModule(joint.graph_module, graph)
+    fakes = tuple(node.meta["val"] for node in inputs)
+    return TracedBody(module, joint.fake_mode, fakes, joint.rows, joint.groups)
+
+
+def _reached(results: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:
+    """What results are computed of, up to and without `stops`."""
+    reached: set[fx.Node] = set()
+    pending = [node for node in results if node not in stops]
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            pending.extend(source for source in node.all_input_nodes if source not in stops)
+    return reached
