@@ -71,6 +71,8 @@ Draw = Callable[[Any, Sequence[Summary]], str]  # on axes; returns the caption
 
 
 def _drawings(summaries: Sequence[Summary]) -> Iterator[Draw]:
+    if summaries and summaries[0].job.workload == "front":
+        yield _draw_front
     if len(summaries) < 2:
         return
     workload, points = summaries[0].job.workload, summaries[0].job.points
@@ -134,6 +136,25 @@ def _draw_pareto(axes: Any, summaries: Sequence[Summary]) -> str:
         axes.set_ylim(0, max(every) * 1.2)
     _label_apart(axes, points)
     return "Time against peak: nothing left of and below the dashed line"
+
+
+def _draw_front(axes: Any, summaries: Sequence[Summary]) -> str:
+    axes.grid(color="#e8e8e8", linewidth=0.8)
+    (summary,) = summaries
+    series = summary.last.series
+    found = list(zip(summary.job.points, series["peak_bytes"], series["budget_bytes"], series["seconds"], strict=True))
+    ours = sorted((budget / MIB, seconds) for _, _, budget, seconds in found if budget)
+    axes.plot(*zip(*ours, strict=True), "o-", color=colour_of("memfine"), markersize=5, label="memfine, at its budget")
+    peers = [(peak / MIB, seconds, name) for name, peak, budget, seconds in found if not budget]
+    for peak, seconds, name in peers:
+        axes.plot(peak, seconds, "s", color=colour_of(name), markersize=6, zorder=3)
+    axes.set_ylim(0, max(seconds for _, seconds, _ in [*peers, *((x, y, "") for x, y in ours)]) * 1.2)
+    axes.set_xlim(min(ours)[0] * 0.92, max([max(ours)[0], *(peak for peak, _, _ in peers)]) * 1.12)
+    axes.set_xlabel("bytes of the whole step, MiB: peers at their peak, memfine at its budget")
+    axes.set_ylabel("step, s")
+    axes.legend(frameon=False, fontsize=8, loc="lower left")
+    _label_apart(axes, peers)
+    return "Step time by bytes: a budget's best time, and peers where they are"
 
 
 def _draw_bars(axes: Any, summaries: Sequence[Summary]) -> str:

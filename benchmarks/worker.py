@@ -12,15 +12,19 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmarks.fronts import measure_front
 from benchmarks.machine import describe_machine
 from benchmarks.measuring import measure_step
+from benchmarks.predictions import measure_predictions
 from benchmarks.records import Job, Measurement, Row
 from benchmarks.sweeps import MEASURES
 
+_MEASURES = {**MEASURES, "front": measure_front, "prediction": measure_predictions}
+
 
 def measure(job: Job) -> Measurement:
-    """A sweep or a search where the workload says so, one workload's step elsewhere."""
-    return MEASURES.get(job.workload, measure_step)(job)
+    """Several points or a search where the workload says so, one workload's step elsewhere."""
+    return _MEASURES.get(job.workload.partition(":")[0], measure_step)(job)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -258,6 +258,8 @@ def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor,
         backward_peak=backward.peak_bytes,
         takes_group=bodies.takes_group,
         flops_per_row=bodies.flops_per_row,
+        forward_results=forward.results_bytes,
+        backward_results=backward.results_bytes,
         device_type=output.device.type,
     )
 

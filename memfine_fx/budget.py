@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,7 @@ from memfine_fx.calibration import device_rates
 from memfine_fx.config import Config, parse_budget
 from memfine_fx.cost import DeviceRates, rows_seconds
 from memfine_fx.memory.liveness import GraphMemory
-from memfine_fx.memory.region_bytes import RegionBytes, region_peak
+from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_peak
 from memfine_fx.memory.step import GraphStep, RegionMemory, StepPeak, step_peak
 from memfine_fx.planner import plan_region
 from memfine_fx.records import ChunkPlan
@@ -76,8 +77,11 @@ class GraphBudget:
         step = self._graph.step
         trial = GraphStep(step.regions, step.sizes, forward, backward)
         others = [other.step for other in self._session.latest_graphs() if other is not self._graph]
-        peak = step_peak([*others, trial], _rows_of(self._session, self._graph, rows))
+        peak = step_peak([*others, trial], _size_of(self._session, self._graph, rows))
         return 0 if peak is None else int(peak.num_bytes * _ESTIMATE_MARGIN)
+
+    def timed(self) -> AbstractContextManager[None]:
+        return self._session.timed("fit")
 
     def rows_choices(self) -> Sequence[tuple[int | None, float]]:
         config = self._session.config
@@ -101,6 +105,7 @@ class GraphBudget:
                 num_routed=max(1, region.tokens_at(self.sizes) * terms.top_k),
                 num_experts=terms.num_experts,
                 flops_per_row=_STEP_FLOPS * terms.flops_per_row,
+                param_bytes=terms.param_bytes,
                 rows=self._unbounded(region) if rows is None else rows,
                 takes_group=terms.takes_group,
             )
@@ -154,22 +159,26 @@ def unbounded_rows(config: Config, region: RegionBytes, num_tokens: int) -> int:
 
 def _peak_with(session: Session, graph: CapturedGraph, rows: int | None) -> StepPeak | None:
     graphs = session.latest_graphs()
-    return step_peak([one.step for one in graphs], _rows_of(session, graph, rows))
+    return step_peak([one.step for one in graphs], _size_of(session, graph, rows))
 
 
-def _rows_of(session: Session, graph: CapturedGraph, rows: int | None) -> Callable[[str, int], int]:
+def _size_of(session: Session, graph: CapturedGraph, rows: int | None) -> Callable[[str, int], ChunkSize]:
     """Rows by site: `rows` everywhere if given, else what a plan without a budget has."""
     regions = {site: region for one in (*session.latest_graphs(), graph) for site, region in one.step.regions.items()}
 
-    def rows_of(site: str, num_tokens: int) -> int:
-        return unbounded_rows(session.config, regions[site].terms("nothing"), num_tokens) if rows is None else rows
+    def size_of(site: str, num_tokens: int) -> ChunkSize:
+        if rows is not None:
+            return ChunkSize(rows)
+        return ChunkSize(unbounded_rows(session.config, regions[site].terms("nothing"), num_tokens))
 
-    return rows_of
+    return size_of
 
 
 def _available_bytes(session: Session, device: torch.device) -> int | None:
     budget = budget_bytes(session.config, device)
-    return None if budget is None else budget - sum(session.static_terms().values())
+    if budget is None:
+        return None
+    return budget - sum(session.static_terms().values()) - session.foreseen_bytes()
 
 
 def _as_terms(peak: StepPeak) -> dict[str, int]:

@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--rows", type=int, help="rows per chunk at most, instead of the planner's choice")
     plan.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the layer would run")
     plan.add_argument("--sweep", action="store_true", help="also predicted bytes and chunks for other rows per chunk")
+    plan.add_argument("--front", action="store_true", help="the plans that none beats in both bytes and time")
+    plan.add_argument("--plot", metavar="FILE", help="draw that front (png, svg, pdf)")
+    plan.add_argument("--measured", metavar="ROWS.jsonl", help="with --plot: peers' points of a benchmark's rows")
     plan.add_argument("--json", action="store_true")
     plan.add_argument("--paper", action="store_true", help="MemFine's table and map of chunks by its closed form")
     plan.set_defaults(run=_plan)
@@ -99,6 +102,7 @@ def _plan(options: argparse.Namespace) -> int:
 
         print(render())
         return 0
+    from memfine_fx.front import draw_front, layer_front, read_measured
     from memfine_fx.layer_plan import LayerSizes, plan_swiglu_layer, sweep_rows
 
     sizes = LayerSizes(
@@ -112,8 +116,12 @@ def _plan(options: argparse.Namespace) -> int:
     )
     plan, terms = plan_swiglu_layer(sizes, memory_budget=options.budget, axis=options.axis, rows_per_chunk=options.rows)
     points = sweep_rows(sizes) if options.sweep else []
+    front = layer_front(sizes) if options.front or options.plot else []
+    if options.plot:
+        draw_front(front, read_measured(options.measured) if options.measured else [], options.plot)
     if options.json:
         shown = {"plan": asdict(plan), "terms": terms, "sweep": [asdict(point) for point in points]}
+        shown["front"] = [asdict(point) for point in front]
         print(json.dumps(shown, indent=2))
         return 0
     size = f"{plan.rows_per_chunk} rows" if plan.axis == "rows" else f"{plan.tokens_per_chunk} tokens"
@@ -125,6 +133,10 @@ def _plan(options: argparse.Namespace) -> int:
         print(f"{'rows a chunk':>12}{'peak, B':>20}{'chunks, balanced':>18}{'chunks, skewed':>16}")
     for point in points:
         print(f"{point.rows:12,}{point.peak_bytes:20,}{point.chunks_balanced:18,}{point.chunks_skewed:16,}")
+    if front:
+        print(f"{'rows a chunk':>12}  {'keeps':12}{'peak beyond gradients, B':>26}{'predicted s':>13}")
+    for one in front:
+        print(f"{one.rows:12,}  {one.keeps:12}{one.peak_bytes:26,}{one.seconds:13.3f}")
     return 0
 
 

@@ -62,16 +62,25 @@ _CALLS_PER_CHUNK = 24
 
 
 def rows_seconds(
-    rates: DeviceRates, *, num_routed: int, num_experts: int, flops_per_row: float, rows: int, takes_group: bool
+    rates: DeviceRates,
+    *,
+    num_routed: int,
+    num_experts: int,
+    flops_per_row: float,
+    param_bytes: int,
+    rows: int,
+    takes_group: bool,
 ) -> float:
     """Seconds of a layer's experts in one step with at most `rows` rows a chunk, rows spread evenly.
 
     Args:
         num_routed: N.
         flops_per_row: of forward and backward, what is computed again included.
+        param_bytes: of all experts; each further chunk of an expert adds to its gradient, read and written.
         takes_group: whether a chunk may hold several experts.
     """
     per_expert = max(1.0, num_routed / num_experts)
     num_chunks = -(-num_routed // rows) if takes_group else num_experts * -(-per_expert // rows)
-    work = Work(flops_per_row * num_routed, 0.0, num_chunks * _CALLS_PER_CHUNK)
+    added = max(0.0, num_chunks - num_experts) * 2 * param_bytes / num_experts
+    work = Work(flops_per_row * num_routed, added, num_chunks * _CALLS_PER_CHUNK)
     return work.seconds(rates, num_routed / num_chunks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -10,13 +10,14 @@ from torch import fx
 from memfine_fx.config import Axis, MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.region_bytes import RegionBytes, region_peak
-from memfine_fx.passes.bodies import bodies_for
+from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.planner import plan_region
-from memfine_fx.records import ChunkPlan, ExpertFunction
+from memfine_fx.records import ChunkPlan, ExpertFunction, Keep
+from memfine_fx.runtime.bodies import KeepingBodies
 from memfine_fx.runtime.schedule import rows_schedule
 
-__all__ = ["LayerSizes", "RowsPoint", "plan_swiglu_layer", "sweep_rows"]
+__all__ = ["LayerSizes", "LayerWork", "RowsPoint", "layer_work", "plan_swiglu_layer", "sweep_rows"]
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,44 @@ def sweep_rows(sizes: LayerSizes, *, smallest: int = 64) -> list[RowsPoint]:
         rows = min(2 * rows, num_routed)
 
 
-def _region_bytes(sizes: LayerSizes) -> RegionBytes:
-    hidden, width, num_experts, dtype = sizes.hidden, sizes.expert_width, sizes.num_experts, sizes.dtype
-    place = torch.device(sizes.device)
+@dataclass(frozen=True)
+class LayerWork:
+    """A layer's byte terms, bytes kept of each routed row, matmul FLOPs of a step on one routed row."""
+
+    region: RegionBytes
+    kept_row_bytes: int
+    flops_per_row: int
+
+
+def layer_work(sizes: LayerSizes, keep: Keep) -> LayerWork:
+    """What a step of the layer takes where forward keeps so much; backward computes the rest again."""
+    bodies = _bodies(sizes)
+    again = _keeping(bodies, "projections").flops_per_row
+    region = _region_bytes(sizes)
+    if keep == "nothing":
+        return LayerWork(region, 0, 3 * bodies.flops_per_row + again)
+    keeping = _keeping(bodies, keep)
+    region = replace(
+        region,
+        forward_peak=keeping.forward.peak_bytes,
+        backward_peak=keeping.backward.peak_bytes,
+        forward_results=keeping.forward.results_bytes,
+        backward_results=keeping.backward.results_bytes,
+    )
+    return LayerWork(region, keeping.row_bytes, 3 * bodies.flops_per_row + again - keeping.flops_per_row)
+
+
+def _keeping(bodies: ExpertBodies, keep: Keep) -> KeepingBodies:
+    keeping = bodies.keeping(keep, _ALL_WANTED)
+    assert keeping is not None, "a SwiGLU expert has projections to keep"
+    return keeping
+
+
+_ALL_WANTED = (True, True, True, True)
+
+
+def _bodies(sizes: LayerSizes) -> ExpertBodies:
+    hidden, width, dtype, place = sizes.hidden, sizes.expert_width, sizes.dtype, torch.device(sizes.device)
     specs = (
         TensorSpec((hidden,), dtype, place, per_row=True),
         TensorSpec((), dtype, place, per_row=True),
@@ -117,7 +153,14 @@ def _region_bytes(sizes: LayerSizes) -> RegionBytes:
         TensorSpec((hidden, width), dtype, place),
     )
     function = ExpertFunction(fx.symbolic_trace(_swiglu_expert), has_weight=True, param_kinds=("expert", "expert"))
-    bodies = bodies_for(function, specs, folds_weight=True, takes_group=False, inner="inductor")
+    return bodies_for(function, specs, folds_weight=True, takes_group=False, inner="inductor")
+
+
+def _region_bytes(sizes: LayerSizes) -> RegionBytes:
+    hidden, width, num_experts, dtype = sizes.hidden, sizes.expert_width, sizes.num_experts, sizes.dtype
+    place = torch.device(sizes.device)
+    bodies = _bodies(sizes)
+    forward, backward = bodies.forward(), bodies.backward(_ALL_WANTED)
     is_low_precision = dtype is not torch.float32
     num_weights = 3 * width * hidden
     return RegionBytes(
@@ -132,10 +175,12 @@ def _region_bytes(sizes: LayerSizes) -> RegionBytes:
         weight_item_bytes=dtype.itemsize,
         param_bytes=num_experts * num_weights * dtype.itemsize,
         staging_bytes=4 * num_weights + 4 * width * hidden if is_low_precision else 0,
-        forward_peak=bodies.forward().peak_bytes,
-        backward_peak=bodies.backward((True, True, True, True)).peak_bytes,
+        forward_peak=forward.peak_bytes,
+        backward_peak=backward.peak_bytes,
         takes_group=False,
         flops_per_row=bodies.flops_per_row,
+        forward_results=forward.results_bytes,
+        backward_results=backward.results_bytes,
         device_type=place.type,
     )
 

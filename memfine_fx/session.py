@@ -9,17 +9,20 @@ import logging
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 
 from memfine_fx.config import Config
 from memfine_fx.hints import hint_for
 from memfine_fx.memory.measure import MemoryTrace
-from memfine_fx.memory.static import static_terms
+from memfine_fx.memory.region_bytes import ChunkSize
+from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
 from memfine_fx.memory.step import GraphStep, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.picture import RegionGraph
@@ -88,6 +91,8 @@ class Session:
     capture_flags: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    _optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
+    _stepped: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     _graphs: list[CapturedGraph] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -134,12 +139,35 @@ class Session:
 
     def static_terms(self) -> dict[str, int]:
         """Bytes by term of what is there before a step."""
-        parameters = [one for graph in self._graphs for one in graph.alive_parameters()]
-        terms = static_terms(parameters)
+        parameters = self._parameters()
+        terms = static_terms(parameters, self._known_optimizers())
         graphs = self.latest_graphs()
         terms["gradients before the step"] = sum(graph.step.gradient_bytes for graph in graphs)
         terms["inputs and buffers"] = sum(graph.input_bytes for graph in graphs)
         return terms
+
+    def foreseen_bytes(self) -> int:
+        """Bytes that will be there before later steps: state of optimizers that have not stepped yet."""
+        return foreseen_state_bytes(self._parameters(), self._known_optimizers())
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer stepped. The first time, the bytes before a step change, and plans are made again."""
+        known = self._optimizers
+        if known is None or optimizer in self._stepped:
+            return
+        self._stepped.add(optimizer)
+        ours = {id(parameter) for parameter in self._parameters()}
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            known.add(optimizer)
+            self.forget_plans()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [one for graph in self._graphs for one in graph.alive_parameters()]
+
+    def _known_optimizers(self) -> list[torch.optim.Optimizer]:
+        if self._optimizers is None:
+            self._optimizers = weakref.WeakSet(living_optimizers(self._parameters()))
+        return list(self._optimizers)
 
     def forget_plans(self) -> None:
         """Let every region plan again at its next call, because more is known of the step."""
@@ -180,10 +208,12 @@ class Session:
         expression = functools.partial(peak_expression, graphs, self._largest_chunk)
         return StepReport(tuple(self.static_terms().items()), peak, decision, expression)
 
-    def _largest_chunk(self, site: str, num_tokens: int) -> int:
-        """Rows of the largest chunk of the latest step; before one has run, as many as there are routed rows."""
+    def _largest_chunk(self, site: str, num_tokens: int) -> ChunkSize:
+        """The largest chunk of the latest step; before one has run, as many rows as there are routed rows."""
         live = lookup(site)
-        return live.largest_chunk if live.num_steps else num_tokens * live.top_k
+        if not live.num_steps:
+            return ChunkSize(num_tokens * live.top_k)
+        return ChunkSize(live.largest_chunk, live.stages_gradients)
 
     def _names_of_sites(self) -> dict[str, str]:
         """Site of each lowered region -> the module it is in."""
@@ -221,8 +251,15 @@ def sessions() -> list[Session]:
 def open_session(config: Config, *, is_dry: bool = False) -> Session:
     session = Session(config, is_dry)
     with _lock:
+        if not _all_sessions:
+            register_optimizer_step_post_hook(_note_step)
         _all_sessions.append(session)
     return session
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for session in _all_sessions:
+        session.note_step(optimizer)
 
 
 def next_site(body_key: str) -> str:

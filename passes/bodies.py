@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from memfine_fx.config import InnerBackend
-from memfine_fx.memory.graph_peak import live_peaks
+from memfine_fx.memory.graph_peak import live_peaks, tensor_bytes
 from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.fold_weight import fold_weight
@@ -281,6 +281,12 @@ def _peak(traced: TracedBody, inner: InnerBackend) -> sympy.Expr:
     return sympy.Max(sympy.Integer(0), *_undominated(renamed))
 
 
+def _results(traced: TracedBody) -> sympy.Expr:
+    """Bytes of what a call returns, in R (and G)."""
+    total = sum((tensor_bytes(node) for node in set(_outputs(traced.graph_module))), sympy.Integer(0))
+    return sympy.expand(total).subs({traced.rows: ROWS, traced.groups: GROUPS})
+
+
 def _undominated(peaks: list[sympy.Expr]) -> list[sympy.Expr]:
     """Drop affine peaks that another one exceeds in every coefficient."""
     rows = {
@@ -309,6 +315,7 @@ class _Compiled:
         self._traced = traced
         self._inner = inner
         self.peak_bytes = _peak(traced, inner)
+        self.results_bytes = _results(traced)
         self._compiled: Callable[..., Sequence[torch.Tensor]] | None = None
 
     @property

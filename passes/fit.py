@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +80,10 @@ class StepBudget(Protocol):
         """Bytes of the whole step with this forward and backward; rows a chunk, or as many as time asks for."""
         ...
 
+    def timed(self) -> AbstractContextManager[None]:
+        """Counts its time as planning."""
+        ...
+
     def rows_choices(self) -> Sequence[tuple[int | None, float]]:
         """(rows, seconds slower than with the first), most rows first."""
         ...
@@ -116,13 +121,26 @@ def fit(
     """
     _drop_wishes(gm.graph)
     budget.add_hints(gm.graph)
-    regions = _region_keepables(gm.graph, budget.rates)
+    with budget.timed():
+        available = budget.available_bytes
+        regions = _region_keepables(gm.graph, budget.rates)
     full_module, added = _with_regions(gm, _keeps(regions))
     full = partition(full_module, decision=_described(_keeps(regions), gm.graph))
-    if budget.peak(full.forward_memory, full.backward_memory, None) <= budget.available_bytes:
+    if budget.peak(full.forward_memory, full.backward_memory, None) <= available:
         return full
-    full_pair = _sized(full, budget)
-    plain = _without(full_pair, added)
+    with budget.timed():
+        return _fit_less(gm, num_forward_outputs, partition, budget, regions, _without(_sized(full, budget), added))
+
+
+def _fit_less(
+    gm: fx.GraphModule,
+    num_forward_outputs: int,
+    partition: Callable[..., Partition],
+    budget: StepBudget,
+    regions: list[Keepable],
+    plain: Pair,
+) -> Partition:
+    """Where not all that pays can be kept; `plain` is the full partition without what regions keep."""
     lean_partition = _lean(gm, partition, num_forward_outputs)
     lean_pair = _sized(lean_partition, budget)
     dense = _dense_keepables(gm.graph, num_forward_outputs, lean_pair[1], budget.rates)

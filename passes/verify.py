@@ -289,7 +289,7 @@ class _CorruptedCall:
     """A body that is wrong the first time."""
 
     def __init__(self, call: Compiled) -> None:
-        self.peak_bytes = call.peak_bytes
+        self.peak_bytes, self.results_bytes = call.peak_bytes, call.results_bytes
         self._call = call
         self._num_calls = 0
 

@@ -34,7 +34,7 @@ def tokens_peer(name: str, **fields: Any) -> Peer:
     return Peer(name, layer(axis="tokens", **fields), "first projection", is_compiled=True, is_memfine=True)
 
 
-_BUDGET = r"memfine-(\d+[kMG]i?B)"
+_BUDGET = r"memfine-(\d+(?:[kMGT]i?)?B)"
 
 LAYER = (rows_peer("memfine"), tokens_peer("memfine-tokens"))
 MODEL = (

@@ -20,7 +20,7 @@ from torch import fx
 
 from memfine_fx.memory.liveness import Allocation, Call, GraphMemory, Phase, call_of
 
-__all__ = ["live_peaks", "peak_bytes_at", "read_graph"]
+__all__ = ["live_peaks", "peak_bytes_at", "read_graph", "tensor_bytes"]
 
 _VIEWS = frozenset(
     {
@@ -47,9 +47,9 @@ def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
     for node in graph.nodes:
         is_owner = owners.get(node) is node
         if is_owner:
-            live = live + _bytes(node)
+            live = live + tensor_bytes(node)
             peaks.append(sympy.expand(live))
-        live = live - sum(_bytes(dead) for dead in freed_after.get(node, []))
+        live = live - sum(tensor_bytes(dead) for dead in freed_after.get(node, []))
     return peaks
 
 
@@ -79,7 +79,7 @@ def read_graph(graph: fx.Graph, *, is_fused: bool, frees_inputs: Iterable[str] =
         assert isinstance(made_by, fx.Node)
         start = 0 if owner.op == "placeholder" else position[made_by]
         stop = None if reader.op == "output" else position[reader] + 1
-        allocations.append(Allocation(owner.name, _bytes(owner), start, stop, owner.op == "placeholder"))
+        allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, owner.op == "placeholder"))
     return GraphMemory(tuple(allocations), tuple(_calls(graph)), len(position))
 
 
@@ -190,7 +190,8 @@ def _is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in target.tags or _name(target) in ("_to_copy", "clone", "cat")
 
 
-def _bytes(node: fx.Node) -> sympy.Expr:
+def tensor_bytes(node: fx.Node) -> sympy.Expr:
+    """Bytes of a node's results."""
     total: sympy.Expr = sympy.Integer(0)
     for value in _tensors(node):
         size: sympy.Expr = sympy.Integer(value.dtype.itemsize)

@@ -19,7 +19,7 @@ import sympy
 from memfine_fx.config import Axis
 from memfine_fx.memory.symbols import GROUPS, ROWS
 
-__all__ = ["RegionBytes", "region_peak", "region_workspace", "workspace_expression"]
+__all__ = ["ChunkSize", "RegionBytes", "region_peak", "region_workspace", "workspace_expression"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class RegionBytes:
         takes_group: whether a chunk may hold several experts.
         device_type: "cpu" or "cuda".
         flops_per_row: of the expert function's matmuls on one row.
+        forward_results, backward_results: bytes that one body call returns, in R (and G): what is alive while they are
+            cast and added. Without them the body's peak is taken.
     """
 
     top_k: int
@@ -55,6 +57,16 @@ class RegionBytes:
     takes_group: bool
     device_type: str
     flops_per_row: int = 0
+    forward_results: sympy.Expr | None = None
+    backward_results: sympy.Expr | None = None
+
+
+@dataclass(frozen=True)
+class ChunkSize:
+    """Rows of a step's largest chunk, and whether gradients are added to more than once (an expert is split)."""
+
+    rows: int
+    stages: bool = True
 
 
 def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "rows") -> dict[str, int]:
@@ -76,30 +88,36 @@ def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "r
 
 
 def region_workspace(
-    region: RegionBytes, num_tokens: int, rows: int, axis: Axis, phase: Literal["forward", "backward"]
+    region: RegionBytes, num_tokens: int, size: ChunkSize, axis: Axis, phase: Literal["forward", "backward"]
 ) -> int:
     """Bytes that one call of a region's op needs beyond its arguments and results, which the graph around shows.
 
     Args:
         region: its byte terms.
         num_tokens: T.
-        rows: R, at most N rows matter.
+        size: of chunks; at most N rows matter.
         axis: as in `region_peak`.
         phase: which op.
     """
-    rows = max(1, min(rows, num_tokens * region.top_k))
-    return int(workspace_expression(region, num_tokens, rows, axis, phase))
+    rows = max(1, min(size.rows, num_tokens * region.top_k))
+    return int(workspace_expression(region, num_tokens, ChunkSize(rows, size.stages), axis, phase))
 
 
 def workspace_expression(
-    region: RegionBytes, num_tokens: sympy.Expr | int, rows: int, axis: Axis, phase: Literal["forward", "backward"]
+    region: RegionBytes,
+    num_tokens: sympy.Expr | int,
+    size: ChunkSize,
+    axis: Axis,
+    phase: Literal["forward", "backward"],
 ) -> sympy.Expr | int:
     """As `region_workspace`, for T as an expression and R no more than N."""
+    rows = size.rows
     if phase == "forward":
         working = _forward_terms(region, num_tokens, rows)["chunk"]
         width, item_bytes = region.out_width, region.out_item_bytes
     else:
-        working = _backward_terms(region, num_tokens, rows)["chunk"] + _staging_bytes(region, axis)
+        staging = _staging_bytes(region, axis) if size.stages or axis == "tokens" else 0
+        working = _backward_terms(region, num_tokens, rows)["chunk"] + staging
         width, item_bytes = region.hidden, region.item_bytes
     if item_bytes == region.accumulator_item_bytes:
         return working
@@ -113,7 +131,10 @@ def _staging_bytes(region: RegionBytes, axis: Axis) -> int:
 
 def _forward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str, Any]:
     chunk = rows * (region.hidden * region.item_bytes + region.weight_item_bytes)
-    chunk += _body(region.forward_peak, region, rows) + _cast_bytes(region, rows) + _index_chunk(rows)
+    cast = 0
+    if region.contribution_item_bytes != region.accumulator_item_bytes:
+        cast = rows * region.out_width * region.accumulator_item_bytes
+    chunk += _called(region.forward_peak, region.forward_results, cast, region, rows) + _index_chunk(rows)
     return {
         "output": num_tokens * region.out_width * _held(region.out_item_bytes, region.accumulator_item_bytes),
         "index": _index_bytes(region, num_tokens),
@@ -126,9 +147,10 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str
     if region.out_item_bytes == region.contribution_item_bytes:
         rows_grad //= 2
     chunk = rows * (region.hidden * region.item_bytes + region.weight_item_bytes) + rows_grad
-    chunk += _body(region.backward_peak, region, rows) + _index_chunk(rows)
+    cast = 0
     if region.accumulator_item_bytes != region.item_bytes:
-        chunk += rows * region.hidden * region.accumulator_item_bytes
+        cast = rows * region.hidden * region.accumulator_item_bytes
+    chunk += _called(region.backward_peak, region.backward_results, cast, region, rows) + _index_chunk(rows)
     return {
         "output grad": num_tokens * region.out_width * region.out_item_bytes,
         "hidden grad": num_tokens * region.hidden * _held(region.item_bytes, region.accumulator_item_bytes),
@@ -144,10 +166,10 @@ def _held(item_bytes: int, accumulator_bytes: int) -> int:
     return accumulator_bytes if item_bytes == accumulator_bytes else item_bytes + accumulator_bytes
 
 
-def _cast_bytes(region: RegionBytes, rows: int) -> int:
-    if region.contribution_item_bytes == region.accumulator_item_bytes:
-        return 0
-    return rows * region.out_width * region.accumulator_item_bytes
+def _called(peak: sympy.Expr, results: sympy.Expr | None, cast: int, region: RegionBytes, rows: int) -> int:
+    """The larger of a body call and the cast of one of its results, when the call's own tensors are gone."""
+    called = _body(peak, region, rows)
+    return called + cast if results is None else max(called, _body(results, region, rows) + cast)
 
 
 def _body(peak: sympy.Expr, region: RegionBytes, rows: int) -> int:

@@ -1,42 +1,73 @@
-"""Bytes that are there before a step begins: parameters and optimizer state."""
+"""Bytes that are there before a step begins: parameters, and what optimizers hold or will hold of them."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["static_terms"]
+__all__ = ["foreseen_state_bytes", "living_optimizers", "static_terms"]
 
 
-def static_terms(parameters: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Bytes by term of parameters and what hangs on them.
-
-    Returns:
-        "parameters", and "optimizer state" (what every optimizer over these parameters holds now; before its first
-        step most hold nothing).
-    """
+def static_terms(parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
+    """Bytes by term: "parameters", and "optimizer state", what these optimizers hold of them now."""
     unique = list({id(parameter): parameter for parameter in parameters}.values())
-    return {
-        "parameters": _num_bytes(unique),
-        "optimizer state": _num_bytes(_optimizer_state(unique)),
-    }
+    held = [tensor for one in optimizers for parameter in unique for tensor in _state_of(one, parameter)]
+    return {"parameters": _num_bytes(unique), "optimizer state": _num_bytes(held)}
 
 
-def _optimizer_state(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+def foreseen_state_bytes(parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Bytes that optimizers which have not stepped yet will hold of these parameters.
+
+    Known of torch's own optimizers, whose state is so many tensors like the parameter; others count as they are.
+    """
     wanted = {id(parameter) for parameter in parameters}
-    # NOTE: an optimizer is never registered anywhere, so the collector is asked for all of them; plans are made
-    # once per shape, not per step.
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
-    return [
-        value
+    return sum(
+        _num_states(optimizer, group) * parameter.numel() * parameter.element_size()
         for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
-        if id(parameter) in wanted
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in wanted and parameter.requires_grad and not _state_of(optimizer, parameter)
+    )
+
+
+def living_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """Every optimizer over one of these parameters.
+
+    NOTE: an optimizer is never registered anywhere, so the collector is asked. That takes a fraction of a second, which
+    is why a session asks once; an optimizer made later shows itself when it steps.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    return [one for one in found if any(id(param) in wanted for group in one.param_groups for param in group["params"])]
+
+
+def _state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+    state = optimizer.state.get(parameter, {})
+    return [value for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+_NUM_STATES: dict[str, Callable[[dict[str, Any]], int]] = {
+    "Adam": lambda group: 2 + bool(group.get("amsgrad")),
+    "AdamW": lambda group: 2 + bool(group.get("amsgrad")),
+    "NAdam": lambda group: 2,
+    "RAdam": lambda group: 2,
+    "Adamax": lambda group: 2,
+    "Adadelta": lambda group: 2,
+    "Rprop": lambda group: 2,
+    "SGD": lambda group: int(bool(group.get("momentum"))),
+    "Muon": lambda group: 1,
+    "RMSprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered")),
+}
+"""Tensors like the parameter that an optimizer of torch keeps, by class name."""
+
+
+def _num_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    names = (base.__name__ for base in type(optimizer).__mro__)
+    known = next((_NUM_STATES[name] for name in names if name in _NUM_STATES), None)
+    return 0 if known is None else known(group)
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -21,13 +21,13 @@ from torch import fx
 
 from memfine_fx.config import Axis
 from memfine_fx.memory.liveness import Call, GraphMemory, Peak
-from memfine_fx.memory.region_bytes import RegionBytes, region_workspace, workspace_expression
+from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_workspace, workspace_expression
 from memfine_fx.records import Keep
 
 __all__ = ["GraphStep", "RegionMemory", "StepPeak", "peak_expression", "step_peak"]
 
-RowsOf = Callable[[str, int], int]
-"""(site, T) -> rows a chunk."""
+SizeOf = Callable[[str, int], ChunkSize]
+"""(site, T) -> how large chunks are."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class RegionMemory:
         substitutions = {symbol: sizes[str(symbol)] for symbol in self.num_tokens.free_symbols}
         return int(self.num_tokens.subs(substitutions))
 
-    def workspace(self, call: Call, sizes: Mapping[str, int], rows_of: Callable[[int], int]) -> int:
-        """Bytes of the region's op beyond what the graph shows; `rows_of` gives R for T tokens."""
+    def workspace(self, call: Call, sizes: Mapping[str, int], size_of: Callable[[int], ChunkSize]) -> int:
+        """Bytes of the region's op beyond what the graph shows; `size_of` gives chunks for T tokens."""
         if call.phase == "route":
             return 0
         num_tokens = self.tokens_at(sizes)
-        return region_workspace(self.terms(call.keep), num_tokens, rows_of(num_tokens), self.axis, call.phase)
+        return region_workspace(self.terms(call.keep), num_tokens, size_of(num_tokens), self.axis, call.phase)
 
 
 @dataclass
@@ -99,12 +99,12 @@ class GraphStep:
         calls = self.forward.calls if self.forward is not None else ()
         return next((call.keep for call in calls if call.site == site and call.phase == "forward"), "nothing")
 
-    def workspace(self, rows_of: RowsOf, sizes: Mapping[str, int]) -> Callable[[Call], int]:
+    def workspace(self, size_of: SizeOf, sizes: Mapping[str, int]) -> Callable[[Call], int]:
         def of_call(call: Call) -> int:
             region = self.regions.get(call.site)
             if region is None:
                 return 0
-            return region.workspace(call, sizes, functools.partial(rows_of, call.site))
+            return region.workspace(call, sizes, functools.partial(size_of, call.site))
 
         return of_call
 
@@ -131,13 +131,13 @@ class StepPeak:
     terms: tuple[tuple[str, int], ...]
 
 
-def step_peak(graphs: Iterable[GraphStep], rows_of: RowsOf) -> StepPeak | None:
+def step_peak(graphs: Iterable[GraphStep], size_of: SizeOf) -> StepPeak | None:
     """The peak over all graphs of a step that runs each once; None where nothing is known yet."""
     saved = 0
     best: StepPeak | None = None
     known = [graph for graph in graphs if graph.forward is not None]
     for number, graph in enumerate(known):
-        workspace = graph.workspace(rows_of, graph.sizes)
+        workspace = graph.workspace(size_of, graph.sizes)
         for where, memory in (("forward", graph.forward), ("backward", graph.backward)):
             if memory is None:
                 continue
@@ -153,7 +153,7 @@ def _of_graph(peak: Peak, saved: int, where: str) -> StepPeak:
     return StepPeak(saved + peak.num_bytes, where, (*earlier, *peak.terms))
 
 
-def peak_expression(graphs: Iterable[GraphStep], rows_of: RowsOf) -> sympy.Expr:
+def peak_expression(graphs: Iterable[GraphStep], size_of: SizeOf) -> sympy.Expr:
     """The step's peak beyond what is there before it, in the graphs' symbols; R as at the latest sizes.
 
     `expr.subs({"s27": 4096, ...})` answers for another batch without compiling anything.
@@ -161,15 +161,15 @@ def peak_expression(graphs: Iterable[GraphStep], rows_of: RowsOf) -> sympy.Expr:
     saved: sympy.Expr = sympy.Integer(0)
     peaks: list[sympy.Expr] = []
     for graph in graphs:
-        workspace = functools.partial(_workspace_expression, graph, rows_of)
+        workspace = functools.partial(_workspace_expression, graph, size_of)
         peaks += [saved + memory.peak_expression(workspace) for memory in (graph.forward, graph.backward) if memory]
         saved += graph.forward.left_bytes if graph.forward else sympy.Integer(0)
     return sympy.Max(*peaks) if peaks else sympy.Integer(0)
 
 
-def _workspace_expression(graph: GraphStep, rows_of: RowsOf, call: Call) -> sympy.Expr | int:
+def _workspace_expression(graph: GraphStep, size_of: SizeOf, call: Call) -> sympy.Expr | int:
     region = graph.regions.get(call.site)
     if region is None or call.phase == "route":
         return 0
-    rows = rows_of(call.site, region.tokens_at(graph.sizes))
-    return workspace_expression(region.terms(call.keep), region.num_tokens, rows, region.axis, call.phase)
+    size = size_of(call.site, region.tokens_at(graph.sizes))
+    return workspace_expression(region.terms(call.keep), region.num_tokens, size, region.axis, call.phase)

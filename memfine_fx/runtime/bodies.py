@@ -29,9 +29,15 @@ __all__ = [
 
 
 class Compiled(Protocol):
-    """A body as a function; `peak_bytes` are live bytes of one call beyond its arguments, in the symbols R and G."""
+    """A body as a function.
+
+    Args:
+        peak_bytes: live bytes of one call beyond its arguments, in the symbols R and G.
+        results_bytes: of what it returns.
+    """
 
     peak_bytes: sympy.Expr
+    results_bytes: sympy.Expr
 
     def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]: ...
 
@@ -77,6 +83,10 @@ class ForwardBody:
     def peak_bytes(self) -> sympy.Expr:
         return self.call.peak_bytes
 
+    @property
+    def results_bytes(self) -> sympy.Expr:
+        return self.call.results_bytes
+
 
 @dataclass(frozen=True)
 class BackwardBody:
@@ -95,6 +105,10 @@ class BackwardBody:
     @property
     def peak_bytes(self) -> sympy.Expr:
         return self.call.peak_bytes
+
+    @property
+    def results_bytes(self) -> sympy.Expr:
+        return self.call.results_bytes
 
 
 @dataclass(frozen=True)

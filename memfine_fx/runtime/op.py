@@ -94,6 +94,8 @@ def _forward(
     chunks = chunks_of(routed, region.bodies, plan, region.tuner)
     region.plan, region.num_tokens, region.num_chunks = plan, hidden.shape[0], len(chunks)
     region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
+    has_shared = "shared" in region.bodies.param_kinds
+    region.stages_gradients = has_shared or any(chunk.is_part for chunk in chunks)
     region.num_steps += 1
     lower = partial(region.lower, hidden.shape[0])
     with span(f"forward {site}"):

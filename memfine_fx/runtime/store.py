@@ -51,6 +51,7 @@ class LiveRegion:
     num_tokens: int = 0
     num_chunks: int = 0
     largest_chunk: int = 0  # rows, in the latest step
+    stages_gradients: bool = False  # whether a gradient was added to more than once in it
     num_steps: int = 0
     _plans: dict[int, ChunkPlan] = field(default_factory=dict)
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 import memfine_fx
+from memfine_fx import budget
+from memfine_fx.cost import DeviceRates
 from memfine_fx.demo.model import ModelSizes, build_causal_lm
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.session import LoweredRegion, sessions
 from tests.integration.comparison import relative_error
 
 SIZES = ModelSizes(
@@ -64,14 +67,18 @@ def assert_gradients_exact(model: nn.Module) -> None:
 def test_less_is_kept_under_a_tighter_budget_and_gradients_stay_exact() -> None:
     _, free, _ = trained(None)
     assert free.predicted_peak_bytes is not None
-    budget = int(0.93 * free.predicted_peak_bytes)
-    model, report, measured = trained(budget)  # the gradients are those of the measured step
-    assert param_bytes(model) + measured <= budget
+    limit = int(0.93 * free.predicted_peak_bytes)
+    model, report, measured = trained(limit)  # the gradients are those of the measured step
+    assert param_bytes(model) + measured <= limit
     assert report.step is not None and "computed again in backward" in report.step.decision
     assert_gradients_exact(model)
 
 
-def test_a_budget_that_is_large_enough_keeps_what_pays_and_gradients_stay_exact() -> None:
+def test_a_budget_that_is_large_enough_keeps_what_pays_and_gradients_stay_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow_products = DeviceRates(((32, 1e9), (2048, 1e9)), copy_bytes=1e10, launch_seconds=1e-6)
+    monkeypatch.setattr(budget, "device_rates", lambda device_type, dtype: slow_products)
     _, _, free = trained(None)
     model, report, measured = trained(2**40)
     assert report.step is not None and report.step.decision.startswith("nothing dense is computed again; 2 of 2")
@@ -88,6 +95,23 @@ def test_the_smallest_budget_that_an_error_names_works() -> None:
     _, report, measured = trained(minimum)
     assert report.predicted_peak_bytes is not None and report.predicted_peak_bytes <= minimum
     assert param_bytes(language_model()) + measured <= minimum
+
+
+def test_plans_are_made_again_once_an_optimizer_holds_state() -> None:
+    model = language_model()
+    memfine_fx.optimize(model, inner_backend="eager", dynamic=True, memory_budget=2**40)
+    step(model, tokens())
+    session = sessions()[-1]
+    (live, *_) = [outcome.live for outcome in session.outcomes if isinstance(outcome, LoweredRegion)]
+    before = live.plan_for(512)
+    assert live.plan_for(512) is before
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer.step()
+    assert live.plan_for(512) is not before
+    assert session.static_terms()["optimizer state"] >= 2 * param_bytes(model)
+    again = live.plan_for(512)
+    optimizer.step()
+    assert live.plan_for(512) is again
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import memfine_fx
+from memfine_fx import front
 from memfine_fx.cli import main
+from memfine_fx.cost import DeviceRates
 from memfine_fx.errors import MemfineError
 from memfine_fx.hints import hint_for
 from memfine_fx.records import Where
@@ -88,6 +90,23 @@ def test_the_shell_plans_as_json_with_other_rows_beside(capsys: pytest.CaptureFi
     assert peaks == sorted(peaks) and shown["plan"]["predicted_bytes"] in peaks
     (fixed,) = [point for point in shown["sweep"] if point["rows"] == 512]
     assert (fixed["chunks_balanced"], fixed["chunks_skewed"]) == (16, 16)
+
+
+def test_the_shell_shows_and_draws_the_plans_that_none_beats(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    rates = DeviceRates(((32, 1e9), (2048, 2e9)), copy_bytes=1e10, launch_seconds=1e-6)
+    monkeypatch.setattr(front, "device_rates", lambda device_type, dtype: rates)
+    assert main([*PLAN, "--plot", str(tmp_path / "front.png"), "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["front"]
+    assert [point["peak_bytes"] for point in points] == sorted(point["peak_bytes"] for point in points)
+    seconds = [point["seconds"] for point in points]
+    assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == len(seconds)
+    assert (points[0]["keeps"], points[-1]["keeps"]) == ("nothing", "projections")
+    assert (tmp_path / "front.png").stat().st_size > 5_000
+    assert main([*PLAN, "--plot", str(tmp_path / "front.png"), "--measured", str(tmp_path / "none.jsonl")]) == 2
+    assert "holds no benchmark rows" in capsys.readouterr().err
 
 
 def test_the_shell_plans_by_the_paper(capsys: pytest.CaptureFixture[str]) -> None:

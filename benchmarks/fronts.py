@@ -1,0 +1,161 @@
+"""Time against bytes of one model, everything in one process and interleaved: ``workload`` "front".
+
+`Job.points` name what is compared: peers of the model workload, and "memfine@X" for a budget that lies X of the way
+from the smallest feasible one to the peak of the step with nothing to spare (all that pays is kept). Each has its own
+copy of the model with the same weights. After two warm-up steps each, rounds of one step each are timed, gradients
+dropped before every step, and the peak of one more is counted.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch._functorch import config as functorch_config
+
+from benchmarks.machine import matmul_rate
+from benchmarks.measuring import is_cache_empty
+from benchmarks.peers import find_peer
+from benchmarks.records import Job, Measurement
+from benchmarks.workloads.base import Workload
+from benchmarks.workloads.model import build_model_workload
+from memfine_fx.errors import BudgetInfeasible
+from memfine_fx.memory.measure import trace_memory
+from memfine_fx.session import sessions
+
+OURS = "memfine@"
+_UNLIMITED = "100TiB"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One compiled variant.
+
+    Args:
+        workload: its step.
+        budget: bytes of the whole step, 0 for peers.
+        predicted: bytes of the whole step, 0 for peers.
+        static: bytes there before the step.
+        compile_seconds: first step.
+        plan_seconds: of them, deciding what is kept.
+    """
+
+    workload: Workload
+    budget: int
+    predicted: int
+    static: int
+    compile_seconds: float
+    plan_seconds: float
+
+
+def measure_front(job: Job) -> Measurement:
+    """Figures by point in `series`; the measurement itself is the last point's."""
+    cold = is_cache_empty()
+    device = torch.device(job.device)
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+    entries = _entries(job, device)
+    seconds: dict[str, list[float]] = {name: [] for name in job.points}
+    for _ in range(job.steps):
+        for name, entry in entries.items():
+            seconds[name].append(_timed(entry.workload))
+    peaks = {name: _peak(entry.workload, device) for name, entry in entries.items()}
+    expected = _sums(entries[job.points[0]].workload)
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    static = max(entry.static for entry in entries.values())
+    series = {
+        "seconds": tuple(medians.values()),
+        "peak_bytes": tuple(float(static + peak) for peak in peaks.values()),
+        "budget_bytes": tuple(float(entry.budget) for entry in entries.values()),
+        "predicted_bytes": tuple(float(entry.predicted) for entry in entries.values()),
+        "compile_seconds": tuple(entry.compile_seconds for entry in entries.values()),
+        "plan_seconds": tuple(entry.plan_seconds for entry in entries.values()),
+        "differs_by": tuple(_difference(entry.workload, expected) for entry in entries.values()),
+    }
+    last = entries[job.points[-1]].workload
+    return Measurement(
+        step_seconds=tuple(seconds[job.points[-1]]),
+        compile_seconds=0.0,
+        cold=cold,
+        peak_bytes=peaks[job.points[-1]],
+        accumulating_peak_bytes=None,
+        resting_bytes=0,
+        allocated_bytes=None,
+        reserved_bytes=None,
+        value=_sums(last)[0],
+        gradient_norm=last.gradient_norm(),
+        gradient_checksum=last.gradient_checksum(),
+        gradient_error=None,
+        matmul_flops_per_second=matmul_rate(getattr(torch, job.dtype), device),
+        graphs=0,
+        recompilations=None,
+        series=series,
+    )
+
+
+def _entries(job: Job, device: torch.device) -> dict[str, Entry]:
+    shares = [name for name in job.points if name.startswith(OURS)]
+    limits = _limits(job, device) if shares else (0, 0)
+    found: dict[str, Entry] = {}
+    for name in job.points:
+        if name in shares:
+            share = float(name.removeprefix(OURS))
+            found[name] = _ours(job, limits[0] + int(share * (limits[1] - limits[0])))
+        else:
+            find_peer("model", name)
+            workload = build_model_workload(replace(job, workload="model", peer=name))
+            found[name] = Entry(workload, 0, 0, 0, _warmed(workload), 0.0)
+            functorch_config.activation_memory_budget = 1.0
+    return found
+
+
+def _limits(job: Job, device: torch.device) -> tuple[int, int]:
+    """(smallest feasible budget, peak of a step that keeps all that pays)."""
+    most = _ours(job, _UNLIMITED).predicted
+    try:
+        _ours(job, 1 << 20)
+    except BudgetInfeasible as error:
+        return error.minimum_bytes, most
+    raise AssertionError("a model trained in one MiB")
+
+
+def _ours(job: Job, budget: int | str) -> Entry:
+    peer = f"memfine-{budget}B" if isinstance(budget, int) else f"memfine-{budget}"
+    workload = build_model_workload(replace(job, workload="model", peer=peer))
+    seconds = _warmed(workload)
+    session = sessions()[-1]
+    step = session.report().step
+    assert step is not None, "a compiled step has a prediction"
+    static = step.static_bytes - dict(step.static)["gradients before the step"]
+    spent = session.stage_seconds.get("fit", 0.0)
+    limit = budget if isinstance(budget, int) else 0
+    return Entry(workload, limit, static + step.peak.num_bytes, static, seconds, spent)
+
+
+def _warmed(workload: Workload) -> float:
+    """Seconds of the first step."""
+    first = _timed(workload)
+    _timed(workload)
+    return first
+
+
+def _timed(workload: Workload) -> float:
+    workload.drop_gradients()
+    started = time.perf_counter()
+    workload.step()
+    return time.perf_counter() - started
+
+
+def _peak(workload: Workload, device: torch.device) -> int:
+    """Of a step, gradients that it makes included."""
+    workload.drop_gradients()
+    return trace_memory(workload.step, device).peak_bytes
+
+
+def _sums(workload: Workload) -> tuple[float, float]:
+    """(loss, norm of all gradients)."""
+    workload.drop_gradients()
+    return workload.value_of(workload.step()), workload.gradient_norm()
+
+
+def _difference(workload: Workload, expected: tuple[float, float]) -> float:
+    return max(abs(one / other - 1) for one, other in zip(_sums(workload), expected, strict=True))

@@ -1,0 +1,159 @@
+"""Bytes in, plan out: predictions against exact bytes, budgets kept, and time against bytes beside everyone else."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.fronts import OURS
+from benchmarks.predictions import NO_BUDGET
+from benchmarks.records import Row, Sizes
+from benchmarks.suites.base import Part, Suite
+from benchmarks.summaries import MIB, Summary, align, summaries_of
+from benchmarks.targets import at_least, at_most
+
+MODELS = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v3", "gpt_oss")
+PREDICTED = Sizes(
+    batch=2, sequence=512, hidden=256, width=256, experts=8, top_k=2, layers=2, heads=4, kv_heads=2, head_dim=64,
+    vocab=1024,
+)  # fmt: skip
+LONGER = Sizes(
+    batch=1, sequence=1280, hidden=192, width=320, experts=8, top_k=2, layers=2, heads=4, kv_heads=2, head_dim=48,
+    vocab=1024,
+)  # fmt: skip
+FRONT = Sizes(
+    batch=2, sequence=1024, hidden=384, width=512, experts=16, top_k=4, layers=2, heads=6, kv_heads=3, head_dim=64,
+    vocab=2048,
+)  # fmt: skip
+QUICK = Sizes(
+    batch=2, sequence=256, hidden=128, width=128, experts=8, top_k=2, layers=2, heads=4, kv_heads=2, head_dim=32,
+    vocab=512,
+)  # fmt: skip
+_PLAIN = ("eager", "eager+checkpoint", "compile", "compile+checkpoint")
+_RATIOS = ("compile-budget0.1", "compile-budget0.3", "compile-budget0.5", "compile-budget0.7", "compile-budget0.9")
+_BUDGETS = tuple(f"{OURS}{tenth / 9:.2f}" for tenth in range(10))
+TIME_ALLOWANCE = 1.03
+
+
+def _parts(quick: bool) -> Sequence[Part]:
+    if quick:
+        points = (*_PLAIN, f"{OURS}0", f"{OURS}0.5", f"{OURS}1")
+        return [
+            Part("front", QUICK, "float32", ("memfine",), points=points, steps=3),
+            Part("prediction:qwen3_moe", QUICK, "float32", ("memfine",), points=(NO_BUDGET, "0.9")),
+        ]
+    points = (*_PLAIN, *_RATIOS, *_BUDGETS)
+    return [
+        Part("front", FRONT, "float32", ("memfine",), points=points, steps=9),
+        *(
+            Part(f"prediction:{model}", sizes, dtype, ("memfine",), points=(NO_BUDGET, "0.9"))
+            for number, model in enumerate(MODELS)
+            for sizes in (PREDICTED if number % 2 == 0 else LONGER,)
+            for dtype in ("float32", "bfloat16")
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """One point of a front."""
+
+    name: str
+    seconds: float
+    peak_bytes: float
+    budget_bytes: float
+    predicted_bytes: float
+    compile_seconds: float
+    plan_seconds: float
+    differs_by: float
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith(OURS)
+
+
+def front_points(summary: Summary) -> list[FrontPoint]:
+    series = summary.last.series
+    columns = (series[name] for name in FrontPoint.__dataclass_fields__ if name != "name")
+    return [FrontPoint(*values) for values in zip(summary.job.points, *columns, strict=True)]
+
+
+def _conclude(rows: Sequence[Row]) -> str:
+    summaries = summaries_of(rows)
+    texts = [_said_of_front(one) for one in summaries if one.job.workload == "front"]
+    predicted = [one for one in summaries if one.job.workload.startswith("prediction")]
+    return "\n\n".join([*texts, *([_said_of_predictions(predicted)] if predicted else [])])
+
+
+def _said_of_front(summary: Summary) -> str:
+    points = front_points(summary)
+    cells = [["", "budget MiB", "peak MiB", "predicted", "step s", "fastest peer within", "its s", "ours/its"]]
+    ratios: list[float] = []
+    for point in points:
+        within = [one for one in points if not one.is_ours and one.peak_bytes <= point.budget_bytes]
+        best = min(within, key=lambda one: one.seconds, default=None)
+        shown = ["-", "-", "-"]
+        if point.is_ours and best is not None:
+            ratios.append(point.seconds / best.seconds)
+            shown = [best.name, f"{best.seconds:.3f}", f"{ratios[-1]:.2f}"]
+        error = f"{point.predicted_bytes / point.peak_bytes - 1:+.2%}" if point.predicted_bytes else "-"
+        budget = f"{point.budget_bytes / MIB:.1f}" if point.budget_bytes else "-"
+        cells.append([point.name, budget, f"{point.peak_bytes / MIB:.1f}", error, f"{point.seconds:.3f}", *shown])
+    ours = [point for point in points if point.is_ours]
+    lines = [f"Time against bytes of whole steps, {summary.job.sizes}, {summary.job.dtype}", align(cells)]
+    lines.append(at_most("largest peak against its budget", max(p.peak_bytes / p.budget_bytes for p in ours), 1.0))
+    alone = sum(not any(one.peak_bytes <= p.budget_bytes for one in points if not one.is_ours) for p in ours)
+    lines.append(f"{'':8}budgets in which no peer fits: {alone} of {len(ours)}")
+    if ratios:
+        lines.append(at_most("slowest against the fastest peer within its budget", max(ratios), TIME_ALLOWANCE))
+    plain = next((one for one in points if one.name == "compile"), None)
+    if plain is not None:
+        lines.append(at_most("unconstrained: time against torch.compile", ours[-1].seconds / plain.seconds, 0.95))
+        lines.append(at_most("unconstrained: peak against torch.compile", ours[-1].peak_bytes / plain.peak_bytes, 1.0))
+    lines.append(
+        at_most("largest difference of loss and gradients from eager", max(p.differs_by for p in points), 1e-3)
+    )
+    shares = [p.plan_seconds / p.compile_seconds for p in ours]
+    lines.append(at_most("planning against the first step (kernels cached between points)", max(shares), 0.02))
+    return "\n".join(lines)
+
+
+def _said_of_predictions(summaries: Sequence[Summary]) -> str:
+    cells = [["model", "dtype", "budget", "budget MiB", "peak MiB", "error", "peak, all to K", "error"]]
+    errors: list[float] = []
+    kept: list[float] = []
+    for model, dtype, point, budget, predicted, measured, skewed_predicted, skewed in _predictions(summaries):
+        errors += [predicted / measured - 1, skewed_predicted / skewed - 1]
+        if budget:
+            kept.append(max(measured, skewed) / budget)
+        shown = f"{budget / MIB:.2f}" if budget else "-"
+        peaks = [f"{measured / MIB:.2f}", f"{errors[-2]:+.2%}", f"{skewed / MIB:.2f}", f"{errors[-1]:+.2%}"]
+        cells.append([model, dtype, point, shown, *peaks])
+    close = sum(abs(error) <= 0.05 for error in errors) / len(errors)
+    lines = [
+        f"Predicted peaks of whole steps: {len(errors)} combinations, exact allocator bytes",
+        align(cells),
+        at_least("share within 5% of the measured peak", close, 0.9),
+        at_least("lowest prediction against the measured peak", min(errors), -0.02),
+    ]
+    if kept:
+        lines.append(at_most("largest peak against its budget", max(kept), 1.0))
+    return "\n".join(lines)
+
+
+def _predictions(summaries: Sequence[Summary]) -> Iterator[tuple[str, str, str, float, float, float, float, float]]:
+    names = ("budget", "predicted", "measured", "skewed_predicted", "skewed_measured")
+    for summary in summaries:
+        columns = zip(*(summary.last.series[name] for name in names), strict=True)
+        for point, (budget, predicted, measured, skewed_predicted, skewed) in zip(
+            summary.job.points, columns, strict=True
+        ):
+            model = summary.job.workload.partition(":")[2]
+            yield model, summary.job.dtype, point, budget, predicted, measured, skewed_predicted, skewed
+
+
+SUITE = Suite(
+    "budget",
+    "step time at every budget beside what fits in the same bytes; predicted and measured peaks",
+    _parts,
+    rounds=1,
+    conclude=_conclude,
+)

@@ -1,0 +1,73 @@
+"""What the budget suite says about its rows, and the picture of a front."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.figures import pictures_of
+from benchmarks.jobs import jobs_of
+from benchmarks.records import Row
+from benchmarks.suites.budget import front_points
+from benchmarks.summaries import summaries_of
+from benchmarks.tables import conclusions
+from tests.benchmarks.rows import row_of
+
+MIB = float(2**20)
+
+
+def front_row(*, ours_seconds: float = 1.0, ours_peak: float = 90.0) -> Row:
+    (job, *_) = jobs_of("budget", quick=True, peers=None, steps=1)
+    job = replace(job, points=("eager", "compile", "memfine@0", "memfine@1"))
+    series = {
+        "seconds": (3.0, 2.0, 1.5, ours_seconds),
+        "peak_bytes": (200 * MIB, 150 * MIB, 40 * MIB, ours_peak * MIB),
+        "budget_bytes": (0.0, 0.0, 50 * MIB, 160 * MIB),
+        "predicted_bytes": (0.0, 0.0, 41 * MIB, 160 * MIB),
+        "compile_seconds": (0.0, 10.0, 10.0, 10.0),
+        "plan_seconds": (0.0, 0.0, 0.1, 0.1),
+        "differs_by": (0.0, 1e-6, 1e-6, 1e-6),
+    }
+    row = row_of("memfine", peak_mib=1, seconds=1.0)
+    assert row.measurement is not None
+    return replace(row, job=job, measurement=replace(row.measurement, series=series))
+
+
+def prediction_row(predicted: float) -> Row:
+    job = next(job for job in jobs_of("budget", quick=True, peers=None, steps=1) if "prediction" in job.workload)
+    series = {
+        "budget": (0.0, 90 * MIB),
+        "predicted": (100 * MIB, predicted * MIB),
+        "measured": (99 * MIB, 85 * MIB),
+        "skewed_predicted": (101 * MIB, 87 * MIB),
+        "skewed_measured": (100 * MIB, 86 * MIB),
+    }
+    row = row_of("memfine", peak_mib=1, seconds=1.0)
+    assert row.measurement is not None
+    return replace(row, job=job, measurement=replace(row.measurement, series=series))
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(1.0, "met"), (2.5, "NOT MET")])
+def test_a_front_is_compared_with_the_fastest_peer_that_fits(seconds: float, word: str) -> None:
+    (text,) = conclusions([front_row(ours_seconds=seconds)])
+    line = next(line for line in text.splitlines() if "within its budget" in line)
+    assert line.startswith(word) and f"{seconds / 2:.3f}" in line
+    assert "no peer fits: 1 of 2" in text
+
+
+def test_a_peak_above_its_budget_is_said() -> None:
+    (text,) = conclusions([front_row(ours_peak=170.0)])
+    assert any(line.startswith("NOT MET") and "against its budget" in line for line in text.splitlines())
+
+
+@pytest.mark.parametrize(("predicted", "word"), [(86.0, "met"), (80.0, "NOT MET")])
+def test_a_prediction_that_is_short_is_said(predicted: float, word: str) -> None:
+    (text,) = conclusions([prediction_row(predicted)])
+    assert next(line for line in text.splitlines() if "lowest prediction" in line).startswith(word)
+
+
+def test_a_front_is_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    (picture,) = pictures_of([front_row()])
+    assert "budget" in picture.caption and picture.png.startswith(b"\x89PNG")
+    (summary,) = summaries_of([front_row()])
+    assert [point.is_ours for point in front_points(summary)] == [False, False, True, True]
