@@ -32,7 +32,7 @@ from memfine_fx.passes.dispatch_masks import conceal, expose
 from memfine_fx.passes.draw import region_graph
 from memfine_fx.passes.find import find_candidates
 from memfine_fx.passes.lift import can_lift
-from memfine_fx.passes.loops.marker import LOOP_MARKERS
+from memfine_fx.passes.loops.marker import LOOP_MARKERS, is_harmless_marker
 from memfine_fx.passes.lower import insert_identity, lower_region
 from memfine_fx.passes.modes import Modes, called_bodies
 from memfine_fx.passes.raising import raise_region
@@ -147,7 +147,8 @@ def _check_leftover_shapes(body: fx.GraphModule, outcomes: list[LoweredRegion | 
     has_loop = any(one.region.family == "loops" for one in lowered)
     swallowed = {node for one in lowered for node in one.region.cut.nodes}
     for node in body.graph.nodes:
-        is_left = node.target in LOOP_MARKERS or (not has_loop and has_unbacked_shape(node))
+        is_unproved = node.target in LOOP_MARKERS and not (has_loop and is_harmless_marker(node))
+        is_left = is_unproved or (not has_loop and has_unbacked_shape(node))
         if node not in swallowed and is_left and not is_only_asserted(node):
             refusals = [one.reason for one in outcomes if isinstance(one, Refusal)]
             reason = f"; refused: {'; '.join(refusals)}" if refusals else ""

@@ -16,6 +16,7 @@ from memfine_fx.models.deepseek import DeepseekConfig, DeepseekMoE
 from memfine_fx.models.dense import DenseConfig, DenseMoE
 from memfine_fx.models.dense_loop import DenseLoopConfig, DenseLoopMoE
 from memfine_fx.models.gpt_oss import GptOssConfig, GptOssMoE
+from memfine_fx.models.handwritten import HandwrittenConfig, HandwrittenMoE
 from memfine_fx.models.hashed import HashedConfig, HashedMoE
 from memfine_fx.models.indexed import IndexedConfig, IndexedMoE
 from memfine_fx.models.llama4 import Llama4Config, Llama4MoE
@@ -39,6 +40,8 @@ __all__ = [
     "DenseMoE",
     "GptOssConfig",
     "GptOssMoE",
+    "HandwrittenConfig",
+    "HandwrittenMoE",
     "HashedConfig",
     "HashedMoE",
     "IndexedConfig",

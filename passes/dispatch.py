@@ -39,9 +39,30 @@ def _sort(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwa
 
 def _index(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     indices = args[1]
+    if isinstance(args[0], Rows) and args[0].lead.is_dense and len(indices) == args[0].lead.num_dims:
+        return _picked(interpreter, args[0], indices, node)
     if len(indices) != 1 or not isinstance(indices[0], Ids):
         raise CannotChunk("indexing by other than one routing index", node)
     return _gather(interpreter, args[0], indices[0], node)
+
+
+def _picked(interpreter: RowInterpreter, rows: Rows, indices: list[Any], node: fx.Node) -> Rows:
+    """out[tokens, index] of results [T,E,...]: every choice's own, whatever stands for the other experts."""
+    named = dict(zip(rows.lead.groups, indices, strict=True))
+    ids = named.pop("e", None)
+    if not isinstance(ids, Ids) or ids.kind is not IdKind.EXPERT:
+        raise CannotChunk("experts' results picked by other than the expert index", node)
+    groups = list(ids.lead.groups)
+    for name, places in named.items():
+        is_own = isinstance(places, Ids) and places.kind is IdKind.TOKEN and places.is_iota and name in groups
+        after = len(groups) - groups.index(name) - 1 if is_own else 0
+        if not is_own or Lead(*places.lead.groups).groups != (
+            *[""] * (len(places.lead.groups) - after - 1),
+            name,
+            *[""] * after,
+        ):
+            raise CannotChunk("experts' results picked for other than each token's own choices", node)
+    return Rows(ids.lead, rows.expr, rows.per_row)
 
 
 def _index_select(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,14 +210,35 @@ def _counted(interpreter: RowInterpreter, base: Any, values: Any, node: fx.Node)
 
 
 def _gather_rows(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """gather along the first dimension by an index expanded over the columns."""
+    """gather along the first dimension by an index expanded over the columns; or each choice's own expert's weight."""
     source, dim, ids = args[:3]
+    if isinstance(source, Rows) and isinstance(ids, Ids) and source.lead.is_dense:
+        return _picked_along(interpreter, source, dim, ids, node)
+    if isinstance(source, Outside) and isinstance(ids, Ids) and ids.kind is IdKind.EXPERT:
+        return interpreter.as_weights_of_experts(source, dim, ids.lead, node)
     if dim != 0 or not isinstance(ids, Ids) or ids.lead.num_dims > 2 or ids.lead.groups[1:] not in ((), ("",)):
         raise CannotChunk("gather other than of whole rows by a routing index", node)
     widths = [interpreter.fake(argument).shape[1:] for argument in (node.args[0], node)]  # type: ignore[arg-type]  # nodes
     if not all(same_size(a, b) for a, b in zip(*widths, strict=True)):
         raise CannotChunk("gather of a part of each row", node)
     return _gather(interpreter, source, replace(ids, lead=_without_columns(ids.lead)), node)
+
+
+def _picked_along(interpreter: RowInterpreter, rows: Rows, dim: int, ids: Ids, node: fx.Node) -> Rows:
+    """gather along the experts of results [T,E,...], by the expert index expanded over the columns."""
+    num_dims, groups = interpreter.fake(node).ndim, rows.lead.groups
+    dim = dim % num_dims
+    num_lead = rows.lead.num_dims
+    own = ids.lead.groups[:num_lead]
+    is_expert = (
+        ids.kind is IdKind.EXPERT and dim < num_lead and groups[dim] == "e" and not any(ids.lead.groups[num_lead:])
+    )
+    if not is_expert or own[:dim] + own[dim + 1 :] != groups[:dim] + groups[dim + 1 :]:
+        raise CannotChunk("gather out of experts' results other than of each token's own choices", node)
+    widths = [interpreter.fake(argument).shape[num_lead:] for argument in (node.args[0], node)]  # type: ignore[arg-type]  # nodes
+    if not all(same_size(a, b) for a, b in zip(*widths, strict=True)):
+        raise CannotChunk("gather of a part of each row", node)
+    return Rows(Lead(*own), rows.expr, rows.per_row)
 
 
 def _without_columns(lead: Lead) -> Lead:

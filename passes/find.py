@@ -57,6 +57,7 @@ _PRODUCTS = frozenset("mul mul_ imul __mul__ __rmul__ einsum matmul bmm __matmul
 _MAX_EXITS = 4
 _MAX_PREFIXES = 6
 _MAX_CUTS = 32
+_MAX_LOOP_CUTS = 16  # each holds all copies of the body
 
 
 def find_candidates(graph_module: fx.GraphModule, start: Modes | None = None) -> list[Candidate | Refusal]:
@@ -140,7 +141,15 @@ def _is_weighed_by(flow: Dataflow, op: fx.Node, seed: fx.Node, reached: set[fx.N
         return False
     behind = flow.descendants([op])
     meeting = min(behind & reached, key=flow.position.__getitem__, default=None)
-    return seed not in behind and meeting is not None and target_name(meeting) in _PRODUCTS
+    return seed not in behind and meeting is not None and _weighs_or_picks(meeting, reached)
+
+
+def _weighs_or_picks(meeting: fx.Node, reached: set[fx.Node]) -> bool:
+    """Whether the routing meets the experts' results in a product, or as the index of those it picks."""
+    if target_name(meeting) in _PRODUCTS:
+        return True
+    picked = meeting.args[0] if meeting.args else None
+    return target_name(meeting) in ("gather", "take_along_dim", "getitem") and picked not in reached
 
 
 def _is_parameter_entry(node: fx.Node) -> bool:
@@ -169,7 +178,7 @@ def _seed_of_dense(
             continue
         first = min(shared, key=flow.position.__getitem__)
         own = [flow.position[other] for other, owner in routed.items() if owner is seed]
-        if target_name(first) in _PRODUCTS and min(own, default=len(flow.position)) > flow.position[first]:
+        if _weighs_or_picks(first, reach[seed]) and min(own, default=len(flow.position)) > flow.position[first]:
             meetings[seed] = flow.position[first]
     return min(meetings, key=meetings.__getitem__, default=None)
 
@@ -231,9 +240,11 @@ def _candidate(
     for index, num_token_dims in _indices(flow, seed, expert_ops):
         for exit_node in _exits(flow, index, num_token_dims, expert_ops):
             cuts.append(_cut(flow, index, exit_node, num_token_dims, expert_ops))
+            cuts.extend(_gated_cut(flow, index, exit_node, num_token_dims, expert_ops))
             if _has_distinct_choices(index, num_token_dims):
                 cuts.extend(_dense_cut(flow, index, exit_node, num_token_dims, expert_ops))
-    cuts = list(dict.fromkeys(cuts))[:_MAX_CUTS]
+    is_loop = any(has_unbacked_rows(op) for op in expert_ops)
+    cuts = list(dict.fromkeys(cuts))[: _MAX_LOOP_CUTS if is_loop else _MAX_CUTS]
     return Candidate(graph_module, seed, tuple(expert_ops), tuple(cuts), provenance(expert_ops[0]), start)
 
 
@@ -247,7 +258,10 @@ def _indices(flow: Dataflow, seed: fx.Node, expert_ops: Iterable[fx.Node]) -> li
     between = (flow.descendants([seed]) | {seed}) & flow.ancestors(expert_ops)
     between = between or {seed}  # dense experts do not depend on it
     integers = [node for node in between if is_int_tensor(node) and not has_unbacked_rows(node)]
-    nodes = sorted(filter(_is_no_flattening, integers), key=flow.position.__getitem__, reverse=True)
+    exposed = [node for node in integers if target_name(node) == "ids_of_mask"]
+    masks = flow.descendants(node for node in between if target_name(node) == "one_hot")
+    nodes = sorted(filter(_is_no_flattening, exposed or integers), key=flow.position.__getitem__, reverse=True)
+    nodes = exposed or [*(node for node in nodes if node not in masks), *(node for node in nodes if node in masks)]
     spellings = ((2, 1), (3, 2), (2, 2), (1, 1))
     return [
         (node, num_token_dims)
@@ -295,7 +309,7 @@ def _has_token_rows(node: fx.Node, token_shape: tuple[int | torch.SymInt, ...]) 
 
 def _cut(flow: Dataflow, index: fx.Node, exit_node: fx.Node, num_token_dims: int, expert_ops: Iterable[fx.Node]) -> Cut:
     inside = _behind(flow, index, exit_node, expert_ops)
-    if num_token_dims == 1 and node_value(index).ndim == 2:  # type: ignore[attr-defined]  # a tensor
+    if node_value(index).ndim == num_token_dims + 1:  # type: ignore[attr-defined]  # a tensor
         inside -= _routing_weights(flow, index, inside)
     inside = _reaching(flow, inside, exit_node)
     return _cut_of(flow, inside, index, exit_node, num_token_dims)
@@ -361,6 +375,30 @@ def _dense_cut(
     flow: Dataflow, index: fx.Node, exit_node: fx.Node, num_token_dims: int, expert_ops: list[fx.Node]
 ) -> list[Cut]:
     """A cut with [T,E] weights, and the masks they are made of, left outside; none where there are no such weights."""
+    cut = _cut_without_weights(flow, index, exit_node, num_token_dims, expert_ops, wants_floats=False)
+    return [] if cut is None else [replace(cut, has_dense_weights=True)]
+
+
+def _gated_cut(
+    flow: Dataflow, index: fx.Node, exit_node: fx.Node, num_token_dims: int, expert_ops: list[fx.Node]
+) -> list[Cut]:
+    """A cut with [T,E] weights outside, but masks inside: a loop over experts that reads its own column of weights."""
+    if not any(has_unbacked_rows(op) for op in expert_ops):
+        return []
+    cut = _cut_without_weights(flow, index, exit_node, num_token_dims, expert_ops, wants_floats=True)
+    return [] if cut is None else [cut]
+
+
+def _cut_without_weights(
+    flow: Dataflow,
+    index: fx.Node,
+    exit_node: fx.Node,
+    num_token_dims: int,
+    expert_ops: list[fx.Node],
+    *,
+    wants_floats: bool,
+) -> Cut | None:
+    """The cut without numbers per token, choice and expert that are made from the index; None where there are none."""
     value = node_value(index)
     assert isinstance(value, torch.Tensor)
     inside = _reaching(flow, _behind(flow, index, exit_node, expert_ops), exit_node)
@@ -368,13 +406,15 @@ def _dense_cut(
     num_experts = num_stacked_experts(expert_ops)
     weights: set[fx.Node] = set()
     for node in sorted(from_index, key=flow.position.__getitem__):
+        is_wanted = is_float_tensor(node) or not wants_floats
         is_from_weights = all(source in weights for source in node.all_input_nodes if source in inside)
-        if is_from_weights and _spreads_over_experts(node, value, value.shape[:num_token_dims], num_experts):
+        spreads = is_wanted and _spreads_over_experts(node, value, value.shape[:num_token_dims], num_experts)
+        if is_from_weights and spreads:
             weights.add(node)
     if not weights or exit_node in weights:
-        return []
+        return None
     kept = _reaching(flow, inside - weights, exit_node)
-    return [replace(_cut_of(flow, kept, index, exit_node, num_token_dims), has_dense_weights=True)]
+    return _cut_of(flow, kept, index, exit_node, num_token_dims)
 
 
 def _spreads_over_experts(
@@ -396,9 +436,9 @@ def _routing_weights(flow: Dataflow, index: fx.Node, inside: set[fx.Node]) -> se
     """Floats per (token, choice) made from the index before any dispatch: they stay outside.
 
     NOTE: shapes alone cannot tell them from routed rows (K = 1 makes N equal T), so the walk starts at the
-    index and stops at the first node that is not a [T,<=K] float.
+    index and stops at the first node that is not a [T,<=K] (or [B,S,<=K]) float.
     """
-    num_tokens, top_k = node_value(index).shape  # type: ignore[attr-defined]  # a tensor
+    *tokens, top_k = node_value(index).shape  # type: ignore[attr-defined]  # a tensor
     weights: set[fx.Node] = set()
     for node in sorted(inside, key=flow.position.__getitem__):
         sources = [source for source in node.all_input_nodes if source in inside]
@@ -406,9 +446,9 @@ def _routing_weights(flow: Dataflow, index: fx.Node, inside: set[fx.Node]) -> se
         is_weight_shaped = (
             isinstance(value, torch.Tensor)
             and value.dtype.is_floating_point
-            and value.ndim == 2
-            and same_size(value.shape[0], num_tokens)
-            and (same_size(value.shape[1], top_k) or value.shape[1] == 1)
+            and value.ndim == len(tokens) + 1
+            and all(map(same_size, value.shape, tokens))
+            and (same_size(value.shape[-1], top_k) or static_size(value.shape[-1]) == 1)
         )
         if is_weight_shaped and all(source in weights for source in sources):
             weights.add(node)
@@ -433,12 +473,28 @@ def _serving_inputs(flow: Dataflow, inside: set[fx.Node], index: fx.Node, num_to
     while pending:
         node = pending.pop()
         is_glue = _is_glue(node, index_value, num_token_dims)
-        is_servant = _is_factory(node) or is_glue or _is_weight_view(node)
+        is_servant = _is_factory(node) or is_glue or _is_weight_view(node) or _is_one_choice(node, index_value)
         if node in absorbed or node is index or not is_servant or _is_written_outside(flow, node, inside):
             continue
         absorbed.add(node)
         pending.extend(source for source in node.all_input_nodes if source not in inside)
     return absorbed
+
+
+def _is_one_choice(node: fx.Node, index: torch.Tensor) -> bool:
+    """The weights of one of a token's choices, W[..., k]: a loop over choices reads all of W."""
+    source, value = node.args[0] if node.args else None, node_value(node)
+    weights = node_value(source) if isinstance(source, fx.Node) else None
+    if (
+        target_name(node) not in _ENTRIES
+        or not isinstance(weights, torch.Tensor)
+        or not isinstance(value, torch.Tensor)
+    ):
+        return False
+    has_shape = weights.ndim == index.ndim and all(map(same_size, weights.shape, index.shape))
+    is_column = value.ndim < index.ndim or static_size(value.shape[-1]) == 1
+    is_wide = has_shape and static_size(index.shape[-1]) != 1 and weights.dtype.is_floating_point
+    return is_wide and is_column and all(map(same_size, value.shape, index.shape[:-1]))
 
 
 def _is_weight_view(node: fx.Node) -> bool:

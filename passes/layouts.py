@@ -161,7 +161,7 @@ class RowInterpreter:
         self.hidden: fx.Node | None = None
         self.routing_weight: fx.Node | None = None
         self.params: dict[fx.Node, tuple[fx.Node, ParamKind]] = {}
-        self.num_experts = _num_experts_hint(region.inputs)
+        self.num_experts = _num_experts_hint(region.inputs, sizes.token_shape)
         self.projection_widths: list[int] = []
         self.families_used: dict[str, None] = {}
         self.gathers_weight = False
@@ -299,6 +299,21 @@ class RowInterpreter:
         param = self._param(value.node, "expert")
         return Rows(Lead.EXPERT, self.emit(torch.ops.aten.unsqueeze.default, param, 0), per_row=False)
 
+    def as_weights_of_experts(self, value: Outside, dim: int, lead: Lead, node: fx.Node) -> Rows:
+        """The entries of [T,E] weights that the index names: the lowered region gathers them itself."""
+        table = node_value(value.node)
+        assert isinstance(table, torch.Tensor)
+        num_experts = static_size(table.shape[-1])
+        has_tokens = num_experts is not None and _has_shape(table, (*self.sizes.token_shape, num_experts))
+        if not has_tokens or dim % table.ndim != table.ndim - 1 or isinstance(table, torch.nn.Parameter):
+            raise CannotChunk(
+                f"gather by expert out of {tuple(table.shape)}; expected one weight a token and expert", node
+            )
+        assert num_experts is not None
+        self.check_num_experts(num_experts, node)
+        self.gathers_weight = True
+        return self._weight(value.node, node, lead)
+
     def check_num_experts(self, num_experts: int, node: fx.Node) -> None:
         if self.num_experts not in (None, num_experts):
             raise CannotChunk(f"tables of {self.num_experts} and of {num_experts} experts in one region", node)
@@ -327,6 +342,8 @@ class RowInterpreter:
                 self.families_used[name] = None
                 return result
         rule = self._rules.get(node.target) or self._fallback(node.target)
+        if rule is None and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise CannotChunk("random numbers are drawn inside the experts (dropout)", _describe(node))
         if rule is None:
             raise CannotChunk(f"no row-wise rule for {node.target}", _describe(node))
         return rule(self, node, args, kwargs)
@@ -414,10 +431,16 @@ def _is_only_asserted(node: fx.Node) -> bool:
     return bool(node.users) and all(map(_is_only_asserted, node.users))
 
 
-def _num_experts_hint(inputs: Sequence[fx.Node]) -> int | None:
+def _num_experts_hint(inputs: Sequence[fx.Node], token_shape: tuple[int | torch.SymInt, ...]) -> int | None:
     """E where all stacked weights among the inputs agree on it; rules check it when they use one."""
     values = [node_value(node) for node in inputs]
-    stacks = [value for value in values if isinstance(value, torch.Tensor) and value.ndim >= 3]
+    stacks = [
+        value
+        for value in values
+        if isinstance(value, torch.Tensor)
+        and value.ndim >= 3
+        and (isinstance(value, torch.nn.Parameter) or not _starts_with(value, token_shape))
+    ]
     sizes = {
         static_size(value.shape[0]) for value in stacks if all(static_size(size) is not None for size in value.shape)
     }

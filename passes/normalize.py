@@ -119,7 +119,8 @@ def normalize(cut: Cut, modes: Modes) -> NormalizedRegion:
             stack.enter_context(enter_autocast(modes))
             traced = make_fx(region, tracing_mode="real")(*values)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise CannotChunk(f"retracing the region failed: {error}", cut.exit) from error
+        reason = str(error).strip().partition("\n")[0]
+        raise CannotChunk(f"retracing the region failed: {reason}", cut.exit) from error
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return NormalizedRegion(traced, tuple(inputs))
@@ -135,6 +136,8 @@ class _GroupedMatmulRenamer(fx.Interpreter):
         is_einsum = name == "einsum" and isinstance(args[0], str) and not torch.is_autocast_enabled(_device_type(args))
         if is_einsum and "->" in args[0] and "." not in args[0]:
             return einsum(args[0], list(args[1] if isinstance(args[1], (tuple, list)) else args[1:]))
+        if name in _DROPOUTS and _draws(args, kwargs):
+            raise CannotChunk("random numbers are drawn inside the experts (dropout)", target)
         if name == "matmul" and len(args) == 2 and not kwargs and args[0].ndim >= 2 and args[1].ndim >= 3:
             return _batched_matmul(args[0], args[1])
         return super().call_function(target, args, kwargs)
@@ -143,6 +146,16 @@ class _GroupedMatmulRenamer(fx.Interpreter):
         if target in ("matmul", "__matmul__") and not kwargs and args[0].ndim >= 2 and args[1].ndim >= 3:
             return _batched_matmul(args[0], args[1])
         return super().call_method(target, args, kwargs)
+
+
+_DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"))
+
+
+def _draws(args: Any, kwargs: Any) -> bool:
+    """Whether dropout(x, p, training) is in training with p above zero."""
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    training = args[2] if len(args) > 2 else kwargs.get("training", True)
+    return bool(training) and p != 0
 
 
 def _batched_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from memfine_fx.passes.dataflow import (
     provenance,
     same_size,
     static_size,
+    target_name,
     written_node,
 )
 from memfine_fx.passes.dense_weights import DenseWeights
@@ -74,17 +75,34 @@ def _attempts(candidate: Candidate, flow: Dataflow) -> Iterator[Callable[[], MoE
     """Ways to raise a candidate, the fullest first: routed cuts, then rows in slots alone."""
     for cut in candidate.cuts:
         yield functools.partial(_raise_cut, candidate, cut, flow)
+        if not cut.has_dense_weights and _picks_from_stack(cut):
+            yield functools.partial(_raise_cut, candidate, cut, flow, rolls_stacks=True)
     for cut, rows in slots.slot_cuts(flow, candidate.expert_ops):
         for dim in slots.expert_dims(rows, num_stacked_experts(candidate.expert_ops)):
             yield functools.partial(_raise_slots, candidate, cut, flow, rows, dim)
 
 
+def _picks_from_stack(cut: Cut) -> bool:
+    """Whether a cut picks by index out of stacked results."""
+    names = set(map(target_name, cut.nodes))
+    return bool(names & {"stack", "cat"}) and bool(names & {"gather", "take_along_dim", "getitem"})
+
+
 def _progress(refusal: CannotChunk) -> bool:
-    """Whether a cut failed for a better reason than that its exit came too early."""
-    return "the exit holds" not in refusal.reason
+    """Whether a cut failed for a better reason than that its exit or its index was not the right one."""
+    return not any(words in refusal.reason for words in _WRONG_CUT)
 
 
-def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
+_WRONG_CUT = (
+    "the exit holds",
+    "used as row data",
+    "rule for aten.scatter",
+    "rule for aten.stack",
+    "not write its results",
+)
+
+
+def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow, *, rolls_stacks: bool = False) -> MoERegion:
     _check_cut(cut, flow)
     modes = _uniform_modes(cut, modes_at(candidate.graph_module.graph, candidate.start))
     assert cut.expert_index is not None
@@ -94,9 +112,11 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow) -> MoERegion:
     region = normalize(cut, modes)
     rolled = roll(region, cut.expert_index, cut.num_token_dims, sizes.top_k) if _holds_loop(region, cut) else None
     weights = DenseWeights(cut, flow, modes, sizes)
-    loop = read_dense_loop(region, weights.columns()) if cut.has_dense_weights else None
+    loop = read_dense_loop(region, weights.columns()) if cut.has_dense_weights or rolls_stacks else None
     rolled = rolled if loop is None else loop.rolled
     interpreter = _interpreter(region if rolled is None else rolled.region, cut, sizes, rolled)
+    if rolled is not None:
+        interpreter.num_experts = rolled.num_experts
     interpreter.dense_weights = weights.nodes
     interpreter.weight_columns = () if loop is None else loop.columns
     result = _contribution(interpreter, interpreter.run(), cut)

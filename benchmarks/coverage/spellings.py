@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from memfine_fx import models
-from memfine_fx.models import dense, dense_loop, loops
+from memfine_fx.models import dense, dense_loop, handwritten, loops
 
 __all__ = ["SPELLINGS"]
 
-_HIDDEN, _TOKENS = 32, 128
+_HIDDEN = 32
+_TOKENS = 128
 
 Build = Callable[[], tuple[nn.Module, Tensor]]
 
@@ -41,6 +42,12 @@ SPELLINGS: dict[str, Build] = {
     **{
         f"expert loop, {spelling}": _layer(models.LoopMoE, models.LoopConfig, spelling=spelling)
         for spelling in get_args(loops.LoopSpelling)
+    },
+    **{
+        f"list of experts, {spelling}": _layer(
+            models.HandwrittenMoE, models.HandwrittenConfig, shape=(4, 32), spelling=spelling
+        )
+        for spelling in get_args(handwritten.HandwrittenSpelling)
     },
     **{
         f"every expert on every token, loop, {spelling}": _layer(

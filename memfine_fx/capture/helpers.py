@@ -8,15 +8,25 @@ import torch
 
 from memfine_fx.passes.loops.marker import count_rows, rows_of
 
-__all__ = ["NAMES", "PREFIX", "count", "every_expert", "exists", "guarded", "take"]
+__all__ = ["NAMES", "PREFIX", "count", "every_expert", "every_index", "exists", "guarded", "part", "take"]
 
 PREFIX = "_memfine_"
-NAMES = ("every_expert", "take", "exists", "guarded", "count")
+NAMES = ("every_expert", "every_index", "part", "take", "exists", "guarded", "count")
 
 
 def every_expert(hits: torch.Tensor) -> Any:
     """0 .. E-1 in place of the places where `hits` [E] holds."""
     return range(hits.shape[0])
+
+
+def every_index(experts: Any) -> Any:
+    """0 .. E-1 of a list or a table of experts."""
+    return range(experts.shape[0] if isinstance(experts, torch.Tensor) else len(experts))
+
+
+def part(rows: torch.Tensor, counts: list[int], expert: int) -> torch.Tensor:
+    """The rows of one expert, where they stand in the order of `counts`."""
+    return rows_of(torch.split(rows, counts)[expert])  # type: ignore[no-any-return]  # custom_op is untyped
 
 
 def take(values: Any, expert: int) -> Any:

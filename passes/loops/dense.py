@@ -163,7 +163,8 @@ class _Reader:
                 for source in node.all_input_nodes:
                     if source in shared and not self._is_param(source):
                         self._give_entry(loop, expert, node, source)
-        slots = unify(loop, results, lambda a, b: self._outer[a] is self._outer[b])
+        copies = [(expert, None) for expert in range(len(results))]
+        slots = unify(loop, copies, results, lambda a, b: self._outer[a] is self._outer[b])
         return {slot.node: slot for slot in slots}
 
     def _give_entry(self, loop: Loop, expert: int, node: fx.Node, source: fx.Node) -> None:
@@ -226,10 +227,12 @@ class _Reader:
 
 def _every_expert(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows, dim, num_experts = interpreter.as_rows(args[0], node), args[1], args[2]
-    if rows.lead is not Lead.TOKEN or dim > 1 or not same_size(num_experts, interpreter.num_experts or num_experts):
+    groups = rows.lead.groups
+    has_tokens = Lead("".join(groups)) is Lead.TOKEN and dim <= len(groups)
+    if not has_tokens or not same_size(num_experts, interpreter.num_experts or num_experts):
         raise CannotChunk(f"experts' results of {rows.lead.value} stacked along dimension {dim}", node)
     interpreter.check_num_experts(num_experts, node)
-    return Rows(Lead("e", "t") if dim == 0 else Lead.DENSE, rows.expr, rows.per_row)
+    return Rows(Lead(*groups[:dim], "e", *groups[dim:]), rows.expr, rows.per_row)
 
 
 DENSE_LOOP_RULES: dict[Any, Rule] = {every_expert._opoverload: _every_expert}

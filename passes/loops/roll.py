@@ -11,6 +11,7 @@ its expert function is written, by the same rules as for every other spelling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import has_unbacked_rows, node_value, target_name
 from memfine_fx.passes.loops.marker import one_expert
 from memfine_fx.passes.loops.unify import Slot, row_count_owner, unify
-from memfine_fx.passes.loops.values import Entry, Loop, Sum, read_loop
+from memfine_fx.passes.loops.values import Copy, Entry, Loop, Sum, is_zeros, read_loop
 from memfine_fx.passes.normalize import NormalizedRegion, fake_mode_of
 from memfine_fx.records import ParamKind
 
@@ -147,29 +148,38 @@ class _Roller:
         value = self._loop.value(node)
         if isinstance(value, Sum):
             self._unify(value, node)
-            own = [result for expert, result in value.parts if expert == 0]
+            own = [dict(value.parts)[self._first(value)]]
             return own if value.base is None else [*own, value.base]
         if isinstance(value, Entry):
             return [value.source]
-        if self._loop.owners.get(node, 0) != 0:
-            raise CannotChunk(f"results of expert {self._loop.owners[node]} are used apart from the others'", node)
+        if self._loop.owners.get(node, (0, None)) not in _FIRST:
+            raise CannotChunk(f"results of expert {self._loop.owners[node][0]} are used apart from the others'", node)
         if row_count_owner(self._loop, node) is not None:
             return []
         return list(node.all_input_nodes)
 
+    def _first(self, value: Sum) -> Copy:
+        return min((copy for copy, _ in value.parts), key=_by_choice)
+
     def _unify(self, value: Sum, node: fx.Node) -> None:
         parts = dict(value.parts)
-        missing = sorted(set(range(self._num_experts)) - parts.keys())
+        has_choices = self._first(value)[1] is not None
+        choices = range(self._loop.top_k) if has_choices else (None,)
+        copies = [(expert, choice) for choice in choices for expert in range(self._num_experts)]
+        missing = [expert for expert, choice in copies if (expert, choice) not in parts]
         if missing:
             raise CannotChunk(f"expert {missing[0]} of {self._num_experts} does not write its results back", node)
-        results = [parts[expert] for expert in range(self._num_experts)]
-        for slot in unify(self._loop, results, self._is_same_input):
+        for slot in unify(self._loop, copies, [parts[copy] for copy in copies], self._is_same_input):
             known = self._slots.setdefault(slot.node, slot)
             if known != slot:
                 raise CannotChunk("a parameter stands in two slots", slot.node)
 
     def _is_same_input(self, left: fx.Node, right: fx.Node) -> bool:
         return left is right or _is_same_view(self._outer[left], self._outer[right])
+
+
+def _by_choice(copy: Copy) -> tuple[int, int]:
+    return copy[1] or 0, copy[0]
 
 
 def _is_same_view(left: fx.Node, right: fx.Node) -> bool:
@@ -186,6 +196,7 @@ def _is_same_view(left: fx.Node, right: fx.Node) -> bool:
     )
 
 
+_FIRST = ((0, None), (0, 0))
 _VIEWS = frozenset("view reshape transpose permute t getattr unflatten".split())
 
 
@@ -195,7 +206,8 @@ class _Copy:
     def __init__(self, loop: Loop, num_experts: int, inputs: dict[fx.Node, Any]) -> None:
         self._loop = loop
         self._env = dict(inputs)
-        flat = inputs[loop.index].reshape(-1)
+        self._index = inputs[loop.index]
+        flat = self._index.reshape(-1)
         self._order = torch.sort(flat, stable=True)[1]
         self._tokens = torch.div(self._order, loop.top_k, rounding_mode="floor")
 
@@ -220,24 +232,43 @@ class _Copy:
         source = self.evaluate(entry.source)
         if entry.by == "sorted":
             return one_expert(source)  # type: ignore[no-any-return]  # custom_op is untyped
-        if entry.by == "t":
-            return source[self._tokens]  # type: ignore[no-any-return]  # a tensor
-        if entry.by == "n":
-            return source[self._order]  # type: ignore[no-any-return]  # a tensor
+        rows = self._rows_of(source, entry.by)
+        return rows.unsqueeze(-1) if entry.has_column else rows
+
+    def _rows_of(self, source: torch.Tensor, by: str) -> torch.Tensor:
+        if by == "gate":
+            return torch.gather(source, -1, self._index).reshape(-1)[self._order]
+        if by in ("bs", "bsk"):
+            source = source.flatten(0, 1)
+        if by in ("t", "bs"):
+            return source[self._tokens]
+        if by == "n":
+            return source[self._order]
         return _flat(source)[self._order].reshape(self._order.shape[0], *source.shape[2:])
 
     def _combine(self, value: Sum, node: fx.Node) -> torch.Tensor:
-        results = self.evaluate(dict(value.parts)[0])
+        results = self.evaluate(min(value.parts, key=lambda part: _by_choice(part[0]))[1])
         if value.base is None:
             return results  # type: ignore[no-any-return]  # a tensor
         base = self.evaluate(value.base)
         if value.by == "t":
             return torch.index_add(base, 0, self._tokens, results.to(base.dtype))
-        if value.by != "n" or base.shape[0] != self._order.shape[0]:
+        if value.by == "bs":
+            return self._added_to_blank(base, results, value.base)
+        num_rows = math.prod(base.shape[: base.ndim - results.ndim + 1])
+        if value.by != "n" or num_rows != self._order.shape[0]:
             raise CannotChunk(f"results written back by {value.by}", node)
         inverse = torch.empty_like(self._order)
         inverse[self._order] = torch.arange(self._order.shape[0], device=inverse.device)
-        return results[inverse]  # type: ignore[no-any-return]  # a tensor
+        put = results[inverse]
+        return put if put.ndim == base.ndim else put.reshape(base.shape)  # type: ignore[no-any-return]  # a tensor
+
+    def _added_to_blank(self, base: torch.Tensor, results: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        """Rows summed to tokens [B,S,...]; what they are added to must be zeros, which are made again, flat."""
+        if not is_zeros(node):
+            raise CannotChunk("rows are added to tokens [B,S,...] that are not fresh", node)
+        blank = base.new_zeros((base.shape[0] * base.shape[1], *base.shape[2:]))
+        return torch.index_add(blank, 0, self._tokens, results.to(base.dtype)).reshape(base.shape)
 
 
 def _flat(source: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value, static_size
-from memfine_fx.passes.loops.values import Entry, Loop
+from memfine_fx.passes.loops.values import Copy, Entry, Loop
 from memfine_fx.records import ParamKind
 
 __all__ = ["Slot", "row_count_owner", "unify"]
@@ -43,49 +43,75 @@ class Slot:
     tensors: tuple[fx.Node, ...]
 
 
-def unify(loop: Loop, results: Sequence[fx.Node], same_input: Any) -> list[Slot]:
-    """The slots of the copies that end in `results`, in expert order.
+def unify(loop: Loop, copies: Sequence[Copy], results: Sequence[fx.Node], same_input: Any) -> list[Slot]:
+    """The slots of the copies that end in `results`.
 
     Args:
         loop: the region, read.
-        results: each expert's result.
+        copies: all experts in order, for one choice after the other where the loop runs over choices too.
+        results: each copy's result.
         same_input: whether two placeholders hold the same tensor.
 
     Raises:
         CannotChunk: two copies differ, or a slot mixes tables and tensors.
     """
-    walks = [_Walk(loop, expert, same_input) for expert in range(len(results))]
+    walks = [_Walk(loop, copies[0], copy, same_input) for copy in copies]
     for walk, result in zip(walks, results, strict=True):
         walk.pair(results[0], result)
-    slots = [_slot(node, [walk.slots[node] for walk in walks], same_input) for node in walks[0].slots]
+    num_experts = 1 + max(expert for expert, _ in copies)
+    for walk in walks[num_experts:]:
+        walk.check_same_slots(walks[walk.expert])
+    slots = [_slot(node, [walk.slots[node] for walk in walks[:num_experts]], same_input) for node in walks[0].slots]
+    visited = {node for walk in walks for node in walk.visited.values()}
     for slot in slots:
-        outside = [user for user in slot.node.users if user not in walks[0].visited]
+        outside = [user for user in slot.node.users if user not in visited]
         if slot.kind != "shared" and outside:
             raise CannotChunk("an expert's parameter is also used outside the loop over experts", outside[0])
     return slots
 
 
-def row_count_owner(loop: Loop, node: fx.Node) -> int | None:
-    """The expert whose number of rows a size is, or None."""
+def row_count_owner(loop: Loop, node: fx.Node) -> Copy | None:
+    """The copy whose number of rows a size is, or None."""
     value = node_value(node)
     if not isinstance(value, torch.SymInt):
         return None
     if node.target is aten.sym_size.int and node.args[1] == 0:
         source = node.args[0]
         held = loop.value(source)
-        return getattr(held, "expert", None) if held is not None else loop.owners.get(source)  # type: ignore[arg-type]
-    return loop.counts.get(value.node.expr)
+        if held is None:
+            return loop.owners.get(source)  # type: ignore[arg-type]  # a node
+        return held.copy if isinstance(held, Entry) else _copy_of(held)
+    expert = loop.counts.get(value.node.expr)
+    return None if expert is None else (expert, None)
+
+
+def _copy_of(held: Any) -> Copy | None:
+    expert = getattr(held, "expert", None)
+    return None if expert is None else (expert, getattr(held, "choice", None))
 
 
 @dataclass
 class _Walk:
-    """The copy of expert 0 beside that of `expert`."""
+    """The first copy beside another."""
 
     loop: Loop
-    expert: int
+    first: Copy
+    copy: Copy
     same_input: Any
     slots: dict[fx.Node, tuple[fx.Node, int | None]] = field(default_factory=dict)
     visited: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    known_same: dict[tuple[fx.Node, fx.Node], bool] = field(default_factory=dict)
+
+    @property
+    def expert(self) -> int:
+        return self.copy[0]
+
+    def check_same_slots(self, other: _Walk) -> None:
+        """Another choice's copy of the same expert reads the same parameters."""
+        for node, (tensor, entry) in self.slots.items():
+            known, known_entry = other.slots[node]
+            if entry != known_entry or not self._is_same(tensor, known):
+                raise CannotChunk(f"expert {self.expert} differs between a token's choices", node)
 
     def pair(self, left: fx.Node, right: fx.Node) -> None:
         pending = [(left, right)]
@@ -101,11 +127,13 @@ class _Walk:
 
     def _step(self, a: fx.Node, b: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """Compare two nodes; the pairs of their inputs that remain."""
+        if a is b and isinstance(node_value(a), torch.SymInt):
+            return []
         left, right = self.loop.value(a), self.loop.value(b)
         if isinstance(left, Entry) or isinstance(right, Entry):
             self._check_entries(a, left, right)
             return []
-        if row_count_owner(self.loop, a) == 0 and row_count_owner(self.loop, b) == self.expert:
+        if row_count_owner(self.loop, a) == self.first and row_count_owner(self.loop, b) == self.copy:
             return []
         if a.op == "placeholder" and b.op == "placeholder":
             if isinstance(node_value(a), torch.Tensor):
@@ -141,7 +169,7 @@ class _Walk:
 
     def _check_entries(self, a: fx.Node, left: Any, right: Any) -> None:
         is_pair = isinstance(left, Entry) and isinstance(right, Entry) and left.by == right.by
-        if not is_pair or (left.expert, right.expert) != (0, self.expert):
+        if not is_pair or left.has_column is not right.has_column or (left.copy, right.copy) != (self.first, self.copy):
             raise CannotChunk(f"experts 0 and {self.expert} take their rows in different ways", a)
         if not self._is_same(left.source, right.source):
             raise CannotChunk(f"experts 0 and {self.expert} take their rows from different tensors", a)
@@ -150,6 +178,11 @@ class _Walk:
         """Whether two nodes hold the same value: one node, or the same computation twice."""
         if a is b:
             return True
+        if (a, b) not in self.known_same:
+            self.known_same[a, b] = self._compute_same(a, b)
+        return self.known_same[a, b]
+
+    def _compute_same(self, a: fx.Node, b: fx.Node) -> bool:
         if a.op == "placeholder" and b.op == "placeholder":
             return bool(self.same_input(a, b))
         if a.op != b.op or a.target != b.target:
@@ -178,8 +211,6 @@ def _slot(node: fx.Node, members: list[tuple[fx.Node, int | None]], same_input: 
     tensors = tuple(tensor for tensor, _ in members)
     entries = [entry for _, entry in members]
     if entries == list(range(len(members))) and _table_entry(node) is not None:
-        if node_value(tensors[0]).shape[0] != len(members):  # type: ignore[attr-defined]  # a tensor
-            raise CannotChunk(f"a table of {node_value(tensors[0]).shape[0]} experts of which {len(members)} run", node)  # type: ignore[attr-defined]
         return Slot(node, "expert", tensors[:1])
     if any(entry is not None for entry in entries):
         raise CannotChunk("some experts read a table, others tensors of their own", node)

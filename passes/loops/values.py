@@ -2,8 +2,12 @@
 
 A loop over experts asks where the index names expert e, takes those rows, computes, and writes or adds the
 results back. `read_loop` walks a normalised region once and gives a value to every node that takes part; a
-node without a value is ordinary (computed from tokens or parameters alone, or from one expert's rows, which
-`owners` tells). Dimensions are letters: t tokens, k choices, n routed rows in token order, e experts, 1 one expert.
+node without a value is ordinary (computed from tokens or parameters alone, or from one copy's rows, which
+`owners` tells). Dimensions are letters: t tokens (b and s where they were never flattened), k choices, n routed
+rows in token order, e experts, 1 one expert.
+
+A copy of the loop's body is (expert, choice): the choice is a number where the loop also runs over a token's
+choices (`index[:, k] == e`), else None.
 
 Refuses: rows of two experts that meet; masks over tokens where a token may name an expert twice.
 """
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,18 +26,23 @@ from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value, same_size, static_size
 from memfine_fx.passes.loops.marker import COUNT_ROWS, ROWS_OF
 
-__all__ = ["Entry", "Loop", "Sum", "read_loop"]
+__all__ = ["Copy", "Entry", "Loop", "Sum", "is_zeros", "read_loop"]
 
 aten = torch.ops.aten
 Dims = tuple[str, ...]
+Copy = tuple[int, int | None]
 
 
 @dataclass(frozen=True)
 class Ids:
-    """Expert ids; `has_column` marks a trailing dimension of one, for comparison with a row of numbers."""
+    """Expert ids, of one choice where `choice` is a number.
+
+    `has_column` marks a trailing dimension of one, for comparison with a row of numbers.
+    """
 
     dims: Dims
     has_column: bool = False
+    choice: int | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class Mask:
 
     expert: int | None
     dims: Dims
+    choice: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class MaskedWeight:
     expert: int
     weight: fx.Node
     dims: Dims
+    choice: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,14 +77,16 @@ class Coordinates:
 
     expert: int
     dims: Dims
+    choice: int | None = None
 
 
 @dataclass(frozen=True)
 class Place:
-    """One coordinate of each row of `expert`, [R]: its token, choice or flat assignment."""
+    """One coordinate of each row of `expert`, [R] (or [R,...], repeated): its token, choice or flat assignment."""
 
     expert: int
     dim: str
+    choice: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,12 +108,26 @@ class SortedOrder:
 
 @dataclass(frozen=True)
 class Entry:
-    """Rows of `expert` taken out of `source`: by token ("t"), choice ("tk"), flat assignment ("n"), or, where
-    the source stands in expert order, as its slice ("sorted")."""
+    """Rows of a copy taken out of `source`.
+
+    Args:
+        expert: of the copy.
+        by: dimensions that were indexed ("t", "tk", "bs", ...); "sorted" where the source stands in expert order;
+            "gate" where it is a [...,E] tensor of which the expert's own column was indexed by token.
+        source: node of the tensor.
+        choice: of the copy.
+        has_column: whether a dimension of one is left behind the rows.
+    """
 
     expert: int
     by: str
     source: fx.Node
+    choice: int | None = None
+    has_column: bool = False
+
+    @property
+    def copy(self) -> Copy:
+        return self.expert, self.choice
 
 
 @dataclass(frozen=True)
@@ -123,22 +150,22 @@ class Sum:
 
     Args:
         base: node of the tensor that the first was written into; None where results are concatenated.
-        by: "t" where rows are added to tokens, "n" where each routed row is put in its place, "sorted" where
-            they stand in expert order.
-        parts: (expert, node of its results).
+        by: "t" or "bs" where rows are added to tokens, "n" where each routed row is put in its place, "sorted"
+            where they stand in expert order.
+        parts: (copy, node of its results).
     """
 
     base: fx.Node | None
     by: str
-    parts: tuple[tuple[int, fx.Node], ...]
+    parts: tuple[tuple[Copy, fx.Node], ...]
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a sum held at the rows of `expert`, and what was added since."""
+    """What a sum held at the rows of a copy, and what was added since."""
 
     sum: Sum
-    expert: int
+    copy: Copy
     added: fx.Node | None = None
 
 
@@ -155,9 +182,14 @@ class Loop:
     top_k: int
     is_distinct: bool
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    owners: dict[fx.Node, int] = field(default_factory=dict)
+    owners: dict[fx.Node, Copy] = field(default_factory=dict)
     counts: dict[object, int] = field(default_factory=dict)
     num_classes: int | None = None
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether the index has a dimension for a token's choices."""
+        return "k" in self.values[self.index].dims
 
     @property
     def experts(self) -> set[int]:
@@ -183,7 +215,8 @@ def read_loop(graph: fx.Graph, index: fx.Node, num_token_dims: int, top_k: int, 
     shape = _shape(index)
     loop = Loop(index, top_k, is_distinct)
     has_choices = len(shape) > num_token_dims
-    loop.values[index] = Ids((("t",) if num_token_dims == 1 else ("b", "s")) + ("k",) if has_choices else ("n",))
+    tokens = ("t",) if num_token_dims == 1 else ("b", "s")
+    loop.values[index] = Ids((*tokens, "k") if has_choices else tokens if num_token_dims == 2 else ("n",))
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -198,13 +231,13 @@ def read_loop(graph: fx.Graph, index: fx.Node, num_token_dims: int, top_k: int, 
 def _own(loop: Loop, node: fx.Node) -> None:
     value = loop.values.get(node)
     if isinstance(value, Entry):
-        loop.owners[node] = value.expert
+        loop.owners[node] = value.copy
     elif value is None:
-        experts = {loop.owners[source] for source in node.all_input_nodes if source in loop.owners}
-        if len(experts) > 1:
-            raise CannotChunk(f"rows of experts {sorted(experts)} meet before they are combined", node)
-        if experts:
-            loop.owners[node] = experts.pop()
+        copies = {loop.owners[source] for source in node.all_input_nodes if source in loop.owners}
+        if len(copies) > 1:
+            raise CannotChunk(f"rows of experts {sorted({e for e, _ in copies})} meet before they are combined", node)
+        if copies:
+            loop.owners[node] = copies.pop()
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:
@@ -244,18 +277,35 @@ def _view(loop: Loop, node: fx.Node) -> Any:
         is_undone = len(target) == len(source) - 1 and all(map(same_size, source[1:], target))
         return value.entry if is_undone else None
     if isinstance(value, Coordinates) and len(value.dims) == 1 and len(target) == 1:
-        return Place(value.expert, value.dims[0])
-    if len(source) == len(target) and all(same_size(a, b) for a, b in zip(source, target, strict=True)):
-        return _same(loop, node)
-    if isinstance(value, (Ids, Mask)) and value.dims == ("t", "k") and len(target) == 1:
-        return Ids(("n",)) if isinstance(value, Ids) else Mask(value.expert, ("n",))
-    if isinstance(value, Ids) and value.dims == ("b", "s", "k") and len(target) == 1:
-        return Ids(("n",))
-    if isinstance(value, Ids) and value.dims != ("t", "k") and len(target) == 2 and same_size(target[1], loop.top_k):
-        return Ids(("t", "k"))
+        return Place(value.expert, value.dims[0], value.choice)
     if isinstance(value, (Place, Count)):
         return value
-    return None
+    if len(source) == len(target) and all(same_size(a, b) for a, b in zip(source, target, strict=True)):
+        return _same(loop, node)
+    if not isinstance(value, (Ids, Mask, MaskedWeight)) or (isinstance(value, Ids) and value.has_column):
+        return None
+    if isinstance(value, Ids) and value.dims == ("n",) and len(target) == 2 and same_size(target[1], loop.top_k):
+        return Ids(("t", "k"))
+    dims = _regrouped(value.dims, source, target)
+    return None if dims is None else replace(value, dims=dims)
+
+
+def _regrouped(dims: Dims, source: tuple[Any, ...], target: tuple[Any, ...]) -> Dims | None:
+    """Dimensions after a reshape that merges neighbours."""
+    if len(dims) != len(source):
+        return None
+    groups, place = [], 0
+    for number, size in enumerate(target):
+        group, product = "", 1
+        while place < len(dims) and not (group and same_size(product, size)):
+            group, product, place = group + dims[place], product * source[place], place + 1
+        while place < len(dims) and len(dims) - place > len(target) - number - 1 and same_size(source[place], 1):
+            group, place = group + dims[place], place + 1
+        groups.append(_MERGED.get(group, group))
+    return tuple(groups) if place == len(dims) and all(len(group) == 1 for group in groups) else None
+
+
+_MERGED = {"bs": "t", "tk": "n", "bsk": "n"}
 
 
 def _squeeze(loop: Loop, node: fx.Node) -> Any:
@@ -267,13 +317,15 @@ def _squeeze(loop: Loop, node: fx.Node) -> Any:
     if dim is None or static_size(_shape(_args(node)[0])[dim]) != 1:
         return _same(loop, node)
     if isinstance(value, Coordinates) and len(value.dims) == 1:
-        return Place(value.expert, value.dims[0])
-    if isinstance(value, Ids) and value.dims == ("t", "k") and dim == 1:
-        return Ids(("n",))
-    if isinstance(value, Mask) and value.dims[dim] == "1":
-        return Mask(value.expert, (*value.dims[:dim], *value.dims[dim + 1 :]))
+        return Place(value.expert, value.dims[0], value.choice)
+    if isinstance(value, Place):
+        return value
+    if isinstance(value, Ids) and not value.has_column and value.dims[dim] == "k":
+        return Ids(_single_choice(value.dims[:dim] + value.dims[dim + 1 :]))
+    if isinstance(value, (Mask, MaskedWeight)) and value.dims[dim] == "1":
+        return replace(value, dims=(*value.dims[:dim], *value.dims[dim + 1 :]))
     if isinstance(value, Mask) and dim < len(value.dims) and value.dims[dim] == "k":
-        return Mask(value.expert, _single_choice(value.dims[:dim] + value.dims[dim + 1 :]))
+        return replace(value, dims=_single_choice(value.dims[:dim] + value.dims[dim + 1 :]))
     return None
 
 
@@ -285,7 +337,18 @@ def _single_choice(dims: Dims) -> Dims:
 def _unsqueeze(loop: Loop, node: fx.Node) -> Any:
     value = loop.value(_args(node)[0])
     is_last = _args(node)[1] in (-1, len(_shape(node)) - 1)
-    return Ids(value.dims, has_column=True) if isinstance(value, Ids) and is_last else None
+    if isinstance(value, MaskedWeight) and is_last:
+        return replace(value, dims=(*value.dims, "1"))
+    if isinstance(value, Place) and is_last:
+        return value
+    return replace(value, has_column=True) if isinstance(value, Ids) and is_last and not value.has_column else None
+
+
+def _repeated(loop: Loop, node: fx.Node) -> Any:
+    """Places repeated for every column, as scatter_add wants them."""
+    value = loop.value(_args(node)[0])
+    keeps_rows = bool(_shape(node)) and same_size(_shape(node)[0], _shape(_args(node)[0])[0])
+    return value if isinstance(value, Place) and keeps_rows else None
 
 
 def _arange(loop: Loop, node: fx.Node) -> Any:
@@ -300,8 +363,8 @@ def _equal(loop: Loop, node: fx.Node) -> Any:
         return None
     numbers = loop.value(other)
     if ids.has_column and isinstance(numbers, Numbers):
-        return Mask(None, (*ids.dims, "e"))
-    return Mask(other, ids.dims) if isinstance(other, int) and not ids.has_column else None
+        return Mask(None, (*ids.dims, "e"), ids.choice)
+    return Mask(other, ids.dims, ids.choice) if isinstance(other, int) and not ids.has_column else None
 
 
 def _is_positive(loop: Loop, node: fx.Node) -> Any:
@@ -321,7 +384,8 @@ def _checked(loop: Loop, node: fx.Node) -> Any:
 
 def _permute(loop: Loop, node: fx.Node) -> Any:
     value = loop.value(_args(node)[0])
-    if not isinstance(value, Mask):
+    is_index = isinstance(value, Ids) and not value.has_column
+    if not isinstance(value, Mask) and not is_index:
         return None
     num_dims = len(value.dims)
     if node.target is aten.permute.default:
@@ -330,7 +394,7 @@ def _permute(loop: Loop, node: fx.Node) -> Any:
         first, second = (0, 1) if node.target is aten.t.default else (dim % num_dims for dim in _args(node)[1:3])
         order = list(range(num_dims))
         order[first], order[second] = order[second], order[first]
-    return Mask(value.expert, tuple(value.dims[dim] for dim in order))
+    return replace(value, dims=tuple(value.dims[dim] for dim in order))
 
 
 def _select(loop: Loop, node: fx.Node) -> Any:
@@ -338,9 +402,12 @@ def _select(loop: Loop, node: fx.Node) -> Any:
     if dim is None or not isinstance(place, int):
         return None
     if isinstance(value, Mask) and value.expert is None and value.dims[dim] == "e":
-        return Mask(place, value.dims[:dim] + value.dims[dim + 1 :])
+        return replace(value, expert=place, dims=value.dims[:dim] + value.dims[dim + 1 :])
+    if isinstance(value, (Ids, Mask)) and value.choice is None and value.dims[dim : dim + 1] == ("k",):
+        num_choices = _shape(_args(node)[0])[dim]
+        return replace(value, choice=place % num_choices, dims=value.dims[:dim] + value.dims[dim + 1 :])
     if isinstance(value, Coordinates) and dim == 1:
-        return Place(value.expert, value.dims[place])
+        return Place(value.expert, value.dims[place], value.choice)
     if isinstance(value, Counts):
         return Count(place)
     return None
@@ -354,10 +421,11 @@ def _slice(loop: Loop, node: fx.Node) -> Any:
     value, dim = loop.value(_args(node)[0]), _dim(node, 1, 0)
     takes_first = len(_args(node)) > 2 and _args(node)[2] == 0 and len(_args(node)) < 5
     if isinstance(value, Mask) and dim is not None and value.dims[dim] == "e" and value.expert is None and takes_first:
-        return Mask(0, (*value.dims[:dim], "1", *value.dims[dim + 1 :])) if static_size(target[dim]) == 1 else value
+        is_first = static_size(target[dim]) == 1
+        return replace(value, expert=0, dims=(*value.dims[:dim], "1", *value.dims[dim + 1 :])) if is_first else value
     is_one = dim is not None and static_size(target[dim]) == 1 and isinstance(_args(node)[2], int)
     if isinstance(value, Mask) and is_one and dim is not None and value.dims[dim] == "e":
-        return Mask(_args(node)[2], (*value.dims[:dim], "1", *value.dims[dim + 1 :]))
+        return replace(value, expert=_args(node)[2], dims=(*value.dims[:dim], "1", *value.dims[dim + 1 :]))
     return None
 
 
@@ -365,7 +433,7 @@ def _over_choices(loop: Loop, node: fx.Node) -> Any:
     """any / sum / max over a token's choices."""
     value, dim = loop.value(_args(node)[0]), _dim(node, 1)
     keeps_dim = _args(node)[2] if len(_args(node)) > 2 else node.kwargs.get("keepdim", False)
-    if not isinstance(value, (Mask, MaskedWeight)) or keeps_dim or dim is None:
+    if not isinstance(value, (Mask, MaskedWeight)) or dim is None:
         return None
     if isinstance(value, Mask) and value.dims == ("t", "e") and dim == 0 and node.target is aten.sum.dim_IntList:
         return Counts()
@@ -373,34 +441,58 @@ def _over_choices(loop: Loop, node: fx.Node) -> Any:
         return None
     if not loop.is_distinct:
         raise CannotChunk("a token may name an expert twice here, but its mask counts it once", node)
-    left = value.dims[:dim] + value.dims[dim + 1 :]
-    if isinstance(value, Mask):
-        return Mask(value.expert, left)
-    return MaskedWeight(value.expert, value.weight, left) if node.target is aten.sum.dim_IntList else None
+    left = value.dims[:dim] + (("1",) if keeps_dim else ()) + value.dims[dim + 1 :]
+    if isinstance(value, MaskedWeight) and node.target is not aten.sum.dim_IntList:
+        return None
+    return replace(value, dims=left)
 
 
 def _multiply(loop: Loop, node: fx.Node) -> Any:
     """A routing weight times a mask of its own shape."""
     for weight, mask in (_args(node)[:2], _args(node)[1::-1]):
         value = loop.value(mask)
-        is_mask = isinstance(value, Mask) and value.expert is not None and value.dims == ("t", "k")
-        if is_mask and isinstance(weight, fx.Node) and weight not in loop.values and weight not in loop.owners:
-            if len(_shape(weight)) != 2 or not all(map(same_size, _shape(weight), _shape(mask))):
-                return None
-            return MaskedWeight(value.expert, weight, value.dims)
+        if isinstance(value, Mask):
+            return _masked(loop, value, weight, mask)
     return None
+
+
+def _masked(loop: Loop, value: Mask, weight: Any, mask: fx.Node) -> MaskedWeight | None:
+    is_whole = value.expert is not None and value.choice is None and "".join(value.dims) in ("tk", "bsk")
+    if not is_whole or not isinstance(weight, fx.Node) or weight in loop.values or weight in loop.owners:
+        return None
+    has_same_shape = len(_shape(weight)) == len(_shape(mask)) and all(map(same_size, _shape(weight), _shape(mask)))
+    assert value.expert is not None
+    return MaskedWeight(value.expert, weight, value.dims) if has_same_shape else None
+
+
+def _where(loop: Loop, node: fx.Node) -> Any:
+    """where(mask, weight, 0)"""
+    mask, weight, other = _args(node)
+    value = loop.value(mask)
+    is_zero = isinstance(other, fx.Node) and (other.target in _ZEROS or _is_number(other, 0))
+    return _masked(loop, value, weight, mask) if isinstance(value, Mask) and is_zero else None
+
+
+def _is_number(node: fx.Node, number: float) -> bool:
+    is_scalar = node.target in (aten.scalar_tensor.default, aten.full.default, aten.full_like.default)
+    return is_scalar and _args(node)[0 if node.target is aten.scalar_tensor.default else 1] == number
 
 
 def _nonzero(loop: Loop, node: fx.Node) -> Any:
     value = loop.value(_args(node)[0])
     is_mask = isinstance(value, Mask) and value.expert is not None and not {"e", "1"} & set(value.dims)
-    return Coordinates(value.expert, value.dims) if is_mask else None
+    return Coordinates(value.expert, value.dims, value.choice) if is_mask else None
 
 
 def _unbind(loop: Loop, node: fx.Node) -> Any:
     value = loop.value(_args(node)[0])
-    is_coordinates = isinstance(value, Coordinates) and _dim(node, 1, 0) == 1
-    return [Place(value.expert, dim) for dim in value.dims] if is_coordinates else None
+    dim = _dim(node, 1, 0)
+    is_index = isinstance(value, Ids) and not value.has_column and value.choice is None
+    if is_index and dim is not None and value.dims[dim] == "k":
+        left = value.dims[:dim] + value.dims[dim + 1 :]
+        return [Ids(left, choice=choice) for choice in range(loop.top_k)]
+    is_coordinates = isinstance(value, Coordinates) and dim == 1
+    return [Place(value.expert, dim, value.choice) for dim in value.dims] if is_coordinates else None
 
 
 def _getitem(loop: Loop, node: fx.Node) -> Any:
@@ -415,7 +507,7 @@ def _getitem(loop: Loop, node: fx.Node) -> Any:
 def _token_of(loop: Loop, node: fx.Node) -> Any:
     value = loop.value(_args(node)[0])
     return (
-        Place(value.expert, "t")
+        Place(value.expert, "t", value.choice)
         if isinstance(value, Place) and value.dim == "n" and _args(node)[1] == loop.top_k
         else None
     )
@@ -443,27 +535,69 @@ def _entry(loop: Loop, source: Any, indices: list[Any]) -> Any:
     which = _rows_named(values)
     if which is None or not isinstance(source, fx.Node):
         return None
-    expert, by = which
+    copy, by = which
     held = loop.value(source)
-    if by == "t" and isinstance(held, MaskedWeight) and held.expert == expert and held.dims == ("t",):
-        return Entry(expert, "tk", held.weight)
+    if isinstance(held, MaskedWeight) and (held.expert, held.choice) == copy:
+        has_column = held.dims[-1:] == ("1",)
+        is_over_tokens = "".join(held.dims[:-1] if has_column else held.dims) == by in ("t", "bs")
+        return _of_choices(copy, held.weight, has_column) if is_over_tokens else None
     if isinstance(held, Sum) or _is_blank(source):
-        return Taken(held if isinstance(held, Sum) else Sum(source, by, ()), expert)
+        return Taken(held if isinstance(held, Sum) else Sum(source, by, ()), copy)
     if held is not None:
         return None
-    return Entry(expert, by, source)
+    return _column_entry(loop, source, copy, by) or Entry(copy[0], by, source, copy[1])
 
 
-def _rows_named(values: list[Any]) -> tuple[int, str] | None:
-    """(expert, by what) that index values name together."""
-    if len(values) == 1 and isinstance(values[0], Mask) and values[0].expert is not None:
-        named = {("t",): "t", ("n",): "n", ("t", "k"): "tk"}.get(values[0].dims)
-        return None if named is None else (values[0].expert, named)
-    if not values or not all(isinstance(value, Place) for value in values):
+def _column_entry(loop: Loop, source: fx.Node, copy: Copy, by: str) -> Entry | None:
+    """Rows by token out of W[..., k], the copy's own choice, or out of G[..., e], its own expert."""
+    table, column, keeps_dim = _column_of(source)
+    if table is None or by not in ("t", "bs") or table in loop.values or table in loop.owners:
         return None
-    experts, dims = {value.expert for value in values}, tuple(value.dim for value in values)
-    named = {("t",): "t", ("n",): "n", ("t", "k"): "tk"}.get(dims)
-    return None if len(experts) > 1 or named is None else (experts.pop(), named)
+    if copy[1] is not None and column == copy[1] and same_size(_shape(table)[-1], loop.top_k):
+        return _of_choices(copy, table, keeps_dim)
+    same_tokens = _with_tokens_of(table, _shape(loop.index)[: len(_shape(loop.index)) - (loop.has_choices)])
+    if copy[1] is None and column == copy[0] and same_tokens is not None and loop.has_choices:
+        return Entry(copy[0], "gate", same_tokens, None, keeps_dim)
+    return None
+
+
+def _of_choices(copy: Copy, weight: fx.Node, has_column: bool) -> Entry:
+    """The weight of the copy's choices, [T,K] or [B,S,K]."""
+    return Entry(copy[0], "tk" if len(_shape(weight)) == 2 else "bsk", weight, copy[1], has_column)
+
+
+def _column_of(source: fx.Node) -> tuple[fx.Node | None, int | None, bool]:
+    """(table, column, whether its dimension stays) of table[..., column]."""
+    if source.target not in (aten.select.int, aten.slice.Tensor):
+        return None, None, False
+    table, keeps_dim = _args(source)[0], source.target is aten.slice.Tensor
+    if _dim(source, 1, 0) != len(_shape(table)) - 1 or (keeps_dim and static_size(_shape(source)[-1]) != 1):
+        return None, None, False
+    return table, _args(source)[2], keeps_dim
+
+
+def _with_tokens_of(table: fx.Node, tokens: tuple[Any, ...]) -> fx.Node | None:
+    """The table, or what it is a reshape of, whose leading dimensions are those of the index."""
+    while table.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+        if len(_shape(table)) == len(tokens) + 1 and all(map(same_size, _shape(table), tokens)):
+            break
+        table = _args(table)[0]
+    fits = len(_shape(table)) == len(tokens) + 1 and all(map(same_size, _shape(table), tokens))
+    return table if fits and static_size(_shape(table)[-1]) is not None else None
+
+
+def _rows_named(values: list[Any]) -> tuple[Copy, str] | None:
+    """(copy, by what) that index values name together."""
+    if len(values) == 1 and isinstance(values[0], Mask):
+        copies, dims = {(values[0].expert, values[0].choice)}, "".join(values[0].dims)
+    elif values and all(isinstance(value, Place) for value in values):
+        copies = {(value.expert, value.choice) for value in values}
+        dims = "".join(value.dim for value in values)
+    else:
+        return None
+    copy = copies.pop()
+    is_known = dims in ("t", "n", "tk", "bs", "bsk") and copy[0] is not None and not copies
+    return (copy, dims) if is_known else None
 
 
 def _add(loop: Loop, node: fx.Node) -> Any:
@@ -471,9 +605,9 @@ def _add(loop: Loop, node: fx.Node) -> Any:
     for taken, rows in (_args(node)[:2], _args(node)[1::-1]):
         value = loop.value(taken)
         if isinstance(value, Taken) and value.added is None and isinstance(rows, fx.Node) and not node.kwargs:
-            if loop.owners.get(rows) != value.expert:
+            if loop.owners.get(rows) != value.copy:
                 raise CannotChunk("other rows than the expert's own are added to its places", node)
-            return Taken(value.sum, value.expert, rows)
+            return Taken(value.sum, value.copy, rows)
     return None
 
 
@@ -482,7 +616,21 @@ def _index_add(loop: Loop, node: fx.Node) -> Any:
     value = loop.value(place)
     if not isinstance(value, Place) or dim != 0 or node.kwargs.get("alpha", 1) != 1:
         return None
-    return _grown(loop, base, value.expert, value.dim, rows, node)
+    return _grown(loop, base, (value.expert, value.choice), value.dim, rows, node)
+
+
+def _scatter_add(loop: Loop, node: fx.Node) -> Any:
+    """As index_add, with the places repeated for every column."""
+    base, dim, place, rows = _args(node)[:4]
+    is_sum = node.target is aten.scatter_add.default or (
+        _args(node)[4:5] == ("sum",) and node.kwargs.get("include_self", True)
+    )
+    value = loop.value(place)
+    if not isinstance(value, Place) or dim != 0 or not is_sum:
+        return None
+    if not all(map(same_size, _shape(base)[1:], _shape(rows)[1:])) or len(_shape(place)) != len(_shape(rows)):
+        return None
+    return _grown(loop, base, (value.expert, value.choice), value.dim, rows, node)
 
 
 def _index_put(loop: Loop, node: fx.Node) -> Any:
@@ -492,34 +640,47 @@ def _index_put(loop: Loop, node: fx.Node) -> Any:
     which = _rows_named([loop.value(place) for place in indices])
     if which is None:
         return None
-    expert, by = which
+    copy, by = which
     taken = loop.value(rows)
     if accumulates:
-        return _grown(loop, base, expert, by, rows, node)
-    if isinstance(taken, Taken) and taken.added is not None and taken.expert == expert:
+        return _grown(loop, base, copy, by, rows, node)
+    if isinstance(taken, Taken) and taken.added is not None and taken.copy == copy:
         own = loop.value(base) if isinstance(loop.value(base), Sum) else Sum(base, by, ())
         if own != taken.sum:
             raise CannotChunk("rows are added to another state of the output than they were read from", node)
-        if by == "t" and not loop.is_distinct:
+        if by in ("t", "bs") and not loop.is_distinct and copy[1] is None:
             raise CannotChunk("a token may name an expert twice here, but only one of its rows would be added", node)
-        return _grown(loop, base, expert, by, taken.added, node)
+        return _grown(loop, base, copy, by, taken.added, node)
     if by == "t" and loop.top_k == 1:
         by = "n"
-    if by != "n":
+    if by in ("tk", "bsk"):
+        return _grown(loop, base, copy, "n", rows, node)
+    if by != "n" and not (by == "bs" and loop.top_k == 1 and _starts_as_zeros(loop, base)):
         raise CannotChunk("an expert's rows overwrite those of others in the output", node)
-    return _grown(loop, base, expert, by, rows, node)
+    return _grown(loop, base, copy, by, rows, node)
 
 
-def _grown(loop: Loop, base: Any, expert: int, by: str, rows: Any, node: fx.Node) -> Sum:
+def _starts_as_zeros(loop: Loop, base: fx.Node) -> bool:
+    value = loop.value(base)
+    first = value.base if isinstance(value, Sum) else base
+    return isinstance(first, fx.Node) and is_zeros(first)
+
+
+def is_zeros(node: fx.Node) -> bool:
+    """Whether a node is a fresh tensor of zeros."""
+    return node.target in _ZEROS or (node.target is aten.full.default and _args(node)[1] == 0)
+
+
+def _grown(loop: Loop, base: Any, copy: Copy, by: str, rows: Any, node: fx.Node) -> Sum:
     value = loop.value(base)
     before = value if isinstance(value, Sum) else Sum(base, by, ())
-    if loop.owners.get(rows) != expert:
-        raise CannotChunk(f"other rows than those of expert {expert} are written at its places", node)
+    if loop.owners.get(rows) != copy:
+        raise CannotChunk(f"other rows than those of expert {copy[0]} are written at its places", node)
     if by == "n" and not _is_blank(before.base):
         raise CannotChunk("experts' rows overwrite a tensor that is not fresh", node)
-    if before.by != by or expert in dict(before.parts):
-        raise CannotChunk(f"expert {expert} is written back twice, or in two ways", node)
-    return Sum(before.base, by, (*before.parts, (expert, rows)))
+    if before.by != by or copy in dict(before.parts):
+        raise CannotChunk(f"expert {copy[0]} is written back twice, or in two ways", node)
+    return Sum(before.base, by, (*before.parts, (copy, rows)))
 
 
 def _is_blank(node: fx.Node | None) -> bool:
@@ -539,7 +700,8 @@ def _counts(loop: Loop, node: fx.Node) -> Any:
 def _marked(loop: Loop, node: fx.Node) -> Any:
     """What an expert was skipped for must be its own mask or places."""
     value = loop.value(_args(node)[0])
-    if not isinstance(value, (Mask, Place, Coordinates)) or value.expert is None:
+    is_own_part = isinstance(value, Entry) and value.by == "sorted"
+    if not is_own_part and (not isinstance(value, (Mask, Place, Coordinates)) or value.expert is None):
         raise CannotChunk("an expert is skipped for another reason than that it has no rows", node)
     return value
 
@@ -578,9 +740,10 @@ def _expert_of(loop: Loop, size: Any) -> int | None:
 def _cat(loop: Loop, node: fx.Node) -> Any:
     parts = _args(node)[0]
     owners = [loop.owners[part] for part in parts if part in loop.owners]
-    if len(owners) < len(parts) or len(set(owners)) < len(owners) or _dim_of_cat(node) != 0:
+    has_choice = any(choice is not None for _, choice in owners)
+    if has_choice or len(owners) < len(parts) or len(set(owners)) < len(owners) or _dim_of_cat(node) != 0:
         return None
-    if owners != sorted(owners):
+    if [expert for expert, _ in owners] != sorted(expert for expert, _ in owners):
         raise CannotChunk("experts' results are concatenated in another order than that of their rows", node)
     return Sum(None, "sorted", tuple(zip(owners, parts, strict=True)))
 
@@ -631,6 +794,11 @@ _RULES: dict[Any, Callable[[Loop, fx.Node], Any]] = {
     aten.amax.default: _over_choices,
     aten.sum.dim_IntList: _over_choices,
     aten.mul.Tensor: _multiply,
+    aten.where.self: _where,
+    aten.expand.default: _repeated,
+    aten.repeat.default: _repeated,
+    aten.scatter_add.default: _scatter_add,
+    aten.scatter_reduce.two: _scatter_add,
     aten.nonzero.default: _nonzero,
     aten.unbind.int: _unbind,
     operator.getitem: _getitem,

@@ -88,3 +88,79 @@ def test_counts_get_a_known_size() -> None:
 )
 def test_other_loops_stay_as_written(body: str) -> None:
     assert rewritten(body) is None
+
+
+OFFSETS = """
+    start = 0
+    for e, num in enumerate(counts):
+        end = start + num
+        if num == 0:
+            continue
+        outs.append(self.experts[e](x[start:end]))
+        start = end
+"""
+
+
+def test_slices_by_running_offsets_become_parts_of_one_split() -> None:
+    text = rewritten("counts = ids.cpu().numpy()" + OFFSETS.replace("\n    ", "\n"))
+    assert text is not None
+    assert "self.experts[e](_memfine_part(x, counts, e))" in text
+    assert "counts = ids.cpu().tolist()" in text
+    assert "continue" not in text and "end = " not in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("start = 0", "start = 1"),
+        ("start = end", "start = end + 1"),
+        ("x[start:end]", "x[start:end] + y[end]"),
+        ("x[start:end]", "x[0:end]"),
+        ("if num == 0", "if num == 1"),
+    ],
+)
+def test_offsets_used_in_another_way_stay_as_written(old: str, new: str) -> None:
+    text = rewritten(OFFSETS.replace("\n    ", "\n").replace(old, new))
+    assert text is None or "_memfine_part" not in text
+
+
+def test_a_guard_by_counts_of_the_index_is_dropped_with_the_counts() -> None:
+    text = rewritten(
+        """
+        counts = torch.bincount(index.flatten(), minlength=4).tolist()
+        for e in range(4):
+            if counts[e] == 0:
+                continue
+            t, k = torch.where(index == e)
+            out.index_add_(0, t, f(x[t]))
+        """
+    )
+    assert text is not None
+    assert "counts" not in text and "continue" not in text
+
+
+def test_a_guard_by_counts_of_something_else_stays() -> None:
+    text = rewritten(
+        """
+        counts = torch.bincount(other.flatten(), minlength=4).tolist()
+        for e in range(4):
+            if counts[e] == 0:
+                continue
+            t, k = torch.where(index == e)
+        """
+    )
+    assert text is not None and "if counts[e] == 0" in text
+
+
+def test_a_loop_over_the_named_experts_runs_all_and_marks_their_masks() -> None:
+    text = rewritten("for e in index.unique():\n    t, k = torch.where(index == e)\n    g(self.experts[e](x[t]))")
+    assert text is not None
+    assert "for e in _memfine_every_index(self.experts)" in text
+    assert "torch.where(_memfine_guarded(index == e))" in text
+
+
+def test_places_made_into_lists_stay_tensors_where_they_only_index() -> None:
+    loop = "for e in range(4):\n    t, k = torch.where(index == e)\n    places = t.tolist()\n    y = x[None, places]"
+    text = rewritten(loop)
+    assert text is not None and "places = t\n" in text
+    assert rewritten(f"{loop}\n    log(places)") is None

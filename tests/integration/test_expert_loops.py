@@ -45,49 +45,44 @@ class Checkpointed(nn.Module):
         return hidden + out
 
 
+def tie(model: nn.Module) -> None:
+    """Every token to the same experts, the others empty."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            nn.init.zeros_(parameter)
+
+
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("is_tied", [False, True], ids=["routed", "tied"])
 @pytest.mark.parametrize("spelling", SKIPPING)
-def test_loops_that_skip_experts_without_tokens(spelling: str, is_tied: bool, is_checkpointed: bool) -> None:
+def test_loops_that_skip_experts_without_tokens(spelling: str, is_checkpointed: bool) -> None:
     layer = loop_layer(spelling)
-    if is_tied:
-        nn.init.zeros_(layer.gate.weight)
     model = Checkpointed(layer) if is_checkpointed else layer
     optimized = optimized_copy(model, rows_per_chunk=5)
     for num_tokens in (19, 2):
         assert_same_step_up_to_zeros(optimized, model, hidden_states(num_tokens))
+    tie(model), tie(optimized)
+    assert_same_step_up_to_zeros(optimized, model, hidden_states(19))
     assert memfine_fx.report(optimized).num_chunked == 1
     assert "forward" not in vars(optimized) and "run_hit" not in vars(layer)
 
 
-@pytest.mark.parametrize("axis", ["rows", "tokens"])
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_loops_are_chunked_exactly_in_every_shape(spelling: str, axis: str) -> None:
-    layer = loop_layer(spelling)
-    optimized = optimized_copy(layer, axis=axis, rows_per_chunk=5)
+@pytest.mark.parametrize(("spelling", "top_k"), list(zip(SPELLINGS, (2, 3, 4, 2, 3, 4), strict=True)))
+def test_loops_are_chunked_exactly_in_every_shape_and_when_tied(spelling: str, top_k: int) -> None:
+    """Tied scores send every token to the same experts and leave the others empty."""
+    layer = loop_layer(spelling, top_k=top_k)
+    optimized = optimized_copy(layer, axis="tokens" if spelling in ("where", "split") else "rows", rows_per_chunk=5)
     for shape in ((19,), (2, 7), (1,)):
         assert_same_step(optimized, layer, hidden_states(*shape))
+    tie(layer), tie(optimized)
+    assert_same_step(optimized, layer, hidden_states(13))
     assert memfine_fx.report(optimized).num_chunked == 1
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", ("where", "flat", "split"))
 def test_loops_inside_a_checkpoint_are_chunked_exactly(spelling: str) -> None:
     model = Checkpointed(loop_layer(spelling))
     optimized = optimized_copy(model, rows_per_chunk=5)
     assert_same_step(optimized, model, hidden_states(19))
-    assert memfine_fx.report(optimized).num_chunked == 1
-
-
-@pytest.mark.parametrize("top_k", [3, 4])
-@pytest.mark.parametrize("is_tied", [False, True], ids=["routed", "tied"])
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_loops_at_the_corners_of_routing(spelling: str, is_tied: bool, top_k: int) -> None:
-    """Tied scores send every token to the same experts and leave the others empty."""
-    layer = loop_layer(spelling, top_k=top_k)
-    if is_tied:
-        nn.init.zeros_(layer.gate.weight)
-    optimized = optimized_copy(layer, rows_per_chunk=5)
-    assert_same_step(optimized, layer, hidden_states(13))
     assert memfine_fx.report(optimized).num_chunked == 1
 
 

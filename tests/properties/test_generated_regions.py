@@ -25,6 +25,9 @@ RUNS: tuple[tuple[int, Routing], ...] = (
     (5, "first experts"),
     (64, "random"),
     (3, "one expert"),
+    (2, "random"),
+    (31, "first experts"),
+    (12, "ties"),
 )
 _BF16_FACTOR, _BF16_FLOOR = 2.0, 2**-6
 """Beyond eager's own error: two units in the last place, which a sum of two or three rows may differ by."""
@@ -145,7 +148,7 @@ def test_what_generation_once_found_refused_is_chunked_exactly(name: str) -> Non
     check(FOUND[name], 5, "rows")
 
 
-@settings(max_examples=36, phases=(Phase.generate,), **_EXAMPLES)  # type: ignore[arg-type]  # one dict of options
+@settings(max_examples=24, phases=(Phase.generate,), **_EXAMPLES)  # type: ignore[arg-type]  # one dict of options
 @given(recipe=recipes(), rows_per_chunk=st.integers(1, 12), axis=st.sampled_from(("rows", "rows", "tokens")))
 def test_generated_layers_are_chunked_exactly(recipe: Recipe, rows_per_chunk: int, axis: str) -> None:
     check(recipe, rows_per_chunk, axis)

@@ -1,0 +1,181 @@
+"""Loops that cut rows in expert order with running Python offsets, rewritten to cut them with one split.
+
+    start = 0
+    for e, num in enumerate(counts):          for e, num in enumerate(counts):
+        end = start + num                         rows = part(x, counts, e)      # torch.split(x, counts)[e]
+        if num == 0:                      ->      ...
+            continue
+        rows = x[start:end]
+        ...
+        start = end
+
+Both cut the same rows, whatever the counts are; that the counts are the experts' is proved when the loop is read.
+Offsets that are used for anything else than such slices leave a loop as it was written.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from dataclasses import dataclass
+
+from memfine_fx.capture.helpers import PREFIX
+
+__all__ = ["use_splits"]
+
+
+@dataclass(frozen=True)
+class _Offsets:
+    """Names of a loop: its expert, the counts, the count of this expert, where its rows start, and end (or None)."""
+
+    expert: str
+    counts: str
+    count: str
+    start: str
+    end: str | None
+
+
+def use_splits(function: ast.FunctionDef, loop: ast.For) -> bool:
+    """Rewrite one loop in place; whether it was one of these."""
+    offsets = _offsets_of(function, loop)
+    if offsets is None:
+        return False
+    cutter = _Cutter(offsets)
+    body = [cutter.visit(copy.deepcopy(one)) for one in loop.body if not _is_bookkeeping(one, offsets)]
+    left = [node for one in body for node in ast.walk(one)]
+    leaves_early = any(isinstance(node, (ast.Continue, ast.Break)) for node in left)
+    is_read = any(_name(node) in (offsets.start, offsets.end) for node in left if isinstance(node, ast.Name))
+    if not cutter.num_cuts or is_read or leaves_early:
+        return False
+    loop.body = body
+    for node in ast.walk(function):
+        is_counts = isinstance(node, ast.Assign) and _is_name(node.targets[0], offsets.counts)
+        if is_counts and isinstance(node, ast.Assign) and _method(node.value) == "numpy":
+            assert isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
+            node.value.func.attr = "tolist"
+    return True
+
+
+def _offsets_of(function: ast.FunctionDef, loop: ast.For) -> _Offsets | None:
+    named = _counts_of(loop)
+    if named is None:
+        return None
+    expert, counts, count = named
+    stores = [node for node in ast.walk(loop) if isinstance(node, (ast.Assign, ast.AugAssign))]
+    for one in stores:
+        start = end = None
+        if isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Add) and _says(one.value, count):
+            start = _name(one.target)
+        elif isinstance(one, ast.Assign) and _is_sum(one.value, count):
+            end, start = _name(one.targets[0]), _name(one.value.left)  # type: ignore[attr-defined]  # a sum
+            if not any(_moves(other, start, end) for other in stores):
+                continue
+        if start is not None and _starts_at_zero(function, loop, start) and _num_stores(stores, start, end):
+            return _Offsets(expert, counts, count, start, end)
+    return None
+
+
+def _counts_of(loop: ast.For) -> tuple[str, str, str] | None:
+    """(e, counts, the text of counts[e]) of `for e, num in enumerate(counts)` or of a loop that reads counts[e]."""
+    is_pair = isinstance(loop.target, ast.Tuple) and len(loop.target.elts) == 2
+    if is_pair and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call):
+        expert, count = map(_name, loop.target.elts)
+        source = loop.iter.args[0] if _is_name(loop.iter.func, "enumerate") and len(loop.iter.args) == 1 else None
+        if _method(source) == "tolist" or not isinstance(source, ast.Name):
+            source = None
+        if expert is not None and count is not None and source is not None:
+            return expert, source.id, count
+    expert = _name(loop.target) or (_name(loop.target.elts[0]) if isinstance(loop.target, ast.Tuple) else None)
+    for node in ast.walk(loop):
+        if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Subscript):
+            counts = _name(node.value.value)
+            if expert is not None and counts is not None and _is_name(node.value.slice, expert):
+                return expert, counts, ast.unparse(node.value)
+    return None
+
+
+class _Cutter(ast.NodeTransformer):
+    """x[start:end] -> part(x, counts, e)"""
+
+    def __init__(self, offsets: _Offsets) -> None:
+        self._offsets = offsets
+        self.num_cuts = 0
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        cut = node.slice
+        if not isinstance(node.ctx, ast.Load) or not isinstance(cut, ast.Slice) or cut.step is not None:
+            return node
+        ends = _is_name(cut.upper, self._offsets.end) or (
+            _is_sum(cut.upper, self._offsets.count) and _is_name(cut.upper.left, self._offsets.start)  # type: ignore[union-attr]
+        )
+        if not _is_name(cut.lower, self._offsets.start) or not ends:
+            return node
+        self.num_cuts += 1
+        names = [ast.Name(name, ast.Load()) for name in (self._offsets.counts, self._offsets.expert)]
+        return ast.copy_location(ast.Call(ast.Name(PREFIX + "part", ast.Load()), [node.value, *names], []), node)
+
+
+def _is_bookkeeping(statement: ast.stmt, offsets: _Offsets) -> bool:
+    if isinstance(statement, ast.AugAssign):
+        return _is_name(statement.target, offsets.start)
+    if isinstance(statement, ast.Assign):
+        return _name(statement.targets[0]) in (offsets.start, offsets.end)
+    is_guard = isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.test, ast.Compare)
+    if not is_guard or not isinstance(statement, ast.If) or not isinstance(statement.test, ast.Compare):
+        return False
+    skips = len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue)
+    test = statement.test
+    is_zero = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value == 0
+    return skips and is_zero and isinstance(test.ops[0], ast.Eq) and _says(test.left, offsets.count)
+
+
+def _moves(statement: ast.stmt, start: str | None, end: str | None) -> bool:
+    """start = end"""
+    return (
+        isinstance(statement, ast.Assign) and _is_name(statement.targets[0], start) and _is_name(statement.value, end)
+    )
+
+
+def _num_stores(stores: list[ast.stmt], start: str, end: str | None) -> bool:
+    """Whether the loop stores each offset once."""
+    targets = [one.target if isinstance(one, ast.AugAssign) else one.targets[0] for one in stores]  # type: ignore[attr-defined]
+    names = [_name(target) for target in targets]
+    return names.count(start) == 1 and (end is None or names.count(end) == 1)
+
+
+def _starts_at_zero(function: ast.FunctionDef, loop: ast.For, start: str) -> bool:
+    """Whether the one assignment of `start` outside of the loop is to zero."""
+    inside = set(ast.walk(loop))
+    outside = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and node.id == start and isinstance(node.ctx, ast.Store) and node not in inside
+    ]
+    values = [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and node not in inside and _is_name(node.targets[0], start)
+    ]
+    return len(outside) == len(values) == 1 and isinstance(values[0], ast.Constant) and values[0].value == 0
+
+
+def _is_sum(value: ast.AST | None, count: str) -> bool:
+    is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+    return is_sum and isinstance(value, ast.BinOp) and isinstance(value.left, ast.Name) and _says(value.right, count)
+
+
+def _says(value: ast.AST, text: str) -> bool:
+    return ast.unparse(value) == text
+
+
+def _method(value: ast.AST | None) -> str | None:
+    return value.func.attr if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) else None
+
+
+def _name(node: ast.AST) -> str | None:
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _is_name(node: ast.AST | None, name: str | None) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
