@@ -128,7 +128,7 @@ class HandwrittenMoE(nn.Module):
 
     def run_named(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         out = torch.zeros_like(tokens)
-        for expert_id in index.unique():
+        for expert_id in index.unique():  # type: ignore[no-untyped-call]  # as torch has it
             token, choice = torch.where(index == expert_id)
             out.index_add_(0, token, self.experts[expert_id](tokens[token]) * weight[token, choice, None])
         return out

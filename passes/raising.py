@@ -93,13 +93,7 @@ def _progress(refusal: CannotChunk) -> bool:
     return not any(words in refusal.reason for words in _WRONG_CUT)
 
 
-_WRONG_CUT = (
-    "the exit holds",
-    "used as row data",
-    "rule for aten.scatter",
-    "rule for aten.stack",
-    "not write its results",
-)
+_WRONG_CUT = ("the exit holds", "rule for aten.scatter", "rule for aten.stack")
 
 
 def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow, *, rolls_stacks: bool = False) -> MoERegion:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfine_fx.capture.helpers import PREFIX
@@ -137,7 +138,7 @@ def _moves(statement: ast.stmt, start: str | None, end: str | None) -> bool:
     )
 
 
-def _num_stores(stores: list[ast.stmt], start: str, end: str | None) -> bool:
+def _num_stores(stores: Sequence[ast.stmt], start: str, end: str | None) -> bool:
     """Whether the loop stores each offset once."""
     targets = [one.target if isinstance(one, ast.AugAssign) else one.targets[0] for one in stores]  # type: ignore[attr-defined]
     names = [_name(target) for target in targets]

@@ -8,10 +8,10 @@ from typing import Any
 from memfine_fx.capture.helpers import PREFIX
 from memfine_fx.capture.offsets import use_splits
 from memfine_fx.capture.syntax import (
+    acts_without_rows,
     assigned_names,
     assignments,
     count_guard,
-    counts_in_python,
     emptiness_guard,
     helper_call,
     is_equality,
@@ -77,10 +77,12 @@ class _LoopRewriter(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> Any:
         self.generic_visit(node)
-        if node.orelse or counts_in_python(node):
+        if node.orelse:
             return node
         hoisted = _hoisted_counts(node)
         self.has_changed |= use_splits(self._function, node)
+        if acts_without_rows(node):
+            return node if hoisted is None else [hoisted, node]
         self._run_every_expert(node)
         self._run_every_named_expert(node)
         self._drop_guards(node)
@@ -191,7 +193,7 @@ class _LoopRewriter(ast.NodeTransformer):
         made = {name for statement in loop.body for name in assigned_names(statement)}
         for statement in loop.body:
             for target, value in assignments(statement):
-                is_list = is_method(value, ("tolist",)) and name_of(value.func.value) in made  # type: ignore[attr-defined]
+                is_list = is_method(value, ("tolist",)) and bool(names_in(value.func.value) & made)  # type: ignore[attr-defined]
                 name = name_of(target)
                 if is_list and name is not None and is_only_index(loop, name):
                     replace_value(statement, value, value.func.value)  # type: ignore[attr-defined]  # a method's call
@@ -226,6 +228,7 @@ class _IndexRewriter(ast.NodeTransformer):
         self._loop = loop
         self._is_row = True
         self._bases: dict[str, ast.expr] = {}
+        self._is_conditional = False
 
     def statements(self) -> list[ast.stmt]:
         own = {name for statement in self._loop.body for name in assigned_names(statement)}
@@ -244,6 +247,19 @@ class _IndexRewriter(ast.NodeTransformer):
             test = ast.UnaryOp(ast.Not(), helper_call("exists", [ast.Name(self._name, ast.Load()), *bases]))
             body.insert(0, ast.copy_location(ast.If(test, [ast.Continue()], []), self._loop))
         return body
+
+    def visit_If(self, node: ast.If) -> Any:
+        return self._visit_conditional(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        return self._visit_conditional(node)
+
+    def _visit_conditional(self, node: ast.AST) -> ast.AST:
+        """What a branch reads need not exist for every expert: experts without weights may take the other."""
+        before, self._is_conditional = self._is_conditional, True
+        self.generic_visit(node)
+        self._is_conditional = before
+        return node
 
     def visit_Call(self, node: ast.Call) -> Any:
         """e.item() is e"""
@@ -266,7 +282,7 @@ class _IndexRewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if not self._is_expert(node.slice) or not isinstance(node.ctx, ast.Load):
             return node
-        if self._own in names_in(node.value):
+        if self._own in names_in(node.value) and not self._is_conditional:
             self._bases.setdefault(ast.dump(node.value), node.value)
         is_mask = ast.dump(node.value) == self._mask
         is_row = self._is_row and is_name(node.slice, self._name)

@@ -8,10 +8,10 @@ from typing import Any
 from memfine_fx.capture.helpers import PREFIX
 
 __all__ = [
+    "acts_without_rows",
     "assigned_names",
     "assignments",
     "count_guard",
-    "counts_in_python",
     "emptiness_guard",
     "helper_call",
     "is_equality",
@@ -185,12 +185,55 @@ def measured(value: ast.expr) -> str | None:
     return name_of(source) if attribute in ("numel", "nelement", "any", "sum") and not value.args else None
 
 
-def counts_in_python(loop: ast.For) -> bool:
-    """Whether the body steps a number, which would count experts that a guard skipped."""
+def acts_without_rows(loop: ast.For) -> bool:
+    """Whether the body does something that an expert without rows would do as well: count, sum up a loss, log.
+
+    Such a loop must skip what it skips. Every change that outlives an iteration must name rows of the expert: something
+    made from a mask, its places or a part.
+    """
+    guards = [emptiness_guard(node) for node in ast.walk(loop) if isinstance(node, ast.stmt)]
+    of_rows = {guard[0] for guard in guards if guard is not None}
+    own = names_in(loop.target)
+    before = -1
+    while before != len(of_rows):
+        before = len(of_rows)
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Assign) and (_selects_rows(node.value) or names_in(node.value) & of_rows):
+                of_rows |= {name for target in node.targets for name in names_in(target) if _is_bare(target)}
     return any(
-        isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Constant)
-        for node in ast.walk(loop)
+        _outlives(node, own) and not _selects_rows(node) and not names_in(node) & of_rows for node in ast.walk(loop)
     )
+
+
+def _is_bare(target: ast.expr) -> bool:
+    return isinstance(target, (ast.Name, ast.Tuple))
+
+
+def _selects_rows(node: ast.AST) -> bool:
+    """Whether an expression takes where a mask holds, compares with the expert, or takes a part of a split."""
+    return any(
+        is_method(child, ("where", "nonzero", "eq", "bool"))
+        or (isinstance(child, ast.Compare) and isinstance(child.ops[0], ast.Eq))
+        or (isinstance(child, ast.Call) and name_of(child.func) == PREFIX + "part")
+        for child in ast.walk(node)
+    )
+
+
+def _outlives(node: ast.AST, own: set[str]) -> bool:
+    """Whether a statement changes something that the next iteration, or what follows the loop, may read.
+
+    Args:
+        node: a statement or part of one.
+        own: names that each iteration begins with.
+    """
+    if isinstance(node, ast.AugAssign):
+        return True
+    if isinstance(node, ast.Assign):
+        is_stored = any(isinstance(target, (ast.Subscript, ast.Attribute)) for target in node.targets)
+        return is_stored or any(
+            (names_in(target) & names_in(node.value)) - own for target in node.targets if _is_bare(target)
+        )
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
 
 
 def assigned_names(statement: ast.stmt) -> set[str]:

@@ -11,8 +11,9 @@ import operator
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from memfine_fx.passes.dataflow import target_name
+from memfine_fx.passes.dataflow import is_only_asserted, target_name
 
 __all__ = [
     "COUNT_ROWS",
@@ -76,8 +77,8 @@ LOOP_MARKERS = frozenset({ROWS_OF, COUNT_ROWS, rows_of, count_rows})
 
 _WRITES = frozenset(("index_add_", "index_add"))
 _PURE = frozenset(
-    "getitem squeeze unsqueeze view reshape to type float where nonzero index_select eq numel size sym_size linear mul "
-    "add sub div matmul mm silu gelu relu chunk split t transpose permute expand contiguous __mul__ __add__".split()
+    "rows_of getitem squeeze unsqueeze view reshape to type float where nonzero index_select eq numel size sym_size "
+    "linear mul add sub div matmul mm silu gelu relu chunk split t transpose permute expand contiguous".split()
 )
 
 
@@ -88,23 +89,26 @@ def is_harmless_marker(marker: fx.Node) -> bool:
     """
     if marker.target not in (ROWS_OF, rows_of):
         return False
-    pending, tainted = [marker], {marker}
+    pending, tainted, num_writes = [marker], {marker}, 0
     while pending:
         node = pending.pop()
         for user in node.users:
             places = user.args[2] if target_name(user) in _WRITES and len(user.args) > 2 else None
             places = user.args[1] if user.target is operator.setitem else places
             if places is not None and any(place in tainted for place in _nodes(places)):
+                num_writes += 1
+                continue
+            if is_only_asserted(user):
                 continue
             if target_name(user) not in _PURE:
                 return False
             if user not in tainted:
                 tainted.add(user)
                 pending.append(user)
-    return True
+    return num_writes > 0
 
 
 def _nodes(places: object) -> list[fx.Node]:
     found: list[fx.Node] = []
-    fx.map_arg(places, found.append)  # type: ignore[arg-type]  # collects, maps nothing
+    found.extend(leaf for leaf in pytree.tree_leaves(places) if isinstance(leaf, fx.Node))
     return found

@@ -595,9 +595,10 @@ def _rows_named(values: list[Any]) -> tuple[Copy, str] | None:
         dims = "".join(value.dim for value in values)
     else:
         return None
-    copy = copies.pop()
-    is_known = dims in ("t", "n", "tk", "bs", "bsk") and copy[0] is not None and not copies
-    return (copy, dims) if is_known else None
+    expert, choice = copies.pop()
+    if copies or expert is None or dims not in ("t", "n", "tk", "bs", "bsk"):
+        return None
+    return (expert, choice), dims
 
 
 def _add(loop: Loop, node: fx.Node) -> Any:

@@ -164,3 +164,28 @@ def test_places_made_into_lists_stay_tensors_where_they_only_index() -> None:
     text = rewritten(loop)
     assert text is not None and "places = t\n" in text
     assert rewritten(f"{loop}\n    log(places)") is None
+
+
+def test_experts_without_weights_that_take_another_branch_are_run_too() -> None:
+    text = rewritten(
+        """
+        for hit in (mask.sum((1, 2)) > 0).nonzero():
+            e = int(hit.item())
+            k, t = torch.where(mask[e].squeeze(0))
+            if e >= self.num_experts:
+                y = x[t]
+            else:
+                y = x[t] @ self.up[e]
+            out.index_add_(0, t, y)
+        """
+    )
+    assert text is not None
+    assert "e = hit" in text and "torch.where(_memfine_guarded(mask[e]).squeeze(0))" in text
+    assert "exists" not in text.replace("import", "")
+
+
+@pytest.mark.parametrize("extra", ["self.usage[e] += 1", "loss = loss + self.up[e].norm()", "log(e)", "count += 1"])
+def test_a_loop_that_also_acts_on_experts_without_rows_stays_as_written(extra: str) -> None:
+    loop = "for e in range(4):\n    t = torch.where(index == e)[0]\n    if t.numel() == 0:\n        continue\n    g(t)"
+    assert rewritten(loop) is not None
+    assert rewritten(f"{loop}\n    {extra}") is None

@@ -175,7 +175,7 @@ def test_gradients_inside_a_checkpoint_equal_eager(name: str) -> None:
 @pytest.mark.parametrize("name", one_of_each_family([name for name in LAYERS if not name.startswith("experts:")]))
 def test_one_token_keeps_gradients_equal(name: str) -> None:
     layer = LAYERS[name][1]()
-    assert_same_step(optimized_copy(layer), layer, {"hidden": tokens(1, 1)})
+    assert_same_step_up_to_zeros(optimized_copy(layer), layer, {"hidden": tokens(1, 1)})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

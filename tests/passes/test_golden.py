@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 import memfine_fx
 from benchmarks.coverage.spellings import SPELLINGS
 from memfine_fx.backend import compile_graph
+from memfine_fx.capture.flags import SETTINGS, flags_set
+from memfine_fx.capture.loops import RewrittenLoops
 from memfine_fx.session import LoweredRegion, Session, open_session
 from memfine_fx.tiny import tiny_causal_lm
 from tests.helpers import code_of
@@ -55,7 +57,8 @@ def rewritten_text(layer: nn.Module, inputs: Sequence[Tensor]) -> str:
         texts.append("\n".join(["graph", *(f"    {line}" for line in code_of(graph_module))]))
         return compiled
 
-    torch.compile(layer, backend=backend, dynamic=True)(*inputs)
+    with flags_set(SETTINGS[0]), RewrittenLoops(layer).installed():
+        torch.compile(layer, backend=backend, dynamic=True)(*inputs)
     return "\n\n".join([*texts, *_outcomes(session)]) + "\n"
 
 

@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "batch variance": (lambda rows: rows / rows.std(dim=0), "no row-wise rule for aten.std.correction"),
     "rows reversed": (lambda rows: rows.flip(0), "no row-wise rule for aten.flip.default"),
     "rows rolled": (lambda rows: rows.roll(1, 0), "no row-wise rule for aten.roll.default"),
-    "noise": (lambda rows: rows + torch.rand_like(rows), "no row-wise rule for aten.rand_like.default"),
+    "noise": (lambda rows: rows + torch.rand_like(rows), "random numbers are drawn inside the experts"),
     "the number of rows": (lambda rows: rows / rows.shape[0], "a symbolic number"),
     "maximum of all": (lambda rows: rows - rows.amax(), "mixes rows"),
     "maximum of all as a matrix": (lambda rows: rows - rows.amax(dim=(), keepdim=True), ALL_DIMS),
