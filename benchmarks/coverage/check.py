@@ -96,8 +96,8 @@ def _against_fp64(
     wide = {name: value.double() if value.is_floating_point() else value for name, value in tiny.inputs.items()}
     exact = _step(reference, dataclasses.replace(tiny, inputs=wide))
     ours, eager = _errors(found, exact), _errors(expected, exact)
-    worst = max(ours, key=lambda name: ours[name] / max(eager[name], TOLERANCE / EAGER_FACTOR))
-    return dataclasses.replace(row, worst_name=worst, exact_error=ours[worst], eager_error=eager[worst])
+    worst = max(ours, key=lambda name: ours[name] / max(eager.get(name, 0.0), TOLERANCE / EAGER_FACTOR))
+    return dataclasses.replace(row, worst_name=worst, exact_error=ours[worst], eager_error=eager.get(worst, 0.0))
 
 
 def _num_chunked_calls(optimized: torch.nn.Module, tiny: TinyModel) -> int:
@@ -145,7 +145,9 @@ def _step(module: torch.nn.Module, tiny: TinyModel) -> dict[str, torch.Tensor]:
 
 
 def _errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    missing = {name: math.inf for name in found.keys() ^ expected.keys()}
+    """By name; a gradient of zeros stands for one that is not there (experts without tokens, which a loop skips)."""
+    both = {**found, **expected}
+    missing = {name: math.inf if both[name].any() else 0.0 for name in found.keys() ^ expected.keys()}
     return missing | {name: _relative_error(found[name], expected[name]) for name in found.keys() & expected.keys()}
 
 
