@@ -74,7 +74,9 @@ def _outcomes(session: Session) -> list[str]:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the texts are those of torch 2.13")
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("experts, ") else []) for name in LAYERS]
+)
 def test_rewritten_graphs_read_as_committed(name: str, request: pytest.FixtureRequest) -> None:
     layer, inputs = LAYERS[name]()
     text = re.sub(r"[0-9a-f]{16}/\d+", "SITE", rewritten_text(layer, inputs))
