@@ -32,7 +32,8 @@ from memfine_fx.passes.dispatch_masks import conceal, expose
 from memfine_fx.passes.draw import region_graph
 from memfine_fx.passes.find import find_candidates
 from memfine_fx.passes.lift import can_lift
-from memfine_fx.passes.loops.marker import LOOP_MARKERS, is_harmless_marker
+from memfine_fx.passes.loops.harmless import is_harmless_marker
+from memfine_fx.passes.loops.marker import LOOP_MARKERS
 from memfine_fx.passes.lower import insert_identity, lower_region
 from memfine_fx.passes.modes import Modes, called_bodies
 from memfine_fx.passes.raising import raise_region

@@ -149,7 +149,11 @@ def _weighs_or_picks(meeting: fx.Node, reached: set[fx.Node]) -> bool:
     if target_name(meeting) in _PRODUCTS:
         return True
     picked = meeting.args[0] if meeting.args else None
-    return target_name(meeting) in ("gather", "take_along_dim", "getitem") and picked not in reached
+    if picked in reached or target_name(meeting) not in ("gather", "take_along_dim", "getitem"):
+        return False
+    index = meeting.args[1] if target_name(meeting) == "getitem" else None
+    names_tokens_too = isinstance(index, tuple) and sum(isinstance(one, fx.Node) for one in index) > 1
+    return index is None or names_tokens_too  # table[ids] picks weights, not results
 
 
 def _is_parameter_entry(node: fx.Node) -> bool:
