@@ -45,6 +45,19 @@ def softmax_top_k(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return index, weight / weight.sum(dim=-1, keepdim=True)
 
 
+@dataclass(frozen=True)
+class LayerConfig:
+    """Sizes of one layer: H, F, E and K."""
+
+    hidden: int = 64
+    expert_width: int = 128
+    num_experts: int = 8
+    top_k: int = 2
+
+    def __post_init__(self) -> None:
+        check_routing(self.num_experts, self.top_k)
+
+
 def init_scaled_normal(weight: Tensor, fan_in: int) -> None:
     """Fill `weight` so that unit-variance inputs give unit-variance outputs."""
     nn.init.normal_(weight, std=fan_in**-0.5)
@@ -174,3 +187,40 @@ class GatedMLP(nn.Module):
         """rows [R, H] -> [R, H]."""
         out: Tensor = self.w2(F.silu(self.w1(rows)) * self.w3(rows))
         return out
+
+
+class ListedExperts(nn.Module):
+    """A router and a list of SwiGLU experts; how they meet their tokens is the subclass's `forward`."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.gate = nn.Linear(config.hidden, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(GatedMLP(config.hidden, config.expert_width) for _ in range(config.num_experts))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights again."""
+        init_scaled_normal(self.gate.weight, self.gate.in_features)
+        for expert in self.experts:
+            assert isinstance(expert, GatedMLP)
+            expert.reset_parameters()
+
+
+class StackedExperts(nn.Module):
+    """A router and SwiGLU experts w1, w3 [E, H, F], w2 [E, F, H]; how they are used is the subclass's `forward`."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        num_experts, hidden, width = config.num_experts, config.hidden, config.expert_width
+        self.gate = nn.Linear(hidden, num_experts, bias=False)
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden, width))
+        self.w2 = nn.Parameter(torch.empty(num_experts, width, hidden))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights again."""
+        init_scaled_normal(self.gate.weight, self.gate.in_features)
+        for weight in (self.w1, self.w2, self.w3):
+            init_scaled_normal(weight, weight.shape[-2])

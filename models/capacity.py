@@ -12,23 +12,19 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from memfine_fx.models._experts import check_routing, init_scaled_normal, softmax_top_k
+from memfine_fx.models._experts import LayerConfig, StackedExperts, softmax_top_k
 
 
 @dataclass(frozen=True)
-class CapacityConfig:
+class CapacityConfig(LayerConfig):
     """Sizes of one layer; each expert takes C = ceil(capacity_factor * T * K / E) rows."""
 
-    hidden: int = 64
-    expert_width: int = 128
-    num_experts: int = 8
-    top_k: int = 2
     capacity_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        check_routing(self.num_experts, self.top_k)
+        super().__post_init__()
         if not self.capacity_factor > 0:
             raise ValueError(f"capacity_factor must be positive, got {self.capacity_factor}")
 
@@ -37,24 +33,12 @@ class CapacityConfig:
         return math.ceil(self.capacity_factor * num_tokens * self.top_k / self.num_experts)
 
 
-class CapacityMoE(nn.Module):
+class CapacityMoE(StackedExperts):
     """Router and SwiGLU experts w1, w3 [E, H, F], w2 [E, F, H]; hidden [B, S, H] or [T, H] keeps its shape."""
 
     def __init__(self, config: CapacityConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
-        num_experts, hidden, width = config.num_experts, config.hidden, config.expert_width
-        self.gate = nn.Linear(hidden, num_experts, bias=False)
-        self.w1 = nn.Parameter(torch.empty(num_experts, hidden, width))
-        self.w2 = nn.Parameter(torch.empty(num_experts, width, hidden))
-        self.w3 = nn.Parameter(torch.empty(num_experts, hidden, width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all weights again."""
-        init_scaled_normal(self.gate.weight, self.config.hidden)
-        for weight in (self.w1, self.w2, self.w3):
-            init_scaled_normal(weight, weight.shape[-2])
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, S, H] or [T, H] -> the same shape."""

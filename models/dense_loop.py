@@ -10,43 +10,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from memfine_fx.models._experts import GatedMLP, check_routing, init_scaled_normal, softmax_top_k
+from memfine_fx.models._experts import LayerConfig, ListedExperts, softmax_top_k
 
 LoopSpelling = Literal["columns", "masks", "slices", "stack"]
 
 
 @dataclass(frozen=True)
-class DenseLoopConfig:
+class DenseLoopConfig(LayerConfig):
     """Sizes of one layer, and how it is spelled."""
 
-    hidden: int = 64
-    expert_width: int = 128
-    num_experts: int = 8
-    top_k: int = 2
     spelling: LoopSpelling = "columns"
 
-    def __post_init__(self) -> None:
-        check_routing(self.num_experts, self.top_k)
 
-
-class DenseLoopMoE(nn.Module):
+class DenseLoopMoE(ListedExperts):
     """Router and a list of SwiGLU experts; hidden [B, S, H] or [T, H] -> the same shape."""
 
     def __init__(self, config: DenseLoopConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
-        self.gate = nn.Linear(config.hidden, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(GatedMLP(config.hidden, config.expert_width) for _ in range(config.num_experts))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all weights again."""
-        init_scaled_normal(self.gate.weight, self.config.hidden)
-        for expert in self.experts:
-            assert isinstance(expert, GatedMLP)
-            expert.reset_parameters()
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, S, H] or [T, H] -> the same shape."""

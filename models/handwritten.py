@@ -21,9 +21,9 @@ from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from memfine_fx.models._experts import GatedMLP, check_routing, init_scaled_normal
+from memfine_fx.models._experts import LayerConfig, ListedExperts
 
 HandwrittenSpelling = Literal[
     "gates", "sequence", "choices", "named", "lists", "counted", "scatter", "picked", "pairs", "capacity"
@@ -31,39 +31,24 @@ HandwrittenSpelling = Literal[
 
 
 @dataclass(frozen=True)
-class HandwrittenConfig:
+class HandwrittenConfig(LayerConfig):
     """Sizes of one layer, and its spelling; `capacity` counts rows per expert and sequence."""
 
-    hidden: int = 64
-    expert_width: int = 128
-    num_experts: int = 8
-    top_k: int = 2
     capacity: int = 4
     spelling: HandwrittenSpelling = "gates"
 
     def __post_init__(self) -> None:
-        check_routing(self.num_experts, self.top_k)
+        super().__post_init__()
         if self.spelling not in get_args(HandwrittenSpelling):
             raise ValueError(f"spelling must be one of {get_args(HandwrittenSpelling)}, got {self.spelling!r}")
 
 
-class HandwrittenMoE(nn.Module):
+class HandwrittenMoE(ListedExperts):
     """Router and a list of SwiGLU experts; hidden [B, S, H] -> the same shape."""
 
     def __init__(self, config: HandwrittenConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
-        self.num_experts = config.num_experts
-        self.gate = nn.Linear(config.hidden, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(GatedMLP(config.hidden, config.expert_width) for _ in range(config.num_experts))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all weights again."""
-        init_scaled_normal(self.gate.weight, self.config.hidden)
-        for expert in self.experts:
-            assert isinstance(expert, GatedMLP)
-            expert.reset_parameters()
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, S, H] -> [B, S, H]."""

@@ -21,45 +21,30 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from memfine_fx.models._experts import GatedMLP, check_routing, init_scaled_normal, softmax_top_k
+from memfine_fx.models._experts import LayerConfig, ListedExperts, softmax_top_k
 
 LoopSpelling = Literal["where", "one_hot", "add", "any", "flat", "guarded", "hit", "split"]
 
 
 @dataclass(frozen=True)
-class LoopConfig:
+class LoopConfig(LayerConfig):
     """Sizes of one layer, and its spelling."""
 
-    hidden: int = 64
-    expert_width: int = 128
-    num_experts: int = 8
-    top_k: int = 2
     spelling: LoopSpelling = "where"
 
     def __post_init__(self) -> None:
-        check_routing(self.num_experts, self.top_k)
+        super().__post_init__()
         if self.spelling not in get_args(LoopSpelling):
             raise ValueError(f"spelling must be one of {get_args(LoopSpelling)}, got {self.spelling!r}")
 
 
-class LoopMoE(nn.Module):
+class LoopMoE(ListedExperts):
     """Router and a list of experts; hidden [B, S, H] or [T, H] -> the same shape."""
 
     def __init__(self, config: LoopConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
-        self.num_experts = config.num_experts
         self.top_k = config.top_k
-        self.gate = nn.Linear(config.hidden, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(GatedMLP(config.hidden, config.expert_width) for _ in range(config.num_experts))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all weights again."""
-        init_scaled_normal(self.gate.weight, self.config.hidden)
-        for expert in self.experts:
-            assert isinstance(expert, GatedMLP)
-            expert.reset_parameters()
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, S, H] or [T, H] -> the same shape."""

@@ -9,40 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from memfine_fx.models._experts import GatedMLP, check_routing, init_scaled_normal, softmax_top_k
+from memfine_fx.models._experts import LayerConfig, ListedExperts, softmax_top_k
 
 
 @dataclass(frozen=True)
-class NaiveConfig:
+class NaiveConfig(LayerConfig):
     """Sizes of one layer."""
 
-    hidden: int = 64
-    expert_width: int = 128
-    num_experts: int = 8
-    top_k: int = 2
 
-    def __post_init__(self) -> None:
-        check_routing(self.num_experts, self.top_k)
-
-
-class NaiveMoE(nn.Module):
+class NaiveMoE(ListedExperts):
     """Router and a list of experts; hidden [B, S, H] or [T, H] -> the same shape."""
 
     def __init__(self, config: NaiveConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
-        self.gate = nn.Linear(config.hidden, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(GatedMLP(config.hidden, config.expert_width) for _ in range(config.num_experts))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all weights again."""
-        init_scaled_normal(self.gate.weight, self.config.hidden)
-        for expert in self.experts:
-            assert isinstance(expert, GatedMLP)
-            expert.reset_parameters()
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, S, H] or [T, H] -> the same shape."""
