@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.records import Row
 from benchmarks.summaries import MIB, Summary, summaries_of
-from memfine_fx.demo.model import MissingPackage
+from memfine_fx.figure import blank_figure
 
 # Families of peers keep their colour in every figure; ours stands out.
 _COLOURS = (
@@ -93,14 +93,7 @@ def _drawings(summaries: Sequence[Summary]) -> Iterator[Draw]:
 
 
 def _picture(draw: Draw, title: str, summaries: Sequence[Summary]) -> Picture:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackage("matplotlib", "bench", "drawing benchmark figures") from error
-    figure = Figure(figsize=(7.6, 4.4), dpi=95, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = blank_figure((7.6, 4.4), "drawing benchmark figures", dpi=95)
     caption = draw(axes, summaries)
     axes.set_title(title, loc="left", fontsize=9)
     for side in ("top", "right"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfine_fx.errors import MissingPackage
+from memfine_fx.figure import blank_figure
 from memfine_fx.memory.timeline import Timeline
 
 __all__ = ["draw_timeline"]
@@ -22,14 +22,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
     Raises:
         MissingPackage: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackage("matplotlib", "bench", "drawing the memory of a step") from error
-    figure = Figure(figsize=(10, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = blank_figure((10, 5), "drawing the memory of a step")
     _draw_spans(axes, timeline)
     _draw_measured(axes, timeline)
     _draw_predicted(axes, timeline)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from memfine_fx.calibration import device_rates
 from memfine_fx.cost import DeviceRates, rows_seconds
-from memfine_fx.errors import ConfigError, MissingPackage
-from memfine_fx.layer_plan import LayerSizes, LayerWork, layer_work
+from memfine_fx.errors import ConfigError
+from memfine_fx.figure import blank_figure
+from memfine_fx.layer_plan import LayerSizes, LayerWork, doubled_rows, layer_work
 from memfine_fx.memory.region_bytes import region_peak
 from memfine_fx.records import Keep
 
@@ -57,14 +58,10 @@ def layer_front(sizes: LayerSizes, *, smallest: int = 64) -> list[FrontPoint]:
 def _points(sizes: LayerSizes, keep: Keep, rates: DeviceRates, smallest: int) -> Iterable[FrontPoint]:
     work = layer_work(sizes, keep)
     num_routed = sizes.num_tokens * sizes.top_k
-    rows = min(smallest, num_routed)
-    while True:
+    for rows in doubled_rows(num_routed, smallest):
         terms = region_peak(work.region, sizes.num_tokens, rows)
         peak = sum(terms.values()) - terms.get("expert weight grads", 0) + work.kept_row_bytes * num_routed
         yield FrontPoint(rows, keep, peak, _seconds(work, rates, num_routed, rows))
-        if rows >= num_routed:
-            return
-        rows = min(2 * rows, num_routed)
 
 
 def _seconds(work: LayerWork, rates: DeviceRates, num_routed: int, rows: int) -> float:
@@ -107,14 +104,7 @@ def draw_front(front: Sequence[FrontPoint], measured: Sequence[MeasuredPoint], p
     Raises:
         MissingPackage: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackage("matplotlib", "bench", "drawing time against bytes") from error
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = blank_figure((8, 5), "drawing time against bytes")
     peaks, seconds = [one.peak_bytes / MIB for one in front], [one.seconds for one in front]
     axes.plot(peaks, seconds, "o-", color="#0a7d5a", label="memfine, predicted")
     for point, peak in zip(front, peaks, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from memfine_fx.records import ChunkPlan, ExpertFunction, Keep
 from memfine_fx.runtime.bodies import KeepingBodies
 from memfine_fx.runtime.schedule import rows_schedule
 
-__all__ = ["LayerSizes", "LayerWork", "RowsPoint", "layer_work", "plan_swiglu_layer", "sweep_rows"]
+__all__ = ["LayerSizes", "LayerWork", "RowsPoint", "doubled_rows", "layer_work", "plan_swiglu_layer", "sweep_rows"]
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,22 @@ def sweep_rows(sizes: LayerSizes, *, smallest: int = 64) -> list[RowsPoint]:
     largest = min(sizes.num_tokens, num_routed)
     on_few = [min(num_routed, largest * expert) for expert in range(sizes.num_experts + 1)]
     points = []
-    rows = min(smallest, num_routed)
-    while True:
+    for rows in doubled_rows(num_routed, smallest):
         peak = sum(region_peak(region, sizes.num_tokens, rows).values())
         balanced, skewed = (
             len(rows_schedule(offsets, rows, groups=region.takes_group)) for offsets in (per_expert, on_few)
         )
         points.append(RowsPoint(rows, peak, balanced, skewed))
-        if rows >= num_routed:
-            return points
+    return points
+
+
+def doubled_rows(num_routed: int, smallest: int) -> Iterator[int]:
+    """R = `smallest`, twice that and so on, up to all routed rows."""
+    rows = min(smallest, num_routed)
+    while rows < num_routed:
+        yield rows
         rows = min(2 * rows, num_routed)
+    yield num_routed
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from memfine_fx.demo.training import ModeResult
-from memfine_fx.errors import MissingPackage
+from memfine_fx.figure import blank_figure
 
 MIB = 2**20
 
@@ -24,14 +24,7 @@ def draw_memory(results: Sequence[ModeResult], path: Path) -> None:
     Every mode takes its own time, so forward and backward are each stretched to the same width: the
     boundary between them is one line for all curves.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackage("matplotlib", "bench", "drawing the memory chart") from error
-    figure = Figure(figsize=(9.6, 5.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = blank_figure((9.6, 5.4), "drawing the memory chart")
     top = max(result.peak_bytes for result in results) / MIB
     for result in results:
         _draw_curve(axes, result)

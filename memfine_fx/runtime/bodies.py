@@ -74,9 +74,7 @@ ParamGrad = ProductGrad | PlainGrad
 
 
 @dataclass(frozen=True)
-class ForwardBody:
-    """(rows [R,H], weight [R] if any, *params) -> [contribution [R,H_out]]."""
-
+class _Body:
     call: Compiled
 
     @property
@@ -89,7 +87,12 @@ class ForwardBody:
 
 
 @dataclass(frozen=True)
-class BackwardBody:
+class ForwardBody(_Body):
+    """(rows [R,H], weight [R] if any, *params) -> [contribution [R,H_out]]."""
+
+
+@dataclass(frozen=True)
+class BackwardBody(_Body):
     """(grad [R,H_out], rows, weight if any, *params) -> gradients; see `param_grads` for the parameters.
 
     Args:
@@ -97,18 +100,9 @@ class BackwardBody:
         param_grads: one per parameter, None where not wanted.
     """
 
-    call: Compiled
     rows_grad: int | None
     weight_grad: int | None
     param_grads: tuple[ParamGrad | None, ...]
-
-    @property
-    def peak_bytes(self) -> sympy.Expr:
-        return self.call.peak_bytes
-
-    @property
-    def results_bytes(self) -> sympy.Expr:
-        return self.call.results_bytes
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,10 @@ def _(
     params: list[torch.Tensor],
     site: str,
 ) -> torch.Tensor:
+    return _empty_output(hidden, site)
+
+
+def _empty_output(hidden: torch.Tensor, site: str) -> torch.Tensor:
     region = lookup(site)
     return hidden.new_empty((hidden.shape[0], region.bodies.out_width), dtype=region.out_dtype)
 
@@ -229,9 +233,7 @@ def _(
     wanted: list[bool],
     keep: str,
 ) -> list[torch.Tensor]:
-    region = lookup(site)
-    out = hidden.new_empty((hidden.shape[0], region.bodies.out_width), dtype=region.out_dtype)
-    return [out, *Kept.empty(_keeping(site, wanted, keep), hidden, order).tensors]
+    return [_empty_output(hidden, site), *Kept.empty(_keeping(site, wanted, keep), hidden, order).tensors]
 
 
 @torch.library.custom_op(
