@@ -2,7 +2,8 @@
 
 Fusing reductions of one shape (the gradients of several norm weights) makes one kernel of members that lie far
 apart, and Inductor sorts the schedule by each kernel's first member: everything the last member needs then runs
-before what stood between, weight gradients wait, and the activations they read stay alive. Here each kernel takes the place of its last member.
+before what stood between, weight gradients wait, and the activations they read stay alive. Here each kernel takes
+the place of its last member.
 
 Inductor's own peak-memory reordering runs afterwards and keeps this order unless it knows a better one.
 """
