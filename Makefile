@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow golden coverage lint format types check bench bench-quick gpu clean
+.PHONY: help setup demo test test-slow examples golden coverage lint format types check bench bench-quick gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -26,10 +26,13 @@ demo: setup  ## train a small MoE model with and without memfine
 	$(BIN)/memfine demo
 
 test: setup  ## the fast tests
-	$(PYTEST) -m "not slow and not cuda"
+	$(PYTEST) -m "not slow and not cuda and not trainers"
 
 test-slow: setup  ## the slow tests
 	$(PYTEST) -m "slow and not cuda"
+
+examples: setup  ## the examples and the trainers' tests
+	$(PYTEST) -m trainers
 
 golden: setup  ## write tests/golden again from what the code does now
 	$(BIN)/python -m pytest -q tests/passes/test_golden.py --refresh-golden

@@ -14,6 +14,7 @@ import torch
 
 from memfine_fx.capture.flags import CapturingCall
 from memfine_fx.capture.implementation import switch_experts, switched_experts
+from memfine_fx.capture.recorded import RecordedOutputs
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
@@ -190,9 +191,15 @@ def _captured(
                 "let it take each expert's rows with torch.where(index == expert) and add them back with index_add_"
             )
 
-    if not session.config.captures_loops:
-        return compile_with(())
-    return CapturingCall(model, compile_with, note)
+    compiled = CapturingCall(model, compile_with, note) if session.config.captures_loops else compile_with(())
+    recorded = RecordedOutputs(model)
+
+    @functools.wraps(compiled)
+    def call_recording(*args: Any, **kwargs: Any) -> Any:
+        with recorded.prepared(kwargs):
+            return compiled(*args, **kwargs)
+
+    return call_recording
 
 
 def _warn_after_first_call(model: torch.nn.Module, session: Session) -> None:

@@ -22,7 +22,7 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.budget import budget_of_graph, choose_plan
 from memfine_fx.config import Config, dump_folder
-from memfine_fx.errors import CannotChunk, LeftoverShapes
+from memfine_fx.errors import CannotChunk, LeftoverShapes, MemfineError
 from memfine_fx.inner import compile_plain, compile_with_regions
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
@@ -63,6 +63,18 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
         A callable with the graph's signature.
     """
     record = session.add_graph(example_inputs)
+    try:
+        return _compile(graph_module, example_inputs, session, record)
+    except MemfineError:
+        raise
+    except BaseException:  # Dynamo restarts its analysis by exceptions, and will call again for the same code
+        session.drop_graph(record)
+        raise
+
+
+def _compile(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session, record: CapturedGraph
+) -> Callable[..., Any]:
     found = []
     exposures = {}
     for body, modes in list(called_bodies(graph_module)):

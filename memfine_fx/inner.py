@@ -79,7 +79,13 @@ def compile_with_regions(
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.backends.debugging import boxed_nop
 
-        unfused = aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner)(graph_module, inputs)
+        def backward_nop(backward: fx.GraphModule, saved: list[Any]) -> Callable[..., Any]:
+            _take_donated()  # nothing here writes over a saved tensor
+            run: Callable[..., Any] = boxed_nop(backward, saved)
+            return run
+
+        compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=backward_nop, partition_fn=partitioner)
+        unfused = compiler(graph_module, inputs)
         return _told_of_calls(unfused, sizes, step, changed)
     from torch._inductor.compile_fx import compile_fx
 
@@ -99,7 +105,7 @@ def _compile_and_read(
 
     is_backward = bool(kwargs.get("is_backward"))
     freed = freed_inputs(graph_module.graph) if is_backward else []
-    compiled = compile_fx_inner(graph_module, inputs, **kwargs)
+    compiled: Any = compile_fx_inner(graph_module, inputs, **kwargs)
     memory = read_wrapper(getattr(compiled, "source_code", "") or "", graph_module.graph, freed)
     step.add_hints(graph_module.graph)
     if memory is not None:
@@ -108,7 +114,41 @@ def _compile_and_read(
         else:
             step.forward = memory
         changed()
-    return compiled
+    return _repeatable(compiled) if is_backward else compiled
+
+
+def _repeatable(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A compiled backward that may run again through one forward (`retain_graph=True`, two losses).
+
+    Its code writes over saved tensors that were donated to it, which AOT autograd guards by refusing to keep the graph.
+    Here a backward that keeps the graph works on copies of these tensors; any other gets them as they are.
+    """
+    donated = _take_donated()
+    if not donated:
+        return compiled
+
+    def call(args: list[Any]) -> Any:
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            for position in donated:
+                args[position] = args[position].clone()
+        return compiled(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]  # how AOT autograd knows who frees the arguments
+    return call
+
+
+def _take_donated() -> tuple[int, ...]:
+    """Positions of the saved tensors that the backward being compiled may write over.
+
+    AOT autograd's list is emptied, because a backward that keeps the graph is refused while it names any.
+    """
+    from torch._inductor.utils import get_donated_idxs
+
+    shared = get_donated_idxs()
+    donated = tuple(shared or ())
+    if shared:
+        shared.clear()
+    return donated
 
 
 def _take_estimate(step: GraphStep, partition: Partition) -> None:

@@ -132,6 +132,10 @@ class Session:
         self._graphs.append(graph)
         return graph
 
+    def drop_graph(self, graph: CapturedGraph) -> None:
+        """Forget a graph whose compilation was given up."""
+        self._graphs = [one for one in self._graphs if one is not graph]
+
     def latest_graphs(self) -> list[CapturedGraph]:
         """Graphs of one step, in order: a recompilation stands in for what it recompiled."""
         latest = {(graph.parameter_ids, tuple(map(_place, graph.outcomes))): graph for graph in self._graphs}

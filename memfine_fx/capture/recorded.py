@@ -1,0 +1,61 @@
+"""transformers models that return what their layers computed (`output_router_logits`, `output_hidden_states`).
+
+Such a model records by forward hooks, which transformers installs at the first call that asks for them, under a lock.
+Inside a compiled call this breaks the graph in every layer, and a checkpointed layer is then left out of the graphs for
+good. So the hooks are installed before that call. Under checkpointing a hook's append to a list is a side effect, which
+Dynamo compiles only with a flag of its own; transformers records in forward and never while recomputing, so that
+leaving the effect out of the recomputation is exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["RecordedOutputs"]
+
+_MODULE = "transformers.utils.output_capturing"
+_FLAG = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+
+
+class RecordedOutputs:
+    """The parts of a model that can record, found once.
+
+    Args:
+        model: any module; without transformers, or without parts that record, nothing is ever done.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parts: list[tuple[Any, tuple[str, ...]]] = []
+        self._is_recording = False
+        capturing: Any = sys.modules.get(_MODULE)  # a transformers model is here only if it was imported
+        self._install = getattr(capturing, "maybe_install_capturing_hooks", None)
+        if self._install is None:
+            return
+        for part in model.modules():
+            keys = getattr(part, "_can_record_outputs", None)
+            if isinstance(keys, dict) and keys and hasattr(part, "config"):
+                self._parts.append((part, tuple(f"output_{key}" for key in keys)))
+
+    @contextlib.contextmanager
+    def prepared(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Hooks installed if a call with these arguments records anything, and Dynamo's flag set for it."""
+        if not self._is_recording and self._records(kwargs):
+            self._is_recording = True
+            for part, _ in self._parts:
+                assert self._install is not None
+                self._install(part)
+        if not self._is_recording:
+            yield
+            return
+        import torch._dynamo.config
+
+        with torch._dynamo.config.patch({_FLAG: True} if hasattr(torch._dynamo.config, _FLAG) else {}):
+            yield
+
+    def _records(self, kwargs: Mapping[str, Any]) -> bool:
+        return any(kwargs.get(key, getattr(part.config, key, False)) for part, keys in self._parts for key in keys)
