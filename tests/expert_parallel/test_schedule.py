@@ -1,0 +1,179 @@
+"""The schedule, as every rank of a simulated group sees it: no network, only numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.schedule import Leg, Rounds, TokenSlices
+
+
+@dataclass(frozen=True)
+class Case:
+    counts: torch.Tensor
+    placement: Placement
+    limits: list[int]
+    max_sent: int
+
+    def schedule(self) -> Rounds:
+        return Rounds(self.counts, self.placement, self.limits, self.max_sent)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_ranks, num_experts = draw(st.integers(1, 6)), draw(st.integers(1, 9))
+    kind = draw(st.sampled_from(("any", "one expert", "one source", "nothing")))
+    row = st.lists(st.integers(0, 12), min_size=num_experts, max_size=num_experts)
+    counts = torch.tensor(draw(st.lists(row, min_size=num_ranks, max_size=num_ranks)))
+    if kind == "one expert":
+        counts[:, 1:] = 0
+    elif kind == "one source":
+        counts[1:] = 0
+    elif kind == "nothing":
+        counts.zero_()
+    limits = draw(st.lists(st.integers(1, 20), min_size=num_ranks, max_size=num_ranks))
+    return Case(counts, Placement(num_experts, num_ranks), limits, draw(st.integers(1, 30)))
+
+
+Names = list[tuple[int, int, int]]
+"""Rows as (source, expert, number among the source's rows of that expert)."""
+
+
+def sent_names(leg: Leg, source: int) -> Names:
+    return [
+        (source, expert, number)
+        for expert, (first, last) in enumerate(zip(leg.first.tolist(), leg.last.tolist(), strict=True))
+        for number in range(first, last)
+    ]
+
+
+def delivered(case: Case, number: int) -> Iterator[list[Names]]:
+    """Per leg of a round what arrives at each rank, cut out of the sent rows by the senders' splits."""
+    schedule = case.schedule()
+    views = [schedule.legs(rank, number) for rank in range(case.num_ranks)]
+    assert len({len(view) for view in views}) == 1, "ranks disagree on the number of legs"
+    for legs in zip(*views, strict=True):
+        inboxes: list[Names] = [[] for _ in legs]
+        for source, leg in enumerate(legs):
+            rows = sent_names(leg, source)
+            assert len(rows) == leg.num_sent
+            for rank, size in enumerate(leg.sent_splits):
+                assert legs[rank].received_splits[source] == size, "sender and receiver disagree"
+                inboxes[rank] += rows[:size]
+                rows = rows[size:]
+        yield inboxes
+
+
+@given(cases())
+@settings(deadline=None)
+def test_every_row_goes_to_its_owner_exactly_once(case: Case) -> None:
+    received: list[Names] = [[] for _ in range(case.num_ranks)]
+    for number in range(case.schedule().num_rounds):
+        for inboxes in delivered(case, number):
+            for rank, inbox in enumerate(inboxes):
+                received[rank] += inbox
+    expected = {
+        (source, expert, row)
+        for source, per_expert in enumerate(case.counts.tolist())
+        for expert, count in enumerate(per_expert)
+        for row in range(count)
+    }
+    everything = [name for names in received for name in names]
+    assert len(everything) == len(expected) and set(everything) == expected
+    for rank, names in enumerate(received):
+        assert all(case.placement.owner(expert) == rank for _, expert, _ in names)
+
+
+@given(cases())
+@settings(deadline=None)
+def test_no_rank_receives_more_than_its_limit_in_a_round(case: Case) -> None:
+    for number in range(case.schedule().num_rounds):
+        for rank, limit in enumerate(case.limits):
+            assert sum(leg.num_received for leg in case.schedule().legs(rank, number)) <= limit
+
+
+@given(cases())
+@settings(deadline=None)
+def test_rounds_are_as_few_as_the_fullest_rank_needs(case: Case) -> None:
+    received = case.placement.by_rank(case.counts.sum(dim=0)).tolist()
+    needed = [-(-rows // limit) for rows, limit in zip(received, case.limits, strict=True)]
+    assert case.schedule().num_rounds == max(needed)
+
+
+@given(cases())
+@settings(deadline=None)
+def test_staging_is_bounded_as_far_as_one_row_a_destination_allows(case: Case) -> None:
+    bound = max(case.max_sent, case.num_ranks)
+    for number in range(case.schedule().num_rounds):
+        for rank in range(case.num_ranks):
+            assert all(leg.num_sent <= bound for leg in case.schedule().legs(rank, number))
+
+
+@given(cases())
+@settings(deadline=None)
+def test_experts_come_one_after_the_other(case: Case) -> None:
+    for rank in range(case.num_ranks):
+        schedule = case.schedule()
+        walked = []
+        for number in range(schedule.num_rounds):
+            rows = sum(leg.received.sum(dim=0) for leg in schedule.legs(rank, number))
+            walked.append([expert for expert, count in enumerate(rows.tolist()) if count])
+        flat = [expert for experts in walked for expert in experts]
+        assert flat == sorted(flat)
+
+
+@given(cases())
+@settings(deadline=None)
+def test_received_before_is_the_sum_of_earlier_rounds(case: Case) -> None:
+    schedule = case.schedule()
+    for rank in range(case.num_ranks):
+        so_far = torch.zeros(len(case.placement.owned(rank)), dtype=torch.int64)
+        for number in range(schedule.num_rounds):
+            assert torch.equal(schedule.received_before(rank, number), so_far)
+            so_far = so_far + sum(leg.received.sum(dim=0) for leg in schedule.legs(rank, number))
+
+
+@pytest.mark.parametrize("load", ["even", "one rank"])
+def test_a_thousand_ranks_take_less_than_a_second(load: str) -> None:
+    placement = Placement(256, 1024)
+    counts = torch.full((1024, 256), 128) if load == "even" else torch.zeros(1024, 256, dtype=torch.int64)
+    counts[:, 0] += 4096
+    started = time.process_time()
+    schedule = Rounds(counts, placement, 65536, 2 * 65536)
+    num_rounds = schedule.num_rounds
+    for number in range(num_rounds):
+        schedule.legs(17, number)
+    assert num_rounds == -(-int(schedule.received.max()) // 65536)
+    assert time.process_time() - started < 1.0
+
+
+def test_token_slices_break_their_bound_where_rounds_do_not() -> None:
+    """The hot tokens stand together: c equal slices by the count, but all rows of the hot rank in one of them."""
+    placement, limit = Placement(2, 2), 8
+    counts = torch.tensor([[16, 0], [16, 0]])
+    bounds = torch.tensor([[[0, 0], [0, 0]], [[16, 0], [16, 0]], *([[[16, 0], [16, 0]]] * 3)])
+    slices = TokenSlices(bounds, placement)
+    assert slices.num_rounds == 4 == -(-int(counts[:, 0].sum()) // limit)
+    assert max(slices.legs(0, number)[0].num_received for number in range(4)) == 32
+    rounds = Rounds(counts, placement, limit, limit)
+    assert max(sum(leg.num_received for leg in rounds.legs(0, number)) for number in range(4)) == limit
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_ranges_of_experts_cover_all_in_order(num_experts: int, num_ranks: int) -> None:
+    placement = Placement(num_experts, num_ranks)
+    owned = [expert for rank in range(num_ranks) for expert in placement.owned(rank)]
+    assert owned == list(range(num_experts))
+    assert [placement.owner(expert) for expert in owned] == placement.owners().tolist()
+    assert all(expert in placement.owned(placement.owner(expert)) for expert in owned)
