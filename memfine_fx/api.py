@@ -8,7 +8,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -21,6 +21,9 @@ from memfine_fx.memory.measure import MemoryTrace, trace_memory
 from memfine_fx.report import Report
 from memfine_fx.session import LoweredRegion, Session, open_session, sessions
 from memfine_fx.verification import VerifyReport
+
+if TYPE_CHECKING:
+    from memfine_fx.expert_parallel.groups import ExpertGroup, MeshOrGroup
 
 __all__ = ["explain", "optimize", "report", "verify"]
 
@@ -36,6 +39,7 @@ def optimize(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     verify: bool = False,
+    expert_parallel: MeshOrGroup | ExpertGroup | None = None,
     config: Config | None = None,
 ) -> ModuleT:
     """Compile an MoE model in place so that its experts train chunk by chunk, recomputing in backward.
@@ -51,6 +55,8 @@ def optimize(
         dynamic: as in `torch.compile`.
         verify: at first compile, check every region's rewritten form against its original, forward and backward,
             on the inputs at hand and on adversarial routings; one that fails stays as it was and is reported.
+        expert_parallel: ranks that share the experts, as a `DeviceMesh` or a process group: each keeps its own experts
+            only and rows travel to them in rounds of bounded size (docs/expert_parallel.md). A collective call.
         config: further options; `memory_budget` and `inner_backend` given here override its fields.
 
     Returns:
@@ -67,12 +73,17 @@ def optimize(
     chosen = _merged(config, memory_budget, inner_backend)
     if verify:
         chosen = dataclasses.replace(chosen, verify=True)
+    if expert_parallel is not None:
+        _shard(model, expert_parallel, chosen)
+        dynamic = dynamic is None or dynamic  # ranks have their own numbers of tokens
     session = open_session(chosen)
     _sessions_by_model[model] = session
     if chosen.captures_loops:
         session.notes.extend(switch_experts(model))
     model._compiled_call_impl = _captured(model, model._call_impl, session, fullgraph=fullgraph, dynamic=dynamic)
     _warn_after_first_call(model, session)
+    if expert_parallel is not None:
+        _allow_any_size(model)
     return model
 
 
@@ -161,6 +172,34 @@ def _merged(config: Config | None, memory_budget: MemoryBudget, inner_backend: I
     if inner_backend != "inductor":
         changes["inner_backend"] = inner_backend
     return dataclasses.replace(base, **changes)
+
+
+def _shard(model: torch.nn.Module, expert_parallel: MeshOrGroup | ExpertGroup, config: Config) -> None:
+    from memfine_fx.expert_parallel.groups import ExpertGroup, expert_group
+    from memfine_fx.expert_parallel.shard import shard_experts
+
+    if config.verify:
+        raise ConfigError("verify=True runs regions on one rank's own inputs; verify the model before expert_parallel")
+    ranks = expert_parallel if isinstance(expert_parallel, ExpertGroup) else expert_group(expert_parallel)
+    shard_experts(model, ranks, config)
+
+
+def _allow_any_size(model: torch.nn.Module) -> None:
+    """Let a rank have no token at all: a size of 0 or 1 is captured as any other.
+
+    A graph made for 0 tokens would lack the region, and the other ranks would wait for its part in the exchange.
+    """
+    from torch.fx.experimental import _config as shape_config
+
+    compiled = model._compiled_call_impl
+    assert compiled is not None
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with shape_config.patch(backed_size_oblivious=True):
+            return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = call
 
 
 def _backend_of(session: Session) -> Callable[..., Any]:

@@ -23,6 +23,8 @@ import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.budget import budget_of_graph, choose_plan
 from memfine_fx.config import Config, dump_folder
 from memfine_fx.errors import CannotChunk, LeftoverShapes, MemfineError
+from memfine_fx.expert_parallel.lowering import drop_unread_tables, sharded_experts
+from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.inner import compile_plain, compile_with_regions
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
@@ -127,7 +129,7 @@ def _raise_and_plan(candidate: Candidate | Refusal, session: Session, record: Ca
         with session.timed("raise"):
             region = raise_region(candidate)
         with session.timed("plan"):
-            live = _plan(region, session, record)
+            region, live = _plan(region, session, record)
         graph = region_graph(region) if session.is_dry else None
         return LoweredRegion(region, live, _num_tokens_hint(region), graph=graph)
     except CannotChunk as refusal:
@@ -168,13 +170,14 @@ def _check_leftover_shapes(body: fx.GraphModule, outcomes: list[LoweredRegion | 
             raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")
 
 
-def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> LiveRegion:
-    """Bodies of a region, and how its plan will be chosen once T is known."""
+def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> tuple[MoERegion, LiveRegion]:
+    """The region as it lowers, its bodies, and how its plan will be chosen once T is known."""
     config = session.config
     specs = _argument_specs(region)
     bodies = _bodies(region, specs, config)
     output = _tensor(region.cut.exit)
-    region_bytes = functools.partial(_region_bytes, region, bodies, output)  # bodies know more once compiled
+    region, exchange = sharded_experts(region, bodies.key)
+    region_bytes = functools.partial(_region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
     region_bytes("nothing")  # traces them now, outside of any other compilation
     site = next_site(bodies.key)
     live = LiveRegion(
@@ -187,10 +190,11 @@ def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> LiveReg
         choose_plan=functools.partial(choose_plan, site, session, record, output.device),
         tuner=ChunkTuner(config.bins, config.patience, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),
+        exchange=exchange,
     )
     register(live)
     record.step.regions[site] = RegionMemory(region_bytes, _num_tokens(region), config.axis)
-    return live
+    return region, live
 
 
 def _bodies(region: MoERegion, specs: tuple[TensorSpec, ...], config: Config) -> ExpertBodies:
@@ -219,7 +223,9 @@ def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: S
     if session.config.identity_rewrite:
         insert_identity(body, region, f"memfine_identity_{live.site.replace('/', '_')}")
         return
-    lower_region(body, region, live.site)
+    lower_region(body, region, live.site, shares_counts=live.exchange is not None)
+    if live.exchange is not None:
+        drop_unread_tables(body)
 
 
 def _argument_specs(region: MoERegion) -> tuple[TensorSpec, ...]:
@@ -244,7 +250,9 @@ def _param_groups(region: MoERegion) -> list[tuple[torch.Tensor, ...]]:
     return group_params(tensors, region.expert_fn.param_kinds, region.dims.num_experts)
 
 
-def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor, keep: Keep) -> RegionBytes:
+def _region_bytes(
+    region: MoERegion, bodies: ExpertBodies, output: torch.Tensor, exchange: ShardedExperts | None, keep: Keep
+) -> RegionBytes:
     hidden = _tensor(region.hidden)
     params = [_tensor(node) for node in region.params]
     trained_groups = (any(param.requires_grad for param in group) for group in _param_groups(region))
@@ -275,6 +283,7 @@ def _region_bytes(region: MoERegion, bodies: ExpertBodies, output: torch.Tensor,
         forward_results=forward.results_bytes,
         backward_results=backward.results_bytes,
         device_type=output.device.type,
+        travel=None if exchange is None else exchange.travel,
     )
 
 

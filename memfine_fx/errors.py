@@ -17,9 +17,11 @@ __all__ = [
     "ChunkOutOfMemory",
     "ConfigError",
     "DoubleBackwardError",
+    "ExchangeFailed",
     "LeftoverShapes",
     "MemfineError",
     "MissingPackage",
+    "RanksDisagree",
 ]
 
 
@@ -102,3 +104,25 @@ class ChunkOutOfMemory(MemfineError, torch.OutOfMemoryError):
             f"{self.needed_bytes:,} B ({listed}). Free memory outside the experts: make the batch or sequence "
             f"smaller, or checkpoint the layers. The allocator said: {cause}"
         )
+
+
+class ExchangeFailed(MemfineError, RuntimeError):
+    """A rank of an expert parallel group did not take part in an exchange of rows: it died, hangs or left the step.
+
+    Args:
+        place: round, pass and layer.
+        rank, num_ranks: of this process in the group.
+        cause: what torch.distributed said.
+    """
+
+    def __init__(self, place: str, rank: int, num_ranks: int, cause: str) -> None:
+        self.place = place
+        self.cause = cause
+        super().__init__(
+            f"expert parallel exchange failed on rank {rank} of {num_ranks} in {place}: another rank died, hangs, or "
+            f"raised an error of its own; look at the other ranks' output first. torch.distributed said: {cause}"
+        )
+
+
+class RanksDisagree(MemfineError, RuntimeError):
+    """Ranks of an expert parallel group run different models, configs or layers; the message says what differs."""

@@ -48,13 +48,12 @@ def plan_region(
     Raises:
         BudgetInfeasible: not even `min_rows` a chunk fits.
     """
-    num_routed = max(1, num_tokens * region.top_k)
-    knee = min(KNEE_ROWS.get(region.device_type, KNEE_ROWS["cuda"]), num_routed)
+    knee = region.at_most(KNEE_ROWS.get(region.device_type, KNEE_ROWS["cuda"]), num_tokens)
     if axis == "tokens":  # at most one row of an expert a token, as top-k gives: rows are bounded by tokens
         wanted = tokens_per_chunk or max(1, (rows_per_chunk or knee) // region.top_k)
         rows, reason = max(1, min(wanted, num_tokens)), f"token slices of {wanted} (FCDA)"
     elif rows_per_chunk is not None:
-        rows, reason = min(rows_per_chunk, num_routed), "rows per chunk fixed by the config"
+        rows, reason = region.at_most(rows_per_chunk, num_tokens), "rows per chunk fixed by the config"
     else:
         rows, reason = knee, f"throughput knee of {region.device_type}"
 

@@ -59,6 +59,8 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
     for forward, backward in _pairs(joint).values():
         site, wanted = backward.args[6], backward.args[7]
         region = lookup(site)
+        if region.exchange is not None:  # rows that came from other ranks travel again
+            continue
         flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
         num_rows = _hint(forward.args[2].meta["val"].shape[0])
         row_bytes = 0

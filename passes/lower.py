@@ -1,7 +1,7 @@
 """Lower: replace a raised region by one call of the chunked op.
 
 Before:  sort, gather, expert matmuls, weighting, combine    (everything of the cut)
-After:   order, offsets = memfine::route(expert_index, E)
+After:   order, offsets = memfine::route(expert_index, E)      (memfine::route_shared where experts are sharded)
          exit = memfine::experts(hidden, weight, order, offsets, params, site)
 
 Steps: insert the calls where the exit stood; hand them its users; erase what nothing outside reads, last
@@ -30,13 +30,14 @@ from memfine_fx.records import Cut, MoERegion, SlotLayout
 __all__ = ["insert_identity", "lower_region"]
 
 
-def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str) -> None:
+def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str, *, shares_counts: bool = False) -> None:
     """Rewrite `region` in its graph.
 
     Args:
         graph_module: the graph that holds the region.
         region: from `raise_region` on this graph.
         site: key of the registered live region.
+        shares_counts: whether its experts live on several ranks.
     """
     graph = graph_module.graph
     exit_node = region.cut.exit
@@ -49,7 +50,10 @@ def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str) -> 
             index = _flat(call, tokens, top_k)
         else:
             hidden, index, sizes = _rows_of_slots(call, region, region.slots)
-        route = call(torch.ops.memfine.route.default, index, region.dims.num_experts)
+        if shares_counts:
+            route = call(torch.ops.memfine.route_shared.default, index, region.dims.num_experts, site)
+        else:
+            route = call(torch.ops.memfine.route.default, index, region.dims.num_experts)
         order, offsets = call(operator.getitem, route, 0), call(operator.getitem, route, 1)
         weight = _routing_weight(call, region, index)
         combined = call(torch.ops.memfine.experts.default, hidden, weight, order, offsets, list(region.params), site)

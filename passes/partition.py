@@ -32,7 +32,11 @@ from memfine_fx.passes.fit import Partition, StepBudget, fit
 
 __all__ = ["Partition", "StepPartitioner"]
 
-_NEVER_RECOMPUTED = (torch.ops.memfine.route.default, torch.ops.memfine.experts.default)
+_NEVER_RECOMPUTED = (
+    torch.ops.memfine.route.default,
+    torch.ops.memfine.route_shared.default,
+    torch.ops.memfine.experts.default,
+)
 
 
 class StepPartitioner(CustomPartitionerFn):

@@ -4,7 +4,8 @@ output        the combined [T,H_out], and its fp32 accumulator where the model i
 hidden grad   the same for the gradient of the tokens, in backward
 weight grads  the gradients of the expert parameters, allocated by the region's backward
 index         order (4 N) and offsets, kept from forward to backward; the sort's own arrays in forward
-chunk         R rows: gathered rows and gradients, the body's peak, casts and staging
+chunk         R rows: gathered rows and gradients, the body's peak, casts and staging; where experts live on several
+              ranks also the rows that came, their results and what is staged to be sent
 """
 
 from __future__ import annotations
@@ -19,7 +20,20 @@ import sympy
 from memfine_fx.config import Axis
 from memfine_fx.memory.symbols import GROUPS, ROWS
 
-__all__ = ["ChunkSize", "RegionBytes", "region_peak", "region_workspace", "workspace_expression"]
+__all__ = ["ChunkSize", "RegionBytes", "Travel", "region_peak", "region_workspace", "workspace_expression"]
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How rows of a region reach experts on other ranks.
+
+    Args:
+        num_sent: rows that a rank stages at once, in units of R.
+        num_received: rounds whose rows are alive at once.
+    """
+
+    num_sent: int
+    num_received: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,7 @@ class RegionBytes:
         flops_per_row: of the expert function's matmuls on one row.
         forward_results, backward_results: bytes that one body call returns, in R (and G): what is alive while they are
             cast and added. Without them the body's peak is taken.
+        travel: where experts live on several ranks; then rows of all ranks may come, and N is no bound on R.
     """
 
     top_k: int
@@ -59,6 +74,11 @@ class RegionBytes:
     flops_per_row: int = 0
     forward_results: sympy.Expr | None = None
     backward_results: sympy.Expr | None = None
+    travel: Travel | None = None
+
+    def at_most(self, rows: int, num_tokens: int) -> int:
+        """R as far as it matters: no more rows than can come."""
+        return max(1, rows if self.travel is not None else min(rows, num_tokens * self.top_k))
 
 
 @dataclass(frozen=True)
@@ -78,8 +98,7 @@ def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "r
         rows: R, at most N rows matter.
         axis: token slices come back to every expert, so they stage all experts' gradients.
     """
-    num_routed = num_tokens * region.top_k
-    rows = max(1, min(rows, num_routed))
+    rows = region.at_most(rows, num_tokens)
     forward = _forward_terms(region, num_tokens, rows)
     backward = _backward_terms(region, num_tokens, rows)
     if region.staging_bytes:
@@ -99,7 +118,7 @@ def region_workspace(
         axis: as in `region_peak`.
         phase: which op.
     """
-    rows = max(1, min(size.rows, num_tokens * region.top_k))
+    rows = region.at_most(size.rows, num_tokens)
     return int(workspace_expression(region, num_tokens, ChunkSize(rows, size.stages), axis, phase))
 
 
@@ -135,6 +154,8 @@ def _forward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str,
     if region.contribution_item_bytes != region.accumulator_item_bytes:
         cast = rows * region.out_width * region.accumulator_item_bytes
     chunk += _called(region.forward_peak, region.forward_results, cast, region, rows) + _index_chunk(rows)
+    if region.travel is not None:
+        chunk = _travelling(region, region.travel, rows, chunk, backward=False)
     return {
         "output": num_tokens * region.out_width * _held(region.out_item_bytes, region.accumulator_item_bytes),
         "index": _index_bytes(region, num_tokens),
@@ -151,6 +172,8 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str
     if region.accumulator_item_bytes != region.item_bytes:
         cast = rows * region.hidden * region.accumulator_item_bytes
     chunk += _called(region.backward_peak, region.backward_results, cast, region, rows) + _index_chunk(rows)
+    if region.travel is not None:
+        chunk = _travelling(region, region.travel, rows, chunk, backward=True)
     return {
         "output grad": num_tokens * region.out_width * region.out_item_bytes,
         "hidden grad": num_tokens * region.hidden * _held(region.item_bytes, region.accumulator_item_bytes),
@@ -159,6 +182,29 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str
         "index": _index_bytes(region, num_tokens),
         "chunk": chunk,
     }
+
+
+def _travelling(region: RegionBytes, travel: Travel, rows: int, chunk: Any, *, backward: bool) -> Any:
+    """The chunk with what a round of R rows holds around it: the largest of sending, computing and returning.
+
+    Sending stages rows, weights and, in backward, output gradients; computing adds results, summed in the accumulator's
+    precision; returning holds results here and there, and adds them to their tokens in the accumulator's precision.
+    """
+    row = region.hidden * region.item_bytes + region.weight_item_bytes
+    result = region.out_width * region.contribution_item_bytes
+    result_sums = region.out_width * _held(region.contribution_item_bytes, region.accumulator_item_bytes)
+    added = region.out_width * region.accumulator_item_bytes
+    if backward:
+        row += region.out_width * region.out_item_bytes
+        result = region.hidden * region.item_bytes + region.weight_item_bytes
+        result_sums = region.hidden * _held(region.item_bytes, region.accumulator_item_bytes) + region.weight_item_bytes
+        added = region.hidden * region.accumulator_item_bytes
+    added += 3 * 8  # places of the rows
+    ahead = (travel.num_received - 1) * (row + travel.num_sent * row)
+    sending = row + travel.num_sent * (row + 3 * 8)
+    computing = ahead + row + result_sums
+    returning = ahead + result + travel.num_sent * (result + added)
+    return max(rows * sending, rows * computing + chunk, rows * returning)
 
 
 def _held(item_bytes: int, accumulator_bytes: int) -> int:

@@ -25,6 +25,7 @@ __all__ = ["read_wrapper"]
 
 _PHASES: dict[str, Phase] = {
     "torch.ops.memfine.route.default": "route",
+    "torch.ops.memfine.route_shared.default": "route",
     "torch.ops.memfine.experts.default": "forward",
     "torch.ops.memfine.experts_keeping.default": "forward",
     "torch.ops.memfine.experts_backward.default": "backward",

@@ -21,7 +21,7 @@ from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.schedule import Chunk
 
-__all__ = ["Kept", "Routed", "accumulator_dtype", "chunks_of", "run_backward", "run_forward"]
+__all__ = ["Kept", "Routed", "accumulator_dtype", "chunks_of", "open_gradients", "run_backward", "run_forward"]
 
 
 def _ignore(rows: int) -> None:
@@ -176,6 +176,7 @@ def run_backward(
     wanted_params: Sequence[Sequence[bool]],
     on_failure: Callable[[int], None] = _ignore,
     kept: Kept | None = None,
+    into: Sequence[ParamGradient | None] | None = None,
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted, in the order hidden, weight, parameters.
 
@@ -185,6 +186,7 @@ def run_backward(
         wanted_params: per parameter, whether each of its tensors wants its gradient.
         on_failure: as in `run_forward`.
         kept: bodies that find something kept, and what their forward wrote.
+        into: gradients of the parameters that others add to as well; they are added to and not returned.
 
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
@@ -200,12 +202,7 @@ def run_backward(
     if body.weight_grad is not None:
         assert weight is not None
         grad_weight = torch.zeros_like(weight)
-    params = [
-        None if how is None else ParamGradient(tensors, kind, flags)
-        for how, tensors, kind, flags in zip(
-            body.param_grads, routed.params, bodies.param_kinds, wanted_params, strict=True
-        )
-    ]
+    params = open_gradients(body, routed.params, bodies, wanted_params) if into is None else into
 
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
@@ -234,9 +231,22 @@ def run_backward(
         grads.append(grad_hidden.to(hidden.dtype))
     if grad_weight is not None:
         grads.append(grad_weight.view(-1, routed.top_k))
-    for param in params:
+    for param in params if into is None else ():
         grads.extend([] if param is None else param.finish_all())
     return grads
+
+
+def open_gradients(
+    body: BackwardBody,
+    params: Sequence[Sequence[torch.Tensor]],
+    bodies: Bodies,
+    wanted_params: Sequence[Sequence[bool]],
+) -> list[ParamGradient | None]:
+    """Room for the gradients of the parameters that `body` gives; None where it gives none."""
+    return [
+        None if how is None else ParamGradient(tensors, kind, flags)
+        for how, tensors, kind, flags in zip(body.param_grads, params, bodies.param_kinds, wanted_params, strict=True)
+    ]
 
 
 def _add_rows(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.routing import sort_assignments
 from memfine_fx.runtime.store import LiveRegion, lookup
 
-__all__ = ["experts", "experts_backward", "experts_backward_kept", "experts_keeping", "route"]
+__all__ = ["experts", "experts_backward", "experts_backward_kept", "experts_keeping", "route", "route_shared"]
 
 ItemT = TypeVar("ItemT")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -46,6 +46,29 @@ def route(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, t
 def _(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     order = expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
     return order, torch.empty((num_experts + 1,), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op(
+    "memfine::route_shared",
+    mutates_args=(),
+    schema="(Tensor expert_index, SymInt num_experts, str site) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+def route_shared(expert_index: torch.Tensor, num_experts: int, site: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `memfine::route` for experts on several ranks: every rank's counts come in the place of the offsets."""
+    region = lookup(site)
+    assert region.exchange is not None, f"{site} has its experts here"
+    order, offsets = sort_assignments(expert_index, num_experts)
+    _check_ids(region, order, offsets)
+    return order, region.exchange.share_counts(region, offsets, expert_index.shape[0])
+
+
+@route_shared.register_fake
+def _(expert_index: torch.Tensor, num_experts: int, site: str) -> tuple[torch.Tensor, torch.Tensor]:
+    exchange = lookup(site).exchange
+    assert exchange is not None
+    order = expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
+    return order, torch.empty(exchange.table_shape, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op(
@@ -87,10 +110,12 @@ def _forward(
     kept: Kept | None,
 ) -> torch.Tensor:
     region = lookup(site)
+    if region.exchange is not None:
+        with span(f"forward {site}"):
+            return region.exchange.forward(region, hidden, weight, order, offsets, _grouped(params, region))
     routed = Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
     plan = region.plan_for(hidden.shape[0])
-    if not region.drops_out_of_range and (offsets[0] != 0 or offsets[-1] != order.numel()):
-        raise IndexError(f"expert ids outside [0, {region.num_experts}) reach a table of {region.num_experts} experts")
+    _check_ids(region, order, offsets)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner)
     region.plan, region.num_tokens, region.num_chunks = plan, hidden.shape[0], len(chunks)
     region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
@@ -100,6 +125,11 @@ def _forward(
     lower = partial(region.lower, hidden.shape[0])
     with span(f"forward {site}"):
         return run_forward(routed, region.bodies, chunks, region.out_dtype, lower, kept)
+
+
+def _check_ids(region: LiveRegion, order: torch.Tensor, offsets: torch.Tensor) -> None:
+    if not region.drops_out_of_range and (offsets[0] != 0 or offsets[-1] != order.numel()):
+        raise IndexError(f"expert ids outside [0, {region.num_experts}) reach a table of {region.num_experts} experts")
 
 
 def _grouped(flat: Sequence[ItemT], region: LiveRegion) -> list[tuple[ItemT, ...]]:
@@ -158,11 +188,15 @@ def _backward(
     kept: Kept | None,
 ) -> list[torch.Tensor]:
     region = lookup(site)
+    wanted_params = _grouped(wanted[2:], region)
+    if region.exchange is not None:
+        layer = (region, grad, hidden, weight, order, offsets, _grouped(params, region))
+        with span(f"backward {site}"):
+            return region.exchange.backward(*layer, (wanted[0], wanted[1]), wanted_params)
     routed = Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
     plan = region.plan_for(hidden.shape[0])
     chunks = chunks_of(routed, region.bodies, plan, region.tuner, is_new_step=False)
     lower = partial(region.lower, hidden.shape[0])
-    wanted_params = _grouped(wanted[2:], region)
     with span(f"backward {site}"):
         return run_backward(grad, routed, region.bodies, chunks, (wanted[0], wanted[1]), wanted_params, lower, kept)
 

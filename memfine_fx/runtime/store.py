@@ -12,6 +12,7 @@ import torch
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.mact import ChunkTuner
+from memfine_fx.runtime.parallel import RowExchange
 
 __all__ = ["LiveRegion", "lookup", "register", "unregister"]
 
@@ -36,6 +37,7 @@ class LiveRegion:
         choose_plan: T -> plan; pure for given T, called once per new T.
         tuner: how many chunks a step's rows get under the plan.
         warn: told in words when an allocation failed and the plan was lowered.
+        exchange: where the experts are sharded over ranks.
     """
 
     site: str
@@ -47,6 +49,7 @@ class LiveRegion:
     choose_plan: Callable[[int], ChunkPlan]
     tuner: ChunkTuner = field(default_factory=ChunkTuner)
     warn: Callable[[str], None] = _warn
+    exchange: RowExchange | None = None
     plan: ChunkPlan | None = None
     num_tokens: int = 0
     num_chunks: int = 0

@@ -1,0 +1,129 @@
+"""The ranks that share a model's experts, and their data-parallel replicas.
+
+A device mesh of two dimensions is (replicas, experts): ranks of a row share the experts, ranks of a column hold the
+same ones. Tokens are everybody's own, so all ranks are data-parallel for the dense part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from memfine_fx.errors import ConfigError
+
+__all__ = ["ExpertGroup", "MeshOrGroup", "expert_group", "registered"]
+
+MeshOrGroup = DeviceMesh | dist.ProcessGroup
+_EXPERT_DIM_NAMES = ("expert", "experts", "ep")
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Ranks that share experts.
+
+    Args:
+        mesh: of one dimension, or (replicas, experts).
+        expert_dim: the mesh dimension along which experts are sharded.
+        overlaps: whether rows travel while the round before computes; 2R rows are alive then.
+    """
+
+    mesh: DeviceMesh
+    expert_dim: int
+    overlaps: bool = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(self.expert_dim)
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Ranks with the same experts, or None where this is the only one."""
+        if self.mesh.ndim == 1 or self.mesh.size(1 - self.expert_dim) == 1:
+            return None
+        return self.mesh.get_group(1 - self.expert_dim)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.size(self.expert_dim)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def device(self) -> torch.device:
+        if self.mesh.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.mesh.device_type)
+
+    @property
+    def key(self) -> str:
+        """How graphs of this process name the group."""
+        return f"{self.group.group_name}{'/overlaps' if self.overlaps else ''}"
+
+    def average(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Sums over the expert group, in place, to what an average over all ranks of the mesh means.
+
+        Gradients of experts are sums over the group's ranks by nature, because the rows of all reach their owner.
+        Divided by their number and averaged over the replicas they are gradients of the mean of all ranks' losses, as
+        DistributedDataParallel's are.
+        """
+        filled = [gradient for gradient in gradients if gradient.numel()]
+        for gradient in filled:
+            gradient.div_(self.num_ranks)
+        if self.replicas is None:
+            return
+        num_replicas = dist.get_world_size(self.replicas)
+        pending = [dist.all_reduce(gradient, group=self.replicas, async_op=True) for gradient in filled]
+        for work, gradient in zip(pending, filled, strict=True):
+            if work is not None:
+                work.wait()
+            gradient.div_(num_replicas)
+
+
+_groups: dict[str, ExpertGroup] = {}
+
+
+def registered(key: str) -> ExpertGroup:
+    """The group of a key.
+
+    Raises:
+        KeyError: the group was made by another process.
+    """
+    return _groups[key]
+
+
+def expert_group(mesh_or_group: MeshOrGroup, *, overlaps: bool = False) -> ExpertGroup:
+    """The ranks that a mesh or process group names, registered under their key.
+
+    Args:
+        mesh_or_group: a process group, or a `DeviceMesh` of one dimension, or of two: the one named "expert", "experts"
+            or "ep", or else the last, shards experts and the other replicates them.
+        overlaps: see `ExpertGroup`.
+
+    Raises:
+        ConfigError: it is something else, or torch.distributed is not initialized.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError("expert_parallel needs torch.distributed: call torch.distributed.init_process_group first")
+    if isinstance(mesh_or_group, DeviceMesh):
+        mesh = mesh_or_group
+    elif isinstance(mesh_or_group, dist.ProcessGroup):
+        device_type = "cuda" if "nccl" in dist.get_backend(mesh_or_group) else "cpu"
+        mesh = DeviceMesh.from_group(mesh_or_group, device_type)
+    else:
+        raise ConfigError(f"expert_parallel must be a DeviceMesh or a ProcessGroup, got {type(mesh_or_group).__name__}")
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"expert_parallel got a mesh of {mesh.ndim} dimensions; expected (experts) or (replicas, experts): "
+            "flatten the others into replicas"
+        )
+    names = mesh.mesh_dim_names or ()
+    named = [dim for dim, name in enumerate(names) if name in _EXPERT_DIM_NAMES]
+    found = ExpertGroup(mesh, named[0] if named else mesh.ndim - 1, overlaps)
+    _groups[found.key] = found
+    return found

@@ -1,0 +1,150 @@
+"""One region whose experts are sharded: what the op pair calls in the place of the single process's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TypeVar
+
+import torch
+
+from memfine_fx.expert_parallel.exchange import NUM_EXTRAS, Exchange, Place, Table, gather_table
+from memfine_fx.expert_parallel.groups import ExpertGroup
+from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.schedule import Rounds
+from memfine_fx.expert_parallel.walk import LayerWalk, WalkStats
+from memfine_fx.memory.region_bytes import Travel
+from memfine_fx.runtime.store import LiveRegion
+
+__all__ = ["SENT_FACTOR", "ShardedExperts"]
+
+ItemT = TypeVar("ItemT")
+
+SENT_FACTOR = 2
+"""A source stages at most so many times the largest R for one leg. Even routing sends about R rows a round from every
+rank; twice that leaves room for its noise, so that rounds are cut only where one source has most of the tokens."""
+
+
+@dataclass(frozen=True)
+class ShardedExperts:
+    """See `runtime.parallel.RowExchange`.
+
+    Args:
+        ranks: that share the experts.
+        placement: of the experts on them.
+        layer: its name, for messages.
+        mark: fingerprint of the layer, the same on every rank.
+    """
+
+    ranks: ExpertGroup
+    placement: Placement
+    layer: str
+    mark: int
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        return self.placement.num_ranks, NUM_EXTRAS + self.placement.num_experts
+
+    @property
+    def travel(self) -> Travel:
+        """What it takes beyond the chunk loop."""
+        return Travel(SENT_FACTOR, 2 if self.ranks.overlaps else 1)
+
+    @cached_property
+    def _exchange(self) -> Exchange:
+        return Exchange(self.ranks.group, self.ranks.device)
+
+    def share_counts(self, region: LiveRegion, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        rows = region.plan_for(num_tokens).rows_per_chunk
+        place = Place(self.layer, "counting")
+        return gather_table(self._exchange, offsets, rows, self.mark, place)
+
+    def forward(
+        self,
+        region: LiveRegion,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        order: torch.Tensor,
+        table: torch.Tensor,
+        params: Sequence[Sequence[torch.Tensor]],
+    ) -> torch.Tensor:
+        walk = self._walk(region, hidden, weight, order, table, params)
+        out = walk.forward(region.out_dtype, partial(region.lower, hidden.shape[0]))
+        stats = walk.stats
+        region.plan, region.num_tokens = region.plan_for(hidden.shape[0]), hidden.shape[0]
+        region.num_chunks, region.largest_chunk = stats.num_chunks, stats.largest_chunk
+        region.stages_gradients = stats.is_split
+        region.num_steps += 1
+        return out
+
+    def backward(
+        self,
+        region: LiveRegion,
+        grad: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        order: torch.Tensor,
+        table: torch.Tensor,
+        params: Sequence[Sequence[torch.Tensor]],
+        wanted: tuple[bool, bool],
+        wanted_params: Sequence[Sequence[bool]],
+    ) -> list[torch.Tensor]:
+        walk = self._walk(region, hidden, weight, order, table, params)
+        own_wanted = self._own(region, wanted_params)
+        lower = partial(region.lower, hidden.shape[0])
+        grad_hidden, grad_weight, opened = walk.backward(grad, wanted, own_wanted, lower)
+        gradients = [one for one in (grad_hidden, grad_weight) if one is not None]
+        for kind, tensors, flags, param in zip(region.bodies.param_kinds, params, wanted_params, opened, strict=True):
+            own = [] if param is None else param.finish_all()
+            if kind != "shared":
+                self.ranks.average(own)
+            gradients += self._among_all(tensors, flags, own) if kind == "each" else own
+        return gradients
+
+    def _walk(
+        self,
+        region: LiveRegion,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        order: torch.Tensor,
+        table: torch.Tensor,
+        params: Sequence[Sequence[torch.Tensor]],
+    ) -> LayerWalk:
+        gathered = Table(table)
+        limits = gathered.limits
+        return LayerWalk(
+            exchange=self._exchange,
+            schedule=Rounds(gathered.counts, self.placement, limits, SENT_FACTOR * max(limits)),
+            table=gathered,
+            rank=self.ranks.rank,
+            hidden=hidden,
+            weight=weight,
+            order=order,
+            params=self._own(region, params),
+            top_k=region.top_k,
+            bodies=region.bodies,
+            rows=limits[self.ranks.rank],
+            layer=self.layer,
+            overlaps=self.ranks.overlaps,
+            stats=WalkStats(),
+        )
+
+    def _own(self, region: LiveRegion, groups: Sequence[Sequence[ItemT]]) -> list[Sequence[ItemT]]:
+        """This rank's part of what belongs to the parameters: of E tensors those of its experts."""
+        owned = self.placement.owned(self.ranks.rank)
+        return [
+            group[owned.start : owned.stop] if kind == "each" else group
+            for kind, group in zip(region.bodies.param_kinds, groups, strict=True)
+        ]
+
+    def _among_all(
+        self, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], own: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Gradients of E tensors, of which other ranks' are empty here."""
+        owned, mine = self.placement.owned(self.ranks.rank), iter(own)
+        return [
+            next(mine) if expert in owned else torch.empty_like(tensor)
+            for expert, (tensor, is_wanted) in enumerate(zip(tensors, wanted, strict=True))
+            if is_wanted
+        ]

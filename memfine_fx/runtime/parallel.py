@@ -1,0 +1,56 @@
+"""What the op pair needs to know of a region whose experts are sharded over ranks.
+
+`memfine_fx.expert_parallel` implements it; the runtime only calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from memfine_fx.runtime.store import LiveRegion
+
+__all__ = ["RowExchange"]
+
+
+class RowExchange(Protocol):
+    """Experts of one region that live on several ranks."""
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """Of the gathered counts that stand in the place of offsets."""
+        ...
+
+    def share_counts(self, region: LiveRegion, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Every rank's counts, and what goes with them; a collective call."""
+        ...
+
+    def forward(
+        self,
+        region: LiveRegion,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        order: torch.Tensor,
+        table: torch.Tensor,
+        params: Sequence[Sequence[torch.Tensor]],
+    ) -> torch.Tensor:
+        """[T,H_out], of this rank's tokens."""
+        ...
+
+    def backward(
+        self,
+        region: LiveRegion,
+        grad: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        order: torch.Tensor,
+        table: torch.Tensor,
+        params: Sequence[Sequence[torch.Tensor]],
+        wanted: tuple[bool, bool],
+        wanted_params: Sequence[Sequence[bool]],
+    ) -> list[torch.Tensor]:
+        """Gradients of what is wanted, in the order hidden, weight, parameters."""
+        ...

@@ -1,0 +1,175 @@
+"""One layer of experts on several ranks against the whole one on all tokens, under adversarial routing.
+
+The loss of a rank is a weighted sum of its outputs; the reference's is the mean over ranks, so experts' gradients must
+be equal, and a rank's gradients of its own tokens are those of the reference times the number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import memfine_fx
+from memfine_fx.expert_parallel.groups import expert_group
+from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.models._experts import GatedExperts
+
+HIDDEN, WIDTH = 8, 12
+
+Route = Callable[[int, int, int], torch.Tensor]
+"""(T, E, K) -> index [T,K]."""
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """Tokens by rank, sizes, routing, rows a round."""
+
+    name: str
+    tokens: tuple[int, ...]
+    num_experts: int = 5
+    top_k: int = 2
+    rows: int = 7
+    overlaps: bool = False
+    dtype: torch.dtype = torch.float32
+    route: str = "random"
+
+
+def _random(tokens: int, experts: int, top_k: int) -> torch.Tensor:
+    return torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]) if tokens else _none(top_k)
+
+
+def _none(top_k: int) -> torch.Tensor:
+    return torch.empty(0, top_k, dtype=torch.int64)
+
+
+def _first(tokens: int, experts: int, top_k: int) -> torch.Tensor:
+    """All rows to the first experts, which are on rank 0."""
+    return torch.arange(top_k).expand(tokens, top_k).clone()
+
+
+def _last(tokens: int, experts: int, top_k: int) -> torch.Tensor:
+    return (experts - 1 - torch.arange(top_k)).expand(tokens, top_k).clone()
+
+
+ROUTES: dict[str, Route] = {"random": _random, "first": _first, "last": _last}
+
+
+def cases(num_ranks: int) -> list[LayerCase]:
+    even = (24,) * num_ranks
+    return [
+        LayerCase("random routing", even),
+        LayerCase("random routing, overlapping", even, overlaps=True),
+        LayerCase("all rows to the first rank", even, route="first"),
+        LayerCase("all rows to the last rank", even, route="last"),
+        LayerCase("tokens on one rank only", (40, *[0] * (num_ranks - 1))),
+        LayerCase("no tokens anywhere", (0,) * num_ranks),
+        LayerCase("ranks with different numbers of tokens", tuple(5 + 17 * rank for rank in range(num_ranks))),
+        LayerCase("one round", even, rows=1000),
+        LayerCase("one row a round", (4,) * num_ranks, rows=1),
+        LayerCase("more ranks than experts", even, num_experts=1, top_k=1),
+        LayerCase("every expert chosen", even, num_experts=4, top_k=4),
+        LayerCase("bfloat16", even, dtype=torch.bfloat16),
+    ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Largest relative error by tensor; chunks of all rounds; where experts were not chunked, why."""
+
+    errors: dict[str, float]
+    num_chunks: int
+    refusal: str
+
+
+def run_cases(rank: int, num_ranks: int) -> dict[str, Outcome]:
+    """Every case on this rank."""
+    warnings.simplefilter("error", RuntimeWarning)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
+    models: dict[Any, Any] = {}
+    outcomes = {}
+    for case in cases(num_ranks):
+        key = (case.num_experts, case.dtype, case.overlaps, case.rows, case.top_k)
+        if key not in models:
+            models[key] = _models(case, mesh)
+        outcomes[case.name] = _run(case, rank, *models[key])
+    return outcomes
+
+
+def _models(case: LayerCase, mesh: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    torch.manual_seed(1)
+    whole = GatedExperts(case.num_experts, HIDDEN, WIDTH, "gathered").to(case.dtype)
+    config = memfine_fx.Config(inner_backend="eager", rows_per_chunk=case.rows)
+    sharded = memfine_fx.optimize(
+        copy.deepcopy(whole),
+        inner_backend="eager",
+        dynamic=True,
+        config=config,
+        expert_parallel=expert_group(mesh, overlaps=case.overlaps),
+    )
+    return whole, sharded
+
+
+def _run(case: LayerCase, rank: int, whole: torch.nn.Module, sharded: torch.nn.Module) -> Outcome:
+    torch.manual_seed(2)
+    batches = [_batch(case, tokens) for tokens in case.tokens]
+    num_ranks = len(batches)
+    reference = copy.deepcopy(whole).double()
+    reference.zero_grad()
+    everyone = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    expected = _step(reference, *everyone, scale=1 / num_ranks, dtype=torch.float64)
+    sharded.zero_grad()
+    step = _step(sharded, *batches[rank], scale=1.0, dtype=case.dtype)
+    begin = sum(case.tokens[:rank])
+    own = slice(begin, begin + case.tokens[rank])
+    owned = Placement(case.num_experts, num_ranks).owned(rank)
+    errors = {}
+    for name, value in step.items():
+        if name in ("output", "d hidden", "d weight"):
+            exact = expected[name][own] * (1 if name == "output" else num_ranks)
+        else:
+            exact = expected[name][owned.start : owned.stop]
+        errors[name] = _error(value, exact)
+    (region,) = memfine_fx.report(sharded).regions
+    return Outcome(errors, region.num_chunks, "" if region.status == "chunked" else region.reason)
+
+
+def _batch(case: LayerCase, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    index = ROUTES[case.route](tokens, case.num_experts, case.top_k)
+    return (
+        torch.randn(tokens, HIDDEN).to(case.dtype),
+        index,
+        torch.rand(tokens, case.top_k).to(case.dtype),
+        torch.randn(tokens, HIDDEN),
+    )
+
+
+def _step(
+    model: torch.nn.Module,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weight: torch.Tensor,
+    probe: torch.Tensor,
+    *,
+    scale: float,
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    torch._dynamo.mark_static(index, 1)  # K is a number in a model's code
+    hidden, weight = (one.detach().clone().to(dtype).requires_grad_() for one in (hidden, weight))
+    torch._dynamo.mark_static(weight, 1)
+    out = model(hidden, index, weight)
+    ((out * probe.to(dtype)).sum() * scale).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    gradients = {f"d {name}": one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {"output": out.detach(), "d hidden": hidden.grad, "d weight": weight.grad, **gradients}
+
+
+def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    assert value.shape == exact.shape, f"{list(value.shape)} for {list(exact.shape)}"
+    exact = exact.double()
+    return float((value.double() - exact).norm() / exact.norm().clamp_min(1e-6))

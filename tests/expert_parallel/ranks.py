@@ -1,0 +1,62 @@
+"""Several processes of one gloo group, each running one function; what they return comes back by rank."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+__all__ = ["run_ranks"]
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0, survives: bool = True
+) -> list[Any]:
+    """`function(rank, *args)` on every rank.
+
+    Args:
+        function: of a module, so that another process can import it.
+        num_ranks: processes.
+        timeout_s: of the group.
+        survives: whether every rank must return; a rank that does not has None.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.get_context("spawn")
+        arguments = (function, num_ranks, folder, timeout_s, args)
+        processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(num_ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        results = [_result(Path(folder) / str(rank)) for rank in range(num_ranks)]
+    if survives:
+        assert [process.exitcode for process in processes] == [0] * num_ranks
+    return results
+
+
+def _run(
+    rank: int, function: Callable[..., Any], num_ranks: int, folder: str, timeout_s: float, args: tuple[Any, ...]
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    torch.save(function(rank, *args), Path(folder) / str(rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _result(path: Path) -> Any:
+    return torch.load(path, weights_only=False) if path.exists() else None
