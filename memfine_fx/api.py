@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -189,8 +190,7 @@ def _allow_any_size(model: torch.nn.Module) -> None:
 
     A graph made for 0 tokens would lack the region, and the other ranks would wait for its part in the exchange.
     """
-    from torch.fx.experimental import _config as shape_config
-
+    shape_config: Any = importlib.import_module("torch.fx.experimental._config")
     compiled = model._compiled_call_impl
     assert compiled is not None
 
