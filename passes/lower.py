@@ -27,7 +27,7 @@ from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value, s
 from memfine_fx.passes.normalize import outline
 from memfine_fx.records import Cut, MoERegion, SlotLayout
 
-__all__ = ["insert_identity", "lower_region"]
+__all__ = ["insert_identity", "lower_region", "recording"]
 
 
 def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str, *, shares_counts: bool = False) -> None:
@@ -42,7 +42,7 @@ def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str, *, 
     graph = graph_module.graph
     exit_node = region.cut.exit
     hidden_size, top_k = region.dims.hidden, region.dims.top_k
-    with _recording(graph, exit_node) as call:
+    with recording(graph, exit_node) as call:
         tokens = region.expert_index
         if region.slots is None:
             assert tokens is not None, "routed rows have an index, slots have a layout"
@@ -74,7 +74,7 @@ Call = Callable[..., fx.Node]
 
 
 @contextlib.contextmanager
-def _recording(graph: fx.Graph, place: fx.Node) -> Iterator[Call]:
+def recording(graph: fx.Graph, place: fx.Node) -> Iterator[Call]:
     """Calls inserted before `place`, each with its provenance and its fake result."""
 
     fake_mode = _fake_mode(place)

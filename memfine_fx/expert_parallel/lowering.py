@@ -1,7 +1,7 @@
 """From a raised region of a sharded model to the region that lowers: slices in the place of whole tables.
 
-Before:  table = memfine::all_experts(slice, E, key)      region.params = (table, ...)
-After:   region.params = (slice, ...), and who exchanges the rows
+Before:  table = memfine::all_experts(slice, E, key); seen = table.transpose(1, 2)      region.params = (seen, ...)
+After:   seen = slice.transpose(1, 2)      region.params = (seen, ...), and who exchanges the rows
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from memfine_fx.expert_parallel.exchange import fingerprint
 from memfine_fx.expert_parallel.groups import registered
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.sharded import ShardedExperts
-from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.dataflow import node_value, target_name
+from memfine_fx.passes.lower import recording
 from memfine_fx.records import MoERegion
 from memfine_fx.runtime.params import group_params
 
 __all__ = ["drop_unread_tables", "sharded_experts"]
 
-_TABLE, _EXPERT = torch.ops.memfine.all_experts.default, torch.ops.memfine.expert_of.default
+_WHOLES = (torch.ops.memfine.all_experts.default, torch.ops.memfine.expert_of.default)
 
 
 def sharded_experts(region: MoERegion, body_key: str) -> tuple[MoERegion, ShardedExperts | None]:
@@ -43,35 +44,69 @@ def sharded_experts(region: MoERegion, body_key: str) -> tuple[MoERegion, Sharde
         for node in group
         if kind != "shared"
     ]
-    sharded = [node for node in nodes if node.target in (_TABLE, _EXPERT)]
-    if not sharded:
+    paths = {node: _path_from_table(node) for node in nodes}
+    sources = [path[0] for path in paths.values() if path[0].target in _WHOLES]
+    if not sources:
         return region, None
-    for node in nodes:
-        if node not in sharded:
-            raise CannotChunk("experts are sharded, but this parameter of theirs is computed from the whole", node)
-    (key,) = {node.args[-1] for node in sharded}
+    for node, path in paths.items():
+        if path[0].target not in _WHOLES:
+            raise CannotChunk("experts are sharded, but this parameter of theirs is computed from whole tables", node)
+    (key,) = {source.args[-1] for source in sources}
     assert isinstance(key, str)
     ranks = registered(key)
     placement = Placement(region.dims.num_experts, ranks.num_ranks)
-    params = tuple(_slice(node) for node in region.params)
     layer = region.where.module or str(region.where)
     hidden = node_value(region.hidden)
     assert isinstance(hidden, torch.Tensor)
     mark = fingerprint(layer, region.dims.num_experts, region.dims.top_k, str(hidden.dtype), body_key, ranks.overlaps)
+    params = tuple(_on_slice(paths[node]) if node in paths else node for node in region.params)
     return replace(region, params=params), ShardedExperts(ranks, placement, layer, mark)
 
 
+def _path_from_table(node: fx.Node) -> list[fx.Node]:
+    """Nodes from where a parameter is read to `node`, as long as each acts on every expert alone."""
+    path = [node]
+    while path[0].target not in _WHOLES and _keeps_experts_apart(path[0]):
+        source = path[0].args[0]
+        assert isinstance(source, fx.Node)
+        path.insert(0, source)
+    return path
+
+
+def _keeps_experts_apart(node: fx.Node) -> bool:
+    """Whether a node moves or casts what stands behind the first dimension, and reads one tensor only."""
+    name = target_name(node)
+    value = node_value(node)
+    if not isinstance(value, torch.Tensor) or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if any(isinstance(leaf, fx.Node) for leaf in (*node.args[1:], *node.kwargs.values())):
+        return False
+    if name in ("to", "contiguous", "float", "half", "bfloat16", "clone"):
+        return True
+    if name in ("transpose", "swapaxes", "swapdims"):
+        dims = [dim for dim in node.args[1:] if isinstance(dim, int)]
+        return len(dims) == 2 and all(dim % value.ndim != 0 for dim in dims)
+    return name == "permute" and tuple(node.args[1:])[:1] in ((0,), ([0],))
+
+
+def _on_slice(path: list[fx.Node]) -> fx.Node:
+    """The same path from this rank's slice."""
+    first = path[0].args[0]
+    assert isinstance(first, fx.Node)
+    own = first
+    for node in path[1:]:
+        with recording(node.graph, node) as call:
+            arguments = (own, *node.args[1:])
+            if node.op == "call_method":
+                own = call(getattr(torch.Tensor, str(node.target)), *arguments, **node.kwargs)
+            else:
+                own = call(node.target, *arguments, **node.kwargs)
+    return own
+
+
 def drop_unread_tables(graph_module: fx.GraphModule) -> None:
-    """Erase reads of whole tables that nothing uses any more."""
+    """Erase reads of whole tables, and what was made of them, that nothing uses any more."""
     for node in reversed(list(graph_module.graph.nodes)):
-        if node.target in (_TABLE, _EXPERT) and not node.users:
+        if not node.users and node.op != "output" and _path_from_table(node)[0].target in _WHOLES:
             graph_module.graph.erase_node(node)
     graph_module.recompile()
-
-
-def _slice(node: fx.Node) -> fx.Node:
-    if node.target not in (_TABLE, _EXPERT):
-        return node
-    own = node.args[0]
-    assert isinstance(own, fx.Node)
-    return own

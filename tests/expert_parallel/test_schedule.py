@@ -76,7 +76,7 @@ def delivered(case: Case, number: int) -> Iterator[list[Names]]:
 
 
 @given(cases())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_every_row_goes_to_its_owner_exactly_once(case: Case) -> None:
     received: list[Names] = [[] for _ in range(case.num_ranks)]
     for number in range(case.schedule().num_rounds):
@@ -96,7 +96,7 @@ def test_every_row_goes_to_its_owner_exactly_once(case: Case) -> None:
 
 
 @given(cases())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_no_rank_receives_more_than_its_limit_in_a_round(case: Case) -> None:
     for number in range(case.schedule().num_rounds):
         for rank, limit in enumerate(case.limits):
@@ -104,7 +104,7 @@ def test_no_rank_receives_more_than_its_limit_in_a_round(case: Case) -> None:
 
 
 @given(cases())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_rounds_are_as_few_as_the_fullest_rank_needs(case: Case) -> None:
     received = case.placement.by_rank(case.counts.sum(dim=0)).tolist()
     needed = [-(-rows // limit) for rows, limit in zip(received, case.limits, strict=True)]
@@ -112,7 +112,7 @@ def test_rounds_are_as_few_as_the_fullest_rank_needs(case: Case) -> None:
 
 
 @given(cases())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_staging_is_bounded_as_far_as_one_row_a_destination_allows(case: Case) -> None:
     bound = max(case.max_sent, case.num_ranks)
     for number in range(case.schedule().num_rounds):
@@ -121,7 +121,7 @@ def test_staging_is_bounded_as_far_as_one_row_a_destination_allows(case: Case) -
 
 
 @given(cases())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_experts_come_one_after_the_other(case: Case) -> None:
     for rank in range(case.num_ranks):
         schedule = case.schedule()
@@ -134,7 +134,7 @@ def test_experts_come_one_after_the_other(case: Case) -> None:
 
 
 @given(cases())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_received_before_is_the_sum_of_earlier_rounds(case: Case) -> None:
     schedule = case.schedule()
     for rank in range(case.num_ranks):

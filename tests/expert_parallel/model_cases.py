@@ -1,0 +1,185 @@
+"""Whole models trained on several ranks against one process with all their batches.
+
+DistributedDataParallel averages what is not sharded. The reference's loss is that of all ranks' tokens, so losses agree
+after averaging over ranks, and every gradient as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import memfine_fx
+from memfine_fx.expert_parallel.shard import sharded_parameters
+from memfine_fx.expert_parallel.state import TrainingState, whole_state_dict
+from memfine_fx.models import DeepseekConfig, DeepseekMoE
+
+VOCAB, SEQUENCE, STEPS = 32, 12, 20
+
+
+class DeepseekLike(nn.Module):
+    """Two DeepSeek-V3 layers between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = DeepseekConfig(hidden=16, expert_width=8, num_experts=8, top_k=3, spelling="gathered")
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(DeepseekMoE(config) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.head = nn.Linear(16, VOCAB, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            hidden = hidden + layer(norm(hidden))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+class ListOfExperts(nn.Module):
+    """A loop over a ModuleList: each expert's parameters are tensors of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.gate = nn.Linear(16, 5, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 16, bias=False)) for _ in range(5)
+        )
+        self.head = nn.Linear(16, VOCAB, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids).flatten(0, 1)
+        weight, index = self.gate(hidden).softmax(-1).topk(2)
+        out = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(index == number)
+            out.index_add_(0, token, expert(hidden[token]) * weight[token, place].unsqueeze(-1))
+        return F.cross_entropy(self.head(hidden + out), labels.flatten())
+
+
+def qwen() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=6,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+    )
+    model: nn.Module = Qwen3MoeForCausalLM(config)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Qwen3-MoE": qwen,
+    "DeepSeek-like": DeepseekLike,
+    "list of experts": ListOfExperts,
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Worst relative errors over all steps: of losses, and of gradients, with the name of the worst."""
+
+    loss: float
+    gradient: float
+    worst: str
+    num_chunked: int
+    num_refused: int
+
+
+class Trained:
+    """One model on this rank, or the reference."""
+
+    def __init__(self, model: nn.Module, mesh: Any = None) -> None:
+        self.model = model
+        if mesh is not None:
+            config = memfine_fx.Config(rows_per_chunk=13)
+            memfine_fx.optimize(model, inner_backend="eager", expert_parallel=mesh, config=config)
+        self.call: nn.Module = model if mesh is None else DistributedDataParallel(model)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+    def step(self, batch: torch.Tensor) -> float:
+        self.optimizer.zero_grad()
+        result = self.call(input_ids=batch, labels=batch)
+        loss: torch.Tensor = result if isinstance(result, torch.Tensor) else result.loss
+        loss.backward()
+        return float(loss.detach())
+
+
+def run_model(rank: int, name: str, shape: tuple[int, ...], folder: str | None = None) -> Comparison:
+    """Train on a mesh of this shape; with a folder, go on from a checkpoint on another mesh after half of the steps."""
+    warnings.simplefilter("error", RuntimeWarning)
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    whole = MODELS[name]()
+    whole.train()
+    reference = Trained(copy.deepcopy(whole))
+    ours = Trained(copy.deepcopy(whole), _mesh(shape))
+    worst_loss, worst, worst_name = 0.0, 0.0, ""
+    for step in range(STEPS):
+        if folder is not None and step == STEPS // 2:
+            ours = _resumed(ours, MODELS[name](), Path(folder))
+        loss, expected, errors = _compare(rank, step, ours, reference)
+        worst_loss = max(worst_loss, abs(loss - expected) / abs(expected))
+        name_of_worst = max(errors, key=errors.__getitem__)
+        if errors[name_of_worst] > worst:
+            worst, worst_name = errors[name_of_worst], f"{name_of_worst} in step {step}"
+        ours.optimizer.step()
+        reference.optimizer.step()
+    report = memfine_fx.report(ours.model)
+    refused = [region for region in report.regions if region.status == "refused"]
+    return Comparison(worst_loss, worst, worst_name, report.num_chunked, len(refused))
+
+
+def _mesh(shape: tuple[int, ...]) -> Any:
+    return dist.device_mesh.init_device_mesh("cpu", shape)
+
+
+def _resumed(trained: Trained, fresh: nn.Module, folder: Path) -> Trained:
+    """Saved, and loaded into another model whose experts every rank holds whole."""
+    dcp.save({"training": TrainingState(trained.model, trained.optimizer)}, checkpoint_id=folder)
+    other = Trained(fresh.train(), _mesh((dist.get_world_size(), 1)))
+    dcp.load({"training": TrainingState(other.model, other.optimizer)}, checkpoint_id=folder)
+    exported = whole_state_dict(trained.model)
+    for name, value in other.model.state_dict().items() if exported else ():
+        assert torch.equal(exported[name], value.full_tensor() if hasattr(value, "full_tensor") else value), name
+    return other
+
+
+def _compare(rank: int, step: int, ours: Trained, reference: Trained) -> tuple[float, float, dict[str, float]]:
+    torch.manual_seed(100 + step)
+    num_ranks = dist.get_world_size()
+    batches = torch.randint(0, VOCAB, (2 * num_ranks, SEQUENCE))
+    expected = reference.step(batches)
+    loss = torch.tensor(ours.step(batches[2 * rank : 2 * rank + 2]))
+    dist.all_reduce(loss)
+    sharded = sharded_parameters(ours.model)
+    errors = {}
+    for (name, parameter), other in zip(ours.model.named_parameters(), reference.model.parameters(), strict=True):
+        assert parameter.grad is not None and other.grad is not None, name
+        exact = sharded[name].own(other.grad) if name in sharded else other.grad
+        errors[name] = float((parameter.grad - exact).norm() / exact.norm().clamp_min(1e-4))
+    return float(loss) / num_ranks, expected, errors
+
+
+def run_models(rank: int, plan: list[tuple[str, tuple[int, ...], str | None]]) -> list[Comparison]:
+    return [run_model(rank, *one) for one in plan]

@@ -1,0 +1,45 @@
+"""Models on several ranks train as on one: losses and every gradient over 20 steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.expert_parallel.model_cases import Comparison, run_models
+from tests.expert_parallel.ranks import run_ranks
+
+NUM_LAYERS = {"Qwen3-MoE": 2, "DeepSeek-like": 2, "list of experts": 1}
+
+
+def check(by_rank: list[list[Comparison]], plan: list[tuple[str, tuple[int, ...], str | None]]) -> None:
+    for rank, comparisons in enumerate(by_rank):
+        for (name, shape, _), one in zip(plan, comparisons, strict=True):
+            assert (one.num_chunked, one.num_refused) == (NUM_LAYERS[name], 0), f"{name} on {shape}"
+            assert one.loss < 1e-5, f"{name} on {shape}, rank {rank}: loss off by {one.loss:.1e}"
+            assert one.gradient < 1e-4, f"{name} on {shape}, rank {rank}: {one.worst} off by {one.gradient:.1e}"
+
+
+def test_two_ranks_train_as_one_and_resume_with_another_number_of_them(tmp_path: Path) -> None:
+    plan: list[tuple[str, tuple[int, ...], str | None]] = [
+        ("Qwen3-MoE", (2,), str(tmp_path / "qwen")),
+        ("DeepSeek-like", (2,), None),
+    ]
+    check(run_ranks(run_models, 2, plan), plan)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_a_list_of_experts(tmp_path: Path) -> None:
+    plan: list[tuple[str, tuple[int, ...], str | None]] = [("list of experts", (2,), str(tmp_path / "list"))]
+    check(run_ranks(run_models, 2, plan), plan)
+
+
+@pytest.mark.slow
+def test_four_ranks_and_two_by_two_train_as_one(tmp_path: Path) -> None:
+    plan: list[tuple[str, tuple[int, ...], str | None]] = [
+        ("Qwen3-MoE", (4,), str(tmp_path / "four")),
+        ("Qwen3-MoE", (2, 2), str(tmp_path / "two by two")),
+        ("DeepSeek-like", (4,), None),
+        ("DeepSeek-like", (2, 2), None),
+    ]
+    check(run_ranks(run_models, 4, plan), plan)
