@@ -31,8 +31,11 @@ test: setup  ## the fast tests
 test-slow: setup  ## the slow tests
 	$(PYTEST) -m "slow and not cuda"
 
-examples: setup  ## the examples and the trainers' tests
-	$(PYTEST) -m trainers
+examples: setup  ## the examples and the trainers' tests; writes docs/compatibility.md
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[test,trainers]"
+	mkdir -p build
+	$(PYTEST) -m trainers --junitxml build/trainers.xml
+	$(BIN)/python -m benchmarks.compatibility build/trainers.xml
 
 golden: setup  ## write tests/golden again from what the code does now
 	$(BIN)/python -m pytest -q tests/passes/test_golden.py --refresh-golden

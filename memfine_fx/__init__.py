@@ -19,6 +19,7 @@ from memfine_fx.errors import (
 )
 from memfine_fx.registration import register_backend as _register_backend
 from memfine_fx.report import RegionReport, Report
+from memfine_fx.scalars import log_scalars, scalars
 from memfine_fx.verification import RegionVerification, VerifyReport
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "explain",
+    "log_scalars",
     "optimize",
     "report",
+    "scalars",
     "verify",
 ]
 

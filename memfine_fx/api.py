@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from memfine_fx.capture.adapters import TracedAdapters
+from memfine_fx.capture.buckets import kept_whole
 from memfine_fx.capture.flags import CapturingCall
 from memfine_fx.capture.implementation import switch_experts, switched_experts
 from memfine_fx.capture.recorded import RecordedOutputs
@@ -231,14 +233,14 @@ def _captured(
             )
 
     compiled = CapturingCall(model, compile_with, note) if session.config.captures_loops else compile_with(())
-    recorded = RecordedOutputs(model)
+    recorded, adapters = RecordedOutputs(model), TracedAdapters(model)
 
     @functools.wraps(compiled)
-    def call_recording(*args: Any, **kwargs: Any) -> Any:
-        with recorded.prepared(kwargs):
+    def call_prepared(*args: Any, **kwargs: Any) -> Any:
+        with recorded.prepared(kwargs), adapters.installed(), kept_whole():
             return compiled(*args, **kwargs)
 
-    return call_recording
+    return call_prepared
 
 
 def _warn_after_first_call(model: torch.nn.Module, session: Session) -> None:

@@ -21,11 +21,13 @@ from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.budget import budget_of_graph, choose_plan
+from memfine_fx.capture.buckets import hint_for_cut_graphs
 from memfine_fx.config import Config, dump_folder
 from memfine_fx.errors import CannotChunk, LeftoverShapes, MemfineError
 from memfine_fx.expert_parallel.lowering import drop_unread_tables, sharded_experts
 from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.inner import compile_plain, compile_with_regions
+from memfine_fx.logs import trace_artifact
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
@@ -45,12 +47,13 @@ from memfine_fx.runtime.loop import accumulator_dtype
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import LiveRegion, register
-from memfine_fx.session import CapturedGraph, LoweredRegion, Session, next_site
+from memfine_fx.session import CapturedGraph, LoweredRegion, Session, next_site, outcome_report
 from memfine_fx.verifier import verify_outcomes
 
 __all__ = ["compile_graph", "warn_without_regions"]
 
 log = logging.getLogger(__name__)
+passes_log = logging.getLogger("memfine_fx.passes")
 
 
 def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[..., Any]:
@@ -77,6 +80,7 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
 def _compile(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session, record: CapturedGraph
 ) -> Callable[..., Any]:
+    _dump(graph_module, session, "captured")
     found = []
     exposures = {}
     for body, modes in list(called_bodies(graph_module)):
@@ -97,12 +101,13 @@ def _compile(
                 _lower(body, outcome.region, outcome.live, session)
         conceal(body, exposed)
         record.outcomes.extend(outcomes)
-    _dump(graph_module, session)
+    _dump(graph_module, session, "rewritten")
+    _tell(graph_module, session, record)
     if session.is_dry:
         return graph_module
     regions = [outcome.region for outcome in record.outcomes if isinstance(outcome, LoweredRegion)]
     if not regions or session.config.identity_rewrite:
-        return compile_plain(graph_module, example_inputs, session.config.inner_backend)
+        return compile_plain(graph_module, example_inputs, session.config.inner_backend, session.mode)
     return compile_with_regions(
         graph_module,
         example_inputs,
@@ -110,6 +115,7 @@ def _compile(
         record.step,
         budget=budget_of_graph(session, record, _tensor(regions[0].hidden)),
         changed=session.forget_plans,
+        mode=session.mode,
     )
 
 
@@ -191,6 +197,7 @@ def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> tuple[M
         tuner=ChunkTuner(config.bins, config.patience, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),
         exchange=exchange,
+        name=region.where.module or str(region.where),
     )
     register(live)
     record.step.regions[site] = RegionMemory(region_bytes, _num_tokens(region), config.axis)
@@ -339,6 +346,7 @@ def warn_without_regions(session: Session) -> None:
     report = session.report()
     if report.num_chunked == 0:
         reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
+        reasons += hint_for_cut_graphs()
         warnings.warn(
             f"memfine_fx found nothing to chunk and compiled the model as plain {session.config.inner_backend}: "
             f"{reasons}",
@@ -346,11 +354,22 @@ def warn_without_regions(session: Session) -> None:
         )
 
 
-def _dump(graph_module: fx.GraphModule, session: Session) -> None:
+def _dump(graph_module: fx.GraphModule, session: Session, state: str) -> None:
     folder = dump_folder()
     if folder is None:
         return
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f"graph_{session.num_graphs:03d}.py")
+    path = os.path.join(folder, f"graph_{session.num_graphs:03d}_{state}.py")
     with open(path, "w", encoding="utf-8") as file:
         file.write(graph_module.print_readable(print_output=False))
+
+
+def _tell(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> None:
+    """What was found in a graph, to the log and to TORCH_TRACE."""
+    number = session.num_graphs
+    lines = [f"graph {number}: {outcome_report(outcome)}" for outcome in record.outcomes]
+    for line in lines or [f"graph {number}: no routing decision"]:
+        passes_log.info("%s", line)
+    if record.outcomes:
+        trace_artifact("memfine_regions", "string", "\n".join(lines))
+        trace_artifact("memfine_graph", "string", graph_module.print_readable(print_output=False))

@@ -147,8 +147,23 @@ def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int |
 
 
 def dump_folder() -> str | None:
-    """Folder for numbered graph dumps (MEMFINE_DUMP), or None."""
+    """Folder for numbered dumps of graphs as captured and as rewritten (MEMFINE_DUMP), or None."""
     return os.environ.get("MEMFINE_DUMP") or None
+
+
+def log_names(known: tuple[str, ...]) -> list[str]:
+    """Logs to switch on (MEMFINE_LOGS, names separated by commas; "all" for every one).
+
+    Raises:
+        ConfigError: a name is not among `known`.
+    """
+    names = [name.strip() for name in os.environ.get("MEMFINE_LOGS", "").split(",") if name.strip()]
+    if "all" in names:
+        return list(known)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"MEMFINE_LOGS names {name!r}; known: {', '.join(known)}, all")
+    return names
 
 
 def cache_folder() -> str:

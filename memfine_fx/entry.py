@@ -15,7 +15,7 @@ from memfine_fx.session import Session, open_session
 __all__ = ["compile_in_session", "memfine"]
 
 _UNSUPPORTED_MODES = ("reduce-overhead", "max-autotune")
-_sessions: dict[Config, Session] = {}
+_sessions: dict[tuple[Config, str | None], Session] = {}
 _lock = threading.Lock()
 
 
@@ -37,12 +37,12 @@ def memfine(
                 "use mode='default' or 'max-autotune-no-cudagraphs'"
             )
         config = Config.from_options(options)
+        with _lock:
+            if (config, mode) not in _sessions:
+                _sessions[config, mode] = open_session(config, mode=mode)
     except MemfineError as error:
         return _raising(error)
-    with _lock:
-        if config not in _sessions:
-            _sessions[config] = open_session(config)
-    return compile_in_session(graph_module, example_inputs, _sessions[config])
+    return compile_in_session(graph_module, example_inputs, _sessions[config, mode])
 
 
 def compile_in_session(

@@ -28,9 +28,9 @@ __all__ = ["compile_plain", "compile_with_regions"]
 
 
 def compile_plain(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], inner_backend: str
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], inner_backend: str, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph that holds no region."""
+    """Compile a graph that holds no region, in one of Inductor's modes."""
     if inner_backend == "eager":
         return graph_module
     inputs = list(example_inputs)
@@ -40,7 +40,7 @@ def compile_plain(
         return aot_eager(graph_module, inputs)
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(graph_module, inputs)
+    compiled: Any = compile_fx(graph_module, inputs, config_patches=_options_of(mode))
     return compiled  # type: ignore[no-any-return]  # compile_fx has many return types
 
 
@@ -52,6 +52,7 @@ def compile_with_regions(
     *,
     budget: StepBudget | None,
     changed: Callable[[], None],
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph whose regions were lowered.
 
@@ -61,6 +62,7 @@ def compile_with_regions(
         step: told the sizes of each call, and what forward and backward hold.
         budget: see `StepPartitioner`.
         changed: called when more is known of the graph's memory than before.
+        mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
     """
     if config.inner_backend == "eager":
         return graph_module
@@ -89,12 +91,21 @@ def compile_with_regions(
         return _told_of_calls(unfused, sizes, step, changed)
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {"custom_partitioner_fn": partitioner, "_post_fusion_custom_pass": KernelOrder()}
+    patches = _options_of(mode) | {"custom_partitioner_fn": partitioner, "_post_fusion_custom_pass": KernelOrder()}
     inner_compile = functools.partial(_compile_and_read, step, changed)
     # NOTE: a hit in AOT autograd's cache would skip the partitioner and what it learns; Inductor's own cache is used.
     with functorch_config.patch(enable_autograd_cache=False):
         compiled: Any = compile_fx(graph_module, inputs, inner_compile=inner_compile, config_patches=patches)
     return _told_of_calls(compiled, sizes, step, changed)
+
+
+def _options_of(mode: str | None) -> dict[str, Any]:
+    """Inductor's options that a mode of `torch.compile` stands for."""
+    if mode is None:
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
 
 
 def _compile_and_read(

@@ -16,6 +16,7 @@ from memfine_fx.memory.step import StepPeak
 from memfine_fx.memory.timeline import Timeline
 from memfine_fx.picture import RegionGraph, region_svg
 from memfine_fx.records import ChunkPlan, RegionDims, Where
+from memfine_fx.runtime.loads import Imbalance
 
 __all__ = ["RegionReport", "Report"]
 
@@ -33,6 +34,8 @@ class RegionReport:
         plan: what ran last (or would run), None if refused or not yet run.
         num_tokens: T of that run.
         num_chunks: chunks of that run, 0 if it has not run.
+        largest_chunk: rows of its largest chunk.
+        imbalance: how uneven its routing was in the latest steps, None if it has not run.
         body_key: content hash of the expert bodies; equal for layers that share them.
         node: the graph node where a proof stopped.
         verified_error: worst relative error that `verify` saw, None where it was not asked for.
@@ -48,6 +51,8 @@ class RegionReport:
     plan: ChunkPlan | None = None
     num_tokens: int = 0
     num_chunks: int = 0
+    largest_chunk: int = 0
+    imbalance: Imbalance | None = None
     body_key: str | None = None
     node: str | None = None
     verified_error: float | None = None
@@ -70,6 +75,7 @@ class RegionReport:
         plan = self.plan
         size = f"R={plan.rows_per_chunk}" if plan.axis == "rows" else f"{plan.tokens_per_chunk} tokens"
         ran = f", {self.num_chunks} chunks" if self.num_chunks else ""
+        ran += f", imbalance {self.imbalance}" if self.imbalance else ""
         return f"{line}; axis {plan.axis}, {size} a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"
 
 

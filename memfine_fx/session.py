@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdRef
 
 from memfine_fx.config import Config
 from memfine_fx.hints import hint_for
+from memfine_fx.logs import set_up_logs
 from memfine_fx.memory.measure import MemoryTrace
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
@@ -31,7 +32,7 @@ from memfine_fx.report import RegionReport, Report, StepReport
 from memfine_fx.runtime.store import LiveRegion, lookup
 from memfine_fx.verification import RegionVerification, VerifyReport
 
-__all__ = ["LoweredRegion", "Session", "sessions"]
+__all__ = ["LoweredRegion", "Session", "outcome_report", "sessions"]
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Session:
     Args:
         config: its options.
         is_dry: analyse only; graphs run as captured (`explain`).
+        mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
         stage_seconds: wall time spent in each stage of the pipeline ("find", "raise", "plan").
@@ -86,6 +88,7 @@ class Session:
 
     config: Config
     is_dry: bool = False
+    mode: str | None = None
     has_warned: bool = False
     has_warned_of_failure: bool = False
     capture_flags: tuple[str, ...] = ()
@@ -194,7 +197,7 @@ class Session:
 
     def report(self, measured: MemoryTrace | None = None) -> Report:
         """What is known of the regions, and of a step that was traced."""
-        regions = tuple(_region_report(outcome) for outcome in self._latest())
+        regions = tuple(outcome_report(outcome) for outcome in self._latest())
         predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
         measured_bytes = None if measured is None else measured.peak_bytes
         step = self._step_report()
@@ -252,8 +255,9 @@ def sessions() -> list[Session]:
     return list(_all_sessions)
 
 
-def open_session(config: Config, *, is_dry: bool = False) -> Session:
-    session = Session(config, is_dry)
+def open_session(config: Config, *, is_dry: bool = False, mode: str | None = None) -> Session:
+    set_up_logs()
+    session = Session(config, is_dry, mode)
     with _lock:
         if not _all_sessions:
             register_optimizer_step_post_hook(_note_step)
@@ -276,7 +280,8 @@ def _place(outcome: LoweredRegion | Refusal) -> object:
     return (where.module, where.source) if where.module else id(outcome)
 
 
-def _region_report(outcome: LoweredRegion | Refusal) -> RegionReport:
+def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
+    """What is known of one region or refusal now."""
     if isinstance(outcome, Refusal):
         return RegionReport("refused", outcome.where, outcome.reason, node=outcome.node, hint=hint_for(outcome.reason))
     region, live = outcome.region, outcome.live
@@ -289,6 +294,8 @@ def _region_report(outcome: LoweredRegion | Refusal) -> RegionReport:
         plan=live.plan,
         num_tokens=live.num_tokens,
         num_chunks=live.num_chunks,
+        largest_chunk=live.largest_chunk,
+        imbalance=live.loads.summary(),
         body_key=live.bodies.key,
         verified_error=_verified_error(outcome),
         graph=outcome.graph,

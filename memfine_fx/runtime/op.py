@@ -22,6 +22,7 @@ from memfine_fx.records import Keep
 from memfine_fx.runtime.bodies import KeepingBodies
 from memfine_fx.runtime.loop import Kept, Routed, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.params import group_params
+from memfine_fx.runtime.ranges import range_of, ranged
 from memfine_fx.runtime.routing import sort_assignments
 from memfine_fx.runtime.store import LiveRegion, lookup
 
@@ -110,8 +111,10 @@ def _forward(
     kept: Kept | None,
 ) -> torch.Tensor:
     region = lookup(site)
+    region.loads.note(offsets)
+    name = f"{region.name or site} forward"
     if region.exchange is not None:
-        with span(f"forward {site}"):
+        with span(f"forward {site}"), range_of(name):
             return region.exchange.forward(region, hidden, weight, order, offsets, _grouped(params, region))
     routed = Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
     plan = region.plan_for(hidden.shape[0])
@@ -123,8 +126,8 @@ def _forward(
     region.stages_gradients = has_shared or any(chunk.is_part for chunk in chunks)
     region.num_steps += 1
     lower = partial(region.lower, hidden.shape[0])
-    with span(f"forward {site}"):
-        return run_forward(routed, region.bodies, chunks, region.out_dtype, lower, kept)
+    with span(f"forward {site}"), range_of(name):
+        return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, kept)
 
 
 def _check_ids(region: LiveRegion, order: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -189,15 +192,17 @@ def _backward(
 ) -> list[torch.Tensor]:
     region = lookup(site)
     wanted_params = _grouped(wanted[2:], region)
+    name = f"{region.name or site} backward"
     if region.exchange is not None:
         layer = (region, grad, hidden, weight, order, offsets, _grouped(params, region))
-        with span(f"backward {site}"):
+        with span(f"backward {site}"), range_of(name):
             return region.exchange.backward(*layer, (wanted[0], wanted[1]), wanted_params)
     routed = Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
     plan = region.plan_for(hidden.shape[0])
     chunks = chunks_of(routed, region.bodies, plan, region.tuner, is_new_step=False)
     lower = partial(region.lower, hidden.shape[0])
-    with span(f"backward {site}"):
+    chunks = ranged(chunks, name)
+    with span(f"backward {site}"), range_of(name):
         return run_backward(grad, routed, region.bodies, chunks, (wanted[0], wanted[1]), wanted_params, lower, kept)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable
@@ -11,11 +12,13 @@ import torch
 
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import Bodies
+from memfine_fx.runtime.loads import LoadHistory
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.parallel import RowExchange
 
 __all__ = ["LiveRegion", "lookup", "register", "unregister"]
 
+log = logging.getLogger("memfine_fx.plans")
 _regions: dict[str, LiveRegion] = {}
 _lock = threading.Lock()
 
@@ -38,6 +41,8 @@ class LiveRegion:
         tuner: how many chunks a step's rows get under the plan.
         warn: told in words when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
+        name: its layer, as profiles and logs call it.
+        loads: how uneven its routing was.
     """
 
     site: str
@@ -50,6 +55,8 @@ class LiveRegion:
     tuner: ChunkTuner = field(default_factory=ChunkTuner)
     warn: Callable[[str], None] = _warn
     exchange: RowExchange | None = None
+    name: str = ""
+    loads: LoadHistory = field(default_factory=LoadHistory)
     plan: ChunkPlan | None = None
     num_tokens: int = 0
     num_chunks: int = 0
@@ -63,7 +70,8 @@ class LiveRegion:
         """The plan for T tokens; decided at run time, so that sizes change without recompiling."""
         if num_tokens not in self._plans:
             limits = [rows for tokens, rows in self._limits.items() if tokens <= num_tokens]
-            self._plans[num_tokens] = _at_most(self.choose_plan(num_tokens), min(limits, default=None))
+            plan = self._plans[num_tokens] = _at_most(self.choose_plan(num_tokens), min(limits, default=None))
+            log.info("%s, T=%d: %d rows a chunk; %s", self.name, num_tokens, plan.rows_per_chunk, plan.reason)
         return self._plans[num_tokens]
 
     def forget_plans(self) -> None:

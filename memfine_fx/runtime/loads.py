@@ -1,0 +1,62 @@
+"""How uneven a region's routing has been in its latest steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Imbalance", "LoadHistory"]
+
+_NUM_STEPS = 512
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """Rows of the fullest expert over the mean of all, in the latest steps: 1 is even, E is all to one expert.
+
+    Args:
+        latest: in the last step.
+        p50, p95, largest: over `num_steps` steps, at most 512.
+    """
+
+    latest: float
+    p50: float
+    p95: float
+    largest: float
+    num_steps: int
+
+    def __str__(self) -> str:
+        return f"p50 {self.p50:.2f} p95 {self.p95:.2f} max {self.largest:.2f} over {self.num_steps} steps"
+
+
+@dataclass
+class LoadHistory:
+    """The largest load of each step; a number a step is all that is kept."""
+
+    _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
+
+    def note(self, offsets: torch.Tensor) -> None:
+        """Note the routing of a step.
+
+        Args:
+            offsets: [E+1] on the host, as from `routing.sort_assignments`.
+        """
+        places = offsets.tolist()
+        num_rows, num_experts = places[-1] - places[0], len(places) - 1
+        if num_rows:
+            fullest = max(after - before for before, after in itertools.pairwise(places))
+            self._ratios.append(fullest * num_experts / num_rows)
+
+    def summary(self) -> Imbalance | None:
+        """Percentiles, None before a step with rows."""
+        if not self._ratios:
+            return None
+        rising = sorted(self._ratios)
+        return Imbalance(self._ratios[-1], _quantile(rising, 0.5), _quantile(rising, 0.95), rising[-1], len(rising))
+
+
+def _quantile(rising: list[float], share: float) -> float:
+    return rising[min(len(rising) - 1, int(share * len(rising)))]

@@ -1,0 +1,154 @@
+"""LoRA by PEFT, frozen experts, and expert weights that are computed: merged, dequantised, parametrised."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import memfine_fx
+from memfine_fx.memory.measure import trace_memory
+from memfine_fx.tiny import tiny_causal_lm
+from tests.integration.comparison import FP32_TOLERANCE, assert_same_step, optimized_copy, relative_error
+
+HIDDEN, NUM_EXPERTS, TOP_K, WIDTH = 16, 5, 2, 12
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(1, 64, (2, 12))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def lora(**settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_causal_lm("qwen3_moe", num_hidden_layers=1), peft.LoraConfig(r=2, **settings))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("targets", [[], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]])
+def test_adapters_train_in_one_chunked_graph(targets: list[str], is_checkpointed: bool) -> None:
+    model = lora(target_modules=["q_proj", "v_proj"], target_parameters=targets)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    optimized = optimized_copy(model, rows_per_chunk=5)
+    inputs = batch()
+    for _ in range(2):
+        for one in (optimized, model):
+            one.zero_grad()
+            one(**inputs).loss.backward()
+        for (name, ours), theirs in zip(optimized.named_parameters(), model.parameters(), strict=True):
+            assert (ours.grad is not None) == ("lora" in name), name
+            if ours.grad is not None and theirs.grad is not None:
+                assert relative_error(ours.grad, theirs.grad) < FP32_TOLERANCE, name
+    report = memfine_fx.report(optimized)
+    assert [region.status for region in report.regions] == ["chunked"]
+
+
+@pytest.mark.trainers
+def test_adapters_that_are_disabled_or_merged_run_as_peft_wrote_them() -> None:
+    model = lora(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    optimized = optimized_copy(model, rows_per_chunk=5)
+    inputs = batch()
+    optimized(**inputs)
+    with model.disable_adapter(), optimized.disable_adapter():
+        assert relative_error(optimized(**inputs).logits, model(**inputs).logits) < FP32_TOLERANCE
+    model.merge_adapter()
+    optimized.merge_adapter()
+    assert relative_error(optimized(**inputs).logits, model(**inputs).logits) < FP32_TOLERANCE
+
+
+def test_frozen_experts_get_no_gradient_buffer_and_the_memory_model_knows() -> None:
+    model = Gathered()
+    frozen = copy.deepcopy(model)
+    frozen.up.requires_grad_(False)
+    frozen.down.requires_grad_(False)
+    table_bytes = model.up.numel() * model.up.element_size()
+    tokens = torch.randn(6, HIDDEN)
+
+    def gradient_buffers(layer: nn.Module) -> int:
+        optimized = optimized_copy(layer, inner="aot_eager", rows_per_chunk=3)
+
+        def step() -> None:
+            optimized.zero_grad()
+            optimized(tokens).sum().backward()
+
+        step()
+        trace = trace_memory(step, torch.device("cpu"))
+        foreseen.append(memfine_fx.report(optimized).predicted_peak_bytes)
+        return sum(num_bytes == table_bytes for num_bytes in trace.allocation_bytes)
+
+    foreseen: list[Any] = []
+    assert gradient_buffers(model) == 2
+    assert gradient_buffers(frozen) == 0
+    assert foreseen[0] - foreseen[1] >= 2 * table_bytes
+
+
+class Gathered(nn.Module):
+    """Gathered weights; where the tables come from is where cases differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, NUM_EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, WIDTH) * 0.3)
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, HIDDEN) * 0.3)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.up, self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, index = torch.softmax(self.router(x), -1).topk(TOP_K, -1)
+        up, down = self.tables()
+        ids = index.reshape(-1)
+        inner = F.silu(torch.bmm(x.repeat_interleave(TOP_K, 0).unsqueeze(1), up[ids]))
+        rows = torch.bmm(inner, down[ids]).squeeze(1) * weight.reshape(-1, 1)
+        return rows.view(-1, TOP_K, HIDDEN).sum(1)
+
+
+class Dequantised(Gathered):
+    """int8 tables with a scale per expert and column, which is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randint(-127, 128, self.up.shape, dtype=torch.int8))
+        self.scale = nn.Parameter(torch.rand(NUM_EXPERTS, 1, WIDTH) / 127)
+        del self.up
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.codes.to(self.scale.dtype) * self.scale, self.down
+
+
+class Gate(nn.Module):
+    def forward(self, table: Tensor) -> Tensor:
+        return table * torch.sigmoid(table)
+
+
+def parametrised() -> nn.Module:
+    model = Gathered()
+    nn.utils.parametrize.register_parametrization(model, "up", Gate())
+    return model
+
+
+def half_frozen() -> nn.Module:
+    """A frozen table beside a trained one."""
+    model = Gathered()
+    model.up.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("make", [Dequantised, parametrised, half_frozen])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_computed_expert_weights_get_their_gradients(make: Any, inner: str) -> None:
+    model = make()
+    optimized = optimized_copy(model, inner=inner, rows_per_chunk=3)
+    assert_same_step(optimized, model, {"x": torch.randn(10, HIDDEN)})
+    assert memfine_fx.report(optimized).num_chunked == 1

@@ -1,0 +1,42 @@
+"""Every example, run as a user runs it; each fails unless its losses are those of the unoptimized run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NEEDS = {
+    "transformers_trainer": ("transformers", "accelerate"),
+    "plain_loop": ("transformers",),
+    "peft_lora": ("transformers", "peft"),
+    "accelerate_loop": ("transformers", "accelerate"),
+    "lightning_trainer": ("transformers", "lightning"),
+    "distributed": ("transformers",),
+    "tensorboard_logging": ("transformers", "accelerate", "tensorboard"),
+}
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_proves_itself(name: str) -> None:
+    for package in NEEDS[name]:
+        pytest.importorskip(package)
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), "--inner", "eager"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    assert ran.stdout.rstrip().endswith("OK")
+
+
+def test_every_example_is_listed() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} - {"common"} == set(NEEDS)
