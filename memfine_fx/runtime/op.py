@@ -111,7 +111,6 @@ def _forward(
     kept: Kept | None,
 ) -> torch.Tensor:
     region = lookup(site)
-    region.loads.note(offsets)
     name = f"{region.name or site} forward"
     if region.exchange is not None:
         with span(f"forward {site}"), range_of(name):
@@ -125,6 +124,7 @@ def _forward(
     has_shared = "shared" in region.bodies.param_kinds
     region.stages_gradients = has_shared or any(chunk.is_part for chunk in chunks)
     region.num_steps += 1
+    region.loads.note(offsets)
     lower = partial(region.lower, hidden.shape[0])
     with span(f"forward {site}"), range_of(name):
         return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, kept)
