@@ -10,7 +10,34 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "something between the router and the experts cannot be captured: TORCH_LOGS=graph_breaks shows what; "
         "in transformers, model.set_experts_implementation('grouped_mm') is captured whole",
     ),
-    ("no expert matmul depends on it", "nothing to do: this choice picks no experts (sampling, attention, lookups)"),
+    (
+        "no expert matmul depends on it",
+        "nothing to do if this choice picks no experts (sampling, attention, lookups); if it does, a graph break hides "
+        "them, and TORCH_LOGS=graph_breaks shows it",
+    ),
+    (
+        "do not meet in one",
+        "only layers that add up a token's experts are chunked; experts whose results stay apart (attention experts, a "
+        "result per head) run as written",
+    ),
+    (
+        "experts are rows of a table",
+        "one vector an expert leaves no matmul to run per expert (product-key retrieval); experts that are stored flat "
+        "are raised as parameters [E,in,out]",
+    ),
+    (
+        "picks tokens",
+        "nothing to do where the picked tokens meet one dense block or attention; experts that choose tokens are "
+        "raised when their weights are stacked, [E,in,out], and multiplied by bmm or einsum",
+    ),
+    (
+        "one expert for all tokens of a sequence",
+        "run each expert on its own sequences, or repeat the choice for every token, [T] ids",
+    ),
+    (
+        "captured whole",
+        "an autograd.Function or checkpoint between dispatch and combine is not looked into: put it around the layer",
+    ),
     ("shares its dispatch with another region", "the other region is chunked; give this one a dispatch of its own"),
     ("detach", "gradients through a detached value cannot be recomputed in chunks: detach outside the experts"),
     ("autocast or gradient mode changes", "enter autocast or no_grad around the whole MoE layer, not inside it"),

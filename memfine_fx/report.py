@@ -185,7 +185,7 @@ class Report:
             raise MemfineError(f"there is no picture {number}: {len(drawn)} regions of this report have one")
         region = drawn[number]
         assert region.graph is not None
-        return region_svg(region.graph, f"{region.where.module or 'MoE region'}, {region.family}")
+        return region_svg(region.graph, f"{region.where.module or _file_name(region.where)}, {region.family}")
 
     def to_json(self) -> str:
         """The report as a JSON document, without the timeline."""
@@ -216,6 +216,11 @@ class Report:
         from memfine_fx.chart import draw_timeline
 
         draw_timeline(self.timeline, path)
+
+
+def _file_name(where: Where) -> str:
+    """FILE:LINE without its folder."""
+    return Path(where.source).name or "MoE region"
 
 
 def _jsonable(value: Any) -> str:

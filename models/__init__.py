@@ -19,10 +19,13 @@ from memfine_fx.models.gpt_oss import GptOssConfig, GptOssMoE
 from memfine_fx.models.handwritten import HandwrittenConfig, HandwrittenMoE
 from memfine_fx.models.hashed import HashedConfig, HashedMoE
 from memfine_fx.models.indexed import IndexedConfig, IndexedMoE
+from memfine_fx.models.listed_slots import ListedSlotsConfig, ListedSlotsMoE
 from memfine_fx.models.llama4 import Llama4Config, Llama4MoE
 from memfine_fx.models.loops import LoopConfig, LoopMoE
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from memfine_fx.models.naive import NaiveConfig, NaiveMoE
+from memfine_fx.models.padded import PaddedConfig, PaddedMoE
+from memfine_fx.models.published import PublishedConfig, PublishedMoE
 from memfine_fx.models.switch import SwitchConfig, SwitchMoE
 from memfine_fx.models.torchtitan import TorchtitanConfig, TorchtitanMoE
 from memfine_fx.models.variants import VARIANTS, VariantConfig, VariantExperts, VariantMoE
@@ -46,6 +49,8 @@ __all__ = [
     "HashedMoE",
     "IndexedConfig",
     "IndexedMoE",
+    "ListedSlotsConfig",
+    "ListedSlotsMoE",
     "Llama4Config",
     "Llama4MoE",
     "LoopConfig",
@@ -54,6 +59,10 @@ __all__ = [
     "MixtralMoE",
     "NaiveConfig",
     "NaiveMoE",
+    "PaddedConfig",
+    "PaddedMoE",
+    "PublishedConfig",
+    "PublishedMoE",
     "SwitchConfig",
     "SwitchMoE",
     "TorchtitanConfig",

@@ -241,13 +241,35 @@ def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad |
         return None
     product, is_transposed = _through_transposes(gradient)
     if product.target is not aten.mm.default:
-        index = _place(results, gradient)
+        index = _place(results, _unrounded(gradient))
         assert index is not None
         return PlainGrad(index)
     left, right = (_operand(results, argument) for argument in product.args[:2])
     if is_transposed:
         left, right = _flip(right), _flip(left)
     return ProductGrad(left, right)
+
+
+def _unrounded(gradient: fx.Node) -> fx.Node:
+    """A sum over rows in low precision, made in fp32: an expert's chunks are added up before anything is rounded."""
+    views, total = [], gradient
+    while total.target in _RESHAPES and isinstance(total.args[0], fx.Node):
+        views.append(total)
+        total = total.args[0]
+    is_sum = total.target is aten.sum.dim_IntList and 0 in total.args[1]  # type: ignore[operator]  # a list of ints
+    if not is_sum or total.meta["val"].dtype not in (torch.bfloat16, torch.float16):
+        return gradient
+    with total.graph.inserting_after(gradient):
+        result = total.graph.call_function(aten.sum.dim_IntList, total.args, {**total.kwargs, "dtype": torch.float32})
+    result.meta["val"] = total.meta["val"].float()
+    for view in reversed(views):
+        with view.graph.inserting_after(result):
+            result = view.graph.call_function(view.target, (result, *view.args[1:]))  # type: ignore[arg-type]
+        result.meta["val"] = view.meta["val"].float()
+    return result
+
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def _through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:

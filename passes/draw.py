@@ -2,9 +2,12 @@
 
 Terms. Expert operations lie between the first and the last expert matmul; dispatch is what comes before them inside the
 region, combine what comes after; the router is what makes the index and the weights and does not make the tokens.
+Copies of one expert in an unrolled loop are drawn once, with their number.
 """
 
 from __future__ import annotations
+
+import re
 
 import torch
 from torch import fx
@@ -24,15 +27,48 @@ def region_graph(region: MoERegion) -> RegionGraph:
     flow = Dataflow(region.cut.exit.graph)
     roles = _roles(region, flow)
     nodes = sorted(roles, key=flow.position.__getitem__)
-    number = {node: place for place, node in enumerate(nodes)}
-    edges = [
-        (number[source], number[node])
+    kinds = _kinds(nodes, roles, flow) if region.family == "loops" else dict(zip(nodes, nodes, strict=True))
+    members: dict[object, list[fx.Node]] = {}
+    for node in nodes:
+        members.setdefault(kinds[node], []).append(node)
+    number = {kind: place for place, kind in enumerate(members)}
+    edges = {
+        (number[kinds[source]], number[kinds[node]]): None
         for node in nodes
         if roles[node] != "input"
         for source in flow.digraph.predecessors(node)
-        if source in number
-    ]
-    return RegionGraph(tuple(PictureNode(_name(node), _shape(node), roles[node]) for node in nodes), tuple(edges))
+        if source in kinds and kinds[source] != kinds[node]
+    }
+    boxes = [PictureNode(_names(copies), _shape(copies[0]), roles[copies[0]]) for copies in members.values()]
+    return RegionGraph(tuple(boxes), tuple(edges))
+
+
+def _kinds(nodes: list[fx.Node], roles: dict[fx.Node, Role], flow: Dataflow) -> dict[fx.Node, object]:
+    """The same kind for nodes that do the same for different experts: alike, and read nodes of the same kinds."""
+    known: dict[tuple[object, ...], int] = {}
+    kinds: dict[fx.Node, object] = {}
+    for node in nodes:
+        looks = (_name_of_all(node), re.sub(r"\bu\d+", "u", _shape(node)), roles[node], _place_in_tuple(node))
+        reads = {kinds[source] for source in flow.digraph.predecessors(node) if source in kinds}
+        reads -= {kind for look, kind in ((key[0], kind) for key, kind in known.items()) if look == looks}
+        kinds[node] = known.setdefault((looks, frozenset(reads)), len(known))
+    return kinds
+
+
+def _name_of_all(node: fx.Node) -> str:
+    """A name without the expert's number: parameters of a list of experts."""
+    return re.sub(r"(^|\.)\d+(?=\.)", r"\1*", _name(node))
+
+
+def _place_in_tuple(node: fx.Node) -> object:
+    """Which of several results a node is; which expert's part is no difference."""
+    source = node.args[0] if target_name(node) == "getitem" and len(node.args) > 1 else None
+    is_part = not isinstance(source, fx.Node) or target_name(source) in ("split", "unbind")
+    return None if is_part or not isinstance(node.args[1], int) else node.args[1]
+
+
+def _names(copies: list[fx.Node]) -> str:
+    return _name(copies[0]) if len(copies) == 1 else f"{_name_of_all(copies[0])} \u00d7{len(copies)}"
 
 
 def _roles(region: MoERegion, flow: Dataflow) -> dict[fx.Node, Role]:
@@ -69,8 +105,19 @@ def _carries_tensors(node: fx.Node) -> bool:
 def _name(node: fx.Node) -> str:
     """What a node does, or whose value it is."""
     if node.op not in ("call_function", "call_method"):
-        return node.name.removeprefix("l_self_modules_").removeprefix("l_").rstrip("_")
+        return _path(node.name)
+    source = node.args[0] if node.args else None
+    is_view = target_name(node) in ("transpose", "t", "permute") and isinstance(source, fx.Node)
+    if is_view and isinstance(source, fx.Node) and source.op in ("placeholder", "get_attr"):
+        return f"{_path(source.name).rpartition('.')[2]}, transposed"
     return target_name(node)
+
+
+def _path(name: str) -> str:
+    """A parameter's path without what tracing puts around it, its last parts; another input's name."""
+    inner = re.sub(r"^(l_)?(self_)?", "", name).strip("_")
+    parts = [part.strip("_") for part in re.split(r"(?:^|_)(?:modules|parameters|buffers)_", inner)]
+    return ".".join(part for part in parts[-4:] if part) or name
 
 
 def _shape(node: fx.Node) -> str:

@@ -37,6 +37,8 @@ from memfine_fx.passes.dataflow import (
     static_size,
     target_name,
 )
+from memfine_fx.passes.lonely import chooses_for_sequences, lonely_seed, sequence_choice
+from memfine_fx.passes.loops.slot_lists import slot_lists
 from memfine_fx.passes.modes import Modes
 from memfine_fx.records import Candidate, Cut, Refusal
 
@@ -67,7 +69,8 @@ def find_candidates(graph_module: fx.GraphModule, start: Modes | None = None) ->
     """
     nodes = graph_module.graph.nodes
     seeds = [node for node in nodes if _is_seed(node) or _is_table_lookup(node) or _is_index_placeholder(node)]
-    if not seeds:
+    chosen_by_input = [node for node in nodes if chooses_for_sequences(node)]
+    if not seeds and not chosen_by_input:
         return []
     flow = Dataflow(graph_module.graph)
     by_seed = _attribute_expert_ops(flow, seeds)
@@ -76,8 +79,8 @@ def find_candidates(graph_module: fx.GraphModule, start: Modes | None = None) ->
         if seed in by_seed:
             found.append(_candidate(graph_module, flow, seed, by_seed[seed], start or Modes()))
         elif _is_router(seed) and not _feeds_a_later_seed(flow, seed, by_seed):
-            found.append(_lonely_seed(flow, seed))
-    return found
+            found.append(lonely_seed(flow, seed))
+    return [*found, *map(sequence_choice, chosen_by_input)]
 
 
 def _is_seed(node: fx.Node) -> bool:
@@ -105,8 +108,11 @@ def _is_router(seed: fx.Node) -> bool:
 
 
 def _is_index_placeholder(node: fx.Node) -> bool:
+    """Whether a node may be the expert index of experts compiled alone; what is embedded is a token."""
     value = node_value(node)
-    return node.op == "placeholder" and is_int_tensor(node) and isinstance(value, torch.Tensor) and value.ndim == 2
+    is_integer = node.op == "placeholder" and is_int_tensor(node) and isinstance(value, torch.Tensor)
+    is_embedded = any(target_name(user) == "embedding" for user in node.users)
+    return is_integer and not is_embedded and isinstance(value, torch.Tensor) and value.ndim == 2
 
 
 def _attribute_expert_ops(flow: Dataflow, seeds: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -124,15 +130,41 @@ def _attribute_expert_ops(flow: Dataflow, seeds: list[fx.Node]) -> dict[fx.Node,
     owners: dict[fx.Node, list[fx.Node]] = {}
     for node in matmuls:
         is_stacked = any(_is_expert_table(operand, set()) for operand in node.all_input_nodes)
-        dense = _seed_of_dense(flow, node, computed, reach, routed) if is_stacked else None
+        is_routed = node in routed and _takes_routed_rows(node, reach[routed[node]] | {routed[node]})
+        dense = _seed_of_dense(flow, node, computed, reach, routed) if is_stacked and not is_routed else None
         owner = dense or routed.get(node)
         if owner is not None:
             owners.setdefault(owner, []).append(node)
+    unrouted = [node for node in matmuls if target_name(node) not in GROUPED_MATMULS]
     for seed in computed:
-        ops = [node for node in matmuls if seed not in owners and _is_weighed_by(flow, node, seed, reach[seed])]
+        ops = [node for node in unrouted if seed not in owners and _is_weighed_by(flow, node, seed, reach[seed])]
         if len(ops) > 1:
             owners[seed] = ops
+    for seed in sorted(computed, key=flow.position.__getitem__, reverse=True):
+        listed = _ops_of_slot_list(flow, reach, seed, unrouted)
+        if seed not in owners and listed:
+            owners[seed] = listed
     return owners
+
+
+def _ops_of_slot_list(
+    flow: Dataflow, reach: dict[fx.Node, set[fx.Node]], seed: fx.Node, matmuls: list[fx.Node]
+) -> list[fx.Node]:
+    """The matmuls of the first list of experts whose slots this seed, and none after it, fills."""
+    for found in slot_lists(flow, reach[seed]):
+        later = [other for other in reach if flow.position[other] > flow.position[seed] and found.rows in reach[other]]
+        if not later:
+            inside = set(found.cut.nodes)
+            return [node for node in matmuls if node in inside]
+    return []
+
+
+def _takes_routed_rows(op: fx.Node, tainted: set[fx.Node]) -> bool:
+    """Whether the routing says which rows meet which weights: no seed that weighs the results can own such an op."""
+    return target_name(op) in GROUPED_MATMULS or any(
+        (operand in tainted and has_unbacked_rows(operand)) or _is_gathered_table(operand, tainted)
+        for operand in op.all_input_nodes
+    )
 
 
 def _is_weighed_by(flow: Dataflow, op: fx.Node, seed: fx.Node, reached: set[fx.Node]) -> bool:
@@ -204,13 +236,24 @@ def _has_expert_operand(
 
 def _is_expert_table(operand: fx.Node, tainted: set[fx.Node]) -> bool:
     """A view of a >= 3-D parameter, or a parameter gathered by a tainted index."""
-    node = operand
+    node = _behind_views(operand)
+    if target_name(node) in _INDEXING and node.args and isinstance(node.args[0], fx.Node):
+        return _is_gathered_table(operand, tainted)
+    return _is_stack(node) and isinstance(node_value(node), torch.nn.Parameter)
+
+
+def _is_gathered_table(operand: fx.Node, tainted: set[fx.Node]) -> bool:
+    node = _behind_views(operand)
+    if target_name(node) not in _INDEXING or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    indices = [source for source in node.all_input_nodes[1:] if is_int_tensor(source)]
+    return any(index in tainted for index in indices) and _is_stack(node.args[0]) and node.args[0] not in tainted
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
     while target_name(node) in _VIEWS and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    if target_name(node) in _INDEXING and node.args and isinstance(node.args[0], fx.Node):
-        indices = [source for source in node.all_input_nodes[1:] if is_int_tensor(source)]
-        return any(index in tainted for index in indices) and _is_stack(node.args[0]) and node.args[0] not in tainted
-    return _is_stack(node) and isinstance(node_value(node), torch.nn.Parameter)
+    return node
 
 
 def _is_stack(node: fx.Node) -> bool:
@@ -223,18 +266,6 @@ def _feeds_a_later_seed(flow: Dataflow, seed: fx.Node, by_seed: dict[fx.Node, li
     later = [other for other in by_seed if flow.position[other] > flow.position[seed]]
     following = min(later, key=flow.position.__getitem__, default=None)
     return following is not None and following in flow.descendants([seed])
-
-
-def _lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
-    users = {target_name(user) for user in seed.users}
-    source = seed.args[0] if target_name(seed) == "getitem" else None
-    name = target_name(source) if isinstance(source, fx.Node) else target_name(seed)
-    reason = f"{name}: no expert matmul depends on it"
-    if "output" in users:
-        reason = f"{name}: its indices leave the captured graph (a graph break before the experts?)"
-    elif users & {"one_hot", "eq", "where", "nonzero", "__eq__"}:
-        reason = f"{name}: dispatch by mask or one-hot without a table of expert weights is not raised yet"
-    return Refusal(provenance(seed), reason, str(seed))
 
 
 def _candidate(
@@ -307,8 +338,15 @@ def _has_token_rows(node: fx.Node, token_shape: tuple[int | torch.SymInt, ...]) 
         isinstance(value, torch.Tensor)
         and value.dtype.is_floating_point
         and value.ndim == len(token_shape) + 1
-        and all(same_size(a, b) for a, b in zip(value.shape, token_shape, strict=False))
+        and all(same_size(a, b) or _is_of_parts(a) for a, b in zip(value.shape, token_shape, strict=False))
     )
+
+
+def _is_of_parts(size: int | torch.SymInt) -> bool:
+    """Whether a size is counted from the experts' own rows, as of their results put together again."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def _cut(flow: Dataflow, index: fx.Node, exit_node: fx.Node, num_token_dims: int, expert_ops: Iterable[fx.Node]) -> Cut:
@@ -440,21 +478,29 @@ def _routing_weights(flow: Dataflow, index: fx.Node, inside: set[fx.Node]) -> se
     """Floats per (token, choice) made from the index before any dispatch: they stay outside.
 
     NOTE: shapes alone cannot tell them from routed rows (K = 1 makes N equal T), so the walk starts at the
-    index and stops at the first node that is not a [T,<=K] (or [B,S,<=K]) float.
+    index and stops at the first node that is not a [T,<=K] (or [B,S,<=K]) float. Those of shared experts may be
+    joined to them and taken off again (a softmax over both).
     """
     *tokens, top_k = node_value(index).shape  # type: ignore[attr-defined]  # a tensor
     weights: set[fx.Node] = set()
+    wide: set[fx.Node] = set()
     for node in sorted(inside, key=flow.position.__getitem__):
         sources = [source for source in node.all_input_nodes if source in inside]
         value = node_value(node)
-        is_weight_shaped = (
+        is_per_token = (
             isinstance(value, torch.Tensor)
             and value.dtype.is_floating_point
             and value.ndim == len(tokens) + 1
             and all(map(same_size, value.shape, tokens))
-            and (same_size(value.shape[-1], top_k) or static_size(value.shape[-1]) == 1)
         )
-        if is_weight_shaped and all(source in weights for source in sources):
+        if not is_per_token or not all(source in weights for source in sources):
+            continue
+        assert isinstance(value, torch.Tensor)
+        is_joined = target_name(node) in ("cat", "concat", "concatenate") and bool(sources)
+        if same_size(value.shape[-1], top_k) or static_size(value.shape[-1]) == 1:
+            weights.add(node)
+        elif is_joined or any(source in wide for source in sources):
+            wide.add(node)
             weights.add(node)
     return weights
 

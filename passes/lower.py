@@ -188,13 +188,14 @@ def _erase_assertions(cut: Cut) -> None:
     inside = set(cut.nodes)
     for node in cut.nodes:
         for user in list(node.users):
-            if user not in inside and is_only_asserted(user):
+            if user in node.users and user not in inside and is_only_asserted(user):
                 _erase_with_users(user)
 
 
 def _erase_with_users(node: fx.Node) -> None:
     for user in list(node.users):
-        _erase_with_users(user)
+        if user in node.users:  # else it went with another
+            _erase_with_users(user)
     node.graph.erase_node(node)
 
 

@@ -229,6 +229,8 @@ def outline_with_map(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphMod
             env[node] = float(value)
         elif isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, int, float)):
             env[node] = graph.placeholder(node.name)
+        elif value is None and node.op == "get_attr":
+            raise CannotChunk(f"a function that was captured whole ({_caller(node)}) stands among the experts", node)
         else:
             raise CannotChunk(f"input of the region has no recorded tensor or size, but {type(value).__name__}", node)
     for node in cut.nodes:
@@ -243,6 +245,12 @@ def outline_with_map(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphMod
         env[node] = copied
     graph.output(env[written_node(cut.exit)])
     return fx.GraphModule(torch.nn.Module(), graph), env
+
+
+def _caller(body: fx.Node) -> str:
+    """What calls a body that was captured whole: an autograd.Function, a checkpoint, a branch, a loop."""
+    names = [str(getattr(user.target, "_name", user.target)) for user in body.users]
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)) or body.name
 
 
 def _ignoring_new_symbols(fake_mode: FakeTensorMode | None) -> contextlib.AbstractContextManager[None]:

@@ -34,6 +34,8 @@ from memfine_fx.passes.find import num_stacked_experts
 from memfine_fx.passes.layouts import Combined, Lead, RowInterpreter, Rows, Rules, Sizes
 from memfine_fx.passes.loops.dense import DENSE_LOOP_RULES, read_dense_loop
 from memfine_fx.passes.loops.roll import Rolled, is_loop, roll
+from memfine_fx.passes.loops.slot_lists import SlotList, slot_lists
+from memfine_fx.passes.loops.slot_roll import roll_slot_list
 from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.moves import MOVE_RULES
 from memfine_fx.passes.normalize import NormalizedRegion, normalize
@@ -77,6 +79,11 @@ def _attempts(candidate: Candidate, flow: Dataflow) -> Iterator[Callable[[], MoE
         yield functools.partial(_raise_cut, candidate, cut, flow)
         if not cut.has_dense_weights and _picks_from_stack(cut):
             yield functools.partial(_raise_cut, candidate, cut, flow, rolls_stacks=True)
+    if candidate.seed.op == "placeholder":
+        return
+    for found in slot_lists(flow, flow.descendants([candidate.seed])):
+        if set(candidate.expert_ops) <= set(found.cut.nodes):
+            yield functools.partial(_raise_slot_list, candidate, found, flow)
     for cut, rows in slots.slot_cuts(flow, candidate.expert_ops):
         for dim in slots.expert_dims(rows, num_stacked_experts(candidate.expert_ops)):
             yield functools.partial(_raise_slots, candidate, cut, flow, rows, dim)
@@ -114,6 +121,8 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow, *, rolls_stacks: 
     interpreter.dense_weights = weights.nodes
     interpreter.weight_columns = () if loop is None else loop.columns
     result = _contribution(interpreter, interpreter.run(), cut)
+    if loop is not None and loop.base is not None:
+        result = dataclasses.replace(result, base=loop.base)
     if interpreter.routing_weight in weights.nodes and not interpreter.weight_columns:
         weights.check_zero_elsewhere(interpreter.routing_weight, interpreter.num_experts)
     if rolled is not None:
@@ -130,15 +139,29 @@ def _raise_slots(candidate: Candidate, cut: Cut, flow: Dataflow, rows: fx.Node, 
     """The row-wise part of a capacity model: from rows in their experts' slots to the same slots."""
     _check_cut(cut, flow)
     modes = _uniform_modes(cut, modes_at(candidate.graph_module.graph, candidate.start))
+    return _in_slots(candidate, cut, normalize(cut, modes), rows, expert_dim, None)
+
+
+def _raise_slot_list(candidate: Candidate, found: SlotList, flow: Dataflow) -> MoERegion:
+    """The same where a list of experts takes the slots one by one."""
+    _check_cut(found.cut, flow)
+    modes = _uniform_modes(found.cut, modes_at(candidate.graph_module.graph, candidate.start))
+    rolled = roll_slot_list(normalize(found.cut, modes), found, modes)
+    return _in_slots(candidate, found.cut, rolled.region, found.rows, found.dim, rolled)
+
+
+def _in_slots(
+    candidate: Candidate, cut: Cut, region: NormalizedRegion, rows: fx.Node, expert_dim: int, rolled: Rolled | None
+) -> MoERegion:
     value = node_value(rows)
     assert isinstance(value, torch.Tensor)
-    interpreter = _interpreter(normalize(cut, modes), cut, Sizes((math.prod(value.shape[:-1]),), 1), None)
+    interpreter = _interpreter(region, cut, Sizes((math.prod(value.shape[:-1]),), 1), rolled)
     lead = interpreter.place_in_slots(rows, expert_dim)
     result = interpreter.run()
     if not isinstance(result, Rows) or result.lead is not lead or not result.per_row:
         raise CannotChunk("rows leave the experts in other slots than they came in", cut.exit)
-    region = _region(candidate, cut, interpreter, Combined(result.expr), None)
-    return dataclasses.replace(region, family="slots", slots=SlotLayout(expert_dim, value.ndim))
+    raised = _region(candidate, cut, interpreter, Combined(result.expr), rolled)
+    return dataclasses.replace(raised, family="slots", slots=SlotLayout(expert_dim, value.ndim))
 
 
 def _holds_loop(region: NormalizedRegion, cut: Cut) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memfine_fx import models
-from memfine_fx.models import dense, dense_loop, handwritten, loops
+from memfine_fx.models import dense, dense_loop, handwritten, listed_slots, loops, padded, published
 
 __all__ = ["SPELLINGS"]
 
@@ -48,6 +48,22 @@ SPELLINGS: dict[str, Build] = {
             models.HandwrittenMoE, models.HandwrittenConfig, shape=(4, 32), spelling=spelling
         )
         for spelling in get_args(handwritten.HandwrittenSpelling)
+    },
+    **{
+        f"list of experts, {spelling}": _layer(
+            models.PublishedMoE, models.PublishedConfig, shape=(4, 32), spelling=spelling
+        )
+        for spelling in get_args(published.PublishedSpelling)
+    },
+    **{
+        f"slots, {spelling}": _layer(models.PaddedMoE, models.PaddedConfig, spelling=spelling)
+        for spelling in get_args(padded.PaddedSpelling)
+    },
+    **{
+        f"slots, list of experts, {spelling}": _layer(
+            models.ListedSlotsMoE, models.ListedSlotsConfig, spelling=spelling
+        )
+        for spelling in get_args(listed_slots.ListedSlotsSpelling)
     },
     **{
         f"every expert on every token, loop, {spelling}": _layer(

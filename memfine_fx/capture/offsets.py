@@ -9,6 +9,14 @@
         ...
         start = end
 
+The same for ends that are known beforehand, as numbers: `ends = counts.cumsum(0)` and
+
+    for e, end in enumerate(ends):
+        start = 0 if e == 0 else ends[e - 1]
+        if start == end:
+            continue
+        rows = x[start:end]
+
 Both cut the same rows, whatever the counts are; that the counts are the experts' is proved when the loop is read.
 Offsets that are used for anything else than such slices leave a loop as it was written.
 """
@@ -38,7 +46,8 @@ class _Offsets:
 
 def use_splits(function: ast.FunctionDef, loop: ast.For) -> bool:
     """Rewrite one loop in place; whether it was one of these."""
-    offsets = _offsets_of(function, loop)
+    ends = _ends_of(function, loop)
+    offsets = _offsets_of(function, loop) if ends is None else ends[0]
     if offsets is None:
         return False
     cutter = _Cutter(offsets)
@@ -49,6 +58,8 @@ def use_splits(function: ast.FunctionDef, loop: ast.For) -> bool:
     if not cutter.num_cuts or is_read or leaves_early:
         return False
     loop.body = body
+    if ends is not None:
+        _take_counts(ends[1])
     for node in ast.walk(function):
         is_counts = isinstance(node, ast.Assign) and _is_name(node.targets[0], offsets.counts)
         if is_counts and isinstance(node, ast.Assign) and _method(node.value) == "numpy":
@@ -76,6 +87,53 @@ def _offsets_of(function: ast.FunctionDef, loop: ast.For) -> _Offsets | None:
     return None
 
 
+def _ends_of(function: ast.FunctionDef, loop: ast.For) -> tuple[_Offsets, ast.Assign] | None:
+    """Offsets and the assignment of the ends, of a loop over a running sum that nothing else reads."""
+    is_pair = isinstance(loop.target, ast.Tuple) and len(loop.target.elts) == 2
+    if not is_pair or not isinstance(loop.target, ast.Tuple) or not isinstance(loop.iter, ast.Call):
+        return None
+    expert, end = map(_name, loop.target.elts)
+    ends = _name(loop.iter.args[0]) if _is_name(loop.iter.func, "enumerate") and len(loop.iter.args) == 1 else None
+    if expert is None or end is None or ends is None:
+        return None
+    before = f"0 if {expert} == 0 else {ends}[{expert} - 1]"
+    starts = [one for one in loop.body if isinstance(one, ast.Assign) and _says(one.value, before)]
+    uses = [node for node in ast.walk(function) if _is_name(node, ends)]
+    sums = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and _is_running_sum(node, ends)]
+    start = _name(starts[0].targets[0]) if len(starts) == 1 else None
+    if start is None or len(sums) != 1 or len(uses) != 3:
+        return None
+    return _Offsets(expert, ends, end, start, end), sums[0]
+
+
+def _is_running_sum(assignment: ast.Assign, ends: str) -> bool:
+    """ends = X.cumsum(0), with moves to the host before or after."""
+    return _is_name(assignment.targets[0], ends) and _running_sum(assignment.value) is not None
+
+
+def _running_sum(value: ast.expr) -> ast.Call | None:
+    """The call X.cumsum(0) or X.cumsum(dim=0) behind moves to the host."""
+    while _method(value) in ("cpu", "numpy", "tolist"):
+        value = value.func.value  # type: ignore[attr-defined]  # a method's call
+    if _method(value) != "cumsum" or not isinstance(value, ast.Call):
+        return None
+    dims = [*value.args, *(keyword.value for keyword in value.keywords)]
+    is_first = all(isinstance(one, ast.Constant) and one.value == 0 for one in dims)
+    return value if is_first and len(dims) <= 1 else None
+
+
+def _take_counts(assignment: ast.Assign) -> None:
+    """ends = X.cumsum(0) becomes a list of X, the counts."""
+    total = _running_sum(assignment.value)
+    assert total is not None and isinstance(total.func, ast.Attribute)
+    counts = total.func.value
+    while _method(counts) in ("cpu", "numpy"):
+        counts = counts.func.value  # type: ignore[attr-defined]  # a method's call
+    assignment.value = ast.copy_location(
+        ast.Call(ast.Attribute(counts, "tolist", ast.Load()), [], []), assignment.value
+    )
+
+
 def _counts_of(loop: ast.For) -> tuple[str, str, str] | None:
     """(e, counts, the text of counts[e]) of `for e, num in enumerate(counts)` or of a loop that reads counts[e]."""
     is_pair = isinstance(loop.target, ast.Tuple) and len(loop.target.elts) == 2
@@ -88,10 +146,12 @@ def _counts_of(loop: ast.For) -> tuple[str, str, str] | None:
             return expert, source.id, count
     expert = _name(loop.target) or (_name(loop.target.elts[0]) if isinstance(loop.target, ast.Tuple) else None)
     for node in ast.walk(loop):
-        if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Subscript):
-            counts = _name(node.value.value)
-            if expert is not None and counts is not None and _is_name(node.value.slice, expert):
-                return expert, counts, ast.unparse(node.value)
+        if not isinstance(node, (ast.AugAssign, ast.Assign)) or not isinstance(node.value, ast.Subscript):
+            continue
+        counts = _name(node.value.value)
+        name = _name(node.targets[0]) if isinstance(node, ast.Assign) else ast.unparse(node.value)
+        if None not in (expert, counts, name) and _is_name(node.value.slice, expert):
+            return expert, counts, name  # type: ignore[return-value]  # none of them is None
     return None
 
 
@@ -127,6 +187,8 @@ def _is_bookkeeping(statement: ast.stmt, offsets: _Offsets) -> bool:
         return False
     skips = len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue)
     test = statement.test
+    if offsets.end == offsets.count and isinstance(test.ops[0], ast.Eq):  # ends that are known beforehand
+        return skips and {_name(test.left), _name(test.comparators[0])} == {offsets.start, offsets.end}
     is_zero = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value == 0
     return skips and is_zero and isinstance(test.ops[0], ast.Eq) and _says(test.left, offsets.count)
 

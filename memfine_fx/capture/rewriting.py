@@ -28,6 +28,7 @@ from memfine_fx.capture.syntax import (
     unique_of,
     unwrapped_name,
 )
+from memfine_fx.capture.zero_terms import without_zero_terms
 
 __all__ = ["rewrite_function"]
 
@@ -81,8 +82,10 @@ class _LoopRewriter(ast.NodeTransformer):
             return node
         hoisted = _hoisted_counts(node)
         self.has_changed |= use_splits(self._function, node)
-        if acts_without_rows(node):
+        body = without_zero_terms(node)
+        if acts_without_rows(ast.For(node.target, node.iter, body, [])):
             return node if hoisted is None else [hoisted, node]
+        node.body = body  # what guarded the dropped branches goes below
         self._run_every_expert(node)
         self._run_every_named_expert(node)
         self._drop_guards(node)

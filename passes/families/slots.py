@@ -29,9 +29,19 @@ def slot_cuts(flow: Dataflow, expert_ops: tuple[fx.Node, ...]) -> Iterator[tuple
         if rows is None or last not in flow.descendants([rows]):
             continue
         inside = flow.descendants([rows]) & (flow.ancestors([last]) | {last})
+        inside -= _filling(flow, rows, ops[0])
         nodes = tuple(sorted(inside, key=flow.position.__getitem__))
         inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
         yield Cut(None, last, nodes, tuple(inputs)), rows
+
+
+def _filling(flow: Dataflow, rows: fx.Node, first: fx.Node) -> set[fx.Node]:
+    """What writes the rows into their slots before the experts read them."""
+    return {
+        node
+        for node, targets in flow.mutations.items()
+        if flow.position[node] < flow.position[first] and flow.root(rows) in map(flow.root, targets)
+    }
 
 
 def expert_dims(rows: fx.Node, num_experts: int | None) -> list[int]:

@@ -1,6 +1,7 @@
 """Dense loops: every expert runs on all tokens, and a weight that is zero for the unchosen scales what it gives.
 
-    sums     out = y_0 * w_0 + y_1 * w_1 + ...          one column of weights an expert, [T] or [T,1]
+    sums     out = y_0 * w_0 + y_1 * w_1 + ...          one column of weights an expert, [T] or [T,1];
+             out = base + y_0 * w_0 + ...               added to what something else made (adapters)
     stacks   (stack([y_0, y_1, ...], dim) * w).sum()    all weights at once, [T,E]
 
 Here y_e = f(x, W_e) are E copies of one subgraph. They are unified as in routed loops (`unify`), and all but the first
@@ -58,10 +59,12 @@ class DenseLoop:
     Args:
         rolled: the copy, and what its parameters stand for.
         columns: outer nodes of each expert's own weight column, in expert order; empty where the weights are [T,E].
+        base: outer node that the experts' results are added to, or None.
     """
 
     rolled: Rolled
     columns: tuple[fx.Node, ...]
+    base: fx.Node | None = None
 
 
 def read_dense_loop(region: NormalizedRegion, columns: Mapping[fx.Node, int]) -> DenseLoop | None:
@@ -86,7 +89,7 @@ def read_dense_loop(region: NormalizedRegion, columns: Mapping[fx.Node, int]) ->
     if stacks:
         return reader.roll_stacks(output, stacks)
     parts = [] if not columns else _parts(output)
-    return reader.roll_sum(parts) if len(parts) > 1 else None
+    return reader.roll_sum(parts, output) if len(parts) > 1 else None
 
 
 def _parts(node: fx.Node) -> list[fx.Node]:
@@ -132,9 +135,12 @@ class _Reader:
             stack.replace_all_uses_with(marked)
         return DenseLoop(self._rolled(output, slots, num_experts), ())
 
-    def roll_sum(self, parts: list[fx.Node]) -> DenseLoop:
+    def roll_sum(self, parts: list[fx.Node], output: fx.Node) -> DenseLoop:
         by_expert: dict[int, fx.Node] = {}
+        base = next((part for part in parts if self._is_base(part, output)), None)
         for part in parts:
+            if part is base:
+                continue
             experts = {self._columns[node] for node in self._ancestors(part) if node in self._columns}
             if len(experts) != 1 or experts & by_expert.keys():
                 raise CannotChunk("a term of the sum over experts has no weight column of its own", part)
@@ -147,7 +153,17 @@ class _Reader:
         if [self._columns[node] for node in order] != list(range(len(results))):
             raise CannotChunk("an expert has several weight columns", parts[0])
         rolled = self._rolled(results[0], slots, len(results))
-        return DenseLoop(rolled, tuple(self._outer[node] for node in order))
+        columns = tuple(self._outer[node] for node in order)
+        return DenseLoop(rolled, columns, None if base is None else self._outer[base])
+
+    def _is_base(self, part: fx.Node, output: fx.Node) -> bool:
+        """Whether a term comes from outside as it is, of the output's shape and dtype."""
+        value, whole = node_value(part), node_value(output)
+        is_input = part in self._outer and part not in self._columns
+        if not is_input or not isinstance(value, torch.Tensor) or not isinstance(whole, torch.Tensor):
+            return False
+        has_same_shape = value.ndim == whole.ndim and all(map(same_size, value.shape, whole.shape))
+        return has_same_shape and value.dtype is whole.dtype
 
     def _unify(self, results: list[fx.Node]) -> dict[fx.Node, Slot]:
         """The slots of the copies; each reads the tokens through an entry of its own."""

@@ -25,7 +25,7 @@ from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import has_unbacked_rows, node_value, target_name
 from memfine_fx.passes.loops.marker import one_expert
 from memfine_fx.passes.loops.unify import Slot, row_count_owner, unify
-from memfine_fx.passes.loops.values import Copy, Entry, Loop, Sum, is_zeros, read_loop
+from memfine_fx.passes.loops.values import AllPlaces, Copy, Entry, Loop, Sum, is_zeros, read_loop
 from memfine_fx.passes.normalize import NormalizedRegion, fake_mode_of
 from memfine_fx.records import ParamKind
 
@@ -152,6 +152,8 @@ class _Roller:
             return own if value.base is None else [*own, value.base]
         if isinstance(value, Entry):
             return [value.source]
+        if isinstance(value, AllPlaces):
+            return []
         if self._loop.owners.get(node, (0, None)) not in _FIRST:
             raise CannotChunk(f"results of expert {self._loop.owners[node][0]} are used apart from the others'", node)
         if row_count_owner(self._loop, node) is not None:
@@ -205,6 +207,7 @@ class _Copy:
 
     def __init__(self, loop: Loop, num_experts: int, inputs: dict[fx.Node, Any]) -> None:
         self._loop = loop
+        self._num_experts = num_experts
         self._env = dict(inputs)
         self._index = inputs[loop.index]
         flat = self._index.reshape(-1)
@@ -222,11 +225,18 @@ class _Copy:
             return self._combine(value, node)
         if isinstance(value, Entry):
             return self._take(value)
+        if isinstance(value, AllPlaces):
+            return self._every_place(value, node)
         if row_count_owner(self._loop, node) is not None:
             return self._order.shape[0]
         assert node.op == "call_function" and callable(node.target)
         target: Callable[..., Any] = node.target
         return target(*fx.map_arg(node.args, self.evaluate), **fx.map_arg(node.kwargs, self.evaluate))
+
+    def _every_place(self, places: AllPlaces, node: fx.Node) -> torch.Tensor:
+        if places.count != self._num_experts:
+            raise CannotChunk(f"places of {places.count} experts of {self._num_experts} put together", node)
+        return self._tokens if places.dim == "t" else self._order
 
     def _take(self, entry: Entry) -> torch.Tensor:
         source = self.evaluate(entry.source)

@@ -26,7 +26,7 @@ from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value, same_size, static_size
 from memfine_fx.passes.loops.marker import COUNT_ROWS, ROWS_OF
 
-__all__ = ["Copy", "Entry", "Loop", "Sum", "is_zeros", "read_loop"]
+__all__ = ["AllPlaces", "Copy", "Entry", "Loop", "Sum", "is_zeros", "read_loop"]
 
 aten = torch.ops.aten
 Dims = tuple[str, ...]
@@ -103,7 +103,17 @@ class Count:
 
 @dataclass(frozen=True)
 class SortedOrder:
-    """Assignments in expert order, [N]."""
+    """Assignments in expert order, [N]; their tokens where `dim` is "t"."""
+
+    dim: str = "n"
+
+
+@dataclass(frozen=True)
+class AllPlaces:
+    """The places of the experts 0 .. `count` - 1, one behind the other: assignments (or tokens) in expert order."""
+
+    dim: str
+    count: int
 
 
 @dataclass(frozen=True)
@@ -500,17 +510,16 @@ def _getitem(loop: Loop, node: fx.Node) -> Any:
     if isinstance(value, list):
         return value[_args(node)[1]]
     if isinstance(value, Split):
-        return Entry(_args(node)[1], "sorted", value.source)
+        order = loop.value(value.source)
+        expert = _args(node)[1]
+        return Place(expert, order.dim) if isinstance(order, SortedOrder) else Entry(expert, "sorted", value.source)
     return None
 
 
 def _token_of(loop: Loop, node: fx.Node) -> Any:
     value = loop.value(_args(node)[0])
-    return (
-        Place(value.expert, "t", value.choice)
-        if isinstance(value, Place) and value.dim == "n" and _args(node)[1] == loop.top_k
-        else None
-    )
+    is_of_assignments = isinstance(value, (Place, SortedOrder)) and value.dim == "n" and _args(node)[1] == loop.top_k
+    return replace(value, dim="t") if is_of_assignments and isinstance(value, (Place, SortedOrder)) else None
 
 
 def _index(loop: Loop, node: fx.Node) -> Any:
@@ -740,6 +749,9 @@ def _expert_of(loop: Loop, size: Any) -> int | None:
 
 def _cat(loop: Loop, node: fx.Node) -> Any:
     parts = _args(node)[0]
+    places = [loop.value(part) for part in parts]
+    if places and all(isinstance(place, Place) and place.choice is None for place in places):
+        return _all_places(places)
     owners = [loop.owners[part] for part in parts if part in loop.owners]
     has_choice = any(choice is not None for _, choice in owners)
     if has_choice or len(owners) < len(parts) or len(set(owners)) < len(owners) or _dim_of_cat(node) != 0:
@@ -747,6 +759,12 @@ def _cat(loop: Loop, node: fx.Node) -> Any:
     if [expert for expert, _ in owners] != sorted(expert for expert, _ in owners):
         raise CannotChunk("experts' results are concatenated in another order than that of their rows", node)
     return Sum(None, "sorted", tuple(zip(owners, parts, strict=True)))
+
+
+def _all_places(places: list[Place]) -> AllPlaces | None:
+    dims = {place.dim for place in places}
+    is_in_order = [place.expert for place in places] == list(range(len(places)))
+    return AllPlaces(dims.pop(), len(places)) if is_in_order and dims in ({"t"}, {"n"}) else None
 
 
 def _dim_of_cat(node: fx.Node) -> int:

@@ -189,3 +189,56 @@ def test_a_loop_that_also_acts_on_experts_without_rows_stays_as_written(extra: s
     loop = "for e in range(4):\n    t = torch.where(index == e)[0]\n    if t.numel() == 0:\n        continue\n    g(t)"
     assert rewritten(loop) is not None
     assert rewritten(f"{loop}\n    {extra}") is None
+
+
+ENDS = """
+    ends = torch.bincount(flat, minlength=self.E).cpu().numpy().cumsum(0)
+    for e, end in enumerate(ends):
+        start = 0 if e == 0 else ends[e - 1]
+        if start == end:
+            continue
+        own = token[start:end]
+        out = out.index_add(0, own, self.experts[e](x[own]))
+    """
+
+
+def test_slices_between_ends_become_parts_of_the_counts() -> None:
+    text = rewritten(ENDS)
+    assert text is not None
+    assert "ends = _memfine_count(flat, minlength=self.E).tolist()" in text
+    assert "own = _memfine_part(token, ends, e)" in text
+    assert "start" not in text and "continue" not in text
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["log(ends)", "out = out + ends[e - 1]", "y = x[start:]"],
+    ids=["ends read elsewhere", "ends read in the loop", "another slice"],
+)
+def test_ends_that_are_used_otherwise_stay_as_written(extra: str) -> None:
+    text = rewritten(f"{ENDS.rstrip()}\n        {extra}\n")
+    assert text is None or "cumsum(0)" in text
+
+
+GUARDED = "for e in range(4):\n    m = index == e\n    if m.any():\n        out[m] += f(x[m])\n"
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        "    else:\n        out[0, 0] += 0 * sum(p.sum() for p in e.parameters())",
+        "    elif self.training:\n        out = out + 0.0 * self.experts[e](x[:1]).sum()",
+    ],
+)
+def test_a_branch_that_adds_zeros_for_experts_without_rows_goes(otherwise: str) -> None:
+    text = rewritten(GUARDED + otherwise)
+    assert text is not None
+    assert "0 *" not in text and "0.0 *" not in text and "m = _memfine_guarded(m)" in text
+
+
+@pytest.mark.parametrize(
+    "otherwise", ["out[0, 0] += 1e-3 * self.bias[e]", "out = 0 * x", "out[0] -= 0 * x[0]", "log(e)"]
+)
+def test_a_branch_that_does_something_else_stays(otherwise: str) -> None:
+    text = rewritten(f"{GUARDED}    else:\n        {otherwise}")
+    assert text is None or "else:" in text

@@ -30,6 +30,7 @@ class Layer(nn.Module):
         self.stack = nn.Parameter(torch.randn(4, H, H) / 4)
         self.table = nn.Embedding(12, H)
         self.router = nn.Linear(H, 1)
+        self.heads = nn.ModuleList(nn.Linear(H // 4, H // 4) for _ in range(4))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.function(self, hidden)
@@ -142,10 +143,17 @@ def greedy_decoder(layer: Layer, hidden: Tensor) -> Tensor:
     return state
 
 
+def heads_of_codes(layer: Layer, hidden: Tensor) -> Tensor:
+    """A list of linear layers over the parts of sampled embeddings: a list, but nothing that a routing fills."""
+    parts = layer.table((hidden @ layer.table.weight.t()).argmax(-1)).view(*hidden.shape[:-1], 4, H // 4)
+    heads = torch.stack([head(parts[:, :, place]) for place, head in enumerate(layer.heads)], dim=2)
+    return hidden + heads.flatten(2)
+
+
 TORCH_MODELS = (
     encoder, sampled_tokens, weighted_lookups, depth_routed, depth_routed_by_stack, quantised, residual_quantised,
     sparse_attention, masked_attention, head_choice, language_adapters, pooled, sorted_tokens, soft_mixture,
-    greedy_decoder,
+    greedy_decoder, heads_of_codes,
 )  # fmt: skip
 
 

@@ -23,8 +23,14 @@ from memfine_fx.models import (
     HandwrittenMoE,
     IndexedConfig,
     IndexedMoE,
+    ListedSlotsConfig,
+    ListedSlotsMoE,
     Llama4Config,
     Llama4MoE,
+    PaddedConfig,
+    PaddedMoE,
+    PublishedConfig,
+    PublishedMoE,
     SwitchConfig,
     SwitchMoE,
     TorchtitanConfig,
@@ -36,6 +42,9 @@ from memfine_fx.models import (
 from memfine_fx.models.dense import Weighting
 from memfine_fx.models.dense_loop import LoopSpelling
 from memfine_fx.models.handwritten import HandwrittenSpelling
+from memfine_fx.models.listed_slots import ListedSlotsSpelling
+from memfine_fx.models.padded import PaddedSpelling
+from memfine_fx.models.published import PublishedSpelling
 from tests.integration.comparison import (
     assert_no_worse_than_eager,
     assert_same_step,
@@ -94,6 +103,24 @@ LAYERS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
             lambda s=spelling: HandwrittenMoE(HandwrittenConfig(**SIZES, spelling=s)),
         )
         for spelling in get_args(HandwrittenSpelling)
+    },
+    **{
+        f"list of experts, {spelling}": (
+            "loops",
+            lambda s=spelling: PublishedMoE(PublishedConfig(**SIZES, spelling=s)),
+        )
+        for spelling in get_args(PublishedSpelling)
+    },
+    **{
+        f"slots, {spelling}": ("slots", lambda s=spelling: PaddedMoE(PaddedConfig(**SIZES, spelling=s)))
+        for spelling in get_args(PaddedSpelling)
+    },
+    **{
+        f"slots, list of experts, {spelling}": (
+            "slots",
+            lambda s=spelling: ListedSlotsMoE(ListedSlotsConfig(**SIZES, spelling=s)),
+        )
+        for spelling in get_args(ListedSlotsSpelling)
     },
     **{
         f"experts: {variant}": ("gathered", lambda v=variant: VariantMoE(VariantConfig(v, **SIZES)))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import memfine_fx
-from memfine_fx.tiny import tiny_causal_lm
-from tests.integration.comparison import assert_same_step, assert_same_step_up_to_zeros, optimized_copy
+from memfine_fx.tiny import tiny_causal_lm, tiny_model
+from tests.integration.comparison import assert_same_step, assert_same_step_up_to_zeros, optimized_copy, run_step
 
 SWITCHED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
@@ -83,6 +83,42 @@ def test_split_experts_of_jetmoe_are_chunked_and_its_attention_experts_refused()
         True,
     ]
     assert all(region.reason for region in regions if region.status == "refused")
+
+
+@pytest.mark.parametrize("family", ["phimoe", "inkling_text"])
+def test_routers_that_also_weigh_something_else_keep_their_experts(family: str) -> None:
+    """Maxima that scale the results (SparseMixer), weights of shared experts from one softmax with the routed ones'."""
+    tiny = tiny_model(family, batch=2, length=12)
+    optimized = optimized_copy(tiny.module, rows_per_chunk=5)
+    state = torch.get_rng_state()
+    step = run_step(optimized, tiny.inputs)
+    torch.set_rng_state(state)  # SparseMixer draws its choices
+    errors = step.error_from(run_step(tiny.module, tiny.inputs))
+    assert max(errors.values()) < 1e-5, errors
+    regions = memfine_fx.report(optimized).regions
+    assert [region.status for region in regions] == ["chunked", "chunked"], str(regions)
+
+
+@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
+@pytest.mark.parametrize(
+    ("family", "reason", "hint"),
+    [
+        ("doge", "topk: its experts are rows of a table", "no matmul to run per expert"),
+        ("vitpose_backbone", "an input chooses one expert for all tokens of a sequence", "repeat the choice"),
+    ],
+)
+def test_experts_of_other_kinds_are_named_with_place_and_hint(family: str, reason: str, hint: str) -> None:
+    tiny = tiny_model(family)
+    optimized = optimized_copy(tiny.module)
+    if tiny.has_loss:
+        assert_same_step(optimized, tiny.module, tiny.inputs)
+    else:
+        optimized(**tiny.inputs)
+    regions = memfine_fx.report(optimized).regions
+    assert regions and all(region.status == "refused" for region in regions)
+    named = [region for region in regions if reason in region.reason]
+    assert named and hint in named[0].hint
+    assert f"modeling_{family}.py:" in named[0].where.source
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 64])

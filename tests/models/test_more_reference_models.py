@@ -21,8 +21,14 @@ from memfine_fx.models import (
     HashedMoE,
     IndexedConfig,
     IndexedMoE,
+    ListedSlotsConfig,
+    ListedSlotsMoE,
     Llama4Config,
     Llama4MoE,
+    PaddedConfig,
+    PaddedMoE,
+    PublishedConfig,
+    PublishedMoE,
     TorchtitanConfig,
     TorchtitanMoE,
     VariantConfig,
@@ -32,6 +38,8 @@ from memfine_fx.models import (
 )
 from memfine_fx.models.dense import Weighting
 from memfine_fx.models.dense_loop import LoopSpelling
+from memfine_fx.models.listed_slots import ListedSlotsSpelling
+from memfine_fx.models.published import PublishedSpelling
 
 SIZES: dict[str, Any] = dict(hidden=16, expert_width=24, num_experts=4)
 Route = Callable[[Tensor], list[tuple[int, Tensor]]]
@@ -75,6 +83,49 @@ def test_dense_loops_are_the_loop_over_chosen_experts(spelling: LoopSpelling) ->
     layer = DenseLoopMoE(DenseLoopConfig(**SIZES, spelling=spelling))
     route = softmax_top(layer, 2, renormalised=True)
     assert_close(layer, lambda tokens: loop(tokens, route, lambda e, x: layer.experts[e](x)))
+
+
+@pytest.mark.parametrize("spelling", get_args(PublishedSpelling))
+def test_published_loops_are_the_loop_over_chosen_experts(spelling: PublishedSpelling) -> None:
+    layer = PublishedMoE(PublishedConfig(**SIZES, spelling=spelling))
+    route = softmax_top(layer, 2, renormalised=True)
+
+    def expected(tokens: Tensor) -> Tensor:
+        chosen = loop(tokens, route, lambda e, x: layer.experts[e](x))
+        return chosen if layer.base is None else layer.base(tokens) + 2 * chosen
+
+    assert_close(layer, expected)
+
+
+@pytest.mark.parametrize("spelling", get_args(ListedSlotsSpelling))
+def test_slots_for_all_rows_are_the_loop_over_chosen_experts(spelling: ListedSlotsSpelling) -> None:
+    layer = ListedSlotsMoE(ListedSlotsConfig(**SIZES, spelling=spelling, capacity_factor=4.0))
+    route = softmax_top(layer, 2, renormalised=True)
+    assert_close(layer, lambda tokens: loop(tokens, route, lambda e, x: layer.experts[e](x)))
+
+
+def test_padded_rows_are_the_loop_over_chosen_experts() -> None:
+    layer = PaddedMoE(PaddedConfig(**SIZES))
+
+    def expert(e: int, x: Tensor) -> Tensor:
+        return (F.silu(x @ layer.w1[e]) * (x @ layer.w3[e])) @ layer.w2[e]
+
+    assert_close(layer, lambda tokens: loop(tokens, softmax_top(layer, 2, renormalised=True), expert))
+
+
+def test_experts_that_choose_take_the_tokens_that_suit_them_best() -> None:
+    layer = PaddedMoE(PaddedConfig(**SIZES, spelling="choice"))
+
+    def expected(tokens: Tensor) -> Tensor:
+        probability = torch.softmax(layer.gate(tokens), dim=-1)
+        out = torch.zeros_like(tokens)
+        for e in range(4):
+            for t in probability[:, e].argsort(descending=True)[: tokens.shape[0] * 2 // 4]:
+                x = tokens[t]
+                out[t] += probability[t, e] * ((F.silu(x @ layer.w1[e]) * (x @ layer.w3[e])) @ layer.w2[e])
+        return out
+
+    assert_close(layer, expected, num_tokens=12)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])

@@ -143,6 +143,34 @@ def test_a_dispatch_by_mask_is_proposed() -> None:
     assert found and all(isinstance(one, Candidate) for one in found)
 
 
+def test_tokens_picked_for_experts_are_told_from_experts_picked_for_tokens() -> None:
+    gate, experts = nn.Linear(HIDDEN, 2), [nn.Linear(HIDDEN, HIDDEN) for _ in range(2)]
+
+    def function(hidden: Tensor) -> Tensor:
+        weight, token = gate(hidden).softmax(-1).topk(4, dim=0)
+        out = torch.zeros_like(hidden)
+        for place, expert in enumerate(experts):
+            rows = expert(hidden[token[:, place]]) * weight[:, place : place + 1]
+            out = out.index_add(0, token[:, place], rows)
+        return out
+
+    (refusal,) = refusals_of(capture(function, hidden_states()))
+    assert refusal.reason == "topk: it picks tokens, not an expert for each token"
+
+
+def test_a_maximum_that_scales_the_results_does_not_own_grouped_experts() -> None:
+    layer = GroupedMoE()
+
+    def function(hidden: Tensor) -> Tensor:
+        index, weight = layer.route(hidden)
+        chosen = weight.max(dim=-1, keepdim=True)[1]
+        return layer.experts(hidden, index, weight) * (chosen == 0)
+
+    hidden = hidden_for(layer)
+    (candidate,) = [one for one in find_candidates(capture(function, hidden)) if isinstance(one, Candidate)]
+    assert "topk" in target_name(candidate.seed.args[0])  # type: ignore[arg-type]  # a node
+
+
 @pytest.mark.parametrize("reduce", [torch.max, torch.min])
 def test_the_maximum_of_scores_is_no_refusal(reduce: Callable[..., tuple[Tensor, Tensor]]) -> None:
     linear = nn.Linear(HIDDEN, HIDDEN)

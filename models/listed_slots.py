@@ -1,0 +1,65 @@
+"""Slots of a capacity buffer, [E, C, H], and a list of experts: one expert a slice, results put together again.
+
+- "chunk"   slices [1, C, H] by `chunk`, results by `cat`: GShard's layer (arXiv:2006.16668) in training libraries.
+- "unbind"  slices [C, H] by iteration, results by `stack`.
+
+Dispatch and combine are einsums with a mask [T, E, C]; what exceeds C is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memfine_fx.models._experts import LayerConfig, ListedExperts, softmax_top_k
+
+ListedSlotsSpelling = Literal["chunk", "unbind"]
+
+
+@dataclass(frozen=True)
+class ListedSlotsConfig(LayerConfig):
+    """Sizes of one layer, and its spelling; each expert takes C = ceil(capacity_factor * T * K / E) rows."""
+
+    capacity_factor: float = 1.0
+    spelling: ListedSlotsSpelling = "chunk"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spelling not in get_args(ListedSlotsSpelling):
+            raise ValueError(f"spelling must be one of {get_args(ListedSlotsSpelling)}, got {self.spelling!r}")
+        if not self.capacity_factor > 0:
+            raise ValueError(f"capacity_factor must be positive, got {self.capacity_factor}")
+
+
+class ListedSlotsMoE(ListedExperts):
+    """Router and a list of SwiGLU experts; hidden [B, S, H] or [T, H] -> the same shape."""
+
+    def __init__(self, config: ListedSlotsConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [B, S, H] or [T, H] -> the same shape."""
+        config = self.config
+        tokens = hidden.reshape(-1, config.hidden)
+        index, weight = softmax_top_k(self.gate(tokens), config.top_k)
+        capacity = math.ceil(config.capacity_factor * tokens.shape[0] * config.top_k / config.num_experts)
+        chosen = F.one_hot(index, config.num_experts)
+        place = (chosen.flatten(0, 1).cumsum(dim=0).view_as(chosen) - 1) * chosen
+        kept = chosen * (place < capacity)
+        slot = F.one_hot(place.sum(dim=-1).clamp(max=capacity - 1), capacity).to(weight.dtype)
+        combine = torch.einsum("tk,tke,tkc->tec", weight, kept.to(weight.dtype), slot)
+        rows = torch.einsum("tec,th->ech", combine.bool().to(tokens.dtype), tokens)
+        return torch.einsum("tec,ech->th", combine.to(tokens.dtype), self._run(rows)).view(hidden.shape)
+
+    def _run(self, rows: Tensor) -> Tensor:
+        """Slots [E, C, H] -> [E, C, H]."""
+        if self.config.spelling == "unbind":
+            return torch.stack([expert(own) for expert, own in zip(self.experts, rows, strict=True)])
+        parts = rows.chunk(self.num_experts, dim=0)
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)], dim=0)

@@ -1,0 +1,101 @@
+"""Generated lists of experts are chunked, and give the outputs and gradients of the unmodified layer for any routing.
+
+One example captures one recipe and runs it on `RUNS`. What generation once found is kept as a named case in `FOUND`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import memfine_fx
+from memfine_fx import Config
+from tests.integration.comparison import Gradients, run_step
+from tests.properties.generated import ACTIVATIONS, HIDDEN
+from tests.properties.generated_lists import COMBINES, GeneratedList, ListRecipe, logits_of
+from tests.properties.test_generated_regions import EXAMPLES, RUNS, assert_close
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> ListRecipe:
+    num_experts = draw(st.integers(2, 4))
+    take = draw(st.sampled_from(sorted(COMBINES)))
+    is_dense = take in ("every", "stacked")
+    return ListRecipe(
+        take=take,
+        combine=draw(st.sampled_from(COMBINES[take])),
+        store=draw(st.sampled_from(("modules", "lists", "stacks"))),
+        activation=draw(st.sampled_from(sorted(ACTIVATIONS))),
+        is_gated=draw(st.booleans()),
+        has_bias=draw(st.booleans()),
+        scores=draw(st.sampled_from(("softmax", "renormed", "after", "sigmoid"))),
+        weighs_input=not is_dense and draw(st.booleans()),
+        dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16))),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+    )
+
+
+def check(recipe: ListRecipe, rows_per_chunk: int, axis: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = GeneratedList(recipe)
+    optimized, wide = copy.deepcopy(layer), copy.deepcopy(layer).float()
+    config = Config(inner_backend="eager", axis=axis, rows_per_chunk=rows_per_chunk)  # type: ignore[arg-type]  # drawn
+    memfine_fx.optimize(optimized, inner_backend="eager", dynamic=True, config=config)
+    for num_tokens, kind in RUNS:
+        inputs = {
+            "hidden": torch.randn(num_tokens, HIDDEN, dtype=recipe.dtype),
+            "logits": logits_of(kind, num_tokens, recipe),
+        }
+        ours, eager = run_step(optimized, inputs), run_step(layer, inputs)
+        if recipe.dtype is torch.float32:
+            assert_close(_paired(ours, eager), eager)
+        else:
+            truth = run_step(wide, {name: value.float() for name, value in inputs.items()})
+            assert_close(_paired(ours, eager), eager, truth)
+    report = memfine_fx.report(optimized)
+    assert report.num_chunked == 1, str(report)
+
+
+def _paired(ours: Gradients, eager: Gradients) -> Gradients:
+    """Ours without the gradients that eager leaves at None, which must be zero."""
+    extra = ours.tensors.keys() - eager.tensors.keys()
+    assert not any(ours.tensors[name].any() for name in extra)
+    return Gradients({name: tensor for name, tensor in ours.tensors.items() if name not in extra})
+
+
+_PLAIN = ListRecipe(
+    take="where", combine="index_add", store="modules", activation="silu", is_gated=True, has_bias=False,
+    scores="softmax", weighs_input=False, dtype=torch.float32, num_experts=3, top_k=2,
+)  # fmt: skip
+FOUND: dict[str, ListRecipe] = {
+    "places put together before one index_add": dataclasses.replace(_PLAIN, take="places"),
+    "bf16 biases rounded once a chunk": dataclasses.replace(
+        _PLAIN, has_bias=True, weighs_input=True, is_gated=False, dtype=torch.bfloat16
+    ),
+    "results put back by the order that sorted them": dataclasses.replace(_PLAIN, take="split", combine="put"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_generation_once_found_is_chunked_exactly(name: str) -> None:
+    check(FOUND[name], 5, "rows")
+
+
+@settings(max_examples=16, phases=(Phase.generate,), **EXAMPLES)  # type: ignore[arg-type]  # one dict of options
+@given(recipe=recipes(), rows_per_chunk=st.integers(1, 12), axis=st.sampled_from(("rows", "rows", "tokens")))
+def test_generated_lists_are_chunked_exactly(recipe: ListRecipe, rows_per_chunk: int, axis: str) -> None:
+    check(recipe, rows_per_chunk, axis)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, **{**EXAMPLES, "derandomize": False})  # type: ignore[arg-type]  # one dict of options
+@given(recipe=recipes(), rows_per_chunk=st.integers(1, 12), axis=st.sampled_from(("rows", "rows", "tokens")))
+def test_many_more_generated_lists_are_chunked_exactly(recipe: ListRecipe, rows_per_chunk: int, axis: str) -> None:
+    check(recipe, rows_per_chunk, axis)
