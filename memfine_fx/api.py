@@ -183,6 +183,8 @@ def _shard(model: torch.nn.Module, expert_parallel: MeshOrGroup | ExpertGroup, c
 
     if config.verify:
         raise ConfigError("verify=True runs regions on one rank's own inputs; verify the model before expert_parallel")
+    if config.axis != "rows":
+        raise ConfigError(f"expert_parallel walks rows; Config.axis={config.axis!r} is for experts on one rank")
     ranks = expert_parallel if isinstance(expert_parallel, ExpertGroup) else expert_group(expert_parallel)
     shard_experts(model, ranks, config)
 

@@ -7,8 +7,10 @@ Terms
     round       walks advance by at most R rows; what arrives is computed before the next round
     leg         one exchange; a round has several only where a source would have to stage too many rows at once
 
-1. A destination's walk is its experts in order, each expert's rows source by source. Experts come one after the other,
-   so their weights are read once and their gradients are complete when the walk has passed.
+1. A destination's walk is its experts in order, each expert's rows source by source, its own first and then the next
+   rank's and so on: with even routing every source sends to another destination at any time, and about R rows a round.
+   Experts come one after the other, so their weights are read once and their gradients are complete when the walk has
+   passed.
 2. Round i takes each destination from row i*R to row (i+1)*R. No rank receives more than its R, whatever the routing,
    and the number of rounds is the largest of ceil(rows / R).
 3. How many rows of (source, expert) have gone at a position is a clamp of the position by where they begin on the walk.
@@ -110,10 +112,13 @@ class Rounds:
     @cached_property
     def _begins(self) -> torch.Tensor:
         """[ep,E]: where the rows of (source, expert) begin on the walk of the expert's owner."""
-        by_expert = self.counts.t().contiguous()
-        ends = by_expert.flatten().cumsum(0).view_as(by_expert)
+        num_ranks = self.placement.num_ranks
+        sources = (self._owners.unsqueeze(1) + torch.arange(num_ranks)) % num_ranks  # [E,ep], in walking order
+        walked = self.counts.t().gather(1, sources)
+        ends = walked.flatten().cumsum(0).view_as(walked)
         walk_begins = self.received.cumsum(0) - self.received
-        return (ends - by_expert - walk_begins[self._owners].unsqueeze(1)).t()
+        begins = ends - walked - walk_begins[self._owners].unsqueeze(1)
+        return torch.empty_like(begins).scatter_(1, sources, begins).t()
 
     def _gone(self, position: torch.Tensor, sources: slice, experts: slice) -> torch.Tensor:
         """Rows of (source, expert) that have gone when walks stand at `position`."""

@@ -17,7 +17,7 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0, survives: bool = True
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0, limit_s: float | None = None
 ) -> list[Any]:
     """`function(rank, *args)` on every rank.
 
@@ -25,7 +25,8 @@ def run_ranks(
         function: of a module, so that another process can import it.
         num_ranks: processes.
         timeout_s: of the group.
-        survives: whether every rank must return; a rank that does not has None.
+        limit_s: until rank 0 has returned; then the others, one of which may hang or be dead, are ended. Without it
+            every rank must return.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.get_context("spawn")
@@ -33,10 +34,13 @@ def run_ranks(
         processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(num_ranks)]
         for process in processes:
             process.start()
-        for process in processes:
+        for process in processes if limit_s is None else processes[:1]:
+            process.join(limit_s)
+        for process in () if limit_s is None else processes:
+            process.kill()
             process.join()
         results = [_result(Path(folder) / str(rank)) for rank in range(num_ranks)]
-    if survives:
+    if limit_s is None:
         assert [process.exitcode for process in processes] == [0] * num_ranks
     return results
 

@@ -120,6 +120,15 @@ def test_staging_is_bounded_as_far_as_one_row_a_destination_allows(case: Case) -
             assert all(leg.num_sent <= bound for leg in case.schedule().legs(rank, number))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+def test_even_routing_sends_evenly_in_one_leg(num_ranks: int) -> None:
+    counts = torch.full((num_ranks, 2 * num_ranks), 32)
+    schedule = Rounds(counts, Placement(2 * num_ranks, num_ranks), 32, 2 * 32)
+    for number in range(schedule.num_rounds):
+        (leg,) = schedule.legs(0, number)
+        assert leg.num_sent == 32
+
+
 @given(cases())
 @settings(deadline=None, max_examples=50)
 def test_experts_come_one_after_the_other(case: Case) -> None:
