@@ -1,7 +1,7 @@
 """Whole models trained on several ranks against one process with all their batches.
 
-DistributedDataParallel averages what is not sharded. The reference's loss is that of all ranks' tokens, so losses agree
-after averaging over ranks, and every gradient as it is.
+DistributedDataParallel averages what is not sharded, or FSDP2 shards it. The reference's loss is that of all ranks'
+tokens, so losses agree after averaging over ranks, and every gradient as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memfine_fx
@@ -95,6 +97,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+Plan = list[tuple[str, tuple[int, ...], str | None, bool]]
+"""Models to train: name, shape of the mesh, where to save and resume, whether FSDP2 shards the dense part."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Worst relative errors over all steps: of losses, and of gradients, with the name of the worst."""
@@ -109,13 +115,17 @@ class Comparison:
 class Trained:
     """One model on this rank, or the reference."""
 
-    def __init__(self, model: nn.Module, mesh: Any = None) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, mesh: Any = None, *, shards_dense: bool = False) -> None:
+        self.model = self.call = model
         if mesh is not None:
             config = memfine_fx.Config(rows_per_chunk=13)
             memfine_fx.optimize(model, inner_backend="eager", expert_parallel=mesh, config=config)
-        self.call: nn.Module = model if mesh is None else DistributedDataParallel(model)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        if shards_dense:
+            experts = {one.parameter for one in sharded_parameters(model).values()}
+            fully_shard(model, mesh=_mesh((dist.get_world_size(),)), ignored_params=experts)
+        elif mesh is not None:
+            self.call = DistributedDataParallel(model)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
 
     def step(self, batch: torch.Tensor) -> float:
         self.optimizer.zero_grad()
@@ -125,7 +135,9 @@ class Trained:
         return float(loss.detach())
 
 
-def run_model(rank: int, name: str, shape: tuple[int, ...], folder: str | None = None) -> Comparison:
+def run_model(
+    rank: int, name: str, shape: tuple[int, ...], folder: str | None = None, shards_dense: bool = False
+) -> Comparison:
     """Train on a mesh of this shape; with a folder, go on from a checkpoint on another mesh after half of the steps."""
     warnings.simplefilter("error", RuntimeWarning)
     torch._dynamo.reset()
@@ -133,7 +145,7 @@ def run_model(rank: int, name: str, shape: tuple[int, ...], folder: str | None =
     whole = MODELS[name]()
     whole.train()
     reference = Trained(copy.deepcopy(whole))
-    ours = Trained(copy.deepcopy(whole), _mesh(shape))
+    ours = Trained(copy.deepcopy(whole), _mesh(shape), shards_dense=shards_dense)
     worst_loss, worst, worst_name = 0.0, 0.0, ""
     for step in range(STEPS):
         if folder is not None and step == STEPS // 2:
@@ -177,9 +189,10 @@ def _compare(rank: int, step: int, ours: Trained, reference: Trained) -> tuple[f
     for (name, parameter), other in zip(ours.model.named_parameters(), reference.model.parameters(), strict=True):
         assert parameter.grad is not None and other.grad is not None, name
         exact = sharded[name].own(other.grad) if name in sharded else other.grad
-        errors[name] = float((parameter.grad - exact).norm() / exact.norm().clamp_min(1e-4))
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        errors[name] = float((gradient - exact).norm() / exact.norm().clamp_min(1e-4))
     return float(loss) / num_ranks, expected, errors
 
 
-def run_models(rank: int, plan: list[tuple[str, tuple[int, ...], str | None]]) -> list[Comparison]:
+def run_models(rank: int, plan: Plan) -> list[Comparison]:
     return [run_model(rank, *one) for one in plan]

@@ -6,42 +6,44 @@ from pathlib import Path
 
 import pytest
 
-from tests.expert_parallel.model_cases import Comparison, run_models
+from tests.expert_parallel.model_cases import Comparison, Plan, run_models
 from tests.expert_parallel.ranks import run_ranks
 
 NUM_LAYERS = {"Qwen3-MoE": 2, "DeepSeek-like": 2, "list of experts": 1}
 
 
-def check(by_rank: list[list[Comparison]], plan: list[tuple[str, tuple[int, ...], str | None]]) -> None:
+def check(by_rank: list[list[Comparison]], plan: Plan) -> None:
     for rank, comparisons in enumerate(by_rank):
-        for (name, shape, _), one in zip(plan, comparisons, strict=True):
+        for (name, shape, _, _), one in zip(plan, comparisons, strict=True):
             assert (one.num_chunked, one.num_refused) == (NUM_LAYERS[name], 0), f"{name} on {shape}"
             assert one.loss < 1e-5, f"{name} on {shape}, rank {rank}: loss off by {one.loss:.1e}"
             assert one.gradient < 1e-4, f"{name} on {shape}, rank {rank}: {one.worst} off by {one.gradient:.1e}"
 
 
 def test_two_ranks_train_as_one_and_resume_with_another_number_of_them(tmp_path: Path) -> None:
-    plan: list[tuple[str, tuple[int, ...], str | None]] = [
-        ("Qwen3-MoE", (2,), str(tmp_path / "qwen")),
+    plan: Plan = [
+        ("Qwen3-MoE", (2,), str(tmp_path / "qwen"), False),
     ]
     check(run_ranks(run_models, 2, plan), plan)
 
 
 @pytest.mark.slow
-def test_two_ranks_train_other_spellings_as_one(tmp_path: Path) -> None:
-    plan: list[tuple[str, tuple[int, ...], str | None]] = [
-        ("DeepSeek-like", (2,), None),
-        ("list of experts", (2,), str(tmp_path / "list")),
+def test_two_ranks_train_other_spellings_and_under_fsdp_as_one(tmp_path: Path) -> None:
+    plan: Plan = [
+        ("DeepSeek-like", (2,), None, False),
+        ("DeepSeek-like", (2,), None, True),
+        ("Qwen3-MoE", (2,), None, True),
+        ("list of experts", (2,), str(tmp_path / "list"), False),
     ]
     check(run_ranks(run_models, 2, plan), plan)
 
 
 @pytest.mark.slow
 def test_four_ranks_and_two_by_two_train_as_one(tmp_path: Path) -> None:
-    plan: list[tuple[str, tuple[int, ...], str | None]] = [
-        ("Qwen3-MoE", (4,), str(tmp_path / "four")),
-        ("Qwen3-MoE", (2, 2), str(tmp_path / "two by two")),
-        ("DeepSeek-like", (4,), None),
-        ("DeepSeek-like", (2, 2), None),
+    plan: Plan = [
+        ("Qwen3-MoE", (4,), str(tmp_path / "four"), False),
+        ("Qwen3-MoE", (2, 2), str(tmp_path / "two by two"), False),
+        ("DeepSeek-like", (4,), None, False),
+        ("DeepSeek-like", (2, 2), None, False),
     ]
     check(run_ranks(run_models, 4, plan), plan)
