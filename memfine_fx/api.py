@@ -22,11 +22,11 @@ from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
 from memfine_fx.report import Report
-from memfine_fx.session import LoweredRegion, Session, open_session, sessions
 from memfine_fx.verification import VerifyReport
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
     from memfine_fx.expert_parallel.groups import ExpertGroup, MeshOrGroup
+    from memfine_fx.session import Session
 
 __all__ = ["explain", "optimize", "report", "verify"]
 
@@ -79,7 +79,7 @@ def optimize(
     if expert_parallel is not None:
         _shard(model, expert_parallel, chosen)
         dynamic = dynamic is None or dynamic  # ranks have their own numbers of tokens
-    session = open_session(chosen)
+    session = _open_session(chosen)
     _sessions_by_model[model] = session
     if chosen.captures_loops:
         session.notes.extend(switch_experts(model))
@@ -109,7 +109,7 @@ def explain(
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"explain expects a torch.nn.Module, got {type(model).__name__}")
-    session = open_session(config or Config(), is_dry=not measure)
+    session = _open_session(config or Config(), is_dry=not measure)
     with contextlib.ExitStack() as stack:
         if session.config.captures_loops:
             session.notes.extend(stack.enter_context(switched_experts(model)))
@@ -138,7 +138,7 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"verify expects a torch.nn.Module, got {type(model).__name__}")
-    session = open_session(dataclasses.replace(config or Config(), verify=True), is_dry=True)
+    session = _open_session(dataclasses.replace(config or Config(), verify=True), is_dry=True)
     with contextlib.ExitStack() as stack:
         if session.config.captures_loops:
             session.notes.extend(stack.enter_context(switched_experts(model)))
@@ -155,6 +155,8 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
     if isinstance(model, torch.nn.Module) and model in _sessions_by_model:
         return _sessions_by_model[model].report()
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    from memfine_fx.session import sessions
+
     for session in reversed(sessions()):
         of_model = None if session.is_dry else session.restricted_to(parameters)
         if of_model is not None:
@@ -163,6 +165,12 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
         "nothing of this model has been compiled by memfine_fx: call memfine_fx.optimize(model) or "
         "torch.compile(model, backend='memfine') and run one step first"
     )
+
+
+def _open_session(config: Config, *, is_dry: bool = False) -> Session:
+    from memfine_fx.session import open_session
+
+    return open_session(config, is_dry=is_dry)
 
 
 def _merged(config: Config | None, memory_budget: MemoryBudget, inner_backend: InnerBackend) -> Config:
@@ -225,8 +233,7 @@ def _captured(
         return torch.compile(call, backend=_backend_of(session), fullgraph=fullgraph, dynamic=dynamic)
 
     def note(capture_flags: tuple[str, ...], failure: str | None) -> None:
-        raised = [outcome.region for outcome in session.outcomes if isinstance(outcome, LoweredRegion)]
-        if capture_flags and any(region.family == "loops" for region in raised):
+        if capture_flags and any(one.region.family == "loops" for one in session.lowered):
             session.notes.append(f"expert loops captured with torch._dynamo.config.{', '.join(capture_flags)}")
         elif failure is not None and not capture_flags:
             session.notes.append(
@@ -263,11 +270,10 @@ def _warn_after_first_call(model: torch.nn.Module, session: Session) -> None:
 
 def _plan_dry_run(session: Session) -> None:
     """Plans for the sizes of this call, where the capture knows T."""
-    for outcome in session.outcomes:
-        if isinstance(outcome, LoweredRegion):
-            hint = outcome.num_tokens_hint
-            if hint is not None:
-                outcome.live.plan, outcome.live.num_tokens = outcome.live.plan_for(hint), hint
+    for lowered in session.lowered:
+        hint = lowered.num_tokens_hint
+        if hint is not None:
+            lowered.live.plan, lowered.live.num_tokens = lowered.live.plan_for(hint), hint
 
 
 def _measured_step(model: torch.nn.Module, call: Callable[[], Any]) -> MemoryTrace:

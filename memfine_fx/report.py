@@ -7,16 +7,18 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import sympy
+from typing import TYPE_CHECKING, Any, Literal
 
 from memfine_fx.errors import MemfineError
-from memfine_fx.memory.step import StepPeak
 from memfine_fx.memory.timeline import Timeline
 from memfine_fx.picture import RegionGraph, region_svg
 from memfine_fx.records import ChunkPlan, RegionDims, Where
 from memfine_fx.runtime.loads import Imbalance
+
+if TYPE_CHECKING:  # sympy would be most of the package's import time
+    import sympy
+
+    from memfine_fx.memory.step import StepPeak
 
 __all__ = ["RegionReport", "Report"]
 

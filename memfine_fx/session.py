@@ -120,6 +120,11 @@ class Session:
     def outcomes(self) -> list[LoweredRegion | Refusal]:
         return [outcome for graph in self._graphs for outcome in graph.outcomes]
 
+    @property
+    def lowered(self) -> list[LoweredRegion]:
+        """Its chunked regions."""
+        return [outcome for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
+
     def start_attempt(self, capture_flags: tuple[str, ...]) -> None:
         """Forget the graphs of an abandoned attempt and begin one under these flags."""
         self.capture_flags = capture_flags

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-__all__ = ["TensorSpec", "TracedBody", "contiguous_strides", "trace_rows"]
+__all__ = ["TensorSpec", "TracedBody", "contiguous_strides", "trace_rows", "without_saved_tensor_hooks"]
 
 _ROWS_HINT = 2053
 _GROUPS_HINT = 17
@@ -64,12 +65,33 @@ def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> Tra
     fake_mode = FakeTensorMode(shape_env=shape_env)
     num_rows = _symbolic_size(shape_env, "num_rows", _ROWS_HINT)
     num_groups = _symbolic_size(shape_env, "num_groups", _GROUPS_HINT)
-    with fake_mode, torch.no_grad(), torch._C._DisableAutocast(), enable_python_dispatcher():
+    with (
+        without_saved_tensor_hooks(),
+        fake_mode,
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        enable_python_dispatcher(),
+    ):
         inputs = tuple(_fake(spec, num_rows, num_groups) for spec in specs)
         traced = make_fx(torch.func.functionalize(function, remove="mutations"), tracing_mode="real")(*inputs)
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return TracedBody(traced, fake_mode, inputs, num_rows.node.expr, num_groups.node.expr)
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """No hooks on saved tensors inside: functorch refuses to trace under a user's, e.g. `save_on_cpu`."""
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _symbolic_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:

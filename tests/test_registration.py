@@ -63,3 +63,29 @@ heavy = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "n
 print([name for name in heavy if name in sys.modules])
 """
     assert run_python(source, tmp_path) == "[]"
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("imports", ["import accelerate, memfine_fx", "import memfine_fx, accelerate"])
+def test_accelerate_takes_the_name(imports: str, tmp_path: Path) -> None:
+    """What `TrainingArguments(torch_compile_backend="memfine")` asks of it."""
+    pytest.importorskip("accelerate")
+    source = """
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+assert TorchDynamoPlugin(backend="memfine").to_kwargs()["backend"] == "memfine"
+assert DynamoBackend("INDUCTOR") is DynamoBackend.INDUCTOR
+assert "MEMFINE" in DynamoBackend.list()
+print("taken")
+"""
+    assert run_python(imports + source, tmp_path) == "taken"
+
+
+def test_the_import_does_not_load_sympy(tmp_path: Path) -> None:
+    """It is most of what an import of the whole package takes; whoever compiles anything loads it."""
+    source = """
+import sys, torch
+before = "sympy" in sys.modules
+import memfine_fx
+print(before or "sympy" not in sys.modules)
+"""
+    assert run_python(source, tmp_path) == "True"

@@ -120,6 +120,25 @@ def checkpoint_around_the_model(model: Any) -> torch.Tensor:
     return loss.detach()
 
 
+def activations_on_the_host(model: Any) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(**batch()).loss
+    loss.backward()
+    return loss.detach()
+
+
+def experts_frozen_for_a_while(model: Any) -> torch.Tensor:
+    losses = []
+    for is_trained in (True, False, True):
+        model.zero_grad()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_trained or "experts" not in name)
+        loss = model(**batch()).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
 def optimizer_in_backward(model: Any) -> torch.Tensor:
     for parameter in model.parameters():
         optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -152,6 +171,8 @@ LOOPS = {
     "two forwards then backward": two_forwards_then_backward,
     "evaluation before backward": evaluation_before_backward,
     "checkpoint around the model": checkpoint_around_the_model,
+    "activations on the host": activations_on_the_host,
+    "experts frozen for a while": experts_frozen_for_a_while,
     "optimizer in backward": optimizer_in_backward,
     "gradient of embeddings alone": gradient_of_embeddings_alone,
 }
