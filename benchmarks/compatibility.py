@@ -26,14 +26,14 @@ _FILES = {
 }
 
 
-def table(report: str) -> str:
+def table(*reports: str) -> str:
     """A page of tables, a file of tests each.
 
     Args:
-        report: pytest's report in JUnit XML.
+        reports: pytest's, in JUnit XML.
     """
     rows: dict[str, list[str]] = {}
-    for case in ElementTree.fromstring(report).iter("testcase"):
+    for case in (case for report in reports for case in ElementTree.fromstring(report).iter("testcase")):
         name = _FILES.get(case.get("classname", "").rsplit(".", 1)[-1])
         if name is not None:
             rows.setdefault(name, []).append(f"| {_sentence(case.get('name', ''))} | {_outcome(case)} |")
@@ -73,10 +73,11 @@ def _versions() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("report", type=Path)
+    parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path("docs/compatibility.md"))
     chosen = parser.parse_args()
-    chosen.out.write_text(table(chosen.report.read_text(encoding="utf-8")), encoding="utf-8")
+    reports = [report.read_text(encoding="utf-8") for report in chosen.reports]
+    chosen.out.write_text(table(*reports), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,10 @@ def lora(**settings: Any) -> Any:
 
 
 @pytest.mark.trainers
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.parametrize("targets", [[], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]])
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "targets", [[], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]], ids=["attention", "attention and experts"]
+)
 def test_adapters_train_in_one_chunked_graph(targets: list[str], is_checkpointed: bool) -> None:
     model = lora(target_modules=["q_proj", "v_proj"], target_parameters=targets)
     if is_checkpointed:
