@@ -19,7 +19,7 @@ from memfine_fx.errors import (
 )
 from memfine_fx.registration import register_backend as _register_backend
 from memfine_fx.report import RegionReport, Report
-from memfine_fx.scalars import log_scalars, scalars
+from memfine_fx.training_log import log_scalars, scalars
 from memfine_fx.verification import RegionVerification, VerifyReport
 
 __all__ = [
