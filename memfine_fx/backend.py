@@ -24,7 +24,7 @@ from memfine_fx.budget import budget_of_graph, choose_plan
 from memfine_fx.capture.buckets import hint_for_cut_graphs
 from memfine_fx.config import Config, dump_folder
 from memfine_fx.errors import CannotChunk, LeftoverShapes, MemfineError
-from memfine_fx.expert_parallel.lowering import drop_unread_tables, sharded_experts
+from memfine_fx.expert_parallel.lowering import drop_unread_tables, own_exchanges, sharded_experts
 from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.inner import compile_plain, compile_with_regions
 from memfine_fx.logs import trace_artifact
@@ -124,7 +124,9 @@ def _outcomes(
 ) -> list[LoweredRegion | Refusal]:
     with session.timed("find"):
         candidates = find_candidates(body, modes)
-    return _disjoint([_raise_and_plan(candidate, session, record) for candidate in candidates])
+    outcomes = _disjoint([_raise_and_plan(candidate, session, record) for candidate in candidates])
+    is_lowered = any(isinstance(outcome, LoweredRegion) for outcome in outcomes)
+    return outcomes if is_lowered else [*own_exchanges(body.graph), *outcomes]
 
 
 def _raise_and_plan(candidate: Candidate | Refusal, session: Session, record: CapturedGraph) -> LoweredRegion | Refusal:

@@ -63,7 +63,8 @@ class ExpertGroup:
     @property
     def key(self) -> str:
         """How graphs of this process name the group."""
-        return f"{self.group.group_name}{'/overlaps' if self.overlaps else ''}"
+        replicas = "" if self.replicas is None else f"/{self.replicas.group_name}"
+        return f"{self.group.group_name}{replicas}{'/overlaps' if self.overlaps else ''}"
 
     def average(self, gradients: Sequence[torch.Tensor]) -> None:
         """Sums over the expert group, in place, to what an average over all ranks of the mesh means.

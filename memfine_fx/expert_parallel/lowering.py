@@ -6,6 +6,7 @@ After:   seen = slice.transpose(1, 2)      region.params = (seen, ...), and who 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -17,12 +18,17 @@ from memfine_fx.expert_parallel.exchange import fingerprint
 from memfine_fx.expert_parallel.groups import registered
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.sharded import ShardedExperts
-from memfine_fx.passes.dataflow import node_value, target_name
+from memfine_fx.passes.dataflow import node_value, provenance, target_name
 from memfine_fx.passes.lower import recording
-from memfine_fx.records import MoERegion
+from memfine_fx.records import MoERegion, Refusal
 from memfine_fx.runtime.params import group_params
 
-__all__ = ["drop_unread_tables", "sharded_experts"]
+__all__ = ["OWN_EXCHANGE", "drop_unread_tables", "own_exchanges", "sharded_experts"]
+
+OWN_EXCHANGE = (
+    "the model exchanges rows between ranks itself (all_to_all), in sizes that follow the routing; give it with all "
+    "its experts and let optimize(..., expert_parallel=...) shard them"
+)
 
 _WHOLES = (torch.ops.memfine.all_experts.default, torch.ops.memfine.expert_of.default)
 
@@ -61,6 +67,12 @@ def sharded_experts(region: MoERegion, body_key: str) -> tuple[MoERegion, Sharde
     mark = fingerprint(layer, region.dims.num_experts, region.dims.top_k, str(hidden.dtype), body_key, ranks.overlaps)
     params = tuple(_on_slice(paths[node]) if node in paths else node for node in region.params)
     return replace(region, params=params), ShardedExperts(ranks, placement, layer, mark)
+
+
+def own_exchanges(graph: fx.Graph) -> list[Refusal]:
+    """A refusal for a graph whose code exchanges rows between ranks itself; nothing where it does not."""
+    exchanges = (node for node in graph.nodes if node.op.startswith("call_") and "all_to_all" in target_name(node))
+    return [Refusal(provenance(node), OWN_EXCHANGE, str(node)) for node in itertools.islice(exchanges, 1)]
 
 
 def _path_from_table(node: fx.Node) -> list[fx.Node]:

@@ -173,6 +173,7 @@ class LayerWalk:
         for leg in legs:
             arrival.wait()
             outgoing = self._outgoing(leg)
+            arrival.outgoing.append(outgoing)
             for place_in, source in enumerate(sources):
                 index = outgoing.tokens if place_in < len(per_token) else outgoing.assignments
                 inbox = inboxes[place_in][begin : begin + leg.num_received]
@@ -183,13 +184,13 @@ class LayerWalk:
     def _return(self, arrival: _Arrival, results: torch.Tensor) -> Iterator[tuple[_Outgoing, torch.Tensor]]:
         """Results of a round back to where their rows came from, leg by leg."""
         begin = 0
-        for leg in arrival.legs:
+        for leg, outgoing in zip(arrival.legs, arrival.outgoing, strict=True):
             own = results[begin : begin + leg.num_received]
             begin += leg.num_received
             back = results.new_empty((leg.num_sent, *results.shape[1:]))
             with failing_at(arrival.place, self.exchange.group):
                 _wait(self.exchange.swap(back, own, leg.sent_splits, leg.received_splits))
-            yield self._outgoing(leg), back
+            yield outgoing, back
 
     def _outgoing(self, leg: Leg) -> _Outgoing:
         """This rank's rows of a leg: expert after expert, which is rank after rank."""
@@ -254,6 +255,7 @@ class _Arrival:
     ) -> None:
         self.number, self.place, self.legs = number, place, legs
         self.rows, self.entries = rows, entries
+        self.outgoing: list[_Outgoing] = []
         self._group = group
         self._pending: list[tuple[dist.Work | None, torch.Tensor]] = []
 

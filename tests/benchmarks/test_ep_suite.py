@@ -1,0 +1,46 @@
+"""The committed rows of suite ep, and the schedule on paper."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.ep_scale import SLICE_LIMIT, Model, point, slices_of
+from benchmarks.suites.ep import describe
+
+ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "ep_cpu.json"
+
+
+@pytest.fixture
+def everything() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ROWS.read_text())
+    return found
+
+
+def test_committed_peaks_in_rounds_do_not_follow_the_skew(everything: dict[str, Any]) -> None:
+    text = describe(everything)
+    assert "DISAGREES" not in text
+    verdicts = [line for line in text.splitlines() if "peak of the busiest rank against balanced" in line]
+    assert len(verdicts) == 3 and all(line.startswith("met") for line in verdicts)
+
+
+def test_a_peer_that_computes_something_else_is_named(everything: dict[str, Any]) -> None:
+    falsified = copy.deepcopy(everything)
+    falsified["rows"][0]["gradient_norm"] *= 1.01
+    assert "DISAGREES: rounds, balanced: gradient_norm" in describe(falsified)
+
+
+def test_on_paper_a_rank_receives_at_most_r_rows_of_any_load() -> None:
+    even, skewed = (point(64, load, 32768, Model()) for load in ("balanced", "one"))
+    assert even.bytes_bounded == skewed.bytes_bounded < skewed.bytes_unchunked / 30
+    assert (even.rounds, skewed.rounds) == (1, 32)
+
+
+def test_on_paper_slices_keep_their_bound_only_when_hot_tokens_are_spread() -> None:
+    spread, together = slices_of(64, SLICE_LIMIT, 1.0, Model()), slices_of(64, SLICE_LIMIT, 0.5, Model())
+    assert spread.most == SLICE_LIMIT and together.most == 2 * SLICE_LIMIT
+    assert spread.chosen == together.chosen

@@ -1,0 +1,121 @@
+"""What one rank sees: sharding in place, refusals and bad input, in a group of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.tensor import DTensor
+
+import memfine_fx
+from memfine_fx.errors import ConfigError
+from memfine_fx.expert_parallel.lowering import OWN_EXCHANGE
+from memfine_fx.expert_parallel.shard import sharded_parameters
+from memfine_fx.models import DeepseekConfig, DeepseekMoE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store: Path = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh() -> Any:
+    return dist.device_mesh.init_device_mesh("cpu", (1,))
+
+
+def small_model() -> DeepseekMoE:
+    return DeepseekMoE(DeepseekConfig(hidden=8, expert_width=4, num_experts=8, top_k=2, spelling="gathered"))
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    return memfine_fx.optimize(model, inner_backend="eager", expert_parallel=mesh(), **options)
+
+
+def test_type_names_and_objects_of_parameters_stay() -> None:
+    model = small_model()
+    before = dict(model.named_parameters())
+    sharded(model)
+    assert type(model.experts).__name__ == "GatedExperts" and isinstance(model, DeepseekMoE)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert set(sharded_parameters(model)) == {"experts.gate_up_proj", "experts.down_proj"}
+
+
+def test_state_dicts_hold_dtensors_and_load_whole_tensors() -> None:
+    model, other = small_model(), small_model()
+    whole = copy.deepcopy(other.state_dict())
+    sharded(model)
+    state = model.state_dict()
+    assert state.keys() == whole.keys()
+    table = state["experts.down_proj"]
+    assert isinstance(table, DTensor) and table.shape == whole["experts.down_proj"].shape
+    model.load_state_dict(whole)
+    assert torch.equal(model.experts._parameters["down_proj"], whole["experts.down_proj"])  # type: ignore[arg-type]
+
+
+def test_a_layer_that_is_not_chunked_gathers_its_experts_and_is_right() -> None:
+    model = small_model()
+    hidden = torch.randn(6, 8)
+    expected = model(hidden)
+    sharded(model)
+    with pytest.warns(RuntimeWarning, match="reads the whole table of sharded experts"):
+        out = model.forward(hidden)  # not the compiled call
+    torch.testing.assert_close(out, expected)
+    out.sum().backward()
+    assert model.experts._parameters["down_proj"].grad is not None  # type: ignore[union-attr]
+
+
+class OwnExchange(nn.Module):
+    """A layer that sends its rows to experts itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 2, bias=False)
+        self.up = nn.Linear(8, 8, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight, index = self.gate(hidden).softmax(-1).max(-1)
+        rows = hidden[index.argsort(stable=True)]
+        size = [rows.shape[0]]
+        back = all_to_all_single_autograd(self.up(rows), size, size, dist.group.WORLD)
+        return back * weight.unsqueeze(-1)
+
+
+def test_a_model_with_an_exchange_of_its_own_is_refused_with_the_reason() -> None:
+    report = memfine_fx.explain(OwnExchange(), torch.randn(6, 8))
+    assert OWN_EXCHANGE in {region.reason for region in report.regions}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verify": True}, "verify the model before expert_parallel"),
+        ({"config": memfine_fx.Config(axis="tokens")}, "Config.axis='tokens' is for experts on one rank"),
+    ],
+)
+def test_options_that_need_all_experts_here_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sharded(small_model(), **options)
+
+
+def test_a_model_without_experts_and_a_second_sharding_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no experts were found to shard"):
+        sharded(nn.Linear(8, 8))
+    model = sharded(small_model())
+    with pytest.raises(ConfigError, match="sharded already"):
+        sharded(model)
+
+
+def test_only_a_mesh_or_a_group_is_accepted() -> None:
+    with pytest.raises(ConfigError, match="must be a DeviceMesh or a ProcessGroup, got int"):
+        memfine_fx.optimize(small_model(), expert_parallel=2)  # type: ignore[arg-type]
+    assert sharded_parameters(memfine_fx.optimize(small_model(), expert_parallel=dist.group.WORLD))
