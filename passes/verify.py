@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.loops.roll import is_same_view
 from memfine_fx.passes.lower import lower_region
 from memfine_fx.passes.modes import Modes, enter_autocast
 from memfine_fx.passes.normalize import outline_with_map
@@ -94,6 +95,7 @@ class _Forms:
 
     Args:
         placeholders: per input of the cut, the name of its placeholder.
+        leaves: per input, the place of the first input that is the same view of the same tensor: they are one leaf.
         wants_grad: placeholders that had gradients in the capture.
     """
 
@@ -103,6 +105,7 @@ class _Forms:
     live: LiveRegion
     modes: Modes
     placeholders: tuple[str, ...]
+    leaves: tuple[int, ...]
     wants_grad: frozenset[str]
 
     @staticmethod
@@ -119,9 +122,13 @@ class _Forms:
         finally:
             unregister(site)
         assert output.op == "output"
-        names = tuple(env[node].name for node in region.cut.inputs)
-        wanted = frozenset(env[node].name for node in region.cut.inputs if _is_trained(node))
-        return _Forms(original, rewritten, region, live, modes, names, wanted)
+        inputs = region.cut.inputs
+        names = tuple(env[node].name for node in inputs)
+        leaves = tuple(
+            next(place for place, other in enumerate(inputs) if is_same_view(node, other)) for node in inputs
+        )
+        wanted = frozenset(names[place] for place in set(leaves) if _is_trained(inputs[place]))
+        return _Forms(original, rewritten, region, live, modes, names, leaves, wanted)
 
     def outlined_output(self, values: Sequence[Any]) -> Tensor:
         with torch.inference_mode(False), torch.no_grad(), enter_autocast(self.modes):
@@ -238,7 +245,7 @@ def _step(function: Callable[..., Any], values: Sequence[Any], forms: _Forms) ->
             value.detach().clone().requires_grad_(name in forms.wants_grad) if _is_float(value) else value
             for name, value in zip(forms.placeholders, values, strict=True)
         ]
-        output = function(*leaves)
+        output = function(*(leaves[place] for place in forms.leaves))
         tensors = {"output": output.detach()}
         wanted = {name: leaf for name, leaf in zip(forms.placeholders, leaves, strict=True) if name in forms.wants_grad}
         if not wanted or not output.requires_grad:

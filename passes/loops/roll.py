@@ -29,7 +29,7 @@ from memfine_fx.passes.loops.values import AllPlaces, Copy, Entry, Loop, Sum, is
 from memfine_fx.passes.normalize import NormalizedRegion, fake_mode_of
 from memfine_fx.records import ParamKind
 
-__all__ = ["Rolled", "RolledParam", "is_loop", "roll"]
+__all__ = ["Rolled", "RolledParam", "is_loop", "is_same_view", "roll"]
 
 
 @dataclass(frozen=True)
@@ -177,14 +177,14 @@ class _Roller:
                 raise CannotChunk("a parameter stands in two slots", slot.node)
 
     def _is_same_input(self, left: fx.Node, right: fx.Node) -> bool:
-        return left is right or _is_same_view(self._outer[left], self._outer[right])
+        return left is right or is_same_view(self._outer[left], self._outer[right])
 
 
 def _by_choice(copy: Copy) -> tuple[int, int]:
     return copy[1] or 0, copy[0]
 
 
-def _is_same_view(left: fx.Node, right: fx.Node) -> bool:
+def is_same_view(left: fx.Node, right: fx.Node) -> bool:
     """Whether two outer nodes are the same view of the same tensor."""
     if left is right:
         return True
@@ -193,7 +193,7 @@ def _is_same_view(left: fx.Node, right: fx.Node) -> bool:
     if (left.op, left.target, left.kwargs) != (right.op, right.target, right.kwargs):
         return False
     return len(left.args) == len(right.args) and all(
-        _is_same_view(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b
+        is_same_view(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b
         for a, b in zip(left.args, right.args, strict=True)
     )
 

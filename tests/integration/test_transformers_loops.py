@@ -72,6 +72,12 @@ def test_a_loop_over_hit_experts_is_captured_as_written(is_checkpointed: bool) -
     assert {region.family for region in report.regions} == {"loops"}
 
 
+def test_weights_that_are_viewed_anew_for_every_expert_are_verified_as_one() -> None:
+    report = memfine_fx.verify(dbrx(), config=memfine_fx.Config(inner_backend="eager"), **token_inputs())
+    assert report.has_passed and len(report.regions) == 2, str(report)
+    assert report.worst_error < 1e-5
+
+
 def test_split_experts_of_jetmoe_are_chunked_and_its_attention_experts_refused() -> None:
     """Its attention experts keep one row per choice, which no [T,H] output stands for."""
     model = tiny_causal_lm("jetmoe", experts_implementation="eager")
