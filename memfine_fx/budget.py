@@ -70,8 +70,8 @@ class GraphBudget:
     def sizes(self) -> Mapping[str, int]:
         return self._graph.step.sizes
 
-    def add_hints(self, joint: fx.Graph) -> None:
-        self._graph.step.add_hints(joint)
+    def add_hints(self, graph: fx.Graph) -> None:
+        self._graph.step.add_hints(graph)
 
     def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
         step = self._graph.step

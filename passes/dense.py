@@ -5,14 +5,17 @@ Each is a choice of the step's plan: kept (bytes, from forward to backward) or c
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["DenseResult", "dense_results"]
+__all__ = ["DenseResult", "dense_results", "is_attention", "must_save"]
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,30 @@ def _forward_nodes(joint: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:
     return [node for node in joint.nodes if node in reached]
 
 
+def is_attention(node: fx.Node) -> bool:
+    """Fused attention: quadratic work in the sequence behind an output of one tensor's size."""
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name.startswith("aten::_scaled_dot_product_") and not name.endswith("_backward")
+
+
+def must_save(node: fx.Node) -> None:
+    """Tag a node, and what is taken out of its results, as never computed again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for user in node.users:
+        if user.target is operator.getitem:
+            user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
 def _flops(node: fx.Node) -> int:
     """FLOPs of a node by torch's own formulas; 0 where it has none (elementwise work, opaque ops)."""
     packet = getattr(node.target, "overloadpacket", None)
-    if packet not in flop_registry:
-        return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _at_hints)
-    return int(flop_registry[packet](*args, **kwargs, out_val=_at_hints(node)))
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=_at_hints(node)))
+    if is_attention(node):  # torch has no formula for the CPU's
+        query, key, value = (tuple(one.shape) for one in args[:3])
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    return 0
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -34,14 +34,16 @@ from memfine_fx.passes.keep import keep_choices, keep_in_regions
 from memfine_fx.records import Keep
 from memfine_fx.step_planner import Keepable, StepChoice, choose_step, ranked
 
-__all__ = ["Partition", "StepBudget", "fit"]
+__all__ = ["RECOMPUTES_ELEMENTWISE", "Partition", "StepBudget", "fit"]
 
-_FREE_TO_RECOMPUTE = {
+RECOMPUTES_ELEMENTWISE = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
     "ban_recompute_not_in_allowlist": False,
 }
+"""Settings of functorch's partitioner with which elementwise work is computed again wherever that saves bytes."""
+
 _ATTEMPTS = 3
 
 
@@ -72,7 +74,7 @@ class StepBudget(Protocol):
         """Values of the graph's symbols in the captured call."""
         ...
 
-    def add_hints(self, joint: fx.Graph) -> None:
+    def add_hints(self, graph: fx.Graph) -> None:
         """Learn the values of symbols that no input has."""
         ...
 
@@ -121,6 +123,7 @@ def fit(
     """
     _drop_wishes(gm.graph)
     budget.add_hints(gm.graph)
+    partition = functools.partial(_with_hints, partition, budget)
     with budget.timed():
         available = budget.available_bytes
         regions = _region_keepables(gm.graph, budget.rates)
@@ -130,6 +133,16 @@ def fit(
         return full
     with budget.timed():
         return _fit_less(gm, num_forward_outputs, partition, budget, regions, _without(_sized(full, budget), added))
+
+
+def _with_hints(
+    partition: Callable[..., Partition], budget: StepBudget, gm: fx.GraphModule, decision: str = ""
+) -> Partition:
+    """A partition; what it computes again may bring symbols that the joint graph lacks (states of random numbers)."""
+    found = partition(gm, decision=decision)
+    budget.add_hints(found.forward.graph)
+    budget.add_hints(found.backward.graph)
+    return found
 
 
 def _fit_less(
@@ -206,7 +219,7 @@ def _leaned(
     for node in module.graph.nodes:
         if node.name in wanted:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    with functorch_config.patch(_FREE_TO_RECOMPUTE):
+    with functorch_config.patch(RECOMPUTES_ELEMENTWISE):
         return partition(module, decision=decision)
 
 

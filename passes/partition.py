@@ -10,14 +10,16 @@ stands in front of it and says, by tags, what it must not decide otherwise:
   one [T,H] tensor buys back the recomputation whose cost grows with the square of the sequence. A policy of
   the user that demands recomputation (MUST_RECOMPUTE) is obeyed.
 
-With a budget of bytes it also decides how much of the dense part (projections, attention, head) and of the regions
-is computed again: see `fit`.
+Without a budget and without checkpoints of the model's own, elementwise work is computed again: see `spare`. With a
+budget of bytes it also decides how much of the dense part (projections, attention, head) and of the regions is computed
+again: see `fit`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +30,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.memory.graph_peak import read_graph
+from memfine_fx.passes.dense import is_attention, must_save
 from memfine_fx.passes.fit import Partition, StepBudget, fit
+from memfine_fx.passes.spare import spare
 
 __all__ = ["Partition", "StepPartitioner"]
 
+_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("partition.py", "spare.py", "fit.py", "dense.py"))
 _NEVER_RECOMPUTED = (
     torch.ops.memfine.route.default,
     torch.ops.memfine.route_shared.default,
@@ -70,13 +75,18 @@ class StepPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         _save_what_is_dear(gm.graph, self._saves_attention)
         partition = functools.partial(_partition, joint_inputs, kwargs, self._is_fused)
-        chosen = partition(gm) if self._budget is None else fit(gm, kwargs["num_fwd_outputs"], partition, self._budget)
+        num_outputs = kwargs["num_fwd_outputs"]
+        if self._budget is not None:
+            chosen = fit(gm, num_outputs, partition, self._budget)
+        else:
+            spared = spare(gm, num_outputs, partition) if self._is_fused else None
+            chosen = partition(gm) if spared is None else spared
         if self._report is not None:
             self._report(chosen)
         return chosen.forward, chosen.backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,), f"{self._saves_attention} {self._key}")
+        return get_hash_for_files(_FILES, f"{self._saves_attention} {self._key}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
         """Inductor copies and pickles its options; only what identifies the partitioner goes along."""
@@ -112,19 +122,6 @@ def _save_what_is_dear(graph: fx.Graph, saves_attention: bool) -> None:
     }
     for node in graph.nodes:
         is_wanted = saves_attention and node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
-        is_attention = is_wanted and node.meta.get("ac_graph_id") in with_regions and _is_attention(node)
-        if node.target in _NEVER_RECOMPUTED or is_attention:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            for user in node.users:
-                if _is_getitem(user):
-                    user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _is_attention(node: fx.Node) -> bool:
-    """Fused attention: quadratic work in the sequence behind an output of one tensor's size."""
-    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-    return name.startswith("aten::_scaled_dot_product_") and not name.endswith("_backward")
+        is_dear = is_wanted and node.meta.get("ac_graph_id") in with_regions and is_attention(node)
+        if node.target in _NEVER_RECOMPUTED or is_dear:
+            must_save(node)

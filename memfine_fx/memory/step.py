@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from memfine_fx.config import Axis
 from memfine_fx.memory.liveness import Call, GraphMemory, Peak
@@ -86,13 +87,18 @@ class GraphStep:
         return True
 
     def add_hints(self, graph: fx.Graph) -> None:
-        """Values for sizes that no input has (a saved random state's length), from the compiled graph."""
+        """Values for symbols that no input's size is (a saved random state's length), as in the captured call."""
         for node in graph.nodes:
-            value = node.meta.get("val")
-            shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
-            for size in shape:
-                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                    self.sizes.setdefault(str(size.node.expr), int(size.node.hint or 1))
+            for value in tree_leaves(node.meta.get("val")):
+                sizes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)
+                for size in sizes:
+                    if isinstance(size, torch.SymInt):
+                        self._add_hints_of(size)
+
+    def _add_hints_of(self, size: torch.SymInt) -> None:
+        known = size.node.shape_env.backed_var_to_val
+        for symbol in size.node.expr.free_symbols:
+            self.sizes.setdefault(str(symbol), int(known.get(symbol, 1)))
 
     def keep_of(self, site: str) -> Keep:
         """What a region keeps in the graphs as they are now."""

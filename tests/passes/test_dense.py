@@ -46,3 +46,17 @@ def test_results_of_the_last_layer_come_first_then_flops_per_byte_and_later_ones
 def test_elementwise_work_opaque_ops_and_the_backward_are_not_dense_results() -> None:
     names = {result.name for result in dense_results(joint_graph(), 1)}
     assert not names & {"sin_default", "experts_default", "experts_default_1", "mm_default_4", "t_default"}
+
+
+def test_attention_counts_its_flops_on_the_cpu_too() -> None:
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("query", "key", "value")]
+    for node, length in zip(inputs, (6, 5, 5), strict=True):
+        node.meta["val"] = torch.empty((2, 3, length, 4))
+    attention = graph.call_function(aten._scaled_dot_product_flash_attention_for_cpu.default, tuple(inputs))
+    attention.meta["val"] = (torch.empty((2, 3, 6, 4)), torch.empty((2, 3, 6)))
+    graph.output([attention])
+    (found,) = dense_results(graph, 1)
+    products = 2 * (2 * 3 * 6 * 5 * 4)  # FLOPs of one of the two, query x key and scores x value
+    assert (found.name, found.flops) == (attention.name, 2 * products)
+    assert found.num_bytes == 4 * (2 * 3 * 6 * 4 + 2 * 3 * 6)

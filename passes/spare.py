@@ -1,0 +1,59 @@
+"""Spare: without a budget, forward keeps for backward only what it would cost time to compute again.
+
+Elementwise work is computed again freely, inside the kernels of backward that read it. Matmuls and attentions are kept,
+but for those that free most bytes per FLOP: they may add a small share to the FLOPs of the dense part (`_SHARE`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memfine_fx.passes.dense import DenseResult, dense_results, is_attention, must_save
+from memfine_fx.passes.fit import RECOMPUTES_ELEMENTWISE, Partition
+
+__all__ = ["spare"]
+
+_SHARE = 0.02
+_STEP_PER_FORWARD = 3
+"""Backward takes two products for each of forward's."""
+
+
+def spare(gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition]) -> Partition | None:
+    """The partition of a joint graph without a budget, or None where the model's own checkpoints decide.
+
+    Args:
+        gm: the joint graph; what must be saved or computed again is tagged in it.
+        num_forward_outputs: results of the joint graph that are forward's.
+        partition: (graph, decision) -> partition.
+    """
+    if any("ac_graph_id" in node.meta for node in gm.graph.nodes):
+        return None
+    results = dense_results(gm.graph, num_forward_outputs)
+    again = {result.name for result in _cheapest(results)}
+    for node in gm.graph.nodes:
+        if node.name in again:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        elif is_attention(node):
+            must_save(node)
+    decision = (
+        f"elementwise work is computed again in backward, and {len(again)} of {len(results)} dense results that cost "
+        f"least for their bytes"
+    )
+    with functorch_config.patch(RECOMPUTES_ELEMENTWISE):
+        return partition(gm, decision=decision)
+
+
+def _cheapest(results: list[DenseResult]) -> list[DenseResult]:
+    """Those given up first, as far as their share of the FLOPs goes."""
+    left = _SHARE * _STEP_PER_FORWARD * sum(result.flops for result in results)
+    chosen = []
+    for result in reversed(results):
+        left -= result.flops
+        if left < 0:
+            break
+        chosen.append(result)
+    return chosen
