@@ -76,12 +76,13 @@ def must_save(node: fx.Node) -> None:
 def _flops(node: fx.Node) -> int:
     """FLOPs of a node by torch's own formulas; 0 where it has none (elementwise work, opaque ops)."""
     packet = getattr(node.target, "overloadpacket", None)
+    args: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), _at_hints)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=_at_hints(node)))
     if is_attention(node):  # torch has no formula for the CPU's
         query, key, value = (tuple(one.shape) for one in args[:3])
-        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+        return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
     return 0
 
 
