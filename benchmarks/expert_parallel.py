@@ -180,7 +180,7 @@ def _measure_one(rank: int, sizes: LayerSizes, layer: nn.Module, load: str) -> d
     }
     seconds = tuple(_timed(step, drop) for _ in range(sizes.steps))
     drop()
-    with _letting_go():
+    with letting_go():
         trace = trace_memory(step, torch.device("cpu"), lambda: [leaf.grad for leaf in leaves if leaf.grad is not None])
     drop()
     received = Placement(sizes.experts, sizes.ranks).by_rank(torch.tensor(counts) * sizes.ranks)[rank]
@@ -194,7 +194,7 @@ def _measure_one(rank: int, sizes: LayerSizes, layer: nn.Module, load: str) -> d
 
 
 @contextmanager
-def _letting_go() -> Iterator[None]:
+def letting_go() -> Iterator[None]:
     """Give gloo's threads a moment after each exchange to drop the buffers that they hold.
 
     A buffer whose last owner is such a thread is freed where no profiler sees it, and would count as alive.
