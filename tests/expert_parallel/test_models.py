@@ -31,7 +31,6 @@ def test_two_ranks_train_as_one_and_resume_with_another_number_of_them(tmp_path:
 def test_two_ranks_train_other_spellings_and_under_fsdp_as_one(tmp_path: Path) -> None:
     plan: Plan = [
         ("DeepSeek-like", (2,), None, False),
-        ("DeepSeek-like", (2,), None, True),
         ("Qwen3-MoE", (2,), None, True),
         ("list of experts", (2,), str(tmp_path / "list"), False),
     ]
