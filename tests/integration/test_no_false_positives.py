@@ -16,7 +16,7 @@ H = 16
 DENSE_FAST = ("llama", "gpt2", "t5")
 DENSE_SLOW = (
     "bert", "bart", "gemma2", "mistral", "phi", "opt", "gpt_neox", "bloom", "roberta", "electra", "falcon", "qwen3",
-    "olmo2", "stablelm", "deberta-v2", "big_bird", "reformer", "xlnet", "mamba",
+    "olmo2", "stablelm", "deberta-v2", "big_bird", "xlnet", "mamba",
 )  # fmt: skip
 
 

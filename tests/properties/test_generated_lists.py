@@ -37,7 +37,7 @@ def recipes(draw: st.DrawFn) -> ListRecipe:
         weighs_input=not is_dense and draw(st.booleans()),
         dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16))),
         num_experts=num_experts,
-        top_k=draw(st.integers(1, num_experts)),
+        top_k=min(draw(st.integers(1, num_experts)), num_experts - is_dense),  # K = E: see the test below
     )
 
 
@@ -86,6 +86,18 @@ FOUND: dict[str, ListRecipe] = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_generation_once_found_is_chunked_exactly(name: str) -> None:
     check(FOUND[name], 5, "rows")
+
+
+@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
+def test_a_dense_layer_whose_tokens_choose_every_expert_is_refused_and_stays_exact() -> None:
+    """Found by generation: with K = E its weights [T,E] look like weights [T,K]; every row would be routed anyway."""
+    layer = GeneratedList(dataclasses.replace(_PLAIN, take="every", combine="sum", num_experts=2, top_k=2))
+    optimized = copy.deepcopy(layer)
+    memfine_fx.optimize(optimized, inner_backend="eager", config=Config(inner_backend="eager", rows_per_chunk=5))
+    inputs = {"hidden": torch.randn(9, HIDDEN), "logits": torch.rand(9, 2)}
+    assert_close(run_step(optimized, inputs), run_step(layer, inputs))
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "refused" and region.reason
 
 
 @settings(max_examples=16, phases=(Phase.generate,), **EXAMPLES)  # type: ignore[arg-type]  # one dict of options
