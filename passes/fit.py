@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
@@ -29,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memfine_fx.cost import DeviceRates
 from memfine_fx.memory.edits import Pair, keeping_in_region, keeping_results, sized
 from memfine_fx.memory.liveness import GraphMemory
-from memfine_fx.passes.dense import dense_results
+from memfine_fx.passes.dense import dense_results, is_attention, must_save
 from memfine_fx.passes.keep import keep_choices, keep_in_regions
 from memfine_fx.records import Keep
 from memfine_fx.step_planner import Keepable, StepChoice, choose_step, ranked
@@ -45,6 +46,9 @@ RECOMPUTES_ELEMENTWISE = {
 """Settings of functorch's partitioner with which elementwise work is computed again wherever that saves bytes."""
 
 _ATTEMPTS = 3
+_WITHOUT_RANDOM_STATE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""The CPU's attention knows no dropout and is computed again where that saves bytes, wished or not; a wish would make
+the partitioner save a random state for it, in an operation whose results the records of memory do not see."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,9 @@ def _leaned(
 ) -> Partition:
     wanted = {result.name for result in dense_results(module.graph, num_outputs)} - saved
     for node in module.graph.nodes:
-        if node.name in wanted:
+        if node.name in saved and is_attention(node):
+            must_save(node)
+        elif node.name in wanted and node.target is not _WITHOUT_RANDOM_STATE:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     with functorch_config.patch(RECOMPUTES_ELEMENTWISE):
         return partition(module, decision=decision)
