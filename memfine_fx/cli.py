@@ -171,7 +171,7 @@ def _bench(arguments: list[str]) -> int:
 def _load(target: str, experts: str | None) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A model and one call's inputs, from hf:MODEL_TYPE or file.py:factory.
 
-    A factory returns a module, or (module, inputs) with inputs a tuple or a dict.
+    A factory returns a module, (module, inputs) with inputs a tensor, a tuple or a dict, or (module, *tensors).
     """
     kind, _, name = target.partition(":")
     if kind == "hf" and name:
@@ -186,10 +186,17 @@ def _load(target: str, experts: str | None) -> tuple[torch.nn.Module, tuple[Any,
     if not path.endswith(".py") or not Path(path).exists():
         raise ConfigError(f"{target!r} is neither hf:MODEL_TYPE nor an existing path/to/file.py:factory")
     made = _factory(path, factory_name)()
-    model, inputs = made if isinstance(made, tuple) else (made, ())
+    model, *more = made if isinstance(made, tuple) else (made,)
+    inputs = more[0] if len(more) == 1 else tuple(more)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{target} returned {type(model).__name__}; expected a module or (module, inputs)")
-    return (model, (), inputs) if isinstance(inputs, dict) else (model, tuple(inputs), {})
+    if isinstance(inputs, dict):
+        return model, (), inputs
+    if isinstance(inputs, torch.Tensor):
+        return model, (inputs,), {}
+    if not isinstance(inputs, (tuple, list)):
+        raise ConfigError(f"{target} returned {type(inputs).__name__} as inputs; expected a tensor, a tuple or a dict")
+    return model, tuple(inputs), {}
 
 
 def _factory(path: str, name: str) -> Callable[[], Any]:

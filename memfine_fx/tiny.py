@@ -95,7 +95,7 @@ def tiny_model(
             if not wants_experts or any(map(names_experts, module.modules())):
                 return _with_inputs(module.train(), config, batch, length)
             failures.append(f"{auto_class.__name__} of {config_class.__name__}: no experts in {num_layers} layers")
-    reasons = "; ".join(dict.fromkeys(failures))
+    reasons = "; ".join(dict.fromkeys(failures)) or "none of the auto classes tried has a class for it"
     raise ConfigError(f"transformers cannot build {model_type!r} at toy size: {reasons}")
 
 

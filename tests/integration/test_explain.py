@@ -178,8 +178,15 @@ def test_a_picture_that_is_not_there_is_an_error() -> None:
         report.picture()
 
 
-def test_the_shell_explains_a_factory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    source = "import torch\ndef make():\n    return torch.nn.Linear(4, 4), (torch.randn(3, 4),)\n"
+@pytest.mark.parametrize("inputs", ["(torch.randn(3, 4),)", "torch.randn(3, 4)", "{'input': torch.randn(3, 4)}"])
+def test_the_shell_explains_a_factory(inputs: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = f"import torch\ndef make():\n    return torch.nn.Linear(4, 4), {inputs}\n"
     (tmp_path / "made.py").write_text(source, encoding="utf-8")
     assert main(["explain", f"{tmp_path}/made.py:make"]) == 0
     assert "no routing decision" in capsys.readouterr().out
+
+
+def test_the_shell_names_inputs_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(4, 4), 3\n")
+    assert main(["explain", f"{tmp_path}/made.py:make"]) == 2
+    assert "returned int as inputs" in capsys.readouterr().err
