@@ -33,6 +33,12 @@ def check_spelling(spelling: str) -> None:
         raise ValueError(f'spelling must be "grouped" or "gathered", got {spelling!r}')
 
 
+def check_spelling_among(spelling: str, spellings: tuple[str, ...]) -> None:
+    """Raise ValueError for a name that is not one of a model's own spellings."""
+    if spelling not in spellings:
+        raise ValueError(f"spelling must be one of {spellings}, got {spelling!r}")
+
+
 def upcast(x: Tensor) -> Tensor:
     """Routers compute in float32 at least, as the published models do; float64 stays as it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

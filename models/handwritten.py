@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memfine_fx.models._experts import LayerConfig, ListedExperts
+from memfine_fx.models._experts import LayerConfig, ListedExperts, check_spelling_among
 
 HandwrittenSpelling = Literal[
     "gates", "sequence", "choices", "named", "lists", "counted", "scatter", "picked", "pairs", "capacity"
@@ -39,8 +39,7 @@ class HandwrittenConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.spelling not in get_args(HandwrittenSpelling):
-            raise ValueError(f"spelling must be one of {get_args(HandwrittenSpelling)}, got {self.spelling!r}")
+        check_spelling_among(self.spelling, get_args(HandwrittenSpelling))
 
 
 class HandwrittenMoE(ListedExperts):

@@ -8,7 +8,6 @@ Dispatch and combine are einsums with a mask [T, E, C]; what exceeds C is droppe
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,24 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memfine_fx.models._experts import LayerConfig, ListedExperts, softmax_top_k
+from memfine_fx.models._experts import ListedExperts, check_spelling_among, softmax_top_k
+from memfine_fx.models.capacity import CapacityConfig
 
 ListedSlotsSpelling = Literal["chunk", "unbind"]
 
 
 @dataclass(frozen=True)
-class ListedSlotsConfig(LayerConfig):
-    """Sizes of one layer, and its spelling; each expert takes C = ceil(capacity_factor * T * K / E) rows."""
+class ListedSlotsConfig(CapacityConfig):
+    """Sizes of one layer, and its spelling."""
 
-    capacity_factor: float = 1.0
     spelling: ListedSlotsSpelling = "chunk"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.spelling not in get_args(ListedSlotsSpelling):
-            raise ValueError(f"spelling must be one of {get_args(ListedSlotsSpelling)}, got {self.spelling!r}")
-        if not self.capacity_factor > 0:
-            raise ValueError(f"capacity_factor must be positive, got {self.capacity_factor}")
+        check_spelling_among(self.spelling, get_args(ListedSlotsSpelling))
 
 
 class ListedSlotsMoE(ListedExperts):
@@ -48,7 +44,7 @@ class ListedSlotsMoE(ListedExperts):
         config = self.config
         tokens = hidden.reshape(-1, config.hidden)
         index, weight = softmax_top_k(self.gate(tokens), config.top_k)
-        capacity = math.ceil(config.capacity_factor * tokens.shape[0] * config.top_k / config.num_experts)
+        capacity = config.capacity(tokens.shape[0])
         chosen = F.one_hot(index, config.num_experts)
         place = (chosen.flatten(0, 1).cumsum(dim=0).view_as(chosen) - 1) * chosen
         kept = chosen * (place < capacity)

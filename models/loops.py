@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from memfine_fx.models._experts import LayerConfig, ListedExperts, softmax_top_k
+from memfine_fx.models._experts import LayerConfig, ListedExperts, check_spelling_among, softmax_top_k
 
 LoopSpelling = Literal["where", "one_hot", "add", "any", "flat", "guarded", "hit", "split"]
 
@@ -34,8 +34,7 @@ class LoopConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.spelling not in get_args(LoopSpelling):
-            raise ValueError(f"spelling must be one of {get_args(LoopSpelling)}, got {self.spelling!r}")
+        check_spelling_among(self.spelling, get_args(LoopSpelling))
 
 
 class LoopMoE(ListedExperts):

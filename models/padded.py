@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memfine_fx.models._experts import LayerConfig, StackedExperts, softmax_top_k
+from memfine_fx.models._experts import LayerConfig, StackedExperts, check_spelling_among, softmax_top_k
 
 PaddedSpelling = Literal["padded", "choice"]
 
@@ -26,8 +26,7 @@ class PaddedConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.spelling not in get_args(PaddedSpelling):
-            raise ValueError(f"spelling must be one of {get_args(PaddedSpelling)}, got {self.spelling!r}")
+        check_spelling_among(self.spelling, get_args(PaddedSpelling))
 
 
 class PaddedMoE(StackedExperts):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memfine_fx.models._experts import LayerConfig, ListedExperts, init_scaled_normal
+from memfine_fx.models._experts import LayerConfig, ListedExperts, check_spelling_among, init_scaled_normal
 
 PublishedSpelling = Literal["ends", "running", "zeros", "places", "permuted", "adapters"]
 
@@ -32,8 +32,7 @@ class PublishedConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.spelling not in get_args(PublishedSpelling):
-            raise ValueError(f"spelling must be one of {get_args(PublishedSpelling)}, got {self.spelling!r}")
+        check_spelling_among(self.spelling, get_args(PublishedSpelling))
 
 
 class PublishedMoE(ListedExperts):

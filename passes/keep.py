@@ -20,9 +20,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import CheckpointPolicy
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.passes.dense import must_save
 from memfine_fx.records import Keep
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import lookup
@@ -102,9 +102,7 @@ def _rewrite(joint: fx.Graph, forward: fx.Node, backward: fx.Node, keep: Keep) -
     with joint.inserting_before(forward):
         both = _call(joint, forward, torch.ops.memfine.experts_keeping.default, *forward.args, backward.args[7], keep)
         out, *kept = (_call(joint, forward, operator.getitem, both, place) for place in range(len(both.meta["val"])))
-    both.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    for node in (out, *kept):
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    must_save(both)
     with joint.inserting_before(backward):
         target = torch.ops.memfine.experts_backward_kept.default
         gradients = _call(joint, backward, target, *backward.args, kept, keep)
