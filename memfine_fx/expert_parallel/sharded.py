@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds
 from memfine_fx.expert_parallel.walk import LayerWalk, WalkStats
 from memfine_fx.memory.region_bytes import Travel
+from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["SENT_FACTOR", "ShardedExperts"]
@@ -60,19 +61,12 @@ class ShardedExperts:
         place = Place(self.layer, "counting")
         return gather_table(self._exchange, offsets, rows, self.mark, place)
 
-    def forward(
-        self,
-        region: LiveRegion,
-        hidden: torch.Tensor,
-        weight: torch.Tensor | None,
-        order: torch.Tensor,
-        table: torch.Tensor,
-        params: Sequence[Sequence[torch.Tensor]],
-    ) -> torch.Tensor:
-        walk = self._walk(region, hidden, weight, order, table, params)
-        out = walk.forward(region.out_dtype, partial(region.lower, hidden.shape[0]))
+    def forward(self, region: LiveRegion, routed: Routed) -> torch.Tensor:
+        walk = self._walk(region, routed)
+        num_tokens = routed.num_tokens
+        out = walk.forward(region.out_dtype, partial(region.lower, num_tokens))
         stats = walk.stats
-        region.plan, region.num_tokens = region.plan_for(hidden.shape[0]), hidden.shape[0]
+        region.plan, region.num_tokens = region.plan_for(num_tokens), num_tokens
         region.num_chunks, region.largest_chunk = stats.num_chunks, stats.largest_chunk
         region.stages_gradients = stats.is_split
         region.num_steps += 1
@@ -82,47 +76,32 @@ class ShardedExperts:
         self,
         region: LiveRegion,
         grad: torch.Tensor,
-        hidden: torch.Tensor,
-        weight: torch.Tensor | None,
-        order: torch.Tensor,
-        table: torch.Tensor,
-        params: Sequence[Sequence[torch.Tensor]],
+        routed: Routed,
         wanted: tuple[bool, bool],
         wanted_params: Sequence[Sequence[bool]],
     ) -> list[torch.Tensor]:
-        walk = self._walk(region, hidden, weight, order, table, params)
+        walk = self._walk(region, routed)
         own_wanted = self._own(region, wanted_params)
-        lower = partial(region.lower, hidden.shape[0])
+        lower = partial(region.lower, routed.num_tokens)
         grad_hidden, grad_weight, opened = walk.backward(grad, wanted, own_wanted, lower)
         gradients = [one for one in (grad_hidden, grad_weight) if one is not None]
-        for kind, tensors, flags, param in zip(region.bodies.param_kinds, params, wanted_params, opened, strict=True):
+        kinds = region.bodies.param_kinds
+        for kind, tensors, flags, param in zip(kinds, routed.params, wanted_params, opened, strict=True):
             own = [] if param is None else param.finish_all()
             if kind != "shared":
                 self.ranks.average(own)
             gradients += self._among_all(tensors, flags, own) if kind == "each" else own
         return gradients
 
-    def _walk(
-        self,
-        region: LiveRegion,
-        hidden: torch.Tensor,
-        weight: torch.Tensor | None,
-        order: torch.Tensor,
-        table: torch.Tensor,
-        params: Sequence[Sequence[torch.Tensor]],
-    ) -> LayerWalk:
-        gathered = Table(table)
+    def _walk(self, region: LiveRegion, routed: Routed) -> LayerWalk:
+        gathered = Table(routed.offsets)
         limits = gathered.limits
         return LayerWalk(
             exchange=self._exchange,
             schedule=Rounds(gathered.counts, self.placement, limits, SENT_FACTOR * max(limits)),
             table=gathered,
             rank=self.ranks.rank,
-            hidden=hidden,
-            weight=weight,
-            order=order,
-            params=self._own(region, params),
-            top_k=region.top_k,
+            routed=replace(routed, params=self._own(region, routed.params)),
             bodies=region.bodies,
             rows=limits[self.ranks.rank],
             layer=self.layer,

@@ -25,7 +25,8 @@ from memfine_fx.expert_parallel.exchange import Exchange, Place, Table, failing_
 from memfine_fx.expert_parallel.schedule import Leg, Schedule
 from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.gradients import ParamGradient
-from memfine_fx.runtime.loop import Routed, accumulator_dtype, open_gradients, run_backward, run_forward
+from memfine_fx.runtime.loop import accumulator_dtype, open_gradients, run_backward, run_forward
+from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
 
 __all__ = ["LayerWalk", "WalkStats"]
@@ -55,11 +56,7 @@ class LayerWalk:
         schedule: its rounds.
         table: the gathered counts.
         rank: of this process in the group.
-        hidden: [T,H].
-        weight: [T,K], or None.
-        order: [N], see `runtime.routing.sort_assignments`.
-        params: this rank's, per parameter of the expert function.
-        top_k: K.
+        routed: its inputs, with this rank's parameters.
         bodies: the compiled expert.
         rows: R, the most rows of a chunk.
         layer: its name, for messages.
@@ -71,11 +68,7 @@ class LayerWalk:
     schedule: Schedule
     table: Table
     rank: int
-    hidden: torch.Tensor
-    weight: torch.Tensor | None
-    order: torch.Tensor
-    params: Sequence[Sequence[torch.Tensor]]
-    top_k: int
+    routed: Routed
     bodies: Bodies
     rows: int
     layer: str
@@ -84,7 +77,7 @@ class LayerWalk:
 
     def forward(self, out_dtype: torch.dtype, on_failure: Callable[[int], None]) -> torch.Tensor:
         """[T,H_out]."""
-        hidden, bodies = self.hidden, self.bodies
+        hidden, bodies = self.routed.hidden, self.bodies
         out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
 
         def run(arrival: _Arrival) -> None:
@@ -95,7 +88,7 @@ class LayerWalk:
             for outgoing, back in self._return(arrival, results):
                 out.index_add_(0, outgoing.tokens, back.to(out.dtype))
 
-        self._walk(run, "forward", [hidden], [self.weight])
+        self._walk(run, "forward", [hidden], [self.routed.flat_weight])
         return out.to(out_dtype)
 
     def backward(
@@ -106,15 +99,15 @@ class LayerWalk:
         on_failure: Callable[[int], None],
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[ParamGradient | None]]:
         """(hidden's gradient, weight's [T,K], the parameters' still open); None where it is not wanted."""
-        hidden, weight, bodies = self.hidden, self.weight, self.bodies
+        hidden, weight, bodies = self.routed.hidden, self.routed.flat_weight, self.bodies
         body = bodies.backward((*wanted, *map(any, wanted_params)))
-        gradients = open_gradients(body, self.params, bodies, wanted_params)
+        gradients = open_gradients(body, self.routed.params, bodies, wanted_params)
         grad_hidden = grad_weight = None
         if body.rows_grad is not None:
             grad_hidden = hidden.new_zeros(hidden.shape, dtype=accumulator_dtype(hidden.dtype))
         if body.weight_grad is not None:
             assert weight is not None
-            grad_weight = weight.new_zeros(weight.numel())
+            grad_weight = torch.zeros_like(weight)
 
         def run(arrival: _Arrival) -> None:
             routed, chunks = self._routed(arrival)
@@ -133,7 +126,7 @@ class LayerWalk:
         self._walk(run, "backward", [hidden, grad], [weight])
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            None if grad_weight is None else grad_weight.view(-1, self.top_k),
+            None if grad_weight is None else grad_weight.view(-1, self.routed.top_k),
             gradients,
         )
 
@@ -149,7 +142,7 @@ class LayerWalk:
         What a round made dies with the call of `run`, before the next round's rows come.
         """
         self.stats.num_rounds = num_rounds = self.schedule.num_rounds
-        choices = [tensor.reshape(-1) for tensor in per_choice if tensor is not None]
+        choices = [tensor for tensor in per_choice if tensor is not None]
         start = partial(self._start, phase, per_token, choices)
         ahead: _Arrival | None = None
         for number in range(num_rounds):
@@ -195,8 +188,9 @@ class LayerWalk:
     def _outgoing(self, leg: Leg) -> _Outgoing:
         """This rank's rows of a leg: expert after expert, which is rank after rank."""
         places = _ranges(self.table.begins(self.rank) + leg.first, leg.last - leg.first)
-        assignments = self.order.index_select(0, places.to(self.order.device)).to(torch.int64)
-        return _Outgoing(assignments, torch.div(assignments, self.top_k, rounding_mode="floor"))
+        order = self.routed.order
+        assignments = order.index_select(0, places.to(order.device)).to(torch.int64)
+        return _Outgoing(assignments, torch.div(assignments, self.routed.top_k, rounding_mode="floor"))
 
     def _routed(self, arrival: _Arrival) -> tuple[Routed, list[Chunk]]:
         """What came as a layer of its own, in expert order, and its chunks."""
@@ -207,7 +201,8 @@ class LayerWalk:
         counts = received.sum(dim=0)
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         weight = arrival.entries[0].unsqueeze(1) if arrival.entries else None
-        routed = Routed(arrival.rows[0], weight, order.to(self.hidden.device), offsets, self.params, 1)
+        rows = arrival.rows[0]
+        routed = Routed(rows, weight, order.to(rows.device), offsets, self.routed.params, 1)
         chunks = self._chunks(arrival.number, counts, offsets)
         self.stats.add(chunks)
         return routed, chunks

@@ -19,72 +19,14 @@ from memfine_fx.runtime.bodies import BackwardBody, Bodies, KeepingBodies, Plain
 from memfine_fx.runtime.faults import Progress, walk
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.mact import ChunkTuner
+from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk
 
-__all__ = ["Kept", "Routed", "accumulator_dtype", "chunks_of", "open_gradients", "run_backward", "run_forward"]
+__all__ = ["Kept", "accumulator_dtype", "chunks_of", "open_gradients", "run_backward", "run_forward"]
 
 
 def _ignore(rows: int) -> None:
     """What nobody wants to know."""
-
-
-class Routed:
-    """One layer's inputs in one step.
-
-    Args:
-        hidden: [T,H].
-        weight: [T,K] routing weight, or None.
-        order: [N] int32, see `routing.sort_assignments`.
-        offsets: [E+1] int64 on the host.
-        params: per parameter of the expert function its tensors: E of the "each" kind, else one.
-        top_k: K.
-    """
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor | None,
-        order: torch.Tensor,
-        offsets: torch.Tensor,
-        params: Sequence[Sequence[torch.Tensor]],
-        top_k: int,
-    ) -> None:
-        self.hidden = hidden
-        self.weight = None if weight is None else weight.reshape(-1)
-        self.order = order
-        self.offsets = offsets
-        self.params = params
-        self.top_k = top_k
-
-    @property
-    def num_tokens(self) -> int:
-        return self.hidden.shape[0]
-
-    def places(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """(assignment, token) of each row of a chunk, [R] int64."""
-        assignments = self.order[chunk.start : chunk.stop].to(torch.int64)
-        return assignments, torch.div(assignments, self.top_k, rounding_mode="floor")
-
-    def arguments(
-        self, bodies: Bodies, chunk: Chunk, assignments: torch.Tensor, tokens: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """What the body takes: rows, weight if any, the chunk's parameters, its groups if lifted."""
-        arguments = [self.hidden.index_select(0, tokens)]
-        if bodies.has_weight:
-            assert self.weight is not None
-            arguments.append(self.weight.index_select(0, assignments))
-        for tensors, kind in zip(self.params, bodies.param_kinds, strict=True):
-            if kind == "shared":
-                arguments.append(tensors[0])
-            elif kind == "each":
-                arguments.append(tensors[chunk.first_expert])
-            elif bodies.takes_group:
-                arguments.append(tensors[0][chunk.first_expert : chunk.last_expert + 1])
-            else:
-                arguments.append(tensors[0][chunk.first_expert])
-        if bodies.takes_group:
-            arguments.extend(_group_arguments(chunk, self.hidden.device))
-        return arguments
 
 
 _NOTHING: Sequence[torch.Tensor] = ()
@@ -195,7 +137,7 @@ def run_backward(
         body, found = bodies.backward((*wanted, *map(any, wanted_params))), _NOTHING
     else:
         body, found = kept.bodies.backward, kept.tensors
-    hidden, weight = routed.hidden, routed.weight
+    hidden, weight = routed.hidden, routed.flat_weight
     grad_hidden = grad_weight = None
     if body.rows_grad is not None:
         grad_hidden = torch.zeros(hidden.shape, dtype=accumulator_dtype(hidden.dtype), device=hidden.device)
@@ -297,10 +239,3 @@ def _add_group(param: ParamGradient, chunk: Chunk, gradient: torch.Tensor) -> No
         param.add_tensor(chunk.first_expert, gradient[0], is_part=True)
     else:
         param.set_range(chunk.first_expert, gradient)
-
-
-def _group_arguments(chunk: Chunk, device: torch.device) -> list[torch.Tensor]:
-    """(group of each row [R] int64, group ends [G] int32) of a chunk."""
-    ends = torch.tensor(chunk.ends, dtype=torch.int32, device=device)
-    rows = torch.arange(chunk.num_rows, device=device, dtype=torch.int32)
-    return [torch.searchsorted(ends, rows, right=True), ends]

@@ -20,9 +20,10 @@ from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
 from memfine_fx.records import Keep
 from memfine_fx.runtime.bodies import KeepingBodies
-from memfine_fx.runtime.loop import Kept, Routed, chunks_of, run_backward, run_forward
+from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.ranges import range_of, ranged
+from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
 from memfine_fx.runtime.store import LiveRegion, lookup
 
@@ -98,34 +99,37 @@ def experts(
     Returns:
         [T,H_out].
     """
-    return _forward(hidden, weight, order, offsets, params, site, None)
+    return _forward(_routed(hidden, weight, order, offsets, params, site), site, None)
 
 
-def _forward(
+def _routed(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
     order: torch.Tensor,
     offsets: torch.Tensor,
     params: list[torch.Tensor],
     site: str,
-    kept: Kept | None,
-) -> torch.Tensor:
+) -> Routed:
     region = lookup(site)
+    return Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
+
+
+def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
+    region, num_tokens = lookup(site), routed.num_tokens
     name = f"{region.name or site} forward"
     if region.exchange is not None:
         with span(f"forward {site}"), range_of(name):
-            return region.exchange.forward(region, hidden, weight, order, offsets, _grouped(params, region))
-    routed = Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
-    plan = region.plan_for(hidden.shape[0])
-    _check_ids(region, order, offsets)
+            return region.exchange.forward(region, routed)
+    plan = region.plan_for(num_tokens)
+    _check_ids(region, routed.order, routed.offsets)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner)
-    region.plan, region.num_tokens, region.num_chunks = plan, hidden.shape[0], len(chunks)
+    region.plan, region.num_tokens, region.num_chunks = plan, num_tokens, len(chunks)
     region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
     has_shared = "shared" in region.bodies.param_kinds
     region.stages_gradients = has_shared or any(chunk.is_part for chunk in chunks)
     region.num_steps += 1
-    region.loads.note(offsets)
-    lower = partial(region.lower, hidden.shape[0])
+    region.loads.note(routed.offsets)
+    lower = partial(region.lower, num_tokens)
     with span(f"forward {site}"), range_of(name):
         return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, kept)
 
@@ -176,31 +180,21 @@ def experts_backward(
     wanted: list[bool],
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted (hidden, weight, then each parameter), recomputing chunk by chunk."""
-    return _backward(grad, hidden, weight, order, offsets, params, site, wanted, None)
+    return _backward(grad, _routed(hidden, weight, order, offsets, params, site), site, wanted, None)
 
 
 def _backward(
-    grad: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor | None,
-    order: torch.Tensor,
-    offsets: torch.Tensor,
-    params: list[torch.Tensor],
-    site: str,
-    wanted: list[bool],
-    kept: Kept | None,
+    grad: torch.Tensor, routed: Routed, site: str, wanted: list[bool], kept: Kept | None
 ) -> list[torch.Tensor]:
     region = lookup(site)
     wanted_params = _grouped(wanted[2:], region)
     name = f"{region.name or site} backward"
     if region.exchange is not None:
-        layer = (region, grad, hidden, weight, order, offsets, _grouped(params, region))
         with span(f"backward {site}"), range_of(name):
-            return region.exchange.backward(*layer, (wanted[0], wanted[1]), wanted_params)
-    routed = Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
-    plan = region.plan_for(hidden.shape[0])
+            return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params)
+    plan = region.plan_for(routed.num_tokens)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner, is_new_step=False)
-    lower = partial(region.lower, hidden.shape[0])
+    lower = partial(region.lower, routed.num_tokens)
     chunks = ranged(chunks, name)
     with span(f"backward {site}"), range_of(name):
         return run_backward(grad, routed, region.bodies, chunks, (wanted[0], wanted[1]), wanted_params, lower, kept)
@@ -258,7 +252,7 @@ def experts_keeping(
         keep: a `records.Keep` other than "nothing".
     """
     kept = Kept.empty(_keeping(site, wanted, keep), hidden, order)
-    return [_forward(hidden, weight, order, offsets, params, site, kept), *kept.tensors]
+    return [_forward(_routed(hidden, weight, order, offsets, params, site), site, kept), *kept.tensors]
 
 
 @experts_keeping.register_fake
@@ -298,7 +292,7 @@ def experts_backward_kept(
 ) -> list[torch.Tensor]:
     """As `memfine::experts_backward`, with what `memfine::experts_keeping` kept."""
     found = Kept(_keeping(site, wanted, keep), kept)
-    return _backward(grad, hidden, weight, order, offsets, params, site, wanted, found)
+    return _backward(grad, _routed(hidden, weight, order, offsets, params, site), site, wanted, found)
 
 
 @experts_backward_kept.register_fake

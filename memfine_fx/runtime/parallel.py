@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from memfine_fx.runtime.routed import Routed
+
 if TYPE_CHECKING:
     from memfine_fx.runtime.store import LiveRegion
 
@@ -28,27 +30,15 @@ class RowExchange(Protocol):
         """Every rank's counts, and what goes with them; a collective call."""
         ...
 
-    def forward(
-        self,
-        region: LiveRegion,
-        hidden: torch.Tensor,
-        weight: torch.Tensor | None,
-        order: torch.Tensor,
-        table: torch.Tensor,
-        params: Sequence[Sequence[torch.Tensor]],
-    ) -> torch.Tensor:
-        """[T,H_out], of this rank's tokens."""
+    def forward(self, region: LiveRegion, routed: Routed) -> torch.Tensor:
+        """[T,H_out], of this rank's tokens; what was gathered stands in the place of the offsets."""
         ...
 
     def backward(
         self,
         region: LiveRegion,
         grad: torch.Tensor,
-        hidden: torch.Tensor,
-        weight: torch.Tensor | None,
-        order: torch.Tensor,
-        table: torch.Tensor,
-        params: Sequence[Sequence[torch.Tensor]],
+        routed: Routed,
         wanted: tuple[bool, bool],
         wanted_params: Sequence[Sequence[bool]],
     ) -> list[torch.Tensor]:

@@ -12,7 +12,8 @@ from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.bodies import num_body_compilations
 from memfine_fx.passes.lift import can_lift
 from memfine_fx.records import ChunkPlan, ParamKind
-from memfine_fx.runtime.loop import Routed, chunks_of, run_backward, run_forward
+from memfine_fx.runtime.loop import chunks_of, run_backward, run_forward
+from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of, expert_function, mlp, mlp_params, specs_for
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from memfine_fx.errors import ChunkOutOfMemory, MemfineError
 from memfine_fx.records import ChunkPlan, Keep, ParamKind
 from memfine_fx.runtime.faults import Progress, is_allocation_failure, walk
-from memfine_fx.runtime.loop import Kept, Routed, chunks_of, run_backward, run_forward
+from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward
+from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of, mlp

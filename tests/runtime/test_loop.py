@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from memfine_fx.records import ChunkPlan, Keep, ParamKind
-from memfine_fx.runtime.loop import Kept, Routed, chunks_of, run_backward, run_forward
+from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward
+from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
 from tests.helpers import HIDDEN, NUM_EXPERTS, bodies_of, largest_error, mlp, mlp_params, naive_combine
 

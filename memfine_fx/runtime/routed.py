@@ -1,0 +1,79 @@
+"""One layer's inputs in one step, as the op pair hands them to whoever computes the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from memfine_fx.runtime.bodies import Bodies
+from memfine_fx.runtime.schedule import Chunk
+
+__all__ = ["Routed"]
+
+
+@dataclass(frozen=True)
+class Routed:
+    """One layer's inputs in one step.
+
+    Args:
+        hidden: [T,H].
+        weight: [T,K] routing weight, or None.
+        order: [N] int32, see `routing.sort_assignments`.
+        offsets: [E+1] int64 on the host; for experts on several ranks, what was gathered of all ranks' counts instead
+            (see `parallel.RowExchange`).
+        params: per parameter of the expert function its tensors: E of the "each" kind, else one.
+        top_k: K.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor | None
+    order: torch.Tensor
+    offsets: torch.Tensor
+    params: Sequence[Sequence[torch.Tensor]]
+    top_k: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.hidden.shape[0]
+
+    @cached_property
+    def flat_weight(self) -> torch.Tensor | None:
+        """[N], by assignment."""
+        return None if self.weight is None else self.weight.reshape(-1)
+
+    def places(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """(assignment, token) of each row of a chunk, [R] int64."""
+        assignments = self.order[chunk.start : chunk.stop].to(torch.int64)
+        return assignments, torch.div(assignments, self.top_k, rounding_mode="floor")
+
+    def arguments(
+        self, bodies: Bodies, chunk: Chunk, assignments: torch.Tensor, tokens: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What the body takes: rows, weight if any, the chunk's parameters, its groups if lifted."""
+        arguments = [self.hidden.index_select(0, tokens)]
+        if bodies.has_weight:
+            weight = self.flat_weight
+            assert weight is not None
+            arguments.append(weight.index_select(0, assignments))
+        for tensors, kind in zip(self.params, bodies.param_kinds, strict=True):
+            if kind == "shared":
+                arguments.append(tensors[0])
+            elif kind == "each":
+                arguments.append(tensors[chunk.first_expert])
+            elif bodies.takes_group:
+                arguments.append(tensors[0][chunk.first_expert : chunk.last_expert + 1])
+            else:
+                arguments.append(tensors[0][chunk.first_expert])
+        if bodies.takes_group:
+            arguments.extend(_group_arguments(chunk, self.hidden.device))
+        return arguments
+
+
+def _group_arguments(chunk: Chunk, device: torch.device) -> list[torch.Tensor]:
+    """(group of each row [R] int64, group ends [G] int32) of a chunk."""
+    ends = torch.tensor(chunk.ends, dtype=torch.int32, device=device)
+    rows = torch.arange(chunk.num_rows, device=device, dtype=torch.int32)
+    return [torch.searchsorted(ends, rows, right=True), ends]
