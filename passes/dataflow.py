@@ -27,6 +27,7 @@ __all__ = [
     "is_float_tensor",
     "is_int_tensor",
     "is_only_asserted",
+    "is_top_k_index",
     "node_value",
     "provenance",
     "same_size",
@@ -138,6 +139,12 @@ def target_name(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.split("::")[-1]
     return getattr(node.target, "__name__", str(node.target))
+
+
+def is_top_k_index(node: fx.Node | None) -> bool:
+    """Whether these are the indices that a top-k gave: in range, and distinct for a token."""
+    source = node.args[0] if node is not None and target_name(node) == "getitem" else None
+    return isinstance(source, fx.Node) and target_name(source) == "topk"
 
 
 def provenance(node: fx.Node) -> Where:

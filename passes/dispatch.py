@@ -16,7 +16,7 @@ from torch import fx
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import same_size, static_size
 from memfine_fx.passes.layouts import Combined, Fill, IdKind, Ids, Lead, Outside, RowInterpreter, Rows, Rule
-from memfine_fx.passes.rowwise import ROWWISE_RULES
+from memfine_fx.passes.rowwise import ROWWISE_RULES, pointwise_rule
 
 __all__ = ["DISPATCH_RULES"]
 
@@ -86,8 +86,12 @@ def _gather(interpreter: RowInterpreter, source: Any, ids: Ids, node: fx.Node) -
         return _reordered(tokens, Lead.TOKEN, ids.lead, node)
     if ids.kind is IdKind.ASSIGNMENT:
         source = source if isinstance(source, Ids) else interpreter.as_rows(source, node)
-        is_single = interpreter.sizes.top_k == 1 and source.lead is Lead.TOKEN  # a token is its only assignment
-        return _reordered(source, Lead.TOKEN if is_single else Lead.FLAT, ids.lead, node)
+        if interpreter.sizes.top_k == 1:  # a token is its only assignment
+            if isinstance(source, Rows) and source.lead is Lead.CHOICE:  # [T,1] gives [R,1]
+                source = replace(source, lead=Lead.TOKEN, expr=interpreter.emit(aten.unsqueeze.default, source.expr, 1))
+            if source.lead is Lead.TOKEN:
+                return _reordered(source, Lead.TOKEN, ids.lead, node)
+        return _reordered(source, Lead.FLAT, ids.lead, node)
     if ids.kind is IdKind.INVERSE:
         source = source if isinstance(source, Ids) else interpreter.as_rows(source, node)
         return _reordered(source, Lead.SORTED, Lead.FLAT, node)
@@ -109,6 +113,19 @@ def _floor_divide(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, .
     if not isinstance(ids, Ids) or ids.kind is not IdKind.ASSIGNMENT or divisor != interpreter.sizes.top_k:
         raise CannotChunk("integer division of other than assignments by top-k", node)
     return Ids(IdKind.TOKEN, ids.lead)
+
+
+def _remainder(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """ids % E, as `take_along_dim` writes it: a top-k's ids are below E already."""
+    ids, divisor = args[0], args[1]
+    if not isinstance(ids, Ids):
+        rule = pointwise_rule(node.target)
+        assert rule is not None
+        return rule(interpreter, node, args, kwargs)
+    if ids.kind is not IdKind.EXPERT or not interpreter.has_top_k_ids or not isinstance(divisor, int):
+        raise CannotChunk(f"remainder of {ids.kind.value}", node)
+    interpreter.check_num_experts(divisor, node)
+    return ids
 
 
 def _counts(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,6 +286,7 @@ DISPATCH_RULES: dict[Any, Rule] = {
     aten.embedding.default: _embedding,
     aten.floor_divide.default: _floor_divide,
     aten.div.Tensor_mode: _floor_divide,
+    aten.remainder.Scalar: _remainder,
     aten.histc.default: _counts,
     aten.bincount.default: _counts,
     aten.cumsum.default: _cumsum,

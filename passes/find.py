@@ -523,7 +523,8 @@ def _serving_inputs(flow: Dataflow, inside: set[fx.Node], index: fx.Node, num_to
     while pending:
         node = pending.pop()
         is_glue = _is_glue(node, index_value, num_token_dims)
-        is_servant = _is_factory(node) or is_glue or _is_weight_view(node) or _is_one_choice(node, index_value)
+        is_routing = _is_one_choice(node, index_value) or _is_turned_weights(node, index_value)
+        is_servant = _is_factory(node) or is_glue or is_routing or _is_weight_view(node)
         if node in absorbed or node is index or not is_servant or _is_written_outside(flow, node, inside):
             continue
         absorbed.add(node)
@@ -545,6 +546,17 @@ def _is_one_choice(node: fx.Node, index: torch.Tensor) -> bool:
     is_column = value.ndim < index.ndim or static_size(value.shape[-1]) == 1
     is_wide = has_shape and static_size(index.shape[-1]) != 1 and weights.dtype.is_floating_point
     return is_wide and is_column and all(map(same_size, value.shape, index.shape[:-1]))
+
+
+def _is_turned_weights(node: fx.Node, index: torch.Tensor) -> bool:
+    """The routing weights with choices before tokens, [K,T] or [K,T,1]."""
+    while _only_inserts_dims(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    source = node.args[0] if target_name(node) in _TRANSPOSES and node.args else None
+    weights = node_value(source) if isinstance(source, fx.Node) else None
+    if not isinstance(weights, torch.Tensor) or not weights.dtype.is_floating_point or index.ndim < 2:
+        return False
+    return weights.ndim == index.ndim and all(map(same_size, weights.shape, index.shape))
 
 
 def _is_weight_view(node: fx.Node) -> bool:

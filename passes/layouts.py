@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import is_float_tensor, node_value, same_size, static_size
+from memfine_fx.passes.dataflow import is_float_tensor, is_top_k_index, node_value, same_size, static_size
 from memfine_fx.passes.leads import Lead, regroup
 from memfine_fx.passes.normalize import NormalizedRegion
 from memfine_fx.records import ParamKind
@@ -180,6 +180,10 @@ class RowInterpreter:
         self._env: dict[fx.Node, Any] = {}
         self._expert_index = expert_index
         self._known_params = known_params
+
+    @property
+    def has_top_k_ids(self) -> bool:
+        return is_top_k_index(self._expert_index)
 
     def run(self) -> Any:
         """The value of the region's output.

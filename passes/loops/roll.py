@@ -22,7 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import has_unbacked_rows, node_value, target_name
+from memfine_fx.passes.dataflow import has_unbacked_rows, is_top_k_index, node_value, target_name
 from memfine_fx.passes.loops.marker import one_expert
 from memfine_fx.passes.loops.unify import Slot, row_count_owner, unify
 from memfine_fx.passes.loops.values import AllPlaces, Copy, Entry, Loop, Sum, is_zeros, read_loop
@@ -76,17 +76,12 @@ def roll(region: NormalizedRegion, expert_index: fx.Node, num_token_dims: int, t
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     outer = dict(zip(placeholders, region.inputs, strict=True))
     index = next(node for node in placeholders if outer[node] is expert_index)
-    loop = read_loop(graph, index, num_token_dims, top_k, is_distinct=_is_top_k(expert_index) or top_k == 1)
+    loop = read_loop(graph, index, num_token_dims, top_k, is_distinct=is_top_k_index(expert_index) or top_k == 1)
     roller = _Roller(loop, outer)
     output = next(iter(reversed(graph.nodes))).args[0]
     assert isinstance(output, fx.Node), "a region returns one tensor"
     roller.prepare(output)
     return roller.rolled(output)
-
-
-def _is_top_k(expert_index: fx.Node) -> bool:
-    source = expert_index.args[0] if target_name(expert_index) == "getitem" else None
-    return isinstance(source, fx.Node) and target_name(source) == "topk"
 
 
 class _Roller:

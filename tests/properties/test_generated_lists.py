@@ -82,6 +82,7 @@ FOUND: dict[str, ListRecipe] = {
         _PLAIN, has_bias=True, weighs_input=True, is_gated=False, dtype=torch.bfloat16
     ),
     "results put back by the order that sorted them": dataclasses.replace(_PLAIN, take="split", combine="put"),
+    "a token is its only assignment": dataclasses.replace(_PLAIN, take="flat", combine="sum", top_k=1),
 }
 
 
