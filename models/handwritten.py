@@ -10,6 +10,9 @@
 - "scatter"   results returned by `scatter_add` along the rows.
 - "picked"    every expert on every token, the chosen results gathered.
 - "pairs"     the same, picked by `results[arange(T)[:, None], index]`.
+- "turned"    the same with experts and choices before tokens, `results[index.t(), arange(T)]`.
+- "along"     the same by `take_along_dim`.
+- "members"   a mask [T,E] of the chosen, `one_hot(index).sum(1)`; rows read, added to and written back.
 - "capacity"  top-1 with a one-hot mask [B,S,E] that drops what exceeds an expert's capacity: Switch (arXiv:2101.03961)
               as in older versions of transformers.
 """
@@ -26,8 +29,9 @@ from torch import Tensor
 from memfine_fx.models._experts import LayerConfig, ListedExperts, check_spelling_among
 
 HandwrittenSpelling = Literal[
-    "gates", "sequence", "choices", "named", "lists", "counted", "scatter", "picked", "pairs", "capacity"
-]
+    "gates", "sequence", "choices", "named", "lists", "counted", "scatter", "picked", "pairs", "turned", "along",
+    "members", "capacity",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,3 +155,21 @@ class HandwrittenMoE(ListedExperts):
         results = torch.stack([expert(tokens) for expert in self.experts], dim=1)
         chosen = results[torch.arange(tokens.shape[0], device=tokens.device).unsqueeze(1), index]
         return (chosen * weight.unsqueeze(-1)).sum(dim=1)
+
+    def run_turned(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        results = torch.stack([expert(tokens) for expert in self.experts])
+        chosen = results[index.t(), torch.arange(tokens.shape[0], device=tokens.device)]
+        return (chosen * weight.t().unsqueeze(-1)).sum(dim=0)
+
+    def run_along(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        results = torch.stack([expert(tokens) for expert in self.experts], dim=1)
+        return torch.einsum("tk,tkh->th", weight, torch.take_along_dim(results, index.unsqueeze(-1), dim=1))
+
+    def run_members(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        members = F.one_hot(index, self.num_experts).sum(dim=1)
+        out = torch.zeros_like(tokens)
+        for expert_id, expert in enumerate(self.experts):
+            token = members[:, expert_id].bool().nonzero().squeeze(-1)
+            own = (weight * (index == expert_id)).sum(dim=-1)
+            out[token] = out[token] + expert(tokens[token]) * own[token].unsqueeze(-1)
+        return out

@@ -3,6 +3,8 @@
 - "ends"      sorted by expert; the ends of the experts' rows as numbers (`counts.cumsum(0)` on the host), a slice of
               sorted places an expert, results added by `scatter_add`: DeepSeek-MoE's inference path (arXiv:2401.06066).
 - "running"   the same by a running start, results put back by `out[order] = rows`: DeepSeek-V2's.
+- "written"   ends as tensors, `int(ends[e])`, and results written to a slice of a fresh tensor.
+- "filled"    the same from counts, `out[start : start + count] = ...`.
 - "zeros"     experts without tokens add zero times their parameters, so that these get gradients.
 - "places"    the places of every expert first, then its results, then one `index_add` of all.
 - "permuted"  rows permuted and split, results permuted back by `index_copy_`: Megatron's sequential experts.
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from memfine_fx.models._experts import LayerConfig, ListedExperts, check_spelling_among, init_scaled_normal
 
-PublishedSpelling = Literal["ends", "running", "zeros", "places", "permuted", "adapters"]
+PublishedSpelling = Literal["ends", "running", "written", "filled", "zeros", "places", "permuted", "adapters"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,36 @@ class PublishedMoE(ListedExperts):
         put = torch.empty_like(rows)
         put[order] = rows
         return (put.view(*index.shape, -1) * weight.unsqueeze(-1)).sum(dim=1)
+
+    def run_written(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        order = index.view(-1).argsort()
+        token = order // self.config.top_k
+        ends = torch.bincount(index.view(-1), minlength=self.num_experts).cumsum(0)
+        ordered = tokens[token]
+        rows = torch.empty_like(ordered)
+        start = 0
+        for expert_id in range(self.num_experts):
+            end = int(ends[expert_id])
+            if end > start:
+                rows[start:end] = self.experts[expert_id](ordered[start:end])
+            start = end
+        return torch.zeros_like(tokens).index_add_(0, token, rows * weight.view(-1)[order].unsqueeze(-1))
+
+    def run_filled(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        order = index.view(-1).argsort()
+        token = order // self.config.top_k
+        counts = torch.bincount(index.view(-1), minlength=self.num_experts).tolist()
+        ordered = tokens[token]
+        rows = torch.zeros_like(ordered)
+        start = 0
+        for expert_id, expert in enumerate(self.experts):
+            count = counts[expert_id]
+            if count == 0:
+                continue
+            rows[start : start + count] = expert(ordered[start : start + count])
+            start += count
+        rows = rows * weight.view(-1, 1)[order]
+        return torch.zeros_like(tokens).scatter_add_(0, token.unsqueeze(-1).expand_as(rows), rows)
 
     def run_zeros(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         out = torch.zeros_like(tokens)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from memfine_fx.passes.loops.marker import count_rows, rows_of
+from memfine_fx.passes.loops.marker import count_rows, put_rows, rows_of
 
-__all__ = ["NAMES", "PREFIX", "count", "every_expert", "every_index", "exists", "guarded", "part", "take"]
+__all__ = ["NAMES", "PREFIX", "count", "every_expert", "every_index", "exists", "guarded", "part", "put", "take"]
 
 PREFIX = "_memfine_"
-NAMES = ("every_expert", "every_index", "part", "take", "exists", "guarded", "count")
+NAMES = ("every_expert", "every_index", "part", "put", "take", "exists", "guarded", "count")
 
 
 def every_expert(hits: torch.Tensor) -> Any:
@@ -27,6 +27,11 @@ def every_index(experts: Any) -> Any:
 def part(rows: torch.Tensor, counts: list[int], expert: int) -> torch.Tensor:
     """The rows of one expert, where they stand in the order of `counts`."""
     return rows_of(torch.split(rows, counts)[expert])  # type: ignore[no-any-return]  # custom_op is untyped
+
+
+def put(out: torch.Tensor, counts: list[int], expert: int, rows: torch.Tensor) -> torch.Tensor:
+    """`out` with the rows of one expert written where they stand in the order of `counts`."""
+    return put_rows(out, rows, counts, expert)  # type: ignore[no-any-return]  # custom_op is untyped
 
 
 def take(values: Any, expert: int) -> Any:

@@ -17,7 +17,11 @@ The same for ends that are known beforehand, as numbers: `ends = counts.cumsum(0
             continue
         rows = x[start:end]
 
-Both cut the same rows, whatever the counts are; that the counts are the experts' is proved when the loop is read.
+or `end = ends[e]` at the loop's head and `start = end` at its tail. Rows may be written at the same places,
+
+        out[start:end] = rows                     out = put(out, counts, e, rows)
+
+All cut the same rows, whatever the counts are; that the counts are the experts' is proved when the loop is read.
 Offsets that are used for anything else than such slices leave a loop as it was written.
 """
 
@@ -27,6 +31,7 @@ import ast
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from memfine_fx.capture.helpers import PREFIX
 
@@ -46,7 +51,16 @@ class _Offsets:
 
 def use_splits(function: ast.FunctionDef, loop: ast.For) -> bool:
     """Rewrite one loop in place; whether it was one of these."""
-    ends = _ends_of(function, loop)
+    written = loop.body
+    loop.body = _unguarded(loop.body)
+    if _cut_by_counts(function, loop):
+        return True
+    loop.body = written
+    return False
+
+
+def _cut_by_counts(function: ast.FunctionDef, loop: ast.For) -> bool:
+    ends = _ends_of(function, loop) or _ends_at_head(function, loop)
     offsets = _offsets_of(function, loop) if ends is None else ends[0]
     if offsets is None:
         return False
@@ -106,7 +120,63 @@ def _ends_of(function: ast.FunctionDef, loop: ast.For) -> tuple[_Offsets, ast.As
     return _Offsets(expert, ends, end, start, end), sums[0]
 
 
-def _is_running_sum(assignment: ast.Assign, ends: str) -> bool:
+def _ends_at_head(function: ast.FunctionDef, loop: ast.For) -> tuple[_Offsets, ast.Assign] | None:
+    """The same of `end = int(ends[e])` ... `start = end`, where start is zero before the loop."""
+    expert = _expert_of(loop)
+    stores = [node for node in ast.walk(loop) if isinstance(node, (ast.Assign, ast.AugAssign))]
+    for one in stores:
+        end = _name(one.targets[0]) if isinstance(one, ast.Assign) else None
+        entry = _number_of(one.value)
+        if end is None or expert is None or not isinstance(entry, ast.Subscript) or not _is_name(entry.slice, expert):
+            continue
+        ends = _name(entry.value)
+        sums = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and _is_running_sum(node, ends)]
+        moves = [node for node in stores if isinstance(node, ast.Assign) and _is_name(node.value, end)]
+        start = _name(moves[0].targets[0]) if len(moves) == 1 else None
+        num_uses = sum(_is_name(node, ends) for node in ast.walk(function))
+        is_alone = ends is not None and len(sums) == 1 and num_uses == 2
+        if is_alone and start and _starts_at_zero(function, loop, start) and _num_stores(stores, start, end):
+            assert ends is not None
+            return _Offsets(expert, ends, end, start, end), sums[0]
+    return None
+
+
+def _number_of(value: ast.expr) -> ast.expr:
+    """X of int(X) and X.item()."""
+    while _is_name(getattr(value, "func", None), "int") and isinstance(value, ast.Call) and len(value.args) == 1:
+        value = value.args[0]
+    return value.func.value if _method(value) == "item" else value  # type: ignore[attr-defined]  # a method's call
+
+
+def _expert_of(loop: ast.For) -> str | None:
+    """The loop's counter: e of `for e in range(...)` and of `for e, ... in enumerate(...)`."""
+    function = loop.iter.func if isinstance(loop.iter, ast.Call) else None
+    if _is_name(function, "range"):
+        return _name(loop.target)
+    is_pair = _is_name(function, "enumerate") and isinstance(loop.target, ast.Tuple)
+    return _name(loop.target.elts[0]) if is_pair and isinstance(loop.target, ast.Tuple) else None
+
+
+def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
+    """if end > start: rows ... as if end == start: continue; rows ..., where only `start = end` follows."""
+    for place, one in enumerate(body):
+        test = one.test if isinstance(one, ast.If) and not one.orelse else None
+        if not isinstance(one, ast.If) or not isinstance(test, ast.Compare) or len(test.ops) != 1:
+            continue
+        names = {_name(test.left), _name(test.comparators[0])}
+        rest = body[place + 1 :]
+        moved = {_name(rest[0].targets[0]), _name(rest[0].value)} if _is_last_assignment(rest) else set()
+        if isinstance(test.ops[0], (ast.Gt, ast.Lt, ast.NotEq)) and None not in names and names == moved:
+            skip = ast.If(ast.Compare(test.left, [ast.Eq()], test.comparators), [ast.Continue()], [])
+            return [*body[:place], ast.copy_location(skip, one), *one.body, *rest]
+    return body
+
+
+def _is_last_assignment(statements: list[ast.stmt]) -> TypeGuard[list[ast.Assign]]:
+    return len(statements) == 1 and isinstance(statements[0], ast.Assign)
+
+
+def _is_running_sum(assignment: ast.Assign, ends: str | None) -> bool:
     """ends = X.cumsum(0), with moves to the host before or after."""
     return _is_name(assignment.targets[0], ends) and _running_sum(assignment.value) is not None
 
@@ -156,7 +226,7 @@ def _counts_of(loop: ast.For) -> tuple[str, str, str] | None:
 
 
 class _Cutter(ast.NodeTransformer):
-    """x[start:end] -> part(x, counts, e)"""
+    """x[start:end] -> part(x, counts, e), x[start:end] = rows -> x = put(x, counts, e, rows)"""
 
     def __init__(self, offsets: _Offsets) -> None:
         self._offsets = offsets
@@ -164,24 +234,43 @@ class _Cutter(ast.NodeTransformer):
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
-        cut = node.slice
-        if not isinstance(node.ctx, ast.Load) or not isinstance(cut, ast.Slice) or cut.step is not None:
+        return self._call("part", node, []) if isinstance(node.ctx, ast.Load) and self._is_cut(node) else node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        target = node.targets[0]
+        if len(node.targets) != 1 or not isinstance(target, ast.Subscript) or not self._is_cut(target):
             return node
+        name = _name(target.value)
+        if name is None:
+            return node
+        target.value = ast.Name(name, ast.Load())
+        return ast.copy_location(
+            ast.Assign([ast.Name(name, ast.Store())], self._call("put", target, [node.value])), node
+        )
+
+    def _is_cut(self, node: ast.Subscript) -> bool:
+        cut = node.slice
+        if not isinstance(cut, ast.Slice) or cut.step is not None:
+            return False
         ends = _is_name(cut.upper, self._offsets.end) or (
             _is_sum(cut.upper, self._offsets.count) and _is_name(cut.upper.left, self._offsets.start)  # type: ignore[union-attr]
         )
-        if not _is_name(cut.lower, self._offsets.start) or not ends:
-            return node
+        return _is_name(cut.lower, self._offsets.start) and ends
+
+    def _call(self, helper: str, node: ast.Subscript, others: list[ast.expr]) -> ast.Call:
         self.num_cuts += 1
         names = [ast.Name(name, ast.Load()) for name in (self._offsets.counts, self._offsets.expert)]
-        return ast.copy_location(ast.Call(ast.Name(PREFIX + "part", ast.Load()), [node.value, *names], []), node)
+        call = ast.Call(ast.Name(PREFIX + helper, ast.Load()), [node.value, *names, *others], [])
+        return ast.copy_location(call, node)
 
 
 def _is_bookkeeping(statement: ast.stmt, offsets: _Offsets) -> bool:
     if isinstance(statement, ast.AugAssign):
         return _is_name(statement.target, offsets.start)
     if isinstance(statement, ast.Assign):
-        return _name(statement.targets[0]) in (offsets.start, offsets.end)
+        name = _name(statement.targets[0])
+        return name is not None and name in (offsets.start, offsets.end)
     is_guard = isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.test, ast.Compare)
     if not is_guard or not isinstance(statement, ast.If) or not isinstance(statement.test, ast.Compare):
         return False

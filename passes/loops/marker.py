@@ -2,7 +2,8 @@
 
 `one_expert` marks a tensor taken apart by the experts' counts, in a rolled loop. The others stand in for a
 model's own code while a loop is captured (see `memfine_fx.capture.loops`): `rows_of` marks a mask or its places
-whose emptiness skipped an expert, `count_rows` counts rows per expert with a result of known size.
+whose emptiness skipped an expert, `count_rows` counts rows per expert with a result of known size, `put_rows` writes
+one expert's rows at their places in expert order.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ __all__ = [
     "COUNT_ROWS",
     "LOOP_MARKERS",
     "ONE_EXPERT",
+    "PUT_ROWS",
     "ROWS_OF",
     "count_rows",
     "one_expert",
+    "put_rows",
     "rows_of",
 ]
 
@@ -62,7 +65,28 @@ def _(expert_index: torch.Tensor, num_experts: int) -> torch.Tensor:
     return expert_index.new_empty((num_experts,), dtype=torch.int64)
 
 
+@torch.library.custom_op("memfine::put_rows", mutates_args=())
+def put_rows(out: torch.Tensor, rows: torch.Tensor, counts: list[int], expert: int) -> torch.Tensor:
+    """A copy of `out` in which one expert's rows are overwritten.
+
+    Args:
+        out: [N,...] in expert order.
+        rows: [counts[expert],...].
+        counts: rows of each expert.
+        expert: whose rows these are.
+    """
+    result = out.clone()
+    torch.split(result, counts)[expert].copy_(rows)
+    return result
+
+
+@put_rows.register_fake
+def _(out: torch.Tensor, rows: torch.Tensor, counts: list[int], expert: int) -> torch.Tensor:
+    return torch.empty_like(out)
+
+
 ONE_EXPERT = torch.ops.memfine.one_expert.default
 ROWS_OF = torch.ops.memfine.rows_of.default
 COUNT_ROWS = torch.ops.memfine.count_rows.default
-LOOP_MARKERS = frozenset({ROWS_OF, COUNT_ROWS, rows_of, count_rows})
+PUT_ROWS = torch.ops.memfine.put_rows.default
+LOOP_MARKERS = frozenset({ROWS_OF, COUNT_ROWS, PUT_ROWS, rows_of, count_rows, put_rows})

@@ -23,7 +23,8 @@ __all__ = ["SlotList", "slot_lists"]
 
 _TAKES_APART = frozenset("chunk split unbind tensor_split".split())
 _VIEWS = frozenset("view reshape permute transpose to contiguous type_as movedim flatten unflatten squeeze".split())
-_PICKS = frozenset("getitem index_select gather".split())
+_PICKS = frozenset("getitem index_select gather index_add index_add_ scatter_add scatter_add_".split())
+_SCALES = frozenset("mul __mul__ mul_ __rmul__".split())
 _PRODUCTS = frozenset("einsum matmul bmm mm __matmul__".split())
 _MAX_NODES = 64
 """Operations of one expert; more are hardly an expert."""
@@ -150,14 +151,14 @@ def _checked(part: _Part, node: fx.Node | None = None) -> _Part | None:
 
 
 def _is_combined(exit_node: fx.Node, routed: set[fx.Node]) -> bool:
-    """Whether the results meet a mask or weights of the routing in a product, or are indexed by it."""
+    """Whether the results meet a mask or weights of the routing in a product, or are taken or added by its index."""
     pending = [exit_node]
     while pending:
         node = pending.pop()
         for user in node.users:
             others = [source for source in user.all_input_nodes if source is not node and source in routed]
             is_picked = target_name(user) in _PICKS and any(map(is_int_tensor, others))
-            if target_name(user) in _VIEWS:
+            if target_name(user) in _VIEWS or target_name(user) in _SCALES:
                 pending.append(user)
             elif is_picked or (target_name(user) in _PRODUCTS and others):
                 return True

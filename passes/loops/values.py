@@ -24,7 +24,7 @@ from torch import fx
 
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value, same_size, static_size
-from memfine_fx.passes.loops.marker import COUNT_ROWS, ROWS_OF
+from memfine_fx.passes.loops.marker import COUNT_ROWS, PUT_ROWS, ROWS_OF
 
 __all__ = ["AllPlaces", "Copy", "Entry", "Loop", "Sum", "is_zeros", "read_loop"]
 
@@ -447,7 +447,7 @@ def _over_choices(loop: Loop, node: fx.Node) -> Any:
         return None
     if isinstance(value, Mask) and value.dims == ("t", "e") and dim == 0 and node.target is aten.sum.dim_IntList:
         return Counts()
-    if value.dims[dim] != "k" or value.expert is None:
+    if value.dims[dim] != "k":
         return None
     if not loop.is_distinct:
         raise CannotChunk("a token may name an expert twice here, but its mask counts it once", node)
@@ -734,12 +734,30 @@ def _count_as_number(loop: Loop, node: fx.Node) -> Any:
 def _split(loop: Loop, node: fx.Node) -> Any:
     """A tensor split by the experts' counts."""
     sizes = _args(node)[1]
-    if not isinstance(sizes, (list, tuple)) or _dim(node, 2, 0) != 0:
-        return None
-    experts = [_expert_of(loop, size) for size in sizes]
-    if experts != list(range(len(experts))):
+    if not isinstance(sizes, (list, tuple)) or _dim(node, 2, 0) != 0 or not _are_counts(loop, sizes):
         return None
     return Split(_args(node)[0])
+
+
+def _put_rows(loop: Loop, node: fx.Node) -> Sum:
+    """Rows written at their expert's places in expert order."""
+    base, rows, counts, expert = _args(node)
+    value = loop.value(base)
+    before = value if isinstance(value, Sum) else Sum(None, "sorted", ())
+    is_fresh = isinstance(value, Sum) or _is_blank(base)
+    have_same_dtype = getattr(node_value(base), "dtype", None) is getattr(node_value(rows), "dtype", 0)
+    if not is_fresh or before.by != "sorted" or before.base is not None or not _are_counts(loop, counts):
+        raise CannotChunk("an expert's rows are written into other than a fresh tensor in expert order", node)
+    if loop.owners.get(rows) != (expert, None) or expert in {own for (own, _), _ in before.parts}:
+        raise CannotChunk(f"other rows than those of expert {expert} are written at its places, or twice", node)
+    if not have_same_dtype or not all(map(same_size, _shape(base)[1:], _shape(rows)[1:])):
+        raise CannotChunk("an expert's rows change their dtype or shape where they are written", node)
+    return Sum(None, "sorted", (*before.parts, ((expert, None), rows)))
+
+
+def _are_counts(loop: Loop, sizes: Any) -> bool:
+    experts = [_expert_of(loop, size) for size in sizes]
+    return experts == list(range(len(experts)))
 
 
 def _expert_of(loop: Loop, size: Any) -> int | None:
@@ -832,6 +850,7 @@ _RULES: dict[Any, Callable[[Loop, fx.Node], Any]] = {
     aten.sort.stable: _sort,
     aten.bincount.default: _counts,
     COUNT_ROWS: _counts,
+    PUT_ROWS: _put_rows,
     ROWS_OF: _marked,
     aten.histc.default: _counts,
     aten._local_scalar_dense.default: _count_as_number,

@@ -129,6 +129,25 @@ LAYERS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 }
 
 
+class ListedChoice(nn.Module):
+    """Experts in a list that choose their tokens (Zhou et al., arXiv:2202.09368)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, E, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(H, H) for _ in range(E))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.reshape(-1, H)
+        weight, token = self.gate(tokens).softmax(dim=-1).t().topk(4, dim=-1)
+        rows = tokens[token]
+        results = torch.stack([expert(rows[e]) for e, expert in enumerate(self.experts)]) * weight.unsqueeze(-1)
+        return torch.zeros_like(tokens).index_add_(0, token.reshape(-1), results.reshape(-1, H)).view_as(hidden)
+
+
+LAYERS["slots, list of experts that choose"] = ("slots", ListedChoice)
+
+
 def one_of_each_family(names: list[str]) -> list[object]:
     """The first layer of each family; the others are slow tests."""
     seen: set[str] = set()
