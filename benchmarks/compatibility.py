@@ -21,6 +21,7 @@ _FILES = {
     "test_compile_ways": "Ways to compile, copies, threads, start",
     "test_observability": "Observability",
     "test_training_loops": "Plain PyTorch loops",
+    "test_distributed": "DDP and FSDP2 on two processes",
     "test_transformers_trainer": "transformers.Trainer by its own arguments",
     "test_registration": "Names",
 }

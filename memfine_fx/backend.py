@@ -22,6 +22,8 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.budget import budget_of_graph, choose_plan
 from memfine_fx.capture.buckets import hint_for_cut_graphs
+from memfine_fx.capture.recorded import hint_for_recording
+from memfine_fx.capture.running import running_model
 from memfine_fx.config import Config, dump_folder
 from memfine_fx.errors import CannotChunk, LeftoverShapes, MemfineError
 from memfine_fx.expert_parallel.lowering import drop_unread_tables, own_exchanges, sharded_experts
@@ -343,17 +345,19 @@ def _num_tokens_hint(region: MoERegion) -> int | None:
 
 
 def warn_without_regions(session: Session) -> None:
-    """One clear warning when a compiled model holds no MoE region that was chunked."""
-    session.has_warned = True
-    report = session.report()
-    if report.num_chunked == 0:
-        reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
-        reasons += hint_for_cut_graphs()
-        warnings.warn(
-            f"memfine_fx found nothing to chunk and compiled the model as plain {session.config.inner_backend}: "
-            f"{reasons}",
-            stacklevel=2,
-        )
+    """One clear warning when a compiled model holds no MoE region that was chunked: asked while the model runs.
+
+    Models compiled by the backend's name with equal options share a session; only the running one's graphs count.
+    """
+    part = session.without_regions(running_model())
+    if part is None:
+        return
+    reasons = "; ".join(str(region) for region in part.report().regions) or "no routing decision was found"
+    reasons += hint_for_cut_graphs() + hint_for_recording()
+    warnings.warn(
+        f"memfine_fx found nothing to chunk and compiled the model as plain {session.config.inner_backend}: {reasons}",
+        stacklevel=2,
+    )
 
 
 def _dump(graph_module: fx.GraphModule, session: Session, state: str) -> None:

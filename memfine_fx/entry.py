@@ -59,7 +59,7 @@ def compile_in_session(
         compiled = compile_graph(graph_module, example_inputs, session)
     except MemfineError as error:
         return _raising(error)
-    if session.is_dry or session.has_chunked:
+    if session.is_dry or session.has_chunked_last:
         return compiled
 
     num_calls = 0
@@ -68,7 +68,7 @@ def compile_in_session(
         """By a graph's second call every graph of the first step is compiled, so absence is known."""
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 2 and not session.has_warned:
+        if num_calls == 2:
             warn_without_regions(session)
         return compiled(*args)
 

@@ -89,11 +89,12 @@ class Session:
     config: Config
     is_dry: bool = False
     mode: str | None = None
-    has_warned: bool = False
     has_warned_of_failure: bool = False
     capture_flags: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    _warned_models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    _has_warned: bool = False
     _optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
     _stepped: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     _graphs: list[CapturedGraph] = field(default_factory=list)
@@ -106,6 +107,11 @@ class Session:
         finally:
             spent = time.perf_counter() - started
             self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + spent
+
+    @property
+    def has_chunked_last(self) -> bool:
+        """Whether the graph that was compiled last holds a region that was lowered."""
+        return bool(self._graphs) and any(isinstance(one, LoweredRegion) for one in self._graphs[-1].outcomes)
 
     @property
     def has_chunked(self) -> bool:
@@ -192,6 +198,22 @@ class Session:
         wanted = {id(parameter) for parameter in parameters}
         kept = [graph for graph in self._graphs if any(id(alive) in wanted for alive in graph.alive_parameters())]
         return replace(self, _graphs=kept) if kept else None
+
+    def without_regions(self, model: torch.nn.Module | None) -> Session | None:
+        """Its part that belongs to a model, if nothing in it was chunked; once a model, None later.
+
+        Args:
+            model: the one that runs, None where that is not known: then the whole session counts.
+        """
+        part = None if model is None else self.restricted_to(model.parameters())
+        if part is None:
+            part, model = self, None
+        if part.has_chunked or (self._has_warned if model is None else model in self._warned_models):
+            return None
+        self._has_warned = True
+        if model is not None:
+            self._warned_models.add(model)
+        return part
 
     def warn_of_failure(self, where: Where, message: str) -> None:
         """Log an allocation failure of one region; the first of the session is a warning too."""

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["RecordedOutputs"]
+__all__ = ["RecordedOutputs", "hint_for_recording"]
 
 _MODULE = "transformers.utils.output_capturing"
+_COLLECTOR = "_active_collector"
 _FLAG = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
@@ -59,3 +60,18 @@ class RecordedOutputs:
 
     def _records(self, kwargs: Mapping[str, Any]) -> bool:
         return any(kwargs.get(key, getattr(part.config, key, False)) for part, keys in self._parts for key in keys)
+
+
+def hint_for_recording() -> str:
+    """What to do about recording that keeps layers out of the graphs, "" where none does: asked while the model runs.
+
+    In a graph a recorder is a plain variable; one that stands in its context variable was set by code that Dynamo left.
+    """
+    recorder: Any = getattr(sys.modules.get(_MODULE), _COLLECTOR, None)
+    variable = getattr(recorder, "context_var", None)
+    if variable is None or not variable.get():
+        return ""
+    return (
+        "; the model records outputs (output_router_logits, output_hidden_states) under gradient checkpointing, which "
+        "keeps its layers out of the graphs: call memfine_fx.optimize(model) instead of the backend's name"
+    )

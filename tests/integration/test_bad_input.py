@@ -68,6 +68,21 @@ def test_the_string_backend_warns_by_the_second_step() -> None:
         compiled(torch.randn(5, 8))
 
 
+def test_a_model_with_experts_hides_no_warning_about_another_of_the_same_options() -> None:
+    """Equal options share a session, which has chunked something then."""
+    torch._dynamo.reset()
+    options = {"inner_backend": "eager", "min_rows": 61}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chunked = torch.compile(layer(), backend="memfine", options=options)
+        for _ in range(3):
+            chunked(torch.randn(6, 16))
+    compiled = torch.compile(dense(), backend="memfine", options=options)
+    compiled(torch.randn(5, 8))
+    with pytest.warns(UserWarning, match="found nothing to chunk"):
+        compiled(torch.randn(5, 8))
+
+
 def test_a_second_derivative_is_a_clear_error() -> None:
     optimized = optimized_copy(layer())
     hidden = torch.randn(6, 16, requires_grad=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from memfine_fx.tiny import tiny_causal_lm
 
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self) -> None:
-        self.tokens = torch.randint(1, 64, (16, 12))
+        self.tokens = torch.randint(1, 64, (16, 12), generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -24,35 +25,53 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[place], "labels": self.tokens[place]}
 
 
+def losses(trained: Any, folder: Path, **settings: Any) -> list[float]:
+    """Of three steps under gradient checkpointing and two evaluations."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        learning_rate=1e-2,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **settings,
+    )
+    sequences = Sequences()
+    trainer = Trainer(model=trained, args=arguments, train_dataset=sequences, eval_dataset=sequences)
+    trainer.train()
+    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry]
+
+
 @pytest.mark.trainers
 def test_the_backend_of_training_arguments_trains_to_the_same_losses(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
-
-    sequences, model = Sequences(), tiny_causal_lm("qwen3_moe", num_hidden_layers=1)
-
-    def losses(trained: Any, **settings: Any) -> list[float]:
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            gradient_checkpointing=True,
-            learning_rate=1e-2,
-            logging_steps=1,
-            eval_strategy="steps",
-            eval_steps=2,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            **settings,
-        )
-        trainer = Trainer(model=trained, args=arguments, train_dataset=sequences, eval_dataset=sequences)
-        trainer.train()
-        return [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry]
-
+    model = tiny_causal_lm("qwen3_moe", num_hidden_layers=1)
     compiled = copy.deepcopy(model)
-    found = losses(compiled, torch_compile=True, torch_compile_backend="memfine")
-    assert found == pytest.approx(losses(model), abs=1e-4)
+    found = losses(compiled, tmp_path, torch_compile=True, torch_compile_backend="memfine")
+    assert found == pytest.approx(losses(model, tmp_path), abs=1e-4)
     assert memfine_fx.report(compiled).num_chunked >= 1
+
+
+@pytest.mark.trainers
+def test_the_backend_names_optimize_where_recorded_outputs_keep_layers_out(tmp_path: Path) -> None:
+    """Checkpoints and router logits together: `optimize` chunks such a model, the name cannot, and says so once."""
+    pytest.importorskip("accelerate")
+    model = tiny_causal_lm("qwen3_moe", num_hidden_layers=1, output_router_logits=True)
+    compiled = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = losses(compiled, tmp_path, torch_compile=True, torch_compile_backend="memfine")
+    told = [str(one.message) for one in caught if "memfine_fx" in str(one.message)]
+    assert found == pytest.approx(losses(model, tmp_path), abs=1e-4)
+    assert len(told) == 1
+    assert "records outputs (output_router_logits" in told[0]
+    assert "call memfine_fx.optimize(model)" in told[0]

@@ -1,0 +1,47 @@
+"""DDP and FSDP2 on two gloo processes: gradients, hooks, buckets, and what happens while chunks run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.expert_parallel.ranks import run_ranks
+from tests.trainers.distributed_cases import NUM_LAYERS, cut_graph_warnings, ddp_run, fsdp2_run
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize(
+    ("inner", "takes_bf16"), [("eager", False), ("eager", True), ("inductor", False)], ids=["eager", "bf16", "inductor"]
+)
+def test_fsdp2_gathers_around_chunk_loops_and_never_inside(inner: str, takes_bf16: bool) -> None:
+    for run in run_ranks(fsdp2_run, 2, inner, takes_bf16, timeout_s=500):
+        assert run.num_chunked >= 1
+        assert run.num_chunks >= 2 * 2 * NUM_LAYERS  # forward and backward, several chunks each
+        assert run.num_gathers == 2 * NUM_LAYERS + 1  # layers for forward and for backward, the rest once
+        assert run.inside_chunk_loops == ()
+        assert run.step.hook_counts == {1}
+        assert run.step.gradient_dtypes == {torch.float32}
+        assert run.step.loss == pytest.approx(run.reference_loss, rel=1e-2 if takes_bf16 else 1e-5)
+        assert run.step.error < (3e-2 if takes_bf16 else 1e-5)
+
+
+@pytest.mark.trainers
+def test_ddp_reduces_the_same_buckets_in_the_same_order() -> None:
+    for run in run_ranks(ddp_run, 2):
+        assert run.num_chunked == NUM_LAYERS
+        assert len(run.buckets) > 1
+        assert run.buckets == run.reference_buckets
+        assert run.step.hook_counts == {1}
+        assert run.step.loss == pytest.approx(run.reference_loss, rel=1e-5)
+        assert run.step.error < 1e-5
+
+
+@pytest.mark.trainers
+def test_a_graph_that_ddp_cut_is_named_once() -> None:
+    for caught in run_ranks(cut_graph_warnings, 2):
+        assert len(caught) == 1
+        assert "found nothing to chunk" in caught[0]
+        assert "memfine_fx.optimize(model)" in caught[0]
+        assert "torch._dynamo.config.optimize_ddp = False" in caught[0]
