@@ -48,7 +48,7 @@ RECOMPUTES_ELEMENTWISE = {
 _ATTEMPTS = 3
 _WITHOUT_RANDOM_STATE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """The CPU's attention knows no dropout and is computed again where that saves bytes, wished or not; a wish would make
-the partitioner save a random state for it, in an operation whose results the records of memory do not see."""
+the partitioner save a random state for it, for nothing."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import (
 )
 
 import memfine_fx
-from memfine_fx.passes.partition import StepPartitioner
+from memfine_fx.passes import partition as partition_module
+from memfine_fx.passes.partition import Partition, StepPartitioner
 from tests.helpers import HIDDEN, GatheredMoE, hidden_states
 
 Graphs = list[tuple[fx.GraphModule, fx.GraphModule]]
@@ -115,3 +116,22 @@ def test_attention_without_a_region_is_left_to_its_checkpoint(partitions: Graphs
 def test_two_partitioners_of_equal_options_share_compiled_code() -> None:
     one, same, other = (StepPartitioner(saves_attention=flag) for flag in (True, True, False))
     assert one.uuid() == same.uuid() != other.uuid()
+
+
+def test_the_record_of_backward_holds_what_is_computed_again_under_a_saved_random_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[Partition] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Partition:
+        chosen.append(partition_of(*args, **kwargs))
+        return chosen[-1]
+
+    partition_of = partition_module._partition
+    monkeypatch.setattr(partition_module, "_partition", spy)
+    train(AttentionAndExperts(), saves_attention=False)
+    (partition,) = chosen
+    (again,) = [node for node in partition.backward.graph.nodes if str(node.target) == "run_with_rng_state"]
+    held = {one.name: one.num_bytes for one in partition.backward_memory.allocations}
+    attended, _ = sorted(again.users, key=lambda user: int(user.args[1]))
+    assert held[attended.name] == hidden_states().nbytes
