@@ -274,6 +274,10 @@ def _plan_dry_run(session: Session) -> None:
         hint = lowered.num_tokens_hint
         if hint is not None:
             lowered.live.plan, lowered.live.num_tokens = lowered.live.plan_for(hint), hint
+    for head in session.lowered_heads:
+        if head.num_tokens_hint is not None:
+            head.live.plan = head.live.plan_for(head.num_tokens_hint)
+            head.live.num_tokens = head.num_tokens_hint
 
 
 def _measured_step(model: torch.nn.Module, call: Callable[[], Any]) -> MemoryTrace:

@@ -28,6 +28,7 @@ from memfine_fx.config import Config, dump_folder
 from memfine_fx.errors import CannotChunk, LeftoverShapes, MemfineError
 from memfine_fx.expert_parallel.lowering import drop_unread_tables, own_exchanges, sharded_experts
 from memfine_fx.expert_parallel.sharded import ShardedExperts
+from memfine_fx.heads import lower_heads, lowered_heads, plan_heads
 from memfine_fx.inner import compile_plain, compile_with_regions
 from memfine_fx.logs import trace_artifact
 from memfine_fx.memory.region_bytes import RegionBytes
@@ -49,7 +50,15 @@ from memfine_fx.runtime.loop import accumulator_dtype
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import LiveRegion, register
-from memfine_fx.session import CapturedGraph, LoweredRegion, Session, next_site, outcome_report
+from memfine_fx.session import (
+    CapturedGraph,
+    LoweredHead,
+    LoweredRegion,
+    Session,
+    head_report,
+    next_site,
+    outcome_report,
+)
 from memfine_fx.verifier import verify_outcomes
 
 __all__ = ["compile_graph", "warn_without_regions"]
@@ -91,11 +100,15 @@ def _compile(
         if session.capture_flags:
             _check_leftover_shapes(body, outcomes)
         found.append((body, modes, outcomes))
+    if not session.config.identity_rewrite:
+        with session.timed("heads"):
+            record.heads.extend(plan_heads(graph_module, session, record))
     if session.config.verify:
         record.verifications, found = verify_outcomes(graph_module, example_inputs, found)
         kept = {one.live.site for _, _, outcomes in found for one in outcomes if isinstance(one, LoweredRegion)}
         for site in record.step.regions.keys() - kept:
             del record.step.regions[site]
+    lower_heads(graph_module, record)  # first: what they read may be a region's exit
     for body, _, outcomes in found:
         exposed = exposures[body]
         for outcome in reversed(outcomes):  # last first: a region may feed the next one
@@ -107,15 +120,16 @@ def _compile(
     _tell(graph_module, session, record)
     if session.is_dry:
         return graph_module
-    regions = [outcome.region for outcome in record.outcomes if isinstance(outcome, LoweredRegion)]
-    if not regions or session.config.identity_rewrite:
+    lowered: list[LoweredRegion | LoweredHead] = list(lowered_heads(record))
+    lowered += [outcome for outcome in record.outcomes if isinstance(outcome, LoweredRegion)]
+    if not lowered or session.config.identity_rewrite:
         return compile_plain(graph_module, example_inputs, session.config.inner_backend, session.mode)
     return compile_with_regions(
         graph_module,
         example_inputs,
         session.config,
         record.step,
-        budget=budget_of_graph(session, record, _tensor(regions[0].hidden)),
+        budget=budget_of_graph(session, record, _tensor(lowered[0].region.hidden)),
         changed=session.forget_plans,
         mode=session.mode,
     )
@@ -352,10 +366,15 @@ def warn_without_regions(session: Session) -> None:
     part = session.without_regions(running_model())
     if part is None:
         return
-    reasons = "; ".join(str(region) for region in part.report().regions) or "no routing decision was found"
+    report = part.report()
+    has_head = any(head.status == "chunked" for head in report.heads)
+    if has_head and not report.regions:
+        return
+    found = "no experts to chunk, only the head" if has_head else "nothing to chunk"
+    reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
     reasons += hint_for_cut_graphs() + hint_for_recording()
     warnings.warn(
-        f"memfine_fx found nothing to chunk and compiled the model as plain {session.config.inner_backend}: {reasons}",
+        f"memfine_fx found {found} and compiled the model as plain {session.config.inner_backend}: {reasons}",
         stacklevel=2,
     )
 
@@ -374,8 +393,9 @@ def _tell(graph_module: fx.GraphModule, session: Session, record: CapturedGraph)
     """What was found in a graph, to the log and to TORCH_TRACE."""
     number = session.num_graphs
     lines = [f"graph {number}: {outcome_report(outcome)}" for outcome in record.outcomes]
+    lines += [f"graph {number}: {head_report(head)}" for head in record.heads]
     for line in lines or [f"graph {number}: no routing decision"]:
         passes_log.info("%s", line)
-    if record.outcomes:
+    if record.outcomes or record.heads:
         trace_artifact("memfine_regions", "string", "\n".join(lines))
         trace_artifact("memfine_graph", "string", graph_module.print_readable(print_output=False))

@@ -14,6 +14,9 @@ from torch import fx
 from memfine_fx.calibration import device_rates
 from memfine_fx.config import Config, parse_budget
 from memfine_fx.cost import DeviceRates, rows_seconds
+from memfine_fx.head_planner import knee_tokens, plan_head
+from memfine_fx.head_records import HeadPlan
+from memfine_fx.memory.head_bytes import HeadBytes
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_peak
 from memfine_fx.memory.step import GraphStep, RegionMemory, StepPeak, step_peak
@@ -21,7 +24,7 @@ from memfine_fx.planner import plan_region
 from memfine_fx.records import ChunkPlan
 from memfine_fx.session import CapturedGraph, Session
 
-__all__ = ["GraphBudget", "budget_bytes", "budget_of_graph", "choose_plan", "unbounded_rows"]
+__all__ = ["GraphBudget", "budget_bytes", "budget_of_graph", "choose_head_plan", "choose_plan", "unbounded_rows"]
 
 _ESTIMATE_MARGIN = 1.02
 """What an estimate made before compilation may be short of the compiled code (docs/design.md, "The step's peak")."""
@@ -42,7 +45,7 @@ def budget_of_graph(session: Session, graph: CapturedGraph, hidden: torch.Tensor
     that the model does not ask for, and regions keep nothing.
 
     Args:
-        hidden: tokens of a region, for device and dtype.
+        hidden: tokens of a region or head, for device and dtype.
     """
     is_limited = session.config.memory_budget is not None and budget_bytes(session.config, hidden.device) is not None
     return GraphBudget(session, graph, hidden) if is_limited else None
@@ -75,9 +78,9 @@ class GraphBudget:
 
     def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
         step = self._graph.step
-        trial = GraphStep(step.regions, step.sizes, forward, backward)
+        trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
         others = [other.step for other in self._session.latest_graphs() if other is not self._graph]
-        peak = step_peak([*others, trial], _size_of(self._session, self._graph, rows))
+        peak = step_peak([*others, trial], _size_of(self._session, self._graph, rows, self._head_tokens(rows)))
         return 0 if peak is None else int(peak.num_bytes * _ESTIMATE_MARGIN)
 
     def timed(self) -> AbstractContextManager[None]:
@@ -91,6 +94,14 @@ class GraphBudget:
         halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= config.min_rows]
         fastest = self._seconds(None)
         return [(None, 0.0), *((rows, max(0.0, self._seconds(rows) - fastest)) for rows in halved)]
+
+    def _head_tokens(self, rows: int | None) -> int | None:
+        """Tokens of a head's chunk beside so many rows of the experts', fewer in the same proportion."""
+        if rows is None:
+            return None
+        most = max((self._unbounded(region) for region in self._graph.step.regions.values()), default=rows)
+        knee = max((knee_tokens(head.terms) for head in self._graph.step.heads.values()), default=rows)
+        return max(self._session.config.min_rows, knee * rows // most)
 
     def _unbounded(self, region: RegionMemory) -> int:
         return unbounded_rows(self._session.config, region.terms("nothing"), region.tokens_at(self.sizes))
@@ -127,7 +138,7 @@ def choose_plan(site: str, session: Session, graph: CapturedGraph, device: torch
     available = _available_bytes(session, device)
 
     def peak_terms(rows: int) -> dict[str, int]:
-        peak = _peak_with(session, graph, rows)
+        peak = _peak_with(session, graph, rows, config.min_rows)
         if peak is None:
             return region_peak(region, num_tokens, rows, config.axis)
         return _as_terms(peak)
@@ -146,6 +157,33 @@ def choose_plan(site: str, session: Session, graph: CapturedGraph, device: torch
     return replace(plan, keeps=keep)
 
 
+def choose_head_plan(site: str, session: Session, graph: CapturedGraph, device: torch.device, tokens: int) -> HeadPlan:
+    """The plan of one head for T tokens; experts are taken at their smallest chunks, since they run at other times.
+
+    Raises:
+        BudgetInfeasible: not even `Config.min_rows` tokens a chunk fit.
+    """
+    config, head = session.config, graph.step.heads[site].terms
+
+    def peak_bytes(rows: int) -> int:
+        peak = _peak_with(session, graph, config.min_rows, rows)
+        return _alone(head, tokens, rows) if peak is None else peak.num_bytes
+
+    return plan_head(
+        head,
+        tokens,
+        tokens_per_chunk=config.tokens_per_head_chunk,
+        budget_bytes=budget_bytes(config, device),
+        available_bytes=_available_bytes(session, device),
+        min_tokens=config.min_rows,
+        peak_bytes=peak_bytes,
+    )
+
+
+def _alone(head: HeadBytes, num_tokens: int, rows: int) -> int:
+    return head.workspace(rows) + int(head.results(num_tokens))
+
+
 def unbounded_rows(config: Config, region: RegionBytes, num_tokens: int) -> int:
     """Rows a chunk (a slice's rows, on the tokens axis) that a plan without a budget has."""
     return plan_region(
@@ -157,16 +195,23 @@ def unbounded_rows(config: Config, region: RegionBytes, num_tokens: int) -> int:
     ).rows_per_chunk
 
 
-def _peak_with(session: Session, graph: CapturedGraph, rows: int | None) -> StepPeak | None:
+def _peak_with(session: Session, graph: CapturedGraph, rows: int, head_tokens: int) -> StepPeak | None:
     graphs = session.latest_graphs()
-    return step_peak([one.step for one in graphs], _size_of(session, graph, rows))
+    return step_peak([one.step for one in graphs], _size_of(session, graph, rows, head_tokens))
 
 
-def _size_of(session: Session, graph: CapturedGraph, rows: int | None) -> Callable[[str, int], ChunkSize]:
-    """Rows by site: `rows` everywhere if given, else what a plan without a budget has."""
-    regions = {site: region for one in (*session.latest_graphs(), graph) for site, region in one.step.regions.items()}
+def _size_of(
+    session: Session, graph: CapturedGraph, rows: int | None, head_tokens: int | None
+) -> Callable[[str, int], ChunkSize]:
+    """Rows by site: `rows` or `head_tokens` everywhere if given, else what a plan without a budget has."""
+    graphs = (*session.latest_graphs(), graph)
+    regions = {site: region for one in graphs for site, region in one.step.regions.items()}
+    heads = {site: head for one in graphs for site, head in one.step.heads.items()}
+    fixed = session.config.tokens_per_head_chunk
 
     def size_of(site: str, num_tokens: int) -> ChunkSize:
+        if site in heads:
+            return ChunkSize(fixed or head_tokens or knee_tokens(heads[site].terms))
         if rows is not None:
             return ChunkSize(rows)
         return ChunkSize(unbounded_rows(session.config, regions[site].terms("nothing"), num_tokens))

@@ -31,6 +31,7 @@ _UNITS = {
     "gi": 2**30,
     "ti": 2**40,
 }
+_FLAGS = ("fold_weight", "saves_attention", "captures_loops", "returns_logits", "verify", "identity_rewrite")
 _BUDGET_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?b|([kmgt]i?))?\s*", re.IGNORECASE)
 
 
@@ -56,6 +57,11 @@ class Config:
             and no longer save memory.
         captures_loops: let `optimize` and `explain` try Dynamo's flags for data-dependent shapes, and switch
             transformers models from an eager expert loop to a spelling that reaches a graph.
+        chunks_head: chunk a language model's head (projection and cross-entropy) over tokens: None where its vocabulary
+            is large, True always, False never.
+        tokens_per_head_chunk: tokens whose logits exist at once. None lets the planner choose.
+        returns_logits: False lets a head be chunked although the model returns its logits beside the loss, as
+            transformers' models do: where gradients are wanted and labels are given, the output's logits are then None.
         verify: at first compile, run every region's original and rewritten form on the inputs at hand and on
             adversarial routings, forward and backward, and leave a region as it was when they disagree.
         identity_rewrite: outline and re-insert every region without chunking; the control that must
@@ -73,22 +79,27 @@ class Config:
     inner_backend: InnerBackend = "inductor"
     min_rows: int = 64
     captures_loops: bool = True
+    chunks_head: bool | None = None
+    tokens_per_head_chunk: int | None = None
+    returns_logits: bool = True
     verify: bool = False
     identity_rewrite: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("axis", self.axis, get_args(Axis))
         _check_choice("inner_backend", self.inner_backend, get_args(InnerBackend))
-        for name in ("rows_per_chunk", "tokens_per_chunk"):
+        for name in ("rows_per_chunk", "tokens_per_chunk", "tokens_per_head_chunk"):
             _check_positive(name, getattr(self, name), optional=True)
         for name in ("min_rows", "patience"):
             _check_positive(name, getattr(self, name), optional=False)
         _check_bins(self.bins)
         if self.bins is not None and self.tokens_per_chunk is not None:
             raise ConfigError("Config.bins and Config.tokens_per_chunk both set the number of token slices; give one")
-        for name in ("fold_weight", "saves_attention", "captures_loops", "verify", "identity_rewrite"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"Config.{name} must be a bool, got {getattr(self, name)!r}")
+        if self.chunks_head is not None and not isinstance(self.chunks_head, bool):
+            raise ConfigError(f"Config.chunks_head must be None or a bool, got {self.chunks_head!r}")
         parse_budget(self.memory_budget)
 
     @staticmethod

@@ -39,6 +39,15 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "an autograd.Function or checkpoint between dispatch and combine is not looked into: put it around the layer",
     ),
     ("shares its dispatch with another region", "the other region is chunked; give this one a dispatch of its own"),
+    (
+        "logits are returned beside the loss",
+        "memfine_fx.Config(returns_logits=False) gives them up in training: the output's logits are then None",
+    ),
+    (
+        "logits are used elsewhere",
+        "what reads all logits needs all of them at once: take it out of the training step, or compute it now and then",
+    ),
+    ("a gradient of its own", "reduction='mean' or 'sum' lets the loss be computed chunk by chunk"),
     ("detach", "gradients through a detached value cannot be recomputed in chunks: detach outside the experts"),
     ("autocast or gradient mode changes", "enter autocast or no_grad around the whole MoE layer, not inside it"),
     (

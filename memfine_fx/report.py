@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memfine_fx.errors import MemfineError
+from memfine_fx.head_records import HeadDims, HeadPlan
 from memfine_fx.memory.timeline import Timeline
 from memfine_fx.picture import RegionGraph, region_svg
 from memfine_fx.records import ChunkPlan, RegionDims, Where
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # sympy would be most of the package's import time
 
     from memfine_fx.memory.step import StepPeak
 
-__all__ = ["RegionReport", "Report"]
+__all__ = ["HeadReport", "RegionReport", "Report"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,52 @@ class RegionReport:
 
 
 @dataclass(frozen=True)
+class HeadReport:
+    """A language model's head (projection and cross-entropy), or a loss whose logits stayed whole.
+
+    Args:
+        status: "chunked" or "refused".
+        where: module path and source line.
+        reason: why this plan, or why refused.
+        dims: sizes, None if refused.
+        plan: what ran last (or would run), None if refused or not yet run.
+        num_tokens, num_chunks: of that run, 0 if it has not run.
+        drops_logits: whether the model's output has None in the place of its logits.
+        node: the graph node that stood against it.
+        hint: what can be done about a refusal, "" where the reason says it all.
+    """
+
+    status: Literal["chunked", "refused"]
+    where: Where
+    reason: str
+    dims: HeadDims | None = None
+    plan: HeadPlan | None = None
+    num_tokens: int = 0
+    num_chunks: int = 0
+    drops_logits: bool = False
+    node: str | None = None
+    hint: str = ""
+
+    def __str__(self) -> str:
+        if self.status == "refused":
+            at = f" [node {self.node}]" if self.node else ""
+            hint = f"\n           hint: {self.hint}" if self.hint else ""
+            return f"refused  head {self.where}: {self.reason}{at}{hint}"
+        dims = self.dims
+        assert dims is not None
+        line = f"chunked  head {self.where}: T={self.num_tokens or dims.tokens} H={dims.hidden} V={dims.vocab}"
+        if self.drops_logits:
+            line += ", logits are not returned"
+        if self.plan is None:
+            return f"{line}; plan chosen at the first step"
+        ran = f", {self.num_chunks} chunks" if self.num_chunks else ""
+        plan = self.plan
+        return (
+            f"{line}; {plan.tokens_per_chunk} tokens a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"
+        )
+
+
+@dataclass(frozen=True)
 class StepReport:
     """The predicted memory of a whole step.
 
@@ -125,6 +172,7 @@ class Report:
         timeline: memory over the measured step, or None.
         step: predicted memory of the whole step, or None before one was compiled.
         notes: what was switched on the model or in Dynamo so that the experts reach a graph.
+        heads: heads of a large vocabulary, chunked or refused.
     """
 
     regions: tuple[RegionReport, ...]
@@ -134,6 +182,7 @@ class Report:
     timeline: Timeline | None = None
     step: StepReport | None = None
     notes: tuple[str, ...] = ()
+    heads: tuple[HeadReport, ...] = ()
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -162,6 +211,7 @@ class Report:
     def __str__(self) -> str:
         head = f"memfine_fx: {self.num_chunked} of {len(self.regions)} regions chunked in {self.num_graphs} graph(s)"
         lines = [head, *(f"  {region}" for region in self.regions)]
+        lines.extend(f"  {head}" for head in self.heads)
         lines.extend(f"  note: {note}" for note in self.notes)
         if not self.regions:
             lines.append("  no routing decision (top-k, arg-max) with experts behind it was found")

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 
 from memfine_fx.config import Config
+from memfine_fx.head_records import HeadRefusal, HeadRegion
 from memfine_fx.hints import hint_for
 from memfine_fx.logs import set_up_logs
 from memfine_fx.memory.measure import MemoryTrace
@@ -28,11 +29,12 @@ from memfine_fx.memory.step import GraphStep, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.picture import RegionGraph
 from memfine_fx.records import MoERegion, Refusal, Where
-from memfine_fx.report import RegionReport, Report, StepReport
+from memfine_fx.report import HeadReport, RegionReport, Report, StepReport
+from memfine_fx.runtime.live_head import LiveHead, lookup_head
 from memfine_fx.runtime.store import LiveRegion, lookup
 from memfine_fx.verification import RegionVerification, VerifyReport
 
-__all__ = ["LoweredRegion", "Session", "outcome_report", "sessions"]
+__all__ = ["LoweredHead", "LoweredRegion", "Session", "head_report", "outcome_report", "sessions"]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,15 @@ class LoweredRegion:
     graph: RegionGraph | None = None
 
 
+@dataclass(frozen=True)
+class LoweredHead:
+    """A head, its live counterpart, and T of the captured call."""
+
+    region: HeadRegion
+    live: LiveHead
+    num_tokens_hint: int | None = None
+
+
 @dataclass
 class CapturedGraph:
     """What one graph gave, and whose it is.
@@ -57,6 +68,7 @@ class CapturedGraph:
         input_bytes: its other tensor inputs, the model's buffers and the user's batch.
         outcomes: its regions and refusals.
         step: its memory.
+        heads: its heads, and losses whose logits stayed whole.
     """
 
     parameters: tuple[WeakIdRef, ...]
@@ -64,6 +76,7 @@ class CapturedGraph:
     outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)
     step: GraphStep = field(default_factory=GraphStep)
     verifications: list[RegionVerification] = field(default_factory=list)
+    heads: list[LoweredHead | HeadRefusal] = field(default_factory=list)
 
     @property
     def parameter_ids(self) -> frozenset[int]:
@@ -131,6 +144,11 @@ class Session:
         """Its chunked regions."""
         return [outcome for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
 
+    @property
+    def lowered_heads(self) -> list[LoweredHead]:
+        """Its chunked heads."""
+        return [head for graph in self._graphs for head in graph.heads if isinstance(head, LoweredHead)]
+
     def start_attempt(self, capture_flags: tuple[str, ...]) -> None:
         """Forget the graphs of an abandoned attempt and begin one under these flags."""
         self.capture_flags = capture_flags
@@ -192,6 +210,8 @@ class Session:
         for outcome in self.outcomes:
             if isinstance(outcome, LoweredRegion):
                 outcome.live.forget_plans()
+        for head in self.lowered_heads:
+            head.live.forget_plans()
 
     def restricted_to(self, parameters: Iterable[torch.Tensor]) -> Session | None:
         """The session with only the graphs that hold one of these parameters; None if there is none."""
@@ -231,7 +251,16 @@ class Session:
         foreseen = [] if step is None else [Prediction(None, step.peak.num_bytes)]
         timeline = None if measured is None else timeline_of(measured, self._names_of_sites(), foreseen)
         notes = tuple(self.notes)
-        return Report(regions, self.num_graphs, max(predicted, default=None), measured_bytes, timeline, step, notes)
+        return Report(
+            regions,
+            self.num_graphs,
+            max(predicted, default=None),
+            measured_bytes,
+            timeline,
+            step,
+            notes,
+            tuple(map(head_report, self._latest_heads())),
+        )
 
     def _step_report(self) -> StepReport | None:
         graphs = [graph.step for graph in self.latest_graphs()]
@@ -244,6 +273,9 @@ class Session:
 
     def _largest_chunk(self, site: str, num_tokens: int) -> ChunkSize:
         """The largest chunk of the latest step; before one has run, as many rows as there are routed rows."""
+        if any(site == head.live.site for head in self.lowered_heads):
+            head_plan = lookup_head(site).plan
+            return ChunkSize(num_tokens if head_plan is None else head_plan.tokens_per_chunk)
         live = lookup(site)
         if not live.num_steps:
             return ChunkSize(num_tokens * live.top_k)
@@ -251,7 +283,7 @@ class Session:
 
     def _names_of_sites(self) -> dict[str, str]:
         """Site of each lowered region -> the module it is in."""
-        lowered = [outcome for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
+        lowered: list[LoweredRegion | LoweredHead] = [*self.lowered, *self.lowered_heads]
         return {one.live.site: one.region.where.module or str(one.region.where) for one in lowered}
 
     def verify_report(self) -> VerifyReport:
@@ -259,6 +291,15 @@ class Session:
         failed = {(verification.where, f"verification failed: {verification.failure}") for verification in verified}
         refused = [outcome for outcome in self.outcomes if isinstance(outcome, Refusal)]
         return VerifyReport(verified, tuple(one for one in refused if (one.where, one.reason) not in failed))
+
+    def _latest_heads(self) -> list[LoweredHead | HeadRefusal]:
+        """As `_latest`: one a place."""
+        latest: dict[object, LoweredHead | HeadRefusal] = {}
+        for graph in self._graphs:
+            for number, head in enumerate(graph.heads):
+                where = head.where if isinstance(head, HeadRefusal) else head.region.where
+                latest[where.source, graph.parameter_ids, number] = head
+        return list(latest.values())
 
     def _latest(self) -> list[LoweredRegion | Refusal]:
         """One outcome a place: recompilations of the same code replace what they recompiled."""
@@ -326,6 +367,23 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
         body_key=live.bodies.key,
         verified_error=_verified_error(outcome),
         graph=outcome.graph,
+    )
+
+
+def head_report(head: LoweredHead | HeadRefusal) -> HeadReport:
+    """What is known of one head or refusal now."""
+    if isinstance(head, HeadRefusal):
+        return HeadReport("refused", head.where, head.reason, node=head.node, hint=hint_for(head.reason))
+    live = head.live
+    return HeadReport(
+        "chunked",
+        head.region.where,
+        "only the loss reads the logits" if live.plan is None else live.plan.reason,
+        dims=head.region.dims,
+        plan=live.plan,
+        num_tokens=live.num_tokens,
+        num_chunks=live.num_chunks,
+        drops_logits=bool(head.region.results),
     )
 
 

@@ -4,6 +4,7 @@ AOT autograd splits one joint graph into forward and backward with functorch's m
 stands in front of it and says, by tags, what it must not decide otherwise:
 
 * the index arrays of a region are saved: routing is never redone, under nobody's checkpoint policy;
+* a head's gradients, which its forward makes, are saved;
 * the experts' output is never computed again, because no backward of a region reads it: where something after
   a checkpointed layer reads it (the final norm), it is saved;
 * in checkpointed layers that hold a region, the output of fused attention is saved (`Config.saves_attention`):
@@ -31,6 +32,7 @@ from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
+import memfine_fx.runtime.head
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.passes.dense import is_attention, must_save
@@ -46,6 +48,7 @@ _NEVER_RECOMPUTED = (
     torch.ops.memfine.route.default,
     torch.ops.memfine.route_shared.default,
     torch.ops.memfine.experts.default,
+    torch.ops.memfine.head_loss.default,
 )
 
 

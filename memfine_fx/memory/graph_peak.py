@@ -88,6 +88,7 @@ _PHASES: dict[str, Phase] = {
     "memfine::experts_keeping": "forward",
     "memfine::experts_backward": "backward",
     "memfine::experts_backward_kept": "backward",
+    "memfine::head_loss": "head",
 }
 
 

@@ -20,7 +20,7 @@ from memfine_fx.records import Keep
 
 __all__ = ["Allocation", "Call", "GraphMemory", "Peak", "Phase", "call_of"]
 
-Phase = Literal["route", "forward", "backward"]
+Phase = Literal["route", "forward", "backward", "head"]
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,20 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from memfine_fx.config import Axis
+from memfine_fx.memory.head_bytes import HeadMemory
 from memfine_fx.memory.liveness import Call, GraphMemory, Peak
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_workspace, workspace_expression
 from memfine_fx.records import Keep
 
-__all__ = ["GraphStep", "RegionMemory", "StepPeak", "peak_expression", "step_peak"]
+__all__ = ["GraphStep", "RegionMemory", "StepPeak", "peak_expression", "step_peak", "value_at"]
 
 SizeOf = Callable[[str, int], ChunkSize]
-"""(site, T) -> how large chunks are."""
+"""(site, T) -> how large chunks are; the rows of a head's are tokens."""
+
+
+def value_at(expr: sympy.Expr, sizes: Mapping[str, int]) -> int:
+    """A number of tokens at given sizes."""
+    return int(expr.subs({symbol: sizes[str(symbol)] for symbol in expr.free_symbols}))
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,11 @@ class RegionMemory:
     axis: Axis
 
     def tokens_at(self, sizes: Mapping[str, int]) -> int:
-        substitutions = {symbol: sizes[str(symbol)] for symbol in self.num_tokens.free_symbols}
-        return int(self.num_tokens.subs(substitutions))
+        return value_at(self.num_tokens, sizes)
 
     def workspace(self, call: Call, sizes: Mapping[str, int], size_of: Callable[[int], ChunkSize]) -> int:
         """Bytes of the region's op beyond what the graph shows; `size_of` gives chunks for T tokens."""
-        if call.phase == "route":
+        if call.phase != "forward" and call.phase != "backward":
             return 0
         num_tokens = self.tokens_at(sizes)
         return region_workspace(self.terms(call.keep), num_tokens, size_of(num_tokens), self.axis, call.phase)
@@ -60,6 +65,7 @@ class GraphStep:
 
     Args:
         regions: site -> its memory.
+        heads: the same for heads.
         sizes: value of each symbol in the latest call.
         forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
@@ -72,6 +78,7 @@ class GraphStep:
     backward: GraphMemory | None = None
     decision: str = ""
     gradient_bytes: int = 0
+    heads: dict[str, HeadMemory] = field(default_factory=dict)
 
     def note_gradients(self, inputs: Sequence[object]) -> bool:
         """Count the gradients of a call's parameters; whether that differs from the call before.
@@ -107,7 +114,10 @@ class GraphStep:
 
     def workspace(self, size_of: SizeOf, sizes: Mapping[str, int]) -> Callable[[Call], int]:
         def of_call(call: Call) -> int:
-            region = self.regions.get(call.site)
+            region, head = self.regions.get(call.site), self.heads.get(call.site)
+            if head is not None:
+                num_tokens = value_at(head.num_tokens, sizes)
+                return head.workspace(min(num_tokens, size_of(call.site, num_tokens).rows))
             if region is None:
                 return 0
             return region.workspace(call, sizes, functools.partial(size_of, call.site))
@@ -174,8 +184,10 @@ def peak_expression(graphs: Iterable[GraphStep], size_of: SizeOf) -> sympy.Expr:
 
 
 def _workspace_expression(graph: GraphStep, size_of: SizeOf, call: Call) -> sympy.Expr | int:
-    region = graph.regions.get(call.site)
-    if region is None or call.phase == "route":
+    region, head = graph.regions.get(call.site), graph.heads.get(call.site)
+    if head is not None:
+        return head.workspace(size_of(call.site, value_at(head.num_tokens, graph.sizes)).rows)
+    if region is None or (call.phase != "forward" and call.phase != "backward"):
         return 0
     size = size_of(call.site, region.tokens_at(graph.sizes))
     return workspace_expression(region.terms(call.keep), region.num_tokens, size, region.axis, call.phase)

@@ -30,6 +30,7 @@ _PHASES: dict[str, Phase] = {
     "torch.ops.memfine.experts_keeping.default": "forward",
     "torch.ops.memfine.experts_backward.default": "backward",
     "torch.ops.memfine.experts_backward_kept.default": "backward",
+    "torch.ops.memfine.head_loss.default": "head",
 }
 _CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this
 

@@ -1,0 +1,77 @@
+"""From a head's byte terms and a budget to its chunk plan; pure functions, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memfine_fx.errors import BudgetInfeasible
+from memfine_fx.head_records import HeadPlan
+from memfine_fx.memory.head_bytes import HeadBytes
+
+__all__ = ["knee_tokens", "plan_head"]
+
+_KNEE_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+_KNEE_TOKENS = {"cpu": 256, "cuda": 1024}
+
+
+def knee_tokens(head: HeadBytes) -> int:
+    return _KNEE_TOKENS.get(head.device_type, _KNEE_TOKENS["cuda"])
+
+
+def plan_head(
+    head: HeadBytes,
+    num_tokens: int,
+    *,
+    tokens_per_chunk: int | None = None,
+    budget_bytes: int | None = None,
+    available_bytes: int | None = None,
+    min_tokens: int = 64,
+    peak_bytes: Callable[[int], int] | None = None,
+) -> HeadPlan:
+    """The plan of a head in one step.
+
+    Args:
+        head: its byte terms.
+        num_tokens: T of this step.
+        tokens_per_chunk: fixed by the user, or None.
+        budget_bytes: what the user asked for, for the message.
+        available_bytes: what of it `peak_bytes` may use, or None without a limit.
+        min_tokens: smallest chunk worth planning.
+        peak_bytes: of the whole step with R tokens a chunk, increasing in R; by default of the op alone.
+
+    Raises:
+        BudgetInfeasible: not even `min_tokens` a chunk fit.
+    """
+    most = max(1, num_tokens)
+    if tokens_per_chunk is not None:
+        rows, reason = min(tokens_per_chunk, most), "tokens per chunk fixed by the config"
+    else:
+        rows, reason = min(knee_tokens(head), most), f"throughput knee of {head.device_type}"
+
+    def alone(candidate: int) -> int:
+        return head.workspace(candidate) + int(head.results(num_tokens))
+
+    peak = peak_bytes or alone
+    if available_bytes is not None and peak(rows) > available_bytes:
+        low = min(min_tokens, rows)
+        needed = peak(low)
+        if needed > available_bytes:
+            terms = [
+                ("working set of head", head.workspace(low)),
+                ("everything else alive", needed - head.workspace(low)),
+            ]
+            budget = available_bytes if budget_bytes is None else budget_bytes
+            raise BudgetInfeasible(budget, budget + needed - available_bytes, terms)
+        rows = _largest(low, rows, lambda candidate: peak(candidate) <= available_bytes)
+        reason = f"largest chunk with which the step keeps within {available_bytes:,} B"
+    elif available_bytes is not None:
+        reason = f"{reason}, within the budget"
+    return HeadPlan(rows, alone(rows), reason)
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, between `low`, which does, and `high`, which does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,92 @@
+"""Byte terms of a head's op (T tokens, R tokens a chunk, V entries of the vocabulary).
+
+logits        R rows of V in the projection's dtype; their gradients take their place
+block         a few rows of V in fp32, where logits are in low precision or capped: work on logits goes block by block
+product       parts of the weight's gradient, where low precision is summed in fp32
+rows          numbers per token
+
+The gradients that the op returns are in sight of the graph around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+__all__ = ["BLOCK_BYTES", "HeadBytes", "HeadMemory", "product_rows", "rows_at_once"]
+
+BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""fp32 logits that are worked on at once; on the CPU they stay in cache from one pass over them to the next."""
+_PRODUCT_BYTES = 32 << 20
+"""Of a part's copy or product, where the weight's gradient is added up in parts."""
+_BYTES_PER_TOKEN = 128
+"""Maxima, sums, labels, masks."""
+
+
+def rows_at_once(num_bytes: int, row_bytes: int) -> int:
+    """Rows of `row_bytes` each in `num_bytes`, at least one."""
+    return max(1, num_bytes // max(1, row_bytes))
+
+
+def product_rows(device_type: str, rows: int, hidden: int, item_bytes: int) -> int:
+    """Rows of the weight's gradient in one part, for chunks of R tokens of width H in low precision."""
+    return rows_at_once(_PRODUCT_BYTES, 4 * rows if device_type == "cpu" else hidden * item_bytes)
+
+
+@dataclass(frozen=True)
+class HeadBytes:
+    """What the planner knows of a head.
+
+    Args:
+        hidden, vocab: H, V.
+        item_bytes: per element of hidden states, weight and logits.
+        has_softcap: whether logits are capped.
+        wanted: whether gradients of hidden, weight and bias are wanted.
+        device_type: "cpu" or "cuda".
+    """
+
+    hidden: int
+    vocab: int
+    item_bytes: int
+    has_softcap: bool
+    wanted: tuple[bool, bool, bool]
+    device_type: str
+
+    @property
+    def is_low_precision(self) -> bool:
+        return self.item_bytes < 4
+
+    def workspace(self, rows: int) -> int:
+        """Bytes of a chunk of R tokens beyond arguments and results."""
+        block = BLOCK_BYTES.get(self.device_type, BLOCK_BYTES["cuda"])
+        block_rows = min(rows, rows_at_once(block, 4 * self.vocab))
+        num_blocks = self.is_low_precision + self.has_softcap
+        product = 0
+        if self.wanted[1] and self.is_low_precision:
+            part = min(self.vocab, product_rows(self.device_type, rows, self.hidden, self.item_bytes))
+            is_upcast = self.device_type == "cpu"
+            product = 4 * rows * (part + self.hidden) if is_upcast else part * self.hidden * self.item_bytes
+        logits = rows * self.vocab * self.item_bytes
+        return logits + max(num_blocks * block_rows * self.vocab * 4, product) + rows * _BYTES_PER_TOKEN
+
+    def results(self, num_tokens: Any) -> Any:
+        """Bytes of the gradients that the op returns."""
+        hidden, weight, bias = self.wanted
+        return (
+            hidden * num_tokens * self.hidden * self.item_bytes
+            + weight * self.vocab * self.hidden * 4
+            + bias * self.vocab * 4
+        )
+
+
+@dataclass(frozen=True)
+class HeadMemory:
+    """A head's byte terms, and T in the graph's symbols."""
+
+    terms: HeadBytes
+    num_tokens: sympy.Expr
+
+    def workspace(self, rows: int) -> int:
+        return self.terms.workspace(rows)

@@ -1,0 +1,199 @@
+"""Projection, cross-entropy and their gradients, chunk by chunk over tokens; no [T,V] tensor is ever made.
+
+The loss is a number, so its gradient scales those of everything before it, and they can be made in forward, while a
+chunk's logits are there (as Liger-Kernel and Inductor's auto chunker do): three products a token instead of the four
+that recomputing logits in backward takes.
+
+1. What a token's loss is divided by, 1/d = m * 2^e with m in [0.5, 1): gradients are made times m, and 2^e is left for
+   backward, where multiplying by it rounds nothing. Without it gradients of fp16 would vanish, and those of bf16 would
+   be rounded twice.
+2. A chunk's logits go into one buffer and become probabilities, then gradients, in place, in fp32, a few rows at once.
+3. From these the gradients of the chunk's tokens; those of weight and bias are sums over chunks, kept in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memfine_fx.head_records import HeadLoss
+from memfine_fx.memory.head_bytes import BLOCK_BYTES, product_rows, rows_at_once
+
+__all__ = ["HeadInputs", "HeadResults", "chunk_bounds", "run_head"]
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """hidden [T,H], weight [V,H], bias [V] or None, labels [T], divisor: one number or None."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    labels: torch.Tensor
+    divisor: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class HeadResults:
+    """The loss, and its gradients up to a power of two.
+
+    Args:
+        loss: fp32, one number.
+        power: 2^e, fp32, one number.
+        hidden: [T,H] in its dtype; empty, as the others are, where it is not wanted.
+        weight: [V,H] in fp32.
+        bias: [V] in fp32.
+    """
+
+    loss: torch.Tensor
+    power: torch.Tensor
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    @staticmethod
+    def empty(hidden: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, bool, bool]) -> HeadResults:
+        """Results of the right shapes; also on fake tensors."""
+        vocab, width = weight.shape
+        return HeadResults(
+            hidden.new_empty((), dtype=torch.float32),
+            hidden.new_empty((), dtype=torch.float32),
+            hidden.new_empty(hidden.shape if wanted[0] else (0,)),
+            weight.new_empty((vocab, width) if wanted[1] else (0,), dtype=torch.float32),
+            weight.new_empty((vocab,) if wanted[2] else (0,), dtype=torch.float32),
+        )
+
+
+def chunk_bounds(num_tokens: int, rows: int) -> list[tuple[int, int]]:
+    """(first, past the last) token of chunks of at most `rows`, as even as their number allows."""
+    num_chunks = -(-num_tokens // max(1, rows))
+    return [(num_tokens * i // num_chunks, num_tokens * (i + 1) // num_chunks) for i in range(num_chunks)]
+
+
+def run_head(
+    inputs: HeadInputs, loss: HeadLoss, bounds: Sequence[tuple[int, int]], wanted: tuple[bool, bool, bool]
+) -> HeadResults:
+    """The loss and the wanted gradients (of hidden, weight, bias), chunk by chunk."""
+    results = HeadResults.empty(inputs.hidden, inputs.weight, wanted)
+    divisor = _divisor(inputs, loss)
+    mantissa, exponent = torch.frexp(torch.where(divisor == 0, torch.ones_like(divisor), 1 / divisor))
+    results.power.copy_(torch.ldexp(torch.ones_like(divisor), exponent))
+    total = torch.zeros_like(divisor)
+    buffer: torch.Tensor | None = None
+    is_first = True
+    for start, stop in bounds:
+        hidden, labels = inputs.hidden[start:stop], inputs.labels[start:stop]
+        if buffer is None or buffer.shape[0] < stop - start:
+            buffer = hidden.new_empty((stop - start, inputs.weight.shape[0]))
+        logits = _project(hidden, inputs.weight, inputs.bias, buffer[: stop - start])
+        total += _to_gradients(logits, labels, loss, mantissa if any(wanted) else None)
+        _add_chunk(results, logits, hidden, inputs.weight, slice(start, stop), wanted, is_first=is_first)
+        is_first = False
+    if is_first:  # no token at all
+        results.weight.zero_()
+        results.bias.zero_()
+    results.loss.copy_(total / divisor)
+    return results
+
+
+def _divisor(inputs: HeadInputs, loss: HeadLoss) -> torch.Tensor:
+    """What the sum over tokens is divided by, in fp32."""
+    if loss.reduction == "mean":
+        return (inputs.labels != loss.ignore_index).sum().to(torch.float32)
+    if inputs.divisor is None:
+        return torch.ones((), dtype=torch.float32, device=inputs.hidden.device)
+    return inputs.divisor.reshape(()).to(inputs.hidden.device, torch.float32)
+
+
+def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    if bias is None:
+        return torch.mm(hidden, weight.t(), out=out)
+    return torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _to_gradients(
+    logits: torch.Tensor, labels: torch.Tensor, loss: HeadLoss, factor: torch.Tensor | None
+) -> torch.Tensor:
+    """The sum of the tokens' losses; with a factor, logits become its gradient times that factor."""
+    block_bytes = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cuda"])
+    num_rows = rows_at_once(block_bytes, 4 * logits.shape[1])
+    blocks = zip(torch.split(logits, num_rows), torch.split(labels, num_rows), strict=True)
+    return torch.stack([_block_to_gradients(*block, loss, factor) for block in blocks]).sum()
+
+
+def _block_to_gradients(
+    block: torch.Tensor, labels: torch.Tensor, loss: HeadLoss, factor: torch.Tensor | None
+) -> torch.Tensor:
+    logits = block.to(torch.float32)  # the block itself where it is fp32
+    if loss.scale != 1.0:
+        logits.mul_(loss.scale)
+    capped = None
+    if loss.softcap is not None:
+        capped = logits.tanh_()
+        logits = capped * loss.softcap
+    counts = (labels != loss.ignore_index).unsqueeze(1)
+    targets = torch.where(counts, labels.unsqueeze(1), 0)
+    peaks = logits.amax(1, keepdim=True)
+    log_shares = logits.gather(1, targets)
+    smoothing = loss.label_smoothing
+    if smoothing:
+        log_shares = log_shares * (1 - smoothing) + logits.mean(1, keepdim=True) * smoothing
+    sums = logits.sub_(peaks).exp_().sum(1, keepdim=True)
+    losses = torch.where(counts, peaks + sums.log() - log_shares, 0.0)
+    if factor is not None:
+        weights = counts * factor
+        logits.mul_(weights / sums)
+        if smoothing:
+            logits.sub_(weights * (smoothing / logits.shape[1]))
+        logits.scatter_(1, targets, logits.gather(1, targets) - weights * (1 - smoothing))
+        if capped is not None and loss.softcap is not None:
+            logits.mul_(capped.square_().neg_().add_(1).mul_(loss.softcap))
+        if loss.scale != 1.0:
+            logits.mul_(loss.scale)
+        if logits.data_ptr() != block.data_ptr():
+            block.copy_(logits)
+    return losses.sum()
+
+
+def _add_chunk(
+    results: HeadResults,
+    gradients: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    rows: slice,
+    wanted: tuple[bool, bool, bool],
+    *,
+    is_first: bool,
+) -> None:
+    """The gradients of a chunk's logits, on to what the logits were made of."""
+    wants_hidden, wants_weight, wants_bias = wanted
+    if wants_hidden:
+        torch.mm(gradients, weight, out=results.hidden[rows])
+    if wants_weight:
+        _add_product(results.weight, gradients.t(), hidden, is_first=is_first)
+    if wants_bias:
+        if is_first:
+            results.bias.zero_()
+        results.bias.add_(gradients.sum(0, dtype=torch.float32))
+
+
+def _add_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_first: bool) -> None:
+    """Add left [V,R] @ right [R,H] to fp32 sums, in parts where it is in low precision.
+
+    The CPU multiplies copies of the parts in fp32, which takes no longer there and rounds no product.
+    """
+    if is_first:
+        place.zero_()
+    if right.dtype is torch.float32:
+        place.addmm_(left, right)
+        return
+    is_upcast = right.device.type == "cpu"
+    num_rows = product_rows(right.device.type, right.shape[0], right.shape[1], right.element_size())
+    wide = right.to(torch.float32) if is_upcast else right
+    for part, rows in zip(torch.split(place, num_rows), torch.split(left, num_rows), strict=True):
+        if is_upcast:
+            part.addmm_(rows.to(torch.float32), wide)
+        else:
+            part.add_(torch.mm(rows, right))
