@@ -1,0 +1,185 @@
+"""The head's op against PyTorch's own loss: the loss, and the gradients of tokens, weight and bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memfine_fx.errors import DoubleBackwardError
+from memfine_fx.head_records import HeadLoss, HeadPlan
+from memfine_fx.runtime.head import head_loss
+from memfine_fx.runtime.head_loop import chunk_bounds
+from memfine_fx.runtime.live_head import LiveHead, register_head
+
+T, H, V, R = 37, 16, 500, 10
+PLAIN = HeadLoss()
+LOSSES = [
+    PLAIN,
+    HeadLoss("sum"),
+    HeadLoss(label_smoothing=0.1),
+    HeadLoss(scale=0.5),
+    HeadLoss("sum", ignore_index=7, label_smoothing=0.2, scale=0.5, softcap=3.0),
+]
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+def operands(dtype: torch.dtype = torch.float32, tokens: int = T) -> Operands:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator) for shape in ((tokens, H), (V, H), (V,))]
+    hidden, weight, bias = (one.to(dtype).requires_grad_() for one in drawn)
+    return hidden, weight, bias
+
+
+def labels_for(loss: HeadLoss, tokens: int = T) -> Tensor:
+    labels = torch.randint(V, (tokens,), generator=torch.Generator().manual_seed(1))
+    labels[::3] = loss.ignore_index
+    return labels
+
+
+def as_double(found: Operands) -> Operands:
+    hidden, weight, bias = (one.detach().double().requires_grad_() for one in found)
+    return hidden, weight, bias
+
+
+def plain(given: Operands, labels: Tensor, loss: HeadLoss, upcast: torch.dtype = torch.float32) -> Tensor:
+    logits = F.linear(*given) * loss.scale
+    if loss.softcap is not None:
+        logits = loss.softcap * logits.tanh()
+    return F.cross_entropy(
+        logits.to(upcast),
+        labels,
+        ignore_index=loss.ignore_index,
+        reduction=loss.reduction,
+        label_smoothing=loss.label_smoothing,
+    )
+
+
+def chunked(
+    given: Operands,
+    labels: Tensor,
+    loss: HeadLoss,
+    *,
+    rows: int = R,
+    divisor: Tensor | None = None,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+) -> Tensor:
+    register_head(LiveHead("test", loss, torch.float32, lambda tokens: HeadPlan(rows, 0, "")))
+    found: Tensor = head_loss(*given, labels, divisor, list(wanted), "test")[0]
+    return found
+
+
+def error(found: Tensor | None, expected: Tensor | None) -> float:
+    assert found is not None and expected is not None
+    truth = expected.detach().double()
+    return float((found.detach().double() - truth).norm() / truth.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("rows", [1, R, T])
+def test_the_loss_and_every_gradient_are_those_of_the_plain_loss(loss: HeadLoss, rows: int) -> None:
+    ours, theirs, labels = operands(), operands(), labels_for(loss)
+    found, expected = chunked(ours, labels, loss, rows=rows), plain(theirs, labels, loss)
+    (3 * found).backward()
+    (3 * expected).backward()
+    assert error(found, expected) < 1e-5
+    for one, other in zip(ours, theirs, strict=True):
+        assert error(one.grad, other.grad) < 1e-5
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_is_no_further_from_the_truth_than_the_plain_loss(loss: HeadLoss, dtype: torch.dtype) -> None:
+    tokens = 400
+    ours, theirs, labels = operands(dtype, tokens), operands(dtype, tokens), labels_for(loss, tokens)
+    exact = as_double(ours)
+    chunked(ours, labels, loss, rows=20).backward()
+    plain(theirs, labels, loss).backward()
+    plain(exact, labels, loss, torch.float64).backward()
+    for one, other, truth in zip(ours, theirs, exact, strict=True):
+        assert error(one.grad, truth.grad) <= 1.25 * error(other.grad, truth.grad)
+
+
+def test_a_loss_scaled_for_fp16_keeps_small_gradients() -> None:
+    """The mean's division would make them vanish in forward, before the scaler's factor arrives in backward."""
+    tokens = 1000
+    ours, theirs, labels = operands(torch.float16, tokens), operands(torch.float16, tokens), labels_for(PLAIN, tokens)
+    exact = as_double(ours)
+    for given in (ours, theirs, exact):  # flat probabilities, each near 1/V
+        given[1].data.mul_(1e-3)
+        given[2].data.zero_()
+    (65536 * chunked(ours, labels, PLAIN)).backward()
+    (65536 * plain(theirs, labels, PLAIN)).backward()
+    (65536 * plain(exact, labels, PLAIN, torch.float64)).backward()
+    for one, other, truth in zip(ours, theirs, exact, strict=True):
+        assert error(one.grad, truth.grad) <= 1.25 * error(other.grad, truth.grad)
+
+
+def test_a_sum_is_divided_by_the_divisor() -> None:
+    loss, divisor = HeadLoss("sum"), torch.tensor(23)
+    ours, theirs, labels = operands(), operands(), labels_for(PLAIN)
+    chunked(ours, labels, loss, divisor=divisor).backward()
+    (plain(theirs, labels, loss) / divisor).backward()
+    for one, other in zip(ours, theirs, strict=True):
+        assert error(one.grad, other.grad) < 1e-5
+
+
+def test_without_a_valid_label_the_mean_is_nan_and_gradients_are_zero_as_in_eager() -> None:
+    ours, theirs = operands(), operands()
+    labels = torch.full((T,), -100)
+    found, expected = chunked(ours, labels, PLAIN), plain(theirs, labels, PLAIN)
+    found.backward()
+    expected.backward()
+    assert found.isnan() and expected.isnan()
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert not one.grad.any() and not other.grad.any()
+
+
+def test_without_any_token_gradients_are_zero() -> None:
+    ours = operands(tokens=0)
+    chunked(ours, labels_for(PLAIN, 0), HeadLoss("sum")).backward()
+    assert all(one.grad is not None and not one.grad.any() for one in ours)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_frozen_has_no_gradient_and_no_memory(place: int) -> None:
+    ours, theirs, labels = operands(), operands(), labels_for(PLAIN)
+    for given in (ours, theirs):
+        given[place].requires_grad_(False)
+    wanted = (place != 0, place != 1, place != 2)
+    chunked(ours, labels, PLAIN, wanted=wanted).backward()
+    plain(theirs, labels, PLAIN).backward()
+    assert ours[place].grad is None
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert number == place or error(one.grad, other.grad) < 1e-5
+    results = head_loss(*(one.detach() for one in ours), labels, None, list(wanted), "test")
+    assert results[2 + place].numel() == 0
+
+
+def test_under_autocast_the_op_multiplies_in_the_dtype_of_its_arguments() -> None:
+    given, labels = operands(), labels_for(PLAIN)
+    alone = chunked(given, labels, PLAIN)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(chunked(given, labels, PLAIN), alone)
+
+
+def test_second_derivatives_are_refused() -> None:
+    given = operands()
+    loss = chunked(given, labels_for(PLAIN), PLAIN)
+    with pytest.raises(DoubleBackwardError, match="chunks_head=False"):
+        torch.autograd.grad(loss, given[0], create_graph=True)
+
+
+def test_a_label_outside_the_vocabulary_is_an_error() -> None:
+    labels = labels_for(PLAIN)
+    labels[1] = V
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        chunked(operands(), labels, PLAIN)
+
+
+def test_chunks_are_even_and_none_is_too_large() -> None:
+    assert chunk_bounds(10, 4) == [(0, 3), (3, 6), (6, 10)]
+    assert chunk_bounds(0, 4) == []
+    assert max(stop - start for start, stop in chunk_bounds(1001, 64)) <= 64
