@@ -18,7 +18,7 @@ from memfine_fx import Config
 from tests.integration.comparison import Gradients, run_step
 from tests.properties.generated import ACTIVATIONS, HIDDEN
 from tests.properties.generated_lists import COMBINES, GeneratedList, ListRecipe, logits_of
-from tests.properties.test_generated_regions import EXAMPLES, RUNS, assert_close
+from tests.properties.test_generated_regions import EXAMPLES, RUNS, assert_close, truth_of
 
 
 @st.composite
@@ -59,8 +59,8 @@ def check(recipe: ListRecipe, rows_per_chunk: int, axis: str) -> None:
         if recipe.dtype is torch.float32:
             assert_close(_paired(ours, eager), eager)
         else:
-            truth = run_step(wide, {name: value.float() for name, value in inputs.items()})
-            assert_close(_paired(ours, eager), eager, truth)
+            wide_inputs = {name: value.float() for name, value in inputs.items()}
+            assert_close(_paired(ours, eager), eager, truth_of(run_step, wide, wide_inputs))
     report = memfine_fx.report(optimized)
     assert report.num_chunked == 1, str(report)
 
