@@ -23,6 +23,7 @@ from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.fit import Partition, StepBudget
 from memfine_fx.passes.kernel_order import KernelOrder
 from memfine_fx.passes.partition import StepPartitioner, freed_inputs
+from memfine_fx.passes.region_distance import RegionDistance
 
 __all__ = ["compile_plain", "compile_with_regions"]
 
@@ -91,7 +92,11 @@ def compile_with_regions(
         return _told_of_calls(unfused, sizes, step, changed)
     from torch._inductor.compile_fx import compile_fx
 
-    patches = _options_of(mode) | {"custom_partitioner_fn": partitioner, "_post_fusion_custom_pass": KernelOrder()}
+    patches = _options_of(mode) | {
+        "custom_partitioner_fn": partitioner,
+        "_pre_fusion_custom_pass": RegionDistance(),
+        "_post_fusion_custom_pass": KernelOrder(),
+    }
     inner_compile = functools.partial(_compile_and_read, step, changed)
     # NOTE: a hit in AOT autograd's cache would skip the partitioner and what it learns; Inductor's own cache is used.
     with functorch_config.patch(enable_autograd_cache=False):

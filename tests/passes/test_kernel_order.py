@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.passes.kernel_order import KernelOrder
+from memfine_fx.passes.region_distance import RegionDistance
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,27 @@ def test_inductor_takes_the_pass_and_its_uuid() -> None:
         x = torch.randn(8, 8)
         torch.testing.assert_close(compiled(x)[1], (x @ x).cos().sum(0))
     assert KernelOrder().uuid() == KernelOrder().uuid()
+
+
+@dataclass(frozen=True)
+class Fallback:
+    op_overload: torch._ops.OpOverload
+
+
+@dataclass(eq=False)
+class Placed:
+    """The part of an Inductor scheduler node that holds its place."""
+
+    min_order: int
+    max_order: int
+    node: Fallback | None = None
+
+
+def test_what_stands_behind_a_region_is_too_far_away_to_be_fused_with_what_stands_before_it() -> None:
+    region = Fallback(torch.ops.memfine.experts_backward.default)
+    makers = (None, Fallback(torch.ops.aten.sort.stable), region, None, region, None)
+    before, near, first, between, second, behind = RegionDistance()(
+        [Placed(place, place, maker) for place, maker in enumerate(makers)]
+    )
+    assert near.min_order - before.max_order == 1 and first.min_order - near.max_order == 1
+    assert between.min_order - first.max_order > 64 and behind.min_order - second.max_order > 64
