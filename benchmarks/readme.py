@@ -29,6 +29,8 @@ _LABELS = {
     "memfine": "**memfine**",
     "memfine-tokens": "memfine, tokens axis (the paper's FCDA)",
     "memfine+checkpoint": "**memfine + gradient checkpointing**",
+    "memfine+head": "**memfine, head chunked**",
+    "memfine+checkpoint+head": "**memfine + gradient checkpointing, head chunked**",
 }
 
 

@@ -43,6 +43,8 @@ class Sizes:
 
     def __str__(self) -> str:
         text = f"T={self.tokens} H={self.hidden} F={self.width} E={self.experts} K={self.top_k}"
+        if self.vocab > 4 * self.hidden:  # else logits are no larger than what the layers make
+            text += f" V={self.vocab}"
         return text if self.layers == 1 else f"{self.layers} layers, {self.batch}x{self.sequence}, {text}"
 
 

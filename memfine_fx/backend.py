@@ -59,7 +59,7 @@ from memfine_fx.session import (
     next_site,
     outcome_report,
 )
-from memfine_fx.verifier import verify_outcomes
+from memfine_fx.verifier import verify_heads, verify_outcomes
 
 __all__ = ["compile_graph", "warn_without_regions"]
 
@@ -108,6 +108,11 @@ def _compile(
         kept = {one.live.site for _, _, outcomes in found for one in outcomes if isinstance(one, LoweredRegion)}
         for site in record.step.regions.keys() - kept:
             del record.step.regions[site]
+        of_heads, record.heads = verify_heads(graph_module, example_inputs, record.heads)
+        record.verifications += of_heads
+        left = {head.live.site for head in lowered_heads(record)}
+        for site in record.step.heads.keys() - left:
+            del record.step.heads[site]
     lower_heads(graph_module, record)  # first: what they read may be a region's exit
     for body, _, outcomes in found:
         exposed = exposures[body]

@@ -94,6 +94,7 @@ class HeadReport:
         plan: what ran last (or would run), None if refused or not yet run.
         num_tokens, num_chunks: of that run, 0 if it has not run.
         drops_logits: whether the model's output has None in the place of its logits.
+        verified_error: worst relative error that `verify` saw, None where it was not asked for.
         node: the graph node that stood against it.
         hint: what can be done about a refusal, "" where the reason says it all.
     """
@@ -106,6 +107,7 @@ class HeadReport:
     num_tokens: int = 0
     num_chunks: int = 0
     drops_logits: bool = False
+    verified_error: float | None = None
     node: str | None = None
     hint: str = ""
 
@@ -119,6 +121,8 @@ class HeadReport:
         line = f"chunked  head {self.where}: T={self.num_tokens or dims.tokens} H={dims.hidden} V={dims.vocab}"
         if self.drops_logits:
             line += ", logits are not returned"
+        if self.verified_error is not None:
+            line += f", verified to {self.verified_error:.1e}"
         if self.plan is None:
             return f"{line}; plan chosen at the first step"
         ran = f", {self.num_chunks} chunks" if self.num_chunks else ""

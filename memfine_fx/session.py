@@ -52,11 +52,12 @@ class LoweredRegion:
 
 @dataclass(frozen=True)
 class LoweredHead:
-    """A head, its live counterpart, and T of the captured call."""
+    """A head, its live counterpart, T of the captured call, and what verifying it gave."""
 
     region: HeadRegion
     live: LiveHead
     num_tokens_hint: int | None = None
+    verification: RegionVerification | None = None
 
 
 @dataclass
@@ -384,9 +385,10 @@ def head_report(head: LoweredHead | HeadRefusal) -> HeadReport:
         num_tokens=live.num_tokens,
         num_chunks=live.num_chunks,
         drops_logits=bool(head.region.results),
+        verified_error=_verified_error(head),
     )
 
 
-def _verified_error(outcome: LoweredRegion) -> float | None:
+def _verified_error(outcome: LoweredRegion | LoweredHead) -> float | None:
     verification = outcome.verification
     return None if verification is None or verification.worst is None else verification.worst.error

@@ -9,14 +9,16 @@ from typing import Any
 from torch import fx
 
 from memfine_fx.errors import CannotChunk
+from memfine_fx.head_records import HeadRefusal
 from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.recorded import Recorded, record_regions
 from memfine_fx.passes.verify import verify_region
+from memfine_fx.passes.verify_head import cut_of_head, verify_head
 from memfine_fx.records import Refusal
-from memfine_fx.session import LoweredRegion
+from memfine_fx.session import LoweredHead, LoweredRegion
 from memfine_fx.verification import RegionVerification
 
-__all__ = ["verify_outcomes"]
+__all__ = ["verify_heads", "verify_outcomes"]
 
 Outcomes = list[LoweredRegion | Refusal]
 _RUN_ERRORS = (CannotChunk, RuntimeError, TypeError, ValueError, IndexError, AttributeError)
@@ -53,6 +55,48 @@ def verify_outcomes(
             kept.append(outcome)
         result.append((body, modes, kept))
     return verifications, result
+
+
+def verify_heads(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], heads: Sequence[LoweredHead | HeadRefusal]
+) -> tuple[list[RegionVerification], list[LoweredHead | HeadRefusal]]:
+    """As `verify_outcomes`, for the heads of a graph."""
+    found = [head for head in heads if isinstance(head, LoweredHead)]
+    if not found:
+        return [], list(heads)
+    cuts = [(graph_module, cut_of_head(head.region)) for head in found]
+    recorded: Sequence[Recorded | str | None]
+    try:
+        recorded = record_regions(graph_module, example_inputs, cuts)
+    except _RUN_ERRORS as error:
+        recorded = [f"the graph could not be run to record its heads: {error}"] * len(found)
+    at = modes_at(graph_module.graph, Modes())
+    values, verifications = iter(recorded), []
+    kept: list[LoweredHead | HeadRefusal] = []
+    for head in heads:
+        if isinstance(head, LoweredHead):
+            verification = _verify_head(head, next(values), at[head.region.exit])
+            verifications.append(verification)
+            kept.append(_judged_head(head, verification))
+        else:
+            kept.append(head)
+    return verifications, kept
+
+
+def _verify_head(head: LoweredHead, recorded: Recorded | str | None, modes: Modes) -> RegionVerification:
+    unverified = RegionVerification(head.region.where, "head", "", 0.0, (), 0.0, None)
+    if not isinstance(recorded, Recorded):
+        return replace(unverified, failure=recorded or "the call did not pass this head")
+    try:
+        return verify_head(head.region, head.live, recorded, modes)
+    except _RUN_ERRORS as error:
+        return replace(unverified, failure=f"it could not be verified: {type(error).__name__}: {error}")
+
+
+def _judged_head(head: LoweredHead, verification: RegionVerification) -> LoweredHead | HeadRefusal:
+    if verification.has_passed:
+        return replace(head, verification=verification)
+    return HeadRefusal(head.region.where, f"verification failed: {verification.failure}")
 
 
 def _is_raised(outcome: LoweredRegion | Refusal) -> bool:

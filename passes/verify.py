@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -38,9 +38,9 @@ from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register, unregister
 from memfine_fx.verification import Check, RegionVerification
 
-__all__ = ["verify_region"]
+__all__ = ["TOLERANCES", "Tensors", "errors_of", "failure_of", "run_step", "verify_region", "worst_of"]
 
-_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 _ORIGINAL_FACTOR = 2.0
 _LEAST_NORM = 1e-6
 _SMALL_CHUNKS = 7
@@ -59,7 +59,7 @@ def verify_region(region: MoERegion, live: LiveRegion, recorded: Recorded, modes
         modes: autocast state at its exit.
     """
     forms = _Forms.of(region, live, modes)
-    tolerance = _TOLERANCES.get(recorded.output.dtype, 1e-5)
+    tolerance = TOLERANCES.get(recorded.output.dtype, 1e-5)
     identity_error = _relative_error(forms.outlined_output(recorded.values), recorded.output)
     captured = _Inputs.of(forms, recorded.values)
     plan = live.plan_for(captured.num_tokens)
@@ -71,10 +71,10 @@ def verify_region(region: MoERegion, live: LiveRegion, recorded: Recorded, modes
     result = RegionVerification(
         region.where, region.family, "float64", tolerance, tuple(checks), identity_error, corrupted
     )
-    return replace(result, failure=_failure(result))
+    return replace(result, failure=failure_of(result))
 
 
-def _failure(result: RegionVerification) -> str:
+def failure_of(result: RegionVerification) -> str:
     for check in result.checks:
         if not check.error <= max(result.tolerance, _ORIGINAL_FACTOR * check.original_error):
             return (
@@ -87,6 +87,19 @@ def _failure(result: RegionVerification) -> str:
     if result.corrupted_error is not None and result.corrupted_error <= max(result.tolerance, _ORIGINAL_FACTOR * noise):
         return f"control: a falsified chunk changed nothing beyond {result.corrupted_error:.1e}"
     return ""
+
+
+class Leaves(Protocol):
+    """What two forms of a piece of a graph read: see `_Forms`."""
+
+    @property
+    def placeholders(self) -> tuple[str, ...]: ...
+
+    @property
+    def leaves(self) -> tuple[int, ...]: ...
+
+    @property
+    def wants_grad(self) -> frozenset[str]: ...
 
 
 @dataclass(frozen=True)
@@ -138,11 +151,11 @@ class _Forms:
 
     def run_original(self, inputs: _Inputs) -> Tensors:
         with enter_autocast(self.modes):
-            return _step(self.original, inputs.values, self)
+            return run_step(self.original, inputs.values, self)
 
     def run_exact(self, inputs: _Inputs) -> Tensors:
         wide = [value.double() if _is_float(value) else value for value in inputs.values]
-        return _step(ExactRun(self.original).run, wide, self)
+        return run_step(ExactRun(self.original).run, wide, self)
 
     def run_rewritten(self, inputs: _Inputs, plan: ChunkPlan, bodies: Bodies) -> Tensors:
         site = f"{self.live.site}/verify"
@@ -150,7 +163,7 @@ class _Forms:
         register(replace(live, plan=None, _plans={}))
         try:
             with enter_autocast(self.modes):
-                return _step(self.rewritten, inputs.values, self)
+                return run_step(self.rewritten, inputs.values, self)
         finally:
             unregister(site)
 
@@ -238,7 +251,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _step(function: Callable[..., Any], values: Sequence[Any], forms: _Forms) -> Tensors:
+def run_step(function: Callable[..., Any], values: Sequence[Any], forms: Leaves) -> Tensors:
     """Output and gradients, with a fixed upstream gradient."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [
@@ -261,9 +274,14 @@ def _compare(forms: _Forms, inputs: _Inputs, routing: str, plan: ChunkPlan) -> l
     exact = forms.run_exact(inputs)
     original = forms.run_original(inputs)
     rewritten = forms.run_rewritten(inputs, plan, forms.live.bodies)
-    errors, own = _errors(rewritten, exact), _errors(original, exact)
-    worst = max(errors, key=lambda name: errors[name] / max(_ORIGINAL_FACTOR * own.get(name, 0.0), _LEAST_NORM))
+    errors, own = errors_of(rewritten, exact), errors_of(original, exact)
+    worst = worst_of(errors, own)
     return [Check(routing, plan.rows_per_chunk, worst, errors[worst], own.get(worst, math.inf))]
+
+
+def worst_of(errors: dict[str, float], own: dict[str, float]) -> str:
+    """The tensor furthest off for what the original itself achieves."""
+    return max(errors, key=lambda name: errors[name] / max(_ORIGINAL_FACTOR * own.get(name, 0.0), _LEAST_NORM))
 
 
 def _corrupted_error(forms: _Forms, inputs: _Inputs, plan: ChunkPlan) -> float | None:
@@ -271,7 +289,7 @@ def _corrupted_error(forms: _Forms, inputs: _Inputs, plan: ChunkPlan) -> float |
         return None
     exact = forms.run_exact(inputs)
     corrupted = forms.run_rewritten(inputs, plan, _CorruptedBodies(forms.live.bodies))
-    return max(_errors(corrupted, exact).values())
+    return max(errors_of(corrupted, exact).values())
 
 
 class _CorruptedBodies:
@@ -315,7 +333,7 @@ def _small_chunks(plan: ChunkPlan, num_tokens: int, top_k: int) -> ChunkPlan:
     return replace(plan, rows_per_chunk=max(1, num_tokens * top_k // _SMALL_CHUNKS), tokens_per_chunk=tokens)
 
 
-def _errors(tensors: Tensors, reference: Tensors) -> dict[str, float]:
+def errors_of(tensors: Tensors, reference: Tensors) -> dict[str, float]:
     """By name; infinite where one side has a gradient and the other none, unless it is zero anyway."""
     one_sided = {name: (tensors | reference)[name] for name in tensors.keys() ^ reference.keys()}
     missing = {name: 0.0 if not bool(value.any()) else math.inf for name, value in one_sided.items()}

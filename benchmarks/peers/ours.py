@@ -34,12 +34,21 @@ def tokens_peer(name: str, **fields: Any) -> Peer:
     return Peer(name, layer(axis="tokens", **fields), "first projection", is_compiled=True, is_memfine=True)
 
 
+_HEAD = memfine_fx.Config(returns_logits=False)  # logits of a training step are given up, so that the head is chunked
 _BUDGET = r"memfine-(\d+(?:[kMGT]i?)?B)"
 
 LAYER = (rows_peer("memfine"), tokens_peer("memfine-tokens"))
 MODEL = (
     Peer("memfine", _model(eager), "first projection", is_compiled=True, is_memfine=True),
     Peer("memfine+checkpoint", _model(model_checkpointed), "forward", is_compiled=True, is_memfine=True),
+    Peer("memfine+head", _model(eager, config=_HEAD), "first projection", is_compiled=True, is_memfine=True),
+    Peer(
+        "memfine+checkpoint+head",
+        _model(model_checkpointed, config=_HEAD),
+        "forward",
+        is_compiled=True,
+        is_memfine=True,
+    ),
 )
 
 

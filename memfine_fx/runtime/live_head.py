@@ -11,7 +11,7 @@ import torch
 
 from memfine_fx.head_records import HeadLoss, HeadPlan
 
-__all__ = ["LiveHead", "lookup_head", "register_head"]
+__all__ = ["LiveHead", "lookup_head", "register_head", "unregister_head"]
 
 log = logging.getLogger("memfine_fx.plans")
 _heads: dict[str, LiveHead] = {}
@@ -57,6 +57,11 @@ class LiveHead:
 def register_head(head: LiveHead) -> None:
     with _lock:
         _heads[head.site] = head
+
+
+def unregister_head(site: str) -> None:
+    with _lock:
+        del _heads[site]
 
 
 def lookup_head(site: str) -> LiveHead:

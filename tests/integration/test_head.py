@@ -214,6 +214,18 @@ def test_the_plan_of_a_head_is_pure() -> None:
         plan_head(head, 10_000, available_bytes=1000)
 
 
+def test_verify_compares_a_head_with_its_original() -> None:
+    config = replace(EAGER, verify=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = memfine_fx.verify(Dense(), tokens(), tokens(), config=config)
+    full = memfine_fx.verify(Dense(), tokens(), tokens(), config=config)
+    for report, limit in ((full, 1e-5), (half, 4e-3)):
+        (head,) = report.regions
+        assert head.has_passed and head.family == "head" and head.identity_error == 0.0
+        assert head.corrupted_error is not None and head.corrupted_error > limit
+    assert full.worst_error < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_with_inductor_the_prediction_is_the_measured_peak(checkpoints: bool) -> None:
