@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow examples golden coverage lint format types check bench bench-quick gpu clean
+.PHONY: help setup demo test test-slow examples golden coverage docs figures lint format types check bench bench-quick gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,14 @@ golden: setup  ## write tests/golden again from what the code does now
 
 coverage: setup  ## check every family and spelling again; writes docs/coverage.md
 	$(BIN)/python -m benchmarks.coverage
+
+docs: setup  ## build the documentation strictly, into build/site
+	$(BIN)/python -m pip install $(PIP_FLAGS) -q -e ".[docs]"
+	$(BIN)/python -m benchmarks.troubleshooting --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
+
+figures: setup  ## draw the figures of docs/ that come from the package itself
+	$(BIN)/python -m benchmarks.docs_figures
 
 lint: setup  ## ruff check and format check
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ import torch
 from benchmarks.compare import Tolerances, compare_rows, format_changes
 from benchmarks.harness import read_rows, run_rounds
 from benchmarks.jobs import jobs_of
-from benchmarks.readme import ROOT, filled, write_readme
+from benchmarks.readme import PAGES, ROOT, filled, write_readme
 from benchmarks.records import Row
 from benchmarks.report import render_report
 from benchmarks.suites import SUITES
@@ -74,14 +74,17 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
-    if not options.check:
-        print("README.md written" if write_readme(ROOT / "README.md") else "README.md was up to date")
-        return 0
-    text = (ROOT / "README.md").read_text()
-    if filled(text) == text:
-        return 0
-    print("benchmarks: README.md differs from benchmarks/results; run: python -m benchmarks readme", file=sys.stderr)
-    return 1
+    status = 0
+    for name in PAGES:
+        path = ROOT / name
+        if not options.check:
+            print(f"{name} written" if write_readme(path) else f"{name} was up to date")
+        elif filled(text := path.read_text()) != text:
+            print(
+                f"benchmarks: {name} differs from benchmarks/results; run: python -m benchmarks readme", file=sys.stderr
+            )
+            status = 1
+    return status
 
 
 def _compare(options: argparse.Namespace) -> int:

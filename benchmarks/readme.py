@@ -1,4 +1,4 @@
-"""README's tables, from the committed rows, so that no figure in it is typed by hand.
+"""The tables of README and docs/benchmarks.md, from the committed rows, so that no figure in it is typed by hand.
 
 A block starts with ``<!-- benchmarks: NAME -->`` and ends with ``<!-- /benchmarks -->``; what stands between is
 written by ``python -m benchmarks readme`` and compared by ``python -m benchmarks readme --check``.
@@ -15,6 +15,7 @@ from benchmarks.summaries import MIB, Summary, summaries_of
 from benchmarks.tables import fraction_of_matmul_rate, machine_lines
 
 ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/benchmarks.md")
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
 _LABELS = {

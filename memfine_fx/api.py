@@ -100,7 +100,8 @@ def explain(
 
     Args:
         model: any `nn.Module`, optimized or not.
-        *args, **kwargs: one call's inputs.
+        *args: one call's inputs.
+        **kwargs: its inputs by name.
         measure: also run one optimized forward and backward and measure its peak bytes.
         config: options to explain under.
 
@@ -130,7 +131,8 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
 
     Args:
         model: any `nn.Module`, optimized or not.
-        *args, **kwargs: one call's inputs.
+        *args: one call's inputs.
+        **kwargs: its inputs by name.
         config: options to verify under; bodies are compiled by its `inner_backend`.
 
     Returns:

@@ -373,11 +373,12 @@ def warn_without_regions(session: Session) -> None:
         return
     report = part.report()
     has_head = any(head.status == "chunked" for head in report.heads)
-    if has_head and not report.regions:
+    recording = hint_for_recording()
+    if has_head and not report.regions and not recording:
         return
     found = "no experts to chunk, only the head" if has_head else "nothing to chunk"
     reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
-    reasons += hint_for_cut_graphs() + hint_for_recording()
+    reasons += hint_for_cut_graphs() + recording
     warnings.warn(
         f"memfine_fx found {found} and compiled the model as plain {session.config.inner_backend}: {reasons}",
         stacklevel=2,

@@ -111,7 +111,8 @@ class ExchangeFailed(MemfineError, RuntimeError):
 
     Args:
         place: round, pass and layer.
-        rank, num_ranks: of this process in the group.
+        rank: of this process in the group.
+        num_ranks: of the group.
         cause: what torch.distributed said.
     """
 

@@ -92,7 +92,8 @@ class HeadReport:
         reason: why this plan, or why refused.
         dims: sizes, None if refused.
         plan: what ran last (or would run), None if refused or not yet run.
-        num_tokens, num_chunks: of that run, 0 if it has not run.
+        num_tokens: T of that run, 0 if it has not run.
+        num_chunks: of that run, 0 if it has not run.
         drops_logits: whether the model's output has None in the place of its logits.
         verified_error: worst relative error that `verify` saw, None where it was not asked for.
         node: the graph node that stood against it.

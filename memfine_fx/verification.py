@@ -35,7 +35,8 @@ class RegionVerification:
     """One region, original against rewritten.
 
     Args:
-        where, family: of the region.
+        where: module path and source line of the region.
+        family: its spelling.
         reference: precision of the reference both are measured against.
         tolerance: largest error accepted; where the original form is itself less exact, twice its error.
         checks: every run.

@@ -1,8 +1,10 @@
-"""The compatibility table says what the tests said."""
+"""The compatibility table says what the tests said, under each torch."""
 
 from __future__ import annotations
 
-from benchmarks.compatibility import table
+import json
+
+from benchmarks.compatibility import ROOT, Environment, outcomes_of, table
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.trainers.test_examples" name="test_an_example_proves_itself[peft_lora]"/>
@@ -12,10 +14,17 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_rows_are_outcomes() -> None:
-    lines = table(REPORT).splitlines()
-    assert "| an example proves itself: peft_lora | works |" in lines
-    assert "| other | **fails** |" in lines
-    assert "| third | not run |" in lines
+def test_rows_are_outcomes_by_version() -> None:
+    older = Environment("2.11.0", "Python 3.11", {"test_examples::test_other": "works"})
+    lines = table({"2.13": Environment("2.13.0", "Python 3.11", outcomes_of(REPORT)), "2.11": older}).splitlines()
+    assert "| an example proves itself: peft_lora | untried | untried | works |" in lines
+    assert "| other | works | untried | **fails** |" in lines
+    assert "| third | untried | untried | not run |" in lines
     assert not any("not listed" in line for line in lines)
     assert lines.index("## Examples") < lines.index("## Plain PyTorch loops")
+
+
+def test_the_page_is_that_of_the_kept_outcomes() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "results" / "compatibility.json").read_text(encoding="utf-8"))
+    environments = {key: Environment(**one) for key, one in kept.items()}
+    assert (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8") == table(environments)

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.readme import BLOCKS, ROOT, filled
+from benchmarks.readme import BLOCKS, PAGES, ROOT, filled
 from benchmarks.records import UNAVAILABLE, Row
 from tests.benchmarks.rows import EAGER, row_of
 
 
-def test_readme_is_what_the_committed_rows_say() -> None:
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("name", PAGES)
+def test_tables_are_what_the_committed_rows_say(name: str) -> None:
+    text = (ROOT / name).read_text()
 
     assert all(f"<!-- benchmarks: {name} -->" in text for name in BLOCKS)
     assert filled(text) == text, "run: python -m benchmarks readme"
@@ -21,6 +22,7 @@ def test_a_changed_figure_in_readme_is_noticed(monkeypatch: pytest.MonkeyPatch, 
     text = (ROOT / "README.md").read_text()
     (tmp_path / "README.md").write_text(text.replace("| eager |", "| eager | 1.0 |", 1))
     monkeypatch.setattr("benchmarks.__main__.ROOT", tmp_path)
+    monkeypatch.setattr("benchmarks.__main__.PAGES", ("README.md",))
 
     assert main(["readme", "--check"]) == 1
     assert main(["readme"]) == 0
