@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from memfine_fx.capture.adapters import TracedAdapters
 from memfine_fx.capture.buckets import kept_whole
 from memfine_fx.capture.flags import CapturingCall
 from memfine_fx.capture.implementation import switch_experts, switched_experts
+from memfine_fx.capture.ranks import capture_on_ranks
 from memfine_fx.capture.recorded import RecordedOutputs
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
@@ -86,7 +86,7 @@ def optimize(
     model._compiled_call_impl = _captured(model, model._call_impl, session, fullgraph=fullgraph, dynamic=dynamic)
     _warn_after_first_call(model, session)
     if expert_parallel is not None:
-        _allow_any_size(model)
+        capture_on_ranks(model)
     return model
 
 
@@ -197,23 +197,6 @@ def _shard(model: torch.nn.Module, expert_parallel: MeshOrGroup | ExpertGroup, c
         raise ConfigError(f"expert_parallel walks rows; Config.axis={config.axis!r} is for experts on one rank")
     ranks = expert_parallel if isinstance(expert_parallel, ExpertGroup) else expert_group(expert_parallel)
     shard_experts(model, ranks, config)
-
-
-def _allow_any_size(model: torch.nn.Module) -> None:
-    """Let a rank have no token at all: a size of 0 or 1 is captured as any other.
-
-    A graph made for 0 tokens would lack the region, and the other ranks would wait for its part in the exchange.
-    """
-    shape_config: Any = importlib.import_module("torch.fx.experimental._config")
-    compiled = model._compiled_call_impl
-    assert compiled is not None
-
-    @functools.wraps(compiled)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with shape_config.patch(backed_size_oblivious=True):
-            return compiled(*args, **kwargs)
-
-    model._compiled_call_impl = call
 
 
 def _backend_of(session: Session) -> Callable[..., Any]:

@@ -38,6 +38,8 @@ class DeepseekLike(nn.Module):
         config = DeepseekConfig(hidden=16, expert_width=8, num_experts=8, top_k=3, spelling="gathered")
         self.embedding = nn.Embedding(VOCAB, 16)
         self.layers = nn.ModuleList(DeepseekMoE(config) for _ in range(2))
+        for layer in self.layers:
+            layer.gate.e_score_correction_bias.normal_(std=0.1)
         self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
         self.head = nn.Linear(16, VOCAB, bias=False)
 

@@ -32,6 +32,7 @@ def test_two_ranks_train_other_spellings_and_under_fsdp_as_one(tmp_path: Path) -
     plan: Plan = [
         ("DeepSeek-like", (2,), None, False),
         ("Qwen3-MoE", (2,), None, True),
+        ("DeepSeek-like", (2,), None, True),
         ("list of experts", (2,), str(tmp_path / "list"), False),
     ]
     check(run_ranks(run_models, 2, plan), plan)
@@ -43,6 +44,7 @@ def test_four_ranks_and_two_by_two_train_as_one(tmp_path: Path) -> None:
         ("Qwen3-MoE", (4,), str(tmp_path / "four"), False),
         ("Qwen3-MoE", (2, 2), str(tmp_path / "two by two"), False),
         ("DeepSeek-like", (4,), None, False),
+        ("DeepSeek-like", (4,), None, True),
         ("DeepSeek-like", (2, 2), None, False),
     ]
     check(run_ranks(run_models, 4, plan), plan)

@@ -1,0 +1,44 @@
+"""Dynamo settings under which a model whose experts live on several ranks is captured."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+__all__ = ["capture_on_ranks"]
+
+
+def capture_on_ranks(model: torch.nn.Module) -> None:
+    """Put a compiled model's captures under the settings that ranks need.
+
+    A rank may have no token at all: a size of 0 or 1 is captured as any other. A graph made for 0 tokens would lack the
+    region, and the other ranks would wait for its part in the exchange.
+
+    Integers are constants in a model that FSDP2 shards. Sizes vary between ranks, so the model is captured with dynamic
+    shapes; Dynamo then takes integer attributes of modules for constants unless FSDP manages the module, where the
+    number of expert groups or of heads would become a size that varies too, and no T be the same as any other.
+    """
+    shape_config: Any = importlib.import_module("torch.fx.experimental._config")
+    dynamo_config: Any = importlib.import_module("torch._dynamo.config")
+    compiled = model._compiled_call_impl
+    assert compiled is not None
+
+    @functools.cache
+    def is_fully_sharded() -> bool:
+        from torch.distributed.fsdp import FSDPModule
+
+        return any(isinstance(module, FSDPModule) for module in model.modules())
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(shape_config.patch(backed_size_oblivious=True))
+            if is_fully_sharded():
+                stack.enter_context(dynamo_config.patch(specialize_int=True))
+            return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = call
