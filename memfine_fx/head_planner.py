@@ -10,11 +10,12 @@ from memfine_fx.memory.head_bytes import HeadBytes
 
 __all__ = ["knee_tokens", "plan_head"]
 
-_KNEE_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 _KNEE_TOKENS = {"cpu": 256, "cuda": 1024}
+"""Tokens a chunk from which on time hardly falls; docs/head.md says how sure that is."""
 
 
 def knee_tokens(head: HeadBytes) -> int:
+    """R without a budget."""
     return _KNEE_TOKENS.get(head.device_type, _KNEE_TOKENS["cuda"])
 
 
