@@ -47,7 +47,7 @@ def plan_head(
     if tokens_per_chunk is not None:
         rows, reason = min(tokens_per_chunk, most), "tokens per chunk fixed by the config"
     else:
-        rows, reason = min(knee_tokens(head), most), f"throughput knee of {head.device_type}"
+        rows, reason = min(knee_tokens(head), most), f"default on {head.device_type}"
 
     def alone(candidate: int) -> int:
         return head.workspace(candidate) + int(head.results(num_tokens))
