@@ -1,17 +1,26 @@
 """One layer of experts on several ranks: peak bytes of every rank and time, by how rows fall on ranks.
 
 Peers
-    rounds        memfine_fx, R received rows a round
-    overlapping   the same, rows of the next round on their way while one computes
-    one round     memfine_fx with R above all rows: the same bodies, nothing bounded
-    unchunked     plain torch: one exchange of all rows, experts one by one, autograd, one exchange back
+    rounds          memfine_fx, R received rows a round; nothing is kept, backward sends and computes again
+    kept            the same under an ample budget: what came is kept for backward, with the first projection's results,
+                    of as many rows as a rank has of its own
+    overlapping     rounds, with rows of the next round on their way while one computes
+    slices          the paper's token slices, s'_max = R, c from the bins 1, 2, 4, 8
+    one round       memfine_fx with R above all rows: the same bodies, nothing bounded
+    unchunked       plain torch: one exchange of all rows, experts one by one, autograd, one exchange back
+    experts again   the same, with the experts' first projection computed again in backward: the FLOPs of rounds
+    layer again     the same, with the whole layer recomputed in backward, exchanges too: what rounds send
+
+Loads are those of `benchmarks.loads`, tokens in random order, and
+    in turn         even in all: the first half of every rank's tokens chooses the experts of the first half of the
+                    ranks, the second half the others
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,20 +28,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.utils.checkpoint import checkpoint
 
 import memfine_fx
 from benchmarks.loads import choose_experts, expert_counts
 from benchmarks.ranks import run_ranks
-from memfine_fx.expert_parallel import walk
-from memfine_fx.expert_parallel.exchange import Exchange, Place, Table, gather_table
+from memfine_fx.expert_parallel import arrival, walk
+from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, Table, gather_table
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds
+from memfine_fx.memory.closed_form import PAPER_BINS
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.models._experts import GatedExperts
 
-LOADS = ("balanced", "zipf:1", "paper:15", "one")
-PEERS = ("rounds", "overlapping", "one round", "unchunked")
+LOADS = ("balanced", "zipf:1", "paper:15", "one", "in turn")
+PEERS = ("rounds", "kept", "overlapping", "slices", "one round", "unchunked", "experts again", "layer again")
+AGAIN = {"unchunked": "nothing", "experts again": "experts", "layer again": "layer"}
+PEERS_IN_TURN = ("rounds", "slices", "unchunked")
+AMPLE_BUDGET = "4GiB"
 
 
 @dataclass(frozen=True)
@@ -57,13 +71,17 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One peer under one load: of each rank the rows received and the peak beyond parameters and gradients."""
+    """One peer under one load: of each rank the rows received and the peak beyond parameters and gradients.
+
+    Seconds of each step by the clock, and of all ranks' processors.
+    """
 
     peer: str
     load: str
     received_rows: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     step_seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
     schedule_seconds: float
     output_norm: float
     gradient_norm: float
@@ -76,14 +94,21 @@ class LayerRow:
 class UnchunkedExperts(nn.Module):
     """Expert parallelism as it is usually written; this rank's experts of a whole layer."""
 
-    def __init__(self, whole: GatedExperts, placement: Placement, rank: int) -> None:
+    def __init__(self, whole: GatedExperts, placement: Placement, rank: int, again: str) -> None:
         super().__init__()
+        self.again = again
         owned = placement.owned(rank)
         self.placement, self.num_experts = placement, whole.num_experts
         self.gate_up_proj = nn.Parameter(whole.gate_up_proj[owned.start : owned.stop].detach().clone())
         self.down_proj = nn.Parameter(whole.down_proj[owned.start : owned.stop].detach().clone())
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self.again != "layer":
+            return self._layer(hidden, index, weight)
+        out: torch.Tensor = checkpoint(self._layer, hidden, index, weight, use_reentrant=False)
+        return out
+
+    def _layer(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         flat, order = index.flatten().sort(stable=True)
         counts = torch.bincount(flat, minlength=self.num_experts)
         table = counts.new_empty((dist.get_world_size(), self.num_experts))
@@ -97,11 +122,17 @@ class UnchunkedExperts(nn.Module):
         experts = torch.repeat_interleave(torch.arange(len(owned)).repeat(len(table)), mine.flatten())
         by_expert = experts.argsort(stable=True)
         parts = rows[by_expert].split(mine.sum(dim=0).tolist())
-        results = torch.cat([self._expert(expert, part) for expert, part in enumerate(parts)])
+        results = torch.cat([self._maybe_again(expert, part) for expert, part in enumerate(parts)])
         back = torch.empty_like(results).index_copy(0, by_expert, results)
         back = all_to_all_single_autograd(back, sent, received, dist.group.WORLD)
         weighted = back * weight.flatten()[order].unsqueeze(1)
         return torch.zeros_like(hidden).index_add(0, tokens, weighted)
+
+    def _maybe_again(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        if self.again != "experts":
+            return self._expert(expert, rows)
+        out: torch.Tensor = checkpoint(self._expert, expert, rows, use_reentrant=False)
+        return out
 
     def _expert(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         gate, up = F.linear(rows, self.gate_up_proj[expert]).chunk(2, dim=-1)
@@ -122,6 +153,7 @@ def _joined(rows: Sequence[dict[str, Any]]) -> LayerRow:
         tuple(row["received"] for row in rows),
         tuple(row["peak"] for row in rows),
         first["seconds"],
+        tuple(sum(steps) for steps in zip(*(row["cpu"] for row in rows), strict=True)),
         max(row["schedule"] for row in rows),
         first["output"],
         first["gradient"],
@@ -129,68 +161,107 @@ def _joined(rows: Sequence[dict[str, Any]]) -> LayerRow:
 
 
 def _measure_rank(rank: int, sizes: LayerSizes, peers: tuple[str, ...], loads: tuple[str, ...]) -> list[dict[str, Any]]:
+    torch._dynamo.config.recompile_limit = 64  # the layers share their code
+    layers = {peer: _layer(peer, sizes, rank) for peer in peers}
     found = []
-    for peer in peers:
-        layer = _layer(peer, sizes, rank)
-        for load in loads:
-            found.append({"peer": peer, "load": load, **_measure_one(rank, sizes, layer, load)})
+    for load in loads:
+        wanted = [peer for peer in peers if load != "in turn" or peer in PEERS_IN_TURN]
+        steps = {peer: _LayerStep(rank, sizes, layers[peer], load) for peer in wanted}
+        norms = {peer: step.warmed_up() for peer, step in steps.items()}
+        times: dict[str, list[tuple[float, float]]] = {peer: [] for peer in wanted}
+        for _ in range(sizes.steps):
+            for peer, step in steps.items():
+                times[peer].append(step.timed())
+        schedule = _schedule_seconds(rank, sizes, load)
+        for peer, step in steps.items():
+            seconds, cpu = zip(*times[peer], strict=True)
+            own = {"peer": peer, "load": load, "received": step.received, "peak": step.peak_bytes()}
+            found.append({**own, "seconds": seconds, "cpu": cpu, "schedule": schedule, **norms[peer]})
     return found
 
 
 def _layer(peer: str, sizes: LayerSizes, rank: int) -> nn.Module:
     torch.manual_seed(0)
-    torch._dynamo.reset()
     whole = GatedExperts(sizes.experts, sizes.hidden, sizes.width, "gathered")
     placement = Placement(sizes.experts, sizes.ranks)
-    if peer == "unchunked":
-        return UnchunkedExperts(whole, placement, rank)
+    if peer in AGAIN:
+        return UnchunkedExperts(whole, placement, rank, AGAIN[peer])
     mesh = dist.device_mesh.init_device_mesh("cpu", (sizes.ranks,))
     rows = sizes.ranks * sizes.tokens * sizes.top_k if peer == "one round" else sizes.rows
     config = memfine_fx.Config(rows_per_chunk=rows)
+    if peer == "kept":
+        config = replace(config, memory_budget=AMPLE_BUDGET)
+    if peer == "slices":
+        config = replace(config, axis="tokens", bins=PAPER_BINS)
     group = expert_group(mesh, overlaps=peer == "overlapping")
     return memfine_fx.optimize(whole, expert_parallel=group, config=config)
 
 
-def _measure_one(rank: int, sizes: LayerSizes, layer: nn.Module, load: str) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(7 + rank)
-    counts = expert_counts(load, sizes.tokens, sizes.experts, sizes.top_k)
-    index = choose_experts(counts, sizes.tokens, generator)
-    torch._dynamo.mark_static(index, 1)
-    hidden = torch.randn(sizes.tokens, sizes.hidden, generator=generator).requires_grad_()
-    weight = torch.rand(sizes.tokens, sizes.top_k, generator=generator).requires_grad_()
-    torch._dynamo.mark_static(weight, 1)
-    probe = torch.randn(sizes.tokens, sizes.hidden, generator=generator)
-    leaves = [hidden, weight, *layer.parameters()]
+class _LayerStep:
+    """Forward and backward of one layer under one load, on this rank."""
 
-    def step() -> torch.Tensor:
-        out: torch.Tensor = layer(hidden, index, weight)
-        out.backward(probe)
+    def __init__(self, rank: int, sizes: LayerSizes, layer: nn.Module, load: str) -> None:
+        generator = torch.Generator().manual_seed(7 + rank)
+        counts = counts_of(load, sizes)
+        index = choose_in_turn(sizes) if load == "in turn" else choose_experts(counts, sizes.tokens, generator)
+        hidden = torch.randn(sizes.tokens, sizes.hidden, generator=generator).requires_grad_()
+        weight = torch.rand(sizes.tokens, sizes.top_k, generator=generator).requires_grad_()
+        for one in (index, weight):
+            torch._dynamo.mark_static(one, 1)
+        self.received = int(Placement(sizes.experts, sizes.ranks).by_rank(torch.tensor(counts) * sizes.ranks)[rank])
+        self._layer, self._inputs = layer, (hidden, index, weight)
+        self._probe = torch.randn(sizes.tokens, sizes.hidden, generator=generator)
+        self._leaves = [hidden, weight, *layer.parameters()]
+
+    def __call__(self) -> torch.Tensor:
+        out: torch.Tensor = self._layer(*self._inputs)
+        out.backward(self._probe)
         return out.detach()
 
-    def drop() -> None:
-        for leaf in leaves:
+    def drop(self) -> None:
+        for leaf in self._leaves:
             leaf.grad = None
 
-    step()
-    drop()
-    step()
-    norms = {
-        "output": _group_norm([step()]),
-        "gradient": _group_norm([leaf.grad for leaf in layer.parameters() if leaf.grad is not None]),
-    }
-    seconds = tuple(_timed(step, drop) for _ in range(sizes.steps))
-    drop()
-    with letting_go():
-        trace = trace_memory(step, torch.device("cpu"), lambda: [leaf.grad for leaf in leaves if leaf.grad is not None])
-    drop()
-    received = Placement(sizes.experts, sizes.ranks).by_rank(torch.tensor(counts) * sizes.ranks)[rank]
-    return {
-        "received": int(received),
-        "peak": trace.peak_bytes,
-        "seconds": seconds,
-        "schedule": _schedule_seconds(rank, sizes, counts),
-        **norms,
-    }
+    def warmed_up(self) -> dict[str, float]:
+        """Norms over all ranks of the output and of the experts' gradients, once everything is compiled and planned."""
+        self()
+        self.drop()
+        out = self()
+        gradients = [leaf.grad for leaf in self._layer.parameters() if leaf.grad is not None]
+        norms = {"output": _group_norm([out]), "gradient": _group_norm(gradients)}
+        self.drop()
+        return norms
+
+    def timed(self) -> tuple[float, float]:
+        """Seconds by the clock, until the last rank is done, and of this rank's processor."""
+        self.drop()
+        dist.barrier()
+        started, spent = time.perf_counter(), time.process_time()
+        self()
+        used = time.process_time() - spent
+        dist.barrier()
+        return time.perf_counter() - started, used
+
+    def peak_bytes(self) -> int:
+        self.drop()
+        with letting_go():
+            trace = trace_memory(
+                self, torch.device("cpu"), lambda: [leaf.grad for leaf in self._leaves if leaf.grad is not None]
+            )
+        self.drop()
+        return trace.peak_bytes
+
+
+def counts_of(load: str, sizes: LayerSizes) -> list[int]:
+    """Rows of each expert from one rank."""
+    return expert_counts("balanced" if load == "in turn" else load, sizes.tokens, sizes.experts, sizes.top_k)
+
+
+def choose_in_turn(sizes: LayerSizes) -> torch.Tensor:
+    """[T,K]: each expert as often as any other, the first half of them by the first half of the tokens."""
+    token, choice = torch.arange(sizes.tokens).unsqueeze(1), torch.arange(sizes.top_k)
+    half = sizes.experts // 2
+    return (token * sizes.top_k + choice) % half + half * (token >= sizes.tokens // 2)
 
 
 @contextmanager
@@ -199,17 +270,17 @@ def letting_go() -> Iterator[None]:
 
     A buffer whose last owner is such a thread is freed where no profiler sees it, and would count as alive.
     """
-    wait = walk._wait
+    wait = arrival.wait_for
 
     def wait_longer(work: dist.Work | None) -> None:
         wait(work)
         time.sleep(0.003)
 
-    walk._wait = wait_longer
+    arrival.wait_for = walk.wait_for = wait_longer
     try:
         yield
     finally:
-        walk._wait = wait
+        arrival.wait_for = walk.wait_for = wait
 
 
 def _group_norm(tensors: Sequence[torch.Tensor]) -> float:
@@ -218,29 +289,19 @@ def _group_norm(tensors: Sequence[torch.Tensor]) -> float:
     return float(total.sqrt())
 
 
-def _timed(step: Callable[[], object], drop: Callable[[], None]) -> float:
-    drop()
-    dist.barrier()
-    started = time.perf_counter()
-    step()
-    dist.barrier()
-    return time.perf_counter() - started
-
-
-def _schedule_seconds(rank: int, sizes: LayerSizes, counts: list[int]) -> float:
-    """Seconds to gather counts, and to schedule a forward and a backward, when all ranks begin together."""
+def _schedule_seconds(rank: int, sizes: LayerSizes, load: str) -> float:
+    """Seconds to gather counts and to schedule a step, whose backward has forward's, when all ranks begin together."""
     exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(counts).cumsum(0)])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(counts_of(load, sizes)).cumsum(0)])
     placement = Placement(sizes.experts, sizes.ranks)
     times = []
     for _ in range(5):
         dist.barrier()
         started = time.perf_counter()
-        table = Table(gather_table(exchange, offsets, sizes.rows, 0, Place("a layer", "counting")))
-        for _ in range(2):
-            schedule = Rounds(table.counts, placement, table.limits, 2 * sizes.rows)
-            for number in range(schedule.num_rounds):
-                schedule.legs(rank, number)
+        table = Table(gather_table(exchange, offsets, Announcement(0, sizes.rows, 0), Place("a layer", "counting")))
+        schedule = Rounds(table.counts, placement, table.limits, 2 * sizes.rows)
+        for number in range(schedule.num_rounds):
+            schedule.legs(rank, number)
         times.append(time.perf_counter() - started)
     return statistics.median(times)
 

@@ -193,8 +193,11 @@ def _shard(model: torch.nn.Module, expert_parallel: MeshOrGroup | ExpertGroup, c
 
     if config.verify:
         raise ConfigError("verify=True runs regions on one rank's own inputs; verify the model before expert_parallel")
-    if config.axis != "rows":
-        raise ConfigError(f"expert_parallel walks rows; Config.axis={config.axis!r} is for experts on one rank")
+    if config.tokens_per_chunk is not None:
+        raise ConfigError(
+            "expert_parallel agrees upon token slices in each step, from the rows that come: "
+            "give Config.rows_per_chunk (s'_max) instead of tokens_per_chunk"
+        )
     ranks = expert_parallel if isinstance(expert_parallel, ExpertGroup) else expert_group(expert_parallel)
     shard_experts(model, ranks, config)
 

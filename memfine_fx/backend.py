@@ -291,9 +291,9 @@ def _region_bytes(
     is_low_precision = any(accumulator_dtype(param.dtype) is not param.dtype for param in trained)
     weight = None if region.routing_weight is None else _tensor(region.routing_weight)
     keeping = None if keep == "nothing" else bodies.keeping(keep, wanted)
-    forward, backward = bodies.forward(), bodies.backward(wanted)
-    if keeping is not None:
-        forward, backward = keeping.forward, keeping.backward
+    pairs = [] if keeping is None else [(keeping.forward, keeping.backward)]
+    if keeping is None or exchange is not None:  # of ranks only some rounds are kept, the others run as without
+        pairs.append((bodies.forward(), bodies.backward(wanted)))
     return RegionBytes(
         top_k=region.dims.top_k,
         num_experts=region.dims.num_experts,
@@ -306,12 +306,12 @@ def _region_bytes(
         weight_item_bytes=0 if weight is None else weight.dtype.itemsize,
         param_bytes=sum(_num_bytes(param) for param in trained),
         staging_bytes=_staging_bytes(region) if is_low_precision else 0,
-        forward_peak=forward.peak_bytes,
-        backward_peak=backward.peak_bytes,
+        forward_peak=sympy.Max(*(forward.peak_bytes for forward, _ in pairs)),
+        backward_peak=sympy.Max(*(backward.peak_bytes for _, backward in pairs)),
         takes_group=bodies.takes_group,
         flops_per_row=bodies.flops_per_row,
-        forward_results=forward.results_bytes,
-        backward_results=backward.results_bytes,
+        forward_results=sympy.Max(*(forward.results_bytes for forward, _ in pairs)),
+        backward_results=sympy.Max(*(backward.results_bytes for _, backward in pairs)),
         device_type=output.device.type,
         travel=None if exchange is None else exchange.travel,
     )

@@ -42,7 +42,8 @@ class Config:
     Args:
         axis: "rows" walks the expert-sorted routed rows in chunks of at most `rows_per_chunk`;
             "tokens" is the paper's FCDA (arXiv 2511.21431, section 3): token slices, each dispatched,
-            computed and combined in sequence and recomputed in backward.
+            computed and combined in sequence and recomputed in backward. Under `expert_parallel` ranks agree
+            upon the number of slices in each step, and `rows_per_chunk` is what the paper calls s'_max.
         rows_per_chunk: routed rows in one chunk, R. None lets the planner choose.
         tokens_per_chunk: tokens in one slice of axis "tokens". None derives it from R and top-k.
         bins: numbers of chunks to choose among at run time, as the paper's (1, 2, 4, 8); None takes the exact

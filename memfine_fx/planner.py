@@ -49,7 +49,8 @@ def plan_region(
         BudgetInfeasible: not even `min_rows` a chunk fits.
     """
     knee = region.at_most(KNEE_ROWS.get(region.device_type, KNEE_ROWS["cuda"]), num_tokens)
-    if axis == "tokens":  # at most one row of an expert a token, as top-k gives: rows are bounded by tokens
+    cuts_tokens = axis == "tokens" and region.travel is None
+    if cuts_tokens:  # at most one row of an expert a token, as top-k gives: rows are bounded by tokens
         wanted = tokens_per_chunk or max(1, (rows_per_chunk or knee) // region.top_k)
         rows, reason = max(1, min(wanted, num_tokens)), f"token slices of {wanted} (FCDA)"
     elif rows_per_chunk is not None:
@@ -74,7 +75,7 @@ def plan_region(
     elif available_bytes is not None:
         reason = f"{reason}, within the budget"
     predicted = sum(region_peak(region, num_tokens, rows, axis).values())
-    return ChunkPlan(axis, rows, rows if axis == "tokens" else 0, predicted, reason)
+    return ChunkPlan(axis, rows, rows if cuts_tokens else 0, predicted, reason)
 
 
 def _infeasible(terms: Mapping[str, int], budget_bytes: int | None, available_bytes: int) -> BudgetInfeasible:

@@ -31,10 +31,11 @@ __all__ = [
 ParamKind = Literal["expert", "each", "shared"]
 """How an expert finds its parameter: its entry of a table [E,...], one of E tensors, or a tensor all share."""
 
-Keep = Literal["nothing", "projections", "operands"]
+Keep = Literal["nothing", "received", "projections", "operands"]
 """What a region's forward keeps of its routed rows for backward: nothing, so that all is computed again; the results
 of the projections that backward would compute again; or, with them, whatever its matmuls read, so that nothing is
-written twice."""
+written twice. Where experts live on several ranks, the rows that came from them: "received" alone, or beside the
+others."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class ChunkPlan:
     Args:
         axis: "rows" or "tokens".
         rows_per_chunk: R, the most routed rows in one chunk.
-        tokens_per_chunk: tokens in a slice; 0 on axis "rows".
+        tokens_per_chunk: tokens in a slice; 0 on axis "rows", and where ranks agree upon slices in each step.
         predicted_bytes: peak of the region's own working set in backward: chunk temporaries, output and
             accumulators, index arrays and the expert weight gradients.
         reason: why this and not another.

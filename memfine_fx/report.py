@@ -14,7 +14,7 @@ from memfine_fx.head_records import HeadDims, HeadPlan
 from memfine_fx.memory.timeline import Timeline
 from memfine_fx.picture import RegionGraph, region_svg
 from memfine_fx.records import ChunkPlan, RegionDims, Where
-from memfine_fx.runtime.loads import Imbalance
+from memfine_fx.runtime.loads import Imbalance, RoundStats
 
 if TYPE_CHECKING:  # sympy would be most of the package's import time
     import sympy
@@ -39,6 +39,8 @@ class RegionReport:
         num_chunks: chunks of that run, 0 if it has not run.
         largest_chunk: rows of its largest chunk.
         imbalance: how uneven its routing was in the latest steps, None if it has not run.
+        num_ranks: that share its experts.
+        rounds: of its latest step, where its experts live on several ranks.
         body_key: content hash of the expert bodies; equal for layers that share them.
         node: the graph node where a proof stopped.
         verified_error: worst relative error that `verify` saw, None where it was not asked for.
@@ -56,6 +58,8 @@ class RegionReport:
     num_chunks: int = 0
     largest_chunk: int = 0
     imbalance: Imbalance | None = None
+    num_ranks: int = 1
+    rounds: RoundStats | None = None
     body_key: str | None = None
     node: str | None = None
     verified_error: float | None = None
@@ -76,8 +80,12 @@ class RegionReport:
         if self.plan is None:
             return f"{line}; plan chosen at the first step"
         plan = self.plan
-        size = f"R={plan.rows_per_chunk}" if plan.axis == "rows" else f"{plan.tokens_per_chunk} tokens"
+        size = f"R={plan.rows_per_chunk}" if not plan.tokens_per_chunk else f"{plan.tokens_per_chunk} tokens"
         ran = f", {self.num_chunks} chunks" if self.num_chunks else ""
+        if self.rounds is not None:
+            ran += f", {self.rounds}"
+        elif self.num_ranks > 1:
+            ran += f", experts on {self.num_ranks} ranks, rounds of at most {plan.rows_per_chunk:,} rows"
         ran += f", imbalance {self.imbalance}" if self.imbalance else ""
         return f"{line}; axis {plan.axis}, {size} a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"
 

@@ -365,6 +365,8 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
         num_chunks=live.num_chunks,
         largest_chunk=live.largest_chunk,
         imbalance=live.loads.summary(),
+        num_ranks=1 if live.exchange is None else live.exchange.table_shape[0],
+        rounds=live.rounds,
         body_key=live.bodies.key,
         verified_error=_verified_error(outcome),
         graph=outcome.graph,

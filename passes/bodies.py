@@ -153,6 +153,8 @@ class ExpertBodies:
         return self._backward_body(traced, differentiated)
 
     def _build_keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
+        if keep == "received":
+            return KeepingBodies(self.forward(), self.backward(wanted), (), 0)
         differentiated = self._differentiated(wanted)
         function = _Vjp(self._function.graph_module, differentiated, returns_value=True)
         cut = cut_joint(trace_rows(function, self._backward_specs()), keep)

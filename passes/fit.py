@@ -240,9 +240,11 @@ def _region_keepables(joint: fx.Graph, rates: DeviceRates) -> list[Keepable]:
         had_bytes, had_seconds, had_ratio = before[choice.site]
         # NOTE: keeping costs a copy in forward, one read and one write. Operands spare backward one write of what it
         # then reads, because the kernel that makes them again reads its arguments anyway: measured, they do not pay.
-        if choice.keep == "projections":
+        # Rows that came from other ranks are kept where they came to: what they spare is coming again.
+        if choice.keep != "operands":
             products = choice.flops / rates.flops_at(choice.num_rows / choice.num_experts)
-            spared = products - 2 * num_bytes / rates.copy_bytes
+            copied = 2 * choice.copied_row_bytes * choice.num_rows / rates.copy_bytes
+            spared = products + choice.travel_seconds - copied
         else:
             spared = had_seconds - 2 * (num_bytes - had_bytes) / rates.copy_bytes
         more_bytes, more_seconds = num_bytes - had_bytes, spared - had_seconds
@@ -288,8 +290,11 @@ def _described_regions(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
     num_regions = len({choice.site for choice in keep_choices(joint)})
     if not keeps:
         return "regions keep nothing"
-    counts = [(keep, sum(one == keep for one in keeps.values())) for keep in ("projections", "operands")]
-    return ", ".join(f"{count} of {num_regions} regions keep their {keep}" for keep, count in counts if count)
+    counts = [(keep, sum(one == keep for one in keeps.values())) for keep in ("received", "projections", "operands")]
+    named = {"received": "the rows that come from other ranks"}
+    return ", ".join(
+        f"{count} of {num_regions} regions keep {named.get(keep, f'their {keep}')}" for keep, count in counts if count
+    )
 
 
 def _sized(partition: Partition, budget: StepBudget) -> Pair:

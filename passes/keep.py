@@ -29,6 +29,8 @@ from memfine_fx.runtime.store import lookup
 
 __all__ = ["KeepChoice", "keep_choices", "keep_in_regions"]
 
+_KEEPS: tuple[Keep, ...] = ("projections", "operands")
+_KEEPS_OF_RANKS: tuple[Keep, ...] = ("received", *_KEEPS)
 _META_OF_ARGUMENTS = ("val", "tensor_meta", "eager_input_vals")
 _FORWARD, _BACKWARD = torch.ops.memfine.experts.default, torch.ops.memfine.experts_backward.default
 
@@ -41,16 +43,20 @@ class KeepChoice:
         site: its key.
         keep: how much.
         row_bytes: of each routed row.
+        copied_row_bytes: of these, what forward has to write beyond what it writes anyway.
         num_rows, num_experts: N of the captured call, E.
         flops: of the matmuls that backward is spared, in the captured call.
+        travel_seconds: of the rows that need not come to this rank again.
     """
 
     site: str
     keep: Keep
     row_bytes: int
+    copied_row_bytes: int
     num_rows: int
     num_experts: int
     flops: int
+    travel_seconds: float = 0.0
 
 
 def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
@@ -59,18 +65,30 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
     for forward, backward in _pairs(joint).values():
         site, wanted = backward.args[6], backward.args[7]
         region = lookup(site)
-        if region.exchange is not None:  # rows that came from other ranks travel again
-            continue
         flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
         num_rows = _hint(forward.args[2].meta["val"].shape[0])
+        arrived, travel_seconds = 0, 0.0
+        if region.exchange is not None:
+            arrived = _arriving_row_bytes(forward)
+            travel_seconds = arrived * num_rows / region.exchange.bandwidth
         row_bytes = 0
-        for keep in ("projections", "operands"):
+        for keep in _KEEPS if region.exchange is None else _KEEPS_OF_RANKS:
             bodies = region.bodies.keeping(keep, flags)
-            if bodies is not None and bodies.row_bytes > row_bytes:
-                row_bytes = bodies.row_bytes
+            if bodies is not None and arrived + bodies.row_bytes > row_bytes:
+                row_bytes = arrived + bodies.row_bytes
                 flops = bodies.flops_per_row * num_rows
-                choices.append(KeepChoice(site, keep, row_bytes, num_rows, region.num_experts, flops))
+                sizes = (row_bytes, bodies.row_bytes, num_rows, region.num_experts)
+                choices.append(KeepChoice(site, keep, *sizes, flops, travel_seconds))
     return choices
+
+
+def _arriving_row_bytes(forward: fx.Node) -> int:
+    """Of a row with its routing weight, as it comes from another rank."""
+    hidden, weight = forward.args[:2]
+    assert isinstance(hidden, fx.Node)
+    rows = hidden.meta["val"]
+    num_bytes = int(rows.shape[1]) * int(rows.dtype.itemsize)
+    return num_bytes + (int(weight.meta["val"].dtype.itemsize) if isinstance(weight, fx.Node) else 0)
 
 
 def keep_in_regions(joint: fx.Graph, keeps: Mapping[str, Keep]) -> set[str]:

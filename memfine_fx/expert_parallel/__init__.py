@@ -2,8 +2,13 @@
 
 placement   which rank owns which experts
 schedule    count matrix -> rounds, a pure function
+slices      the paper's token slices in the place of rounds, for comparison
 exchange    counts, rows and results over torch.distributed, with errors that name layer and round
+packing     tensors that travel together as columns of one buffer
+arrival     rows of one round on their way
+kept        rounds that are kept from forward to backward
 walk        forward and backward of one layer, round by round, on the bodies of the single process
+bandwidth   bytes a second between the ranks, measured once
 groups      the process group and its replicas
 shard       parameters of a model cut in place, and the op that stands for the whole table in a trace
 state       sharded state dicts through torch.distributed.checkpoint

@@ -16,12 +16,11 @@ import torch.distributed as dist
 
 from memfine_fx.errors import ExchangeFailed, RanksDisagree
 
-__all__ = ["NUM_EXTRAS", "Exchange", "Place", "Table", "fingerprint", "gather_table"]
+__all__ = ["NUM_EXTRAS", "Announcement", "Exchange", "Place", "Table", "fingerprint", "gather_rows", "gather_table"]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
-NUM_EXTRAS = 3
-"""Columns of the table before the counts: fingerprint of what the rank runs, rows that it takes a round, place of its
-first row in expert order."""
+NUM_EXTRAS = 4
+"""Columns of the table before the counts: see `Announcement`, and the place of its first row in expert order."""
 
 
 @dataclass(frozen=True)
@@ -67,29 +66,40 @@ def failing_at(place: Place, group: dist.ProcessGroup) -> Iterator[None]:
         raise ExchangeFailed(str(place), dist.get_rank(group), dist.get_world_size(group), str(error)) from error
 
 
+@dataclass(frozen=True)
+class Announcement:
+    """What a rank tells the others with its counts.
+
+    Args:
+        mark: fingerprint of what it runs.
+        rows: R, that it takes in a round.
+        room: rows that it can keep from forward to backward.
+    """
+
+    mark: int
+    rows: int
+    room: int
+
+
 def fingerprint(*parts: object) -> int:
     """63 bits of a hash of what must be the same on every rank."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def gather_table(exchange: Exchange, offsets: torch.Tensor, rows: int, mark: int, place: Place) -> torch.Tensor:
-    """Every rank's (fingerprint, R, first row, counts), [ep,3+E] int64 on the host.
+def gather_table(exchange: Exchange, offsets: torch.Tensor, own: Announcement, place: Place) -> torch.Tensor:
+    """Every rank's (fingerprint, R, room, first row, counts), [ep,4+E] int64 on the host.
 
     Args:
         offsets: [E+1] of this rank's rows in expert order.
-        rows: R, the rows that this rank takes in a round.
-        mark: fingerprint of what this rank runs.
+        own: what this rank tells.
 
     Raises:
         RanksDisagree: fingerprints differ; every rank of the group raises it.
         ExchangeFailed: a rank did not answer.
     """
-    own = torch.cat([torch.tensor([mark, rows]), offsets[:1], offsets.diff()]).to(exchange.device)
-    table = own.new_empty((dist.get_world_size(exchange.group), own.numel()))
-    with failing_at(place, exchange.group):
-        _all_gather(table.view(-1), own, group=exchange.group)
-    table = table.to("cpu")
+    told = torch.tensor([own.mark, own.rows, own.room])
+    table = gather_rows(exchange, torch.cat([told, offsets[:1], offsets.diff()]), place)
     marks: Sequence[int] = table[:, 0].tolist()
     others = [rank for rank, one in enumerate(marks) if one != marks[0]]
     if others:
@@ -97,9 +107,18 @@ def gather_table(exchange: Exchange, offsets: torch.Tensor, rows: int, mark: int
     return table
 
 
+def gather_rows(exchange: Exchange, own: torch.Tensor, place: Place) -> torch.Tensor:
+    """Every rank's int64 [n] as [ep,n], from the host and to it."""
+    sent = own.to(exchange.device)
+    rows = sent.new_empty((dist.get_world_size(exchange.group), sent.numel()))
+    with failing_at(place, exchange.group):
+        _all_gather(rows.view(-1), sent, group=exchange.group)
+    return rows.to("cpu")
+
+
 @dataclass(frozen=True)
 class Table:
-    """What `gather_table` gathered, [ep,3+E]."""
+    """What `gather_table` gathered, [ep,4+E]."""
 
     rows: torch.Tensor
 
@@ -110,11 +129,21 @@ class Table:
         return limits
 
     @property
+    def rooms(self) -> list[int]:
+        """Rows that each rank can keep."""
+        rooms: list[int] = self.rows[:, 2].tolist()
+        return rooms
+
+    @property
     def counts(self) -> torch.Tensor:
         """[ep,E]."""
         return self.rows[:, NUM_EXTRAS:]
 
+    def first(self, rank: int) -> int:
+        """Where a rank's rows begin in its own expert order."""
+        return int(self.rows[rank, 3])
+
     def begins(self, rank: int) -> torch.Tensor:
         """[E]: where a rank's rows of each expert begin in its own expert order."""
         counts = self.counts[rank]
-        return counts.cumsum(0) - counts + self.rows[rank, 2]
+        return counts.cumsum(0) - counts + self.first(rank)

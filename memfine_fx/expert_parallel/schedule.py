@@ -26,7 +26,7 @@ rank's tokens a round. It bounds what a rank receives only if slices have equal 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -36,6 +36,9 @@ import torch
 from memfine_fx.expert_parallel.placement import Placement
 
 __all__ = ["Leg", "Rounds", "Schedule", "TokenSlices"]
+
+_MOST_ENTRIES = 1 << 22
+"""Counts that are looked at together where every source's rows of every round are asked for."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,10 @@ class Schedule(Protocol):
         """[E_local]: rows of each own expert that came before round `number`."""
         ...
 
+    def num_kept(self, rooms: Sequence[int]) -> int:
+        """How many rounds, from the first on, every rank has room to keep; `rooms` are rows of each."""
+        ...
+
 
 class Rounds:
     """Rounds of at most R received rows a rank.
@@ -98,6 +105,7 @@ class Rounds:
         self.counts, self.placement, self.max_sent = counts, placement, max_sent
         self._limits = torch.tensor(limits, dtype=torch.int64)
         self._owners = placement.owners()
+        self._view: _View | None = None
 
     @cached_property
     def received(self) -> torch.Tensor:
@@ -120,45 +128,85 @@ class Rounds:
         begins = ends - walked - walk_begins[self._owners].unsqueeze(1)
         return torch.empty_like(begins).scatter_(1, sources, begins).t()
 
-    def _gone(self, position: torch.Tensor, sources: slice, experts: slice) -> torch.Tensor:
-        """Rows of (source, expert) that have gone when walks stand at `position`."""
+    def _gone(self, positions: torch.Tensor, sources: slice, experts: slice) -> torch.Tensor:
+        """Rows of (source, expert) that have gone when walks stand at `positions` [P,ep]: [P,S,E']."""
         begins, counts = self._begins[sources, experts], self.counts[sources, experts]
-        return torch.minimum((position[self._owners[experts]] - begins).clamp_(min=0), counts)
+        return torch.minimum((positions[:, self._owners[experts]].unsqueeze(1) - begins).clamp_(min=0), counts)
 
-    def _position(self, number: int, leg: int = 0, num_legs: int = 1) -> torch.Tensor:
-        return self._limits * number + torch.div(self._limits * leg, num_legs, rounding_mode="floor")
+    def _positions(self, number: int, num_legs: int) -> torch.Tensor:
+        """[num_legs+1,ep]: where the walks stand before, between and after the legs of a round."""
+        parts = torch.arange(num_legs + 1).unsqueeze(1)
+        return self._limits * number + torch.div(self._limits * parts, num_legs, rounding_mode="floor")
 
     def num_legs(self, number: int) -> int:
         """Exchanges of round `number`: as few as keep every source within `max_sent`."""
-        most_received = int(self._limits.max())
-        num_legs = 1
+        return self._num_legs[number]
+
+    @cached_property
+    def _num_legs(self) -> list[int]:
         if min(int(self.counts.sum(dim=1).max()), int(self._limits.sum())) <= self.max_sent:
-            return num_legs
-        while num_legs < most_received and self._largest_sent(number, num_legs) > self.max_sent:
+            return [1] * self.num_rounds
+        return [self._fewest_legs(number, int(sent)) for number, sent in enumerate(self._largest_sent_at_once())]
+
+    def _largest_sent_at_once(self) -> list[int]:
+        """Of each round in one leg, the rows of the source that sends most."""
+        rounds = torch.arange(self.num_rounds + 1).unsqueeze(1) * self._limits
+        everything = slice(None)
+        at_once = max(1, _MOST_ENTRIES // max(1, self.counts.numel()))
+        gone = torch.cat([self._gone(some, everything, everything).sum(dim=2) for some in torch.split(rounds, at_once)])
+        largest: list[int] = gone.diff(dim=0).max(dim=1).values.tolist() if self.num_rounds else []
+        return largest
+
+    def _fewest_legs(self, number: int, largest_sent: int) -> int:
+        most_received, everything = int(self._limits.max()), slice(None)
+        num_legs = 1
+        while num_legs < most_received and largest_sent > self.max_sent:
             num_legs = min(2 * num_legs, most_received)
+            gone = self._gone(self._positions(number, num_legs), everything, everything).sum(dim=2)
+            largest_sent = int(gone.diff(dim=0).max())
         return num_legs
 
-    def _largest_sent(self, number: int, num_legs: int) -> int:
-        everything = slice(None)
-        gone = [
-            self._gone(self._position(number, leg, num_legs), everything, everything).sum(dim=1)
-            for leg in range(num_legs + 1)
-        ]
-        return int(torch.stack(gone).diff(dim=0).max())
-
     def legs(self, rank: int, number: int) -> list[Leg]:
-        num_legs = self.num_legs(number)
-        positions = [self._position(number, leg, num_legs) for leg in range(num_legs + 1)]
-        own, everything = _slice(self.placement.owned(rank)), slice(None)
-        sent = [self._gone(position, slice(rank, rank + 1), everything)[0] for position in positions]
-        received = [self._gone(position, everything, own) for position in positions]
-        return [
-            _leg(self.placement, sent[leg], sent[leg + 1], received[leg + 1] - received[leg]) for leg in range(num_legs)
-        ]
+        return self._seen_by(rank).legs[number]
 
     def received_before(self, rank: int, number: int) -> torch.Tensor:
-        own = _slice(self.placement.owned(rank))
-        return self._gone(self._position(number), slice(None), own).sum(dim=0)
+        return self._seen_by(rank).received_before[number]
+
+    def num_kept(self, rooms: Sequence[int]) -> int:
+        received: list[int] = self.received.tolist()
+        fitting = [
+            room // limit
+            for room, rows, limit in zip(rooms, received, self._limits.tolist(), strict=True)
+            if rows > room
+        ]
+        num_kept: int = min([self.num_rounds, *fitting])
+        return num_kept
+
+    def _seen_by(self, rank: int) -> _View:
+        """All rounds as one rank sees them, made at once: a few operations on arrays and not a few a round."""
+        if self._view is None or self._view.rank != rank:
+            self._view = self._view_of(rank)
+        return self._view
+
+    def _view_of(self, rank: int) -> _View:
+        own, everything = _slice(self.placement.owned(rank)), slice(None)
+        num_legs = self._num_legs
+        parts = [self._positions(number, legs)[:-1] for number, legs in enumerate(num_legs)]
+        positions = torch.cat([*parts, (self._limits * self.num_rounds).unsqueeze(0)])
+        sent = self._gone(positions, slice(rank, rank + 1), everything)[:, 0]
+        received = self._gone(positions, everything, own)
+        legs = iter(_legs(self.placement, sent, received))
+        firsts = torch.tensor([0, *num_legs]).cumsum(0)
+        return _View(rank, [[next(legs) for _ in range(count)] for count in num_legs], received.sum(dim=1)[firsts])
+
+
+@dataclass(frozen=True)
+class _View:
+    """Rounds as one rank sees them; `received_before` [rounds+1,E_local]."""
+
+    rank: int
+    legs: list[list[Leg]]
+    received_before: torch.Tensor
 
 
 class TokenSlices:
@@ -177,19 +225,24 @@ class TokenSlices:
         return len(self._bounds) - 1
 
     def legs(self, rank: int, number: int) -> list[Leg]:
-        before, after = self._bounds[number], self._bounds[number + 1]
-        own = _slice(self.placement.owned(rank))
-        return [_leg(self.placement, before[rank], after[rank], (after - before)[:, own])]
+        bounds = self._bounds[number : number + 2]
+        return list(_legs(self.placement, bounds[:, rank], bounds[:, :, _slice(self.placement.owned(rank))]))
 
     def received_before(self, rank: int, number: int) -> torch.Tensor:
         return self._bounds[number][:, _slice(self.placement.owned(rank))].sum(dim=0)
+
+    def num_kept(self, rooms: Sequence[int]) -> int:
+        return 0
 
 
 def _slice(experts: range) -> slice:
     return slice(experts.start, experts.stop)
 
 
-def _leg(placement: Placement, first: torch.Tensor, last: torch.Tensor, received: torch.Tensor) -> Leg:
-    sent_splits: list[int] = placement.by_rank(last - first).tolist()
-    received_splits: list[int] = received.sum(dim=1).tolist()
-    return Leg(first, last, received, sent_splits, received_splits)
+def _legs(placement: Placement, sent: torch.Tensor, received: torch.Tensor) -> Iterator[Leg]:
+    """Legs between consecutive counts of what has gone: `sent` [P,E], `received` [P,ep,E_local]."""
+    in_leg = received.diff(dim=0)
+    sent_splits = placement.by_rank(sent.diff(dim=0)).tolist()
+    received_splits = in_leg.sum(dim=2).tolist()
+    for number, splits in enumerate(zip(sent_splits, received_splits, strict=True)):
+        yield Leg(sent[number], sent[number + 1], in_leg[number], *splits)

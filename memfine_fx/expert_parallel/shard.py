@@ -22,6 +22,7 @@ from torch import nn
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, RanksDisagree
 from memfine_fx.expert_parallel import gathering  # noqa: F401  # registers the ops
+from memfine_fx.expert_parallel.bandwidth import measure_bandwidth
 from memfine_fx.expert_parallel.exchange import Place, failing_at
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.parameters import ShardedParameter, speak_dtensor
@@ -71,6 +72,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
         _make_whole_when_read(module, owned)
         object.__setattr__(module, _ATTRIBUTE, tuple(owned))
         speak_dtensor(module, owned)
+    measure_bandwidth(ranks)
     names = [name for name, parameter in model.named_parameters() if id(parameter) in done]
     ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]
     object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", ignored)

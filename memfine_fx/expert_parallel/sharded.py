@@ -9,12 +9,18 @@ from typing import TypeVar
 
 import torch
 
-from memfine_fx.expert_parallel.exchange import NUM_EXTRAS, Exchange, Place, Table, gather_table
+from memfine_fx.expert_parallel.bandwidth import bandwidth_of
+from memfine_fx.expert_parallel.exchange import NUM_EXTRAS, Announcement, Exchange, Place, Table, gather_table
 from memfine_fx.expert_parallel.groups import ExpertGroup
+from memfine_fx.expert_parallel.kept import KeptRounds
+from memfine_fx.expert_parallel.packing import Packing
 from memfine_fx.expert_parallel.placement import Placement
-from memfine_fx.expert_parallel.schedule import Rounds
+from memfine_fx.expert_parallel.schedule import Rounds, Schedule
+from memfine_fx.expert_parallel.slices import agreed_slices
 from memfine_fx.expert_parallel.walk import LayerWalk, WalkStats
 from memfine_fx.memory.region_bytes import Travel
+from memfine_fx.runtime.loads import RoundStats
+from memfine_fx.runtime.loop import Kept
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.store import LiveRegion
 
@@ -25,6 +31,23 @@ ItemT = TypeVar("ItemT")
 SENT_FACTOR = 2
 """A source stages at most so many times the largest R for one leg. Even routing sends about R rows a round from every
 rank; twice that leaves room for its noise, so that rounds are cut only where one source has most of the tokens."""
+
+
+class _LatestRounds:
+    """The rounds of the latest counts: backward walks those of forward, and counts that repeat theirs."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._latest: tuple[torch.Tensor, Rounds] | None = None
+
+    def of(self, table: Table) -> Rounds:
+        latest = self._latest
+        if latest is not None and torch.equal(latest[0], table.rows):
+            return latest[1]
+        limits = table.limits
+        rounds = Rounds(table.counts, self._placement, limits, SENT_FACTOR * max(limits))
+        self._latest = (table.rows.clone(), rounds)
+        return rounds
 
 
 @dataclass(frozen=True)
@@ -48,6 +71,10 @@ class ShardedExperts:
         return self.placement.num_ranks, NUM_EXTRAS + self.placement.num_experts
 
     @property
+    def bandwidth(self) -> float:
+        return bandwidth_of(self.ranks)
+
+    @property
     def travel(self) -> Travel:
         """What it takes beyond the chunk loop."""
         return Travel(SENT_FACTOR, 2 if self.ranks.overlaps else 1)
@@ -56,19 +83,36 @@ class ShardedExperts:
     def _exchange(self) -> Exchange:
         return Exchange(self.ranks.group, self.ranks.device)
 
-    def share_counts(self, region: LiveRegion, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        rows = region.plan_for(num_tokens).rows_per_chunk
-        place = Place(self.layer, "counting")
-        return gather_table(self._exchange, offsets, rows, self.mark, place)
+    @cached_property
+    def _rounds(self) -> _LatestRounds:
+        return _LatestRounds(self.placement)
 
-    def forward(self, region: LiveRegion, routed: Routed) -> torch.Tensor:
-        walk = self._walk(region, routed)
+    def room(self, hidden: torch.Tensor, weight: torch.Tensor | None, num_rows: int) -> list[torch.Tensor]:
+        return _packing(hidden, weight).buffers(num_rows, hidden)
+
+    def share_counts(self, region: LiveRegion, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        plan = region.plan_for(num_tokens)
+        room = 0 if plan.keeps == "nothing" else num_tokens * region.top_k
+        own = Announcement(self.mark, plan.rows_per_chunk, room)
+        return gather_table(self._exchange, offsets, own, Place(self.layer, "counting"))
+
+    def forward(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> torch.Tensor:
+        walk = self._walk(region, routed, kept)
         num_tokens = routed.num_tokens
         out = walk.forward(region.out_dtype, partial(region.lower, num_tokens))
         stats = walk.stats
         region.plan, region.num_tokens = region.plan_for(num_tokens), num_tokens
         region.num_chunks, region.largest_chunk = stats.num_chunks, stats.largest_chunk
         region.stages_gradients = stats.is_split
+        received: list[int] = self.placement.by_rank(walk.table.counts.sum(dim=0)).tolist()
+        region.rounds = RoundStats(
+            num_ranks=self.ranks.num_ranks,
+            num_rounds=stats.num_rounds,
+            num_kept=walk.kept.num_rounds,
+            largest=stats.largest_round,
+            received=received[self.ranks.rank],
+            busiest=max(received),
+        )
         region.num_steps += 1
         return out
 
@@ -79,8 +123,9 @@ class ShardedExperts:
         routed: Routed,
         wanted: tuple[bool, bool],
         wanted_params: Sequence[Sequence[bool]],
+        kept: Kept | None,
     ) -> list[torch.Tensor]:
-        walk = self._walk(region, routed)
+        walk = self._walk(region, routed, kept)
         own_wanted = self._own(region, wanted_params)
         lower = partial(region.lower, routed.num_tokens)
         grad_hidden, grad_weight, opened = walk.backward(grad, wanted, own_wanted, lower)
@@ -93,21 +138,30 @@ class ShardedExperts:
             gradients += self._among_all(tensors, flags, own) if kind == "each" else own
         return gradients
 
-    def _walk(self, region: LiveRegion, routed: Routed) -> LayerWalk:
-        gathered = Table(routed.offsets)
-        limits = gathered.limits
+    def _walk(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> LayerWalk:
+        table = Table(routed.offsets)
+        rank, schedule = self.ranks.rank, self._schedule(region, routed, table)
+        packing = _packing(routed.hidden, routed.flat_weight)
+        slices = region.plan_for(routed.num_tokens).axis == "tokens"
         return LayerWalk(
             exchange=self._exchange,
-            schedule=Rounds(gathered.counts, self.placement, limits, SENT_FACTOR * max(limits)),
-            table=gathered,
-            rank=self.ranks.rank,
+            schedule=schedule,
+            table=table,
+            rank=rank,
             routed=replace(routed, params=self._own(region, routed.params)),
             bodies=region.bodies,
-            rows=limits[self.ranks.rank],
+            rows=max(1, int(table.counts.sum())) if slices else table.limits[rank],
             layer=self.layer,
             overlaps=self.ranks.overlaps,
+            kept=KeptRounds.of(kept, schedule.num_kept(table.rooms), packing, routed.hidden),
             stats=WalkStats(),
         )
+
+    def _schedule(self, region: LiveRegion, routed: Routed, table: Table) -> Schedule:
+        if region.plan_for(routed.num_tokens).axis == "rows":
+            return self._rounds.of(table)
+        place = Place(self.layer, "slicing")
+        return agreed_slices(self._exchange, self.placement, table, routed, region.tuner.bins, place)
 
     def _own(self, region: LiveRegion, groups: Sequence[Sequence[ItemT]]) -> list[Sequence[ItemT]]:
         """This rank's part of what belongs to the parameters: of E tensors those of its experts."""
@@ -127,3 +181,8 @@ class ShardedExperts:
             for expert, (tensor, is_wanted) in enumerate(zip(tensors, wanted, strict=True))
             if is_wanted
         ]
+
+
+def _packing(hidden: torch.Tensor, weight: torch.Tensor | None) -> Packing:
+    """Of rows and their weights."""
+    return Packing.of([hidden, *([] if weight is None else [weight.reshape(-1)])])

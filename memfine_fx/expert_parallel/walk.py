@@ -2,13 +2,14 @@
 
 Each round
 1. every source gathers the rows that leave it, leg by leg, with their routing weights (backward: with the gradients
-   of their results), and they travel to the experts' owners;
+   of their results), and they travel to the experts' owners, packed in one exchange;
 2. the owner puts what came in expert order, as index arrays, and runs the chunk loop of the single process on it:
    a layer with K = 1 whose tokens are the rows that came;
 3. results (backward: gradients of rows and weights) travel back the way they came and are added to their tokens.
 
 With overlap the rows of round i+1 travel while round i computes, so that 2R rows are alive.
-Rows that came are not kept from forward to backward: they travel again.
+Rows of kept rounds are received into what is kept (`kept`); in backward only the gradients of their results travel.
+Rows of other rounds travel again.
 """
 
 from __future__ import annotations
@@ -19,30 +20,37 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
+from memfine_fx.expert_parallel.arrival import Arrival, Outgoing, wait_for
 from memfine_fx.expert_parallel.exchange import Exchange, Place, Table, failing_at
+from memfine_fx.expert_parallel.kept import KeptRounds
+from memfine_fx.expert_parallel.packing import Packing
 from memfine_fx.expert_parallel.schedule import Leg, Schedule
 from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.gradients import ParamGradient
-from memfine_fx.runtime.loop import accumulator_dtype, open_gradients, run_backward, run_forward
+from memfine_fx.runtime.loop import Kept, accumulator_dtype, open_gradients, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
 
 __all__ = ["LayerWalk", "WalkStats"]
 
+_Source = tuple[torch.Tensor, bool]
+"""A tensor of which rows leave, and whether it has a row a token [T,w], or an entry an assignment [N]."""
+
 
 @dataclass
 class WalkStats:
-    """What one walk did: rounds, chunks, rows of the largest chunk, whether an expert was split."""
+    """What one walk did: rounds, rows of the largest, chunks, rows of the largest, whether an expert was split."""
 
     num_rounds: int = 0
+    largest_round: int = 0
     num_chunks: int = 0
     largest_chunk: int = 0
     is_split: bool = False
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         self.num_chunks += len(chunks)
+        self.largest_round = max(self.largest_round, sum(chunk.num_rows for chunk in chunks))
         self.largest_chunk = max([self.largest_chunk, *(chunk.num_rows for chunk in chunks)])
         self.is_split = self.is_split or any(chunk.is_part for chunk in chunks)
 
@@ -61,6 +69,7 @@ class LayerWalk:
         rows: R, the most rows of a chunk.
         layer: its name, for messages.
         overlaps: whether rows travel while the round before computes.
+        kept: room for rounds that are kept.
         stats: filled while walking.
     """
 
@@ -73,6 +82,7 @@ class LayerWalk:
     rows: int
     layer: str
     overlaps: bool
+    kept: KeptRounds
     stats: WalkStats
 
     def forward(self, out_dtype: torch.dtype, on_failure: Callable[[int], None]) -> torch.Tensor:
@@ -80,15 +90,18 @@ class LayerWalk:
         hidden, bodies = self.routed.hidden, self.bodies
         out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
 
-        def run(arrival: _Arrival) -> None:
-            routed, chunks = self._routed(arrival)
-            results = run_forward(routed, bodies, chunks, bodies.contribution_dtype, on_failure)
+        def run(arrival: Arrival) -> None:
+            routed, chunks = self._arrived(arrival, arrival.take())
+            own = self._values(arrival) if self.kept.holds(arrival.number) else None
+            results = [run_forward(routed, bodies, chunks, bodies.contribution_dtype, on_failure, own)]
             del routed
-            arrival.drop()
-            for outgoing, back in self._return(arrival, results):
+            for outgoing, (back,) in self._return(arrival, results):
                 out.index_add_(0, outgoing.tokens, back.to(out.dtype))
 
-        self._walk(run, "forward", [hidden], [self.routed.flat_weight])
+        def sources(number: int) -> list[_Source]:
+            return self._rows_and_weights
+
+        self._walk(run, "forward", sources)
         return out.to(out_dtype)
 
     def backward(
@@ -109,99 +122,119 @@ class LayerWalk:
             assert weight is not None
             grad_weight = torch.zeros_like(weight)
 
-        def run(arrival: _Arrival) -> None:
-            routed, chunks = self._routed(arrival)
+        def run(arrival: Arrival) -> None:
+            rows_grad, *columns = arrival.take()
+            is_kept = self.kept.holds(arrival.number)
+            if is_kept:
+                columns = self.kept.rows(*self._range(arrival.number))
+            routed, chunks = self._arrived(arrival, columns)
+            own = self._values(arrival) if is_kept else None
             results = run_backward(
-                arrival.rows[1], routed, bodies, chunks, wanted, wanted_params, on_failure, into=gradients
+                rows_grad, routed, bodies, chunks, wanted, wanted_params, on_failure, own, into=gradients
             )
-            del routed
-            arrival.drop()
-            if grad_hidden is not None:
-                for outgoing, back in self._return(arrival, results.pop(0)):
-                    grad_hidden.index_add_(0, outgoing.tokens, back.to(grad_hidden.dtype))
+            del rows_grad, columns, routed
             if grad_weight is not None:
-                for outgoing, back in self._return(arrival, results.pop(0).reshape(-1)):
-                    grad_weight.index_copy_(0, outgoing.assignments, back)
+                results[-1] = results[-1].reshape(-1)
+            for outgoing, back in self._return(arrival, results):
+                if grad_hidden is not None:
+                    grad_hidden.index_add_(0, outgoing.tokens, back.pop(0).to(grad_hidden.dtype))
+                if grad_weight is not None:
+                    grad_weight.index_copy_(0, outgoing.assignments, back.pop(0))
 
-        self._walk(run, "backward", [hidden, grad], [weight])
+        def sources(number: int) -> list[_Source]:
+            return [(grad, True), *(() if self.kept.holds(number) else self._rows_and_weights)]
+
+        self._walk(run, "backward", sources)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.view(-1, self.routed.top_k),
             gradients,
         )
 
-    def _walk(
-        self,
-        run: Callable[[_Arrival], None],
-        phase: str,
-        per_token: Sequence[torch.Tensor],
-        per_choice: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Run every round on what comes: rows of `per_token` tensors, then entries of `per_choice` ones.
+    @property
+    def _rows_and_weights(self) -> list[_Source]:
+        weight = self.routed.flat_weight
+        return [(self.routed.hidden, True), *([] if weight is None else [(weight, False)])]
+
+    def _walk(self, run: Callable[[Arrival], None], phase: str, sources: Callable[[int], list[_Source]]) -> None:
+        """Run every round on what comes of its sources.
 
         What a round made dies with the call of `run`, before the next round's rows come.
         """
         self.stats.num_rounds = num_rounds = self.schedule.num_rounds
-        choices = [tensor for tensor in per_choice if tensor is not None]
-        start = partial(self._start, phase, per_token, choices)
-        ahead: _Arrival | None = None
+        start = partial(self._start, phase, sources)
+        ahead: Arrival | None = None
         for number in range(num_rounds):
             arrival = start(number) if ahead is None else ahead
             arrival.wait()
             ahead = start(number + 1) if self.overlaps and number + 1 < num_rounds else None
             run(arrival)
 
-    def _start(
-        self, phase: str, per_token: Sequence[torch.Tensor], per_choice: Sequence[torch.Tensor], number: int
-    ) -> _Arrival:
+    def _start(self, phase: str, sources: Callable[[int], list[_Source]], number: int) -> Arrival:
         """Send this rank's rows of a round and receive the others'; legs before the last are waited for."""
         legs = self.schedule.legs(self.rank, number)
         place = Place(self.layer, phase, number, self.schedule.num_rounds)
-        num_rows = sum(leg.num_received for leg in legs)
-        sources = [*per_token, *per_choice]
-        inboxes = [one.new_empty((num_rows, *one.shape[1:])) for one in sources]
-        rows, entries = inboxes[: len(per_token)], inboxes[len(per_token) :]
-        arrival = _Arrival(number, place, self.exchange.group, legs, rows, entries)
+        tensors = sources(number)
+        packing = Packing.of([tensor for tensor, _ in tensors])
+        if phase == "forward" and self.kept.holds(number):
+            inboxes = self.kept.inboxes(*self._range(number))
+        else:
+            inboxes = packing.buffers(sum(leg.num_received for leg in legs), tensors[0][0])
+        arrival = Arrival(number, place, self.exchange, legs, packing, inboxes)
+        del inboxes
         begin = 0
         for leg in legs:
             arrival.wait()
             outgoing = self._outgoing(leg)
             arrival.outgoing.append(outgoing)
-            for place_in, source in enumerate(sources):
-                index = outgoing.tokens if place_in < len(per_token) else outgoing.assignments
-                inbox = inboxes[place_in][begin : begin + leg.num_received]
-                arrival.add(self.exchange, inbox, source.index_select(0, index), leg.received_splits, leg.sent_splits)
+            outboxes = packing.buffers(leg.num_sent, tensors[0][0])
+            for view, (tensor, is_per_token) in zip(packing.views(outboxes), tensors, strict=True):
+                places = outgoing.tokens if is_per_token else outgoing.assignments
+                torch.index_select(tensor, 0, places, out=view)
+            arrival.add(begin, leg, outboxes)
             begin += leg.num_received
         return arrival
 
-    def _return(self, arrival: _Arrival, results: torch.Tensor) -> Iterator[tuple[_Outgoing, torch.Tensor]]:
-        """Results of a round back to where their rows came from, leg by leg."""
+    def _return(self, arrival: Arrival, results: list[torch.Tensor]) -> Iterator[tuple[Outgoing, list[torch.Tensor]]]:
+        """Results of a round, [n,w] or [n], back to where their rows came from, leg by leg; `results` is emptied."""
+        packing = Packing.of(results)
+        packed = packing.packed(results) if results else []
+        results.clear()
         begin = 0
         for leg, outgoing in zip(arrival.legs, arrival.outgoing, strict=True):
-            own = results[begin : begin + leg.num_received]
+            backs = [one.new_empty((leg.num_sent, one.shape[1])) for one in packed]
+            for back, own in zip(backs, packed, strict=True):
+                with failing_at(arrival.place, self.exchange.group):
+                    part = own[begin : begin + leg.num_received]
+                    wait_for(self.exchange.swap(back, part, leg.sent_splits, leg.received_splits))
             begin += leg.num_received
-            back = results.new_empty((leg.num_sent, *results.shape[1:]))
-            with failing_at(arrival.place, self.exchange.group):
-                _wait(self.exchange.swap(back, own, leg.sent_splits, leg.received_splits))
-            yield outgoing, back
+            yield outgoing, packing.views(backs)
 
-    def _outgoing(self, leg: Leg) -> _Outgoing:
+    def _outgoing(self, leg: Leg) -> Outgoing:
         """This rank's rows of a leg: expert after expert, which is rank after rank."""
         places = _ranges(self.table.begins(self.rank) + leg.first, leg.last - leg.first)
         order = self.routed.order
         assignments = order.index_select(0, places.to(order.device)).to(torch.int64)
-        return _Outgoing(assignments, torch.div(assignments, self.routed.top_k, rounding_mode="floor"))
+        return Outgoing(assignments, torch.div(assignments, self.routed.top_k, rounding_mode="floor"))
 
-    def _routed(self, arrival: _Arrival) -> tuple[Routed, list[Chunk]]:
-        """What came as a layer of its own, in expert order, and its chunks."""
+    def _range(self, number: int) -> tuple[int, int]:
+        """(first, number) of a round's rows among all that come to this rank."""
+        before, after = (int(self.schedule.received_before(self.rank, one).sum()) for one in (number, number + 1))
+        return before, after - before
+
+    def _values(self, arrival: Arrival) -> Kept | None:
+        return self.kept.values_of(*self._range(arrival.number))
+
+    def _arrived(self, arrival: Arrival, columns: Sequence[torch.Tensor]) -> tuple[Routed, list[Chunk]]:
+        """What came, rows and maybe weights, as a layer of its own in expert order, and its chunks."""
         received = torch.cat([leg.received for leg in arrival.legs])  # [legs*ep,E_local]
         lengths = received.flatten()
         begins = (lengths.cumsum(0) - lengths).view_as(received)
         order = _ranges(begins.t().flatten(), received.t().flatten())
         counts = received.sum(dim=0)
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        weight = arrival.entries[0].unsqueeze(1) if arrival.entries else None
-        rows = arrival.rows[0]
+        rows, *weights = columns
+        weight = weights[0].unsqueeze(1) if weights else None
         routed = Routed(rows, weight, order.to(rows.device), offsets, self.routed.params, 1)
         chunks = self._chunks(arrival.number, counts, offsets)
         self.stats.add(chunks)
@@ -226,55 +259,6 @@ class LayerWalk:
                 )
             ]
         ]
-
-
-@dataclass(frozen=True)
-class _Outgoing:
-    """Rows that leave: their flat assignments t*K+k, and their tokens."""
-
-    assignments: torch.Tensor
-    tokens: torch.Tensor
-
-
-class _Arrival:
-    """Rows of a round that come, or have come."""
-
-    def __init__(
-        self,
-        number: int,
-        place: Place,
-        group: dist.ProcessGroup,
-        legs: list[Leg],
-        rows: list[torch.Tensor],
-        entries: list[torch.Tensor],
-    ) -> None:
-        self.number, self.place, self.legs = number, place, legs
-        self.rows, self.entries = rows, entries
-        self.outgoing: list[_Outgoing] = []
-        self._group = group
-        self._pending: list[tuple[dist.Work | None, torch.Tensor]] = []
-
-    def add(
-        self, exchange: Exchange, inbox: torch.Tensor, outbox: torch.Tensor, received: list[int], sent: list[int]
-    ) -> None:
-        with failing_at(self.place, self._group):
-            self._pending.append((exchange.swap(inbox, outbox, received, sent), outbox))
-
-    def wait(self) -> None:
-        """Until all that was sent has gone and all that is expected has come; frees what was staged."""
-        with failing_at(self.place, self._group):
-            for work, _ in self._pending:
-                _wait(work)
-        self._pending.clear()
-
-    def drop(self) -> None:
-        """Free the rows that came."""
-        self.rows, self.entries = [], []
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
 
 
 def _ranges(begins: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -203,8 +203,9 @@ def _travelling(region: RegionBytes, travel: Travel, rows: int, chunk: Any, *, b
     ahead = (travel.num_received - 1) * (row + travel.num_sent * row)
     sending = row + travel.num_sent * (row + 3 * 8)
     computing = ahead + row + result_sums
+    packing = ahead + result + (result if backward else 0)  # gradients of rows and weights travel in one buffer
     returning = ahead + result + travel.num_sent * (result + added)
-    return max(rows * sending, rows * computing + chunk, rows * returning)
+    return max(rows * sending, rows * computing + chunk, rows * packing, rows * returning)
 
 
 def _held(item_bytes: int, accumulator_bytes: int) -> int:

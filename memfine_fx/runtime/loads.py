@@ -1,4 +1,4 @@
-"""How uneven a region's routing has been in its latest steps."""
+"""How uneven a region's routing has been in its latest steps, between experts and between ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Imbalance", "LoadHistory"]
+__all__ = ["Imbalance", "LoadHistory", "RoundStats"]
 
 _NUM_STEPS = 512
 
@@ -30,6 +30,32 @@ class Imbalance:
 
     def __str__(self) -> str:
         return f"p50 {self.p50:.2f} p95 {self.p95:.2f} max {self.largest:.2f} over {self.num_steps} steps"
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """A region's latest step on several ranks.
+
+    Args:
+        num_ranks: that share its experts.
+        num_rounds, num_kept: exchanges of rows in forward, and how many of them were kept for backward.
+        largest: rows that came to this rank in one round.
+        received, busiest: rows that came to this rank in all, and to the rank with most.
+    """
+
+    num_ranks: int
+    num_rounds: int
+    num_kept: int
+    largest: int
+    received: int
+    busiest: int
+
+    def __str__(self) -> str:
+        kept = f", {self.num_kept} of them kept" if self.num_kept else ""
+        return (
+            f"{self.num_ranks} ranks, {self.num_rounds} rounds of at most {self.largest:,} rows{kept}, "
+            f"{self.received:,} rows received ({self.busiest:,} by the busiest rank)"
+        )
 
 
 @dataclass

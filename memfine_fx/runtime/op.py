@@ -119,7 +119,7 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
     name = f"{region.name or site} forward"
     if region.exchange is not None:
         with span(f"forward {site}"), range_of(name):
-            return region.exchange.forward(region, routed)
+            return region.exchange.forward(region, routed, kept)
     plan = region.plan_for(num_tokens)
     _check_ids(region, routed.order, routed.offsets)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner)
@@ -191,7 +191,7 @@ def _backward(
     name = f"{region.name or site} backward"
     if region.exchange is not None:
         with span(f"backward {site}"), range_of(name):
-            return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params)
+            return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params, kept)
     plan = region.plan_for(routed.num_tokens)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner, is_new_step=False)
     lower = partial(region.lower, routed.num_tokens)
@@ -247,11 +247,13 @@ def experts_keeping(
 ) -> list[torch.Tensor]:
     """The output of `memfine::experts`, and what is kept of every routed row, [N,...] each in expert order.
 
+    Where experts live on several ranks it is kept of rows that came, of as many as this rank has routed rows itself.
+
     Args:
         wanted: which gradients backward will want, as in `memfine::experts_backward`.
         keep: a `records.Keep` other than "nothing".
     """
-    kept = Kept.empty(_keeping(site, wanted, keep), hidden, order)
+    kept = _room(hidden, weight, order, site, wanted, keep)
     return [_forward(_routed(hidden, weight, order, offsets, params, site), site, kept), *kept.tensors]
 
 
@@ -266,7 +268,7 @@ def _(
     wanted: list[bool],
     keep: str,
 ) -> list[torch.Tensor]:
-    return [_empty_output(hidden, site), *Kept.empty(_keeping(site, wanted, keep), hidden, order).tensors]
+    return [_empty_output(hidden, site), *_room(hidden, weight, order, site, wanted, keep).tensors]
 
 
 @torch.library.custom_op(
@@ -309,6 +311,16 @@ def _(
     keep: str,
 ) -> list[torch.Tensor]:
     return _empty_gradients(hidden, weight, params, wanted)
+
+
+def _room(
+    hidden: torch.Tensor, weight: torch.Tensor | None, order: torch.Tensor, site: str, wanted: list[bool], keep: str
+) -> Kept:
+    kept = Kept.empty(_keeping(site, wanted, keep), hidden, order)
+    exchange = lookup(site).exchange
+    if exchange is None:
+        return kept
+    return Kept(kept.bodies, [*exchange.room(hidden, weight, order.shape[0]), *kept.tensors])
 
 
 def _keeping(site: str, wanted: list[bool], keep: str) -> KeepingBodies:

@@ -13,6 +13,7 @@ import torch
 from memfine_fx.runtime.routed import Routed
 
 if TYPE_CHECKING:
+    from memfine_fx.runtime.loop import Kept
     from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["RowExchange"]
@@ -30,8 +31,21 @@ class RowExchange(Protocol):
         """Every rank's counts, and what goes with them; a collective call."""
         ...
 
-    def forward(self, region: LiveRegion, routed: Routed) -> torch.Tensor:
-        """[T,H_out], of this rank's tokens; what was gathered stands in the place of the offsets."""
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a rank receives."""
+        ...
+
+    def room(self, hidden: torch.Tensor, weight: torch.Tensor | None, num_rows: int) -> list[torch.Tensor]:
+        """Tensors for `num_rows` rows that come and are kept for backward."""
+        ...
+
+    def forward(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> torch.Tensor:
+        """[T,H_out], of this rank's tokens; what was gathered stands in the place of the offsets.
+
+        Args:
+            kept: tensors of `room`, and what the bodies keep, if anything is kept.
+        """
         ...
 
     def backward(
@@ -41,6 +55,7 @@ class RowExchange(Protocol):
         routed: Routed,
         wanted: tuple[bool, bool],
         wanted_params: Sequence[Sequence[bool]],
+        kept: Kept | None,
     ) -> list[torch.Tensor]:
         """Gradients of what is wanted, in the order hidden, weight, parameters."""
         ...

@@ -12,7 +12,7 @@ import torch
 
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import Bodies
-from memfine_fx.runtime.loads import LoadHistory
+from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.parallel import RowExchange
 
@@ -62,6 +62,7 @@ class LiveRegion:
     num_chunks: int = 0
     largest_chunk: int = 0  # rows, in the latest step
     stages_gradients: bool = False  # whether a gradient was added to more than once in it
+    rounds: RoundStats | None = None  # of the latest step, where the experts are sharded
     num_steps: int = 0
     _plans: dict[int, ChunkPlan] = field(default_factory=dict)
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left

@@ -25,7 +25,7 @@ def test_committed_peaks_in_rounds_do_not_follow_the_skew(everything: dict[str, 
     text = describe(everything)
     assert "DISAGREES" not in text
     verdicts = [line for line in text.splitlines() if "peak of the busiest rank against balanced" in line]
-    assert len(verdicts) == 3 and all(line.startswith("met") for line in verdicts)
+    assert len(verdicts) >= 3 and all(line.startswith("met") for line in verdicts)
 
 
 def test_a_peer_that_computes_something_else_is_named(everything: dict[str, Any]) -> None:

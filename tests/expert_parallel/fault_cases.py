@@ -16,8 +16,8 @@ from memfine_fx.expert_parallel.exchange import Exchange
 from memfine_fx.models._experts import GatedExperts
 
 EXPERTS, HIDDEN, WIDTH, TOP_K, TOKENS, ROWS = 4, 8, 12, 2, 16, 4
-LEAVES_AT_SWAP = 5
-"""Rows and weights travel in two swaps a round, results in a third: the fifth is in the second round."""
+LEAVES_AT_SWAP = 3
+"""Rows and weights travel in one swap a round, results in another: the third is in the second round."""
 
 
 @dataclass(frozen=True)

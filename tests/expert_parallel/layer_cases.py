@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 import memfine_fx
+from memfine_fx.config import Axis, InnerBackend
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.models._experts import GatedExperts
+from memfine_fx.runtime.loads import RoundStats
 
 HIDDEN, WIDTH = 8, 12
 
@@ -28,7 +30,7 @@ Route = Callable[[int, int, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class LayerCase:
-    """Tokens by rank, sizes, routing, rows a round."""
+    """Tokens by rank, sizes, routing, rows a round; with a budget, what comes may be kept for backward."""
 
     name: str
     tokens: tuple[int, ...]
@@ -38,6 +40,8 @@ class LayerCase:
     overlaps: bool = False
     dtype: torch.dtype = torch.float32
     route: str = "random"
+    budget: str | None = None
+    axis: Axis = "rows"
 
 
 def _random(tokens: int, experts: int, top_k: int) -> torch.Tensor:
@@ -50,14 +54,20 @@ def _none(top_k: int) -> torch.Tensor:
 
 def _first(tokens: int, experts: int, top_k: int) -> torch.Tensor:
     """All rows to the first experts, which are on rank 0."""
-    return torch.arange(top_k).expand(tokens, top_k).clone()
+    return torch.arange(top_k).repeat(tokens, 1)
 
 
 def _last(tokens: int, experts: int, top_k: int) -> torch.Tensor:
-    return (experts - 1 - torch.arange(top_k)).expand(tokens, top_k).clone()
+    return (experts - 1 - torch.arange(top_k)).repeat(tokens, 1)
 
 
-ROUTES: dict[str, Route] = {"random": _random, "first": _first, "last": _last}
+def _in_turn(tokens: int, experts: int, top_k: int) -> torch.Tensor:
+    """The first half of the tokens to the first experts, the others to the last: even in all, and in no part."""
+    half = tokens // 2
+    return torch.cat([_first(half, experts, top_k), _last(tokens - half, experts, top_k)])
+
+
+ROUTES: dict[str, Route] = {"random": _random, "first": _first, "last": _last, "in turn": _in_turn}
 
 
 def cases(num_ranks: int) -> list[LayerCase]:
@@ -75,39 +85,50 @@ def cases(num_ranks: int) -> list[LayerCase]:
         LayerCase("more ranks than experts", even, num_experts=1, top_k=1),
         LayerCase("every expert chosen", even, num_experts=4, top_k=4),
         LayerCase("bfloat16", even, dtype=torch.bfloat16),
+        LayerCase("kept", even, budget="1GiB"),
+        LayerCase("kept, all rows to the last rank", even, route="last", budget="1GiB"),
+        LayerCase("kept, tokens on one rank only", (40, *[0] * (num_ranks - 1)), budget="1GiB"),
+        LayerCase("rows to ranks in turn", even, route="in turn"),
+        LayerCase("slices of tokens", even, axis="tokens"),
+        LayerCase("slices of tokens, rows to ranks in turn", even, route="in turn", axis="tokens"),
+        LayerCase("slices of tokens, tokens on one rank only", (40, *[0] * (num_ranks - 1)), axis="tokens"),
     ]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Largest relative error by tensor; chunks of all rounds; where experts were not chunked, why."""
+    """Largest relative error by tensor; rounds; what is kept for backward; where experts were not chunked, why."""
 
     errors: dict[str, float]
-    num_chunks: int
+    rounds: RoundStats | None
+    keeps: str
     refusal: str
 
 
 def run_cases(rank: int, num_ranks: int) -> dict[str, Outcome]:
     """Every case on this rank."""
     warnings.simplefilter("error", RuntimeWarning)
+    torch._dynamo.config.recompile_limit = 64  # the models share their code
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     models: dict[Any, Any] = {}
     outcomes = {}
     for case in cases(num_ranks):
-        key = (case.num_experts, case.dtype, case.overlaps, case.rows, case.top_k)
+        key = (case.num_experts, case.dtype, case.overlaps, case.rows, case.top_k, case.budget, case.axis)
         if key not in models:
             models[key] = _models(case, mesh)
-        outcomes[case.name] = _run(case, rank, *models[key])
+        outcomes[case.name] = run_case(case, rank, *models[key])
     return outcomes
 
 
 def _models(case: LayerCase, mesh: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     torch.manual_seed(1)
     whole = GatedExperts(case.num_experts, HIDDEN, WIDTH, "gathered").to(case.dtype)
-    config = memfine_fx.Config(inner_backend="eager", rows_per_chunk=case.rows)
+    inner: InnerBackend = "eager" if case.budget is None else "aot_eager"  # what is kept is decided on a joint graph
+    sizes = {"rows_per_chunk": case.rows, "bins": (1, 2, 4, 8) if case.axis == "tokens" else None}
+    config = memfine_fx.Config(inner_backend=inner, memory_budget=case.budget, axis=case.axis, **sizes)
     sharded = memfine_fx.optimize(
         copy.deepcopy(whole),
-        inner_backend="eager",
+        inner_backend=inner,
         dynamic=True,
         config=config,
         expert_parallel=expert_group(mesh, overlaps=case.overlaps),
@@ -115,7 +136,8 @@ def _models(case: LayerCase, mesh: Any) -> tuple[torch.nn.Module, torch.nn.Modul
     return whole, sharded
 
 
-def _run(case: LayerCase, rank: int, whole: torch.nn.Module, sharded: torch.nn.Module) -> Outcome:
+def run_case(case: LayerCase, rank: int, whole: torch.nn.Module, sharded: torch.nn.Module) -> Outcome:
+    """One step of both."""
     torch.manual_seed(2)
     batches = [_batch(case, tokens) for tokens in case.tokens]
     num_ranks = len(batches)
@@ -136,7 +158,8 @@ def _run(case: LayerCase, rank: int, whole: torch.nn.Module, sharded: torch.nn.M
             exact = expected[name][owned.start : owned.stop]
         errors[name] = _error(value, exact)
     (region,) = memfine_fx.report(sharded).regions
-    return Outcome(errors, region.num_chunks, "" if region.status == "chunked" else region.reason)
+    keeps = "" if region.plan is None else region.plan.keeps
+    return Outcome(errors, region.rounds, keeps, "" if region.status == "chunked" else region.reason)
 
 
 def _batch(case: LayerCase, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

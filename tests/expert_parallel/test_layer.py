@@ -14,10 +14,18 @@ from tests.expert_parallel.ranks import run_ranks
 )
 def test_outputs_and_all_gradients_are_those_of_the_whole(num_ranks: int) -> None:
     """One set of processes goes through all routings: starting them takes longer than the cases."""
-    for rank, outcomes in enumerate(run_ranks(run_cases, num_ranks, num_ranks)):
+    by_rank = run_ranks(run_cases, num_ranks, num_ranks)
+    for rank, outcomes in enumerate(by_rank):
         for case in cases(num_ranks):
             outcome, where = outcomes[case.name], f"{case.name}, rank {rank}"
             assert not outcome.refusal, where
             assert len(outcome.errors) == 5, f"{where} lacks a gradient: {list(outcome.errors)}"
             tolerance = 1e-5 if case.dtype is torch.float32 else 1e-2
             assert max(outcome.errors.values()) < tolerance, f"{where}: {outcome.errors}"
+            assert outcome.rounds is not None, where
+            if case.axis == "rows":
+                assert outcome.rounds.largest <= case.rows, where
+            elif case.route == "in turn" and num_ranks > 1:
+                broken = max(by_rank[one][case.name].rounds.largest for one in range(num_ranks))
+                assert broken > case.rows, f"{where}: slices kept a bound that they do not have"
+            assert outcome.keeps == ("nothing" if case.budget is None else "projections"), where

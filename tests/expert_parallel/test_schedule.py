@@ -153,6 +153,20 @@ def test_received_before_is_the_sum_of_earlier_rounds(case: Case) -> None:
             so_far = so_far + sum(leg.received.sum(dim=0) for leg in schedule.legs(rank, number))
 
 
+@given(cases(), st.lists(st.integers(0, 60), min_size=6, max_size=6))
+@settings(deadline=None, max_examples=50)
+def test_as_many_rounds_are_kept_as_every_rank_has_room_for(case: Case, rooms: list[int]) -> None:
+    schedule = case.schedule()
+    rooms = rooms[: case.num_ranks]
+    kept = schedule.num_kept(rooms)
+
+    def fits(number: int) -> bool:
+        ranks = zip(range(case.num_ranks), rooms, strict=True)
+        return all(int(schedule.received_before(rank, number).sum()) <= room for rank, room in ranks)
+
+    assert fits(kept) and (kept == schedule.num_rounds or not fits(kept + 1))
+
+
 @pytest.mark.parametrize("load", ["even", "one rank"])
 def test_a_thousand_ranks_take_less_than_a_second(load: str) -> None:
     placement = Placement(256, 1024)

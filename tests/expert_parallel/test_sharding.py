@@ -99,7 +99,7 @@ def test_a_model_with_an_exchange_of_its_own_is_refused_with_the_reason() -> Non
     ("options", "message"),
     [
         ({"verify": True}, "verify the model before expert_parallel"),
-        ({"config": memfine_fx.Config(axis="tokens")}, "Config.axis='tokens' is for experts on one rank"),
+        ({"config": memfine_fx.Config(axis="tokens", tokens_per_chunk=8)}, "instead of tokens_per_chunk"),
     ],
 )
 def test_options_that_need_all_experts_here_are_refused(options: dict[str, Any], message: str) -> None:
