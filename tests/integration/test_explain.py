@@ -119,6 +119,7 @@ def test_the_shell_names_sizes_that_are_no_layer(capsys: pytest.CaptureFixture[s
     assert "top_k=9 exceeds num_experts=8" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_shell_draws_a_measured_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(["explain", "hf:mixtral", "--plot", str(tmp_path / "step.png")]) == 0

@@ -127,7 +127,9 @@ def test_experts_of_other_kinds_are_named_with_place_and_hint(family: str, reaso
     assert f"modeling_{family}.py:" in named[0].where.source
 
 
-@pytest.mark.parametrize("capacity", [1, 3, 64])
+@pytest.mark.parametrize(
+    "capacity", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_switch_transformers_drop_the_same_tokens(capacity: int) -> None:
     """Encoder and decoder, experts in a ModuleDict, a capacity mask in place of ids."""
     from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration

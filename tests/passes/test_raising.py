@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import memfine_fx
+from memfine_fx import Config
 from memfine_fx.errors import CannotChunk
 from memfine_fx.models import DeepseekConfig, DeepseekMoE
 from memfine_fx.passes.dataflow import target_name
@@ -28,6 +31,7 @@ from tests.helpers import (
     raised,
     refusal_reason,
 )
+from tests.integration.comparison import assert_same_step
 
 
 @pytest.mark.parametrize(("make", "family"), [(GatheredMoE, "gathered"), (GroupedMoE, "grouped")])
@@ -210,11 +214,23 @@ class WeightTwice(GatheredMoE):
 
 
 class ChoiceMajor(GatheredMoE):
+    """Rows of all first choices, then of all second ones."""
+
+    def scales(self, weight: Tensor) -> Tensor:
+        return weight.t().reshape(-1, 1)
+
     def experts(self, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         ids = index.t().reshape(-1)
         inner = torch.bmm(hidden.repeat(self.top_k, 1).unsqueeze(1), self.up[ids]).relu()
-        out = torch.bmm(inner, self.down[ids]).squeeze(1) * weight.t().reshape(-1, 1)
+        out = torch.bmm(inner, self.down[ids]).squeeze(1) * self.scales(weight)
         return out.view(self.top_k, -1, HIDDEN).sum(dim=0)
+
+
+class ForeignWeights(ChoiceMajor):
+    """Weights of rows in token order for rows that stand choice by choice."""
+
+    def scales(self, weight: Tensor) -> Tensor:
+        return weight.reshape(-1, 1)
 
 
 class TwoTables(GatheredMoE):
@@ -253,7 +269,7 @@ REFUSED: dict[str, tuple[Callable[[], TinyMoE], str]] = {
     "an input written between": (WritesItsInput, "is changed in place between dispatch and combine"),
     "two token inputs": (TwoTokenInputs, "two token-indexed inputs, "),
     "two weights": (WeightTwice, "two routing weights, "),
-    "choices before tokens": (ChoiceMajor, "neither tokens nor weights"),
+    "weights of other rows": (ForeignWeights, "rows in different orders meet: [K*T] and [N] in token order"),
     "tables of different length": (TwoTables, "tables of 4 and of 5 experts in one region"),
     "counts as offsets": (CountsAsOffsets, "grouped matmul whose offsets are not the ends of the experts' rows"),
     "shifted offsets": (ShiftedOffsets, "used as row data"),
@@ -302,6 +318,15 @@ class TopOneWithoutDivision(GroupedMoE):
         offsets = self.offsets(ids)
         out = F.grouped_mm(F.grouped_mm(hidden[order], self.up, offs=offsets).relu(), self.down, offs=offsets)
         return self.combine(hidden, order, out * weight.reshape(-1)[order].unsqueeze(-1))
+
+
+@pytest.mark.parametrize("num_tokens", [13, 2])
+def test_choices_before_tokens_are_chunked_exactly(num_tokens: int) -> None:
+    layer = ChoiceMajor()
+    optimized = memfine_fx.optimize(copy.deepcopy(layer), config=Config(inner_backend="eager", rows_per_chunk=5))
+    assert_same_step(optimized, layer, {"hidden": hidden_states(num_tokens)})
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked"
 
 
 def test_one_choice_indexed_by_the_permutation_itself_is_raised() -> None:
