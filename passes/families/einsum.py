@@ -10,13 +10,15 @@ row, where the lead's letters are gone; a letter of choices or experts that the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.layouts import Lead, RowInterpreter, Rows, Rule
 from memfine_fx.passes.leads import join
 from memfine_fx.passes.rowwise import combine_over
@@ -43,6 +45,9 @@ def _einsum(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], k
         if len(set(letters)) != len(letters):
             raise CannotChunk(f"einsum {equation} takes a diagonal", node)
         operands.append(_Operand(rows, letters[: rows.lead.num_dims], letters[rows.lead.num_dims :]))
+    leads = set("".join(operand.lead for operand in operands))
+    shapes = [interpreter.fake(source).shape for source in node.args[1]]  # type: ignore[arg-type, union-attr]  # nodes
+    operands = [_led(interpreter, *pair, leads) for pair in zip(operands, shapes, strict=True)]
     groups = _groups(interpreter, operands, equation, node)
     lead = "".join(letter for letter in output if letter in groups)
     summed = [letter for letter in groups if letter not in output]
@@ -59,6 +64,18 @@ def _einsum(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], k
         raise CannotChunk(f"einsum {equation} sums over several routed dimensions", node)
     full = Lead(*(groups[letter] for letter in lead), groups[summed[0]])
     return combine_over(Rows(full, expr, per_row, off), full.num_dims - 1, expr, node)
+
+
+def _led(
+    interpreter: RowInterpreter, operand: _Operand, shape: Sequence[int | torch.SymInt], leads: set[str]
+) -> _Operand:
+    """A token's dimension of one in the place of its choices ([T,1,H], as K = 1 leaves it) belongs to the lead."""
+    lead, inner, rows = operand.lead, operand.inner, operand.rows
+    while lead and inner and inner[0] in leads and same_size(shape[len(lead)], 1):
+        expr = interpreter.emit(aten.select.int, rows.expr, 1, 0)
+        rows = replace(rows, lead=Lead(*rows.lead.groups, ""), expr=expr)
+        lead, inner = lead + inner[0], inner[1:]
+    return _Operand(rows, lead, inner)
 
 
 def _groups(interpreter: RowInterpreter, operands: list[_Operand], equation: str, node: fx.Node) -> dict[str, str]:
