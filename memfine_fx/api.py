@@ -247,7 +247,7 @@ def _warn_after_first_call(model: torch.nn.Module, session: Session) -> None:
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = compiled(*args, **kwargs)
-        if not session.has_chunked:
+        if not session.has_warned and not session.has_chunked:
             from memfine_fx.backend import warn_without_regions
 
             warn_without_regions(session)

@@ -34,7 +34,7 @@ from memfine_fx.logs import trace_artifact
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
-from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, node_value, provenance
+from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, provenance, tensor_of
 from memfine_fx.passes.dispatch_masks import conceal, expose
 from memfine_fx.passes.draw import region_graph
 from memfine_fx.passes.find import find_candidates
@@ -134,7 +134,7 @@ def _compile(
         example_inputs,
         session.config,
         record.step,
-        budget=budget_of_graph(session, record, _tensor(lowered[0].region.hidden)),
+        budget=budget_of_graph(session, record, tensor_of(lowered[0].region.hidden)),
         changed=session.forget_plans,
         mode=session.mode,
     )
@@ -204,7 +204,7 @@ def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> tuple[M
     config = session.config
     specs = _argument_specs(region)
     bodies = _bodies(region, specs, config)
-    output = _tensor(region.cut.exit)
+    output = tensor_of(region.cut.exit)
     region, exchange = sharded_experts(region, bodies.key)
     region_bytes = functools.partial(_region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
     region_bytes("nothing")  # traces them now, outside of any other compilation
@@ -260,10 +260,10 @@ def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: S
 
 def _argument_specs(region: MoERegion) -> tuple[TensorSpec, ...]:
     """Specs of the expert function's arguments: rows, weight if any, parameters of one expert."""
-    hidden = _tensor(region.hidden)
+    hidden = tensor_of(region.hidden)
     specs = [TensorSpec((region.dims.hidden,), hidden.dtype, hidden.device, per_row=True)]
     if region.routing_weight is not None:
-        weight = _tensor(region.routing_weight)
+        weight = tensor_of(region.routing_weight)
         specs.append(TensorSpec((), weight.dtype, weight.device, per_row=True))
     for tensors, kind in zip(_param_groups(region), region.expert_fn.param_kinds, strict=True):
         param = tensors[0]
@@ -276,20 +276,20 @@ def _argument_specs(region: MoERegion) -> tuple[TensorSpec, ...]:
 
 def _param_groups(region: MoERegion) -> list[tuple[torch.Tensor, ...]]:
     """The tensors of each parameter of the expert function."""
-    tensors = [_tensor(node) for node in region.params]
+    tensors = [tensor_of(node) for node in region.params]
     return group_params(tensors, region.expert_fn.param_kinds, region.dims.num_experts)
 
 
 def _region_bytes(
     region: MoERegion, bodies: ExpertBodies, output: torch.Tensor, exchange: ShardedExperts | None, keep: Keep
 ) -> RegionBytes:
-    hidden = _tensor(region.hidden)
-    params = [_tensor(node) for node in region.params]
+    hidden = tensor_of(region.hidden)
+    params = [tensor_of(node) for node in region.params]
     trained_groups = (any(param.requires_grad for param in group) for group in _param_groups(region))
     wanted = (True, bodies.has_weight, *trained_groups)
     trained = [param for param in params if param.requires_grad]
     is_low_precision = any(accumulator_dtype(param.dtype) is not param.dtype for param in trained)
-    weight = None if region.routing_weight is None else _tensor(region.routing_weight)
+    weight = None if region.routing_weight is None else tensor_of(region.routing_weight)
     keeping = None if keep == "nothing" else bodies.keeping(keep, wanted)
     pairs = [] if keeping is None else [(keeping.forward, keeping.backward)]
     if keeping is None or exchange is not None:  # of ranks only some rounds are kept, the others run as without
@@ -332,12 +332,6 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel()) * tensor.dtype.itemsize
 
 
-def _tensor(node: fx.Node) -> torch.Tensor:
-    value = node_value(node)
-    assert isinstance(value, torch.Tensor), f"{node} holds no tensor"
-    return value
-
-
 def _num_tokens(region: MoERegion) -> sympy.Expr:
     """T as an expression in the graph's symbols; numbers that are no sizes (a capacity factor) as they are now."""
     num_tokens: Any = _count_of_tokens(region)
@@ -351,8 +345,8 @@ def _num_tokens(region: MoERegion) -> sympy.Expr:
 def _count_of_tokens(region: MoERegion) -> Any:
     """T, an int or a symbol: tokens of the routing, or slots where there is a layout instead of an index."""
     if region.expert_index is None:
-        return math.prod(_tensor(region.hidden).shape[:-1])
-    return math.prod(_tensor(region.expert_index).shape) // region.dims.top_k
+        return math.prod(tensor_of(region.hidden).shape[:-1])
+    return math.prod(tensor_of(region.expert_index).shape) // region.dims.top_k
 
 
 def _num_tokens_hint(region: MoERegion) -> int | None:

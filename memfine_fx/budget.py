@@ -16,7 +16,6 @@ from memfine_fx.config import Config, parse_budget
 from memfine_fx.cost import DeviceRates, rows_seconds
 from memfine_fx.head_planner import knee_tokens, plan_head
 from memfine_fx.head_records import HeadPlan
-from memfine_fx.memory.head_bytes import HeadBytes
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_peak
 from memfine_fx.memory.step import GraphStep, RegionMemory, StepPeak, step_peak
@@ -167,7 +166,7 @@ def choose_head_plan(site: str, session: Session, graph: CapturedGraph, device: 
 
     def peak_bytes(rows: int) -> int:
         peak = _peak_with(session, graph, config.min_rows, rows)
-        return _alone(head, tokens, rows) if peak is None else peak.num_bytes
+        return head.peak(tokens, rows) if peak is None else peak.num_bytes
 
     return plan_head(
         head,
@@ -178,10 +177,6 @@ def choose_head_plan(site: str, session: Session, graph: CapturedGraph, device: 
         min_tokens=config.min_rows,
         peak_bytes=peak_bytes,
     )
-
-
-def _alone(head: HeadBytes, num_tokens: int, rows: int) -> int:
-    return head.workspace(rows) + int(head.results(num_tokens))
 
 
 def unbounded_rows(config: Config, region: RegionBytes, num_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from memfine_fx.errors import BudgetInfeasible
@@ -49,10 +50,7 @@ def plan_head(
     else:
         rows, reason = min(knee_tokens(head), most), f"default on {head.device_type}"
 
-    def alone(candidate: int) -> int:
-        return head.workspace(candidate) + int(head.results(num_tokens))
-
-    peak = peak_bytes or alone
+    peak = peak_bytes or functools.partial(head.peak, num_tokens)
     if available_bytes is not None and peak(rows) > available_bytes:
         low = min(min_tokens, rows)
         needed = peak(low)
@@ -67,7 +65,7 @@ def plan_head(
         reason = f"largest chunk with which the step keeps within {available_bytes:,} B"
     elif available_bytes is not None:
         reason = f"{reason}, within the budget"
-    return HeadPlan(rows, alone(rows), reason)
+    return HeadPlan(rows, head.peak(num_tokens, rows), reason)
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:

@@ -15,7 +15,7 @@ from torch import fx
 from memfine_fx.budget import choose_head_plan
 from memfine_fx.head_records import HeadRefusal, HeadRegion
 from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
-from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.head import find_heads
 from memfine_fx.passes.lower_head import lower_head
 from memfine_fx.passes.modes import called_bodies
@@ -53,7 +53,7 @@ def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph) -> None:
 
 
 def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> LoweredHead:
-    hidden, loss = _tensor(region.hidden), _tensor(region.exit)
+    hidden, loss = tensor_of(region.hidden), tensor_of(region.exit)
     site = next_site(f"head_{_content_hash(region, loss.dtype)}")
     terms = HeadBytes(
         hidden=region.dims.hidden,
@@ -63,7 +63,7 @@ def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> Lowere
         wanted=region.wanted,
         device_type=hidden.device.type,
     )
-    num_tokens: Any = _tensor(region.labels).numel()
+    num_tokens: Any = tensor_of(region.labels).numel()
     is_symbolic = isinstance(num_tokens, torch.SymInt)
     expr: sympy.Expr = num_tokens.node.expr if is_symbolic else sympy.Integer(num_tokens)
     record.step.heads[site] = HeadMemory(terms, expr)
@@ -83,9 +83,3 @@ def _content_hash(region: HeadRegion, out_dtype: torch.dtype) -> str:
     """Of what the op does beside its arguments: compiled code is kept under it."""
     text = f"{region.loss} {region.dims.hidden} {region.dims.vocab} {region.logits_dtype} {out_dtype}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _tensor(node: fx.Node) -> torch.Tensor:
-    value = node_value(node)
-    assert isinstance(value, torch.Tensor), f"{node} holds no tensor"
-    return value

@@ -24,6 +24,11 @@ if TYPE_CHECKING:  # sympy would be most of the package's import time
 __all__ = ["HeadReport", "RegionReport", "Report"]
 
 
+def _refused(what: str, reason: str, node: str | None, hint: str) -> str:
+    at = f" [node {node}]" if node else ""
+    return f"refused  {what}: {reason}{at}" + (f"\n           hint: {hint}" if hint else "")
+
+
 @dataclass(frozen=True)
 class RegionReport:
     """One region, or one routing decision that led to none.
@@ -68,9 +73,7 @@ class RegionReport:
 
     def __str__(self) -> str:
         if self.status == "refused":
-            at = f" [node {self.node}]" if self.node else ""
-            hint = f"\n           hint: {self.hint}" if self.hint else ""
-            return f"refused  {self.where}: {self.reason}{at}{hint}"
+            return _refused(str(self.where), self.reason, self.node, self.hint)
         dims = self.dims
         assert dims is not None
         tokens = self.num_tokens or dims.tokens
@@ -122,9 +125,7 @@ class HeadReport:
 
     def __str__(self) -> str:
         if self.status == "refused":
-            at = f" [node {self.node}]" if self.node else ""
-            hint = f"\n           hint: {self.hint}" if self.hint else ""
-            return f"refused  head {self.where}: {self.reason}{at}{hint}"
+            return _refused(f"head {self.where}", self.reason, self.node, self.hint)
         dims = self.dims
         assert dims is not None
         line = f"chunked  head {self.where}: T={self.num_tokens or dims.tokens} H={dims.hidden} V={dims.vocab}"

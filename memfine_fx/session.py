@@ -30,7 +30,7 @@ from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.picture import RegionGraph
 from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.report import HeadReport, RegionReport, Report, StepReport
-from memfine_fx.runtime.live_head import LiveHead, lookup_head
+from memfine_fx.runtime.live_head import LiveHead
 from memfine_fx.runtime.store import LiveRegion, lookup
 from memfine_fx.verification import RegionVerification, VerifyReport
 
@@ -103,12 +103,12 @@ class Session:
     config: Config
     is_dry: bool = False
     mode: str | None = None
+    has_warned: bool = False
     has_warned_of_failure: bool = False
     capture_flags: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     _warned_models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
-    _has_warned: bool = False
     _optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
     _stepped: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     _graphs: list[CapturedGraph] = field(default_factory=list)
@@ -229,9 +229,9 @@ class Session:
         part = None if model is None else self.restricted_to(model.parameters())
         if part is None:
             part, model = self, None
-        if part.has_chunked or (self._has_warned if model is None else model in self._warned_models):
+        if part.has_chunked or (self.has_warned if model is None else model in self._warned_models):
             return None
-        self._has_warned = True
+        self.has_warned = True
         if model is not None:
             self._warned_models.add(model)
         return part
@@ -274,9 +274,9 @@ class Session:
 
     def _largest_chunk(self, site: str, num_tokens: int) -> ChunkSize:
         """The largest chunk of the latest step; before one has run, as many rows as there are routed rows."""
-        if any(site == head.live.site for head in self.lowered_heads):
-            head_plan = lookup_head(site).plan
-            return ChunkSize(num_tokens if head_plan is None else head_plan.tokens_per_chunk)
+        head = next((head.live for head in self.lowered_heads if head.live.site == site), None)
+        if head is not None:
+            return ChunkSize(num_tokens if head.plan is None else head.plan.tokens_per_chunk)
         live = lookup(site)
         if not live.num_steps:
             return ChunkSize(num_tokens * live.top_k)

@@ -33,6 +33,7 @@ __all__ = [
     "same_size",
     "static_size",
     "target_name",
+    "tensor_of",
     "written_node",
 ]
 
@@ -45,6 +46,13 @@ _INPLACE_OPERATORS = frozenset(
     getattr(operator, name)
     for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 )
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of a node that is known to hold one."""
+    value = node_value(node)
+    assert isinstance(value, torch.Tensor), f"{node} holds no tensor"
+    return value
 
 
 def node_value(node: fx.Node) -> object:

@@ -25,7 +25,14 @@ from torch import fx
 from memfine_fx.config import Config
 from memfine_fx.errors import CannotChunk
 from memfine_fx.head_records import HeadDims, HeadLoss, HeadRefusal, HeadRegion, RowMove
-from memfine_fx.passes.dataflow import is_only_asserted, node_value, provenance, static_size, target_name
+from memfine_fx.passes.dataflow import (
+    is_only_asserted,
+    node_value,
+    provenance,
+    static_size,
+    target_name,
+    tensor_of,
+)
 
 __all__ = ["find_heads", "reads_sizes"]
 
@@ -103,18 +110,18 @@ def _raise_head(loss: fx.Node, vocab: int, config: Config) -> HeadRegion:
     options = _loss_options(loss)
     labels, logits = _argument(loss, 1, "target"), _argument(loss, 0, "input")
     _check_labels(labels, logits)
-    way = _Way(class_dim=1 if _tensor(logits).ndim > 2 else -1)
+    way = _Way(class_dim=1 if tensor_of(logits).ndim > 2 else -1)
     if target_name(loss).startswith("nll_loss"):
         way, logits = _past_log_softmax(logits, way)
     way, projection = _walk_back(logits, way, vocab)
     exit_node, divisor = _division(loss, options.reduction)
     nodes = (*reversed(way.nodes), loss, *((exit_node,) if divisor is not None else ()))
     hidden, weight, bias, is_transposed = _operands(projection)
-    is_trained = _tensor(exit_node).requires_grad
+    is_trained = tensor_of(exit_node).requires_grad
     results = _outer_results(nodes, exit_node, is_trained and not config.returns_logits)
-    _check_operands(hidden, weight, bias, _tensor(projection))
+    _check_operands(hidden, weight, bias, tensor_of(projection))
     softcap = way.after if way.has_tanh else None
-    width = static_size(_tensor(hidden).shape[-1])
+    width = static_size(tensor_of(hidden).shape[-1])
     assert width is not None
     return HeadRegion(
         exit=exit_node,
@@ -126,11 +133,11 @@ def _raise_head(loss: fx.Node, vocab: int, config: Config) -> HeadRegion:
         divisor=divisor,
         moves=way.moves,
         loss=replace(options, scale=way.before, softcap=softcap),
-        logits_dtype=_tensor(projection).dtype,
+        logits_dtype=tensor_of(projection).dtype,
         nodes=nodes,
         results=results,
         wanted=_wanted(is_trained, hidden, weight, bias),
-        dims=HeadDims(str(_tensor(labels).numel()), width, vocab),
+        dims=HeadDims(str(tensor_of(labels).numel()), width, vocab),
         where=provenance(projection),
     )
 
@@ -168,7 +175,7 @@ def _argument(node: fx.Node, place: int, name: str) -> fx.Node:
 
 
 def _check_labels(labels: fx.Node, logits: fx.Node) -> None:
-    value, of_logits = _tensor(labels), _tensor(logits)
+    value, of_logits = tensor_of(labels), tensor_of(logits)
     if value.dtype is not torch.int64:
         raise CannotChunk("targets are probabilities of classes, not labels", labels)
     if value.ndim != of_logits.ndim - 1:
@@ -177,7 +184,7 @@ def _check_labels(labels: fx.Node, logits: fx.Node) -> None:
 
 def _past_log_softmax(node: fx.Node, way: _Way) -> tuple[_Way, fx.Node]:
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    ndim = _tensor(node).ndim
+    ndim = tensor_of(node).ndim
     if target_name(node) != "log_softmax" or not isinstance(dim, int) or dim % ndim != 1:
         raise CannotChunk("nll_loss reads something other than a log_softmax over the vocabulary", node)
     return replace(way, nodes=(node,)), _argument(node, 0, "input")
@@ -200,7 +207,7 @@ def _step_back(node: fx.Node, way: _Way, vocab: int) -> tuple[_Way, fx.Node]:
     if name in ("mul", "truediv", "div", "__mul__", "__truediv__") and not node.kwargs:
         return _past_factor(node, way, name)
     source = _argument(node, 0, "input")
-    value, before = _tensor(node), _tensor(source)
+    value, before = tensor_of(node), tensor_of(source)
     if name in ("float", "to", "type", "contiguous") and _is_cast(before, value):
         return way, source
     if name == "tanh" and not way.has_tanh:
@@ -237,7 +244,7 @@ def _is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 def _moves_last(node: fx.Node) -> bool:
     """Whether a transposition takes the last of three dimensions to the second place."""
-    ndim = _tensor(node).ndim
+    ndim = tensor_of(node).ndim
     dims = [dim for arg in node.args[1:] for dim in (arg if isinstance(arg, (tuple, list)) else [arg])]
     if ndim != 3 or node.kwargs or not all(isinstance(dim, int) for dim in dims):
         return False
@@ -258,12 +265,12 @@ def _keeps_last(index: Any, ndim: int) -> bool:
 def _reshape_of(node: fx.Node, name: str) -> RowMove:
     """The shape without its last entry; a flattening of leading dimensions has one entry left."""
     if name == "flatten":
-        if _tensor(node).ndim != 2:
+        if tensor_of(node).ndim != 2:
             raise CannotChunk("flatten keeps more than tokens and vocabulary apart", node)
         return RowMove("reshape", (-1,))
     given = node.args[1:] if len(node.args) > 1 else (node.kwargs.get("shape", node.kwargs.get("size", ())),)
     shape = tuple(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else tuple(given)
-    if len(shape) != _tensor(node).ndim:
+    if len(shape) != tensor_of(node).ndim:
         raise CannotChunk("the shape of a reshape is not written out", node)
     return RowMove("reshape", shape[:-1])
 
@@ -305,7 +312,7 @@ def _check_operands(hidden: fx.Node, weight: fx.Node, bias: fx.Node | None, logi
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CannotChunk(f"logits are {logits.dtype}; the loss is computed in float32", hidden)
     for node in (hidden, weight, *(() if bias is None else (bias,))):
-        value = _tensor(node)
+        value = tensor_of(node)
         if type(value) is not torch.nn.Parameter and type(value) is not torch._subclasses.FakeTensor:
             raise CannotChunk(f"an operand of the projection is a {type(value).__name__}", node)
         if static_size(value.shape[-1]) is None:
@@ -315,13 +322,13 @@ def _check_operands(hidden: fx.Node, weight: fx.Node, bias: fx.Node | None, logi
 def _outer_results(nodes: Sequence[fx.Node], exit_node: fx.Node, may_drop: bool) -> tuple[fx.Node, ...]:
     """Nodes that the graph's output reads besides, if these may be dropped; a refusal where anything else does."""
     inside = set(nodes)
-    shape = _tensor(nodes[0]).shape
+    shape = tensor_of(nodes[0]).shape
     returned = []
     for node in nodes:
         if node is exit_node:
             continue
         for user in node.users:
-            if user in inside or is_only_asserted(user) or (_tensor(node).shape == shape and reads_sizes(user)):
+            if user in inside or is_only_asserted(user) or (tensor_of(node).shape == shape and reads_sizes(user)):
                 continue
             if user.op == "output" and may_drop:
                 returned.append(node)
@@ -341,12 +348,6 @@ def reads_sizes(node: fx.Node) -> bool:
 
 def _wanted(is_trained: bool, hidden: fx.Node, weight: fx.Node, bias: fx.Node | None) -> tuple[bool, bool, bool]:
     def is_wanted(node: fx.Node | None) -> bool:
-        return is_trained and node is not None and _tensor(node).requires_grad
+        return is_trained and node is not None and tensor_of(node).requires_grad
 
     return is_wanted(hidden), is_wanted(weight), is_wanted(bias)
-
-
-def _tensor(node: fx.Node) -> torch.Tensor:
-    value = node_value(node)
-    assert isinstance(value, torch.Tensor), f"{node} holds no tensor"
-    return value

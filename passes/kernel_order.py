@@ -15,13 +15,13 @@ from typing import Any
 
 from torch._inductor import custom_graph_pass
 
-__all__ = ["KernelOrder"]
+__all__ = ["KernelOrder", "SchedulerPass"]
 
 
-_Base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 takes any callable
+SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 takes any callable
 
 
-class KernelOrder(_Base):  # type: ignore[misc]  # its base depends on the version
+class KernelOrder(SchedulerPass):  # type: ignore[misc]  # its base depends on the version
     """Inductor scheduler pass (`_post_fusion_custom_pass`): fused kernels at the place of their last member."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:

@@ -23,7 +23,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value, static_size
+from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value, static_size, tensor_of
 from memfine_fx.passes.normalize import outline
 from memfine_fx.records import Cut, MoERegion, SlotLayout
 
@@ -99,7 +99,7 @@ def _fake_mode(node: fx.Node) -> FakeTensorMode:
 
 def _flat(call: Call, node: fx.Node, width: int) -> fx.Node:
     """[...,width] (or [...] for a width of one) as [T,width]."""
-    value = _tensor(node)
+    value = tensor_of(node)
     is_flat = value.ndim == 2 and static_size(value.shape[1]) == width
     return node if is_flat else call(torch.reshape, node, (-1, width))
 
@@ -119,7 +119,7 @@ def _routing_weight(call: Call, region: MoERegion, index: fx.Node) -> fx.Node | 
 
 def _shaped_as(call: Call, rows: fx.Node, exit_node: fx.Node, tokens: fx.Node) -> fx.Node:
     """[T,H] in the shape of what it replaces, [B,S,H] with the sizes of `tokens`."""
-    value, own = _tensor(exit_node), _tensor(rows)
+    value, own = tensor_of(exit_node), tensor_of(rows)
     if value.ndim == own.ndim:
         return rows
     sizes = [call(torch.ops.aten.sym_size.int, tokens, dim) for dim in range(value.ndim - 1)]
@@ -131,7 +131,7 @@ def _rows_of_slots(call: Call, region: MoERegion, slots: SlotLayout) -> tuple[fx
     moved = call(torch.movedim, region.hidden, slots.expert_dim, 0)
     sizes = [call(torch.ops.aten.sym_size.int, moved, dim) for dim in range(1, slots.num_dims - 1)]
     num_experts = region.dims.num_experts
-    device = _tensor(region.hidden).device
+    device = tensor_of(region.hidden).device
     experts = call(
         torch.reshape, call(torch.ops.aten.arange.default, num_experts, device=device), (num_experts, *[1] * len(sizes))
     )
@@ -140,14 +140,8 @@ def _rows_of_slots(call: Call, region: MoERegion, slots: SlotLayout) -> tuple[fx
 
 
 def _slots_of_rows(call: Call, rows: fx.Node, sizes: list[fx.Node], region: MoERegion, slots: SlotLayout) -> fx.Node:
-    shape = (region.dims.num_experts, *sizes, _tensor(rows).shape[-1])
+    shape = (region.dims.num_experts, *sizes, tensor_of(rows).shape[-1])
     return call(torch.movedim, call(torch.reshape, rows, shape), 0, slots.expert_dim)
-
-
-def _tensor(node: fx.Node) -> torch.Tensor:
-    value = node_value(node)
-    assert isinstance(value, torch.Tensor)
-    return value
 
 
 def insert_identity(graph_module: fx.GraphModule, region: MoERegion, name: str) -> None:

@@ -18,7 +18,7 @@ from torch import fx
 
 import memfine_fx.runtime.head  # noqa: F401  # registers the op
 from memfine_fx.head_records import HeadRegion
-from memfine_fx.passes.dataflow import is_only_asserted, node_value
+from memfine_fx.passes.dataflow import is_only_asserted, tensor_of
 from memfine_fx.passes.head import reads_sizes
 from memfine_fx.passes.lower import recording
 
@@ -38,9 +38,11 @@ def lower_head(graph_module: fx.GraphModule, head: HeadRegion, site: str) -> Non
     with recording(graph, head.exit) as call:
 
         def cast(node: fx.Node) -> fx.Node:
-            value = node_value(node)
-            assert isinstance(value, torch.Tensor)
-            return node if value.dtype is head.logits_dtype else call(torch.ops.aten.to.dtype, node, head.logits_dtype)
+            return (
+                node
+                if tensor_of(node).dtype is head.logits_dtype
+                else call(torch.ops.aten.to.dtype, node, head.logits_dtype)
+            )
 
         tokens = head.hidden
         for move in head.moves:
@@ -76,11 +78,9 @@ def _redirect_sizes(graph: fx.Graph, head: HeadRegion) -> None:
     ]
     if not readers:
         return
-    value = node_value(head.hidden)
-    assert isinstance(value, torch.Tensor)
     with recording(graph, head.nodes[0]) as call:
         one = call(torch.narrow, head.hidden, -1, 0, 1)
-        view = call(torch.ops.aten.expand.default, one, (*[-1] * (value.ndim - 1), head.dims.vocab))
+        view = call(torch.ops.aten.expand.default, one, (*[-1] * (tensor_of(head.hidden).ndim - 1), head.dims.vocab))
     for node, user in readers:
         user.replace_input_with(node, view)
 

@@ -11,17 +11,17 @@ from typing import Any
 
 from torch._inductor import custom_graph_pass
 
+from memfine_fx.memory.liveness import OP_PHASES
+from memfine_fx.passes.kernel_order import SchedulerPass
+
 __all__ = ["RegionDistance"]
 
 _DISTANCE = 1024
 """Places; Inductor fuses side by side up to 64."""
-_REGIONS = frozenset(
-    "memfine::experts memfine::experts_keeping memfine::experts_backward memfine::experts_backward_kept".split()
-)
-_Base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 takes any callable
+_REGIONS = frozenset(f"memfine::{name}" for name, phase in OP_PHASES.items() if phase in ("forward", "backward"))
 
 
-class RegionDistance(_Base):  # type: ignore[misc]  # its base depends on the version
+class RegionDistance(SchedulerPass):  # type: ignore[misc]  # its base depends on the version
     """Inductor scheduler pass (`_pre_fusion_custom_pass`): places of kernels, with a gap after each region."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:

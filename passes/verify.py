@@ -38,12 +38,22 @@ from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register, unregister
 from memfine_fx.verification import Check, RegionVerification
 
-__all__ = ["TOLERANCES", "Tensors", "errors_of", "failure_of", "run_step", "verify_region", "worst_of"]
+__all__ = [
+    "SMALL_CHUNKS",
+    "TOLERANCES",
+    "Tensors",
+    "errors_of",
+    "failure_of",
+    "run_exact",
+    "run_step",
+    "verify_region",
+    "worst_of",
+]
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 _ORIGINAL_FACTOR = 2.0
 _LEAST_NORM = 1e-6
-_SMALL_CHUNKS = 7
+SMALL_CHUNKS = 7
 _SEED = 0
 
 Tensors = dict[str, Tensor]
@@ -154,8 +164,7 @@ class _Forms:
             return run_step(self.original, inputs.values, self)
 
     def run_exact(self, inputs: _Inputs) -> Tensors:
-        wide = [value.double() if _is_float(value) else value for value in inputs.values]
-        return run_step(ExactRun(self.original).run, wide, self)
+        return run_exact(self.original, inputs.values, self)
 
     def run_rewritten(self, inputs: _Inputs, plan: ChunkPlan, bodies: Bodies) -> Tensors:
         site = f"{self.live.site}/verify"
@@ -270,6 +279,12 @@ def run_step(function: Callable[..., Any], values: Sequence[Any], forms: Leaves)
     return tensors | {f"d {name}": gradient for name, gradient in named if gradient is not None}
 
 
+def run_exact(original: fx.GraphModule, values: Sequence[Any], forms: Leaves) -> Tensors:
+    """The same in fp64."""
+    wide = [value.double() if _is_float(value) else value for value in values]
+    return run_step(ExactRun(original).run, wide, forms)
+
+
 def _compare(forms: _Forms, inputs: _Inputs, routing: str, plan: ChunkPlan) -> list[Check]:
     exact = forms.run_exact(inputs)
     original = forms.run_original(inputs)
@@ -329,8 +344,8 @@ def _wrong_factor(dtype: torch.dtype) -> float:
 
 
 def _small_chunks(plan: ChunkPlan, num_tokens: int, top_k: int) -> ChunkPlan:
-    tokens = max(1, num_tokens // _SMALL_CHUNKS) if plan.tokens_per_chunk else 0
-    return replace(plan, rows_per_chunk=max(1, num_tokens * top_k // _SMALL_CHUNKS), tokens_per_chunk=tokens)
+    tokens = max(1, num_tokens // SMALL_CHUNKS) if plan.tokens_per_chunk else 0
+    return replace(plan, rows_per_chunk=max(1, num_tokens * top_k // SMALL_CHUNKS), tokens_per_chunk=tokens)
 
 
 def errors_of(tensors: Tensors, reference: Tensors) -> dict[str, float]:

@@ -19,15 +19,21 @@ from memfine_fx.passes.lower_head import lower_head
 from memfine_fx.passes.modes import Modes, enter_autocast
 from memfine_fx.passes.normalize import outline_with_map
 from memfine_fx.passes.recorded import Recorded
-from memfine_fx.passes.reference import ExactRun
-from memfine_fx.passes.verify import TOLERANCES, Tensors, errors_of, failure_of, run_step, worst_of
+from memfine_fx.passes.verify import (
+    SMALL_CHUNKS,
+    TOLERANCES,
+    Tensors,
+    errors_of,
+    failure_of,
+    run_exact,
+    run_step,
+    worst_of,
+)
 from memfine_fx.records import Cut
 from memfine_fx.runtime.live_head import LiveHead, register_head, unregister_head
 from memfine_fx.verification import Check, RegionVerification
 
 __all__ = ["cut_of_head", "verify_head"]
-
-_SMALL_CHUNKS = 7
 
 
 def cut_of_head(head: HeadRegion) -> Cut:
@@ -49,14 +55,13 @@ def verify_head(head: HeadRegion, live: LiveHead, recorded: Recorded, modes: Mod
     forms = _Forms.of(head, live, modes)
     with torch.inference_mode(False), torch.no_grad(), enter_autocast(modes):
         outlined = {"output": forms.original(*recorded.values)}
-    wide = [value.double() if _is_float(value) else value for value in recorded.values]
-    exact = run_step(ExactRun(forms.original).run, wide, forms)
+    exact = run_exact(forms.original, recorded.values, forms)
     with enter_autocast(modes):
         own = errors_of(run_step(forms.original, recorded.values, forms), exact)
     place = list(cut_of_head(head).inputs).index(head.labels)
     num_tokens = int(recorded.values[place].numel())
     planned = live.plan_for(num_tokens).tokens_per_chunk
-    small = max(1, num_tokens // _SMALL_CHUNKS)
+    small = max(1, num_tokens // SMALL_CHUNKS)
     checks = []
     for rows in dict.fromkeys((planned, small)):
         errors = errors_of(forms.run_chunked(recorded.values, rows), exact)
@@ -137,7 +142,3 @@ def _translated(head: HeadRegion, env: dict[fx.Node, Any]) -> HeadRegion:
 
 def _is_trained(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()

@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.memory.liveness import Allocation, Call, GraphMemory, Phase, call_of
+from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
 
 __all__ = ["live_peaks", "peak_bytes_at", "read_graph", "tensor_bytes"]
 
@@ -83,13 +83,7 @@ def read_graph(graph: fx.Graph, *, is_fused: bool, frees_inputs: Iterable[str] =
     return GraphMemory(tuple(allocations), tuple(_calls(graph)), len(position))
 
 
-_PHASES: dict[str, Phase] = {
-    "memfine::experts": "forward",
-    "memfine::experts_keeping": "forward",
-    "memfine::experts_backward": "backward",
-    "memfine::experts_backward_kept": "backward",
-    "memfine::head_loss": "head",
-}
+_PHASES = {f"memfine::{name}": phase for name, phase in OP_PHASES.items() if phase != "route"}
 
 
 def _calls(graph: fx.Graph) -> Iterator[Call]:

@@ -71,6 +71,10 @@ class HeadBytes:
         logits = rows * self.vocab * self.item_bytes
         return logits + max(num_blocks * block_rows * self.vocab * 4, product) + rows * _BYTES_PER_TOKEN
 
+    def peak(self, num_tokens: int, rows: int) -> int:
+        """Bytes of the op alone, with R tokens a chunk."""
+        return self.workspace(rows) + int(self.results(num_tokens))
+
     def results(self, num_tokens: Any) -> Any:
         """Bytes of the gradients that the op returns."""
         hidden, weight, bias = self.wanted

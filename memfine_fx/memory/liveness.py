@@ -18,9 +18,20 @@ import sympy
 
 from memfine_fx.records import Keep
 
-__all__ = ["Allocation", "Call", "GraphMemory", "Peak", "Phase", "call_of"]
+__all__ = ["OP_PHASES", "Allocation", "Call", "GraphMemory", "Peak", "Phase", "call_of"]
 
 Phase = Literal["route", "forward", "backward", "head"]
+
+OP_PHASES: dict[str, Phase] = {
+    "route": "route",
+    "route_shared": "route",
+    "experts": "forward",
+    "experts_keeping": "forward",
+    "experts_backward": "backward",
+    "experts_backward_kept": "backward",
+    "head_loss": "head",
+}
+"""Our operations, without their namespace."""
 
 
 @dataclass(frozen=True)

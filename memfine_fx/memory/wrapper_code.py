@@ -19,19 +19,11 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.memory.liveness import Allocation, Call, GraphMemory, Phase, call_of
+from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
 
 __all__ = ["read_wrapper"]
 
-_PHASES: dict[str, Phase] = {
-    "torch.ops.memfine.route.default": "route",
-    "torch.ops.memfine.route_shared.default": "route",
-    "torch.ops.memfine.experts.default": "forward",
-    "torch.ops.memfine.experts_keeping.default": "forward",
-    "torch.ops.memfine.experts_backward.default": "backward",
-    "torch.ops.memfine.experts_backward_kept.default": "backward",
-    "torch.ops.memfine.head_loss.default": "head",
-}
+_PHASES = {f"torch.ops.memfine.{name}.default": phase for name, phase in OP_PHASES.items()}
 _CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from memfine_fx.head_records import HeadLoss, HeadPlan
+from memfine_fx.runtime.registry import Registry
 
 __all__ = ["LiveHead", "lookup_head", "register_head", "unregister_head"]
 
 log = logging.getLogger("memfine_fx.plans")
-_heads: dict[str, LiveHead] = {}
-_lock = threading.Lock()
 
 
 @dataclass
@@ -54,20 +52,5 @@ class LiveHead:
         self._plans.clear()
 
 
-def register_head(head: LiveHead) -> None:
-    with _lock:
-        _heads[head.site] = head
-
-
-def unregister_head(site: str) -> None:
-    with _lock:
-        del _heads[site]
-
-
-def lookup_head(site: str) -> LiveHead:
-    """The head of a key.
-
-    Raises:
-        KeyError: the graph was compiled by another process and its head never registered here.
-    """
-    return _heads[site]
+_heads: Registry[LiveHead] = Registry()
+register_head, unregister_head, lookup_head = _heads.register, _heads.unregister, _heads.lookup

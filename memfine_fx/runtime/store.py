@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,12 +14,11 @@ from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.parallel import RowExchange
+from memfine_fx.runtime.registry import Registry
 
 __all__ = ["LiveRegion", "lookup", "register", "unregister"]
 
 log = logging.getLogger("memfine_fx.plans")
-_regions: dict[str, LiveRegion] = {}
-_lock = threading.Lock()
 
 
 def _warn(message: str) -> None:
@@ -106,20 +104,5 @@ def _at_most(plan: ChunkPlan, rows: int | None) -> ChunkPlan:
     return replace(plan, rows_per_chunk=rows, tokens_per_chunk=min(plan.tokens_per_chunk, rows), reason=reason)
 
 
-def register(region: LiveRegion) -> None:
-    with _lock:
-        _regions[region.site] = region
-
-
-def unregister(site: str) -> None:
-    with _lock:
-        del _regions[site]
-
-
-def lookup(site: str) -> LiveRegion:
-    """The region of a key.
-
-    Raises:
-        KeyError: the graph was compiled by another process and its region never registered here.
-    """
-    return _regions[site]
+_regions: Registry[LiveRegion] = Registry()
+register, unregister, lookup = _regions.register, _regions.unregister, _regions.lookup

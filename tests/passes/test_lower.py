@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -47,7 +48,8 @@ def captured(layer: TinyMoE) -> tuple[fx.GraphModule, MoERegion]:
 @pytest.fixture(autouse=True)
 def _forget_site() -> Iterator[None]:
     yield
-    store._regions.pop(SITE, None)
+    with contextlib.suppress(KeyError):
+        store.unregister(SITE)
 
 
 def register_live(layer: TinyMoE, region: MoERegion, rows: int = 3, site: str = SITE) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -39,7 +40,8 @@ def live() -> Iterator[Callable[..., LiveRegion]]:
         return region
 
     yield make
-    store._regions.pop(SITE, None)
+    with contextlib.suppress(KeyError):
+        store.unregister(SITE)
 
 
 def expert_index(num_tokens: int = 7) -> Tensor:
