@@ -1,7 +1,7 @@
 """The figures of one workload under one peer, in this process.
 
-1. Build the workload; two warm-up steps compile it and make the gradients.
-2. Time the steps; gradients are zeroed in place outside the clock.
+1. Build the workload; two warm-up steps compile it.
+2. Time the steps, each without gradients at its beginning; they are dropped outside the clock.
 3. Trace one step's bytes onto existing gradients, and one that makes them.
 4. Sum up loss or output and gradients; measure what the machine's matrix product does.
 5. Under a compiler, run the model in further shapes and count what is compiled again.

@@ -73,7 +73,8 @@ class HeadRegion:
         loss: see `HeadLoss`.
         logits_dtype: of the projection's results; differs from the weight's under autocast.
         nodes: from the projection to the exit.
-        results: those of `nodes` that the graph returns, and that become None (`Config.returns_logits`).
+        results: those of `nodes`, or casts of them, that the graph returns and that become None
+            (`Config.returns_logits`).
         wanted: whether gradients of hidden, weight and bias are wanted.
         dims: sizes.
         where: of the projection.

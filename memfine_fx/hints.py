@@ -43,6 +43,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "logits are returned beside the loss",
         "memfine_fx.Config(returns_logits=False) gives them up in training: the output's logits are then None",
     ),
+    ("no gradients are wanted in this graph", "nothing: logits are given up in training only"),
     (
         "logits are used elsewhere",
         "what reads all logits needs all of them at once: take it out of the training step, or compute it now and then",

@@ -39,6 +39,7 @@ __all__ = ["find_heads", "reads_sizes"]
 _AMPLIFICATION = 4
 _FEWEST_ENTRIES = 4096
 """Logits of fewer entries, or not this much wider than hidden states, are no tensor that a step's peak is made of."""
+_CASTS = frozenset(("to", "type", "float", "half", "bfloat16"))
 _LOSSES = ("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd")
 
 
@@ -118,7 +119,7 @@ def _raise_head(loss: fx.Node, vocab: int, config: Config) -> HeadRegion:
     nodes = (*reversed(way.nodes), loss, *((exit_node,) if divisor is not None else ()))
     hidden, weight, bias, is_transposed = _operands(projection)
     is_trained = tensor_of(exit_node).requires_grad
-    results = _outer_results(nodes, exit_node, is_trained and not config.returns_logits)
+    results = _outer_results(nodes, exit_node, is_trained=is_trained, keeps_logits=config.returns_logits)
     _check_operands(hidden, weight, bias, tensor_of(projection))
     softcap = way.after if way.has_tanh else None
     width = static_size(tensor_of(hidden).shape[-1])
@@ -319,7 +320,9 @@ def _check_operands(hidden: fx.Node, weight: fx.Node, bias: fx.Node | None, logi
             raise CannotChunk("the size of an operand of the projection is not known", node)
 
 
-def _outer_results(nodes: Sequence[fx.Node], exit_node: fx.Node, may_drop: bool) -> tuple[fx.Node, ...]:
+def _outer_results(
+    nodes: Sequence[fx.Node], exit_node: fx.Node, *, is_trained: bool, keeps_logits: bool
+) -> tuple[fx.Node, ...]:
     """Nodes that the graph's output reads besides, if these may be dropped; a refusal where anything else does."""
     inside = set(nodes)
     shape = tensor_of(nodes[0]).shape
@@ -330,14 +333,24 @@ def _outer_results(nodes: Sequence[fx.Node], exit_node: fx.Node, may_drop: bool)
         for user in node.users:
             if user in inside or is_only_asserted(user) or (tensor_of(node).shape == shape and reads_sizes(user)):
                 continue
-            if user.op == "output" and may_drop:
-                returned.append(node)
-            elif user.op == "output":
-                raise CannotChunk("the logits are returned beside the loss", node)
-            else:
+            result = _result_of(node, user)
+            if result is None:
                 where = provenance(user)
                 raise CannotChunk(f"the logits are used elsewhere, by {target_name(user)} at {where}", user)
+            if keeps_logits:
+                raise CannotChunk("the logits are returned beside the loss", node)
+            if not is_trained:
+                raise CannotChunk("the logits are returned, as no gradients are wanted in this graph", node)
+            returned.append(result)
     return tuple(returned)
+
+
+def _result_of(node: fx.Node, user: fx.Node) -> fx.Node | None:
+    """What of a node the graph returns to this user: itself, or its cast (accelerate casts all outputs to fp32)."""
+    if user.op == "output":
+        return node
+    is_returned = bool(user.users) and all(reader.op == "output" for reader in user.users)
+    return user if is_returned and target_name(user) in _CASTS else None
 
 
 def reads_sizes(node: fx.Node) -> bool:

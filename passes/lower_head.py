@@ -60,7 +60,8 @@ def lower_head(graph_module: fx.GraphModule, head: HeadRegion, site: str) -> Non
         loss = call(operator.getitem, results, 0)
     head.exit.replace_all_uses_with(loss)
     _drop_results(graph, set(head.results))
-    for node in reversed(head.nodes):
+    casts = set(head.results) - set(head.nodes)
+    for node in (*casts, *reversed(head.nodes)):
         _erase_readers_of_sizes(node)
         graph.erase_node(node)
     graph.lint()

@@ -2,7 +2,7 @@
 
 logits        R rows of V in the projection's dtype; their gradients take their place
 block         a few rows of V in fp32, where logits are in low precision or capped: work on logits goes block by block
-product       parts of the weight's gradient, where low precision is summed in fp32
+product       copies or products of a part of the vocabulary, where low precision is multiplied into fp32
 rows          numbers per token
 
 The gradients that the op returns are in sight of the graph around it.
@@ -20,7 +20,7 @@ __all__ = ["BLOCK_BYTES", "HeadBytes", "HeadMemory", "product_rows", "rows_at_on
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """fp32 logits that are worked on at once; on the CPU they stay in cache from one pass over them to the next."""
 _PRODUCT_BYTES = 32 << 20
-"""Of a part's copy or product, where the weight's gradient is added up in parts."""
+"""Of a part's copies or product, where gradients of low precision are added up in parts of the vocabulary."""
 _BYTES_PER_TOKEN = 128
 """Maxima, sums, labels, masks."""
 
@@ -30,9 +30,9 @@ def rows_at_once(num_bytes: int, row_bytes: int) -> int:
     return max(1, num_bytes // max(1, row_bytes))
 
 
-def product_rows(device_type: str, rows: int, hidden: int, item_bytes: int) -> int:
-    """Rows of the weight's gradient in one part, for chunks of R tokens of width H in low precision."""
-    return rows_at_once(_PRODUCT_BYTES, 4 * rows if device_type == "cpu" else hidden * item_bytes)
+def product_rows(device_type: str, rows: int, hidden: int) -> int:
+    """Entries of the vocabulary in one part, for chunks of R tokens of width H in low precision."""
+    return rows_at_once(_PRODUCT_BYTES, 4 * (rows + hidden) if device_type == "cpu" else 4 * hidden)
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,18 @@ class HeadBytes:
         block = BLOCK_BYTES.get(self.device_type, BLOCK_BYTES["cuda"])
         block_rows = min(rows, rows_at_once(block, 4 * self.vocab))
         num_blocks = self.is_low_precision + self.has_softcap
-        product = 0
-        if self.wanted[1] and self.is_low_precision:
-            part = min(self.vocab, product_rows(self.device_type, rows, self.hidden, self.item_bytes))
-            is_upcast = self.device_type == "cpu"
-            product = 4 * rows * (part + self.hidden) if is_upcast else part * self.hidden * self.item_bytes
         logits = rows * self.vocab * self.item_bytes
+        product = self._product(rows) if self.is_low_precision else 0
         return logits + max(num_blocks * block_rows * self.vocab * 4, product) + rows * _BYTES_PER_TOKEN
+
+    def _product(self, rows: int) -> int:
+        """Bytes of fp32 copies or products while a chunk's gradients are added, in low precision."""
+        wants_hidden, wants_weight, _ = self.wanted
+        part = min(self.vocab, product_rows(self.device_type, rows, self.hidden))
+        if self.device_type == "cpu":
+            copies = rows * part + wants_hidden * part * self.hidden + wants_weight * rows * self.hidden
+            return 4 * copies if wants_hidden or wants_weight else 0
+        return 4 * self.hidden * max(wants_hidden * rows, wants_weight * part)
 
     def peak(self, num_tokens: int, rows: int) -> int:
         """Bytes of the op alone, with R tokens a chunk."""
@@ -78,11 +83,7 @@ class HeadBytes:
     def results(self, num_tokens: Any) -> Any:
         """Bytes of the gradients that the op returns."""
         hidden, weight, bias = self.wanted
-        return (
-            hidden * num_tokens * self.hidden * self.item_bytes
-            + weight * self.vocab * self.hidden * 4
-            + bias * self.vocab * 4
-        )
+        return hidden * num_tokens * self.hidden * 4 + weight * self.vocab * self.hidden * 4 + bias * self.vocab * 4
 
 
 @dataclass(frozen=True)

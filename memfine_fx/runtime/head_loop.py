@@ -8,7 +8,8 @@ that recomputing logits in backward takes.
    backward, where multiplying by it rounds nothing. Without it gradients of fp16 would vanish, and those of bf16 would
    be rounded twice.
 2. A chunk's logits go into one buffer and become probabilities, then gradients, in place, in fp32, a few rows at once.
-3. From these the gradients of the chunk's tokens; those of weight and bias are sums over chunks, kept in fp32.
+3. From these the gradients of the chunk's tokens; those of weight and bias are sums over chunks. All are kept in fp32,
+   because backward multiplies them once more.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class HeadResults:
     Args:
         loss: fp32, one number.
         power: 2^e, fp32, one number.
-        hidden: [T,H] in its dtype; empty, as the others are, where it is not wanted.
-        weight: [V,H] in fp32.
-        bias: [V] in fp32.
+        hidden: [T,H], fp32; empty, as the others are, where it is not wanted.
+        weight: [V,H], fp32.
+        bias: [V], fp32.
     """
 
     loss: torch.Tensor
@@ -60,7 +61,7 @@ class HeadResults:
         return HeadResults(
             hidden.new_empty((), dtype=torch.float32),
             hidden.new_empty((), dtype=torch.float32),
-            hidden.new_empty(hidden.shape if wanted[0] else (0,)),
+            hidden.new_empty(hidden.shape if wanted[0] else (0,), dtype=torch.float32),
             weight.new_empty((vocab, width) if wanted[1] else (0,), dtype=torch.float32),
             weight.new_empty((vocab,) if wanted[2] else (0,), dtype=torch.float32),
         )
@@ -81,19 +82,16 @@ def run_head(
     mantissa, exponent = torch.frexp(torch.where(divisor == 0, torch.ones_like(divisor), 1 / divisor))
     results.power.copy_(torch.ldexp(torch.ones_like(divisor), exponent))
     total = torch.zeros_like(divisor)
+    results.weight.zero_()
+    results.bias.zero_()
     buffer: torch.Tensor | None = None
-    is_first = True
     for start, stop in bounds:
         hidden, labels = inputs.hidden[start:stop], inputs.labels[start:stop]
         if buffer is None or buffer.shape[0] < stop - start:
             buffer = hidden.new_empty((stop - start, inputs.weight.shape[0]))
         logits = _project(hidden, inputs.weight, inputs.bias, buffer[: stop - start])
         total += _to_gradients(logits, labels, loss, mantissa if any(wanted) else None)
-        _add_chunk(results, logits, hidden, inputs.weight, slice(start, stop), wanted, is_first=is_first)
-        is_first = False
-    if is_first:  # no token at all
-        results.weight.zero_()
-        results.bias.zero_()
+        _add_chunk(results, logits, hidden, inputs.weight, slice(start, stop), wanted)
     results.loss.copy_(total / divisor)
     return results
 
@@ -164,36 +162,58 @@ def _add_chunk(
     weight: torch.Tensor,
     rows: slice,
     wanted: tuple[bool, bool, bool],
-    *,
-    is_first: bool,
 ) -> None:
     """The gradients of a chunk's logits, on to what the logits were made of."""
     wants_hidden, wants_weight, wants_bias = wanted
-    if wants_hidden:
-        torch.mm(gradients, weight, out=results.hidden[rows])
-    if wants_weight:
-        _add_product(results.weight, gradients.t(), hidden, is_first=is_first)
+    if wants_hidden or wants_weight:
+        multiply = _multiply if gradients.dtype is torch.float32 else _multiply_low_precision
+        hidden_place = results.hidden[rows] if wants_hidden else None
+        multiply(hidden_place, results.weight if wants_weight else None, gradients, hidden, weight)
     if wants_bias:
-        if is_first:
-            results.bias.zero_()
         results.bias.add_(gradients.sum(0, dtype=torch.float32))
 
 
-def _add_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_first: bool) -> None:
-    """Add left [V,R] @ right [R,H] to fp32 sums, in parts where it is in low precision.
+def _multiply(
+    hidden_place: torch.Tensor | None,
+    weight_place: torch.Tensor | None,
+    gradients: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """Write gradients [R,V] @ weight [V,H] into one place, add gradients.T @ hidden [R,H] to the other."""
+    if hidden_place is not None:
+        torch.mm(gradients, weight, out=hidden_place)
+    if weight_place is not None:
+        weight_place.addmm_(gradients.t(), hidden)
 
-    The CPU multiplies copies of the parts in fp32, which takes no longer there and rounds no product.
+
+def _multiply_low_precision(
+    hidden_place: torch.Tensor | None,
+    weight_place: torch.Tensor | None,
+    gradients: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """The same into fp32 places without rounding a product, in parts of the vocabulary.
+
+    CUDA multiplies low precision into fp32. The CPU multiplies copies of the parts, which takes no longer there.
     """
-    if is_first:
-        place.zero_()
-    if right.dtype is torch.float32:
-        place.addmm_(left, right)
+    num_rows = product_rows(gradients.device.type, hidden.shape[0], hidden.shape[1])
+    if gradients.device.type == "cuda":
+        if hidden_place is not None:
+            hidden_place.copy_(torch.mm(gradients, weight, out_dtype=torch.float32))
+        if weight_place is not None:
+            parts = zip(torch.split(weight_place, num_rows), torch.split(gradients.t(), num_rows), strict=True)
+            for place, left in parts:
+                place.add_(torch.mm(left, hidden, out_dtype=torch.float32))
         return
-    is_upcast = right.device.type == "cpu"
-    num_rows = product_rows(right.device.type, right.shape[0], right.shape[1], right.element_size())
-    wide = right.to(torch.float32) if is_upcast else right
-    for part, rows in zip(torch.split(place, num_rows), torch.split(left, num_rows), strict=True):
-        if is_upcast:
-            part.addmm_(rows.to(torch.float32), wide)
-        else:
-            part.add_(torch.mm(rows, right))
+    if hidden_place is not None:
+        hidden_place.zero_()
+    wide_hidden = None if weight_place is None else hidden.to(torch.float32)
+    for start in range(0, weight.shape[0], num_rows):
+        part = slice(start, start + num_rows)
+        wide = gradients[:, part].to(torch.float32)
+        if hidden_place is not None:
+            hidden_place.addmm_(wide, weight[part].to(torch.float32))
+        if weight_place is not None and wide_hidden is not None:
+            weight_place[part].addmm_(wide.t(), wide_hidden)

@@ -106,6 +106,9 @@ def test_logits_are_none_in_training_and_there_in_evaluation() -> None:
     with torch.no_grad():
         assert model(ids, ids)[1].shape == (2, 80, V)
     assert model(ids)[1].shape == (2, 80, V)
+    trained, evaluated = memfine_fx.report(model).heads
+    assert (trained.status, evaluated.status) == ("chunked", "refused")
+    assert evaluated.reason == "the logits are returned, as no gradients are wanted in this graph"
 
 
 def test_returned_logits_are_kept_by_default_and_the_refusal_says_how_to_give_them_up() -> None:

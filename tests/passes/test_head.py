@@ -104,6 +104,13 @@ def returned(head: Head, hidden: Tensor, labels: Tensor) -> object:
     return F.cross_entropy(logits.float().view(-1, V), labels.view(-1)), logits
 
 
+def returned_in_fp32(head: Head, hidden: Tensor, labels: Tensor) -> object:
+    """As accelerate returns what was computed under autocast."""
+    logits = head.projection(hidden)
+    loss = F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
+    return loss.float(), logits.to(torch.float32)
+
+
 def with_z_loss(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
     logits = head.projection(hidden).view(-1, V)
     return F.cross_entropy(logits, labels.view(-1)) + logits.logsumexp(-1).square().mean()
@@ -138,6 +145,7 @@ def of_no_projection(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
     ("loss", "reason"),
     [
         (returned, "the logits are returned beside the loss"),
+        (returned_in_fp32, "the logits are returned beside the loss"),
         (with_z_loss, "the logits are used elsewhere, by logsumexp at"),
         (with_accuracy, "the logits are used elsewhere, by argmax at"),
         (by_token, "reduction='none'"),
@@ -155,14 +163,18 @@ def test_a_refusal_names_reason_and_source_line(loss: Callable[[Head, Tensor, Te
     assert "test_head.py:" in refusal.where.source
 
 
-def test_returned_logits_can_be_given_up_where_gradients_are_wanted() -> None:
+@pytest.mark.parametrize(("loss", "result"), [(returned, "logits"), (returned_in_fp32, "to")])
+def test_returned_logits_can_be_given_up_where_gradients_are_wanted(
+    loss: Callable[[Head, Tensor, Tensor], object], result: str
+) -> None:
     given_up = Config(chunks_head=True, returns_logits=False)
-    (head,) = found_in(returned, given_up)
+    (head,) = found_in(loss, given_up)
     assert isinstance(head, HeadRegion)
-    assert [node.name for node in head.results] == ["logits"]
+    assert [node.name for node in head.results] == [result]
     with torch.no_grad():
-        (refusal,) = found_in(returned, given_up)
+        (refusal,) = found_in(loss, given_up)
     assert isinstance(refusal, HeadRefusal)
+    assert "no gradients are wanted" in refusal.reason
 
 
 def test_only_large_vocabularies_are_heads_by_default() -> None:

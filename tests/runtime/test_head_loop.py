@@ -90,13 +90,17 @@ def test_the_loss_and_every_gradient_are_those_of_the_plain_loss(loss: HeadLoss,
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_is_no_further_from_the_truth_than_the_plain_loss(loss: HeadLoss, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("divided", [1, 3])
+def test_low_precision_is_no_further_from_the_truth_than_the_plain_loss(
+    loss: HeadLoss, dtype: torch.dtype, divided: int
+) -> None:
+    """Also where the loss is divided by a number that is no power of two, as when gradients are accumulated."""
     tokens = 400
     ours, theirs, labels = operands(dtype, tokens), operands(dtype, tokens), labels_for(loss, tokens)
     exact = as_double(ours)
-    chunked(ours, labels, loss, rows=20).backward()
-    plain(theirs, labels, loss).backward()
-    plain(exact, labels, loss, torch.float64).backward()
+    (chunked(ours, labels, loss, rows=20) / divided).backward()
+    (plain(theirs, labels, loss) / divided).backward()
+    (plain(exact, labels, loss, torch.float64) / divided).backward()
     for one, other, truth in zip(ours, theirs, exact, strict=True):
         assert error(one.grad, truth.grad) <= 1.25 * error(other.grad, truth.grad)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +73,21 @@ class DdpRun:
     num_chunked: int
     buckets: tuple[tuple[torch.Size, ...], ...]
     reference_buckets: tuple[tuple[torch.Size, ...], ...]
+
+
+@dataclass(frozen=True)
+class HeadRun:
+    """A step whose head is chunked too.
+
+    Args:
+        step: of this rank.
+        reference_loss: of the unoptimized model in the same wrapper.
+        num_chunks: of the head.
+    """
+
+    step: Step
+    reference_loss: float
+    num_chunks: int
 
 
 def model_of(**overrides: Any) -> Any:
@@ -145,6 +161,27 @@ def ddp_run(rank: int) -> DdpRun:
     step = _step(ours, model, reference, rank)
     chunked = memfine_fx.report(model).num_chunked
     return DdpRun(step, reference_loss.item(), chunked, tuple(seen["ours"]), tuple(seen["plain"]))
+
+
+def head_run(rank: int, takes_fsdp2: bool) -> HeadRun:
+    """A chunked head under DDP or FSDP2, where its weight is a parameter of the outermost group."""
+    giving_up_logits = replace(config("eager"), returns_logits=False, chunks_head=True, tokens_per_head_chunk=20)
+
+    def wrapped(model: Any, changed: Callable[[Any], Any]) -> Any:
+        if not takes_fsdp2:
+            return DistributedDataParallel(changed(model), bucket_cap_mb=1)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return changed(model)
+
+    reference, model = model_of(), model_of()
+    plain = wrapped(reference, lambda one: one)
+    ours = wrapped(model, lambda one: memfine_fx.optimize(one, config=giving_up_logits))
+    reference_loss = plain(**batch(rank)).loss
+    reference_loss.backward()
+    step = _step(ours, model, reference, rank)
+    (head,) = memfine_fx.report(model).heads
+    return HeadRun(step, reference_loss.item(), head.num_chunks or 0)
 
 
 def cut_graph_warnings(rank: int) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.expert_parallel.ranks import run_ranks
-from tests.trainers.distributed_cases import NUM_LAYERS, cut_graph_warnings, ddp_run, fsdp2_run
+from tests.trainers.distributed_cases import NUM_LAYERS, cut_graph_warnings, ddp_run, fsdp2_run, head_run
 
 pytest.importorskip("transformers")
 
@@ -33,6 +33,16 @@ def test_ddp_reduces_the_same_buckets_in_the_same_order() -> None:
         assert run.num_chunked == NUM_LAYERS
         assert len(run.buckets) > 1
         assert run.buckets == run.reference_buckets
+        assert run.step.hook_counts == {1}
+        assert run.step.loss == pytest.approx(run.reference_loss, rel=1e-5)
+        assert run.step.error < 1e-5
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("takes_fsdp2", [False, True], ids=["DDP", "FSDP2"])
+def test_a_chunked_head_has_the_gradients_of_the_whole_one(takes_fsdp2: bool) -> None:
+    for run in run_ranks(head_run, 2, takes_fsdp2, timeout_s=500):
+        assert run.num_chunks == 4  # of 2 x 32 tokens, at most 20 each
         assert run.step.hook_counts == {1}
         assert run.step.loss == pytest.approx(run.reference_loss, rel=1e-5)
         assert run.step.error < 1e-5

@@ -75,3 +75,20 @@ def test_the_backend_names_optimize_where_recorded_outputs_keep_layers_out(tmp_p
     assert len(told) == 1
     assert "records outputs (output_router_logits" in told[0]
     assert "call memfine_fx.optimize(model)" in told[0]
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_chunked_head_trains_and_evaluates_to_the_same_losses(tmp_path: Path, precision: str) -> None:
+    """Trainer divides a sum of losses by its own count of labels, casts what bf16 returns, evaluates with logits."""
+    pytest.importorskip("accelerate")
+    model = tiny_causal_lm("qwen3_moe", num_hidden_layers=1)
+    plain, is_low = copy.deepcopy(model), precision == "bf16"
+    config = memfine_fx.Config(returns_logits=False, chunks_head=True, tokens_per_head_chunk=10)
+    memfine_fx.optimize(model, config=config)
+    found = losses(model, tmp_path, bf16=is_low)
+    assert found == pytest.approx(losses(plain, tmp_path, bf16=is_low), abs=2e-2 if is_low else 1e-4)
+    training, evaluation = memfine_fx.report(model).heads
+    assert (training.status, training.num_chunks) == ("chunked", 3)
+    assert (evaluation.status, evaluation.num_chunks) == ("refused", 0)
+    assert "no gradients are wanted" in str(evaluation.reason)
