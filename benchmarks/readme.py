@@ -71,7 +71,7 @@ def layer_block(rows: Sequence[Row]) -> str:
         full, half = found.get((peer, "float32")), found.get((peer, "bfloat16"))
         rate = f"{fraction_of_matmul_rate(full):.0%}" if full else "-"
         lines.append(f"| {label_of(peer)} | {_peak(full)} | {_time(full)} | {rate} | {_peak(half)} | {_time(half)} |")
-    return "\n".join([*_heading(rows, "layer"), *lines, *_without_figures(rows)])
+    return "\n".join([*_heading(rows), *lines, *_without_figures(rows)])
 
 
 def model_block(rows: Sequence[Row]) -> str:
@@ -82,10 +82,11 @@ def model_block(rows: Sequence[Row]) -> str:
         again = "-" if one.last.recompilations is None else str(one.last.recompilations)
         cold = "-" if one.cold_compile_seconds is None or again == "-" else f"{one.cold_compile_seconds:.1f}"
         lines.append(f"| {label_of(one.job.peer)} | {_peak(one)} | {_time(one)} | {cold} | {again} |")
-    return "\n".join([*_heading(rows, "model"), *lines, *_without_figures(rows), "", _model_ratios(summaries)])
+    return "\n".join([*_heading(rows), *lines, *_without_figures(rows), "", _model_ratios(summaries)])
 
 
-def _heading(rows: Sequence[Row], suite: str) -> list[str]:
+def _heading(rows: Sequence[Row]) -> list[str]:
+    suite = rows[0].job.suite
     rounds = 1 + max(row.round for row in rows)
     steps = rows[0].job.steps
     machines = "; ".join(machine_lines(rows))
@@ -114,6 +115,8 @@ def _model_ratios(summaries: Sequence[Summary]) -> str:
         ("memfine", "compile"),
         ("memfine+checkpoint", "compile+checkpoint"),
         ("memfine+checkpoint", "compile"),
+        ("memfine+head", "compile"),
+        ("memfine+checkpoint+head", "compile+checkpoint"),
         *((one, other) for one in by_peer if one.endswith("MiB") for other in ("compile", "compile+checkpoint")),
     ):
         if ours in by_peer and theirs in by_peer:
@@ -138,4 +141,5 @@ def _from(name: str, block: Callable[[Sequence[Row]], str]) -> Callable[[], str]
 BLOCKS: dict[str, Callable[[], str]] = {
     "layer": _from("layer_cpu.jsonl", layer_block),
     "model": _from("model_cpu.jsonl", model_block),
+    "vocab": _from("vocab_cpu.jsonl", model_block),
 }

@@ -103,6 +103,12 @@ class Machine:
     torch: str
     transformers: str
 
+    def __str__(self) -> str:
+        return (
+            f"{self.processor}, {self.cores} cores, {self.threads} threads, {self.device}; python {self.python}, "
+            f"torch {self.torch}, transformers {self.transformers}"
+        )
+
 
 @dataclass(frozen=True)
 class Measurement:

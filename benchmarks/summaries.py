@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.records import Job, Measurement, Row
 
@@ -20,7 +20,7 @@ class Summary:
     step_seconds_max: float
     peak_bytes: int
     cold_compile_seconds: float | None
-    matmul_flops_per_second: float
+    matmul_flops_per_second: float  # median over the processes of all jobs on the same device in the same dtype
 
 
 def summarise(rows: Sequence[Row]) -> Summary | None:
@@ -44,8 +44,17 @@ def summarise(rows: Sequence[Row]) -> Summary | None:
 
 def summaries_of(rows: Sequence[Row]) -> list[Summary]:
     """Of every job that has figures, in the order of the rows."""
-    found = [summarise(same) for same in by_key(rows).values()]
-    return [summary for summary in found if summary is not None]
+    summaries = [summary for same in by_key(rows).values() if (summary := summarise(same)) is not None]
+    return [replace(summary, matmul_flops_per_second=_matmul_rate(rows, summary.job)) for summary in summaries]
+
+
+def _matmul_rate(rows: Sequence[Row], job: Job) -> float:
+    """What the machine does is one number: a process that measured it in a bad moment does not change its own row."""
+    return statistics.median(
+        row.measurement.matmul_flops_per_second
+        for row in rows
+        if row.measurement is not None and (row.job.dtype, row.job.device) == (job.dtype, job.device)
+    )
 
 
 def by_key(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -7,7 +7,7 @@ from benchmarks.flops import expert_flops
 from benchmarks.peers import find_peer
 from benchmarks.records import Job, Row
 from benchmarks.suites import SUITES
-from benchmarks.summaries import MIB, Summary, align, by_key, summarise, tokens_of
+from benchmarks.summaries import MIB, Summary, align, by_key, summaries_of, tokens_of
 
 BASELINES = ("eager", "compile")
 # Against the first baseline that has figures. Losses and outputs must agree; in bfloat16 a checksum
@@ -58,16 +58,16 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
-    same_job = by_key(rows)
-    summaries = {key: summarise(same) for key, same in same_job.items()}
-    present = [summary for summary in summaries.values() if summary is not None]
+    present = summaries_of(rows)
+    summaries = {summary.job.key: summary for summary in present}
     baselines = {one.job.peer: one for one in present if one.job.peer in BASELINES}
     reference = next((baselines[name] for name in BASELINES if name in baselines), next(iter(present), None))
     cells: list[list[str]] = []
     failures: list[str] = []
-    for key, summary in summaries.items():
+    for key, same in by_key(rows).items():
+        summary = summaries.get(key)
         if summary is None or reference is None:
-            failures.append(_failure_line(same_job[key][-1]))
+            failures.append(_failure_line(same[-1]))
         else:
             cells.append(_cells(summary, baselines, reference))
     return Table(title, _header(rows[0].job), cells, failures)
@@ -171,9 +171,4 @@ def _failure_line(row: Row) -> str:
 
 
 def machine_lines(rows: Sequence[Row]) -> list[str]:
-    machines = dict.fromkeys(row.machine for row in rows if row.machine is not None)
-    return [
-        f"{one.processor}, {one.cores} cores, {one.threads} threads, {one.device}; python {one.python}, "
-        f"torch {one.torch}, transformers {one.transformers}"
-        for one in machines
-    ]
+    return [str(one) for one in dict.fromkeys(row.machine for row in rows if row.machine is not None)]

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from memfine_fx.capture.helpers import PREFIX
+from memfine_fx.capture.syntax import is_name, name_of
 
 __all__ = ["use_splits"]
 
@@ -68,14 +69,14 @@ def _cut_by_counts(function: ast.FunctionDef, loop: ast.For) -> bool:
     body = [cutter.visit(copy.deepcopy(one)) for one in loop.body if not _is_bookkeeping(one, offsets)]
     left = [node for one in body for node in ast.walk(one)]
     leaves_early = any(isinstance(node, (ast.Continue, ast.Break)) for node in left)
-    is_read = any(_name(node) in (offsets.start, offsets.end) for node in left if isinstance(node, ast.Name))
+    is_read = any(name_of(node) in (offsets.start, offsets.end) for node in left if isinstance(node, ast.Name))
     if not cutter.num_cuts or is_read or leaves_early:
         return False
     loop.body = body
     if ends is not None:
         _take_counts(ends[1])
     for node in ast.walk(function):
-        is_counts = isinstance(node, ast.Assign) and _is_name(node.targets[0], offsets.counts)
+        is_counts = isinstance(node, ast.Assign) and is_name(node.targets[0], offsets.counts)
         if is_counts and isinstance(node, ast.Assign) and _method(node.value) == "numpy":
             assert isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
             node.value.func.attr = "tolist"
@@ -91,9 +92,9 @@ def _offsets_of(function: ast.FunctionDef, loop: ast.For) -> _Offsets | None:
     for one in stores:
         start = end = None
         if isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Add) and _says(one.value, count):
-            start = _name(one.target)
+            start = name_of(one.target)
         elif isinstance(one, ast.Assign) and _is_sum(one.value, count):
-            end, start = _name(one.targets[0]), _name(one.value.left)  # type: ignore[attr-defined]  # a sum
+            end, start = name_of(one.targets[0]), name_of(one.value.left)  # type: ignore[attr-defined]  # a sum
             if not any(_moves(other, start, end) for other in stores):
                 continue
         if start is not None and _starts_at_zero(function, loop, start) and _num_stores(stores, start, end):
@@ -106,15 +107,15 @@ def _ends_of(function: ast.FunctionDef, loop: ast.For) -> tuple[_Offsets, ast.As
     is_pair = isinstance(loop.target, ast.Tuple) and len(loop.target.elts) == 2
     if not is_pair or not isinstance(loop.target, ast.Tuple) or not isinstance(loop.iter, ast.Call):
         return None
-    expert, end = map(_name, loop.target.elts)
-    ends = _name(loop.iter.args[0]) if _is_name(loop.iter.func, "enumerate") and len(loop.iter.args) == 1 else None
+    expert, end = map(name_of, loop.target.elts)
+    ends = name_of(loop.iter.args[0]) if is_name(loop.iter.func, "enumerate") and len(loop.iter.args) == 1 else None
     if expert is None or end is None or ends is None:
         return None
     before = f"0 if {expert} == 0 else {ends}[{expert} - 1]"
     starts = [one for one in loop.body if isinstance(one, ast.Assign) and _says(one.value, before)]
-    uses = [node for node in ast.walk(function) if _is_name(node, ends)]
+    uses = [node for node in ast.walk(function) if is_name(node, ends)]
     sums = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and _is_running_sum(node, ends)]
-    start = _name(starts[0].targets[0]) if len(starts) == 1 else None
+    start = name_of(starts[0].targets[0]) if len(starts) == 1 else None
     if start is None or len(sums) != 1 or len(uses) != 3:
         return None
     return _Offsets(expert, ends, end, start, end), sums[0]
@@ -125,15 +126,15 @@ def _ends_at_head(function: ast.FunctionDef, loop: ast.For) -> tuple[_Offsets, a
     expert = _expert_of(loop)
     stores = [node for node in ast.walk(loop) if isinstance(node, (ast.Assign, ast.AugAssign))]
     for one in stores:
-        end = _name(one.targets[0]) if isinstance(one, ast.Assign) else None
+        end = name_of(one.targets[0]) if isinstance(one, ast.Assign) else None
         entry = _number_of(one.value)
-        if end is None or expert is None or not isinstance(entry, ast.Subscript) or not _is_name(entry.slice, expert):
+        if end is None or expert is None or not isinstance(entry, ast.Subscript) or not is_name(entry.slice, expert):
             continue
-        ends = _name(entry.value)
+        ends = name_of(entry.value)
         sums = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and _is_running_sum(node, ends)]
-        moves = [node for node in stores if isinstance(node, ast.Assign) and _is_name(node.value, end)]
-        start = _name(moves[0].targets[0]) if len(moves) == 1 else None
-        num_uses = sum(_is_name(node, ends) for node in ast.walk(function))
+        moves = [node for node in stores if isinstance(node, ast.Assign) and is_name(node.value, end)]
+        start = name_of(moves[0].targets[0]) if len(moves) == 1 else None
+        num_uses = sum(is_name(node, ends) for node in ast.walk(function))
         is_alone = ends is not None and len(sums) == 1 and num_uses == 2
         if is_alone and start and _starts_at_zero(function, loop, start) and _num_stores(stores, start, end):
             assert ends is not None
@@ -143,7 +144,7 @@ def _ends_at_head(function: ast.FunctionDef, loop: ast.For) -> tuple[_Offsets, a
 
 def _number_of(value: ast.expr) -> ast.expr:
     """X of int(X) and X.item()."""
-    while _is_name(getattr(value, "func", None), "int") and isinstance(value, ast.Call) and len(value.args) == 1:
+    while is_name(getattr(value, "func", None), "int") and isinstance(value, ast.Call) and len(value.args) == 1:
         value = value.args[0]
     return value.func.value if _method(value) == "item" else value  # type: ignore[attr-defined]  # a method's call
 
@@ -151,10 +152,10 @@ def _number_of(value: ast.expr) -> ast.expr:
 def _expert_of(loop: ast.For) -> str | None:
     """The loop's counter: e of `for e in range(...)` and of `for e, ... in enumerate(...)`."""
     function = loop.iter.func if isinstance(loop.iter, ast.Call) else None
-    if _is_name(function, "range"):
-        return _name(loop.target)
-    is_pair = _is_name(function, "enumerate") and isinstance(loop.target, ast.Tuple)
-    return _name(loop.target.elts[0]) if is_pair and isinstance(loop.target, ast.Tuple) else None
+    if is_name(function, "range"):
+        return name_of(loop.target)
+    is_pair = is_name(function, "enumerate") and isinstance(loop.target, ast.Tuple)
+    return name_of(loop.target.elts[0]) if is_pair and isinstance(loop.target, ast.Tuple) else None
 
 
 def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -163,9 +164,9 @@ def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
         test = one.test if isinstance(one, ast.If) and not one.orelse else None
         if not isinstance(one, ast.If) or not isinstance(test, ast.Compare) or len(test.ops) != 1:
             continue
-        names = {_name(test.left), _name(test.comparators[0])}
+        names = {name_of(test.left), name_of(test.comparators[0])}
         rest = body[place + 1 :]
-        moved = {_name(rest[0].targets[0]), _name(rest[0].value)} if _is_last_assignment(rest) else set()
+        moved = {name_of(rest[0].targets[0]), name_of(rest[0].value)} if _is_last_assignment(rest) else set()
         if isinstance(test.ops[0], (ast.Gt, ast.Lt, ast.NotEq)) and None not in names and names == moved:
             skip = ast.If(ast.Compare(test.left, [ast.Eq()], test.comparators), [ast.Continue()], [])
             return [*body[:place], ast.copy_location(skip, one), *one.body, *rest]
@@ -178,7 +179,7 @@ def _is_last_assignment(statements: list[ast.stmt]) -> TypeGuard[list[ast.Assign
 
 def _is_running_sum(assignment: ast.Assign, ends: str | None) -> bool:
     """ends = X.cumsum(0), with moves to the host before or after."""
-    return _is_name(assignment.targets[0], ends) and _running_sum(assignment.value) is not None
+    return is_name(assignment.targets[0], ends) and _running_sum(assignment.value) is not None
 
 
 def _running_sum(value: ast.expr) -> ast.Call | None:
@@ -208,19 +209,19 @@ def _counts_of(loop: ast.For) -> tuple[str, str, str] | None:
     """(e, counts, the text of counts[e]) of `for e, num in enumerate(counts)` or of a loop that reads counts[e]."""
     is_pair = isinstance(loop.target, ast.Tuple) and len(loop.target.elts) == 2
     if is_pair and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call):
-        expert, count = map(_name, loop.target.elts)
-        source = loop.iter.args[0] if _is_name(loop.iter.func, "enumerate") and len(loop.iter.args) == 1 else None
+        expert, count = map(name_of, loop.target.elts)
+        source = loop.iter.args[0] if is_name(loop.iter.func, "enumerate") and len(loop.iter.args) == 1 else None
         if _method(source) == "tolist" or not isinstance(source, ast.Name):
             source = None
         if expert is not None and count is not None and source is not None:
             return expert, source.id, count
-    expert = _name(loop.target) or (_name(loop.target.elts[0]) if isinstance(loop.target, ast.Tuple) else None)
+    expert = name_of(loop.target) or (name_of(loop.target.elts[0]) if isinstance(loop.target, ast.Tuple) else None)
     for node in ast.walk(loop):
         if not isinstance(node, (ast.AugAssign, ast.Assign)) or not isinstance(node.value, ast.Subscript):
             continue
-        counts = _name(node.value.value)
-        name = _name(node.targets[0]) if isinstance(node, ast.Assign) else ast.unparse(node.value)
-        if None not in (expert, counts, name) and _is_name(node.value.slice, expert):
+        counts = name_of(node.value.value)
+        name = name_of(node.targets[0]) if isinstance(node, ast.Assign) else ast.unparse(node.value)
+        if None not in (expert, counts, name) and is_name(node.value.slice, expert):
             return expert, counts, name  # type: ignore[return-value]  # none of them is None
     return None
 
@@ -241,7 +242,7 @@ class _Cutter(ast.NodeTransformer):
         target = node.targets[0]
         if len(node.targets) != 1 or not isinstance(target, ast.Subscript) or not self._is_cut(target):
             return node
-        name = _name(target.value)
+        name = name_of(target.value)
         if name is None:
             return node
         target.value = ast.Name(name, ast.Load())
@@ -253,10 +254,10 @@ class _Cutter(ast.NodeTransformer):
         cut = node.slice
         if not isinstance(cut, ast.Slice) or cut.step is not None:
             return False
-        ends = _is_name(cut.upper, self._offsets.end) or (
-            _is_sum(cut.upper, self._offsets.count) and _is_name(cut.upper.left, self._offsets.start)  # type: ignore[union-attr]
+        ends = is_name(cut.upper, self._offsets.end) or (
+            _is_sum(cut.upper, self._offsets.count) and is_name(cut.upper.left, self._offsets.start)  # type: ignore[union-attr]
         )
-        return _is_name(cut.lower, self._offsets.start) and ends
+        return is_name(cut.lower, self._offsets.start) and ends
 
     def _call(self, helper: str, node: ast.Subscript, others: list[ast.expr]) -> ast.Call:
         self.num_cuts += 1
@@ -267,9 +268,9 @@ class _Cutter(ast.NodeTransformer):
 
 def _is_bookkeeping(statement: ast.stmt, offsets: _Offsets) -> bool:
     if isinstance(statement, ast.AugAssign):
-        return _is_name(statement.target, offsets.start)
+        return is_name(statement.target, offsets.start)
     if isinstance(statement, ast.Assign):
-        name = _name(statement.targets[0])
+        name = name_of(statement.targets[0])
         return name is not None and name in (offsets.start, offsets.end)
     is_guard = isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.test, ast.Compare)
     if not is_guard or not isinstance(statement, ast.If) or not isinstance(statement.test, ast.Compare):
@@ -277,22 +278,20 @@ def _is_bookkeeping(statement: ast.stmt, offsets: _Offsets) -> bool:
     skips = len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue)
     test = statement.test
     if offsets.end == offsets.count and isinstance(test.ops[0], ast.Eq):  # ends that are known beforehand
-        return skips and {_name(test.left), _name(test.comparators[0])} == {offsets.start, offsets.end}
+        return skips and {name_of(test.left), name_of(test.comparators[0])} == {offsets.start, offsets.end}
     is_zero = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value == 0
     return skips and is_zero and isinstance(test.ops[0], ast.Eq) and _says(test.left, offsets.count)
 
 
 def _moves(statement: ast.stmt, start: str | None, end: str | None) -> bool:
     """start = end"""
-    return (
-        isinstance(statement, ast.Assign) and _is_name(statement.targets[0], start) and _is_name(statement.value, end)
-    )
+    return isinstance(statement, ast.Assign) and is_name(statement.targets[0], start) and is_name(statement.value, end)
 
 
 def _num_stores(stores: Sequence[ast.stmt], start: str, end: str | None) -> bool:
     """Whether the loop stores each offset once."""
     targets = [one.target if isinstance(one, ast.AugAssign) else one.targets[0] for one in stores]  # type: ignore[attr-defined]
-    names = [_name(target) for target in targets]
+    names = [name_of(target) for target in targets]
     return names.count(start) == 1 and (end is None or names.count(end) == 1)
 
 
@@ -307,7 +306,7 @@ def _starts_at_zero(function: ast.FunctionDef, loop: ast.For, start: str) -> boo
     values = [
         node.value
         for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and node not in inside and _is_name(node.targets[0], start)
+        if isinstance(node, ast.Assign) and node not in inside and is_name(node.targets[0], start)
     ]
     return len(outside) == len(values) == 1 and isinstance(values[0], ast.Constant) and values[0].value == 0
 
@@ -323,11 +322,3 @@ def _says(value: ast.AST, text: str) -> bool:
 
 def _method(value: ast.AST | None) -> str | None:
     return value.func.attr if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) else None
-
-
-def _name(node: ast.AST) -> str | None:
-    return node.id if isinstance(node, ast.Name) else None
-
-
-def _is_name(node: ast.AST | None, name: str | None) -> bool:
-    return isinstance(node, ast.Name) and node.id == name

@@ -244,11 +244,11 @@ def names_in(node: ast.AST) -> set[str]:
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
-def name_of(node: ast.AST) -> str | None:
+def name_of(node: ast.AST | None) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def is_name(node: ast.AST, name: str) -> bool:
+def is_name(node: ast.AST | None, name: str | None) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
