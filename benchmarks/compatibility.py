@@ -62,7 +62,7 @@ def outcomes_of(*reports: str) -> dict[str, str]:
         file = case.get("classname", "").rsplit(".", 1)[-1]
         if file in _FILES:
             found[f"{file}::{case.get('name', '')}"] = _outcome(case)
-    return found
+    return dict(sorted(found.items()))  # not as parallel workers happened to run them
 
 
 def table(environments: Mapping[str, Environment]) -> str:
