@@ -18,7 +18,8 @@ from torch._inductor import custom_graph_pass
 __all__ = ["KernelOrder", "SchedulerPass"]
 
 
-SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 takes any callable
+SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+"""torch 2.11 has no name of its own for it, and caches no graph that was compiled with a pass of another kind."""
 
 
 class KernelOrder(SchedulerPass):  # type: ignore[misc]  # its base depends on the version

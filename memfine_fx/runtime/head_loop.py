@@ -166,9 +166,8 @@ def _add_chunk(
     """The gradients of a chunk's logits, on to what the logits were made of."""
     wants_hidden, wants_weight, wants_bias = wanted
     if wants_hidden or wants_weight:
-        multiply = _multiply if gradients.dtype is torch.float32 else _multiply_low_precision
         hidden_place = results.hidden[rows] if wants_hidden else None
-        multiply(hidden_place, results.weight if wants_weight else None, gradients, hidden, weight)
+        _multiply(hidden_place, results.weight if wants_weight else None, gradients, hidden, weight)
     if wants_bias:
         results.bias.add_(gradients.sum(0, dtype=torch.float32))
 
@@ -180,24 +179,17 @@ def _multiply(
     hidden: torch.Tensor,
     weight: torch.Tensor,
 ) -> None:
-    """Write gradients [R,V] @ weight [V,H] into one place, add gradients.T @ hidden [R,H] to the other."""
-    if hidden_place is not None:
-        torch.mm(gradients, weight, out=hidden_place)
-    if weight_place is not None:
-        weight_place.addmm_(gradients.t(), hidden)
+    """Write gradients [R,V] @ weight [V,H] into one fp32 place, add gradients.T @ hidden [R,H] to the other.
 
-
-def _multiply_low_precision(
-    hidden_place: torch.Tensor | None,
-    weight_place: torch.Tensor | None,
-    gradients: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-) -> None:
-    """The same into fp32 places without rounding a product, in parts of the vocabulary.
-
-    CUDA multiplies low precision into fp32. The CPU multiplies copies of the parts, which takes no longer there.
+    In low precision no product is rounded, and the vocabulary is walked in parts. CUDA multiplies low precision into
+    fp32; the CPU multiplies copies of the parts.
     """
+    if gradients.dtype is torch.float32:
+        if hidden_place is not None:
+            torch.mm(gradients, weight, out=hidden_place)
+        if weight_place is not None:
+            weight_place.addmm_(gradients.t(), hidden)
+        return
     num_rows = product_rows(gradients.device.type, hidden.shape[0], hidden.shape[1])
     if gradients.device.type == "cuda":
         if hidden_place is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import get_args
 
@@ -53,14 +54,15 @@ from tests.integration.comparison import (
     run_step,
 )
 
+with contextlib.suppress(ImportError):  # at the top: torch 2.11 breaks the graph at an import
+    import transformers.integrations.moe  # noqa: F401  # registers transformers::grouped_mm_fallback
+
 H, F, E = 16, 24, 4
 SIZES = dict(hidden=H, expert_width=F, num_experts=E)
 
 
 def fp32_grouped_mm(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
     """transformers' stand-in for the grouped matmul: torch's own takes only bfloat16 under compile."""
-    import transformers.integrations.moe  # noqa: F401  # registers the op
-
     return torch.ops.transformers.grouped_mm_fallback(rows, weight, offs)  # type: ignore[no-any-return]  # an op
 
 

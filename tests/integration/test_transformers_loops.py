@@ -127,6 +127,7 @@ def test_experts_of_other_kinds_are_named_with_place_and_hint(family: str, reaso
     assert f"modeling_{family}.py:" in named[0].where.source
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 captures its loop outside of a graph")
 @pytest.mark.parametrize(
     "capacity", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(64, marks=pytest.mark.slow)]
 )

@@ -58,6 +58,7 @@ def test_scalars_say_what_the_report_says() -> None:
     json.loads(memfine_fx.report(optimized).to_json())
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11 says so at every start
 def test_profiles_name_layers_and_chunks() -> None:
     optimized = optimized_copy(layer(), rows_per_chunk=5)
     tokens = torch.randn(11, 16)
