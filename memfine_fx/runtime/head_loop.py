@@ -201,11 +201,23 @@ def _multiply(
         return
     if hidden_place is not None:
         hidden_place.zero_()
-    wide_hidden = None if weight_place is None else hidden.to(torch.float32)
+    wide_hidden = hidden if weight_place is None else hidden.to(torch.float32)
     for start in range(0, weight.shape[0], num_rows):
         part = slice(start, start + num_rows)
-        wide = gradients[:, part].to(torch.float32)
-        if hidden_place is not None:
-            hidden_place.addmm_(wide, weight[part].to(torch.float32))
-        if weight_place is not None and wide_hidden is not None:
-            weight_place[part].addmm_(wide.t(), wide_hidden)
+        weight_part = None if weight_place is None else weight_place[part]
+        _multiply_copies(hidden_place, weight_part, gradients[:, part], wide_hidden, weight[part])
+
+
+def _multiply_copies(
+    hidden_place: torch.Tensor | None,
+    weight_place: torch.Tensor | None,
+    gradients: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """Add the products of a part of the vocabulary, whose copies are gone before the next part's are made."""
+    wide = gradients.to(torch.float32)
+    if hidden_place is not None:
+        hidden_place.addmm_(wide, weight.to(torch.float32))
+    if weight_place is not None:
+        weight_place.addmm_(wide.t(), hidden)

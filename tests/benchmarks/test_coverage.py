@@ -13,7 +13,7 @@ from benchmarks.coverage.rows import CoverageRow
 from benchmarks.coverage.spellings import SPELLINGS
 
 FAMILIES = {family.name: family for family in moe_families()}
-CHEAP = ("olmoe", "jamba", *list(SPELLINGS)[::13])
+CHEAP = ("olmoe", "qwen3_vl_moe", *list(SPELLINGS)[::13])
 """What is checked in every run; tests/integration/test_spellings.py checks the layers of the others too."""
 
 

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.head_records import HeadLoss, HeadPlan
+from memfine_fx.memory.head_bytes import HeadBytes
+from memfine_fx.memory.measure import trace_memory
 from memfine_fx.runtime.head import head_loss
-from memfine_fx.runtime.head_loop import chunk_bounds
+from memfine_fx.runtime.head_loop import HeadInputs, chunk_bounds, run_head
 from memfine_fx.runtime.live_head import LiveHead, register_head
 
 T, H, V, R = 37, 16, 500, 10
@@ -90,17 +92,14 @@ def test_the_loss_and_every_gradient_are_those_of_the_plain_loss(loss: HeadLoss,
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("divided", [1, 3])
-def test_low_precision_is_no_further_from_the_truth_than_the_plain_loss(
-    loss: HeadLoss, dtype: torch.dtype, divided: int
-) -> None:
-    """Also where the loss is divided by a number that is no power of two, as when gradients are accumulated."""
+def test_low_precision_is_no_further_from_the_truth_than_the_plain_loss(loss: HeadLoss, dtype: torch.dtype) -> None:
+    """The loss is divided by a number that is no power of two, as when gradients are accumulated."""
     tokens = 400
     ours, theirs, labels = operands(dtype, tokens), operands(dtype, tokens), labels_for(loss, tokens)
     exact = as_double(ours)
-    (chunked(ours, labels, loss, rows=20) / divided).backward()
-    (plain(theirs, labels, loss) / divided).backward()
-    (plain(exact, labels, loss, torch.float64) / divided).backward()
+    (chunked(ours, labels, loss, rows=20) / 3).backward()
+    (plain(theirs, labels, loss) / 3).backward()
+    (plain(exact, labels, loss, torch.float64) / 3).backward()
     for one, other, truth in zip(ours, theirs, exact, strict=True):
         assert error(one.grad, truth.grad) <= 1.25 * error(other.grad, truth.grad)
 
@@ -181,6 +180,22 @@ def test_a_label_outside_the_vocabulary_is_an_error() -> None:
     labels[1] = V
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         chunked(operands(), labels, PLAIN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wanted", [(True, True, False), (True, False, False), (False, True, False)], ids=str)
+def test_what_is_measured_is_just_under_the_terms(
+    dtype: torch.dtype, wanted: tuple[bool, bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several chunks, and in low precision several parts of the vocabulary in each."""
+    monkeypatch.setattr("memfine_fx.memory.head_bytes._PRODUCT_BYTES", 1 << 20)
+    tokens, width, vocab, rows = 300, 64, 5000, 100
+    hidden, weight = torch.randn(tokens, width).to(dtype), torch.randn(vocab, width).to(dtype)
+    inputs = HeadInputs(hidden, weight, None, torch.randint(vocab, (tokens,)), None)
+    terms = HeadBytes(width, vocab, dtype.itemsize, has_softcap=False, wanted=wanted, device_type="cpu")
+    bounds = chunk_bounds(tokens, rows)
+    measured = trace_memory(lambda: run_head(inputs, PLAIN, bounds, wanted), torch.device("cpu")).peak_bytes
+    assert 0.9 * terms.peak(tokens, rows) <= measured <= terms.peak(tokens, rows)
 
 
 def test_chunks_are_even_and_none_is_too_large() -> None:
