@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.records import Job, Measurement, Row
 
@@ -23,8 +23,13 @@ class Summary:
     matmul_flops_per_second: float  # median over the processes of all jobs on the same device in the same dtype
 
 
-def summarise(rows: Sequence[Row]) -> Summary | None:
-    """None where no round of the job has figures."""
+def summarise(rows: Sequence[Row], run: Sequence[Row] | None = None) -> Summary | None:
+    """None where no round of the job has figures.
+
+    Args:
+        rows: of one job.
+        run: of all jobs beside it, itself among them; only it where not given.
+    """
     found = [row.measurement for row in rows if row.measurement is not None]
     if not found:
         return None
@@ -38,14 +43,14 @@ def summarise(rows: Sequence[Row]) -> Summary | None:
         step_seconds_max=max(every_step),
         peak_bytes=max(one.peak_bytes for one in found),
         cold_compile_seconds=cold[0] if cold else None,
-        matmul_flops_per_second=statistics.median(one.matmul_flops_per_second for one in found),
+        matmul_flops_per_second=_matmul_rate(rows if run is None else run, rows[0].job),
     )
 
 
 def summaries_of(rows: Sequence[Row]) -> list[Summary]:
     """Of every job that has figures, in the order of the rows."""
-    summaries = [summary for same in by_key(rows).values() if (summary := summarise(same)) is not None]
-    return [replace(summary, matmul_flops_per_second=_matmul_rate(rows, summary.job)) for summary in summaries]
+    found = [summarise(same, rows) for same in by_key(rows).values()]
+    return [summary for summary in found if summary is not None]
 
 
 def _matmul_rate(rows: Sequence[Row], job: Job) -> float:

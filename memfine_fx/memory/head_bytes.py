@@ -83,7 +83,7 @@ class HeadBytes:
     def results(self, num_tokens: Any) -> Any:
         """Bytes of the gradients that the op returns."""
         hidden, weight, bias = self.wanted
-        return hidden * num_tokens * self.hidden * 4 + weight * self.vocab * self.hidden * 4 + bias * self.vocab * 4
+        return 4 * (hidden * num_tokens * self.hidden + weight * self.vocab * self.hidden + bias * self.vocab)
 
 
 @dataclass(frozen=True)

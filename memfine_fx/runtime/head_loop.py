@@ -82,8 +82,8 @@ def run_head(
     mantissa, exponent = torch.frexp(torch.where(divisor == 0, torch.ones_like(divisor), 1 / divisor))
     results.power.copy_(torch.ldexp(torch.ones_like(divisor), exponent))
     total = torch.zeros_like(divisor)
-    results.weight.zero_()
-    results.bias.zero_()
+    for place in (results.hidden, results.weight, results.bias):
+        place.zero_()
     buffer: torch.Tensor | None = None
     for start, stop in bounds:
         hidden, labels = inputs.hidden[start:stop], inputs.labels[start:stop]
@@ -179,45 +179,28 @@ def _multiply(
     hidden: torch.Tensor,
     weight: torch.Tensor,
 ) -> None:
-    """Write gradients [R,V] @ weight [V,H] into one fp32 place, add gradients.T @ hidden [R,H] to the other.
+    """Add gradients [R,V] @ weight [V,H] to one fp32 place, gradients.T @ hidden [R,H] to the other.
 
     In low precision no product is rounded, and the vocabulary is walked in parts. CUDA multiplies low precision into
-    fp32; the CPU multiplies copies of the parts.
+    fp32; the CPU multiplies copies of the parts. In fp32 the one part is everything, and nothing is copied.
     """
-    if gradients.dtype is torch.float32:
-        if hidden_place is not None:
-            torch.mm(gradients, weight, out=hidden_place)
-        if weight_place is not None:
-            weight_place.addmm_(gradients.t(), hidden)
-        return
-    num_rows = product_rows(gradients.device.type, hidden.shape[0], hidden.shape[1])
-    if gradients.device.type == "cuda":
-        if hidden_place is not None:
-            hidden_place.copy_(torch.mm(gradients, weight, out_dtype=torch.float32))
-        if weight_place is not None:
-            parts = zip(torch.split(weight_place, num_rows), torch.split(gradients.t(), num_rows), strict=True)
-            for place, left in parts:
-                place.add_(torch.mm(left, hidden, out_dtype=torch.float32))
-        return
-    if hidden_place is not None:
-        hidden_place.zero_()
+    num_rows = weight.shape[0]
+    if gradients.dtype is not torch.float32:
+        num_rows = product_rows(gradients.device.type, hidden.shape[0], hidden.shape[1])
+        if gradients.device.type == "cuda":
+            if hidden_place is not None:
+                hidden_place.add_(torch.mm(gradients, weight, out_dtype=torch.float32))
+            if weight_place is not None:
+                parts = zip(torch.split(weight_place, num_rows), torch.split(gradients.t(), num_rows), strict=True)
+                for place, left in parts:
+                    place.add_(torch.mm(left, hidden, out_dtype=torch.float32))
+            return
     wide_hidden = hidden if weight_place is None else hidden.to(torch.float32)
     for start in range(0, weight.shape[0], num_rows):
         part = slice(start, start + num_rows)
-        weight_part = None if weight_place is None else weight_place[part]
-        _multiply_copies(hidden_place, weight_part, gradients[:, part], wide_hidden, weight[part])
-
-
-def _multiply_copies(
-    hidden_place: torch.Tensor | None,
-    weight_place: torch.Tensor | None,
-    gradients: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-) -> None:
-    """Add the products of a part of the vocabulary, whose copies are gone before the next part's are made."""
-    wide = gradients.to(torch.float32)
-    if hidden_place is not None:
-        hidden_place.addmm_(wide, weight.to(torch.float32))
-    if weight_place is not None:
-        weight_place.addmm_(wide.t(), hidden)
+        wide = gradients[:, part].to(torch.float32)
+        if hidden_place is not None:
+            hidden_place.addmm_(wide, weight[part].to(torch.float32))
+        if weight_place is not None:
+            weight_place[part].addmm_(wide.t(), wide_hidden)
+        del wide  # before the next part's copy is made
