@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 
+from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
 
 __all__ = ["live_peaks", "peak_bytes_at", "read_graph", "tensor_bytes"]
@@ -80,6 +81,9 @@ def read_graph(graph: fx.Graph, *, is_fused: bool, frees_inputs: Iterable[str] =
         start = 0 if owner.op == "placeholder" else position[made_by]
         stop = None if reader.op == "output" else position[reader] + 1
         allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, owner.op == "placeholder"))
+    for node, place in position.items():
+        if scratch := scratch_bytes(node):
+            allocations.append(Allocation(f"scratch of {_name(node.target)}", scratch, place, place + 1))
     return GraphMemory(tuple(allocations), tuple(_calls(graph)), len(position))
 
 

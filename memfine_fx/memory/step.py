@@ -34,7 +34,12 @@ SizeOf = Callable[[str, int], ChunkSize]
 
 def value_at(expr: sympy.Expr, sizes: Mapping[str, int]) -> int:
     """A number of tokens at given sizes."""
-    return int(expr.subs({symbol: sizes[str(symbol)] for symbol in expr.free_symbols}))
+    return _value(expr, frozenset((symbol, sizes[str(symbol)]) for symbol in expr.free_symbols))
+
+
+@functools.lru_cache(maxsize=1024)
+def _value(expr: sympy.Expr, values: frozenset[tuple[sympy.Symbol, int]]) -> int:
+    return int(expr.subs(dict(values)))
 
 
 @dataclass(frozen=True)

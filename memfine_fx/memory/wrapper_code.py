@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import fx
 
+from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
 
 __all__ = ["read_wrapper"]
@@ -42,7 +43,7 @@ def read_wrapper(source: str, graph: fx.Graph, frees_inputs: Iterable[str] = ())
     """
     try:
         body = _call_body(ast.parse(source))
-        reader = _Reader(_results_of_ops(graph), _input_bytes(graph, set(frees_inputs)))
+        reader = _Reader(_bytes_of_ops(graph), _input_bytes(graph, set(frees_inputs)))
         for statement in _flatten(body):
             reader.read(statement)
         return reader.finish()
@@ -68,15 +69,24 @@ def _flatten(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
-def _results_of_ops(graph: fx.Graph) -> dict[str, list[list[sympy.Expr]]]:
-    """Op as the wrapper spells it -> bytes of its results, call by call."""
-    results: dict[str, list[list[sympy.Expr]]] = defaultdict(list)
+@dataclass(frozen=True)
+class _OpBytes:
+    """Bytes of one call of an op: its results, and what it needs while it runs."""
+
+    results: list[sympy.Expr]
+    scratch: sympy.Expr
+
+
+def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
+    """Op as the wrapper spells it -> its calls."""
+    calls: dict[str, list[_OpBytes]] = defaultdict(list)
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             value = node.meta.get("val")
             values = value if isinstance(value, (tuple, list)) else [value]
-            results[f"torch.ops.{node.target}"].append([_tensor_bytes(one) for one in values])
-    return results
+            found = _OpBytes([_tensor_bytes(one) for one in values], scratch_bytes(node))
+            calls[f"torch.ops.{node.target}"].append(found)
+    return calls
 
 
 def _input_bytes(graph: fx.Graph, names: set[str]) -> dict[str, sympy.Expr]:
@@ -120,8 +130,8 @@ class _Storage:
 class _Reader:
     """Walks the statements; knows which names hold which storages."""
 
-    def __init__(self, results: dict[str, list[list[sympy.Expr]]], inputs: dict[str, sympy.Expr]) -> None:
-        self._results = {name: iter(calls) for name, calls in results.items()}
+    def __init__(self, ops: dict[str, list[_OpBytes]], inputs: dict[str, sympy.Expr]) -> None:
+        self._ops = {name: iter(calls) for name, calls in ops.items()}
         self._storages: list[_Storage] = []
         self._held: dict[str, list[_Storage]] = {}  # a name holds one storage, or all results of an op
         self._calls: list[Call] = []
@@ -163,9 +173,13 @@ class _Reader:
         elif function.startswith("empty_strided_"):
             device_type = function.removeprefix("empty_strided_").removesuffix("_pinned").split("_")[0]
             self._hold(name, [self._new(name, _requested_bytes(call, device_type))])
-        elif function.startswith("torch.ops.") and function in self._results:
+        elif function.startswith("torch.ops.") and function in self._ops:
             label = function.removeprefix("torch.ops.")
-            self._hold(name, [self._new(label, num_bytes) for num_bytes in next(self._results[function])])
+            op = next(self._ops[function])
+            self._hold(name, [self._new(label, num_bytes) for num_bytes in op.results])
+            if op.scratch:
+                scratch = Allocation(f"scratch of {label}", op.scratch, self._position, self._position + 1)
+                self._storages.append(_Storage(scratch))
             if function in _PHASES:
                 self._calls.append(call_of(self._position, _PHASES[function], _texts(call)))
         elif name.startswith("buf"):
