@@ -38,6 +38,7 @@ class Entry:
         static: bytes there before the step.
         compile_seconds: first step.
         plan_seconds: of them, deciding what is kept.
+        partition_seconds: of them, partitions beyond the one that a compilation without a budget makes.
     """
 
     workload: Workload
@@ -45,7 +46,20 @@ class Entry:
     predicted: int
     static: int
     compile_seconds: float
-    plan_seconds: float
+    plan_seconds: float = 0.0
+    partition_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Smallest feasible budget, peak of a step that keeps all that pays, seconds of the cold compile with that."""
+
+    least: int
+    most: int
+    cold_seconds: float
+
+    def budget(self, share: float) -> int:
+        return self.least + int(share * (self.most - self.least))
 
 
 def measure_front(job: Job) -> Measurement:
@@ -53,7 +67,8 @@ def measure_front(job: Job) -> Measurement:
     cold = is_cache_empty()
     device = torch.device(job.device)
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
-    entries = _entries(job, device)
+    limits = _limits(job)
+    entries = _entries(job, limits)
     seconds: dict[str, list[float]] = {name: [] for name in job.points}
     for _ in range(job.steps):
         for name, entry in entries.items():
@@ -69,12 +84,13 @@ def measure_front(job: Job) -> Measurement:
         "predicted_bytes": tuple(float(entry.predicted) for entry in entries.values()),
         "compile_seconds": tuple(entry.compile_seconds for entry in entries.values()),
         "plan_seconds": tuple(entry.plan_seconds for entry in entries.values()),
+        "partition_seconds": tuple(entry.partition_seconds for entry in entries.values()),
         "differs_by": tuple(_difference(entry.workload, expected) for entry in entries.values()),
     }
     last = entries[job.points[-1]].workload
     return Measurement(
         step_seconds=tuple(seconds[job.points[-1]]),
-        compile_seconds=0.0,
+        compile_seconds=limits.cold_seconds,
         cold=cold,
         peak_bytes=peaks[job.points[-1]],
         accumulating_peak_bytes=None,
@@ -92,29 +108,25 @@ def measure_front(job: Job) -> Measurement:
     )
 
 
-def _entries(job: Job, device: torch.device) -> dict[str, Entry]:
-    shares = [name for name in job.points if name.startswith(OURS)]
-    limits = _limits(job, device) if shares else (0, 0)
+def _entries(job: Job, limits: _Limits) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for name in job.points:
-        if name in shares:
-            share = float(name.removeprefix(OURS))
-            found[name] = _ours(job, limits[0] + int(share * (limits[1] - limits[0])))
+        if name.startswith(OURS):
+            found[name] = _ours(job, limits.budget(float(name.removeprefix(OURS))))
         else:
             find_peer("model", name)
             workload = build_model_workload(replace(job, workload="model", peer=name))
-            found[name] = Entry(workload, 0, 0, 0, _warmed(workload), 0.0)
+            found[name] = Entry(workload, 0, 0, 0, _warmed(workload))
             functorch_config.activation_memory_budget = 1.0
     return found
 
 
-def _limits(job: Job, device: torch.device) -> tuple[int, int]:
-    """(smallest feasible budget, peak of a step that keeps all that pays)."""
-    most = _ours(job, _UNLIMITED).predicted
+def _limits(job: Job) -> _Limits:
+    most = _ours(job, _UNLIMITED)  # the first of the process: nothing is cached yet
     try:
         _ours(job, 1 << 20)
     except BudgetInfeasible as error:
-        return error.minimum_bytes, most
+        return _Limits(error.minimum_bytes, most.predicted, most.compile_seconds)
     raise AssertionError("a model trained in one MiB")
 
 
@@ -126,9 +138,9 @@ def _ours(job: Job, budget: int | str) -> Entry:
     step = session.report().step
     assert step is not None, "a compiled step has a prediction"
     static = step.static_bytes - dict(step.static)["gradients before the step"]
-    spent = session.stage_seconds.get("fit", 0.0)
+    spent = [session.stage_seconds.get(stage, 0.0) for stage in ("fit", "further partitions")]
     limit = budget if isinstance(budget, int) else 0
-    return Entry(workload, limit, static + step.peak.num_bytes, static, seconds, spent)
+    return Entry(workload, limit, static + step.peak.num_bytes, static, seconds, *spent)
 
 
 def _warmed(workload: Workload) -> float:

@@ -1,8 +1,8 @@
 """Predicted against measured peaks of whole steps, budgets kept or not: ``workload`` "prediction:MODEL".
 
-MODEL is a transformers model type; its sizes come from the job. `Job.points` are budgets in order: "free" is none, and
-a number is that share of the bytes predicted without one. Where that is infeasible, the smallest budget that the error
-names is taken instead, which must then work.
+MODEL is a transformers model type; its sizes come from the job. `Job.points` are budgets in order: "free" is none, a
+number is that share of the bytes predicted without one, and "least" asks for far too little. Where a budget is
+infeasible, the smallest one that the error names is taken instead, which must then work.
 
 For each point the model is compiled anew, a step warms it up, and two are measured with the allocator's events: one
 as it is, and one with routers set to zero, so that all tokens go to the same experts, as no step before did.
@@ -25,6 +25,8 @@ from memfine_fx.memory.measure import trace_memory
 from memfine_fx.tiny import tiny_model
 
 NO_BUDGET = "free"
+LEAST = "least"
+_TOO_LITTLE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def measure_predictions(job: Job) -> Measurement:
         if name == NO_BUDGET:
             points.append(_point(job, device, 0))
             continue
-        wanted = int(float(name) * points[0].predicted)
+        wanted = _TOO_LITTLE if name == LEAST else int(float(name) * points[0].predicted)
         try:
             points.append(_point(job, device, wanted))
         except BudgetInfeasible as error:

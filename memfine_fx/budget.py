@@ -82,8 +82,8 @@ class GraphBudget:
         peak = step_peak([*others, trial], _size_of(self._session, self._graph, rows, self._head_tokens(rows)))
         return 0 if peak is None else int(peak.num_bytes * _ESTIMATE_MARGIN)
 
-    def timed(self) -> AbstractContextManager[None]:
-        return self._session.timed("fit")
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        return self._session.timed(stage)
 
     def rows_choices(self) -> Sequence[tuple[int | None, float]]:
         config = self._session.config

@@ -97,7 +97,7 @@ class Session:
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
-        stage_seconds: wall time spent in each stage of the pipeline ("find", "raise", "plan").
+        stage_seconds: wall time spent in each stage of the pipeline ("find", "raise", "plan", ...).
     """
 
     config: Config
@@ -108,6 +108,7 @@ class Session:
     capture_flags: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    _seconds_within: float = 0.0
     _warned_models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     _optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
     _stepped: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
@@ -115,12 +116,16 @@ class Session:
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
+        """Count this time as the stage's, without that of stages within it."""
         started = time.perf_counter()
+        before, self._seconds_within = self._seconds_within, 0.0
         try:
             yield
         finally:
             spent = time.perf_counter() - started
-            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + spent
+            own = spent - self._seconds_within
+            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + own
+            self._seconds_within = before + spent
 
     @property
     def has_chunked_last(self) -> bool:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memfine_fx.cost import DeviceRates
 from memfine_fx.memory.edits import Pair, keeping_in_region, keeping_results, sized
 from memfine_fx.memory.liveness import GraphMemory
-from memfine_fx.passes.dense import dense_results, is_attention, must_save
+from memfine_fx.passes.dense import DenseResult, dense_results, is_attention, must_save
 from memfine_fx.passes.keep import keep_choices, keep_in_regions
 from memfine_fx.records import Keep
 from memfine_fx.step_planner import Keepable, StepChoice, choose_step, ranked
@@ -86,8 +86,8 @@ class StepBudget(Protocol):
         """Bytes of the whole step with this forward and backward; rows a chunk, or as many as time asks for."""
         ...
 
-    def timed(self) -> AbstractContextManager[None]:
-        """Counts its time as planning."""
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        """Counts its time, without that of stages within it."""
         ...
 
     def rows_choices(self) -> Sequence[tuple[int | None, float]]:
@@ -128,15 +128,16 @@ def fit(
     _drop_wishes(gm.graph)
     budget.add_hints(gm.graph)
     partition = functools.partial(_with_hints, partition, budget)
-    with budget.timed():
+    with budget.timed("fit"):
         available = budget.available_bytes
         regions = _region_keepables(gm.graph, budget.rates)
     full_module, added = _with_regions(gm, _keeps(regions))
     full = partition(full_module, decision=_described(_keeps(regions), gm.graph))
     if budget.peak(full.forward_memory, full.backward_memory, None) <= available:
         return full
-    with budget.timed():
-        return _fit_less(gm, num_forward_outputs, partition, budget, regions, _without(_sized(full, budget), added))
+    with budget.timed("fit"):
+        tried = functools.partial(_timed, partition, budget)
+        return _fit_less(gm, num_forward_outputs, tried, budget, regions, _without(_sized(full, budget), added))
 
 
 def _with_hints(
@@ -149,6 +150,14 @@ def _with_hints(
     return found
 
 
+def _timed(
+    partition: Callable[..., Partition], budget: StepBudget, gm: fx.GraphModule, decision: str = ""
+) -> Partition:
+    """A partition beyond the first, which a compilation without a budget makes too."""
+    with budget.timed("further partitions"):
+        return partition(gm, decision=decision)
+
+
 def _fit_less(
     gm: fx.GraphModule,
     num_forward_outputs: int,
@@ -158,13 +167,14 @@ def _fit_less(
     plain: Pair,
 ) -> Partition:
     """Where not all that pays can be kept; `plain` is the full partition without what regions keep."""
-    lean_partition = _lean(gm, partition, num_forward_outputs)
+    results = dense_results(gm.graph, num_forward_outputs)
+    lean_partition = _lean(gm, partition, results)
     lean_pair = _sized(lean_partition, budget)
-    dense = _dense_keepables(gm.graph, num_forward_outputs, lean_pair[1], budget.rates)
+    dense = _dense_keepables(gm.graph, results, lean_pair[1], budget.rates)
     slower = max(0, _written(lean_pair) - _written(plain)) * 2 / budget.rates.copy_bytes
     bases = [_Base(plain, ranked(regions), False, 0.0), _Base(lean_pair, ranked([*dense, *regions]), True, slower)]
     for base, choice in itertools.islice(_by_time(bases, budget), _ATTEMPTS):
-        chosen = _realized(gm, partition, base, choice, num_forward_outputs)
+        chosen = _realized(gm, partition, base, choice, results)
         if budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows) <= budget.available_bytes:
             return chosen
     return lean_partition
@@ -195,7 +205,7 @@ def _realized(
     partition: Callable[..., Partition],
     base: _Base,
     choice: StepChoice,
-    num_forward_outputs: int,
+    results: Sequence[DenseResult],
 ) -> Partition:
     kept, left = base.ranking[: choice.num_kept], base.ranking[choice.num_kept :]
     keeps = _keeps(kept)
@@ -208,18 +218,22 @@ def _realized(
         f"{num_dense - len(dropped)} of {num_dense} dense results are kept, the others computed again in backward"
     )
     saved = {one.name for one in kept if one.keep == "nothing"}
-    return _leaned(module, partition, saved, num_forward_outputs, f"{decision}; {_described_regions(keeps, gm.graph)}")
+    return _leaned(module, partition, saved, results, f"{decision}; {_described_regions(keeps, gm.graph)}")
 
 
-def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], num_forward_outputs: int) -> Partition:
+def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[DenseResult]) -> Partition:
     decision = "no dense result is kept, all are computed again in backward; regions keep nothing"
-    return _leaned(_copied(gm), partition, set(), num_forward_outputs, decision)
+    return _leaned(_copied(gm), partition, set(), results, decision)
 
 
 def _leaned(
-    module: fx.GraphModule, partition: Callable[..., Partition], saved: set[str], num_outputs: int, decision: str
+    module: fx.GraphModule,
+    partition: Callable[..., Partition],
+    saved: set[str],
+    results: Sequence[DenseResult],
+    decision: str,
 ) -> Partition:
-    wanted = {result.name for result in dense_results(module.graph, num_outputs)} - saved
+    wanted = {result.name for result in results} - saved
     for node in module.graph.nodes:
         if node.name in saved and is_attention(node):
             must_save(node)
@@ -255,13 +269,13 @@ def _region_keepables(joint: fx.Graph, rates: DeviceRates) -> list[Keepable]:
 
 
 def _dense_keepables(
-    joint: fx.Graph, num_forward_outputs: int, backward: GraphMemory, rates: DeviceRates
+    joint: fx.Graph, results: Sequence[DenseResult], backward: GraphMemory, rates: DeviceRates
 ) -> list[Keepable]:
     """Dense results that the lean backward computes again."""
     made = {one.name for one in backward.allocations if not one.is_input}
     nodes = {node.name: node for node in joint.nodes}
     found = []
-    for result in dense_results(joint, num_forward_outputs):
+    for result in results:
         node = nodes[result.name]
         names = (node.name, *(user.name for user in node.users))
         storages = tuple(name for name in names if name in made)

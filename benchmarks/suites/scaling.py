@@ -6,6 +6,7 @@ from dataclasses import replace
 from benchmarks.fits import fit_line, fit_power
 from benchmarks.records import Row, Sizes
 from benchmarks.suites.base import Part, Suite
+from benchmarks.suites.layer import FULL as LAYER
 from benchmarks.summaries import MIB, Summary, align, summaries_of
 from benchmarks.targets import FULL_RECOMPUTE, at_least, at_most
 
@@ -14,6 +15,8 @@ LOADS = ("balanced", "zipf:0.5", "zipf:1", "zipf:1.5", "zipf:2", "one")
 EXPERTS = (8, 64, 256)
 TOP_K = (1, 8)
 LIMIT_BYTES = 32 * MIB
+LAYER_LIMIT_BYTES = 128 * MIB
+SKEW_ALLOWANCE = 1.02
 _LONG = Sizes(batch=1, sequence=4096, hidden=128, width=128, experts=8, top_k=2)
 _SKEWED = Sizes(batch=1, sequence=8192, hidden=128, width=256, experts=32, top_k=4)
 _WIDE = Sizes(batch=1, sequence=4096, hidden=256, width=64, experts=64, top_k=4)
@@ -58,9 +61,21 @@ def _parts(quick: bool) -> Sequence[Part]:
     ]
     if quick:
         return sweeps
+    of_layer_suite = [
+        Part("sweep", LAYER, "float32", ("compile", "memfine"), load="balanced", points=loads, steps=1),
+        Part(
+            "longest",
+            LAYER,
+            "float32",
+            (FULL_RECOMPUTE, "memfine"),
+            limit_bytes=LAYER_LIMIT_BYTES,
+            steps=1,
+        ),
+    ]
     shapes = [*(replace(_WIDE, experts=experts) for experts in EXPERTS), *(replace(_WIDE, top_k=k) for k in TOP_K)]
     return [
         *sweeps,
+        *of_layer_suite,
         *(Part("layer", sizes, "float32", ("compile", "memfine"), steps=3) for sizes in shapes),
         Part("layer", _SKEWED, "float32", _ROWS_PEERS, steps=3),
     ]
@@ -74,11 +89,16 @@ def _conclude(rows: Sequence[Row]) -> str:
     searches = [one for one in summaries if one.job.workload == "longest"]
     texts = [
         _growth(over_tokens) if over_tokens else "",
-        _skew(over_loads) if over_loads else "",
-        _longest(searches) if searches else "",
+        *(_skew(same) for same in _by_sizes(over_loads)),
+        *(_longest(same) for same in _by_sizes(searches)),
         _shapes([one for one in summaries if one.job.workload == "layer"]),
     ]
     return "\n\n".join(text for text in texts if text)
+
+
+def _by_sizes(summaries: Sequence[Summary]) -> list[list[Summary]]:
+    sizes = dict.fromkeys(one.job.sizes for one in summaries)
+    return [[one for one in summaries if one.job.sizes == same] for same in sizes]
 
 
 def points_of(summary: Summary) -> list[float]:
@@ -130,8 +150,11 @@ def _skew(sweeps: Sequence[Summary]) -> str:
         peaks, seconds = one.last.series["peak_bytes"], one.last.series["seconds"]
         growth = [f"{max(peaks) / peaks[0]:.3f}", f"{seconds[-1] / seconds[0]:.2f}"]
         cells.append([one.job.peer, *(f"{peak / MIB:.2f}" for peak in peaks), *growth])
-    ours = [one.last.series["peak_bytes"] for one in sweeps if one.job.peer == "memfine-R512"]
-    verdicts = [at_most("memfine-R512: worst load's peak against the even one's", max(p) / p[0], 1.02) for p in ours]
+    verdicts = [
+        at_most(f"{peer}: worst load's peak against the even one's", max(peaks) / peaks[0], SKEW_ALLOWANCE)
+        for one in sweeps
+        if (peer := one.job.peer).startswith("memfine") and (peaks := one.last.series["peak_bytes"])
+    ]
     return "\n".join([f"Peak MiB by load, {sweeps[0].job.sizes}", align(cells), *verdicts])
 
 

@@ -25,6 +25,7 @@ def front_row(*, ours_seconds: float = 1.0, ours_peak: float = 90.0) -> Row:
         "predicted_bytes": (0.0, 0.0, 41 * MIB, 160 * MIB),
         "compile_seconds": (0.0, 10.0, 10.0, 10.0),
         "plan_seconds": (0.0, 0.0, 0.1, 0.1),
+        "partition_seconds": (0.0, 0.0, 0.7, 1.4),
         "differs_by": (0.0, 1e-6, 1e-6, 1e-6),
     }
     row = row_of("memfine", peak_mib=1, seconds=1.0)
@@ -57,6 +58,19 @@ def test_a_front_is_compared_with_the_fastest_peer_that_fits(seconds: float, wor
 def test_a_peak_above_its_budget_is_said() -> None:
     (text,) = conclusions([front_row(ours_peak=170.0)])
     assert any(line.startswith("NOT MET") and "against its budget" in line for line in text.splitlines())
+
+
+def test_planning_is_compared_with_the_cold_compile() -> None:
+    (text,) = conclusions([front_row()])
+    assert "met     planning against the cold compile of 7 s: 0.014" in text
+    assert "further partitions of the graph, against the same: 0.200" in text
+
+
+def test_the_smallest_budget_is_compared_with_what_works() -> None:
+    (of_front,) = conclusions([front_row()])
+    (of_predictions,) = conclusions([prediction_row(86.0)])
+    assert "NOT MET smallest budget named against the bytes with which its step works: 1.250" in of_front
+    assert "met     smallest budget named against the bytes with which its step works, largest: 1.047" in of_predictions
 
 
 @pytest.mark.parametrize(("predicted", "word"), [(86.0, "met"), (80.0, "NOT MET")])

@@ -78,7 +78,17 @@ def test_growth_is_fitted_over_the_longer_half() -> None:
 def test_skew_is_the_worst_load_over_the_even_one() -> None:
     (text,) = conclusions([_sweep("memfine", ("load=balanced", "load=one"), (100, 125), (1, 3))])
 
-    assert text.splitlines()[-1].split()[-2:] == ["1.250", "3.00"]
+    assert text.splitlines()[-2].split()[-2:] == ["1.250", "3.00"]
+    assert text.splitlines()[-1].startswith("NOT MET memfine: worst load's peak")
+
+
+def test_sweeps_of_other_sizes_are_tables_of_their_own() -> None:
+    small = _sweep("memfine", ("load=balanced", "load=one"), (100, 101), (1, 1))
+    large = replace(small, job=replace(small.job, sizes=replace(small.job.sizes, hidden=4 * small.job.sizes.hidden)))
+
+    (text,) = conclusions([small, large])
+
+    assert text.count("Peak MiB by load") == text.count("met     memfine: worst load's peak") == 2
 
 
 def test_the_longest_sequence_is_compared_with_full_recomputation() -> None:
