@@ -12,7 +12,7 @@ from benchmarks.harness import read_rows
 from benchmarks.records import Row
 from benchmarks.suites import SUITES
 from benchmarks.summaries import MIB, Summary, summaries_of
-from benchmarks.tables import fraction_of_matmul_rate, machine_lines
+from benchmarks.tables import conclusions, fraction_of_matmul_rate, machine_lines
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/benchmarks.md")
@@ -28,6 +28,7 @@ _LABELS = {
     "liger-tiled": "Liger tiled MLP around the block",
     "batched_mm": "transformers `batched_mm`",
     "memfine": "**memfine**",
+    "memfine-unlimited": '**memfine, `memory_budget="100TiB"`: keeps what pays**',
     "memfine-tokens": "memfine, tokens axis (the paper's FCDA)",
     "memfine+checkpoint": "**memfine + gradient checkpointing**",
     "memfine+head": "**memfine, head chunked**",
@@ -85,16 +86,27 @@ def model_block(rows: Sequence[Row]) -> str:
     return "\n".join([*_heading(rows), *lines, *_without_figures(rows), "", _model_ratios(summaries)])
 
 
+def said_block(rows: Sequence[Row]) -> str:
+    """The suite's own words about its rows, its targets among them."""
+    said = "\n\n".join(conclusions(rows))
+    return "\n".join([f"{_source(rows)}:", "", "```text", said, "```", *_without_figures(rows)])
+
+
 def _heading(rows: Sequence[Row]) -> list[str]:
-    suite = rows[0].job.suite
+    return [f"{rows[0].job.sizes} ({_source(rows)}):", ""]
+
+
+def _source(rows: Sequence[Row]) -> str:
+    """The command that makes such rows, and where it was run."""
+    suite, steps = rows[0].job.suite, {row.job.steps for row in rows}
     rounds = 1 + max(row.round for row in rows)
-    steps = rows[0].job.steps
-    machines = "; ".join(machine_lines(rows))
     peers = {row.job.peer for row in rows}
-    usual = {peer for part in SUITES[suite].parts(False) for peer in part.peers}
+    parts = SUITES[suite].parts(False)
+    usual = {peer for part in parts for peer in part.peers}
     chosen = "" if peers == usual else f" --peers {','.join(dict.fromkeys(row.job.peer for row in rows))}"
-    command = f"python -m benchmarks run --suite {suite}{chosen} --rounds {rounds} --steps {steps}"
-    return [f"{rows[0].job.sizes} (`{command}`; {machines}):", ""]
+    times = "" if all(part.steps for part in parts) else f" --steps {max(steps)}"
+    command = f"python -m benchmarks run --suite {suite}{chosen} --rounds {rounds}{times}"
+    return f"`{command}`; {'; '.join(machine_lines(rows))}"
 
 
 def _without_figures(rows: Sequence[Row]) -> list[str]:
@@ -142,4 +154,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "layer": _from("layer_cpu.jsonl", layer_block),
     "model": _from("model_cpu.jsonl", model_block),
     "vocab": _from("vocab_cpu.jsonl", model_block),
+    "budget": _from("budget_cpu.jsonl", said_block),
+    "scaling": _from("scaling_cpu.jsonl", said_block),
+    "moeblaze": _from("moeblaze_cpu.jsonl", said_block),
+    "compile": _from("compile_cpu.jsonl", said_block),
+    "paper": _from("paper_cpu.jsonl", said_block),
 }

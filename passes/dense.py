@@ -76,14 +76,15 @@ def must_save(node: fx.Node) -> None:
 def _flops(node: fx.Node) -> int:
     """FLOPs of a node by torch's own formulas; 0 where it has none (elementwise work, opaque ops)."""
     packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry and not is_attention(node):
+        return 0
     args: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), _at_hints)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=_at_hints(node)))
-    if is_attention(node):  # torch has no formula for the CPU's
-        query, key, value = (tuple(one.shape) for one in args[:3])
-        return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
-    return 0
+    # torch has no formula for the CPU's attention
+    query, key, value = (tuple(one.shape) for one in args[:3])
+    return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
 
 
 def _num_bytes(node: fx.Node) -> int:

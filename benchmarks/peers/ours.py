@@ -37,9 +37,23 @@ def tokens_peer(name: str, **fields: Any) -> Peer:
 _HEAD = memfine_fx.Config(returns_logits=False)  # logits of a training step are given up, so that the head is chunked
 _BUDGET = r"memfine-(\d+(?:[kMGT]i?)?B)"
 
-LAYER = (rows_peer("memfine"), tokens_peer("memfine-tokens"))
+# A budget that nothing exceeds: regions keep what spares time, and nothing dense is computed again.
+_UNLIMITED = "100TiB"
+
+LAYER = (
+    rows_peer("memfine"),
+    tokens_peer("memfine-tokens"),
+    Peer("memfine-unlimited", layer(memory_budget=_UNLIMITED), "nothing", is_compiled=True, is_memfine=True),
+)
 MODEL = (
     Peer("memfine", _model(eager), "first projection", is_compiled=True, is_memfine=True),
+    Peer(
+        "memfine-unlimited",
+        _model(eager, memory_budget=_UNLIMITED),
+        "nothing",
+        is_compiled=True,
+        is_memfine=True,
+    ),
     Peer("memfine+checkpoint", _model(model_checkpointed), "forward", is_compiled=True, is_memfine=True),
     Peer("memfine+head", _model(eager, config=_HEAD), "first projection", is_compiled=True, is_memfine=True),
     Peer(

@@ -28,6 +28,7 @@ _PEERS = (
     "scattermoe",
     "megablocks",
     "memfine",
+    "memfine-unlimited",
     "memfine-R512",
     "memfine-tokens",
 )
@@ -44,7 +45,16 @@ _QUICK_PEERS = (
     "memfine",
     "memfine-tokens",
 )
-_BF16_PEERS = ("eager", "eager+checkpoint", "compile", "compile+checkpoint", "diy", "memfine", "memfine-tokens")
+_BF16_PEERS = (
+    "eager",
+    "eager+checkpoint",
+    "compile",
+    "compile+checkpoint",
+    "diy",
+    "memfine",
+    "memfine-unlimited",
+    "memfine-tokens",
+)
 
 
 def _parts(quick: bool) -> Sequence[Part]:

@@ -41,6 +41,7 @@ _PEERS = (
     "memfine",
     "memfine+checkpoint",
     "memfine-640MiB",
+    "memfine-unlimited",
 )
 _QUICK_PEERS = ("eager", "compile", "compile+checkpoint", "memfine", "memfine+checkpoint")
 

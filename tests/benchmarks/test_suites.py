@@ -70,7 +70,7 @@ def test_growth_is_fitted_over_the_longer_half() -> None:
 
     (text,) = conclusions([_sweep("memfine", points, (500, 500, 900, 1700), (1, 2, 4, 8))])
 
-    cells = text.splitlines()[-2].split()
+    cells = text.splitlines()[-3].split()
     assert cells[5:8] == ["200", "1.56", "0.0"]  # bytes a token; outputs of 128 bytes; MiB at T=0
     assert cells[-1] == "1.00"
 
