@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,15 +40,8 @@ def living_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Op
     is why a session asks once; an optimizer made later shows itself when it steps.
     """
     wanted = {id(parameter) for parameter in parameters}
-    classes = set(_subclasses(torch.optim.Optimizer))
-    found: list[torch.optim.Optimizer] = [one for one in gc.get_objects() if type(one) in classes]
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
     return [one for one in found if any(id(param) in wanted for group in one.param_groups for param in group["params"])]
-
-
-def _subclasses(base: type) -> Iterator[type]:
-    yield base
-    for one in base.__subclasses__():
-        yield from _subclasses(one)
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
