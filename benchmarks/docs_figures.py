@@ -1,4 +1,5 @@
-"""The figures of docs/ that are drawn from the package itself: a region, its chunks, its peak by rows a chunk.
+"""The figures of docs/ that are drawn from the package itself: a region, its chunks, its peak by rows a chunk; and the
+front of budgets, from the committed rows.
 
     python -m benchmarks.docs_figures
 
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.readme import ROOT
+from benchmarks.figures import pictures_of
+from benchmarks.harness import read_rows
+from benchmarks.readme import RESULTS, ROOT
 from memfine_fx.api import explain
 from memfine_fx.config import Config
 from memfine_fx.figure import blank_figure
@@ -22,7 +25,7 @@ from memfine_fx.runtime.routing import SliceCounter, sort_assignments
 from memfine_fx.runtime.schedule import Chunk, rows_schedule, tokens_schedule
 from memfine_fx.tiny import tiny_causal_lm
 
-__all__ = ["draw_chunks", "draw_peaks", "draw_region"]
+__all__ = ["draw_chunks", "draw_front", "draw_peaks", "draw_region"]
 
 MIB = 2**20
 NUM_TOKENS, NUM_EXPERTS, TOP_K, ROWS, TOKENS_PER_SLICE = 1024, 16, 2, 256, 512
@@ -72,6 +75,13 @@ def draw_peaks(path: Path) -> None:
     figure.savefig(path)
 
 
+def draw_front(path: Path) -> None:
+    """Step time by bytes of the whole step, from the rows of the benchmark suite `budget`."""
+    rows = [row for row in read_rows(RESULTS / "budget_cpu.jsonl") if row.job.workload == "front"]
+    (picture,) = pictures_of(rows)
+    path.write_bytes(picture.png)
+
+
 def _routing(exponent: float) -> torch.Tensor:
     """[T,K] different experts a token, drawn with weights 1 / rank^exponent."""
     weights = torch.arange(1, NUM_EXPERTS + 1, dtype=torch.float64).pow(-exponent)
@@ -93,6 +103,7 @@ def main() -> None:
     draw_region(folder / "region.svg")
     draw_chunks(folder / "chunks.png")
     draw_peaks(folder / "rows_per_chunk.png")
+    draw_front(folder / "front.png")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-from torch._functorch import config as functorch_config
 
 from benchmarks.machine import matmul_rate
 from benchmarks.measuring import is_cache_empty
@@ -117,7 +116,6 @@ def _entries(job: Job, limits: _Limits) -> dict[str, Entry]:
             find_peer("model", name)
             workload = build_model_workload(replace(job, workload="model", peer=name))
             found[name] = Entry(workload, 0, 0, 0, _warmed(workload))
-            functorch_config.activation_memory_budget = 1.0
     return found
 
 

@@ -6,7 +6,7 @@ from benchmarks.peers.base import Forward, Peer, Recompute
 __all__ = ["Forward", "Peer", "Recompute", "find_peer", "peer_names"]
 
 _LAYER = {peer.name: peer for module in (plain, chunked, kernels, ours) for peer in module.LAYER}
-_MODEL = {peer.name: peer for module in (plain, ours) for peer in module.MODEL}
+_MODEL = {peer.name: peer for module in (plain, chunked, ours) for peer in module.MODEL}
 _FAMILIES = (chunked.family_member, paper.family_member, ours.family_member)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.peers.base import Forward, Peer, Wrap, compiled, needs, num_token_chunks
+from benchmarks.peers.plain import eager, model_checkpointed
 from benchmarks.records import Sizes
 
 
@@ -22,6 +23,17 @@ def by_hand(num_chunks: int | None = None) -> Wrap:
             return torch.cat([checkpoint(module, chunk, use_reentrant=False) for chunk in chunks], dim=1)
 
         return forward
+
+    return wrap
+
+
+def _in_model(eager_model: Wrap) -> Wrap:
+    """The same around the MoE block of each layer of a model."""
+
+    def wrap(model: Any, sizes: Sizes) -> Forward:
+        for layer in model.model.layers:
+            layer.mlp.forward = by_hand()(layer.mlp.forward, sizes)
+        return eager_model(model, sizes)
 
     return wrap
 
@@ -61,6 +73,11 @@ LAYER = (
     Peer("deepspeed-tiled", _deepspeed, "forward", missing=needs("deepspeed")),
     Peer("liger-tiled", _liger, "forward", missing=needs("liger_kernel", "triton")),
     Peer("unsloth-tiled", _unsloth, "forward", missing=needs("unsloth_zoo", "triton", cuda=True)),
+)
+MODEL = (
+    Peer("diy", _in_model(eager), "forward"),
+    Peer("diy+compile", compiled(_in_model(eager), dynamic=True), "forward", is_compiled=True),
+    Peer("diy+checkpoint", _in_model(model_checkpointed), "forward"),
 )
 
 

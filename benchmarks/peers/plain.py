@@ -1,8 +1,10 @@
 """PyTorch alone: eager, torch.compile, activation checkpointing, and torch's own memory budget."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.peers.base import Forward, Peer, Wrap, compiled
@@ -31,10 +33,13 @@ def model_checkpointed(model: Any, sizes: Sizes) -> Forward:
 def _with_budget(ratio: float, *, dynamic: bool | None) -> Wrap:
     """The partitioner keeps activations up to this share of what it would keep unbounded."""
 
+    def compile_with_budget(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=ratio):
+            return compile_fx(gm, inputs)
+
     def wrap(module: Any, sizes: Sizes) -> Forward:
-        # Set for the rest of this process: it is read when the first call compiles.
-        torch._functorch.config.activation_memory_budget = ratio
-        forward: Forward = torch.compile(module, dynamic=dynamic)
+        # A backend of its own: Dynamo would take what it has compiled for an equal module under another ratio.
+        forward: Forward = torch.compile(module, dynamic=dynamic, backend=compile_with_budget)
         return forward
 
     return wrap

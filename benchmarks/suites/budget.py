@@ -28,6 +28,7 @@ QUICK = Sizes(
     vocab=512,
 )  # fmt: skip
 _PLAIN = ("eager", "eager+checkpoint", "compile", "compile+checkpoint")
+_CHUNKED = ("diy", "diy+checkpoint", "diy+compile")
 _RATIOS = ("compile-budget0.1", "compile-budget0.3", "compile-budget0.5", "compile-budget0.7", "compile-budget0.9")
 _BUDGETS = tuple(f"{OURS}{tenth / 9:.2f}" for tenth in range(10))
 TIME_ALLOWANCE = 1.03
@@ -37,12 +38,12 @@ PLANNING_SHARE = 0.02
 
 def _parts(quick: bool) -> Sequence[Part]:
     if quick:
-        points = (*_PLAIN, f"{OURS}0", f"{OURS}0.5", f"{OURS}1")
+        points = (*_PLAIN, *_CHUNKED[:2], f"{OURS}0", f"{OURS}0.5", f"{OURS}1")
         return [
             Part("front", QUICK, "float32", ("memfine",), points=points, steps=3),
             Part("prediction:qwen3_moe", QUICK, "float32", ("memfine",), points=(NO_BUDGET, LEAST)),
         ]
-    points = (*_PLAIN, *_RATIOS, *_BUDGETS)
+    points = (*_PLAIN, *_CHUNKED, *_RATIOS, *_BUDGETS)
     return [
         Part("front", FRONT, "float32", ("memfine",), points=points, steps=9),
         *(
