@@ -31,7 +31,7 @@ from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.heads import lower_heads, lowered_heads, plan_heads
 from memfine_fx.inner import compile_plain, compile_with_regions
 from memfine_fx.logs import trace_artifact
-from memfine_fx.memory.region_bytes import RegionBytes
+from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, provenance, tensor_of
@@ -289,6 +289,7 @@ def _region_bytes(
     wanted = (True, bodies.has_weight, *trained_groups)
     trained = [param for param in params if param.requires_grad]
     is_low_precision = any(accumulator_dtype(param.dtype) is not param.dtype for param in trained)
+    elements = _gradient_elements(region) if is_low_precision else []
     weight = None if region.routing_weight is None else tensor_of(region.routing_weight)
     keeping = None if keep == "nothing" else bodies.keeping(keep, wanted)
     pairs = [] if keeping is None else [(keeping.forward, keeping.backward)]
@@ -305,7 +306,8 @@ def _region_bytes(
         accumulator_item_bytes=accumulator_dtype(output.dtype).itemsize,
         weight_item_bytes=0 if weight is None else weight.dtype.itemsize,
         param_bytes=sum(_num_bytes(param) for param in trained),
-        staging_bytes=_staging_bytes(region) if is_low_precision else 0,
+        staging_bytes=4 * sum(elements),
+        added_bytes=added_bytes(max(elements, default=0), 2, output.device.type),
         forward_peak=sympy.Max(*(forward.peak_bytes for forward, _ in pairs)),
         backward_peak=sympy.Max(*(backward.peak_bytes for _, backward in pairs)),
         takes_group=bodies.takes_group,
@@ -317,15 +319,13 @@ def _region_bytes(
     )
 
 
-def _staging_bytes(region: MoERegion) -> int:
-    """fp32 staging of one split expert's gradients and the product being added."""
-    num_experts = region.dims.num_experts
-    elements = [
-        int(group[0].numel()) // (num_experts if kind == "expert" else 1)
+def _gradient_elements(region: MoERegion) -> list[int]:
+    """Of one expert, by parameter whose gradient is wanted."""
+    return [
+        int(group[0].numel()) // (region.dims.num_experts if kind == "expert" else 1)
         for group, kind in zip(_param_groups(region), region.expert_fn.param_kinds, strict=True)
         if any(param.requires_grad for param in group)
     ]
-    return 4 * sum(elements) + 2 * max(elements)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ from torch import fx
 
 from memfine_fx.config import Axis, MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
-from memfine_fx.memory.region_bytes import RegionBytes, region_peak
+from memfine_fx.memory.region_bytes import RegionBytes, added_bytes, region_peak
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.planner import plan_region
@@ -181,7 +181,8 @@ def _region_bytes(sizes: LayerSizes) -> RegionBytes:
         accumulator_item_bytes=4,
         weight_item_bytes=dtype.itemsize,
         param_bytes=num_experts * num_weights * dtype.itemsize,
-        staging_bytes=4 * num_weights + 4 * width * hidden if is_low_precision else 0,
+        staging_bytes=4 * num_weights if is_low_precision else 0,
+        added_bytes=added_bytes(2 * width * hidden, 2, place.type) if is_low_precision else 0,
         forward_peak=forward.peak_bytes,
         backward_peak=backward.peak_bytes,
         takes_group=False,

@@ -20,7 +20,15 @@ import sympy
 from memfine_fx.config import Axis
 from memfine_fx.memory.symbols import GROUPS, ROWS
 
-__all__ = ["ChunkSize", "RegionBytes", "Travel", "region_peak", "region_workspace", "workspace_expression"]
+__all__ = [
+    "ChunkSize",
+    "RegionBytes",
+    "Travel",
+    "added_bytes",
+    "region_peak",
+    "region_workspace",
+    "workspace_expression",
+]
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class RegionBytes:
         weight_item_bytes: bytes per element of the routing weight, 0 without one.
         param_bytes: bytes of all expert parameters whose gradient is wanted.
         staging_bytes: fp32 gradients of one expert, where a split expert needs them.
+        added_bytes: what is added to these, at most; see `added_bytes`.
         forward_peak, backward_peak: of one body call, in R (and G).
         takes_group: whether a chunk may hold several experts.
         device_type: "cpu" or "cuda".
@@ -71,6 +80,7 @@ class RegionBytes:
     backward_peak: sympy.Expr
     takes_group: bool
     device_type: str
+    added_bytes: int = 0
     flops_per_row: int = 0
     forward_results: sympy.Expr | None = None
     backward_results: sympy.Expr | None = None
@@ -87,6 +97,11 @@ class ChunkSize:
 
     rows: int
     stages: bool = True
+
+
+def added_bytes(num_elements: int, item_bytes: int, device_type: str) -> int:
+    """A product of low precision on its way into fp32 sums: a CPU cannot add the two and makes it again in fp32."""
+    return num_elements * (item_bytes + (4 if device_type == "cpu" else 0))
 
 
 def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "rows") -> dict[str, int]:
@@ -145,7 +160,7 @@ def workspace_expression(
 
 
 def _staging_bytes(region: RegionBytes, axis: Axis) -> int:
-    return region.staging_bytes * (region.num_experts if axis == "tokens" else 1)
+    return region.staging_bytes * (region.num_experts if axis == "tokens" else 1) + region.added_bytes
 
 
 def _forward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str, Any]:

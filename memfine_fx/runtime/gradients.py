@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from memfine_fx.memory.region_bytes import added_bytes
 from memfine_fx.records import ParamKind
 
 __all__ = ["ParamGradient"]
@@ -37,6 +38,7 @@ class ParamGradient:
         self._written = [False] * num_slots
         self._item_bytes = tensors[0].element_size()
         self._is_low_precision = tensors[0].dtype in (torch.bfloat16, torch.float16)
+        self._device_type = tensors[0].device.type
         self._staging: dict[int, torch.Tensor] = {}
 
     def add_product(self, expert: int, left: torch.Tensor, right: torch.Tensor, *, is_part: bool) -> None:
@@ -80,7 +82,7 @@ class ParamGradient:
             return 0
         elements = max((value.numel() for value in self._values if value is not None), default=0)
         elements //= len(self._written) if self._kind == "expert" else 1
-        return elements * (4 + self._item_bytes)
+        return 4 * elements + added_bytes(elements, self._item_bytes, self._device_type)
 
     def finish(self, expert: int) -> None:
         """Write an expert's staged gradient to its place; nothing more will be added to it."""

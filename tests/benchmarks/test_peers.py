@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.peers import find_peer, peer_names
+from benchmarks.peers import find_peer
 from benchmarks.peers.base import needs
 from benchmarks.worker import measure
 from tests.benchmarks.rows import EAGER, TINY
@@ -42,8 +42,3 @@ def test_a_missing_package_and_a_missing_device_are_named() -> None:
     assert needs("no_such_package_here")("cpu") == "no_such_package_here not installed"
     assert needs("torch", cuda=True)("cpu") == "its kernels need a CUDA device"
     assert needs("torch", cuda=True)("cuda") is None
-
-
-def test_the_model_has_its_own_checkpointing() -> None:
-    assert "diy" not in peer_names("model")
-    assert find_peer("model", "eager+checkpoint").wrap is not find_peer("layer", "eager+checkpoint").wrap

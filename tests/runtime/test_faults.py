@@ -184,7 +184,7 @@ def test_backward_names_its_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(CASES["bf16"])
     with injecting(monkeypatch, lambda number, chunk: True), pytest.raises(ChunkOutOfMemory) as caught:
         run_backward(layer.grad, layer.routed, layer.bodies, layer.chunks, *layer.wanted)
-    assert dict(caught.value.terms)["gradient staging of an expert"] == HIDDEN * WIDTH * (4 + 2)
+    assert dict(caught.value.terms)["gradient staging of an expert"] == HIDDEN * WIDTH * (4 + 2 + 4)
 
 
 def test_other_errors_pass_through_at_once() -> None:
