@@ -86,7 +86,7 @@ def measure_predictions(job: Job) -> Measurement:
 
 def _point(job: Job, device: torch.device, budget: int) -> Point:
     torch._dynamo.reset()
-    model, inputs = _build(job, device)
+    model, inputs = build_predicted(job, device)
     memfine_fx.optimize(model, memory_budget=budget or None, dynamic=True)
 
     def step() -> None:
@@ -95,7 +95,7 @@ def _point(job: Job, device: torch.device, budget: int) -> Point:
     step()
     predicted, measured, seconds = _traced(model, step, device)
     with torch.no_grad():
-        for router in _routers(model):
+        for router in routers_of(model):
             router.zero_()
     skewed_predicted, skewed_measured, _ = _traced(model, step, device)
     return Point(budget, 0, predicted, measured, skewed_predicted, skewed_measured, seconds)
@@ -112,13 +112,15 @@ def _traced(model: torch.nn.Module, step: Any, device: torch.device) -> tuple[in
     return predicted, static + trace.peak_bytes, statistics.fmean([trace.times_us[-1] / 1e6])
 
 
-def _routers(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+def routers_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The weights that choose experts."""
     for name, parameter in model.named_parameters():
         if any(part in name for part in ("gate.weight", "router.weight", "router.layer.weight", "gate.wg.weight")):
             yield parameter
 
 
-def _build(job: Job, device: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
+def build_predicted(job: Job, device: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The model of a job and its inputs."""
     torch.manual_seed(job.seed)
     sizes = job.sizes
     made = tiny_model(
@@ -149,7 +151,8 @@ def _fields(job: Job) -> dict[str, Any]:
         "num_experts": sizes.experts,
         "num_local_experts": sizes.experts,
     }
-    if model == "deepseek_v3":  # heads have parts of their own sizes there, experts another name
+    if model == "deepseek_v3":  # heads have parts of their own sizes there and each its own key, experts another name
         del fields["head_dim"]
+        fields |= {"num_key_value_heads": sizes.heads}
         fields |= {"n_routed_experts": sizes.experts, "kv_lora_rank": 64, "q_lora_rank": 64, "v_head_dim": 64}
     return fields

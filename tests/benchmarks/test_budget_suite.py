@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.figures import pictures_of
 from benchmarks.jobs import jobs_of
+from benchmarks.predictions import build_predicted, routers_of
 from benchmarks.records import Row
-from benchmarks.suites.budget import front_points
+from benchmarks.suites.budget import MODELS, front_points
 from benchmarks.summaries import summaries_of
 from benchmarks.tables import conclusions
 from tests.benchmarks.rows import row_of
@@ -77,6 +79,14 @@ def test_the_smallest_budget_is_compared_with_what_works() -> None:
 def test_a_prediction_that_is_short_is_said(predicted: float, word: str) -> None:
     (text,) = conclusions([prediction_row(predicted)])
     assert next(line for line in text.splitlines() if "lowest prediction" in line).startswith(word)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_of_the_predictions_runs(model: str) -> None:
+    (*_, job) = jobs_of("budget", quick=True, peers=None, steps=1)
+    module, inputs = build_predicted(replace(job, workload=f"prediction:{model}"), torch.device("cpu"))
+    assert torch.isfinite(module(**inputs).loss)
+    assert list(routers_of(module))
 
 
 def test_a_front_is_drawn() -> None:
