@@ -20,9 +20,10 @@ from memfine_fx.config import Config
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.dataflow import node_value
-from memfine_fx.passes.fit import Partition, StepBudget
+from memfine_fx.passes.fit import StepBudget
 from memfine_fx.passes.kernel_order import KernelOrder
 from memfine_fx.passes.partition import StepPartitioner, freed_inputs
+from memfine_fx.passes.partitioned import Partition
 from memfine_fx.passes.region_distance import RegionDistance
 
 __all__ = ["compile_plain", "compile_with_regions"]

@@ -10,7 +10,8 @@ Terms
    full and of the lean partition, edited (`memory.edits`), so that no graph is partitioned to ask. From full, regions
    are spared; to lean, dense results and regions are added. What lean costs in elementwise work is counted.
 3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept.
-4. If nothing fits, lean it is: rows per chunk have to do the rest.
+4. If nothing fits, it is lean or the partition of steps without a budget (`spare`), whichever holds less: rows per chunk
+   have to do the rest. Lean is not always the smaller one: attention that is written out brings back all its scores.
 """
 
 from __future__ import annotations
@@ -32,34 +33,17 @@ from memfine_fx.memory.edits import Pair, keeping_in_region, keeping_results, si
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.passes.dense import DenseResult, dense_results, is_attention, must_save
 from memfine_fx.passes.keep import keep_choices, keep_in_regions
+from memfine_fx.passes.partitioned import RECOMPUTES_ELEMENTWISE, Partition
+from memfine_fx.passes.spare import spared
 from memfine_fx.records import Keep
 from memfine_fx.step_planner import Keepable, StepChoice, choose_step, ranked
 
-__all__ = ["RECOMPUTES_ELEMENTWISE", "Partition", "StepBudget", "fit"]
-
-RECOMPUTES_ELEMENTWISE = {
-    "ban_recompute_used_far_apart": False,
-    "ban_recompute_long_fusible_chains": False,
-    "ban_recompute_materialized_backward": False,
-    "ban_recompute_not_in_allowlist": False,
-}
-"""Settings of functorch's partitioner with which elementwise work is computed again wherever that saves bytes."""
+__all__ = ["StepBudget", "fit"]
 
 _ATTEMPTS = 3
 _WITHOUT_RANDOM_STATE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """The CPU's attention knows no dropout and is computed again where that saves bytes, wished or not; a wish would make
 the partitioner save a random state for it, for nothing."""
-
-
-@dataclass(frozen=True)
-class Partition:
-    """A forward and a backward graph, what each would hold, and what was decided."""
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    forward_memory: GraphMemory
-    backward_memory: GraphMemory
-    decision: str = ""
 
 
 class StepBudget(Protocol):
@@ -177,7 +161,12 @@ def _fit_less(
         chosen = _realized(gm, partition, base, choice, results)
         if budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows) <= budget.available_bytes:
             return chosen
-    return lean_partition
+    smallest_rows = budget.rows_choices()[-1][0]
+    spared_partition = spared(_copied(gm), results, partition)
+    return min(
+        (lean_partition, spared_partition),
+        key=lambda one: budget.peak(one.forward_memory, one.backward_memory, smallest_rows),
+    )
 
 
 def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, StepChoice]]:

@@ -36,13 +36,16 @@ import memfine_fx.runtime.head
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.passes.dense import is_attention, must_save
-from memfine_fx.passes.fit import Partition, StepBudget, fit
+from memfine_fx.passes.fit import StepBudget, fit
 from memfine_fx.passes.normalize import fake_mode_of
+from memfine_fx.passes.partitioned import Partition
 from memfine_fx.passes.spare import spare
 
 __all__ = ["Partition", "StepPartitioner"]
 
-_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("partition.py", "spare.py", "fit.py", "dense.py"))
+_FILES = tuple(
+    str(Path(__file__).with_name(name)) for name in ("partition.py", "partitioned.py", "spare.py", "fit.py", "dense.py")
+)
 _WITH_RANDOM_STATE = (run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state)
 _NEVER_RECOMPUTED = (
     torch.ops.memfine.route.default,

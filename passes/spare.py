@@ -13,9 +13,9 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.passes.dense import DenseResult, dense_results, is_attention, must_save
-from memfine_fx.passes.fit import RECOMPUTES_ELEMENTWISE, Partition
+from memfine_fx.passes.partitioned import RECOMPUTES_ELEMENTWISE, Partition
 
-__all__ = ["spare"]
+__all__ = ["spare", "spared"]
 
 _SHARE = 0.02
 _STEP_PER_FORWARD = 3
@@ -32,7 +32,17 @@ def spare(gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[...,
     """
     if any("ac_graph_id" in node.meta for node in gm.graph.nodes):
         return None
-    results = dense_results(gm.graph, num_forward_outputs)
+    return spared(gm, dense_results(gm.graph, num_forward_outputs), partition)
+
+
+def spared(gm: fx.GraphModule, results: list[DenseResult], partition: Callable[..., Partition]) -> Partition:
+    """The same, whatever the model's checkpoints are.
+
+    Args:
+        gm: as above.
+        results: its dense results.
+        partition: as above.
+    """
     again = {result.name for result in _cheapest(results)}
     for node in gm.graph.nodes:
         if node.name in again:

@@ -125,18 +125,35 @@ def _said_of_front(summary: Summary) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class PredictedPoint:
+    """One budget of one model: bytes of whole steps, as compiled and with all tokens sent to the same K experts."""
+
+    model: str
+    dtype: str
+    point: str
+    budget: float
+    predicted: float
+    measured: float
+    skewed_predicted: float
+    skewed_measured: float
+
+    @property
+    def needed(self) -> float:
+        """Whatever the routing."""
+        return max(self.measured, self.skewed_measured)
+
+
 def _said_of_predictions(summaries: Sequence[Summary]) -> str:
     cells = [["model", "dtype", "budget", "budget MiB", "peak MiB", "error", "peak, all to K", "error"]]
     errors: list[float] = []
-    kept: list[float] = []
     found = list(_predictions(summaries))
-    for model, dtype, point, budget, predicted, measured, skewed_predicted, skewed in found:
-        errors += [predicted / measured - 1, skewed_predicted / skewed - 1]
-        if budget:
-            kept.append(max(measured, skewed) / budget)
-        shown = f"{budget / MIB:.2f}" if budget else "-"
-        peaks = [f"{measured / MIB:.2f}", f"{errors[-2]:+.2%}", f"{skewed / MIB:.2f}", f"{errors[-1]:+.2%}"]
-        cells.append([model, dtype, point, shown, *peaks])
+    for one in found:
+        errors += [one.predicted / one.measured - 1, one.skewed_predicted / one.skewed_measured - 1]
+        shown = f"{one.budget / MIB:.2f}" if one.budget else "-"
+        peaks = [f"{one.measured / MIB:.2f}", f"{errors[-2]:+.2%}"]
+        skewed = [f"{one.skewed_measured / MIB:.2f}", f"{errors[-1]:+.2%}"]
+        cells.append([one.model, one.dtype, one.point, shown, *peaks, *skewed])
     close = sum(abs(error) <= 0.05 for error in errors) / len(errors)
     lines = [
         f"Predicted peaks of whole steps: {len(errors)} combinations, exact allocator bytes",
@@ -144,24 +161,31 @@ def _said_of_predictions(summaries: Sequence[Summary]) -> str:
         at_least("share within 5% of the measured peak", close, 0.9),
         at_least("lowest prediction against the measured peak", min(errors), -0.02),
     ]
+    kept = [one.needed / one.budget for one in found if one.budget]
     if kept:
         lines.append(at_most("largest peak against its budget", max(kept), 1.0))
-    least = [budget / max(measured, skewed) for *_, point, budget, _, measured, _, skewed in found if point == LEAST]
+    least = list(_least_against_what_works(found))
     if least:
-        what = "smallest budget named against the bytes with which its step works, largest"
+        what = "smallest budget named against the fewest bytes with which a step works, largest"
         lines.append(at_most(what, max(least), LEAST_ALLOWANCE))
     return "\n".join(lines)
 
 
-def _predictions(summaries: Sequence[Summary]) -> Iterator[tuple[str, str, str, float, float, float, float, float]]:
+def _least_against_what_works(found: Sequence[PredictedPoint]) -> Iterator[float]:
+    """Per model and dtype: the budget named, over the fewest bytes that a plan measured here needs."""
+    for key in dict.fromkeys((one.model, one.dtype) for one in found):
+        same = [one for one in found if (one.model, one.dtype) == key]
+        fewest = min(one.needed for one in same)
+        yield from (one.budget / fewest for one in same if one.point == LEAST)
+
+
+def _predictions(summaries: Sequence[Summary]) -> Iterator[PredictedPoint]:
     names = ("budget", "predicted", "measured", "skewed_predicted", "skewed_measured")
     for summary in summaries:
+        model = summary.job.workload.partition(":")[2]
         columns = zip(*(summary.last.series[name] for name in names), strict=True)
-        for point, (budget, predicted, measured, skewed_predicted, skewed) in zip(
-            summary.job.points, columns, strict=True
-        ):
-            model = summary.job.workload.partition(":")[2]
-            yield model, summary.job.dtype, point, budget, predicted, measured, skewed_predicted, skewed
+        for point, values in zip(summary.job.points, columns, strict=True):
+            yield PredictedPoint(model, summary.job.dtype, point, *values)
 
 
 SUITE = Suite(

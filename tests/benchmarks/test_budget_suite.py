@@ -72,7 +72,10 @@ def test_the_smallest_budget_is_compared_with_what_works() -> None:
     (of_front,) = conclusions([front_row()])
     (of_predictions,) = conclusions([prediction_row(86.0)])
     assert "NOT MET smallest budget named against the bytes with which its step works: 1.250" in of_front
-    assert "met     smallest budget named against the bytes with which its step works, largest: 1.047" in of_predictions
+    assert (
+        "met     smallest budget named against the fewest bytes with which a step works, largest: 1.047"
+        in of_predictions
+    )
 
 
 @pytest.mark.parametrize(("predicted", "word"), [(86.0, "met"), (80.0, "NOT MET")])
