@@ -31,7 +31,7 @@ from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.heads import lower_heads, lowered_heads, plan_heads
 from memfine_fx.inner import compile_plain, compile_with_regions
 from memfine_fx.logs import trace_artifact
-from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
+from memfine_fx.memory.region_bytes import RegionBytes, added_bytes, product_scratch
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, provenance, tensor_of
@@ -289,7 +289,8 @@ def _region_bytes(
     wanted = (True, bodies.has_weight, *trained_groups)
     trained = [param for param in params if param.requires_grad]
     is_low_precision = any(accumulator_dtype(param.dtype) is not param.dtype for param in trained)
-    elements = _gradient_elements(region) if is_low_precision else []
+    shapes = _gradient_shapes(region) if is_low_precision else []
+    elements = [math.prod(shape) for shape in shapes]
     weight = None if region.routing_weight is None else tensor_of(region.routing_weight)
     keeping = None if keep == "nothing" else bodies.keeping(keep, wanted)
     pairs = [] if keeping is None else [(keeping.forward, keeping.backward)]
@@ -315,14 +316,15 @@ def _region_bytes(
         forward_results=sympy.Max(*(forward.results_bytes for forward, _ in pairs)),
         backward_results=sympy.Max(*(backward.results_bytes for _, backward in pairs)),
         device_type=output.device.type,
+        product_scratch=product_scratch(shapes, 2, output.device.type),
         travel=None if exchange is None else exchange.travel,
     )
 
 
-def _gradient_elements(region: MoERegion) -> list[int]:
+def _gradient_shapes(region: MoERegion) -> list[tuple[int, ...]]:
     """Of one expert, by parameter whose gradient is wanted."""
     return [
-        int(group[0].numel()) // (region.dims.num_experts if kind == "expert" else 1)
+        tuple(map(int, group[0].shape[1 if kind == "expert" else 0 :]))
         for group, kind in zip(_param_groups(region), region.expert_fn.param_kinds, strict=True)
         if any(param.requires_grad for param in group)
     ]

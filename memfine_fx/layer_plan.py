@@ -10,7 +10,7 @@ from torch import fx
 
 from memfine_fx.config import Axis, MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
-from memfine_fx.memory.region_bytes import RegionBytes, added_bytes, region_peak
+from memfine_fx.memory.region_bytes import RegionBytes, added_bytes, product_scratch, region_peak
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.planner import plan_region
@@ -189,6 +189,7 @@ def _region_bytes(sizes: LayerSizes) -> RegionBytes:
         flops_per_row=bodies.flops_per_row,
         forward_results=forward.results_bytes,
         backward_results=backward.results_bytes,
+        product_scratch=product_scratch([(2 * width, hidden)], dtype.itemsize, place.type),
         device_type=place.type,
     )
 

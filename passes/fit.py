@@ -10,8 +10,8 @@ Terms
    full and of the lean partition, edited (`memory.edits`), so that no graph is partitioned to ask. From full, regions
    are spared; to lean, dense results and regions are added. What lean costs in elementwise work is counted.
 3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept.
-4. If nothing fits, it is lean or the partition of steps without a budget (`spare`), whichever holds less: rows per chunk
-   have to do the rest. Lean is not always the smaller one: attention that is written out brings back all its scores.
+4. If nothing fits, it is lean or the partition of steps without a budget (`spare`), whichever holds less; fewer rows a
+   chunk have to do the rest. Lean need not be the smaller: attention that is written out brings back all its scores.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ chunk         R rows: gathered rows and gradients, the body's peak, casts and st
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ __all__ = [
     "RegionBytes",
     "Travel",
     "added_bytes",
+    "product_scratch",
     "region_peak",
     "region_workspace",
     "workspace_expression",
@@ -62,6 +63,7 @@ class RegionBytes:
         flops_per_row: of the expert function's matmuls on one row.
         forward_results, backward_results: bytes that one body call returns, in R (and G): what is alive while they are
             cast and added. Without them the body's peak is taken.
+        product_scratch: bytes that a kernel takes for one product of a weight's gradient, in R; see `product_scratch`.
         travel: where experts live on several ranks; then rows of all ranks may come, and N is no bound on R.
     """
 
@@ -84,6 +86,7 @@ class RegionBytes:
     flops_per_row: int = 0
     forward_results: sympy.Expr | None = None
     backward_results: sympy.Expr | None = None
+    product_scratch: sympy.Expr = sympy.S.Zero
     travel: Travel | None = None
 
     def at_most(self, rows: int, num_tokens: int) -> int:
@@ -102,6 +105,26 @@ class ChunkSize:
 def added_bytes(num_elements: int, item_bytes: int, device_type: str) -> int:
     """A product of low precision on its way into fp32 sums: a CPU cannot add the two and makes it again in fp32."""
     return num_elements * (item_bytes + (4 if device_type == "cpu" else 0))
+
+
+def product_scratch(shapes: Iterable[Sequence[int]], item_bytes: int, device_type: str) -> sympy.Expr:
+    """Bytes in R of oneDNN's blocks of a low-precision product [a,R] @ [R,b] on a CPU; 0 elsewhere.
+
+    At least what it took at sizes of 192 to 2048 and 97 to 2048 rows, where it grew no more beyond 512 rows
+    (tests/memory/test_kernel_scratch.py asks it of the machine at hand).
+
+    Args:
+        shapes: of the gradients, [a,b]; others have no product.
+        item_bytes: of an element; at 4 it is not oneDNN that multiplies.
+        device_type: "cpu" or "cuda".
+    """
+    widths = max((sum(shape) for shape in shapes if len(shape) == 2), default=0)
+    if device_type != "cpu" or item_bytes >= 4:
+        return sympy.Integer(0)
+    return sympy.Rational(3, 2) * item_bytes * widths * sympy.Min(ROWS + _PADDING_ROWS, _BLOCK_ROWS)
+
+
+_PADDING_ROWS, _BLOCK_ROWS = 48, 560
 
 
 def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "rows") -> dict[str, int]:
@@ -186,7 +209,8 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str
     cast = 0
     if region.accumulator_item_bytes != region.item_bytes:
         cast = rows * region.hidden * region.accumulator_item_bytes
-    chunk += _called(region.backward_peak, region.backward_results, cast, region, rows) + _index_chunk(rows)
+    after = max(cast, _body(region.product_scratch, region, rows))
+    chunk += _called(region.backward_peak, region.backward_results, after, region, rows) + _index_chunk(rows)
     if region.travel is not None:
         chunk = _travelling(region, region.travel, rows, chunk, backward=True)
     return {
@@ -228,10 +252,10 @@ def _held(item_bytes: int, accumulator_bytes: int) -> int:
     return accumulator_bytes if item_bytes == accumulator_bytes else item_bytes + accumulator_bytes
 
 
-def _called(peak: sympy.Expr, results: sympy.Expr | None, cast: int, region: RegionBytes, rows: int) -> int:
-    """The larger of a body call and the cast of one of its results, when the call's own tensors are gone."""
+def _called(peak: sympy.Expr, results: sympy.Expr | None, after: int, region: RegionBytes, rows: int) -> int:
+    """The larger of a body call and what is made of its results, when the call's own tensors are gone."""
     called = _body(peak, region, rows)
-    return called + cast if results is None else max(called, _body(results, region, rows) + cast)
+    return called + after if results is None else max(called, _body(results, region, rows) + after)
 
 
 def _body(peak: sympy.Expr, region: RegionBytes, rows: int) -> int:

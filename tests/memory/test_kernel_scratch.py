@@ -9,6 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.memory.region_bytes import product_scratch
+from memfine_fx.memory.symbols import ROWS
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -52,6 +54,25 @@ def test_scratch_is_what_the_allocator_sees(queries: int, keys: int, head: int, 
         measured = trace_memory(call, torch.device("cpu")).peak_bytes - results
         most_packed = 0 if dtype is torch.float32 or target is FORWARD else PACKED_BYTES * torch.get_num_threads()
         assert 0 < measured <= counted(graph, target, sizes) <= 1.02 * measured + most_packed
+
+
+@pytest.mark.parametrize("rows", [97, 539, 1500])
+@pytest.mark.parametrize(("width", "hidden"), [(512, 256), (192, 320)])
+def test_scratch_of_a_gradients_product_is_no_more_than_is_counted(width: int, hidden: int, rows: int) -> None:
+    left, right = torch.randn(rows, width).bfloat16().t(), torch.randn(rows, hidden).bfloat16()
+    out = torch.empty(width, hidden, dtype=torch.bfloat16)
+    torch.mm(left, right, out=out)
+    measured = trace_memory(lambda: torch.mm(left, right, out=out), torch.device("cpu")).peak_bytes
+    assert measured <= product_scratch([(width, hidden), (7,)], 2, "cpu").subs(ROWS, rows)
+
+
+def test_products_elsewhere_need_none() -> None:
+    assert (
+        product_scratch([(8, 8)], 4, "cpu")
+        == product_scratch([(8, 8)], 2, "cuda")
+        == product_scratch([], 2, "cpu")
+        == 0
+    )
 
 
 def test_other_operations_need_none() -> None:
