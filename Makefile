@@ -65,13 +65,13 @@ types: setup  ## mypy --strict on the package (never on ".")
 check: lint types test  ## what a change must pass
 
 bench: setup  ## the CPU benchmark suites, their rows and one page of all of them in $(OUT)
-	for suite in layer model compile paper moeblaze scaling memory; do \
+	for suite in layer model vocab compile paper moeblaze scaling memory budget; do \
 	    $(BIN)/python -m benchmarks run --suite $$suite --json "$(OUT)/$${suite}_cpu.jsonl" || exit 1; \
 	done
 	$(BIN)/python -m benchmarks report "$(OUT)"/*_cpu.jsonl --out "$(OUT)/report_cpu.html"
 
 bench-quick: setup  ## every CPU suite at small sizes: shows that all works
-	for suite in layer model compile paper moeblaze scaling memory; do \
+	for suite in layer model vocab compile paper moeblaze scaling memory budget; do \
 	    $(BIN)/python -m benchmarks run --suite $$suite --quick --steps 2 || exit 1; \
 	done
 
