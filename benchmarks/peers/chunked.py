@@ -32,10 +32,20 @@ def _in_model(eager_model: Wrap) -> Wrap:
 
     def wrap(model: Any, sizes: Sizes) -> Forward:
         for layer in model.model.layers:
-            layer.mlp.forward = by_hand()(layer.mlp.forward, sizes)
+            layer.mlp.forward = _of_sequences(by_hand()(layer.mlp.forward, sizes))
         return eager_model(model, sizes)
 
     return wrap
+
+
+def _of_sequences(run: Forward) -> Forward:
+    """Sequences of a batch laid end to end, so that a chunk of them is contiguous, as blocks expect."""
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = run(hidden.reshape(1, -1, hidden.shape[-1]))
+        return out.reshape(hidden.shape)
+
+    return forward
 
 
 def _deepspeed(module: Any, sizes: Sizes) -> Forward:

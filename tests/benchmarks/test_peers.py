@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.jobs import jobs_of
 from benchmarks.peers import find_peer
 from benchmarks.peers.base import needs
 from benchmarks.worker import measure
+from benchmarks.workloads.model import build_model_workload
 from tests.benchmarks.rows import EAGER, TINY
 
 SIZES = replace(TINY, sequence=2048)  # two chunks of 2048 rows
@@ -42,3 +44,12 @@ def test_a_missing_package_and_a_missing_device_are_named() -> None:
     assert needs("no_such_package_here")("cpu") == "no_such_package_here not installed"
     assert needs("torch", cuda=True)("cpu") == "its kernels need a CUDA device"
     assert needs("torch", cuda=True)("cuda") is None
+
+
+@pytest.mark.parametrize("name", ["diy", "diy+checkpoint"])
+def test_chunks_by_hand_change_no_model(name: str) -> None:
+    job = next(job for job in jobs_of("model", quick=True, peers=["eager"], steps=1) if job.peer == "eager")
+    job = replace(job, sizes=replace(job.sizes, sequence=1024))  # 2048 tokens, two chunks across sequences
+    expected, found = (build_model_workload(replace(job, peer=peer)) for peer in ("eager", name))
+    assert float(found.step()) == pytest.approx(float(expected.step()), rel=1e-5)
+    assert found.gradient_norm() == pytest.approx(expected.gradient_norm(), rel=1e-4)
