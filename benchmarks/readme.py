@@ -157,6 +157,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "budget": _from("budget_cpu.jsonl", said_block),
     "scaling": _from("scaling_cpu.jsonl", said_block),
     "moeblaze": _from("moeblaze_cpu.jsonl", said_block),
-    "compile": _from("compile_cpu.jsonl", said_block),
     "paper": _from("paper_cpu.jsonl", said_block),
 }
