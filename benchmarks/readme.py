@@ -98,13 +98,14 @@ def _heading(rows: Sequence[Row]) -> list[str]:
 
 def _source(rows: Sequence[Row]) -> str:
     """The command that makes such rows, and where it was run."""
-    suite, steps = rows[0].job.suite, {row.job.steps for row in rows}
+    suite = rows[0].job.suite
     rounds = 1 + max(row.round for row in rows)
     peers = {row.job.peer for row in rows}
     parts = SUITES[suite].parts(False)
     usual = {peer for part in parts for peer in part.peers}
     chosen = "" if peers == usual else f" --peers {','.join(dict.fromkeys(row.job.peer for row in rows))}"
-    times = "" if all(part.steps for part in parts) else f" --steps {max(steps)}"
+    steps = {row.job.steps for row in rows} - {part.steps for part in parts}  # those that the command says
+    times = f" --steps {max(steps)}" if steps else ""
     command = f"python -m benchmarks run --suite {suite}{chosen} --rounds {rounds}{times}"
     return f"`{command}`; {'; '.join(machine_lines(rows))}"
 
