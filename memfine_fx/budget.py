@@ -25,6 +25,8 @@ from memfine_fx.session import CapturedGraph, Session
 
 __all__ = ["GraphBudget", "budget_bytes", "budget_of_graph", "choose_head_plan", "choose_plan", "unbounded_rows"]
 
+_SCALAR_BYTES = 64
+"""Left free for what autograd makes outside the graphs: the loss's gradient and its like."""
 _ESTIMATE_MARGIN = 1.02
 """What an estimate made before compilation may be short of the compiled code (docs/design.md, "The step's peak")."""
 
@@ -218,7 +220,7 @@ def _available_bytes(session: Session, device: torch.device) -> int | None:
     budget = budget_bytes(session.config, device)
     if budget is None:
         return None
-    return budget - sum(session.static_terms().values()) - session.foreseen_bytes()
+    return budget - sum(session.static_terms().values()) - session.foreseen_bytes() - _SCALAR_BYTES
 
 
 def _as_terms(peak: StepPeak) -> dict[str, int]:
