@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.machine import matmul_rate
 from benchmarks.measuring import is_cache_empty
-from benchmarks.peers import find_peer
 from benchmarks.records import Job, Measurement
 from benchmarks.workloads.base import Workload
 from benchmarks.workloads.model import build_model_workload
@@ -23,7 +22,6 @@ from memfine_fx.memory.measure import trace_memory
 from memfine_fx.session import sessions
 
 OURS = "memfine@"
-_UNLIMITED = "100TiB"
 
 
 @dataclass(frozen=True)
@@ -113,14 +111,13 @@ def _entries(job: Job, limits: _Limits) -> dict[str, Entry]:
         if name.startswith(OURS):
             found[name] = _ours(job, limits.budget(float(name.removeprefix(OURS))))
         else:
-            find_peer("model", name)
             workload = build_model_workload(replace(job, workload="model", peer=name))
             found[name] = Entry(workload, 0, 0, 0, _warmed(workload))
     return found
 
 
 def _limits(job: Job) -> _Limits:
-    most = _ours(job, _UNLIMITED)  # the first of the process: nothing is cached yet
+    most = _ours(job)  # the first of the process: nothing is cached yet
     try:
         _ours(job, 1 << 20)
     except BudgetInfeasible as error:
@@ -128,8 +125,8 @@ def _limits(job: Job) -> _Limits:
     raise AssertionError("a model trained in one MiB")
 
 
-def _ours(job: Job, budget: int | str) -> Entry:
-    peer = f"memfine-{budget}B" if isinstance(budget, int) else f"memfine-{budget}"
+def _ours(job: Job, budget: int = 0) -> Entry:
+    peer = f"memfine-{budget}B" if budget else "memfine-unlimited"
     workload = build_model_workload(replace(job, workload="model", peer=peer))
     seconds = _warmed(workload)
     session = sessions()[-1]
@@ -137,8 +134,7 @@ def _ours(job: Job, budget: int | str) -> Entry:
     assert step is not None, "a compiled step has a prediction"
     static = step.static_bytes - dict(step.static)["gradients before the step"]
     spent = [session.stage_seconds.get(stage, 0.0) for stage in ("fit", "further partitions")]
-    limit = budget if isinstance(budget, int) else 0
-    return Entry(workload, limit, static + step.peak.num_bytes, static, seconds, *spent)
+    return Entry(workload, budget, static + step.peak.num_bytes, static, seconds, *spent)
 
 
 def _warmed(workload: Workload) -> float:

@@ -31,7 +31,8 @@ from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.heads import lower_heads, lowered_heads, plan_heads
 from memfine_fx.inner import compile_plain, compile_with_regions
 from memfine_fx.logs import trace_artifact
-from memfine_fx.memory.region_bytes import RegionBytes, added_bytes, product_scratch
+from memfine_fx.memory.kernel_scratch import product_scratch
+from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, provenance, tensor_of

@@ -10,7 +10,8 @@ from torch import fx
 
 from memfine_fx.config import Axis, MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
-from memfine_fx.memory.region_bytes import RegionBytes, added_bytes, product_scratch, region_peak
+from memfine_fx.memory.kernel_scratch import product_scratch
+from memfine_fx.memory.region_bytes import RegionBytes, added_bytes, region_peak
 from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.planner import plan_region

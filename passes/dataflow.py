@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from memfine_fx.memory.sizes import size_expr
 from memfine_fx.records import Where
 
 __all__ = [
@@ -124,20 +125,14 @@ def is_float_tensor(node: fx.Node) -> bool:
 def same_size(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
     """Whether two sizes are equal as expressions; never adds a guard."""
     if isinstance(left, torch.SymInt) or isinstance(right, torch.SymInt):
-        return bool((_expr(left) - _expr(right)).expand() == 0)
+        return bool((size_expr(left) - size_expr(right)).expand() == 0)
     return left == right
 
 
 def static_size(size: int | torch.SymInt) -> int | None:
     """The number behind a size, also where a guard has since pinned its symbol; None while it is symbolic."""
-    expr = _expr(size)
+    expr = size_expr(size)
     return int(expr) if expr.is_number else None
-
-
-def _expr(size: int | torch.SymInt):  # type: ignore[no-untyped-def]  # sympy ships no types
-    import sympy
-
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 def target_name(node: fx.Node) -> str:

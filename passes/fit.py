@@ -11,7 +11,7 @@ Terms
    are spared; to lean, dense results and regions are added. What lean costs in elementwise work is counted.
 3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept.
 4. If nothing fits, it is lean or the partition of steps without a budget (`spare`), whichever holds less; fewer rows a
-   chunk have to do the rest. Lean need not be the smaller: attention that is written out brings back all its scores.
+   chunk have to do the rest. Lean need not be the smaller: in gpt_oss, whose attention is written out, it is not.
 """
 
 from __future__ import annotations

@@ -151,15 +151,14 @@ def _skew(sweeps: Sequence[Summary]) -> str:
     cells = [
         ["peer", *(point.partition("=")[2] for point in sweeps[0].job.points), "worst/balanced", "time, one/balanced"]
     ]
+    verdicts: list[str] = []
     for one in sweeps:
         peaks, seconds = one.last.series["peak_bytes"], one.last.series["seconds"]
         growth = [f"{max(peaks) / peaks[0]:.3f}", f"{seconds[-1] / seconds[0]:.2f}"]
         cells.append([one.job.peer, *(f"{peak / MIB:.2f}" for peak in peaks), *growth])
-    verdicts = [
-        at_most(f"{peer}: worst load's peak against the even one's", max(peaks) / peaks[0], SKEW_ALLOWANCE)
-        for one in sweeps
-        if (peer := one.job.peer).startswith("memfine") and (peaks := one.last.series["peak_bytes"])
-    ]
+        if one.job.peer.startswith("memfine"):
+            what = f"{one.job.peer}: worst load's peak against the even one's"
+            verdicts.append(at_most(what, max(peaks) / peaks[0], SKEW_ALLOWANCE))
     return "\n".join([f"Peak MiB by load, {sweeps[0].job.sizes}", align(cells), *verdicts])
 
 

@@ -20,6 +20,7 @@ from torch import fx
 
 from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
+from memfine_fx.memory.sizes import size_expr
 
 __all__ = ["live_peaks", "peak_bytes_at", "read_graph", "tensor_bytes"]
 
@@ -196,6 +197,6 @@ def tensor_bytes(node: fx.Node) -> sympy.Expr:
         size: sympy.Expr = sympy.Integer(value.dtype.itemsize)
         shape: Any = value.shape
         for length in shape:
-            size = size * (length.node.expr if isinstance(length, torch.SymInt) else length)
+            size = size * size_expr(length)
         total = total + size
     return total

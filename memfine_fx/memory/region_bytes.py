@@ -11,7 +11,7 @@ chunk         R rows: gathered rows and gradients, the body's peak, casts and st
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,6 @@ __all__ = [
     "RegionBytes",
     "Travel",
     "added_bytes",
-    "product_scratch",
     "region_peak",
     "region_workspace",
     "workspace_expression",
@@ -63,7 +62,7 @@ class RegionBytes:
         flops_per_row: of the expert function's matmuls on one row.
         forward_results, backward_results: bytes that one body call returns, in R (and G): what is alive while they are
             cast and added. Without them the body's peak is taken.
-        product_scratch: bytes that a kernel takes for one product of a weight's gradient, in R; see `product_scratch`.
+        product_scratch: bytes that a kernel takes for one product of a weight's gradient, in R; see `kernel_scratch`.
         travel: where experts live on several ranks; then rows of all ranks may come, and N is no bound on R.
     """
 
@@ -105,26 +104,6 @@ class ChunkSize:
 def added_bytes(num_elements: int, item_bytes: int, device_type: str) -> int:
     """A product of low precision on its way into fp32 sums: a CPU cannot add the two and makes it again in fp32."""
     return num_elements * (item_bytes + (4 if device_type == "cpu" else 0))
-
-
-def product_scratch(shapes: Iterable[Sequence[int]], item_bytes: int, device_type: str) -> sympy.Expr:
-    """Bytes in R of oneDNN's blocks of a low-precision product [a,R] @ [R,b] on a CPU; 0 elsewhere.
-
-    At least what it took at sizes of 192 to 2048 and 97 to 2048 rows, where it grew no more beyond 512 rows
-    (tests/memory/test_kernel_scratch.py asks it of the machine at hand).
-
-    Args:
-        shapes: of the gradients, [a,b]; others have no product.
-        item_bytes: of an element; at 4 it is not oneDNN that multiplies.
-        device_type: "cpu" or "cuda".
-    """
-    widths = max((sum(shape) for shape in shapes if len(shape) == 2), default=0)
-    if device_type != "cpu" or item_bytes >= 4:
-        return sympy.Integer(0)
-    return sympy.Rational(3, 2) * item_bytes * widths * sympy.Min(ROWS + _PADDING_ROWS, _BLOCK_ROWS)
-
-
-_PADDING_ROWS, _BLOCK_ROWS = 48, 560
 
 
 def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "rows") -> dict[str, int]:

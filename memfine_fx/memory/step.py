@@ -33,7 +33,7 @@ SizeOf = Callable[[str, int], ChunkSize]
 
 
 def value_at(expr: sympy.Expr, sizes: Mapping[str, int]) -> int:
-    """A number of tokens at given sizes."""
+    """An expression's value (tokens, bytes) at given sizes."""
     return _value(expr, frozenset((symbol, sizes[str(symbol)]) for symbol in expr.free_symbols))
 
 
@@ -133,8 +133,7 @@ class GraphStep:
         """What its forward saves for its backward, at the latest sizes."""
         if self.forward is None:
             return 0
-        expr = self.forward.left_bytes
-        return int(expr.subs({symbol: self.sizes[str(symbol)] for symbol in expr.free_symbols}))
+        return value_at(self.forward.left_bytes, self.sizes)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import fx
 
 from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
+from memfine_fx.memory.sizes import size_expr
 
 __all__ = ["read_wrapper"]
 
@@ -97,13 +98,9 @@ def _input_bytes(graph: fx.Graph, names: set[str]) -> dict[str, sympy.Expr]:
 def _tensor_bytes(value: object) -> sympy.Expr:
     if not isinstance(value, torch.Tensor):
         return sympy.Integer(0)
-    sizes = [_expr(size) for size in value.shape]
-    strides = [_expr(stride) for stride in value.stride()]
+    sizes = [size_expr(size) for size in value.shape]
+    strides = [size_expr(stride) for stride in value.stride()]
     return _rounded(_storage_elements(sizes, strides) * value.dtype.itemsize, value.device.type)
-
-
-def _expr(size: object) -> sympy.Expr:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(str(size)))
 
 
 def _storage_elements(sizes: list[sympy.Expr], strides: list[sympy.Expr]) -> sympy.Expr:

@@ -46,6 +46,10 @@ def test_a_missing_package_and_a_missing_device_are_named() -> None:
     assert needs("torch", cuda=True)("cuda") is None
 
 
+def test_the_model_has_its_own_checkpointing() -> None:
+    assert find_peer("model", "eager+checkpoint").wrap is not find_peer("layer", "eager+checkpoint").wrap
+
+
 @pytest.mark.parametrize("name", ["diy", "diy+checkpoint"])
 def test_chunks_by_hand_change_no_model(name: str) -> None:
     job = next(job for job in jobs_of("model", quick=True, peers=["eager"], steps=1) if job.peer == "eager")

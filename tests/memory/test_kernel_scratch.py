@@ -1,4 +1,4 @@
-"""Scratch of attention kernels, in symbols, against what the allocator sees."""
+"""Scratch of attention and product kernels, in symbols, against what the allocator sees."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memfine_fx.memory.kernel_scratch import scratch_bytes
+from memfine_fx.memory.kernel_scratch import product_scratch, scratch_bytes
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.memory.region_bytes import product_scratch
 from memfine_fx.memory.symbols import ROWS
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
