@@ -2,16 +2,17 @@
 
 Terms
     full    functorch's plain partition, and each region keeps all that pays: nothing dense is computed again
+    spare   what steps without a budget have (`spare`): elementwise work and a few matmuls are computed again
     lean    elementwise work is computed again freely, matmuls and attentions too, and regions keep nothing
 
 1. Checkpoints of the model are a wish to save memory; the budget says how much is wanted, so their tags go (except
    where a policy of the user demands something), and the full partition is tried.
 2. If it does not fit, the planner asks for the step's peak under other choices. The answers come from records of the
-   full and of the lean partition, edited (`memory.edits`), so that no graph is partitioned to ask. From full, regions
-   are spared; to lean, dense results and regions are added. What lean costs in elementwise work is counted.
+   three partitions, edited (`memory.edits`), so that no graph is partitioned to ask. To full and to spare, what regions
+   keep is added; to lean, dense results too. What spare and lean compute again is counted.
 3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept.
-4. If nothing fits, it is lean or the partition of steps without a budget (`spare`), whichever holds less; fewer rows a
-   chunk have to do the rest. Lean need not be the smaller: in gpt_oss, whose attention is written out, it is not.
+4. If nothing fits, it is lean or spare, whichever holds less; fewer rows a chunk have to do the rest. Lean need not be
+   the smaller: in gpt_oss, whose attention is written out, it is not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import fx
@@ -34,7 +35,7 @@ from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.passes.dense import DenseResult, dense_results, is_attention, must_save
 from memfine_fx.passes.keep import keep_choices, keep_in_regions
 from memfine_fx.passes.partitioned import RECOMPUTES_ELEMENTWISE, Partition
-from memfine_fx.passes.spare import spared
+from memfine_fx.passes.spare import cheapest, spared
 from memfine_fx.records import Keep
 from memfine_fx.step_planner import Keepable, StepChoice, choose_step, ranked
 
@@ -83,9 +84,9 @@ class StepBudget(Protocol):
 class _Base:
     """A partition that choices start from: its record, what can be added to it, seconds it takes beyond full."""
 
+    kind: Literal["full", "spare", "lean"]
     pair: Pair
     ranking: list[Keepable]
-    is_lean: bool
     seconds: float
 
     def with_kept(self, count: int) -> Pair:
@@ -152,21 +153,39 @@ def _fit_less(
 ) -> Partition:
     """Where not all that pays can be kept; `plain` is the full partition without what regions keep."""
     results = dense_results(gm.graph, num_forward_outputs)
-    lean_partition = _lean(gm, partition, results)
-    lean_pair = _sized(lean_partition, budget)
-    dense = _dense_keepables(gm.graph, results, lean_pair[1], budget.rates)
-    slower = max(0, _written(lean_pair) - _written(plain)) * 2 / budget.rates.copy_bytes
-    bases = [_Base(plain, ranked(regions), False, 0.0), _Base(lean_pair, ranked([*dense, *regions]), True, slower)]
+    spare = spared(_copied(gm), results, partition)
+    lean = _lean(gm, partition, results)
+    bases = _bases(gm, results, plain, spare, lean, regions, budget)
     for base, choice in itertools.islice(_by_time(bases, budget), _ATTEMPTS):
         chosen = _realized(gm, partition, base, choice, results)
         if budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows) <= budget.available_bytes:
             return chosen
     smallest_rows = budget.rows_choices()[-1][0]
-    spared_partition = spared(_copied(gm), results, partition)
-    return min(
-        (lean_partition, spared_partition),
-        key=lambda one: budget.peak(one.forward_memory, one.backward_memory, smallest_rows),
-    )
+    return min((lean, spare), key=lambda one: budget.peak(one.forward_memory, one.backward_memory, smallest_rows))
+
+
+def _bases(
+    gm: fx.GraphModule,
+    results: Sequence[DenseResult],
+    plain: Pair,
+    spare: Partition,
+    lean: Partition,
+    regions: list[Keepable],
+    budget: StepBudget,
+) -> list[_Base]:
+    """Full, spare and lean, each with what is not kept in it."""
+    spare_pair, lean_pair = _sized(spare, budget), _sized(lean, budget)
+    dense = _dense_keepables(gm.graph, results, lean_pair[1], budget.rates)
+
+    def rewritten(pair: Pair) -> float:
+        return max(0, _written(pair) - _written(plain)) * 2 / budget.rates.copy_bytes
+
+    again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
+    return [
+        _Base("full", plain, ranked(regions), 0.0),
+        _Base("spare", spare_pair, ranked(regions), rewritten(spare_pair) + again),
+        _Base("lean", lean_pair, ranked([*dense, *regions]), rewritten(lean_pair)),
+    ]
 
 
 def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, StepChoice]]:
@@ -199,8 +218,10 @@ def _realized(
     kept, left = base.ranking[: choice.num_kept], base.ranking[choice.num_kept :]
     keeps = _keeps(kept)
     module, _ = _with_regions(gm, keeps)
-    if not base.is_lean:
+    if base.kind == "full":
         return partition(module, decision=_described(keeps, gm.graph))
+    if base.kind == "spare":
+        return spared(module, results, partition, of_regions=_described_regions(keeps, gm.graph))
     dropped = {one.name for one in left if one.keep == "nothing"}
     num_dense = sum(one.keep == "nothing" for one in base.ranking)
     decision = (

@@ -6,7 +6,7 @@ but for those that free most bytes per FLOP: they may add a small share to the F
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import fx
 from torch._functorch import config as functorch_config
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memfine_fx.passes.dense import DenseResult, dense_results, is_attention, must_save
 from memfine_fx.passes.partitioned import RECOMPUTES_ELEMENTWISE, Partition
 
-__all__ = ["spare", "spared"]
+__all__ = ["cheapest", "spare", "spared"]
 
 _SHARE = 0.02
 _STEP_PER_FORWARD = 3
@@ -35,15 +35,22 @@ def spare(gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[...,
     return spared(gm, dense_results(gm.graph, num_forward_outputs), partition)
 
 
-def spared(gm: fx.GraphModule, results: list[DenseResult], partition: Callable[..., Partition]) -> Partition:
+def spared(
+    gm: fx.GraphModule,
+    results: Sequence[DenseResult],
+    partition: Callable[..., Partition],
+    *,
+    of_regions: str = "",
+) -> Partition:
     """The same, whatever the model's checkpoints are.
 
     Args:
         gm: as above.
         results: its dense results.
         partition: as above.
+        of_regions: what was decided for them, in words.
     """
-    again = {result.name for result in _cheapest(results)}
+    again = {result.name for result in cheapest(results)}
     for node in gm.graph.nodes:
         if node.name in again:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -51,13 +58,13 @@ def spared(gm: fx.GraphModule, results: list[DenseResult], partition: Callable[.
             must_save(node)
     decision = (
         f"elementwise work is computed again in backward, and {len(again)} of {len(results)} dense results that cost "
-        f"least for their bytes"
+        f"least for their bytes" + (f"; {of_regions}" if of_regions else "")
     )
     with functorch_config.patch(RECOMPUTES_ELEMENTWISE):
         return partition(gm, decision=decision)
 
 
-def _cheapest(results: list[DenseResult]) -> list[DenseResult]:
+def cheapest(results: Sequence[DenseResult]) -> list[DenseResult]:
     """Those given up first, as far as their share of the FLOPs goes."""
     left = _SHARE * _STEP_PER_FORWARD * sum(result.flops for result in results)
     chosen = []

@@ -1,4 +1,4 @@
-"""Which partition is left when a budget is too small for any choice: the one that holds least."""
+"""Which partition a budget gets: the fastest of those that fit, or else the one that holds least."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ def holding(num_bytes: int) -> GraphMemory:
     return GraphMemory((Allocation("buffer", sympy.Integer(num_bytes), 0, 1),), (), 1)
 
 
-class SmallBudget:
-    """Too small for everything; counts what partitions hold."""
+class Budget:
+    """Counts what partitions hold."""
 
-    available_bytes = 1
     rates = DeviceRates(((32, 1e9), (2048, 1e9)), copy_bytes=1e10, launch_seconds=1e-6)
     sizes: dict[str, int] = {}  # noqa: RUF012  # as a property of the protocol it may not be a ClassVar
+
+    def __init__(self, available_bytes: int) -> None:
+        self.available_bytes = available_bytes
 
     def add_hints(self, graph: fx.Graph) -> None: ...
 
@@ -60,7 +62,18 @@ def test_where_nothing_fits_the_smaller_partition_is_taken(lean: int, spared: in
         held = lean if decision.startswith("no dense result") else spared if decision.startswith("element") else 400
         return Partition(gm, gm, holding(held), holding(held), decision)
 
-    found = fit(joint_graph(), 1, partition, SmallBudget())
+    found = fit(joint_graph(), 1, partition, Budget(1))
 
     assert found.decision.startswith(chosen)
     assert len(decisions) == 3
+
+
+@pytest.mark.parametrize(
+    ("available", "chosen"), [(450, "nothing dense"), (350, "elementwise work"), (250, "dense results are kept")]
+)
+def test_what_steps_without_a_budget_have_is_taken_before_more_is_computed_again(available: int, chosen: str) -> None:
+    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+        held = 400 if decision.startswith("nothing dense") else 300 if decision.startswith("element") else 200
+        return Partition(gm, gm, holding(held), holding(held), decision)
+
+    assert chosen in fit(joint_graph(), 1, partition, Budget(available)).decision
