@@ -6,6 +6,8 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+comma := ,
+SUITES := layer,model,vocab,compile,paper,moeblaze,scaling,memory,budget
 # One thread per worker: xdist already uses the cores, and results do not depend on the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
@@ -65,15 +67,14 @@ types: setup  ## mypy --strict on the package (never on ".")
 check: lint types test  ## what a change must pass
 
 bench: setup  ## the CPU benchmark suites, their rows and one page of all of them in $(OUT)
-	for suite in layer model vocab compile paper moeblaze scaling memory budget; do \
+	for suite in $(subst $(comma), ,$(SUITES)); do \
 	    $(BIN)/python -m benchmarks run --suite $$suite --json "$(OUT)/$${suite}_cpu.jsonl" || exit 1; \
 	done
 	$(BIN)/python -m benchmarks report "$(OUT)"/*_cpu.jsonl --out "$(OUT)/report_cpu.html"
 
-bench-quick: setup  ## every CPU suite at small sizes: shows that all works
-	for suite in layer model vocab compile paper moeblaze scaling memory budget; do \
-	    $(BIN)/python -m benchmarks run --suite $$suite --quick --steps 2 || exit 1; \
-	done
+bench-quick: setup  ## every CPU suite at small sizes: shows that all works, in minutes; its times are not for quoting
+	caches=$$(mktemp -d) && trap 'rm -rf "$$caches"' EXIT && \
+	$(BIN)/python -m benchmarks run --suite $(SUITES) --quick --steps 2 --parallel 3 --cache "$$caches"
 
 gpu:  ## the GPU suite, with the Python at hand: no setup, no venv
 	PYTHONPATH=. $(PYTHON) -m benchmarks run --suite gpu --json "$(OUT)/gpu.json"

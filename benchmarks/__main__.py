@@ -20,7 +20,7 @@ from benchmarks.jobs import jobs_of
 from benchmarks.readme import PAGES, ROOT, filled, write_readme
 from benchmarks.records import Row
 from benchmarks.report import render_report
-from benchmarks.suites import SUITES
+from benchmarks.suites import SUITES, Suite
 from benchmarks.tables import conclusions, disagreements, format_tables
 from memfine_fx.config import parse_budget
 
@@ -31,7 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    suite = SUITES[options.suite]
+    """Suite after suite; the worst exit status."""
+    return max(_run_suite(SUITES[name], options) for name in options.suite)
+
+
+def _run_suite(suite: Suite, options: argparse.Namespace) -> int:
     if suite.device == "cuda" and not torch.cuda.is_available():
         print(f"benchmarks: suite {suite.name!r} needs a CUDA device, and torch sees none", file=sys.stderr)
         return 2
@@ -44,7 +48,7 @@ def _run(options: argparse.Namespace) -> int:
     rounds = options.rounds or (suite.quick_rounds if options.quick else suite.rounds)
     peers = options.peers.split(",") if options.peers else None
     try:
-        jobs = jobs_of(options.suite, quick=options.quick, peers=peers, steps=options.steps)
+        jobs = jobs_of(suite.name, quick=options.quick, peers=peers, steps=options.steps)
     except ValueError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
@@ -55,6 +59,8 @@ def _run(options: argparse.Namespace) -> int:
         job_limit_s=suite.job_limit_s,
         total_limit_s=options.time_limit or suite.total_limit_s,
         memory_limit_bytes=parse_budget(options.memory_limit),
+        shared_cache=None if suite.empties_caches else options.cache,
+        parallel=options.parallel,
     )
     _print(rows)
     failed = [row for row in rows if row.error and not row.is_out_of_memory and not row.is_unavailable]
@@ -102,6 +108,14 @@ def _print(rows: Sequence[Row]) -> None:
         print(f"\n{text}")
 
 
+def _suite_names(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in SUITES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no suites {unknown}; there are {', '.join(SUITES)}")
+    return names
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     suites = "; ".join(f"{suite.name}: {suite.about}" for suite in SUITES.values())
     run = commands.add_parser("run", help="measure a suite and print its tables", description=suites)
-    run.add_argument("--suite", choices=tuple(SUITES), required=True)
+    run.add_argument("--suite", type=_suite_names, required=True, help="one, or several separated by commas")
     run.add_argument("--quick", action="store_true", help="small sizes, one round: shows that all works")
     run.add_argument("--peers", help="only these, separated by commas")
     run.add_argument("--rounds", type=int, help="times each job runs in a fresh process")
@@ -117,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--json", type=Path, help="JSON-lines file; finished rows in it are not run again")
     run.add_argument("--time-limit", type=float, help="seconds after which no further job starts")
     run.add_argument("--memory-limit", help="what one child may take, such as 4GiB (default: 0.8 of the machine)")
+    run.add_argument("--cache", type=Path, help="folder of compiled code for all jobs: then compile times are not cold")
+    run.add_argument("--parallel", type=int, default=1, help="jobs at a time; their times then disturb each other")
     run.set_defaults(run=_run)
     show = commands.add_parser("show", help="print the tables of a JSON-lines file")
     show.add_argument("file", type=Path)

@@ -6,6 +6,8 @@ Peers
                     of as many rows as a rank has of its own
     overlapping     rounds, with rows of the next round on their way while one computes
     slices          the paper's token slices, s'_max = R, c from the bins 1, 2, 4, 8
+    eight slices    the same, c = 8 in all layers
+    rounds of N     rounds with N for R
     one round       memfine_fx with R above all rows: the same bodies, nothing bounded
     unchunked       plain torch: one exchange of all rows, experts one by one, autograd, one exchange back
     experts again   the same, with the experts' first projection computed again in backward: the FLOPs of rounds
@@ -47,6 +49,8 @@ PEERS = ("rounds", "kept", "overlapping", "slices", "one round", "unchunked", "e
 AGAIN = {"unchunked": "nothing", "experts again": "experts", "layer again": "layer"}
 PEERS_IN_TURN = ("rounds", "slices", "unchunked")
 AMPLE_BUDGET = "4GiB"
+_BINS = {"slices": PAPER_BINS, "eight slices": (8,)}
+_ROUNDS_OF = "rounds of "
 
 
 @dataclass(frozen=True)
@@ -187,14 +191,21 @@ def _layer(peer: str, sizes: LayerSizes, rank: int) -> nn.Module:
     if peer in AGAIN:
         return UnchunkedExperts(whole, placement, rank, AGAIN[peer])
     mesh = dist.device_mesh.init_device_mesh("cpu", (sizes.ranks,))
-    rows = sizes.ranks * sizes.tokens * sizes.top_k if peer == "one round" else sizes.rows
-    config = memfine_fx.Config(rows_per_chunk=rows)
-    if peer == "kept":
-        config = replace(config, memory_budget=AMPLE_BUDGET)
-    if peer == "slices":
-        config = replace(config, axis="tokens", bins=PAPER_BINS)
     group = expert_group(mesh, overlaps=peer == "overlapping")
-    return memfine_fx.optimize(whole, expert_parallel=group, config=config)
+    return memfine_fx.optimize(whole, expert_parallel=group, config=_config(peer, sizes))
+
+
+def _config(peer: str, sizes: LayerSizes) -> memfine_fx.Config:
+    config = memfine_fx.Config(rows_per_chunk=sizes.rows)
+    if peer == "one round":
+        return replace(config, rows_per_chunk=sizes.ranks * sizes.tokens * sizes.top_k)
+    if peer.startswith(_ROUNDS_OF):
+        return replace(config, rows_per_chunk=int(peer.removeprefix(_ROUNDS_OF)))
+    if peer == "kept":
+        return replace(config, memory_budget=AMPLE_BUDGET)
+    if peer in _BINS:
+        return replace(config, axis="tokens", bins=_BINS[peer])
+    return config
 
 
 class _LayerStep:

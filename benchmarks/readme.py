@@ -4,13 +4,14 @@ A block starts with ``<!-- benchmarks: NAME -->`` and ends with ``<!-- /benchmar
 written by ``python -m benchmarks readme`` and compared by ``python -m benchmarks readme --check``.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.harness import read_rows
-from benchmarks.records import Row
-from benchmarks.suites import SUITES
+from benchmarks.records import Machine, Row
+from benchmarks.suites import SUITES, paper_ep
 from benchmarks.summaries import MIB, Summary, summaries_of
 from benchmarks.tables import conclusions, fraction_of_matmul_rate, machine_lines
 
@@ -34,6 +35,16 @@ _LABELS = {
     "memfine+head": "**memfine, head chunked**",
     "memfine+checkpoint+head": "**memfine + gradient checkpointing, head chunked**",
 }
+_MAIN_PEERS = (
+    "eager",
+    "compile",
+    "compile+checkpoint",
+    "diy",
+    "deepspeed-tiled",
+    "memfine",
+    "memfine-R512",
+    "memfine-unlimited",
+)
 
 
 def write_readme(path: Path) -> bool:
@@ -64,15 +75,21 @@ def label_of(peer: str) -> str:
     return _LABELS.get(peer, peer)
 
 
-def layer_block(rows: Sequence[Row]) -> str:
-    """One line a peer, fp32 and bf16 beside each other."""
-    found = {(one.job.peer, one.job.dtype): one for one in summaries_of(rows)}
+def main_layer_block(rows: Sequence[Row]) -> str:
+    """The peers that users choose among."""
+    return layer_block(rows, _MAIN_PEERS)
+
+
+def layer_block(rows: Sequence[Row], peers: Sequence[str] | None = None) -> str:
+    """One line a peer, fp32 and bf16 beside each other; of all peers, also those without figures."""
+    summaries = [one for one in summaries_of(rows) if peers is None or one.job.peer in peers]
+    found = {(one.job.peer, one.job.dtype): one for one in summaries}
     lines = ["| | fp32 peak MiB | fp32 s | of matmul rate | bf16 peak MiB | bf16 s |", "|---|---|---|---|---|---|"]
     for peer in dict.fromkeys(peer for peer, _ in found):
         full, half = found.get((peer, "float32")), found.get((peer, "bfloat16"))
         rate = f"{fraction_of_matmul_rate(full):.0%}" if full else "-"
         lines.append(f"| {label_of(peer)} | {_peak(full)} | {_time(full)} | {rate} | {_peak(half)} | {_time(half)} |")
-    return "\n".join([*_heading(rows), *lines, *_without_figures(rows)])
+    return "\n".join([*_heading(rows), *lines, *(_without_figures(rows) if peers is None else [])])
 
 
 def model_block(rows: Sequence[Row]) -> str:
@@ -90,6 +107,13 @@ def said_block(rows: Sequence[Row]) -> str:
     """The suite's own words about its rows, its targets among them."""
     said = "\n\n".join(conclusions(rows))
     return "\n".join([f"{_source(rows)}:", "", "```text", said, "```", *_without_figures(rows)])
+
+
+def paper_ep_block() -> str:
+    """The paper's methods on four ranks."""
+    everything = json.loads((RESULTS / "paper_ep_cpu.json").read_text())
+    source = f"`python -m benchmarks run --suite paper_ep`; {Machine(**everything['machine'])}"
+    return "\n".join([f"{source}:", "", "```text", paper_ep.describe(everything), "```"])
 
 
 def _heading(rows: Sequence[Row]) -> list[str]:
@@ -152,11 +176,14 @@ def _from(name: str, block: Callable[[Sequence[Row]], str]) -> Callable[[], str]
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "layer": _from("layer_cpu.jsonl", layer_block),
+    "layer": _from("layer_cpu.jsonl", main_layer_block),
+    "layer_all": _from("layer_cpu.jsonl", layer_block),
     "model": _from("model_cpu.jsonl", model_block),
     "vocab": _from("vocab_cpu.jsonl", model_block),
     "budget": _from("budget_cpu.jsonl", said_block),
     "scaling": _from("scaling_cpu.jsonl", said_block),
     "moeblaze": _from("moeblaze_cpu.jsonl", said_block),
+    "compile": _from("compile_cpu.jsonl", said_block),
     "paper": _from("paper_cpu.jsonl", said_block),
+    "paper_ep": paper_ep_block,
 }

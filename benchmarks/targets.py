@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks.records import Row
+from benchmarks.records import Row, Sizes
 from benchmarks.summaries import Summary, summaries_of
 
 FULL_RECOMPUTE = "compile+checkpoint"
@@ -17,9 +17,18 @@ def at_least(what: str, value: float, limit: float) -> str:
     return f"{'met' if value >= limit else 'NOT MET':8}{what}: {value:.3f}, at least {limit:g}"
 
 
-def peak_and_time(rows: Sequence[Row], peers: Sequence[str], peak_share: float) -> str:
-    """Per dtype and peer of ours: its peak against full recomputation, its time against plain torch.compile."""
-    summaries = summaries_of(rows)
+def peak_and_time(rows: Sequence[Row], sizes: Sizes, peers: Sequence[str], peak_share: float) -> str:
+    """Per dtype and peer of ours: its peak against full recomputation, its time against plain torch.compile.
+
+    Args:
+        rows: of a suite.
+        sizes: for which the targets were set; rows of others are not judged.
+        peers: of ours.
+        peak_share: at most, of full recomputation's peak.
+    """
+    summaries = [one for one in summaries_of(rows) if one.job.sizes == sizes]
+    if not summaries:
+        return f"Targets are set for {sizes}"
     lines: list[str] = []
     for dtype in dict.fromkeys(one.job.dtype for one in summaries):
         found: dict[str, Summary] = {one.job.peer: one for one in summaries if one.job.dtype == dtype}

@@ -32,6 +32,7 @@ class Suite:
         device: "cpu", "cuda", or "any" for CUDA where there is one.
         job_limit_s: after which a job is given up.
         total_limit_s: after which no further job starts; the suite goes on when it is run again.
+        empties_caches: compile time is what it measures, so that its jobs share no cache, whatever is asked.
         conclude: rows -> what they show, in words and figures, below the tables.
         compute: for a suite that measures nothing here: its whole output, as text and as JSON.
     """
@@ -44,5 +45,6 @@ class Suite:
     device: str = "cpu"
     job_limit_s: float = 1800.0
     total_limit_s: float = float("inf")
+    empties_caches: bool = False
     conclude: Callable[[Sequence[Row]], str] | None = None
     compute: Callable[[], tuple[str, str]] | None = None

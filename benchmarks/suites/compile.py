@@ -23,7 +23,7 @@ _MODEL_PEERS = ("compile", "memfine")
 
 def _parts(quick: bool) -> Sequence[Part]:
     if quick:
-        return [Part("layer", _LAYER, "float32", ("compile", "diy-c4+compile", "memfine"), steps=1)]
+        return [Part("layer", _LAYER, "float32", ("compile", "memfine"), steps=1)]
     return [
         Part("layer", _LAYER, "float32", _LAYER_PEERS, steps=2),
         *(Part("model", replace(_MODEL, layers=layers), "float32", _MODEL_PEERS, steps=2) for layers in (2, 6)),
@@ -61,5 +61,6 @@ SUITE = Suite(
     _parts,
     rounds=2,
     quick_rounds=2,
+    empties_caches=True,
     conclude=_conclude,
 )

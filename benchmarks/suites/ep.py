@@ -37,14 +37,14 @@ def describe(everything: dict) -> str:
                 row["peer"],
                 row["load"],
                 f"{max(row['received_rows']):,}",
-                f"{_peak(row) / MIB:.1f}",
-                f"{_peak(row) / _peak(_find(rows, row['peer'], 'balanced')):.3f}",
-                f"{_seconds(row):.3f}",
+                f"{peak_of(row) / MIB:.1f}",
+                f"{peak_of(row) / peak_of(find_row(rows, row['peer'], 'balanced')):.3f}",
+                f"{seconds_of(row):.3f}",
                 _cpu_seconds(row),
-                f"{row['schedule_seconds'] / _seconds(row):.2%}",
+                f"{row['schedule_seconds'] / seconds_of(row):.2%}",
             ]
         )
-    return "\n".join([align(cells), *_verdicts(rows), *_disagreements(rows)])
+    return "\n".join([align(cells), *_verdicts(rows), *disagreements(rows)])
 
 
 def _verdicts(rows: Sequence[dict]) -> Iterator[str]:
@@ -52,7 +52,7 @@ def _verdicts(rows: Sequence[dict]) -> Iterator[str]:
     bounded = [(peer, load) for peer in ("rounds", "kept") for load in loads if load != "balanced"]
     for peer, load in bounded:
         if _has(rows, peer, load):
-            ratio = _peak(_find(rows, peer, load)) / _peak(_find(rows, peer, "balanced"))
+            ratio = peak_of(find_row(rows, peer, load)) / peak_of(find_row(rows, peer, "balanced"))
             yield at_most(f"{peer}, {load}: peak of the busiest rank against balanced routing", ratio, 1.05)
     for load in loads:
         for peer, reference in (
@@ -63,20 +63,21 @@ def _verdicts(rows: Sequence[dict]) -> Iterator[str]:
             ("overlapping", "rounds"),
         ):
             if _has(rows, peer, load) and _has(rows, reference, load):
-                ratio = _seconds(_find(rows, peer, load)) / _seconds(_find(rows, reference, load))
+                ratio = seconds_of(find_row(rows, peer, load)) / seconds_of(find_row(rows, reference, load))
                 limit = 1.05 if peer == "overlapping" else 1.1 if load == "balanced" else 1.0
                 yield at_most(f"{peer}, {load}: time against {reference}", ratio, limit)
     for load in loads:
-        row = _find(rows, "rounds", load)
+        row = find_row(rows, "rounds", load)
         yield at_most(
-            f"rounds, {load}: counts and schedule against the step", row["schedule_seconds"] / _seconds(row), 0.01
+            f"rounds, {load}: counts and schedule against the step", row["schedule_seconds"] / seconds_of(row), 0.01
         )
 
 
-def _disagreements(rows: Sequence[dict]) -> list[str]:
+def disagreements(rows: Sequence[dict], plain: str = "unchunked") -> list[str]:
+    """Peers whose output or gradients are not those of the plain one, by their norms."""
     found = []
     for row in rows:
-        reference = _find(rows, "unchunked", row["load"])
+        reference = find_row(rows, plain, row["load"])
         is_plain = row["peer"] in ("unchunked", "experts again", "layer again")  # whose gradients are sums
         for name in ("output_norm", "gradient_norm"):
             scale = 1.0 if name == "output_norm" or is_plain else float(len(row["peak_bytes"]))
@@ -90,15 +91,15 @@ def _has(rows: Sequence[dict], peer: str, load: str) -> bool:
     return any(row["peer"] == peer and row["load"] == load for row in rows)
 
 
-def _find(rows: Sequence[dict], peer: str, load: str) -> dict:
+def find_row(rows: Sequence[dict], peer: str, load: str) -> dict:
     return next(row for row in rows if row["peer"] == peer and row["load"] == load)
 
 
-def _peak(row: dict) -> int:
+def peak_of(row: dict) -> int:
     return max(row["peak_bytes"])
 
 
-def _seconds(row: dict) -> float:
+def seconds_of(row: dict) -> float:
     return statistics.median(row["step_seconds"])
 
 

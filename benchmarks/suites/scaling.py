@@ -41,7 +41,7 @@ def _parts(quick: bool) -> Sequence[Part]:
     loads = tuple(f"load={load}" for load in (LOADS[::5] if quick else LOADS))
     skewed = replace(_SKEWED, sequence=1024) if quick else _SKEWED
     sweeps = [
-        Part("sweep", _LONG, "float32", ("compile", "memfine") if quick else _SWEEP_PEERS, points=tokens, steps=1),
+        Part("sweep", _LONG, "float32", ("memfine",) if quick else _SWEEP_PEERS, points=tokens, steps=1),
         Part(
             "sweep",
             skewed,

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.figures import pictures_of
 from benchmarks.jobs import jobs_of
-from benchmarks.predictions import build_predicted, routers_of
+from benchmarks.predictions import LEAST, NO_BUDGET, build_predicted, routers_of
 from benchmarks.records import Row
-from benchmarks.suites.budget import MODELS, front_points
+from benchmarks.suites.budget import MODELS, QUICK, front_points
 from benchmarks.summaries import summaries_of
 from benchmarks.tables import conclusions
 from tests.benchmarks.rows import row_of
@@ -18,7 +18,7 @@ MIB = float(2**20)
 
 
 def front_row(*, ours_seconds: float = 1.0, ours_peak: float = 90.0) -> Row:
-    (job, *_) = jobs_of("budget", quick=True, peers=None, steps=1)
+    (job, *_) = jobs_of("budget", quick=False, peers=None, steps=1)
     job = replace(job, points=("eager", "compile", "memfine@0", "memfine@1"))
     series = {
         "seconds": (3.0, 2.0, 1.5, ours_seconds),
@@ -37,6 +37,7 @@ def front_row(*, ours_seconds: float = 1.0, ours_peak: float = 90.0) -> Row:
 
 def prediction_row(predicted: float) -> Row:
     job = next(job for job in jobs_of("budget", quick=True, peers=None, steps=1) if "prediction" in job.workload)
+    job = replace(job, points=(NO_BUDGET, LEAST))
     series = {
         "budget": (0.0, 90 * MIB),
         "predicted": (100 * MIB, predicted * MIB),
@@ -55,6 +56,12 @@ def test_a_front_is_compared_with_the_fastest_peer_that_fits(seconds: float, wor
     line = next(line for line in text.splitlines() if "within its budget" in line)
     assert line.startswith(word) and f"{seconds / 2:.3f}" in line
     assert "no peer fits: 1 of 2" in text
+
+
+def test_times_of_small_steps_are_not_judged() -> None:
+    row = front_row(ours_seconds=2.5)
+    (text,) = conclusions([replace(row, job=replace(row.job, sizes=QUICK))])
+    assert "largest peak against its budget" in text and "time against" not in text
 
 
 def test_a_peak_above_its_budget_is_said() -> None:

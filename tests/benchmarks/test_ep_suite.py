@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks.ep_scale import SLICE_LIMIT, Model, point, slices_of
+from benchmarks.suites import paper_ep
 from benchmarks.suites.ep import describe
 
-ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "ep_cpu.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROWS, PAPER_ROWS = RESULTS / "ep_cpu.json", RESULTS / "paper_ep_cpu.json"
 
 
 @pytest.fixture
@@ -53,3 +55,12 @@ def test_on_paper_slices_keep_their_bound_only_when_hot_tokens_are_spread() -> N
     spread, together = slices_of(64, SLICE_LIMIT, 1.0, Model()), slices_of(64, SLICE_LIMIT, 0.5, Model())
     assert spread.most == SLICE_LIMIT and together.most == 2 * SLICE_LIMIT
     assert spread.chosen == together.chosen
+
+
+def test_committed_rows_of_the_paper_s_methods_across_ranks_agree_and_rows_are_bounded() -> None:
+    everything = json.loads(PAPER_ROWS.read_text())
+
+    assert "DISAGREES" not in paper_ep.describe(everything)
+    peaks = {(row["peer"], row["load"]): max(row["peak_bytes"]) for row in everything["rows"]}
+    assert peaks["rounds of 4096", "paper:15"] <= 1.01 * peaks["rounds of 4096", "paper:8"]
+    assert all(peaks["rounds of 4096", load] < peaks["layer again", load] / 4 for load in paper_ep.LOADS)

@@ -1,5 +1,6 @@
 """Records, tables, resuming, and a worker on small sizes."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,23 @@ def test_rounds_are_interleaved() -> None:
     assert [row.round for row in rows] == [0, 0, 1, 1]
 
 
+def test_jobs_run_at_once_in_one_cache_where_that_is_asked(tmp_path: Path) -> None:
+    both_run = threading.Barrier(2, timeout=30.0)
+    caches: list[Path] = []
+
+    def run(job: Job, cache: Path, limit_s: float) -> Row:
+        both_run.wait()
+        caches.append(cache)
+        return Row(job, 0, measurement=MEASURED)
+
+    json_file = tmp_path / "rows.jsonl"
+    rows = run_rounds([EAGER, COMPILE], rounds=1, json_file=json_file, run=run, shared_cache=tmp_path, parallel=2)
+
+    assert [row.job.peer for row in rows] == ["eager", "compile"]
+    assert len(json_file.read_text().splitlines()) == 2
+    assert caches == [tmp_path, tmp_path]
+
+
 def test_finished_rows_are_kept_and_failed_ones_run_again(tmp_path: Path) -> None:
     json_file = tmp_path / "rows.jsonl"
     ran: list[str] = []
@@ -159,9 +177,10 @@ def test_the_exception_is_found_before_a_library_s_last_words() -> None:
 def test_a_worker_s_compile_cache_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
 
-    environment = worker_environment(tmp_path / "cache")
+    environment = worker_environment(tmp_path / "cache", num_threads=1)
 
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache")
+    assert environment["OMP_NUM_THREADS"] == "1"
     assert "TRITON_CACHE_DIR" not in environment
 
 

@@ -8,6 +8,7 @@ from benchmarks.jobs import jobs_of
 from benchmarks.peers import find_peer
 from benchmarks.records import Row
 from benchmarks.suites import SUITES
+from benchmarks.suites.layer import FULL
 from benchmarks.suites.moeblaze import CONFIGS, sizes_of
 from benchmarks.suites.paper import SCALE, most_rows, sizes_at
 from benchmarks.tables import conclusions, disagreements
@@ -124,11 +125,20 @@ def test_a_peer_that_computes_something_else_is_named() -> None:
 
 
 def test_targets_are_met_or_said_not_to_be() -> None:
-    rows = [row_of("compile", peak_mib=90, seconds=1.0), row_of("compile+checkpoint", peak_mib=80, seconds=2.0)]
+    rows = [
+        row_of("compile", peak_mib=90, seconds=1.0, sizes=FULL),
+        row_of("compile+checkpoint", peak_mib=80, seconds=2.0, sizes=FULL),
+    ]
 
-    (text,) = conclusions([*rows, row_of("memfine", peak_mib=8, seconds=1.1)])
+    (text,) = conclusions([*rows, row_of("memfine", peak_mib=8, seconds=1.1, sizes=FULL)])
 
     assert text.splitlines()[1:] == [
         "met     float32, memfine: peak against compile+checkpoint: 0.100, at most 0.125",
         "NOT MET float32, memfine: time against compile: 1.100, at most 1",
     ]
+
+
+def test_quick_sizes_are_not_judged() -> None:
+    (text,) = conclusions([row_of("compile"), row_of("compile+checkpoint"), row_of("memfine", seconds=9.0)])
+
+    assert text == f"Targets are set for {FULL}"
