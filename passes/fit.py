@@ -82,9 +82,13 @@ class StepBudget(Protocol):
 
 @dataclass(frozen=True)
 class _Base:
-    """A partition that choices start from: its record, what can be added to it, seconds it takes beyond full."""
+    """A partition that choices start from: its record, what can be added to it, seconds it takes beyond full.
+
+    `partition` has nothing added; of full there is none, because the one that was made keeps all that pays.
+    """
 
     kind: Literal["full", "spare", "lean"]
+    partition: Partition | None
     pair: Pair
     ranking: list[Keepable]
     seconds: float
@@ -153,7 +157,7 @@ def _fit_less(
 ) -> Partition:
     """Where not all that pays can be kept; `plain` is the full partition without what regions keep."""
     results = dense_results(gm.graph, num_forward_outputs)
-    spare = spared(_copied(gm), results, partition)
+    spare = spared(_copied(gm), results, partition, of_regions=_described_regions({}, gm.graph))
     lean = _lean(gm, partition, results)
     bases = _bases(gm, results, plain, spare, lean, regions, budget)
     for base, choice in itertools.islice(_by_time(bases, budget), _ATTEMPTS):
@@ -182,9 +186,9 @@ def _bases(
 
     again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
     return [
-        _Base("full", plain, ranked(regions), 0.0),
-        _Base("spare", spare_pair, ranked(regions), rewritten(spare_pair) + again),
-        _Base("lean", lean_pair, ranked([*dense, *regions]), rewritten(lean_pair)),
+        _Base("full", None, plain, ranked(regions), 0.0),
+        _Base("spare", spare, spare_pair, ranked(regions), rewritten(spare_pair) + again),
+        _Base("lean", lean, lean_pair, ranked([*dense, *regions]), rewritten(lean_pair)),
     ]
 
 
@@ -215,6 +219,8 @@ def _realized(
     choice: StepChoice,
     results: Sequence[DenseResult],
 ) -> Partition:
+    if base.partition is not None and choice.num_kept == 0:
+        return base.partition
     kept, left = base.ranking[: choice.num_kept], base.ranking[choice.num_kept :]
     keeps = _keeps(kept)
     module, _ = _with_regions(gm, keeps)

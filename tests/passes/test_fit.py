@@ -69,11 +69,18 @@ def test_where_nothing_fits_the_smaller_partition_is_taken(lean: int, spared: in
 
 
 @pytest.mark.parametrize(
-    ("available", "chosen"), [(450, "nothing dense"), (350, "elementwise work"), (250, "dense results are kept")]
+    ("available", "chosen", "num_partitions"),
+    [(450, "nothing dense", 1), (350, "elementwise work", 3), (250, "no dense result", 3)],
 )
-def test_what_steps_without_a_budget_have_is_taken_before_more_is_computed_again(available: int, chosen: str) -> None:
+def test_what_steps_without_a_budget_have_is_taken_before_more_is_computed_again(
+    available: int, chosen: str, num_partitions: int
+) -> None:
+    decisions: list[str] = []
+
     def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+        decisions.append(decision)
         held = 400 if decision.startswith("nothing dense") else 300 if decision.startswith("element") else 200
         return Partition(gm, gm, holding(held), holding(held), decision)
 
-    assert chosen in fit(joint_graph(), 1, partition, Budget(available)).decision
+    assert fit(joint_graph(), 1, partition, Budget(available)).decision.startswith(chosen)
+    assert len(decisions) == num_partitions
