@@ -38,7 +38,7 @@ PLANNING_SHARE = 0.02
 
 def _parts(quick: bool) -> Sequence[Part]:
     if quick:
-        points = ("eager", "compile", f"{OURS}0", f"{OURS}1")
+        points = ("eager", f"{OURS}0", f"{OURS}1")
         return [
             Part("front", QUICK, "float32", ("memfine",), points=points, steps=3),
             Part("prediction:qwen3_moe", QUICK, "float32", ("memfine",), points=(LEAST,)),

@@ -13,7 +13,7 @@ FULL = replace(MODEL, sequence=1024, vocab=131072)
 QUICK = replace(QUICK_MODEL, vocab=16384)
 _OURS = ("memfine+head", "memfine+checkpoint+head")
 _PEERS = ("compile", "compile+checkpoint", "memfine", *_OURS)
-_QUICK_PEERS = ("compile+checkpoint", "memfine+head")
+_QUICK_PEERS = ("compile", "memfine+head")
 
 
 def _parts(quick: bool) -> Sequence[Part]:
