@@ -116,6 +116,12 @@ def _suite_names(text: str) -> list[str]:
     return names
 
 
+def _job_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of jobs, 1 or more")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -132,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--time-limit", type=float, help="seconds after which no further job starts")
     run.add_argument("--memory-limit", help="what one child may take, such as 4GiB (default: 0.8 of the machine)")
     run.add_argument("--cache", type=Path, help="folder of compiled code for all jobs: then compile times are not cold")
-    run.add_argument("--parallel", type=int, default=1, help="jobs at a time; their times then disturb each other")
+    run.add_argument("--parallel", type=_job_count, default=1, help="jobs at a time, which disturb each other's times")
     run.set_defaults(run=_run)
     show = commands.add_parser("show", help="print the tables of a JSON-lines file")
     show.add_argument("file", type=Path)

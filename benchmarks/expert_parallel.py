@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memfine_fx
 from benchmarks.loads import choose_experts, expert_counts
+from benchmarks.machine import describe_machine
 from benchmarks.ranks import run_ranks
 from memfine_fx.expert_parallel import arrival, walk
 from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, Table, gather_table
@@ -318,4 +319,6 @@ def _schedule_seconds(rank: int, sizes: LayerSizes, load: str) -> float:
 
 
 def as_json(sizes: LayerSizes, rows: Sequence[LayerRow]) -> dict[str, Any]:
-    return {"sizes": asdict(sizes), "rows": [asdict(row) for row in rows]}
+    """With the machine that they were measured on."""
+    machine = describe_machine(torch.device("cpu"))
+    return {"machine": asdict(machine), "sizes": asdict(sizes), "rows": [asdict(row) for row in rows]}

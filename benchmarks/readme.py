@@ -7,6 +7,7 @@ written by ``python -m benchmarks readme`` and compared by ``python -m benchmark
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import read_rows
@@ -35,7 +36,7 @@ _LABELS = {
     "memfine+head": "**memfine, head chunked**",
     "memfine+checkpoint+head": "**memfine + gradient checkpointing, head chunked**",
 }
-_MAIN_PEERS = (
+_MAIN_PEERS = (  # those that users choose among
     "eager",
     "compile",
     "compile+checkpoint",
@@ -73,11 +74,6 @@ def label_of(peer: str) -> str:
     if peer.startswith("memfine-") and peer.endswith("B"):
         return f'**memfine, `memory_budget="{peer.removeprefix("memfine-")}"`**'
     return _LABELS.get(peer, peer)
-
-
-def main_layer_block(rows: Sequence[Row]) -> str:
-    """The peers that users choose among."""
-    return layer_block(rows, _MAIN_PEERS)
 
 
 def layer_block(rows: Sequence[Row], peers: Sequence[str] | None = None) -> str:
@@ -176,7 +172,7 @@ def _from(name: str, block: Callable[[Sequence[Row]], str]) -> Callable[[], str]
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "layer": _from("layer_cpu.jsonl", main_layer_block),
+    "layer": _from("layer_cpu.jsonl", partial(layer_block, peers=_MAIN_PEERS)),
     "layer_all": _from("layer_cpu.jsonl", layer_block),
     "model": _from("model_cpu.jsonl", model_block),
     "vocab": _from("vocab_cpu.jsonl", model_block),

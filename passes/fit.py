@@ -238,7 +238,7 @@ def _realized(
 
 
 def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[DenseResult]) -> Partition:
-    decision = "no dense result is kept, all are computed again in backward; regions keep nothing"
+    decision = f"no dense result is kept, all are computed again in backward; {_described_regions({}, gm.graph)}"
     return _leaned(_copied(gm), partition, set(), results, decision)
 
 
@@ -317,9 +317,9 @@ def _described(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
 
 
 def _described_regions(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
-    num_regions = len({choice.site for choice in keep_choices(joint)})
     if not keeps:
         return "regions keep nothing"
+    num_regions = len({choice.site for choice in keep_choices(joint)})
     counts = [(keep, sum(one == keep for one in keeps.values())) for keep in ("received", "projections", "operands")]
     named = {"received": "the rows that come from other ranks"}
     return ", ".join(

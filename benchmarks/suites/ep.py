@@ -6,24 +6,19 @@ All ranks share this machine's cores, so times show what rounds cost and not wha
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
+from benchmarks.records import Machine
 from benchmarks.suites.base import Suite
 from benchmarks.summaries import MIB, align
 from benchmarks.targets import at_most
 
 
 def _compute() -> tuple[str, str]:
-    import torch
-
     from benchmarks.expert_parallel import LayerSizes, as_json, measure
-    from benchmarks.machine import describe_machine
 
     sizes = LayerSizes()
-    rows = measure(sizes)
-    machine = describe_machine(torch.device("cpu"))
-    everything = {"machine": asdict(machine), **as_json(sizes, rows)}
-    return f"{machine}\n{sizes}\n\n{describe(everything)}", json.dumps(everything, indent=1)
+    everything = as_json(sizes, measure(sizes))
+    return f"{Machine(**everything['machine'])}\n{sizes}\n\n{describe(everything)}", json.dumps(everything, indent=1)
 
 
 def describe(everything: dict) -> str:

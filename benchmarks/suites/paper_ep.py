@@ -6,8 +6,8 @@ limit has it take in these layers. All ranks share this machine's cores, so time
 """
 
 import json
-from dataclasses import asdict
 
+from benchmarks.records import Machine
 from benchmarks.suites.base import Suite
 from benchmarks.suites.ep import disagreements, find_row, peak_of, seconds_of
 from benchmarks.suites.paper import SCALE, paper_figures
@@ -28,18 +28,13 @@ _PEERS = {
 
 
 def _compute() -> tuple[str, str]:
-    import torch
-
     from benchmarks.expert_parallel import LayerSizes, as_json, measure
-    from benchmarks.machine import describe_machine
 
     sizes = LayerSizes(
         hidden=MODEL.h // SCALE, width=MODEL.g_e // SCALE, experts=64, top_k=MODEL.t_k, rows=S_MAX, steps=5
     )
-    rows = measure(sizes, tuple(_PEERS), LOADS)
-    machine = describe_machine(torch.device("cpu"))
-    everything = {"machine": asdict(machine), **as_json(sizes, rows)}
-    return f"{machine}\n\n{describe(everything)}", json.dumps(everything, indent=1)
+    everything = as_json(sizes, measure(sizes, tuple(_PEERS), LOADS))
+    return f"{Machine(**everything['machine'])}\n\n{describe(everything)}", json.dumps(everything, indent=1)
 
 
 def describe(everything: dict) -> str:

@@ -266,3 +266,13 @@ def test_a_peer_that_is_not_installed_is_reported_without_a_process(tmp_path: Pa
     row = run_in_process(replace(EAGER, peer="scattermoe"), tmp_path, 120)
 
     assert row.error == "unavailable: its kernels need a CUDA device"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--suite", "layer,nothing"], "no suites ['nothing']"), (["--suite", "layer", "--parallel", "0"], "1 or more")],
+)
+def test_wrong_arguments_are_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["run", *arguments])
+    assert said in capsys.readouterr().err
