@@ -12,7 +12,7 @@ SUITES := layer,model,vocab,compile,paper,moeblaze,scaling,memory,budget
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow examples golden coverage docs figures lint format types check bench bench-quick gpu clean
+.PHONY: help setup demo test test-slow campaign examples golden coverage docs figures lint format types check bench bench-quick gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,10 +28,13 @@ demo: setup  ## train a small MoE model with and without memfine
 	$(BIN)/memfine demo
 
 test: setup  ## the fast tests
-	$(PYTEST) -m "not slow and not cuda and not trainers"
+	$(PYTEST) -m "not slow and not campaign and not cuda and not trainers"
 
 test-slow: setup  ## the slow tests
 	$(PYTEST) -m "slow and not cuda"
+
+campaign: setup  ## hours: every life under every budget
+	$(PYTEST) -m campaign
 
 examples: setup  ## the examples and the trainers' tests; writes docs/compatibility.md
 	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[test,trainers]"

@@ -20,16 +20,17 @@ import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
-from memfine_fx.budget import budget_of_graph, choose_plan
+from memfine_fx.budget import choose_plan
 from memfine_fx.capture.buckets import hint_for_cut_graphs
 from memfine_fx.capture.recorded import hint_for_recording
 from memfine_fx.capture.running import running_model
+from memfine_fx.compiled_graph import CompiledGraph
 from memfine_fx.config import Config, dump_folder
 from memfine_fx.errors import CannotChunk, LeftoverShapes, MemfineError
 from memfine_fx.expert_parallel.lowering import drop_unread_tables, own_exchanges, sharded_experts
 from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.heads import lower_heads, lowered_heads, plan_heads
-from memfine_fx.inner import compile_plain, compile_with_regions
+from memfine_fx.inner import compile_plain
 from memfine_fx.logs import trace_artifact
 from memfine_fx.memory.kernel_scratch import product_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
@@ -128,17 +129,10 @@ def _compile(
         return graph_module
     lowered: list[LoweredRegion | LoweredHead] = list(lowered_heads(record))
     lowered += [outcome for outcome in record.outcomes if isinstance(outcome, LoweredRegion)]
-    if not lowered or session.config.identity_rewrite:
+    if not lowered or session.config.identity_rewrite or session.config.inner_backend == "eager":
         return compile_plain(graph_module, example_inputs, session.config.inner_backend, session.mode)
-    return compile_with_regions(
-        graph_module,
-        example_inputs,
-        session.config,
-        record.step,
-        budget=budget_of_graph(session, record, tensor_of(lowered[0].region.hidden)),
-        changed=session.forget_plans,
-        mode=session.mode,
-    )
+    hidden = tensor_of(lowered[0].region.hidden)
+    return CompiledGraph(graph_module, example_inputs, session, record, hidden).__call__
 
 
 def _outcomes(
@@ -222,6 +216,7 @@ def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> tuple[M
         warn=functools.partial(session.warn_of_failure, region.where),
         exchange=exchange,
         name=region.where.module or str(region.where),
+        context=session.situation_key,
     )
     register(live)
     record.step.regions[site] = RegionMemory(region_bytes, _num_tokens(region), config.axis)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,14 +19,15 @@ from torch._functorch import config as functorch_config
 from memfine_fx.config import Config
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
-from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.fit import StepBudget
 from memfine_fx.passes.kernel_order import KernelOrder
 from memfine_fx.passes.partition import StepPartitioner, freed_inputs
 from memfine_fx.passes.partitioned import Partition
 from memfine_fx.passes.region_distance import RegionDistance
 
-__all__ = ["compile_plain", "compile_with_regions"]
+__all__ = ["BackwardContext", "compile_plain", "compile_with_regions"]
+
+BackwardContext = Callable[[bool], AbstractContextManager[None]]
 
 
 def compile_plain(
@@ -54,43 +55,41 @@ def compile_with_regions(
     *,
     budget: StepBudget | None,
     changed: Callable[[], None],
+    in_backward: BackwardContext,
+    partitioned: Callable[[], None] = lambda: None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph whose regions were lowered.
 
     Args:
         graph_module, example_inputs: from Dynamo, rewritten.
-        config: options.
-        step: told the sizes of each call, and what forward and backward hold.
+        config: options; not with the inner backend "eager", which compiles nothing.
+        step: told what forward and backward hold.
         budget: see `StepPartitioner`.
         changed: called when more is known of the graph's memory than before.
+        in_backward: what each run of the backward happens in; told whether it keeps the graph.
+        partitioned: called when the graph is partitioned and an estimate of its memory is there.
         mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
     """
-    if config.inner_backend == "eager":
-        return graph_module
     inputs = list(example_inputs)
     partitioner = StepPartitioner(
         saves_attention=config.saves_attention,
         is_fused=config.inner_backend == "inductor",
         budget=budget,
-        report=functools.partial(_take_estimate, step),
+        report=functools.partial(_take_estimate, step, partitioned),
         key=f"{config.memory_budget} {config.axis} {config.rows_per_chunk} {config.tokens_per_chunk}",
     )
-    sizes = _sizes_of_inputs(graph_module.graph)
-    step.sizes = {size.name: size.hint for size in sizes}
-    step.note_gradients(inputs)
     if config.inner_backend == "aot_eager":
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.backends.debugging import boxed_nop
 
         def backward_nop(backward: fx.GraphModule, saved: list[Any]) -> Callable[..., Any]:
             _take_donated()  # nothing here writes over a saved tensor
-            run: Callable[..., Any] = boxed_nop(backward, saved)
-            return run
+            return _backward_call(boxed_nop(backward, saved), (), in_backward)
 
         compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=backward_nop, partition_fn=partitioner)
-        unfused = compiler(graph_module, inputs)
-        return _told_of_calls(unfused, sizes, step, changed)
+        unfused: Callable[..., Any] = compiler(graph_module, inputs)
+        return unfused
     from torch._inductor.compile_fx import compile_fx
 
     patches = _options_of(mode) | {
@@ -98,11 +97,11 @@ def compile_with_regions(
         "_pre_fusion_custom_pass": RegionDistance(),
         "_post_fusion_custom_pass": KernelOrder(),
     }
-    inner_compile = functools.partial(_compile_and_read, step, changed)
+    inner_compile = functools.partial(_compile_and_read, step, changed, in_backward)
     # NOTE: a hit in AOT autograd's cache would skip the partitioner and what it learns; Inductor's own cache is used.
     with functorch_config.patch(enable_autograd_cache=False):
         compiled: Any = compile_fx(graph_module, inputs, inner_compile=inner_compile, config_patches=patches)
-    return _told_of_calls(compiled, sizes, step, changed)
+    return compiled  # type: ignore[no-any-return]  # compile_fx has many return types
 
 
 def _options_of(mode: str | None) -> dict[str, Any]:
@@ -115,7 +114,12 @@ def _options_of(mode: str | None) -> dict[str, Any]:
 
 
 def _compile_and_read(
-    step: GraphStep, changed: Callable[[], None], graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    step: GraphStep,
+    changed: Callable[[], None],
+    in_backward: BackwardContext,
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    **kwargs: Any,
 ) -> Any:
     """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
     from torch._inductor.compile_fx import compile_fx_inner
@@ -131,24 +135,25 @@ def _compile_and_read(
         else:
             step.forward = memory
         changed()
-    return _repeatable(compiled) if is_backward else compiled
+    return _backward_call(compiled, _take_donated(), in_backward) if is_backward else compiled
 
 
-def _repeatable(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def _backward_call(
+    compiled: Callable[[list[Any]], Any], donated: Sequence[int], in_backward: BackwardContext
+) -> Callable[[list[Any]], Any]:
     """A compiled backward that may run again through one forward (`retain_graph=True`, two losses).
 
     Its code writes over saved tensors that were donated to it, which AOT autograd guards by refusing to keep the graph.
     Here a backward that keeps the graph works on copies of these tensors; any other gets them as they are.
     """
-    donated = _take_donated()
-    if not donated:
-        return compiled
 
     def call(args: list[Any]) -> Any:
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if keeps_graph:
             for position in donated:
                 args[position] = args[position].clone()
-        return compiled(args)
+        with in_backward(keeps_graph):
+            return compiled(args)
 
     call._boxed_call = True  # type: ignore[attr-defined]  # how AOT autograd knows who frees the arguments
     return call
@@ -168,51 +173,9 @@ def _take_donated() -> tuple[int, ...]:
     return donated
 
 
-def _take_estimate(step: GraphStep, partition: Partition) -> None:
+def _take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: Partition) -> None:
     step.forward, step.backward = partition.forward_memory, partition.backward_memory
-    step.decision = partition.decision
+    step.decision, step.keeps_all = partition.decision, partition.keeps_all
     step.add_hints(partition.forward.graph)
     step.add_hints(partition.backward.graph)
-
-
-@dataclass(frozen=True)
-class _Size:
-    """Where a size that varies is found among a graph's inputs: an int, or a dimension of a tensor."""
-
-    name: str
-    position: int
-    dimension: int | None
-    hint: int
-
-    def of(self, args: Sequence[Any]) -> int:
-        value = args[self.position]
-        return int(value if self.dimension is None else value.shape[self.dimension])
-
-
-def _sizes_of_inputs(graph: fx.Graph) -> list[_Size]:
-    found: dict[str, _Size] = {}
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for position, node in enumerate(placeholders):
-        value = node_value(node)
-        candidates = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
-        for dimension, size in candidates:
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
-                name = str(size.node.expr)
-                found.setdefault(name, _Size(name, position, dimension, int(size.node.hint)))
-    return list(found.values())
-
-
-def _told_of_calls(
-    compiled: Callable[..., Any], sizes: Sequence[_Size], step: GraphStep, changed: Callable[[], None]
-) -> Callable[..., Any]:
-    """The callable, which notes the sizes of each call and whether gradients are there when it begins."""
-
-    @functools.wraps(compiled)
-    def call(*args: Any) -> Any:
-        for size in sizes:
-            step.sizes[size.name] = size.of(args)
-        if step.note_gradients(args):
-            changed()
-        return compiled(*args)
-
-    return call
+    partitioned()

@@ -13,7 +13,7 @@ from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.region_bytes import RegionBytes, region_peak
 from memfine_fx.records import ChunkPlan
 
-__all__ = ["KNEE_ROWS", "plan_region"]
+__all__ = ["KNEE_ROWS", "infeasible", "plan_region"]
 
 KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
 """Rows a chunk at which time stops falling; docs/design.md, "The throughput knee", has the measurement (CPU) and
@@ -67,7 +67,7 @@ def plan_region(
     if available_bytes is not None and total(rows) > available_bytes:
         low = min(min_rows, rows)
         if total(low) > available_bytes:
-            raise _infeasible(terms_of(low), budget_bytes, available_bytes)
+            raise infeasible(terms_of(low), budget_bytes, available_bytes)
         rows, reason = (
             _largest(low, rows, lambda candidate: total(candidate) <= available_bytes),
             (f"largest chunk with which the step keeps within {available_bytes:,} B"),
@@ -78,7 +78,8 @@ def plan_region(
     return ChunkPlan(axis, rows, rows if cuts_tokens else 0, predicted, reason)
 
 
-def _infeasible(terms: Mapping[str, int], budget_bytes: int | None, available_bytes: int) -> BudgetInfeasible:
+def infeasible(terms: Mapping[str, int], budget_bytes: int | None, available_bytes: int) -> BudgetInfeasible:
+    """The error for a peak of these terms, with the smallest budget that holds it."""
     budget = available_bytes if budget_bytes is None else budget_bytes
     largest = sorted(terms.items(), key=lambda term: -term[1])[:4]
     return BudgetInfeasible(budget, budget + sum(terms.values()) - available_bytes, largest)

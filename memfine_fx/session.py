@@ -11,7 +11,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,6 +30,7 @@ from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.picture import RegionGraph
 from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.report import HeadReport, RegionReport, Report, StepReport
+from memfine_fx.runs import RunHistory, Situation, parameters_of
 from memfine_fx.runtime.live_head import LiveHead
 from memfine_fx.runtime.store import LiveRegion, lookup
 from memfine_fx.verification import RegionVerification, VerifyReport
@@ -60,34 +61,58 @@ class LoweredHead:
     verification: RegionVerification | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class CapturedGraph:
     """What one graph gave, and whose it is.
 
     Args:
-        parameters: weak references to the parameters that it reads.
-        input_bytes: its other tensor inputs, the model's buffers and the user's batch.
         outcomes: its regions and refusals.
-        step: its memory.
+        step: its memory, of the latest of its partitions that ran.
         heads: its heads, and losses whose logits stayed whole.
     """
 
-    parameters: tuple[WeakIdRef, ...]
-    input_bytes: int = 0
     outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)
     step: GraphStep = field(default_factory=GraphStep)
     verifications: list[RegionVerification] = field(default_factory=list)
     heads: list[LoweredHead | HeadRefusal] = field(default_factory=list)
+    _parameters: tuple[WeakIdRef, ...] = ()
+    _places: tuple[int, ...] = ()  # of parameters among the inputs
+
+    def note_inputs(self, inputs: Sequence[object], forgotten: Callable[[], None] | None = None) -> bool:
+        """Learn the parameters of a call, and whether they are others than before: equal models share compiled code.
+
+        Args:
+            forgotten: called when the first of them dies.
+        """
+        if self._places and self._parameters and self._parameters[0]() is inputs[self._places[0]]:
+            return False
+        places = [place for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)]
+        callbacks = [None if forgotten is None else lambda _: forgotten(), *[None] * len(places)]
+        self._places = tuple(places)
+        self._parameters = tuple(WeakIdRef(inputs[place], one) for place, one in zip(places, callbacks, strict=False))
+        return True
+
+    def input_bytes(self, inputs: Sequence[object]) -> int:
+        """Tensor inputs of a call that are there for it: the model's buffers and the user's batch.
+
+        Results of earlier graphs are inputs too; they are counted among what those graphs left.
+        """
+        given = (value for place, value in enumerate(inputs) if place not in self._parameter_places)
+        return sum(one.nbytes for one in given if isinstance(one, torch.Tensor) and one.grad_fn is None)
 
     @property
     def parameter_ids(self) -> frozenset[int]:
         return frozenset(id(parameter) for parameter in self.alive_parameters())
 
     def alive_parameters(self) -> list[torch.Tensor]:
-        return [parameter for reference in self.parameters if (parameter := reference()) is not None]
+        return [parameter for reference in self._parameters if (parameter := reference()) is not None]
+
+    @functools.cached_property
+    def _parameter_places(self) -> frozenset[int]:
+        return frozenset(self._places)
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """Regions and refusals of one compilation unit, newest graph last.
 
@@ -111,8 +136,10 @@ class Session:
     _seconds_within: float = 0.0
     _warned_models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     _optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
-    _stepped: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     _graphs: list[CapturedGraph] = field(default_factory=list)
+    history: RunHistory = field(default_factory=RunHistory)
+    situation: Situation | None = None  # of the run whose forward or backward is at work, or was last
+    _persistent: tuple[frozenset[int], int] | None = None  # ids of members -> bytes, while nothing new is known
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -159,57 +186,86 @@ class Session:
         """Forget the graphs of an abandoned attempt and begin one under these flags."""
         self.capture_flags = capture_flags
         self._graphs.clear()
+        self._forget_bytes()
 
-    def add_graph(self, inputs: Iterable[object]) -> CapturedGraph:
+    def add_graph(self, inputs: Sequence[object]) -> CapturedGraph:
         """Open the record of one captured graph with these inputs, parameters among them."""
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
-        others = [tensor for tensor in tensors if not isinstance(tensor, torch.nn.Parameter)]
-        num_bytes = sum(int(tensor.numel()) * tensor.dtype.itemsize for tensor in others)
-        graph = CapturedGraph(tuple(WeakIdRef(parameter) for parameter in parameters), num_bytes)
-        self._graphs.append(graph)
+        graph = CapturedGraph()
+        self.keep(graph, inputs)
         return graph
 
     def drop_graph(self, graph: CapturedGraph) -> None:
         """Forget a graph whose compilation was given up."""
         self._graphs = [one for one in self._graphs if one is not graph]
+        self.history.forget(graph)
+        self._forget_bytes()
 
-    def latest_graphs(self) -> list[CapturedGraph]:
-        """Graphs of one step, in order: a recompilation stands in for what it recompiled."""
-        latest = {(graph.parameter_ids, tuple(map(_place, graph.outcomes))): graph for graph in self._graphs}
-        return list(latest.values())
+    def situation_key(self) -> object:
+        """Equal where plans are."""
+        return None if self.situation is None else self.situation.key
+
+    def persistent_bytes(self, members: Sequence[CapturedGraph]) -> int:
+        """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
+        key = frozenset(map(id, members))
+        if self._persistent is None or self._persistent[0] != key:
+            parameters, optimizers = parameters_of(members), self._known_optimizers()
+            there = sum(static_terms(parameters, optimizers).values())
+            self._persistent = key, there + foreseen_state_bytes(parameters, optimizers)
+        return self._persistent[1]
 
     def static_terms(self) -> dict[str, int]:
-        """Bytes by term of what is there before a step."""
-        parameters = self._parameters()
-        terms = static_terms(parameters, self._known_optimizers())
-        graphs = self.latest_graphs()
-        terms["gradients before the step"] = sum(graph.step.gradient_bytes for graph in graphs)
-        terms["inputs and buffers"] = sum(graph.input_bytes for graph in graphs)
+        """Bytes by term of what was there before the latest step that trained."""
+        runs = self.history.latest_pass(self._graphs)
+        terms = static_terms(parameters_of(self._members()), self._known_optimizers())
+        terms["gradients before the step"] = runs[0].gradient_bytes if runs else 0
+        terms["inputs and buffers"] = sum(run.input_bytes for run in runs)
         return terms
 
-    def foreseen_bytes(self) -> int:
-        """Bytes that will be there before later steps: state of optimizers that have not stepped yet."""
-        return foreseen_state_bytes(self._parameters(), self._known_optimizers())
+    def note_step(self, optimizer: torch.optim.Optimizer, *, is_first: bool) -> None:
+        """An optimizer of its parameters stepped. The first time, the bytes before a step change."""
+        self.history.note_optimizer_step()
+        if is_first:
+            self._optimizers = None
+            self._forget_bytes()
 
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer stepped. The first time, the bytes before a step change, and plans are made again."""
-        known = self._optimizers
-        if known is None or optimizer in self._stepped:
-            return
-        self._stepped.add(optimizer)
-        ours = {id(parameter) for parameter in self._parameters()}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            known.add(optimizer)
-            self.forget_plans()
+    def keep(self, graph: CapturedGraph, inputs: Sequence[object]) -> None:
+        """Hold a graph's record for as long as its parameters live."""
+        myself = weakref.ref(self)
+
+        def forget_if_dead() -> None:
+            session = myself()
+            if session is not None and not graph.alive_parameters():
+                session.drop_graph(graph)
+
+        if graph.note_inputs(inputs, forget_if_dead):
+            if not any(one is graph for one in self._graphs):
+                self._graphs.append(graph)
+            self._optimizers = None
+            self._forget_bytes()
+
+    def _forget_bytes(self) -> None:
+        """What is there before a step has changed: ask again, and let every region plan again."""
+        self._persistent = None
+        self.forget_plans()
+
+    def _members(self) -> list[CapturedGraph]:
+        """Graphs of the latest steps; all where nothing has run."""
+        own = set(self._graphs)
+        return [graph for graph in self.history.members() if graph in own] or self._graphs
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [one for graph in self._graphs for one in graph.alive_parameters()]
+        return parameters_of(self._graphs)
 
     def _known_optimizers(self) -> list[torch.optim.Optimizer]:
         if self._optimizers is None:
             self._optimizers = weakref.WeakSet(living_optimizers(self._parameters()))
+            for optimizer in self._optimizers:
+                _sessions_of.setdefault(optimizer, weakref.WeakSet()).add(self)
         return list(self._optimizers)
+
+    def reads_any(self, parameters: Collection[int]) -> bool:
+        """Whether its graphs read one of the parameters with these ids."""
+        return any(id(one) in parameters for one in self._parameters())
 
     def forget_plans(self) -> None:
         """Let every region plan again at its next call, because more is known of the step."""
@@ -269,12 +325,15 @@ class Session:
         )
 
     def _step_report(self) -> StepReport | None:
-        graphs = [graph.step for graph in self.latest_graphs()]
-        peak = step_peak(graphs, self._largest_chunk)
+        """Of the latest step that trained."""
+        runs = self.history.latest_pass(self._graphs)
+        memories = [run.memory for run in runs]
+        peak = step_peak(memories, self._largest_chunk)
         if peak is None:
             return None
-        decision = "; ".join(graph.decision for graph in graphs if graph.decision)
-        expression = functools.partial(peak_expression, graphs, self._largest_chunk)
+        steps = {id(memory.step): memory.step for memory in memories}
+        decision = "; ".join(step.decision for step in steps.values() if step.decision)
+        expression = functools.partial(peak_expression, memories, self._largest_chunk)
         return StepReport(tuple(self.static_terms().items()), peak, decision, expression)
 
     def _largest_chunk(self, site: str, num_tokens: int) -> ChunkSize:
@@ -299,9 +358,9 @@ class Session:
         return VerifyReport(verified, tuple(one for one in refused if (one.where, one.reason) not in failed))
 
     def _latest_heads(self) -> list[LoweredHead | HeadRefusal]:
-        """As `_latest`: one a place."""
+        """The heads of `_latest_graphs`, one for each place in the source."""
         latest: dict[object, LoweredHead | HeadRefusal] = {}
-        for graph in self._graphs:
+        for graph in self._latest_graphs():
             for number, head in enumerate(graph.heads):
                 where = head.where if isinstance(head, HeadRefusal) else head.region.where
                 latest[where.source, graph.parameter_ids, number] = head
@@ -310,7 +369,7 @@ class Session:
     def _latest(self) -> list[LoweredRegion | Refusal]:
         """One outcome a place: recompilations of the same code replace what they recompiled."""
         latest: dict[object, LoweredRegion | Refusal] = {}
-        for graph in self._graphs:
+        for graph in self._latest_graphs():
             seen: Counter[object] = Counter()
             for outcome in graph.outcomes:
                 place = (_place(outcome), graph.parameter_ids)
@@ -318,30 +377,47 @@ class Session:
                 latest[place, seen[place]] = outcome
         return list(latest.values())
 
+    def _latest_graphs(self) -> list[CapturedGraph]:
+        """All graphs, those of the latest step that trained at the end: they stand for their places in a report."""
+        trained = {id(run.graph) for run in self.history.latest_pass(self._graphs)}
+        return sorted(self._graphs, key=lambda graph: id(graph) in trained)
 
-_all_sessions: list[Session] = []
+
+_all_sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+_sessions_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Session]] = weakref.WeakKeyDictionary()
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _lock = threading.Lock()
+_session_numbers = itertools.count()
 _site_numbers = itertools.count()
 
 
 def sessions() -> list[Session]:
-    """Every session of this process, oldest first."""
-    return list(_all_sessions)
+    """Every living session of this process, oldest first."""
+    return [session for _, session in sorted(_all_sessions.items())]
 
 
 def open_session(config: Config, *, is_dry: bool = False, mode: str | None = None) -> Session:
     set_up_logs()
     session = Session(config, is_dry, mode)
     with _lock:
-        if not _all_sessions:
+        number = next(_session_numbers)
+        if number == 0:
             register_optimizer_step_post_hook(_note_step)
-        _all_sessions.append(session)
+        _all_sessions[number] = session
     return session
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    for session in _all_sessions:
-        session.note_step(optimizer)
+    """Tell the sessions of its parameters; all sessions are asked at its first step only."""
+    owners = _sessions_of.get(optimizer)
+    is_first = optimizer not in _stepped
+    if owners is None:
+        ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owners = weakref.WeakSet(one for one in sessions() if one.reads_any(ours))
+        _sessions_of[optimizer] = owners
+    _stepped.add(optimizer)
+    for session in list(owners):
+        session.note_step(optimizer, is_first=is_first)
 
 
 def next_site(body_key: str) -> str:

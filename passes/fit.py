@@ -21,7 +21,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -123,7 +123,7 @@ def fit(
     full_module, added = _with_regions(gm, _keeps(regions))
     full = partition(full_module, decision=_described(_keeps(regions), gm.graph))
     if budget.peak(full.forward_memory, full.backward_memory, None) <= available:
-        return full
+        return replace(full, keeps_all=True)
     with budget.timed("fit"):
         tried = functools.partial(_timed, partition, budget)
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, _without(_sized(full, budget), added))

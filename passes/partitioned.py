@@ -21,10 +21,11 @@ RECOMPUTES_ELEMENTWISE = {
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward and a backward graph, what each would hold, and what was decided."""
+    """A forward and a backward graph, what each would hold, what was decided, and whether all that pays is kept."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     forward_memory: GraphMemory
     backward_memory: GraphMemory
     decision: str = ""
+    keeps_all: bool = False

@@ -139,7 +139,8 @@ class _Forms:
             copied.meta.update(node.meta)
         output = next(iter(reversed(rewritten.graph.nodes)))
         site = f"{live.site}/verify"
-        register(replace(live, site=site, tuner=ChunkTuner(), plan=None, _plans={}))
+        stand_in = replace(live, site=site, tuner=ChunkTuner(), plan=None, _plans={})
+        register(stand_in)
         try:
             lower_region(rewritten, _translated(region, env), site)
         finally:
@@ -169,7 +170,8 @@ class _Forms:
     def run_rewritten(self, inputs: _Inputs, plan: ChunkPlan, bodies: Bodies) -> Tensors:
         site = f"{self.live.site}/verify"
         live = replace(self.live, site=site, bodies=bodies, choose_plan=lambda _: plan, tuner=ChunkTuner())
-        register(replace(live, plan=None, _plans={}))
+        live = replace(live, plan=None, _plans={})
+        register(live)
         try:
             with enter_autocast(self.modes):
                 return run_step(self.rewritten, inputs.values, self)

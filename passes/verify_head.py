@@ -100,7 +100,8 @@ class _Forms:
         for node, copied in env.items():
             copied.meta.update(node.meta)
         site = f"{live.site}/verify"
-        register_head(replace(live, site=site))
+        stand_in = replace(live, site=site)
+        register_head(stand_in)
         try:
             lower_head(chunked, _translated(head, env), site)
         finally:
@@ -115,7 +116,8 @@ class _Forms:
         if falsified:
             loss = replace(loss, scale=loss.scale * 1.25)
         plan = replace(self.live.plan_for(1), tokens_per_chunk=rows)
-        register_head(replace(self.live, site=site, loss=loss, choose_plan=lambda _: plan, plan=None, _plans={}))
+        live = replace(self.live, site=site, loss=loss, choose_plan=lambda _: plan, plan=None, _plans={})
+        register_head(live)
         try:
             with enter_autocast(self.modes):
                 return run_step(self.chunked, values, self)

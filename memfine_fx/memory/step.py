@@ -1,11 +1,15 @@
 """The memory of one training step: graphs with their chunked regions, and what is there before the step begins.
 
-    peak of a step = static + the largest of
-        forward of graph i    what earlier graphs saved + live bytes of its forward + working set of a region
-        backward of graph i   what earlier graphs saved + live bytes of its backward + working set of a region
+Terms
+    run           one call of a graph, with the values of its symbols
+    saved bytes   what runs have saved for backwards that are still to come
+    peak          static + the largest of, for each run of the step,
+        its forward     saved bytes then + live bytes of its forward + working set of a region
+        its backward    the same saved bytes, and gradients that backwards of later runs have made
+                        + live bytes of its backward + working set of a region
 
 Static bytes are the parameters and buffers that the graphs read, gradients that exist, and optimizer state. New
-gradients are results of the backward graphs and counted there.
+gradients are results of the backward graphs: counted there, and in the backwards that come after.
 """
 
 from __future__ import annotations
@@ -22,11 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from memfine_fx.config import Axis
 from memfine_fx.memory.head_bytes import HeadMemory
-from memfine_fx.memory.liveness import Call, GraphMemory, Peak
+from memfine_fx.memory.liveness import Call, GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_workspace, workspace_expression
 from memfine_fx.records import Keep
 
-__all__ = ["GraphStep", "RegionMemory", "StepPeak", "peak_expression", "step_peak", "value_at"]
+__all__ = ["GraphStep", "RegionMemory", "RunMemory", "StepPeak", "peak_expression", "step_peak", "value_at"]
 
 SizeOf = Callable[[str, int], ChunkSize]
 """(site, T) -> how large chunks are; the rows of a head's are tokens."""
@@ -71,10 +75,10 @@ class GraphStep:
     Args:
         regions: site -> its memory.
         heads: the same for heads.
-        sizes: value of each symbol in the latest call.
+        sizes: value of each symbol in the call that it was partitioned for.
         forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
-        gradient_bytes: gradients that were there when the latest call began.
+        keeps_all: whether it computes nothing dense again and regions keep all that pays.
     """
 
     regions: dict[str, RegionMemory] = field(default_factory=dict)
@@ -82,21 +86,8 @@ class GraphStep:
     forward: GraphMemory | None = None
     backward: GraphMemory | None = None
     decision: str = ""
-    gradient_bytes: int = 0
+    keeps_all: bool = False
     heads: dict[str, HeadMemory] = field(default_factory=dict)
-
-    def note_gradients(self, inputs: Sequence[object]) -> bool:
-        """Count the gradients of a call's parameters; whether that differs from the call before.
-
-        One parameter tells whether there are gradients; all are asked only when that changes.
-        """
-        trained = (one for one in inputs if isinstance(one, torch.nn.Parameter) and one.requires_grad)
-        first = next(trained, None)
-        if first is None or (first.grad is not None) == (self.gradient_bytes > 0):
-            return False
-        gradients = [one.grad for one in (first, *trained) if one.grad is not None]
-        self.gradient_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-        return True
 
     def add_hints(self, graph: fx.Graph) -> None:
         """Values for symbols that no input's size is (a saved random state's length), as in the captured call."""
@@ -129,11 +120,38 @@ class GraphStep:
 
         return of_call
 
-    def left_bytes(self) -> int:
-        """What its forward saves for its backward, at the latest sizes."""
+    def left_bytes(self, sizes: Mapping[str, int]) -> int:
+        """What its forward saves for its backward."""
         if self.forward is None:
             return 0
-        return value_at(self.forward.left_bytes, self.sizes)
+        return value_at(self.forward.left_bytes, sizes)
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """One run of a graph in a step.
+
+    Args:
+        step: its graph's record.
+        sizes: value of each of its inputs' symbols in this run.
+        saved_bytes: by earlier runs whose backwards are still to come, when this one begins.
+        later_gradient_bytes: new gradients that backwards of later runs have made when its own backward begins.
+    """
+
+    step: GraphStep
+    sizes: Mapping[str, int]
+    saved_bytes: int = 0
+    later_gradient_bytes: int = 0
+
+    @property
+    def values(self) -> dict[str, int]:
+        """Of all symbols: those that only results inside the graph have (a random state's length) stay as captured."""
+        return {**self.step.sizes, **self.sizes}
+
+    @property
+    def left_bytes(self) -> int:
+        """What its forward saves for its backward."""
+        return self.step.left_bytes(self.values)
 
 
 @dataclass(frozen=True)
@@ -151,47 +169,54 @@ class StepPeak:
     terms: tuple[tuple[str, int], ...]
 
 
-def step_peak(graphs: Iterable[GraphStep], size_of: SizeOf) -> StepPeak | None:
-    """The peak over all graphs of a step that runs each once; None where nothing is known yet."""
-    saved = 0
+def step_peak(runs: Iterable[RunMemory], size_of: SizeOf) -> StepPeak | None:
+    """The peak over all runs of a step; None where nothing is known yet."""
     best: StepPeak | None = None
-    known = [graph for graph in graphs if graph.forward is not None]
-    for number, graph in enumerate(known):
-        workspace = graph.workspace(size_of, graph.sizes)
-        for where, memory in (("forward", graph.forward), ("backward", graph.backward)):
+    known = [run for run in runs if run.step.forward is not None]
+    for number, run in enumerate(known):
+        values = run.values
+        workspace = run.step.workspace(size_of, values)
+        for where, memory in (("forward", run.step.forward), ("backward", run.step.backward)):
             if memory is None:
                 continue
-            peak = memory.peak(graph.sizes, workspace)
-            if best is None or saved + peak.num_bytes > best.num_bytes:
-                best = _of_graph(peak, saved, where if len(known) == 1 else f"{where} of graph {number}")
-        saved += graph.left_bytes()
+            before = _alive_beside(run, where)
+            peak = memory.peak(values, workspace)
+            num_bytes = peak.num_bytes + sum(one for _, one in before)
+            if best is None or num_bytes > best.num_bytes:
+                place = where if len(known) == 1 else f"{where} of graph {number}"
+                best = StepPeak(num_bytes, place, (*before, *peak.terms))
     return best
 
 
-def _of_graph(peak: Peak, saved: int, where: str) -> StepPeak:
-    earlier = (("saved by earlier graphs", saved),) if saved else ()
-    return StepPeak(saved + peak.num_bytes, where, (*earlier, *peak.terms))
+def _alive_beside(run: RunMemory, where: str) -> tuple[tuple[str, int], ...]:
+    terms = [("saved by earlier graphs", run.saved_bytes)]
+    if where == "backward":
+        terms.append(("gradients of later graphs", run.later_gradient_bytes))
+    return tuple((name, num_bytes) for name, num_bytes in terms if num_bytes)
 
 
-def peak_expression(graphs: Iterable[GraphStep], size_of: SizeOf) -> sympy.Expr:
-    """The step's peak beyond what is there before it, in the graphs' symbols; R as at the latest sizes.
+def peak_expression(runs: Iterable[RunMemory], size_of: SizeOf) -> sympy.Expr:
+    """The step's peak beyond what is there before it, in the graphs' symbols; R and bytes of other graphs as they were.
 
     `expr.subs({"s27": 4096, ...})` answers for another batch without compiling anything.
     """
-    saved: sympy.Expr = sympy.Integer(0)
     peaks: list[sympy.Expr] = []
-    for graph in graphs:
-        workspace = functools.partial(_workspace_expression, graph, size_of)
-        peaks += [saved + memory.peak_expression(workspace) for memory in (graph.forward, graph.backward) if memory]
-        saved += graph.forward.left_bytes if graph.forward else sympy.Integer(0)
+    for run in runs:
+        workspace = functools.partial(_workspace_expression, run, size_of)
+        for memory, beside in (
+            (run.step.forward, run.saved_bytes),
+            (run.step.backward, run.saved_bytes + run.later_gradient_bytes),
+        ):
+            if memory is not None:
+                peaks.append(beside + memory.peak_expression(workspace))
     return sympy.Max(*peaks) if peaks else sympy.Integer(0)
 
 
-def _workspace_expression(graph: GraphStep, size_of: SizeOf, call: Call) -> sympy.Expr | int:
-    region, head = graph.regions.get(call.site), graph.heads.get(call.site)
+def _workspace_expression(run: RunMemory, size_of: SizeOf, call: Call) -> sympy.Expr | int:
+    region, head = run.step.regions.get(call.site), run.step.heads.get(call.site)
     if head is not None:
-        return head.workspace(size_of(call.site, value_at(head.num_tokens, graph.sizes)).rows)
+        return head.workspace(size_of(call.site, value_at(head.num_tokens, run.values)).rows)
     if region is None or (call.phase != "forward" and call.phase != "backward"):
         return 0
-    size = size_of(call.site, region.tokens_at(graph.sizes))
+    size = size_of(call.site, region.tokens_at(run.values))
     return workspace_expression(region.terms(call.keep), region.num_tokens, size, region.axis, call.phase)

@@ -1,8 +1,12 @@
-"""Live counterparts of lowered calls, by the string key that is baked into a compiled graph."""
+"""Live counterparts of lowered calls, by the string key that is baked into a compiled graph.
+
+A registry does not keep what it knows alive: a counterpart lives with the record of its graph, and so with the model.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Generic, Protocol, TypeVar
 
 __all__ = ["Registry"]
@@ -19,7 +23,7 @@ class Registry(Generic[LiveT]):
     """What ops look up; filled while graphs are compiled, by any thread."""
 
     def __init__(self) -> None:
-        self._live: dict[str, LiveT] = {}
+        self._live: weakref.WeakValueDictionary[str, LiveT] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
     def register(self, live: LiveT) -> None:
@@ -34,6 +38,6 @@ class Registry(Generic[LiveT]):
         """The live counterpart of a key.
 
         Raises:
-            KeyError: the graph was compiled by another process and its call never registered here.
+            KeyError: the graph was compiled by another process and never registered here, or its model is gone.
         """
         return self._live[site]

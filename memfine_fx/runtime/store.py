@@ -16,9 +16,12 @@ from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.parallel import RowExchange
 from memfine_fx.runtime.registry import Registry
 
-__all__ = ["LiveRegion", "lookup", "register", "unregister"]
+__all__ = ["MOST_PLANS", "LiveRegion", "lookup", "register", "unregister"]
 
 log = logging.getLogger("memfine_fx.plans")
+
+MOST_PLANS = 256
+"""Kept for one region: a generation has another length at each token."""
 
 
 def _warn(message: str) -> None:
@@ -35,12 +38,13 @@ class LiveRegion:
         num_experts, top_k: E, K.
         out_dtype: of the combined output.
         drops_out_of_range: whether assignments with an expert id outside [0, E) are skipped, or an error.
-        choose_plan: T -> plan; pure for given T, called once per new T.
+        choose_plan: T -> plan; pure for given T and context, called once for each.
         tuner: how many chunks a step's rows get under the plan.
         warn: told in words when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
         name: its layer, as profiles and logs call it.
         loads: how uneven its routing was.
+        context: what plans depend on beside T now; equal where they are equal.
     """
 
     site: str
@@ -55,6 +59,7 @@ class LiveRegion:
     exchange: RowExchange | None = None
     name: str = ""
     loads: LoadHistory = field(default_factory=LoadHistory)
+    context: Callable[[], object] = lambda: None
     plan: ChunkPlan | None = None
     num_tokens: int = 0
     num_chunks: int = 0
@@ -62,16 +67,19 @@ class LiveRegion:
     stages_gradients: bool = False  # whether a gradient was added to more than once in it
     rounds: RoundStats | None = None  # of the latest step, where the experts are sharded
     num_steps: int = 0
-    _plans: dict[int, ChunkPlan] = field(default_factory=dict)
+    _plans: dict[tuple[int, object], ChunkPlan] = field(default_factory=dict)
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left
 
     def plan_for(self, num_tokens: int) -> ChunkPlan:
         """The plan for T tokens; decided at run time, so that sizes change without recompiling."""
-        if num_tokens not in self._plans:
+        key = num_tokens, self.context()
+        if key not in self._plans:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
             limits = [rows for tokens, rows in self._limits.items() if tokens <= num_tokens]
-            plan = self._plans[num_tokens] = _at_most(self.choose_plan(num_tokens), min(limits, default=None))
+            plan = self._plans[key] = _at_most(self.choose_plan(num_tokens), min(limits, default=None))
             log.info("%s, T=%d: %d rows a chunk; %s", self.name, num_tokens, plan.rows_per_chunk, plan.reason)
-        return self._plans[num_tokens]
+        return self._plans[key]
 
     def forget_plans(self) -> None:
         """Choose again at the next call."""
@@ -79,16 +87,16 @@ class LiveRegion:
 
     def use_plan(self, num_tokens: int, plan: ChunkPlan) -> None:
         """Replace the plan for T tokens from the next step on."""
-        self._plans[num_tokens] = plan
+        self._plans[num_tokens, self.context()] = plan
 
     def lower(self, num_tokens: int, rows: int) -> None:
         """After an allocation failure with T tokens: no chunk above `rows` for T tokens or more."""
         before = self.plan_for(num_tokens).rows_per_chunk
         self._limits[num_tokens] = min(rows, self._limits.get(num_tokens, rows))
-        for tokens, plan in self._plans.items():
-            if tokens >= num_tokens:
-                self._plans[tokens] = _at_most(plan, rows)
-        self.plan = self._plans[num_tokens]
+        for key, plan in self._plans.items():
+            if key[0] >= num_tokens:
+                self._plans[key] = _at_most(plan, rows)
+        self.plan = self.plan_for(num_tokens)
         self.warn(
             f"an allocation failed in a chunk of experts, which was then run in parts; the step's result is the same. "
             f"Rows per chunk go from {before} to {min(before, rows)} for {num_tokens} tokens and more, which takes "

@@ -34,6 +34,8 @@ from tests.helpers import (
 )
 
 SITE = "test_lower/0"
+HELD: list[LiveRegion] = []
+"""Registered regions, which live as long as somebody holds them."""
 MEMFINE_OPS = (torch.ops.memfine.route.default, torch.ops.memfine.experts.default)
 
 
@@ -48,6 +50,7 @@ def captured(layer: TinyMoE) -> tuple[fx.GraphModule, MoERegion]:
 @pytest.fixture(autouse=True)
 def _forget_site() -> Iterator[None]:
     yield
+    HELD.clear()
     with contextlib.suppress(KeyError):
         store.unregister(SITE)
 
@@ -57,7 +60,8 @@ def register_live(layer: TinyMoE, region: MoERegion, rows: int = 3, site: str = 
     function = region.expert_fn
     bodies = bodies_of(function.graph_module, params, function.param_kinds, has_weight=function.has_weight)
     plan = ChunkPlan("rows", rows, 0, 0, "")
-    register(LiveRegion(site, bodies, NUM_EXPERTS, layer.top_k, layer.up.dtype, False, lambda num_tokens: plan))
+    HELD.append(LiveRegion(site, bodies, NUM_EXPERTS, layer.top_k, layer.up.dtype, False, lambda num_tokens: plan))
+    register(HELD[-1])
 
 
 def run(graph_module: fx.GraphModule, layer: TinyMoE, hidden: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ LOSSES = [
 ]
 Operands = tuple[Tensor, Tensor, Tensor]
 
+HELD: list[LiveHead] = []
+"""The registered head, which lives as long as somebody holds it."""
+
 
 def operands(dtype: torch.dtype = torch.float32, tokens: int = T) -> Operands:
     generator = torch.Generator().manual_seed(0)
@@ -67,7 +70,8 @@ def chunked(
     divisor: Tensor | None = None,
     wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> Tensor:
-    register_head(LiveHead("test", loss, torch.float32, lambda tokens: HeadPlan(rows, 0, "")))
+    HELD[:] = [LiveHead("test", loss, torch.float32, lambda tokens: HeadPlan(rows, 0, ""))]
+    register_head(HELD[0])
     found: Tensor = head_loss(*given, labels, divisor, list(wanted), "test")[0]
     return found
 

@@ -28,7 +28,8 @@ def unweighted(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 @pytest.fixture
 def live() -> Iterator[Callable[..., LiveRegion]]:
-    """Registers one region for the test."""
+    """Registers one region for the test, and holds it as a graph's record does."""
+    held: list[LiveRegion] = []
 
     def make(
         dtype: torch.dtype = torch.float32, *, has_weight: bool = True, rows: int = 3, drops: bool = True
@@ -37,6 +38,7 @@ def live() -> Iterator[Callable[..., LiveRegion]]:
         plan = ChunkPlan("rows", rows, 0, 0, "")
         region = LiveRegion(SITE, bodies, NUM_EXPERTS, TOP_K, dtype, drops, lambda num_tokens: plan)
         register(region)
+        held.append(region)
         return region
 
     yield make

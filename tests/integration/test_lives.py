@@ -1,0 +1,422 @@
+"""Whatever a run does between steps, its budget is kept, gradients are exact and its plan is that of a fresh process.
+
+See `lives`; all of them under every budget are the campaign of `make campaign`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import memfine_fx
+from memfine_fx import budget as budget_module
+from memfine_fx.errors import BudgetInfeasible
+from tests.integration.lives import RATES, STANDARD, Life, backward_of, fresh_model, smallest_budget, tokens
+
+Script = Callable[[Life], None]
+SHORT, LONG, WIDE = (2, 96), (2, 160), (3, 128)
+
+
+def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def plain(life: Life) -> None:
+    life.train()
+
+
+def evaluated(life: Life) -> None:
+    life.train()
+    life.evaluate()
+
+
+def evaluated_in_inference_mode(life: Life) -> None:
+    life.train()
+    life.evaluate(torch.inference_mode)
+
+
+def evaluated_with_gradients(life: Life) -> None:
+    life.train()
+    life.evaluate(torch.enable_grad)
+
+
+def evaluated_first(life: Life) -> None:
+    life.evaluate()
+    life.train()
+
+
+def evaluated_on_more(life: Life) -> None:
+    life.train()
+    life.evaluate(size=LONG)
+
+
+def evaluated_often(life: Life) -> None:
+    for size in (STANDARD, SHORT):
+        life.train(size)
+        life.evaluate(size=size)
+
+
+def evaluated_with_gradients_first(life: Life) -> None:
+    life.evaluate(torch.enable_grad)
+    life.train()
+
+
+def generated(life: Life) -> None:
+    life.train()
+    life.generate()
+
+
+def generated_first(life: Life) -> None:
+    life.generate()
+    life.train()
+
+
+def accumulated(life: Life) -> None:
+    life.train()
+    life.train(zero=False)
+
+
+def accumulated_over_three(life: Life) -> None:
+    for micro_batch in range(3):
+        life.train(zero=micro_batch == 0)
+    life.train()
+
+
+def accumulated_after_an_evaluation(life: Life) -> None:
+    life.train()
+    life.evaluate()
+    life.train(zero=False)
+
+
+def accumulated_twice(life: Life) -> None:
+    for _ in range(2):
+        life.train()
+        life.train(zero=False)
+
+
+def accumulated_with_other_lengths(life: Life) -> None:
+    life.train(SHORT)
+    life.train(LONG, zero=False)
+    life.train(zero=False)
+
+
+def zeroed(life: Life) -> None:
+    life.train()
+    life.train(zero=None)
+
+
+def shorter(life: Life) -> None:
+    life.train()
+    life.train(SHORT)
+
+
+def longer(life: Life) -> None:
+    life.train()
+    life.train(LONG)
+
+
+def longer_first(life: Life) -> None:
+    life.train(LONG)
+    life.train()
+
+
+def wider(life: Life) -> None:
+    life.train()
+    life.train(WIDE)
+
+
+def of_many_lengths(life: Life) -> None:
+    for length in (96, 160, 112, 128):
+        life.train((2, length))
+
+
+def optimized_late(life: Life) -> None:
+    life.train()
+    life.make_optimizer()
+    life.step()
+    life.train()
+
+
+def optimized_early(life: Life) -> None:
+    life.make_optimizer()
+    life.train()
+    life.step()
+    life.train()
+
+
+def optimizer_swapped(life: Life) -> None:
+    life.make_optimizer(sgd)
+    life.train()
+    life.step()
+    life.make_optimizer()
+    life.train()
+    life.step()
+    life.train()
+
+
+def optimized_and_evaluated(life: Life) -> None:
+    life.make_optimizer()
+    for _ in range(2):
+        life.train()
+        life.step()
+        life.evaluate()
+
+
+def optimized_and_accumulated(life: Life) -> None:
+    life.make_optimizer()
+    for _ in range(2):
+        life.train()
+        life.train(zero=False)
+        life.step()
+
+
+def frozen(life: Life) -> None:
+    life.train()
+    life.freeze("experts")
+    life.train()
+    life.freeze("experts", frozen=False)
+
+
+def frozen_first(life: Life) -> None:
+    life.freeze("experts")
+    life.train()
+    life.freeze("experts", frozen=False)
+
+
+def embedding_frozen(life: Life) -> None:
+    life.train()
+    life.freeze("embedding")
+    life.train()
+    life.train(zero=False)
+    life.freeze("embedding", frozen=False)
+
+
+def checkpointed_midway(life: Life) -> None:
+    life.train()
+    life.checkpoint()
+    life.train()
+
+
+def checkpointed_and_accumulated(life: Life) -> None:
+    life.checkpoint()
+    life.train()
+    life.train(zero=False)
+
+
+def two_losses(life: Life) -> None:
+    life.train(losses=2)
+    life.train(losses=2)
+
+
+def two_losses_and_evaluated(life: Life) -> None:
+    life.train(losses=2)
+    life.evaluate()
+    life.train()
+
+
+def two_losses_accumulated(life: Life) -> None:
+    life.train(losses=2)
+    life.train(losses=2, zero=False)
+
+
+def beside_a_second_model(life: Life) -> None:
+    life.train()
+    other = memfine_fx.optimize(fresh_model(life.dtype), inner_backend=life.inner, memory_budget=life.budget)
+    backward_of(other, [tokens(SHORT)])
+    life.train()
+
+
+def optimized_again(life: Life) -> None:
+    life.train()
+    life.optimize()
+    life.train()
+
+
+def optimized_again_after_an_evaluation(life: Life) -> None:
+    life.train()
+    life.evaluate()
+    life.optimize()
+    life.train()
+
+
+def failed_in_forward(life: Life) -> None:
+    life.train()
+    life.fail_in_forward()
+    life.train()
+
+
+def failed_first(life: Life) -> None:
+    life.fail_in_forward()
+    life.train()
+
+
+def interrupted_in_backward(life: Life) -> None:
+    life.train()
+    life.interrupt_in_backward()
+    life.train()
+
+
+def interrupted_first(life: Life) -> None:
+    life.interrupt_in_backward()
+    life.train()
+
+
+def all_at_once(life: Life) -> None:
+    life.make_optimizer()
+    life.train(SHORT)
+    life.train(zero=False)
+    life.step()
+    life.evaluate()
+    life.generate(2)
+    life.fail_in_forward()
+    life.train(LONG)
+    life.step()
+
+
+LIVES: tuple[Script, ...] = (
+    plain,
+    evaluated,
+    evaluated_in_inference_mode,
+    evaluated_with_gradients,
+    evaluated_first,
+    evaluated_on_more,
+    evaluated_often,
+    evaluated_with_gradients_first,
+    generated,
+    generated_first,
+    accumulated,
+    accumulated_over_three,
+    accumulated_after_an_evaluation,
+    accumulated_twice,
+    accumulated_with_other_lengths,
+    zeroed,
+    shorter,
+    longer,
+    longer_first,
+    wider,
+    of_many_lengths,
+    optimized_late,
+    optimized_early,
+    optimizer_swapped,
+    optimized_and_evaluated,
+    optimized_and_accumulated,
+    frozen,
+    frozen_first,
+    embedding_frozen,
+    checkpointed_midway,
+    checkpointed_and_accumulated,
+    two_losses,
+    two_losses_and_evaluated,
+    two_losses_accumulated,
+    beside_a_second_model,
+    optimized_again,
+    optimized_again_after_an_evaluation,
+    failed_in_forward,
+    failed_first,
+    interrupted_in_backward,
+    interrupted_first,
+    all_at_once,
+)
+_CHANGES_THE_MODEL = (checkpointed_midway, checkpointed_and_accumulated)
+
+
+@pytest.fixture(autouse=True)
+def given_rates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans follow from what is given here, and not from how fast this machine is now."""
+    monkeypatch.setattr(budget_module, "device_rates", lambda device_type, dtype: RATES)
+    yield
+    torch._dynamo.reset()
+
+
+def lived(script: Script, budget: int | None, dtype: torch.dtype, inner: Any = "aot_eager") -> Life:
+    """A life, ended by a standard step."""
+    torch._dynamo.reset()
+    life = Life(budget, dtype, inner)
+    script(life)
+    life.train()
+    return life
+
+
+def fresh(life: Life, script: Script) -> Life:
+    """A model that has seen nothing but such a step, with the same optimizer and the same checkpoints."""
+    torch._dynamo.reset()
+    other = Life(life.budget, life.dtype, life.inner)
+    if script in _CHANGES_THE_MODEL:
+        other.checkpoint()
+    if life.optimizers:
+        other.make_optimizer(type(life.optimizers[0]))
+        other.train()
+        other.step()
+    other.train()
+    return other
+
+
+def ended(script: Script) -> Script:
+    def with_standard_step(life: Life) -> None:
+        torch._dynamo.reset()
+        script(life)
+        life.train()
+
+    return with_standard_step
+
+
+def live_within(script: Script, dtype: torch.dtype, inner: Any = "aot_eager") -> None:
+    """The life under its smallest budget, 1.25 x of that and none; plans at its end are a fresh process's."""
+    smallest = smallest_budget(ended(script), dtype, inner)
+    for budget in (smallest, smallest * 5 // 4, None):
+        life = lived(script, budget, dtype, inner)
+        assert life.num_steps and (budget is None or life.most_bytes <= budget)
+        assert life.plans() == fresh(life, script).plans()
+
+
+def test_an_evaluation_does_not_change_what_training_may_use() -> None:
+    budget = smallest_budget(ended(plain))
+    life = lived(evaluated, budget, torch.float32)
+    assert life.most_bytes <= budget
+    assert life.plans() == fresh(life, evaluated).plans()
+
+
+def test_a_micro_batch_that_no_plan_holds_is_refused_before_it_begins_and_works_with_what_is_named() -> None:
+    life = lived(plain, smallest_budget(ended(plain)), torch.float32)
+    before = {name: one.grad.clone() for name, one in life.model.named_parameters() if one.grad is not None}
+    with pytest.raises(BudgetInfeasible) as refused:
+        life.train(zero=False)
+    after = {name: one.grad for name, one in life.model.named_parameters() if one.grad is not None}
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    life = lived(accumulated, refused.value.minimum_bytes, torch.float32)
+    assert life.most_bytes <= refused.value.minimum_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    [optimized_late, optimized_and_accumulated, of_many_lengths, two_losses, checkpointed_midway, all_at_once],
+    ids=lambda script: script.__name__,
+)
+def test_a_life_keeps_its_smallest_budget_and_its_plans(script: Script) -> None:
+    smallest = smallest_budget(ended(script))
+    life = lived(script, smallest, torch.float32)
+    assert life.plans() == fresh(life, script).plans()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("script", LIVES, ids=lambda script: script.__name__)
+def test_every_life_keeps_every_budget(script: Script, dtype: torch.dtype) -> None:
+    live_within(script, dtype)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "script",
+    [evaluated, accumulated, optimized_late, of_many_lengths, checkpointed_midway, two_losses],
+    ids=lambda script: script.__name__,
+)
+def test_lives_in_compiled_code_keep_their_budgets(script: Script) -> None:
+    smallest = smallest_budget(ended(script), inner="inductor")
+    for budget in (smallest, smallest * 5 // 4):
+        life = lived(script, budget, torch.float32, "inductor")
+        assert life.most_bytes <= budget
