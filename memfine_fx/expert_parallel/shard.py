@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from memfine_fx.compat.distributed import ignore_in_ddp
+from memfine_fx.compat.nn import own_parameters
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, RanksDisagree
 from memfine_fx.expert_parallel import gathering  # noqa: F401  # registers the ops
@@ -31,6 +33,7 @@ from memfine_fx.expert_parallel.placement import Placement
 __all__ = ["shard_experts", "sharded_parameters"]
 
 _ATTRIBUTE = "_memfine_sharded"
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = None) -> list[ShardedParameter]:
@@ -74,8 +77,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
         speak_dtensor(module, owned)
     measure_bandwidth(ranks)
     names = [name for name, parameter in model.named_parameters() if id(parameter) in done]
-    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]
-    object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", ignored)
+    ignore_in_ddp(model, names)
     return found
 
 
@@ -92,9 +94,9 @@ def _tables(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
     for path, module in model.named_modules():
         if not _names_experts(f"{path} {type(module).__name__}"):
             continue
-        own = {name: one for name, one in module._parameters.items() if one is not None}
+        own = {name: one for name, one in own_parameters(module).items() if one is not None}
         sizes = {one.shape[0] for one in own.values() if one.ndim >= 3}
-        if len(sizes) != 1 or isinstance(module, nn.modules.conv._ConvNd):
+        if len(sizes) != 1 or isinstance(module, _CONVOLUTIONS):
             continue
         (num_experts,) = sizes
         for name, one in own.items():
@@ -115,7 +117,7 @@ def _lists(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
         placement = Placement(len(members), ranks.num_ranks)
         for expert, member in enumerate(members):
             for child in member.modules():
-                for name, one in child._parameters.items():
+                for name, one in own_parameters(child).items():
                     if one is not None:
                         yield ShardedParameter(child, name, tuple(one.shape), placement, expert, ranks)
 
@@ -136,14 +138,14 @@ def _reader(one: ShardedParameter) -> Any:
         num_experts = one.placement.num_experts
 
         def read_table(self: nn.Module) -> torch.Tensor:
-            whole: torch.Tensor = torch.ops.memfine.all_experts.default(self._parameters[name], num_experts, key)
+            whole: torch.Tensor = torch.ops.memfine.all_experts.default(own_parameters(self)[name], num_experts, key)
             return whole
 
         return read_table
     owner, shape = one.placement.owner(one.expert), list(one.shape)
 
     def read_one(self: nn.Module) -> torch.Tensor:
-        whole: torch.Tensor = torch.ops.memfine.expert_of.default(self._parameters[name], shape, owner, key)
+        whole: torch.Tensor = torch.ops.memfine.expert_of.default(own_parameters(self)[name], shape, owner, key)
         return whole
 
     return read_one

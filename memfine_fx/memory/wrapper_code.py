@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import fx
 
+from memfine_fx.compat.operators import OpOverload
 from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
 from memfine_fx.memory.sizes import size_expr
@@ -82,7 +83,7 @@ def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
     """Op as the wrapper spells it -> its calls."""
     calls: dict[str, list[_OpBytes]] = defaultdict(list)
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             value = node.meta.get("val")
             values = value if isinstance(value, (tuple, list)) else [value]
             found = _OpBytes([_tensor_bytes(one) for one in values], scratch_bytes(node))
