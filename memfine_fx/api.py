@@ -18,7 +18,7 @@ from memfine_fx.capture.flags import CapturingCall
 from memfine_fx.capture.implementation import switch_experts, switched_experts
 from memfine_fx.capture.ranks import capture_on_ranks
 from memfine_fx.capture.recorded import RecordedOutputs
-from memfine_fx.compat.nn import compiled_call, plain_call, set_compiled_call
+from memfine_fx.compat.nn import COMPILED_CALLS, compiled_call, plain_call, set_compiled_call
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
@@ -77,6 +77,8 @@ def optimize(
     chosen = _merged(config, memory_budget, inner_backend)
     if verify:
         chosen = dataclasses.replace(chosen, verify=True)
+    if not COMPILED_CALLS.holds():
+        return model
     if expert_parallel is not None:
         _shard(model, expert_parallel, chosen)
         dynamic = dynamic is None or dynamic  # ranks have their own numbers of tokens

@@ -27,7 +27,7 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.compat.inductor import compile_body, compile_inner, wrapper_of
+from memfine_fx.compat.inductor import TRACING, compile_body, compile_inner, wrapper_of
 from memfine_fx.config import InnerBackend
 from memfine_fx.memory.graph_peak import live_peaks, tensor_bytes
 from memfine_fx.memory.symbols import GROUPS, ROWS
@@ -357,7 +357,7 @@ class _Compiled:
         global _num_compilations
         _num_compilations += 1
         graph_module = self._traced.graph_module
-        if self._inner != "inductor":
+        if self._inner != "inductor" or not TRACING.holds():
             return graph_module
         inputs = list(self._traced.fake_inputs)
         compiled: Callable[..., Sequence[torch.Tensor]] = compile_body(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from memfine_fx.capture.loops import RewrittenLoops
-from memfine_fx.compat.dynamo import capturing_more, compile_failures
+from memfine_fx.compat.dynamo import CAPTURE_FLAGS, capturing_more, compile_failures
 from memfine_fx.errors import LeftoverShapes
 
 __all__ = ["SETTINGS", "CapturingCall", "flags_set"]
@@ -70,6 +70,8 @@ class CapturingCall:
         functools.update_wrapper(self, model.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._place == 0 and not CAPTURE_FLAGS.holds():
+            self._place = len(SETTINGS) - 1
         while True:
             setting = SETTINGS[self._place]
             if self._compiled is None:

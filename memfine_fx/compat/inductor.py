@@ -90,7 +90,7 @@ def pass_options(partitioner: Any, before_fusion: Any, after_fusion: Any) -> dic
 
 def wrapper_of(compiled: Any) -> str:
     """The Python that Inductor wrote for a graph, "" where it wrote none."""
-    return getattr(compiled, "source_code", "") or ""
+    return (getattr(compiled, "source_code", "") or "") if WRAPPERS.holds() else ""
 
 
 def region_operator(kernel: Any) -> str:

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memfine_fx.compat.distributed import ignore_in_ddp
+from memfine_fx.compat.distributed import IGNORED_BY_DDP, ignore_in_ddp
 from memfine_fx.compat.nn import own_parameters
 from memfine_fx.config import Config
-from memfine_fx.errors import ConfigError, RanksDisagree
+from memfine_fx.errors import ConfigError, MemfineError, RanksDisagree
 from memfine_fx.expert_parallel import gathering  # noqa: F401  # registers the ops
 from memfine_fx.expert_parallel.bandwidth import measure_bandwidth
 from memfine_fx.expert_parallel.exchange import Place, failing_at
@@ -42,7 +42,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
     Tables are parameters of three dimensions or more, with the biases beside them, that share their first size in a
     module whose class or path names experts or MoE; lists of experts are a ModuleList or ModuleDict called so, of equal
     members. Every rank must hold the same whole model, as for DistributedDataParallel. DDP is told to leave the experts
-    alone (`_ddp_params_and_buffers_to_ignore`).
+    alone.
 
     Args:
         model: whole, the same on every rank.
@@ -52,9 +52,15 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
     Raises:
         ConfigError: no experts were found, or the model is sharded already.
         RanksDisagree: the ranks' models or configs differ; the message says in what.
+        MemfineError: DistributedDataParallel of this torch cannot be told to leave parameters alone.
     """
     if sharded_parameters(model):
         raise ConfigError("this model's experts are sharded already")
+    if not IGNORED_BY_DDP.holds():
+        raise MemfineError(
+            "expert_parallel cannot tell DistributedDataParallel of this torch to leave the experts alone, "
+            "and it would average different experts"
+        )
     found = [*_tables(model, ranks), *_lists(model, ranks)]
     _check_same(_described(model, found, config or Config()), ranks)
     if not found:
