@@ -145,7 +145,10 @@ def _failure_of(check: Callable[[], None]) -> str | None:
 def _version_of(host: str) -> str:
     module = sys.modules.get(host)
     version = getattr(module, "__version__", None)
-    return str(version) if version else importlib.metadata.version(host)
+    try:
+        return str(version or importlib.metadata.version(host))
+    except importlib.metadata.PackageNotFoundError:
+        return "of no known version"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memfine_fx.compat.autograd import KEPT_GRAPHS
 from memfine_fx.compat.checks import Hook, expect
 
 __all__ = [
@@ -52,27 +51,22 @@ def recomputing_elementwise() -> contextlib.AbstractContextManager[object]:
 
 
 def compiling_regions() -> contextlib.AbstractContextManager[object]:
-    """For compilations inside: every graph passes our partitioner, and no backward writes over what it may need again.
+    """For compilations inside: every graph passes our partitioner.
 
-    A hit in AOT autograd's cache would skip the partitioner and what it learns; Inductor's own cache is used. Where it
-    cannot be told which saved tensors a backward writes over, or whether it may run again, none is written over.
+    A hit in AOT autograd's cache would skip the partitioner and what it learns; Inductor's own cache is used.
     """
-    settings: dict[str, bool] = {}
-    if AUTOGRAD_CACHE.holds():
-        settings["enable_autograd_cache"] = False
-    if not (DONATED.holds() and KEPT_GRAPHS.holds()) and hasattr(_config(), "donated_buffer"):
-        settings["donated_buffer"] = False
-    patched: contextlib.AbstractContextManager[object] = _config().patch(settings)
+    if not AUTOGRAD_CACHE.holds():
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = _config().patch(enable_autograd_cache=False)
     return patched
 
 
 def take_donated() -> tuple[int, ...]:
     """Positions of the saved tensors that the backward being compiled may write over.
 
-    AOT autograd's list is emptied, because a backward that keeps the graph is refused while it names any. Where its
-    graphs cannot be told to be kept, the list stays, and AOT autograd refuses.
+    AOT autograd's list is emptied, because a backward that keeps the graph is refused while it names any.
     """
-    if not (DONATED.holds() and KEPT_GRAPHS.holds()):
+    if not DONATED.holds():
         return ()
     shared = _donated_idxs()
     donated = tuple(shared or ())
@@ -199,7 +193,8 @@ DONATED = Hook(
     host="torch",
     purpose="compiled backwards that may run again (retain_graph=True, two losses)",
     seen=("2.11", "2.15"),
-    loss="Compiled backwards write over no saved tensor, so a step may take more memory; results are the same.",
+    loss="A second backward through one forward (retain_graph=True, two losses) is refused by torch, with an error; "
+    "a single one is as before.",
     check=_check_donated,
 )
 PARTITIONER = Hook(
