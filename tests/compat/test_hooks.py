@@ -49,6 +49,7 @@ from memfine_fx.compat import (
 )
 from memfine_fx.compat.checks import Hook
 from memfine_fx.errors import CompatibilityWarning, MemfineError
+from memfine_fx.expert_parallel.shard import shard_experts
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from tests.integration.comparison import FP32_TOLERANCE, relative_error
 
@@ -185,6 +186,7 @@ OPTIONAL = [
     (autograd.SAVED_TENSOR_HOOKS, "eager"),
     (autograd.PROFILER, "eager"),
     (traces.RECORDS, "eager"),
+    (dynamo.CAPTURE_FLAGS, "eager"),
     (functorch.AUTOGRAD_CACHE, "aot_eager"),
     (functorch.DONATED, "aot_eager"),
     (functorch.RANDOM_STATES, "aot_eager"),
@@ -241,6 +243,14 @@ def test_a_second_backward_is_refused_where_donated_tensors_cannot_be_told(monke
     memfine_fx.optimize(model, inner_backend="aot_eager")
     with pytest.warns(CompatibilityWarning), pytest.raises(RuntimeError, match="donated buffer"):
         train(model, torch.randn(13, 8), is_repeated=True)
+
+
+def test_experts_are_not_sharded_where_ddp_would_average_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(checks._failures, distributed.IGNORED_BY_DDP.name, "broken on purpose")
+    model = MixtralMoE(MixtralConfig(8, 6, num_experts=4, spelling="gathered"))
+    ranks: Any = None
+    with pytest.warns(CompatibilityWarning), pytest.raises(MemfineError, match="average different experts"):
+        shard_experts(model, ranks)
 
 
 def test_a_backend_that_accelerate_does_not_take_is_given_up_once() -> None:
