@@ -18,6 +18,7 @@ from memfine_fx.capture.flags import CapturingCall
 from memfine_fx.capture.implementation import switch_experts, switched_experts
 from memfine_fx.capture.ranks import capture_on_ranks
 from memfine_fx.capture.recorded import RecordedOutputs
+from memfine_fx.compat.nn import COMPILED_CALLS, compiled_call, plain_call, set_compiled_call
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
@@ -76,6 +77,8 @@ def optimize(
     chosen = _merged(config, memory_budget, inner_backend)
     if verify:
         chosen = dataclasses.replace(chosen, verify=True)
+    if not COMPILED_CALLS.holds():
+        return model
     if expert_parallel is not None:
         _shard(model, expert_parallel, chosen)
         dynamic = dynamic is None or dynamic  # ranks have their own numbers of tokens
@@ -83,7 +86,7 @@ def optimize(
     _sessions_by_model[model] = session
     if chosen.captures_loops:
         session.notes.extend(switch_experts(model))
-    model._compiled_call_impl = _captured(model, model._call_impl, session, fullgraph=fullgraph, dynamic=dynamic)
+    set_compiled_call(model, _captured(model, plain_call(model), session, fullgraph=fullgraph, dynamic=dynamic))
     _warn_after_first_call(model, session)
     if expert_parallel is not None:
         capture_on_ranks(model)
@@ -241,8 +244,7 @@ def _captured(
 
 
 def _warn_after_first_call(model: torch.nn.Module, session: Session) -> None:
-    compiled = model._compiled_call_impl
-    assert compiled is not None
+    compiled = compiled_call(model)
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -253,7 +255,7 @@ def _warn_after_first_call(model: torch.nn.Module, session: Session) -> None:
             warn_without_regions(session)
         return result
 
-    model._compiled_call_impl = call
+    set_compiled_call(model, call)
 
 
 def _plan_dry_run(session: Session) -> None:
@@ -291,7 +293,9 @@ def _scalar_of(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    from memfine_fx.compat.tensors import tree_leaves
+
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if not leaves:
         warnings.warn("the model returned no tensor; only its forward was measured", stacklevel=3)
         return torch.zeros(())

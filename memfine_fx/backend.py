@@ -23,7 +23,9 @@ import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.budget import choose_plan
 from memfine_fx.capture.buckets import hint_for_cut_graphs
 from memfine_fx.capture.recorded import hint_for_recording
-from memfine_fx.capture.running import running_model
+from memfine_fx.compat.interpreter import running_model
+from memfine_fx.compat.shapes import hints_of_symbols
+from memfine_fx.compat.traces import trace_artifact
 from memfine_fx.compiled_graph import CompiledGraph
 from memfine_fx.config import Config, dump_folder
 from memfine_fx.errors import CannotChunk, LeftoverShapes, MemfineError
@@ -31,7 +33,6 @@ from memfine_fx.expert_parallel.lowering import drop_unread_tables, own_exchange
 from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.heads import lower_heads, lowered_heads, plan_heads
 from memfine_fx.inner import compile_plain
-from memfine_fx.logs import trace_artifact
 from memfine_fx.memory.kernel_scratch import product_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
 from memfine_fx.memory.step import RegionMemory
@@ -336,7 +337,7 @@ def _num_tokens(region: MoERegion) -> sympy.Expr:
     if not isinstance(num_tokens, torch.SymInt):
         return sympy.Integer(num_tokens)
     expr: sympy.Expr = num_tokens.node.expr
-    values = num_tokens.node.shape_env.backed_var_to_val
+    values = hints_of_symbols(num_tokens)
     return expr.subs({symbol: values[symbol] for symbol in expr.free_symbols if not symbol.is_integer})
 
 

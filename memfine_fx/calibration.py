@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memfine_fx.compat.autograd import run_without_modes
 from memfine_fx.config import cache_folder
 from memfine_fx.cost import DeviceRates
 
@@ -36,7 +36,8 @@ def device_rates(device_type: str, dtype: torch.dtype) -> DeviceRates:
     path = Path(cache_folder()) / f"rates_{_key(device_type, dtype)}.json"
     found = _read(path)
     if found is None:
-        found = _measure(torch.device(device_type), dtype)
+        # NOTE: rates are first asked for inside a compilation, whose fake tensors would take no time at all.
+        found = run_without_modes(partial(_measure, torch.device(device_type), dtype))
         _write(path, found)
     return found
 
@@ -48,8 +49,7 @@ def _key(device_type: str, dtype: torch.dtype) -> str:
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    # NOTE: rates are first asked for inside a compilation, whose fake tensors would take no time at all.
-    with _disable_current_modes(), torch.no_grad():
+    with torch.no_grad():
         matrix = torch.ones(_INNER, _WIDTH, dtype=dtype, device=device)
         products, fastest = [], 0.0
         for rows in _ROWS:

@@ -1,9 +1,9 @@
 """A compiled graph with chunked regions, as a training loop calls it.
 
 Every call is noted, and under a budget the graph is made again where what was there at the first call no longer holds:
-a graph is split into forward and backward for the bytes that its first call may use, and later calls may have fewer, for
-good reasons: gradients to accumulate onto, state of an optimizer that did not exist yet, longer sequences. So there are
-several partitions of one graph.
+a graph is split into forward and backward for the bytes that its first call may use, and later calls may have fewer,
+for good reasons: gradients to accumulate onto, state of an optimizer that did not exist yet, longer sequences. So there
+are several partitions of one graph.
 
 1. The first one made that can keep the budget with some chunk size runs.
 2. Where none can, the graph is partitioned and compiled once more for the bytes that there are now.
@@ -24,10 +24,10 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfine_fx.budget import GraphBudget, budget_of_graph, device_of, fits_unbounded, refusal_of, situation_of
+from memfine_fx.compat.inductor import captured_inputs, compiling_again
+from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.inner import compile_with_regions
 from memfine_fx.memory.step import GraphStep
@@ -183,7 +183,7 @@ class CompiledGraph:
         try:
             shape_env = again.fake_mode.shape_env
             known = 0 if shape_env is None else len(shape_env.guards)
-            with tracing(TracingContext(again.fake_mode)), session.timed("made again"):
+            with compiling_again(again.fake_mode), session.timed("made again"):
                 module = copy.deepcopy(again.graph_module)
                 made = self._compile(module, again.inputs, step, budget, partitioned=check)
             added = () if shape_env is None else tuple(guard.expr for guard in shape_env.guards[known:])
@@ -237,14 +237,9 @@ class CompiledGraph:
 
 
 def _again(graph_module: fx.GraphModule, inputs: Sequence[Any], hidden: torch.Tensor) -> _Again | None:
-    """None where the graph was not traced with fake tensors, and so cannot be compiled outside of Dynamo."""
-    context = TracingContext.try_get()
-    fake_mode = None if context is None else context.fake_mode
-    if fake_mode is None:
-        return None
-    # NOTE: Dynamo's mode has seen the real inputs, so that these are found and not made: symbols stay the same.
-    fakes = tuple(fake_mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in inputs)
-    return _Again(graph_module, fakes, fake_mode, hidden)
+    """None where a graph cannot be compiled outside of the capture that gave it."""
+    found = captured_inputs(inputs)
+    return None if found is None else _Again(graph_module, found[1], found[0], hidden)
 
 
 @dataclass(frozen=True)

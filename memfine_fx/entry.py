@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from memfine_fx.compat.chunking import can_chunk
+from memfine_fx.compat.dynamo import plain_compiler
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.session import Session, open_session
@@ -53,6 +55,10 @@ def compile_in_session(
     NOTE: what a backend raises, Dynamo wraps in BackendCompilerFailed. A callable that raises it reaches the
     user as the typed error that it is.
     """
+    if not can_chunk(session.config.inner_backend):
+        session.has_warned = True  # of what is lost; that there are no regions follows
+        plain: Callable[..., Any] = plain_compiler(session.config.inner_backend)(graph_module, list(example_inputs))
+        return plain
     from memfine_fx.backend import compile_graph, warn_without_regions
 
     try:

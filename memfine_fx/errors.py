@@ -15,6 +15,7 @@ __all__ = [
     "BudgetInfeasible",
     "CannotChunk",
     "ChunkOutOfMemory",
+    "CompatibilityWarning",
     "ConfigError",
     "DoubleBackwardError",
     "ExchangeFailed",
@@ -127,3 +128,7 @@ class ExchangeFailed(MemfineError, RuntimeError):
 
 class RanksDisagree(MemfineError, RuntimeError):
     """Ranks of an expert parallel group run different models, configs or layers; the message says what differs."""
+
+
+class CompatibilityWarning(UserWarning):
+    """A host (torch, transformers, accelerate, PEFT) differs from what was tested; the message says what is lost."""

@@ -12,10 +12,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import fx
-from torch._functorch import config as functorch_config
 
+from memfine_fx.compat.autograd import is_graph_kept
+from memfine_fx.compat.dynamo import plain_compiler
+from memfine_fx.compat.functorch import compile_on_aot_autograd, compiling_regions, take_donated
+from memfine_fx.compat.inductor import (
+    compile_inner,
+    compile_on_inductor,
+    mark_boxed,
+    mode_options,
+    pass_options,
+    wrapper_of,
+)
 from memfine_fx.config import Config
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
@@ -38,13 +47,10 @@ def compile_plain(
         return graph_module
     inputs = list(example_inputs)
     if inner_backend == "aot_eager":
-        from torch._dynamo.backends.debugging import aot_eager
-
-        return aot_eager(graph_module, inputs)
-    from torch._inductor.compile_fx import compile_fx
-
-    compiled: Any = compile_fx(graph_module, inputs, config_patches=_options_of(mode))
-    return compiled  # type: ignore[no-any-return]  # compile_fx has many return types
+        unfused: Callable[..., Any] = plain_compiler(inner_backend)(graph_module, inputs)
+        return unfused
+    compiled: Callable[..., Any] = compile_on_inductor(graph_module, inputs, mode_options(mode))
+    return compiled
 
 
 def compile_with_regions(
@@ -80,37 +86,16 @@ def compile_with_regions(
         key=f"{config.memory_budget} {config.axis} {config.rows_per_chunk} {config.tokens_per_chunk}",
     )
     if config.inner_backend == "aot_eager":
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._dynamo.backends.debugging import boxed_nop
-
-        def backward_nop(backward: fx.GraphModule, saved: list[Any]) -> Callable[..., Any]:
-            _take_donated()  # nothing here writes over a saved tensor
-            return _backward_call(boxed_nop(backward, saved), (), in_backward)
-
-        compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=backward_nop, partition_fn=partitioner)
-        unfused: Callable[..., Any] = compiler(graph_module, inputs)
+        with compiling_regions():
+            unfused: Callable[..., Any] = compile_on_aot_autograd(
+                graph_module, inputs, partitioner, functools.partial(_backward_call, (), in_backward)
+            )
         return unfused
-    from torch._inductor.compile_fx import compile_fx
-
-    patches = _options_of(mode) | {
-        "custom_partitioner_fn": partitioner,
-        "_pre_fusion_custom_pass": RegionDistance(),
-        "_post_fusion_custom_pass": KernelOrder(),
-    }
+    options = mode_options(mode) | pass_options(partitioner, RegionDistance(), KernelOrder())
     inner_compile = functools.partial(_compile_and_read, step, changed, in_backward)
-    # NOTE: a hit in AOT autograd's cache would skip the partitioner and what it learns; Inductor's own cache is used.
-    with functorch_config.patch(enable_autograd_cache=False):
-        compiled: Any = compile_fx(graph_module, inputs, inner_compile=inner_compile, config_patches=patches)
-    return compiled  # type: ignore[no-any-return]  # compile_fx has many return types
-
-
-def _options_of(mode: str | None) -> dict[str, Any]:
-    """Inductor's options that a mode of `torch.compile` stands for."""
-    if mode is None:
-        return {}
-    from torch._inductor import list_mode_options
-
-    return dict(list_mode_options(mode))
+    with compiling_regions():
+        compiled: Callable[..., Any] = compile_on_inductor(graph_module, inputs, options, inner_compile)
+    return compiled
 
 
 def _compile_and_read(
@@ -122,12 +107,10 @@ def _compile_and_read(
     **kwargs: Any,
 ) -> Any:
     """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
-    from torch._inductor.compile_fx import compile_fx_inner
-
     is_backward = bool(kwargs.get("is_backward"))
     freed = freed_inputs(graph_module.graph) if is_backward else []
-    compiled: Any = compile_fx_inner(graph_module, inputs, **kwargs)
-    memory = read_wrapper(getattr(compiled, "source_code", "") or "", graph_module.graph, freed)
+    compiled: Any = compile_inner(graph_module, inputs, **kwargs)
+    memory = read_wrapper(wrapper_of(compiled), graph_module.graph, freed)
     step.add_hints(graph_module.graph)
     if memory is not None:
         if is_backward:
@@ -135,11 +118,11 @@ def _compile_and_read(
         else:
             step.forward = memory
         changed()
-    return _backward_call(compiled, _take_donated(), in_backward) if is_backward else compiled
+    return _backward_call(take_donated(), in_backward, compiled) if is_backward else compiled
 
 
 def _backward_call(
-    compiled: Callable[[list[Any]], Any], donated: Sequence[int], in_backward: BackwardContext
+    donated: Sequence[int], in_backward: BackwardContext, compiled: Callable[[list[Any]], Any]
 ) -> Callable[[list[Any]], Any]:
     """A compiled backward that may run again through one forward (`retain_graph=True`, two losses).
 
@@ -148,29 +131,14 @@ def _backward_call(
     """
 
     def call(args: list[Any]) -> Any:
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        keeps_graph = is_graph_kept()
         if keeps_graph:
             for position in donated:
                 args[position] = args[position].clone()
         with in_backward(keeps_graph):
             return compiled(args)
 
-    call._boxed_call = True  # type: ignore[attr-defined]  # how AOT autograd knows who frees the arguments
-    return call
-
-
-def _take_donated() -> tuple[int, ...]:
-    """Positions of the saved tensors that the backward being compiled may write over.
-
-    AOT autograd's list is emptied, because a backward that keeps the graph is refused while it names any.
-    """
-    from torch._inductor.utils import get_donated_idxs
-
-    shared = get_donated_idxs()
-    donated = tuple(shared or ())
-    if shared:
-        shared.clear()
-    return donated
+    return mark_boxed(call)
 
 
 def _take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: Partition) -> None:

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from memfine_fx.config import log_names
 
-__all__ = ["set_up_logs", "trace_artifact"]
+__all__ = ["set_up_logs"]
 
 _LOGS = {"passes": "memfine_fx.passes", "plans": "memfine_fx.plans"}
 
@@ -30,13 +30,6 @@ def set_up_logs() -> None:
         if not any(isinstance(handler, _Handler) for handler in logger.handlers):
             logger.addHandler(_Handler(sys.stderr))
             logger.setLevel(logging.INFO)
-
-
-def trace_artifact(name: str, encoding: str, payload: str) -> None:
-    """A record in TORCH_TRACE, which tlparse shows with its compilation; nothing where tracing is off."""
-    from torch._logging._internal import trace_structured
-
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: payload)
 
 
 class _Handler(logging.StreamHandler[TextIO]):

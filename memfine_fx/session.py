@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 
+from memfine_fx.compat.checks import warn_outside_tested_range
 from memfine_fx.config import Config
 from memfine_fx.head_records import HeadRefusal, HeadRegion
 from memfine_fx.hints import hint_for
@@ -398,6 +399,7 @@ def sessions() -> list[Session]:
 
 def open_session(config: Config, *, is_dry: bool = False, mode: str | None = None) -> Session:
     set_up_logs()
+    warn_outside_tested_range()
     session = Session(config, is_dry, mode)
     with _lock:
         number = next(_session_numbers)

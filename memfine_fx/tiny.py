@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memfine_fx.compat.transformers import config_with_experts, model_classes
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.tiny_config import VOCABULARY, shrink_config
 
@@ -87,7 +88,7 @@ def tiny_model(
             try:
                 config = shrink_config(config_class, num_layers=num_layers, **overrides)
                 if experts_implementation is not None:
-                    config._experts_implementation = experts_implementation
+                    config_with_experts(config, experts_implementation)
                 module = auto_class.from_config(config)
             except Exception as error:  # NOTE: the reasons are as many as there are model classes; all are reported
                 failures.append(f"{auto_class.__name__} of {config_class.__name__}: {_first_line(error)}")
@@ -121,7 +122,7 @@ def tiny_causal_lm(model_type: str, *, experts_implementation: str = "grouped_mm
 
     try:
         config: Any = AutoConfig.for_model(model_type, **{**_COMMON, **_EXTRA.get(model_type, {}), **overrides})
-        config._experts_implementation = experts_implementation
+        config_with_experts(config, experts_implementation)
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(config)
     except ValueError as error:
@@ -154,7 +155,7 @@ def _ways_to_build(model_type: str) -> Iterator[tuple[Any, Any]]:
     ]
     for auto_class in autos:
         for candidate in (config_class, *texts):
-            if candidate in auto_class._model_mapping:
+            if candidate in model_classes(auto_class):
                 yield auto_class, candidate
 
 

@@ -27,6 +27,7 @@ import sympy
 import torch
 from torch import fx
 
+from memfine_fx.compat.inductor import TRACING, compile_body, compile_inner, wrapper_of
 from memfine_fx.config import InnerBackend
 from memfine_fx.memory.graph_peak import live_peaks, tensor_bytes
 from memfine_fx.memory.symbols import GROUPS, ROWS
@@ -356,20 +357,17 @@ class _Compiled:
         global _num_compilations
         _num_compilations += 1
         graph_module = self._traced.graph_module
-        if self._inner != "inductor":
+        if self._inner != "inductor" or not TRACING.holds():
             return graph_module
-        from torch._inductor.compile_fx import compile_fx
-
-        fake_inputs = list(self._traced.fake_inputs)
-        with torch._guards.tracing(torch._guards.TracingContext(self._traced.fake_mode)), torch.no_grad():
-            compiled: Any = compile_fx(graph_module, fake_inputs, inner_compile=self._compile_and_read)
-        return compiled  # type: ignore[no-any-return]  # compile_fx has many return types
+        inputs = list(self._traced.fake_inputs)
+        compiled: Callable[..., Sequence[torch.Tensor]] = compile_body(
+            graph_module, self._traced.fake_mode, inputs, self._compile_and_read
+        )
+        return compiled
 
     def _compile_and_read(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        from torch._inductor.compile_fx import compile_fx_inner
-
-        compiled = compile_fx_inner(graph_module, inputs, **kwargs)
-        memory = read_wrapper(getattr(compiled, "source_code", "") or "", graph_module.graph)
+        compiled = compile_inner(graph_module, inputs, **kwargs)
+        memory = read_wrapper(wrapper_of(compiled), graph_module.graph)
         sizes = {str(self._traced.rows): ROWS, str(self._traced.groups): GROUPS}
         if memory is not None and all(str(symbol) in sizes for symbol in memory.symbols):
             peak = memory.peak_expression(lambda call: 0)

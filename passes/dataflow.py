@@ -16,8 +16,9 @@ from functools import cached_property
 import networkx as nx
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from memfine_fx.compat.operators import OpOverload, op_name, schema_arguments
+from memfine_fx.compat.tensors import storage_id, tree_leaves
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.records import Where
 
@@ -139,8 +140,8 @@ def target_name(node: fx.Node) -> str:
     """Short name of what a call node calls: "topk", "grouped_mm_fallback", "getitem"."""
     if isinstance(node.target, str):
         return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[-1]
+    if isinstance(node.target, OpOverload):
+        return op_name(node.target)
     return getattr(node.target, "__name__", str(node.target))
 
 
@@ -229,7 +230,7 @@ class Dataflow:
             self.digraph.add_node(node)
             self.digraph.add_edges_from((source, node) for source in node.all_input_nodes)
             root = self._find_root(node)
-            storage = _storage_id(node_value(node))
+            storage = storage_id(node_value(node))
             if storage is not None:
                 root = by_storage.setdefault(storage, root)
             self._roots[node] = root
@@ -263,18 +264,11 @@ class Dataflow:
         return node
 
 
-def _storage_id(value: object) -> int | None:
-    """Identity of a tensor's storage; None where it has none to show (values inside vmap)."""
-    if not isinstance(value, torch.Tensor) or torch._C._functorch.is_batchedtensor(value):
-        return None
-    return int(value.untyped_storage()._cdata)
-
-
 def _mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """The arguments that a call changes in place."""
     if node.op not in ("call_function", "call_method"):
         return ()
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return _schema_mutations(node, node.target)
     first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     out = node.kwargs.get("out")
@@ -302,11 +296,11 @@ def _asks_inplace(node: fx.Node) -> bool:
     return any(name == "inplace" and value is True for name, value in zip(parameters, node.args, strict=False))
 
 
-def _schema_mutations(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:
+def _schema_mutations(node: fx.Node, target: OpOverload) -> tuple[fx.Node, ...]:
     mutated: list[fx.Node] = []
-    for index, argument in enumerate(target._schema.arguments):
+    for index, argument in enumerate(schema_arguments(target)):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        mutated.extend(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
+        mutated.extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node))
     return tuple(mutated)

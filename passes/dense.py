@@ -15,6 +15,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
+from memfine_fx.compat.operators import qualified_name
+
 __all__ = ["DenseResult", "dense_results", "is_attention", "must_save"]
 
 
@@ -61,7 +63,7 @@ def _forward_nodes(joint: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:
 
 def is_attention(node: fx.Node) -> bool:
     """Fused attention: quadratic work in the sequence behind an output of one tensor's size."""
-    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    name = qualified_name(node.target)
     return name.startswith("aten::_scaled_dot_product_") and not name.endswith("_backward")
 
 

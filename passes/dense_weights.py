@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size
 from memfine_fx.passes.dispatch import DISPATCH_RULES
@@ -101,7 +101,7 @@ def _pointwise(target: Any) -> Rule | None:
 def _about_one_expert(
     rule: Rule, interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    experts = {value.expert for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, _Column)}
+    experts = {value.expert for value in tree_leaves((args, kwargs)) if isinstance(value, _Column)}
     if len(experts) > 1:
         raise CannotChunk(f"weights of experts {sorted(experts)} meet", node)
     rows = rule(interpreter, node, args, kwargs)

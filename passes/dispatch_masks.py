@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.passes.dataflow import is_int_tensor, node_value, static_size, target_name
 
 __all__ = ["ExposedIds", "conceal", "expose"]
@@ -54,10 +55,11 @@ def expose(graph_module: fx.GraphModule) -> list[ExposedIds]:
 
 def conceal(graph_module: fx.GraphModule, exposed: list[ExposedIds]) -> None:
     """Put masks back in front of the readers that remain."""
+    alive = set(graph_module.graph.nodes) if exposed else set()  # lowering may have erased some
     for one in exposed:
         one.made[0].replace_all_uses_with(one.mask)
         for node in one.made:
-            if not node.users and not node._erased:
+            if node in alive and not node.users:
                 graph_module.graph.erase_node(node)
     if exposed:
         graph_module.recompile()
@@ -65,7 +67,7 @@ def conceal(graph_module: fx.GraphModule, exposed: list[ExposedIds]) -> None:
 
 def _expose(mask: fx.Node) -> ExposedIds:
     value = node_value(mask)
-    assert isinstance(value, torch._subclasses.FakeTensor)
+    assert isinstance(value, FakeTensor)
     num_experts = int(value.shape[-1])
     readers = list(mask.users)
     graph = mask.graph
@@ -90,7 +92,7 @@ def _expose(mask: fx.Node) -> ExposedIds:
 def _is_last_mask(node: fx.Node) -> bool:
     """A [T,K,E] mask with dropped choices, at the end of what makes it."""
     value = node_value(node)
-    is_mask = isinstance(value, torch._subclasses.FakeTensor) and value.ndim == 3 and value.dtype is torch.int64
+    is_mask = isinstance(value, FakeTensor) and value.ndim == 3 and value.dtype is torch.int64
     if not is_mask or not node.users or not _is_mask(node, has_product=False):
         return False
     return not any(_is_mask(user, has_product=False) for user in node.users)

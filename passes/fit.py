@@ -26,15 +26,15 @@ from typing import Literal, Protocol
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 
+from memfine_fx.compat.functorch import recomputing_elementwise
 from memfine_fx.cost import DeviceRates
 from memfine_fx.memory.edits import Pair, keeping_in_region, keeping_results, sized
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.passes.dense import DenseResult, dense_results, is_attention, must_save
 from memfine_fx.passes.keep import keep_choices, keep_in_regions
-from memfine_fx.passes.partitioned import RECOMPUTES_ELEMENTWISE, Partition
+from memfine_fx.passes.partitioned import Partition
 from memfine_fx.passes.spare import cheapest, spared
 from memfine_fx.records import Keep
 from memfine_fx.step_planner import Keepable, StepChoice, choose_step, ranked
@@ -255,7 +255,7 @@ def _leaned(
             must_save(node)
         elif node.name in wanted and node.target is not _WITHOUT_RANDOM_STATE:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    with functorch_config.patch(RECOMPUTES_ELEMENTWISE):
+    with recomputing_elementwise():
         return partition(module, decision=decision)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.config import Config
 from memfine_fx.errors import CannotChunk
 from memfine_fx.head_records import HeadDims, HeadLoss, HeadRefusal, HeadRegion, RowMove
@@ -314,7 +315,7 @@ def _check_operands(hidden: fx.Node, weight: fx.Node, bias: fx.Node | None, logi
         raise CannotChunk(f"logits are {logits.dtype}; the loss is computed in float32", hidden)
     for node in (hidden, weight, *(() if bias is None else (bias,))):
         value = tensor_of(node)
-        if type(value) is not torch.nn.Parameter and type(value) is not torch._subclasses.FakeTensor:
+        if type(value) is not torch.nn.Parameter and type(value) is not FakeTensor:
             raise CannotChunk(f"an operand of the projection is a {type(value).__name__}", node)
         if static_size(value.shape[-1]) is None:
             raise CannotChunk("the size of an operand of the projection is not known", node)

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.compat.tensors import FakeTensor, tree_map
 from memfine_fx.passes.dense import must_save
 from memfine_fx.records import Keep
 from memfine_fx.runtime.params import group_params

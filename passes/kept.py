@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfine_fx.compat.operators import op_name
 from memfine_fx.passes.tracing import TracedBody
 from memfine_fx.records import Keep
 from memfine_fx.runtime.bodies import KeptTensor
@@ -111,7 +112,7 @@ def _is_matmul(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    return node.target._schema.name.split("::")[-1] if isinstance(node.target, torch._ops.OpOverload) else ""
+    return op_name(node.target)
 
 
 def _base(node: fx.Node) -> fx.Node:

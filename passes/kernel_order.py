@@ -13,13 +13,9 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from torch._inductor import custom_graph_pass
+from memfine_fx.compat.inductor import SchedulerPass, get_hash_for_files
 
-__all__ = ["KernelOrder", "SchedulerPass"]
-
-
-SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
-"""torch 2.11 has no name of its own for it, and caches no graph that was compiled with a pass of another kind."""
+__all__ = ["KernelOrder"]
 
 
 class KernelOrder(SchedulerPass):  # type: ignore[misc]  # its base depends on the version
@@ -29,7 +25,7 @@ class KernelOrder(SchedulerPass):  # type: ignore[misc]  # its base depends on t
         return _sorted_by_last_member(nodes)
 
     def uuid(self) -> Any:
-        return custom_graph_pass.get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__,))
 
 
 def _sorted_by_last_member(kernels: list[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ After:   rows [R,H] of a range of experts, sorted by expert,    grouped_mm(x, P_
          params [G,...] of the range, row -> group, group ends  P_range[group] where a row needs its own
 
 The backward is the vjp of the lifted function; its weight gradients come per group. Used where one grouped
-kernel beats a launch per expert (CUDA, bf16: `torch._grouped_mm` takes nothing else under tracing).
+kernel beats a launch per expert (CUDA, bf16: `grouped_mm` takes nothing else under tracing).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
+from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
 from memfine_fx.records import ExpertFunction
@@ -90,7 +90,7 @@ class _LiftInterpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is aten.mm.default and isinstance(args[1], _Table):
-            return torch._grouped_mm(args[0], args[1].tensor, offs=self._ends)
+            return torch.nn.functional.grouped_mm(args[0], args[1].tensor, offs=self._ends)
         if args and isinstance(args[0], _Table):
             return self._view(target, args, kwargs)
         plain = [self._per_row(value) for value in args]

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_map
 
+from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocast
+from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, tree_map
 from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value, static_size, tensor_of
 from memfine_fx.passes.normalize import outline
 from memfine_fx.records import Cut, MoERegion, SlotLayout
@@ -83,7 +82,7 @@ def recording(graph: fx.Graph, place: fx.Node) -> Iterator[Call]:
         node = graph.call_function(target, args, kwargs)
         node.meta.update({key: value for key, value in place.meta.items() if key in _PROVENANCE_META})
         values: Any = tree_map(lambda leaf: node_value(leaf) if isinstance(leaf, fx.Node) else leaf, args)
-        with fake_mode, torch.no_grad(), torch._C._DisableAutocast(), enable_python_dispatcher():
+        with fake_mode, torch.no_grad(), without_autocast(), enable_python_dispatcher():
             node.meta["example_value"] = target(*values, **kwargs)
         return node
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfine_fx.compat.dynamo import mode_switch
 from memfine_fx.passes.dataflow import target_name
 
 __all__ = ["Modes", "called_bodies", "enter_autocast", "modes_at"]
@@ -38,12 +39,12 @@ def modes_at(graph: fx.Graph, start: Modes) -> dict[fx.Node, Modes]:
     entered: dict[fx.Node, tuple[Any, ...]] = {}
     result: dict[fx.Node, Modes] = {}
     for node in graph.nodes:
-        name = target_name(node) if node.op == "call_function" else ""
-        if name == "_set_grad_enabled":
+        switch = mode_switch(target_name(node)) if node.op == "call_function" else None
+        if switch == "grad":
             modes = replace(modes, disables_grad=not node.args[0])
-        elif name == "_enter_autocast":
+        elif switch == "enter autocast":
             entered[node] = tuple(node.args)
-        elif name == "_exit_autocast":
+        elif switch == "exit autocast":
             entered.pop(node.args[0], None)
         modes = replace(modes, autocast=start.autocast + tuple(entered.values()))
         result[node] = modes

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
+from memfine_fx.compat.autograd import enable_python_dispatcher
+from memfine_fx.compat.operators import OpOverload, OpOverloadPacket
+from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, tree_leaves
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value, written_node
 from memfine_fx.passes.find import GROUPED_MATMULS
@@ -166,7 +166,7 @@ def _batched_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _device_type(args: Any) -> str:
-    return next(leaf.device.type for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
+    return next(leaf.device.type for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
 
 
 def is_grouped_matmul(target: Any) -> bool:
@@ -175,7 +175,7 @@ def is_grouped_matmul(target: Any) -> bool:
 
 
 def _short_name(target: Any) -> str:
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         return str(target).split(".")[1]
     return str(getattr(target, "__name__", "")).split(".")[0]
 
@@ -261,5 +261,5 @@ def _ignoring_new_symbols(fake_mode: FakeTensorMode | None) -> contextlib.Abstra
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
     """The fake mode of the first fake tensor among `values`."""
-    modes = {value.fake_mode for value in values if isinstance(value, torch._subclasses.FakeTensor)}
+    modes = {value.fake_mode for value in values if isinstance(value, FakeTensor)}
     return next(iter(modes), None)

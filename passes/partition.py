@@ -26,14 +26,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rng_state, run_with_rng_state
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 import memfine_fx.runtime.head
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.compat import functorch
+from memfine_fx.compat.functorch import min_cut_partition, random_state_ops
+from memfine_fx.compat.inductor import CustomPartitionerFn, get_hash_for_files
+from memfine_fx.compat.operators import OpOverload
+from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.passes.dense import is_attention, must_save
 from memfine_fx.passes.fit import StepBudget, fit
@@ -43,10 +44,10 @@ from memfine_fx.passes.spare import spare
 
 __all__ = ["Partition", "StepPartitioner"]
 
-_FILES = tuple(
-    str(Path(__file__).with_name(name)) for name in ("partition.py", "partitioned.py", "spare.py", "fit.py", "dense.py")
+_FILES = (
+    *(str(Path(__file__).with_name(f"{name}.py")) for name in ("partition", "partitioned", "spare", "fit", "dense")),
+    functorch.__file__,
 )
-_WITH_RANDOM_STATE = (run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state)
 _NEVER_RECOMPUTED = (
     torch.ops.memfine.route.default,
     torch.ops.memfine.route_shared.default,
@@ -111,7 +112,7 @@ def _partition(
     gm: fx.GraphModule,
     decision: str = "",
 ) -> Partition:
-    forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+    forward, backward = min_cut_partition(gm, joint_inputs, **options)
     for one in (forward, backward):
         _give_values(one.graph)
     return Partition(
@@ -125,16 +126,17 @@ def _partition(
 
 def _give_values(graph: fx.Graph) -> None:
     """Results of operations that save or set a random state, which the partitioner leaves without values."""
+    with_state = random_state_ops()
     for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _WITH_RANDOM_STATE or "val" in node.meta:
+        if node.op != "call_function" or node.target not in with_state or "val" in node.meta:
             continue
-        place = next(place for place, one in enumerate(node.args) if isinstance(one, torch._ops.OpOverload))
+        place = next(place for place, one in enumerate(node.args) if isinstance(one, OpOverload))
         args, kwargs = fx.map_arg((node.args[place + 1 :], node.kwargs), lambda source: source.meta["val"])
-        fake_mode = fake_mode_of(pytree.tree_leaves((args, kwargs)))
+        fake_mode = fake_mode_of(tree_leaves((args, kwargs)))
         with fake_mode or contextlib.nullcontext(), torch.no_grad():
             result = node.args[place](*args, **kwargs)
         states = [user.meta.get("val") for user in node.users if user.args[1:] == (0,)]
-        node.meta["val"] = (*states[:1], result) if node.target is run_and_save_rng_state else result
+        node.meta["val"] = (*states[:1], result) if node.target is with_state[0] else result
 
 
 def freed_inputs(backward: fx.Graph) -> list[str]:

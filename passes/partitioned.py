@@ -1,4 +1,4 @@
-"""A joint graph split into forward and backward, and how elementwise work is told to be computed again in it."""
+"""A joint graph split into forward and backward."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from torch import fx
 
 from memfine_fx.memory.liveness import GraphMemory
 
-__all__ = ["RECOMPUTES_ELEMENTWISE", "Partition"]
-
-RECOMPUTES_ELEMENTWISE = {
-    "ban_recompute_used_far_apart": False,
-    "ban_recompute_long_fusible_chains": False,
-    "ban_recompute_materialized_backward": False,
-    "ban_recompute_not_in_allowlist": False,
-}
-"""Settings of functorch's partitioner with which elementwise work is computed again wherever that saves bytes."""
+__all__ = ["Partition"]
 
 
 @dataclass(frozen=True)

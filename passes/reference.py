@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from memfine_fx.compat.tensors import tree_map
 from memfine_fx.passes.normalize import grouped_arguments, is_grouped_matmul
 
 __all__ = ["ExactRun"]
@@ -49,4 +49,4 @@ def _widened(result: Any) -> Any:
         is_narrow = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
         return value.double() if is_narrow else value
 
-    return pytree.tree_map(widen, result)
+    return tree_map(widen, result)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._inductor import custom_graph_pass
-
+from memfine_fx.compat.inductor import SchedulerPass, get_hash_for_files, region_operator
 from memfine_fx.memory.liveness import OP_PHASES
-from memfine_fx.passes.kernel_order import SchedulerPass
 
 __all__ = ["RegionDistance"]
 
@@ -29,14 +27,9 @@ class RegionDistance(SchedulerPass):  # type: ignore[misc]  # its base depends o
         for node in nodes:
             node.min_order += gap
             node.max_order += gap
-            if _is_region(node):
+            if region_operator(node) in _REGIONS:
                 gap += _DISTANCE
         return nodes
 
     def uuid(self) -> Any:
-        return custom_graph_pass.get_hash_for_files((__file__,))
-
-
-def _is_region(node: Any) -> bool:
-    operation = getattr(getattr(node, "node", None), "op_overload", None)
-    return operation is not None and operation.name().split(".")[0] in _REGIONS
+        return get_hash_for_files((__file__,))

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from memfine_fx.compat.operators import OpOverload
+from memfine_fx.compat.tensors import tree_flatten, tree_unflatten
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.layouts import Combined, Fill, Ids, Lead, Outside, RowInterpreter, Rows, Rule
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 
 def pointwise_rule(target: Any) -> Rule | None:
     """The shared rule for operations that ATen tags pointwise, or None."""
-    is_overload = isinstance(target, torch._ops.OpOverload)
+    is_overload = isinstance(target, OpOverload)
     if not is_overload or torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     return _pointwise
@@ -37,13 +38,13 @@ def pointwise_rule(target: Any) -> Rule | None:
 
 def _pointwise(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = interpreter.fake(node)
-    values, spec = pytree.tree_flatten((args, kwargs))
-    sources = pytree.tree_flatten((node.args, node.kwargs))[0]
+    values, spec = tree_flatten((args, kwargs))
+    sources = tree_flatten((node.args, node.kwargs))[0]
     operands = _operands(interpreter, values, sources, node)
     lead, expressions = align(interpreter, list(operands.values()), out.ndim, node)
     by_place = dict(zip(operands, expressions, strict=True))
     leaves = [by_place.get(place, _number(value, out, node)) for place, value in enumerate(values)]
-    new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
+    new_args, new_kwargs = tree_unflatten(leaves, spec)
     per_row = any(operand.rows.per_row for operand in operands.values())
     off = _off(node.target, values, spec, operands)
     return Rows(lead, interpreter.emit(node.target, *new_args, **new_kwargs), per_row, off)
@@ -152,7 +153,7 @@ def _off(target: Any, values: list[Any], spec: Any, operands: dict[int, Operand]
         torch.tensor(value, dtype=operands[place].dtype) if place in operands else value
         for place, value in enumerate(known)
     ]
-    new_args, new_kwargs = pytree.tree_unflatten(tensors, spec)
+    new_args, new_kwargs = tree_unflatten(tensors, spec)
     return float(target(*new_args, **new_kwargs))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import fx
-from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 
+from memfine_fx.compat.functorch import recomputing_elementwise
 from memfine_fx.passes.dense import DenseResult, dense_results, is_attention, must_save
-from memfine_fx.passes.partitioned import RECOMPUTES_ELEMENTWISE, Partition
+from memfine_fx.passes.partitioned import Partition
 
 __all__ = ["cheapest", "spare", "spared"]
 
@@ -60,7 +60,7 @@ def spared(
         f"elementwise work is computed again in backward, and {len(again)} of {len(results)} dense results that cost "
         f"least for their bytes" + (f"; {of_regions}" if of_regions else "")
     )
-    with functorch_config.patch(RECOMPUTES_ELEMENTWISE):
+    with recomputing_elementwise():
         return partition(gm, decision=decision)
 
 

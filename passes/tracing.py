@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["TensorSpec", "TracedBody", "contiguous_strides", "trace_rows", "without_saved_tensor_hooks"]
+from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocast, without_saved_tensor_hooks
+from memfine_fx.compat.shapes import symbolic_size
+from memfine_fx.compat.tensors import FakeTensorMode
+
+__all__ = ["TensorSpec", "TracedBody", "contiguous_strides", "trace_rows"]
 
 _ROWS_HINT = 2053
 _GROUPS_HINT = 17
@@ -63,13 +63,13 @@ def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> Tra
     """
     shape_env = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shape_env)
-    num_rows = _symbolic_size(shape_env, "num_rows", _ROWS_HINT)
-    num_groups = _symbolic_size(shape_env, "num_groups", _GROUPS_HINT)
+    num_rows = symbolic_size(shape_env, "num_rows", _ROWS_HINT)
+    num_groups = symbolic_size(shape_env, "num_groups", _GROUPS_HINT)
     with (
         without_saved_tensor_hooks(),
         fake_mode,
         torch.no_grad(),
-        torch._C._DisableAutocast(),
+        without_autocast(),
         enable_python_dispatcher(),
     ):
         inputs = tuple(_fake(spec, num_rows, num_groups) for spec in specs)
@@ -77,29 +77,6 @@ def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> Tra
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return TracedBody(traced, fake_mode, inputs, num_rows.node.expr, num_groups.node.expr)
-
-
-@contextlib.contextmanager
-def without_saved_tensor_hooks() -> Iterator[None]:
-    """No hooks on saved tensors inside: functorch refuses to trace under a user's, e.g. `save_on_cpu`."""
-    autograd: Any = torch._C._autograd
-    hooks = []
-    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
-        hooks.append(top)
-        autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def _symbolic_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
-    source = ConstantSource(name)
-    symbol = shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    size = shape_env.create_symintnode(symbol, hint=hint, source=source)
-    assert isinstance(size, torch.SymInt)
-    return size
 
 
 def _fake(spec: TensorSpec, num_rows: torch.SymInt, num_groups: torch.SymInt) -> torch.Tensor:

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from memfine_fx.compat import checks
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
-    """Each test compiles from scratch, with its own Dynamo state and a fixed seed."""
+    """Each test compiles from scratch, with its own Dynamo state and a fixed seed, and hears every warning anew."""
+    checks.forget_failures()
     torch._dynamo.reset()
     torch.manual_seed(0)
 

@@ -9,17 +9,15 @@ weights that PEFT upcasts, run as PEFT wrote them.
 from __future__ import annotations
 
 import contextlib
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["TracedAdapters"]
+from memfine_fx.compat.peft import active_adapters, updated_weight, wrapped_tables
 
-_MODULE = "peft.tuners.lora.layer"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+__all__ = ["TracedAdapters"]
 
 
 class TracedAdapters:
@@ -30,8 +28,7 @@ class TracedAdapters:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        wrapper = getattr(sys.modules.get(_MODULE), "ParamWrapper", None)
-        self._wrappers = [] if wrapper is None else [one for one in model.modules() if type(one) is wrapper]
+        self._wrappers = wrapped_tables(model)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -46,13 +43,8 @@ class TracedAdapters:
 
 
 def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    adapters = [name for name in self.active_adapters if name in self.lora_A]
-    weight = self.get_param()
-    if self.disable_adapters or self.merged or not adapters or "adapter_names" in kwargs or weight.dtype not in _DTYPES:
+    adapters = active_adapters(self)
+    if not adapters or "adapter_names" in kwargs:
         return type(self).forward(self, x, *args, **kwargs)
-    for name in adapters:
-        weight = weight + self.get_delta_weight(name)
-    path, layer = self.parameter_name, self.base_layer
-    while layer is not self.get_base_layer():
-        path, layer = f"base_layer.{path}", layer.base_layer
+    path, weight = updated_weight(self, adapters)
     return torch.func.functional_call(self.base_layer, {path: weight}, (x, *args), kwargs)

@@ -10,6 +10,9 @@ import contextlib
 
 import torch
 
+from memfine_fx.compat import dynamo
+from memfine_fx.compat.distributed import is_ddp_running
+
 __all__ = ["hint_for_cut_graphs", "kept_whole"]
 
 
@@ -17,20 +20,14 @@ def kept_whole() -> contextlib.AbstractContextManager[object]:
     """For compilations inside: one graph. Gradients are still reduced bucket by bucket, after the graph's backward."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return contextlib.nullcontext()
-    from torch._dynamo import config
-
-    patched: contextlib.AbstractContextManager[object] = config.patch(optimize_ddp=False)
-    return patched
+    return dynamo.kept_whole()
 
 
 def hint_for_cut_graphs() -> str:
     """What to do about graphs that were cut, "" where none is: asked while the model runs."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return ""
-    from torch._dynamo import config
-
-    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    if active is None or not config.optimize_ddp:
+    if not is_ddp_running() or not dynamo.cuts_graphs():
         return ""
     return (
         "; DistributedDataParallel had the graph cut at its buckets, through the experts: call "

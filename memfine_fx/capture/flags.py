@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from memfine_fx.capture.loops import RewrittenLoops
+from memfine_fx.compat.dynamo import CAPTURE_FLAGS, capturing_more, compile_failures
 from memfine_fx.errors import LeftoverShapes
 
 __all__ = ["SETTINGS", "CapturingCall", "flags_set"]
@@ -39,13 +40,7 @@ def flags_set(setting: tuple[str, ...]) -> Iterator[None]:
     if not setting:
         yield
         return
-    import torch._dynamo.config
-    import torch._functorch.config
-
-    with (
-        torch._dynamo.config.patch(dict.fromkeys(setting, True)),
-        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),  # failures must show in the forward
-    ):
+    with capturing_more(setting):
         yield
 
 
@@ -75,6 +70,8 @@ class CapturingCall:
         functools.update_wrapper(self, model.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._place == 0 and not CAPTURE_FLAGS.holds():
+            self._place = len(SETTINGS) - 1
         while True:
             setting = SETTINGS[self._place]
             if self._compiled is None:
@@ -101,10 +98,7 @@ class CapturingCall:
 
 def _compile_failures() -> tuple[type[Exception], ...]:
     """What compiling raises; what running raises is the user's to see."""
-    from torch._dynamo.exc import TorchDynamoException
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    return TorchDynamoException, GuardOnDataDependentSymNode, LeftoverShapes
+    return *compile_failures(), LeftoverShapes
 
 
 class _State:

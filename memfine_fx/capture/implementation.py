@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from memfine_fx.compat.transformers import can_switch_experts
+
 __all__ = ["switch_experts", "switched_experts"]
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ def _switchable(model: torch.nn.Module) -> Iterator[Any]:
 def _switch(module: Any) -> str | None:
     current = module.get_experts_implementation()
     eager = [name for name, implementation in current.items() if implementation == "eager"]
-    if not eager or not module._can_set_experts_implementation():
+    if not eager or not can_switch_experts(module):
         return None
     name = type(module).__name__
     for candidate in _CAPTURABLE:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from typing import Any
 
 import torch
+
+from memfine_fx.compat.dynamo import integers_as_constants
+from memfine_fx.compat.nn import compiled_call, set_compiled_call
 
 __all__ = ["capture_on_ranks"]
 
@@ -22,10 +24,9 @@ def capture_on_ranks(model: torch.nn.Module) -> None:
     shapes; Dynamo then takes integer attributes of modules for constants unless FSDP manages the module, where the
     number of expert groups or of heads would become a size that varies too, and no T be the same as any other.
     """
-    shape_config: Any = importlib.import_module("torch.fx.experimental._config")
-    dynamo_config: Any = importlib.import_module("torch._dynamo.config")
-    compiled = model._compiled_call_impl
-    assert compiled is not None
+    from memfine_fx.compat.shapes import every_size_captured
+
+    compiled = compiled_call(model)
 
     @functools.cache
     def is_fully_sharded() -> bool:
@@ -36,9 +37,9 @@ def capture_on_ranks(model: torch.nn.Module) -> None:
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(shape_config.patch(backed_size_oblivious=True))
+            stack.enter_context(every_size_captured())
             if is_fully_sharded():
-                stack.enter_context(dynamo_config.patch(specialize_int=True))
+                stack.enter_context(integers_as_constants())
             return compiled(*args, **kwargs)
 
-    model._compiled_call_impl = call
+    set_compiled_call(model, call)

@@ -10,17 +10,19 @@ leaving the effect out of the recomputation is exact.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["RecordedOutputs", "hint_for_recording"]
+from memfine_fx.compat.dynamo import recording_under_checkpoints
+from memfine_fx.compat.transformers import (
+    installer_of_recorders,
+    is_recording_outside_graphs,
+    recordable_outputs,
+)
 
-_MODULE = "transformers.utils.output_capturing"
-_COLLECTOR = "_active_collector"
-_FLAG = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+__all__ = ["RecordedOutputs", "hint_for_recording"]
 
 
 class RecordedOutputs:
@@ -33,13 +35,12 @@ class RecordedOutputs:
     def __init__(self, model: torch.nn.Module) -> None:
         self._parts: list[tuple[Any, tuple[str, ...]]] = []
         self._is_recording = False
-        capturing: Any = sys.modules.get(_MODULE)  # a transformers model is here only if it was imported
-        self._install = getattr(capturing, "maybe_install_capturing_hooks", None)
+        self._install = installer_of_recorders()
         if self._install is None:
             return
         for part in model.modules():
-            keys = getattr(part, "_can_record_outputs", None)
-            if isinstance(keys, dict) and keys and hasattr(part, "config"):
+            keys = recordable_outputs(part)
+            if keys:
                 self._parts.append((part, tuple(f"output_{key}" for key in keys)))
 
     @contextlib.contextmanager
@@ -53,9 +54,7 @@ class RecordedOutputs:
         if not self._is_recording:
             yield
             return
-        import torch._dynamo.config
-
-        with torch._dynamo.config.patch({_FLAG: True} if hasattr(torch._dynamo.config, _FLAG) else {}):
+        with recording_under_checkpoints():
             yield
 
     def _records(self, kwargs: Mapping[str, Any]) -> bool:
@@ -63,13 +62,8 @@ class RecordedOutputs:
 
 
 def hint_for_recording() -> str:
-    """What to do about recording that keeps layers out of the graphs, "" where none does: asked while the model runs.
-
-    In a graph a recorder is a plain variable; one that stands in its context variable was set by code that Dynamo left.
-    """
-    recorder: Any = getattr(sys.modules.get(_MODULE), _COLLECTOR, None)
-    variable = getattr(recorder, "context_var", None)
-    if variable is None or not variable.get():
+    """What to do about recording that keeps layers out of the graphs, "" where none does; asked while it runs."""
+    if not is_recording_outside_graphs():
         return ""
     return (
         "; the model records outputs (output_router_logits, output_hidden_states) under gradient checkpointing, which "

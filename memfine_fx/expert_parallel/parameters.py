@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from memfine_fx.compat.nn import own_parameters
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.placement import Placement
 
@@ -39,7 +40,7 @@ class ShardedParameter:
 
     @property
     def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters[self.name]
+        parameter = own_parameters(self.module)[self.name]
         assert parameter is not None
         return parameter
 
@@ -86,7 +87,7 @@ def speak_dtensor(module: nn.Module, owned: Sequence[ShardedParameter]) -> None:
     """
     hooked: Any = module  # nn.Module does not annotate these methods
     hooked.register_state_dict_post_hook(partial(_say, tuple(owned)))
-    hooked._register_load_state_dict_pre_hook(partial(_hear, tuple(owned)))
+    hooked.register_load_state_dict_pre_hook(partial(_hear, tuple(owned)))
 
 
 def _say(
@@ -99,7 +100,9 @@ def _say(
             del state_dict[prefix + one.name]
 
 
-def _hear(owned: Sequence[ShardedParameter], state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _hear(
+    owned: Sequence[ShardedParameter], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
     for one in owned:
         key = prefix + one.name
         if key in state_dict:

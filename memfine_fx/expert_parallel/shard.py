@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from memfine_fx.compat.distributed import IGNORED_BY_DDP, ignore_in_ddp
+from memfine_fx.compat.nn import own_parameters
 from memfine_fx.config import Config
-from memfine_fx.errors import ConfigError, RanksDisagree
+from memfine_fx.errors import ConfigError, MemfineError, RanksDisagree
 from memfine_fx.expert_parallel import gathering  # noqa: F401  # registers the ops
 from memfine_fx.expert_parallel.bandwidth import measure_bandwidth
 from memfine_fx.expert_parallel.exchange import Place, failing_at
@@ -31,6 +33,7 @@ from memfine_fx.expert_parallel.placement import Placement
 __all__ = ["shard_experts", "sharded_parameters"]
 
 _ATTRIBUTE = "_memfine_sharded"
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = None) -> list[ShardedParameter]:
@@ -39,7 +42,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
     Tables are parameters of three dimensions or more, with the biases beside them, that share their first size in a
     module whose class or path names experts or MoE; lists of experts are a ModuleList or ModuleDict called so, of equal
     members. Every rank must hold the same whole model, as for DistributedDataParallel. DDP is told to leave the experts
-    alone (`_ddp_params_and_buffers_to_ignore`).
+    alone.
 
     Args:
         model: whole, the same on every rank.
@@ -49,9 +52,15 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
     Raises:
         ConfigError: no experts were found, or the model is sharded already.
         RanksDisagree: the ranks' models or configs differ; the message says in what.
+        MemfineError: DistributedDataParallel of this torch cannot be told to leave parameters alone.
     """
     if sharded_parameters(model):
         raise ConfigError("this model's experts are sharded already")
+    if not IGNORED_BY_DDP.holds():
+        raise MemfineError(
+            "expert_parallel cannot tell DistributedDataParallel of this torch to leave the experts alone, "
+            "and it would average different experts"
+        )
     found = [*_tables(model, ranks), *_lists(model, ranks)]
     _check_same(_described(model, found, config or Config()), ranks)
     if not found:
@@ -74,8 +83,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
         speak_dtensor(module, owned)
     measure_bandwidth(ranks)
     names = [name for name, parameter in model.named_parameters() if id(parameter) in done]
-    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]
-    object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", ignored)
+    ignore_in_ddp(model, names)
     return found
 
 
@@ -92,9 +100,9 @@ def _tables(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
     for path, module in model.named_modules():
         if not _names_experts(f"{path} {type(module).__name__}"):
             continue
-        own = {name: one for name, one in module._parameters.items() if one is not None}
+        own = {name: one for name, one in own_parameters(module).items() if one is not None}
         sizes = {one.shape[0] for one in own.values() if one.ndim >= 3}
-        if len(sizes) != 1 or isinstance(module, nn.modules.conv._ConvNd):
+        if len(sizes) != 1 or isinstance(module, _CONVOLUTIONS):
             continue
         (num_experts,) = sizes
         for name, one in own.items():
@@ -115,7 +123,7 @@ def _lists(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
         placement = Placement(len(members), ranks.num_ranks)
         for expert, member in enumerate(members):
             for child in member.modules():
-                for name, one in child._parameters.items():
+                for name, one in own_parameters(child).items():
                     if one is not None:
                         yield ShardedParameter(child, name, tuple(one.shape), placement, expert, ranks)
 
@@ -136,14 +144,14 @@ def _reader(one: ShardedParameter) -> Any:
         num_experts = one.placement.num_experts
 
         def read_table(self: nn.Module) -> torch.Tensor:
-            whole: torch.Tensor = torch.ops.memfine.all_experts.default(self._parameters[name], num_experts, key)
+            whole: torch.Tensor = torch.ops.memfine.all_experts.default(own_parameters(self)[name], num_experts, key)
             return whole
 
         return read_table
     owner, shape = one.placement.owner(one.expert), list(one.shape)
 
     def read_one(self: nn.Module) -> torch.Tensor:
-        whole: torch.Tensor = torch.ops.memfine.expert_of.default(self._parameters[name], shape, owner, key)
+        whole: torch.Tensor = torch.ops.memfine.expert_of.default(own_parameters(self)[name], shape, owner, key)
         return whole
 
     return read_one

@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 
+from memfine_fx.compat.operators import OpOverload, op_name, qualified_name
 from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
 from memfine_fx.memory.sizes import size_expr
@@ -93,7 +94,7 @@ _PHASES = {f"memfine::{name}": phase for name, phase in OP_PHASES.items() if pha
 
 def _calls(graph: fx.Graph) -> Iterator[Call]:
     for place, node in enumerate(graph.nodes):
-        phase = _PHASES.get(node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else "")
+        phase = _PHASES.get(qualified_name(node.target))
         if phase is not None:
             yield call_of(place, phase, [argument for argument in node.args if isinstance(argument, str)])
 
@@ -163,8 +164,8 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[-1]
+    if isinstance(target, OpOverload):
+        return op_name(target)
     return getattr(target, "__name__", "")
 
 
@@ -185,7 +186,7 @@ def _absorbs(user: fx.Node) -> bool:
 
 
 def _is_pointwise(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return torch.Tag.pointwise in target.tags or _name(target) in ("_to_copy", "clone", "cat")
 

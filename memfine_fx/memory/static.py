@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+
+from memfine_fx.compat.interpreter import every_optimizer
+from memfine_fx.compat.tensors import storage_id
 
 __all__ = ["foreseen_state_bytes", "living_optimizers", "static_terms"]
 
@@ -40,7 +42,7 @@ def living_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Op
     is why a session asks once; an optimizer made later shows itself when it steps.
     """
     wanted = {id(parameter) for parameter in parameters}
-    found = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    found = every_optimizer()
     return [one for one in found if any(id(param) in wanted for group in one.param_groups for param in group["params"])]
 
 
@@ -71,5 +73,5 @@ def _num_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

@@ -22,8 +22,9 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
+from memfine_fx.compat.shapes import hints_of_symbols
+from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.config import Axis
 from memfine_fx.memory.head_bytes import HeadMemory
 from memfine_fx.memory.liveness import Call, GraphMemory
@@ -99,7 +100,7 @@ class GraphStep:
                         self._add_hints_of(size)
 
     def _add_hints_of(self, size: torch.SymInt) -> None:
-        known = size.node.shape_env.backed_var_to_val
+        known = hints_of_symbols(size)
         for symbol in size.node.expr.free_symbols:
             self.sizes.setdefault(str(symbol), int(known.get(symbol, 1)))
 

@@ -5,7 +5,7 @@ which storages are made (`buf = empty_strided_cpu(size, stride, dtype)`), rename
 returned by other ops (`torch.ops...`) and dropped (`del buf`), with sizes in the graph's own symbols. It is there
 on cache hits too. Sizes of what other ops return are taken from the FX graph that was compiled.
 
-A wrapper in another form (C++, partitions for CUDA graphs) is answered with None: no timeline, no guess.
+A wrapper in another form (C++, partitions for CUDA graphs) is answered with None and a warning: no timeline, no guess.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import sympy
 import torch
 from torch import fx
 
+from memfine_fx.compat.inductor import WRAPPERS
+from memfine_fx.compat.operators import OpOverload
 from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
 from memfine_fx.memory.sizes import size_expr
@@ -34,7 +36,9 @@ class _Unreadable(Exception):
 
 
 def read_wrapper(source: str, graph: fx.Graph, frees_inputs: Iterable[str] = ()) -> GraphMemory | None:
-    """The timeline of a compiled graph, or None if its wrapper cannot be read.
+    """The timeline of a compiled graph; None, with a `CompatibilityWarning`, if its wrapper cannot be read.
+
+    A graph that calls nothing is never compiled and has no wrapper: None, and nothing is lost.
 
     Args:
         source: the wrapper's Python source.
@@ -42,13 +46,16 @@ def read_wrapper(source: str, graph: fx.Graph, frees_inputs: Iterable[str] = ())
         frees_inputs: names of inputs that nobody else holds (tensors saved for backward, tangents); they are
             alive from the start and freed where the wrapper drops them.
     """
+    if not source and not any(node.op.startswith("call_") for node in graph.nodes):
+        return None
     try:
         body = _call_body(ast.parse(source))
         reader = _Reader(_bytes_of_ops(graph), _input_bytes(graph, set(frees_inputs)))
         for statement in _flatten(body):
             reader.read(statement)
         return reader.finish()
-    except (_Unreadable, SyntaxError, IndexError, KeyError, StopIteration):
+    except (_Unreadable, SyntaxError, IndexError, KeyError, StopIteration) as error:
+        WRAPPERS.miss(f"a wrapper cannot be read: {type(error).__name__}: {error}")
         return None
 
 
@@ -82,7 +89,7 @@ def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
     """Op as the wrapper spells it -> its calls."""
     calls: dict[str, list[_OpBytes]] = defaultdict(list)
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             value = node.meta.get("val")
             values = value if isinstance(value, (tuple, list)) else [value]
             found = _OpBytes([_tensor_bytes(one) for one in values], scratch_bytes(node))

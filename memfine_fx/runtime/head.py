@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memfine_fx.compat.autograd import without_autocast
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
 from memfine_fx.runtime.head_loop import HeadInputs, HeadResults, chunk_bounds, run_head
@@ -61,7 +62,7 @@ def head_loss(
     head.num_steps += 1
     inputs = HeadInputs(hidden, weight, bias, labels, divisor)
     flags = (wanted[0], wanted[1], wanted[2])
-    with span(f"forward {site}"), range_of(f"{head.name or site} forward"), torch._C._DisableAutocast():
+    with span(f"forward {site}"), range_of(f"{head.name or site} forward"), without_autocast():
         found = run_head(inputs, head.loss, bounds, flags)
     return found.loss.to(head.out_dtype), found.power, found.hidden, found.weight, found.bias
 

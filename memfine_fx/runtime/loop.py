@@ -13,6 +13,7 @@ from functools import partial
 import sympy
 import torch
 
+from memfine_fx.compat.autograd import without_autocast
 from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, KeepingBodies, PlainGrad, ProductGrad
@@ -102,7 +103,7 @@ def run_forward(
     def needs() -> list[tuple[str, int]]:
         return _row_terms(routed, bodies.out_width, body.peak_bytes)
 
-    with torch._C._DisableAutocast():
+    with without_autocast():
         limit = walk(chunks, run, groups=bodies.takes_group, needs=needs)
     if limit is not None:
         on_failure(limit)
@@ -164,7 +165,7 @@ def run_backward(
         staged = max((param.staged_bytes for param in params if param is not None), default=0)
         return [*_row_terms(routed, bodies.out_width, body.peak_bytes), ("gradient staging of an expert", staged)]
 
-    with torch._C._DisableAutocast():
+    with without_autocast():
         limit = walk(chunks, run, groups=bodies.takes_group, needs=needs)
     if limit is not None:
         on_failure(limit)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch.autograd.profiler import record_function
 
+from memfine_fx.compat.autograd import is_profiling
 from memfine_fx.runtime.schedule import Chunk
 
 __all__ = ["range_of", "ranged"]
@@ -31,13 +31,9 @@ class _RangedChunks(list[Chunk]):
 
 def range_of(name: str) -> contextlib.AbstractContextManager[object]:
     """The range of a region's forward or backward."""
-    return record_function(name) if _is_on() else contextlib.nullcontext()
+    return record_function(name) if is_profiling() else contextlib.nullcontext()
 
 
 def ranged(chunks: list[Chunk], name: str) -> list[Chunk]:
     """The chunks, each in a range of its own when it is walked."""
-    return _RangedChunks(chunks, name) if _is_on() else chunks
-
-
-def _is_on() -> bool:
-    return torch.autograd.profiler._is_profiler_enabled
+    return _RangedChunks(chunks, name) if is_profiling() else chunks

@@ -130,7 +130,9 @@ class _Reader:
             value = node_value(stack)
             assert isinstance(value, torch.Tensor) and isinstance(dim, int)
             with self._graph.inserting_before(stack):
-                marked = self._graph.call_function(every_expert._opoverload, (copies[0], dim % value.ndim, num_experts))
+                marked = self._graph.call_function(
+                    torch.ops.memfine.every_expert.default, (copies[0], dim % value.ndim, num_experts)
+                )
             marked.meta["val"] = value
             stack.replace_all_uses_with(marked)
         return DenseLoop(self._rolled(output, slots, num_experts), ())
@@ -251,4 +253,4 @@ def _every_expert(interpreter: RowInterpreter, node: fx.Node, args: tuple[Any, .
     return Rows(Lead(*groups[:dim], "e", *groups[dim:]), rows.expr, rows.per_row)
 
 
-DENSE_LOOP_RULES: dict[Any, Rule] = {every_expert._opoverload: _every_expert}
+DENSE_LOOP_RULES: dict[Any, Rule] = {torch.ops.memfine.every_expert.default: _every_expert}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.passes.dataflow import is_only_asserted, target_name
 from memfine_fx.passes.loops.marker import ROWS_OF, rows_of
 
@@ -47,5 +47,5 @@ def is_harmless_marker(marker: fx.Node) -> bool:
 
 def _nodes(places: object) -> list[fx.Node]:
     found: list[fx.Node] = []
-    found.extend(leaf for leaf in pytree.tree_leaves(places) if isinstance(leaf, fx.Node))
+    found.extend(leaf for leaf in tree_leaves(places) if isinstance(leaf, fx.Node))
     return found

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocast
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import has_unbacked_rows, is_top_k_index, node_value, target_name
 from memfine_fx.passes.loops.marker import one_expert
@@ -115,7 +115,7 @@ class _Roller:
             return _Copy(self._loop, self._num_experts, dict(zip(inputs, args, strict=True))).evaluate(output)
 
         try:
-            with torch.no_grad(), enable_python_dispatcher(), fake_mode, torch._C._DisableAutocast():
+            with torch.no_grad(), enable_python_dispatcher(), fake_mode, without_autocast():
                 traced = make_fx(torch.func.functionalize(copy, remove="mutations"), tracing_mode="real")(*values)
         except (RuntimeError, TypeError, ValueError) as error:
             raise CannotChunk(f"retracing the loop's body failed: {error}", output) from error

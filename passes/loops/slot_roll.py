@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from memfine_fx.compat.autograd import enable_python_dispatcher
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.loops.roll import Rolled, RolledParam

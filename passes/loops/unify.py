@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from memfine_fx.compat.tensors import tree_flatten
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value, static_size
 from memfine_fx.passes.loops.values import Copy, Entry, Loop
@@ -155,8 +155,8 @@ class _Walk:
     def _inputs(self, a: fx.Node, b: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         if a.target != b.target or a.op != b.op:
             raise self._differ(a)
-        leaves_a, spec_a = pytree.tree_flatten((a.args, a.kwargs))
-        leaves_b, spec_b = pytree.tree_flatten((b.args, b.kwargs))
+        leaves_a, spec_a = tree_flatten((a.args, a.kwargs))
+        leaves_b, spec_b = tree_flatten((b.args, b.kwargs))
         if spec_a != spec_b:
             raise self._differ(a)
         pairs = []
@@ -187,8 +187,8 @@ class _Walk:
             return bool(self.same_input(a, b))
         if a.op != b.op or a.target != b.target:
             return False
-        leaves_a, spec_a = pytree.tree_flatten((a.args, a.kwargs))
-        leaves_b, spec_b = pytree.tree_flatten((b.args, b.kwargs))
+        leaves_a, spec_a = tree_flatten((a.args, a.kwargs))
+        leaves_b, spec_b = tree_flatten((b.args, b.kwargs))
         return spec_a == spec_b and all(
             self._is_same(one, other) if isinstance(one, fx.Node) and isinstance(other, fx.Node) else one == other
             for one, other in zip(leaves_a, leaves_b, strict=True)

@@ -9,6 +9,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.errors import CompatibilityWarning
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.wrapper_code import read_wrapper
 
@@ -96,11 +97,21 @@ def test_cuda_sizes_are_rounded_to_the_allocators_blocks() -> None:
         HEAD + "    buf0 = some.unknown_op(saved)\n",
         HEAD + "    buf0 = empty_strided_cpu((round(s0), ), (1, ), torch.float32)\n",
         "not python at all (",
-        "",
+        HEAD + "    buf0 = torch.ops.aten.mm.default(saved, saved)\n" * 2,
     ],
 )
-def test_an_unknown_form_is_no_timeline(source: str) -> None:
-    assert read_wrapper(source, fx.Graph()) is None
+def test_an_unknown_form_is_no_timeline_and_says_so(source: str) -> None:
+    graph = fx.Graph()
+    saved = graph.placeholder("saved")
+    graph.call_function(torch.ops.aten.mm.default, (saved, saved)).meta["val"] = torch.zeros(2, 2)
+    with pytest.warns(CompatibilityWarning, match="estimated from its operations, not read from its code") as caught:
+        assert read_wrapper(source, graph) is None
+        assert read_wrapper(source, graph) is None
+    assert len(caught) == 1
+
+
+def test_a_graph_that_calls_nothing_has_no_wrapper_and_loses_nothing() -> None:
+    assert read_wrapper("", fx.Graph()) is None
 
 
 def test_the_peak_as_an_expression_drops_what_is_never_the_largest() -> None:

@@ -1,0 +1,170 @@
+"""Modes of a thread (autocast, dispatch, saved-tensor hooks, profiler) and what a running backward was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = [
+    "AUTOCAST",
+    "KEPT_GRAPHS",
+    "MODES",
+    "PROFILER",
+    "SAVED_TENSOR_HOOKS",
+    "enable_python_dispatcher",
+    "is_graph_kept",
+    "is_profiling",
+    "run_without_modes",
+    "without_autocast",
+    "without_saved_tensor_hooks",
+]
+
+ResultT = TypeVar("ResultT")
+
+
+def without_autocast() -> contextlib.AbstractContextManager[object]:
+    """No autocast inside, on any device."""
+    if AUTOCAST.holds():
+        disabled: contextlib.AbstractContextManager[object] = torch._C._DisableAutocast()
+        return disabled
+    stack = contextlib.ExitStack()
+    for device_type in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
+        stack.enter_context(torch.autocast(device_type, enabled=False))
+    return stack
+
+
+def is_graph_kept() -> bool:
+    """Whether the backward that runs was asked to keep its graph, so that it may run again; yes where none can tell."""
+    return not KEPT_GRAPHS.holds() or bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """No hooks on saved tensors inside: functorch refuses to trace under a user's, e.g. `save_on_cpu`."""
+    if not SAVED_TENSOR_HOOKS.holds():
+        yield
+        return
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def run_without_modes(function: Callable[[], ResultT]) -> ResultT:
+    """What a function returns outside of every dispatch mode, such as that of a compilation's fake tensors."""
+    if MODES.holds():
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            return function()
+    found: list[ResultT] = []
+    thread = threading.Thread(target=lambda: found.append(function()))  # modes belong to a thread
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def is_profiling() -> bool:
+    """Whether a profiler is on."""
+    return PROFILER.holds() and bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def _check_autocast() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch._C._DisableAutocast():
+            expect(not torch.is_autocast_enabled("cpu"), "autocast stays on")
+        expect(torch.is_autocast_enabled("cpu"), "autocast is not back")
+
+
+def _check_kept_graphs() -> None:
+    seen: list[bool] = []
+    probe = torch.ones(1, requires_grad=True)
+    result = probe * 2
+    is_kept = torch._C._autograd._get_current_graph_task_keep_graph
+    probe.register_hook(lambda gradient: seen.append(is_kept()))  # type: ignore[no-untyped-call]
+    torch.autograd.grad(result, probe, retain_graph=True)
+    torch.autograd.grad(result, probe)
+    expect(seen == [True, False], f"a backward that keeps its graph and one that does not say {seen}")
+
+
+def _check_saved_tensor_hooks() -> None:
+    autograd: Any = torch._C._autograd
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+        pack, unpack = autograd._top_saved_tensors_default_hooks(False)
+        autograd._pop_saved_tensors_default_hooks()
+        is_empty = autograd._top_saved_tensors_default_hooks(False) is None
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
+    expect(is_empty, "hooks that were taken off are still there")
+
+
+def _check_modes() -> None:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        with _disable_current_modes():
+            inside = torch.ones(1)
+        outside = torch.ones(1)
+    expect(not isinstance(inside, FakeTensor), "tensors are fake without modes")
+    expect(isinstance(outside, FakeTensor), "modes do not come back")
+
+
+def _check_profiler() -> None:
+    expect(torch.autograd.profiler._is_profiler_enabled in (True, False), "the profiler is neither on nor off")
+
+
+AUTOCAST = Hook(
+    name="torch._C._DisableAutocast",
+    host="torch",
+    purpose="running expert bodies, whose casts are in their graphs, outside of autocast",
+    seen=("2.11", "2.15"),
+    loss="Autocast is turned off for CPU and CUDA alone, and each chunked layer takes a little longer.",
+    check=_check_autocast,
+)
+KEPT_GRAPHS = Hook(
+    name="torch._C._autograd._get_current_graph_task_keep_graph",
+    host="torch",
+    purpose="copying saved tensors that a compiled backward writes over, where it may run again",
+    seen=("2.11", "2.15"),
+    loss="Compiled backwards copy every saved tensor that they write over, which takes memory that a memory_budget "
+    "does not count; results are the same.",
+    check=_check_kept_graphs,
+)
+SAVED_TENSOR_HOOKS = Hook(
+    name="torch._C._autograd._top_saved_tensors_default_hooks",
+    host="torch",
+    purpose="tracing expert functions while the user's hooks on saved tensors are on",
+    seen=("2.11", "2.15"),
+    loss="Layers that are first compiled under torch.autograd.graph.saved_tensors_hooks stay as they were.",
+    check=_check_saved_tensor_hooks,
+)
+MODES = Hook(
+    name="torch.utils._python_dispatch._disable_current_modes",
+    host="torch",
+    purpose="measuring the device's rates with real tensors while a graph is compiled on fake ones",
+    seen=("2.11", "2.15"),
+    loss="Rates of this device are measured in a thread of their own, which may show them lower than they are.",
+    check=_check_modes,
+)
+PROFILER = Hook(
+    name="torch.autograd.profiler._is_profiler_enabled",
+    host="torch",
+    purpose="naming layers and chunks in profiles, at no cost where nobody profiles",
+    seen=("2.11", "2.15"),
+    loss="Profiles show no ranges of chunked layers and their chunks.",
+    check=_check_profiler,
+)

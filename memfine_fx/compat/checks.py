@@ -1,0 +1,157 @@
+"""Hooks: what is relied upon in a host without being promised, and what happens when it is no longer there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import pkgutil
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memfine_fx.errors import CompatibilityWarning
+
+__all__ = ["TESTED_TORCH", "Hook", "all_hooks", "expect", "forget_failures", "warn_outside_tested_range"]
+
+log = logging.getLogger(__name__)
+
+TESTED_TORCH = ("2.11", "2.16")
+"""First torch that the tests pass on, and the first that they have not been run on."""
+
+_lock = threading.RLock()
+_failures: dict[str, str | None] = {}
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Something private of a host.
+
+    Args:
+        name: as the host spells it.
+        host: the distribution it belongs to.
+        purpose: what it is for.
+        seen: the first and the last version in which it was seen to hold.
+        loss: what is different without it, as a sentence for the user.
+        check: raises where the hook does not hold; takes milliseconds and compiles nothing.
+    """
+
+    name: str
+    host: str
+    purpose: str
+    seen: tuple[str, str]
+    loss: str
+    check: Callable[[], None]
+
+    def holds(self) -> bool:
+        """Whether it does, asked once a process; the first no is a warning."""
+        with _lock:
+            if self.name not in _failures:
+                _failures[self.name] = _failure_of(self.check)
+            failure = _failures[self.name]
+        if failure is not None:
+            self._warn(failure)
+        return failure is None
+
+    def give_up(self, failure: str) -> None:
+        """It failed in use: it does not hold from now on, which is a warning."""
+        with _lock:
+            _failures[self.name] = failure
+        self._warn(failure)
+
+    def miss(self, failure: str) -> None:
+        """It failed in one place and may hold in the next: a line in the log, and the first time a warning."""
+        log.info("%s: %s", self.name, failure)
+        self._warn(failure)
+
+    def _warn(self, failure: str) -> None:
+        if self.name in _warned:
+            return
+        _warned.add(self.name)
+        first, last = self.seen
+        warnings.warn(
+            f"{self.host} {_version_of(self.host)} differs from what memfine_fx knows of {self.host} {first} to {last} "
+            f"({self.name}: {failure}). {self.loss}",
+            CompatibilityWarning,
+            stacklevel=3,
+        )
+
+
+def expect(condition: object, otherwise: str) -> None:
+    """A line of a self-check.
+
+    Raises:
+        AssertionError: the condition is false; `otherwise` says what was seen.
+    """
+    if not condition:
+        raise AssertionError(otherwise)
+
+
+def all_hooks() -> tuple[Hook, ...]:
+    """Every hook of this room, by module; imports what the modules import."""
+    room = sys.modules[__name__.rpartition(".")[0]]
+    names = sorted(module.name for module in pkgutil.iter_modules(room.__path__) if module.name != "__main__")
+    modules = [importlib.import_module(f"{room.__name__}.{name}") for name in names]
+    return tuple(dict.fromkeys(one for module in modules for one in vars(module).values() if isinstance(one, Hook)))
+
+
+def forget_failures() -> None:
+    """Ask the hooks that failed again, and warn again: for tests."""
+    with _lock:
+        for name in [name for name, failure in _failures.items() if failure is not None]:
+            del _failures[name]
+        _warned.clear()
+
+
+def warn_outside_tested_range() -> None:
+    """One warning a process where torch is older or newer than what was tested."""
+    first, end = TESTED_TORCH
+    version = _version_of("torch")
+    if "torch" in _warned or _numbers(first) <= _numbers(version) < _numbers(end):
+        return
+    _warned.add("torch")
+    warnings.warn(
+        f"memfine_fx was tested with torch>={first},<{end}; this is torch {version}. It runs, and what it relies on in "
+        "torch is checked before it is used",
+        CompatibilityWarning,
+        stacklevel=3,
+    )
+
+
+def _failure_of(check: Callable[[], None]) -> str | None:
+    """What a check raised, in a line; None where it passed.
+
+    NOTE: it runs in a thread of its own. Hooks are asked in the middle of compilations, whose fake tensors, dispatch
+    and gradient modes belong to their thread.
+    """
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            check()
+        except Exception as error:  # NOTE: a host that has changed may raise anything
+            found.append(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    thread = threading.Thread(target=run, name="memfine_fx self-check")
+    thread.start()
+    thread.join()
+    return found[0] if found else None
+
+
+def _version_of(host: str) -> str:
+    module = sys.modules.get(host)
+    version = getattr(module, "__version__", None)
+    try:
+        return str(version or importlib.metadata.version(host))
+    except importlib.metadata.PackageNotFoundError:
+        return "of no known version"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 15) of "2.15.0+cpu" and of "2.15.0.dev20260101"."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else ()

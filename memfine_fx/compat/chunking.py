@@ -1,0 +1,42 @@
+"""What chunking cannot do without: where one of these is gone, gradients could be wrong, or nothing would compile."""
+
+from __future__ import annotations
+
+import importlib
+
+from memfine_fx.compat.checks import Hook
+
+__all__ = ["NAMES", "can_chunk"]
+
+_MODULES = ("operators", "tensors", "shapes", "autograd", "dynamo", "functorch", "inductor")
+
+
+def can_chunk(inner_backend: str) -> bool:
+    """Whether every hook that chunked regions rest upon holds; the first that does not is a warning.
+
+    Args:
+        inner_backend: as in `Config`; "eager" needs neither AOT autograd nor Inductor.
+    """
+    if not NAMES.holds():
+        return False
+    from memfine_fx.compat import dynamo, functorch, inductor, operators, shapes, tensors
+
+    hooks = [operators.SCHEMAS, tensors.STORAGES, shapes.SYMBOLS, dynamo.MODE_SWITCHES]
+    hooks += [functorch.PARTITIONER] if inner_backend != "eager" else []
+    hooks += [inductor.COMPILER] if inner_backend == "inductor" else []
+    return all(hook.holds() for hook in hooks)
+
+
+def _check_names() -> None:
+    for name in _MODULES:
+        importlib.import_module(f"memfine_fx.compat.{name}")
+
+
+NAMES = Hook(
+    name="torch._ops, torch._subclasses, torch._dispatch, torch._inductor.custom_graph_pass",
+    host="torch",
+    purpose="the classes that passes over graphs are written in",
+    seen=("2.11", "2.15"),
+    loss="No graph can be read, so nothing is chunked: models are compiled as without memfine_fx.",
+    check=_check_names,
+)

@@ -1,0 +1,58 @@
+"""torch.distributed: the DistributedDataParallel that runs, and parameters that it leaves alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+import torch
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = ["ACTIVE_DDP", "IGNORED_BY_DDP", "ignore_in_ddp", "is_ddp_running"]
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+def is_ddp_running() -> bool:
+    """Whether the forward that runs is one of a DistributedDataParallel."""
+    if not ACTIVE_DDP.holds():
+        return False
+    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return active is not None
+
+
+def ignore_in_ddp(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """Let a DistributedDataParallel of this model leave parameters alone, beside those that it leaves alone already."""
+    object.__setattr__(model, _IGNORED, [*getattr(model, _IGNORED, ()), *names])
+
+
+def _check_active() -> None:
+    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    expect(active is None or isinstance(active, torch.nn.Module), f"a {type(active).__name__} runs")
+
+
+def _check_ignored() -> None:
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    probe = torch.nn.Identity()
+    wrapper._set_params_and_buffers_to_ignore_for_model(probe, ["probe"])  # type: ignore[no-untyped-call]
+    expect(getattr(probe, _IGNORED, None) == ["probe"], "what is ignored is kept elsewhere")
+    expect(f"module.{_IGNORED}" in inspect.getsource(wrapper.__init__), "what is ignored is not read")
+
+
+ACTIVE_DDP = Hook(
+    name="DistributedDataParallel._get_active_ddp_module",
+    host="torch",
+    purpose="naming DistributedDataParallel as what cut a graph through the experts",
+    seen=("2.11", "2.15"),
+    loss="The warning of a model without regions does not say when DistributedDataParallel is the cause.",
+    check=_check_active,
+)
+IGNORED_BY_DDP = Hook(
+    name="DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    host="torch",
+    purpose="experts of which each rank has its own, under DistributedDataParallel",
+    seen=("2.11", "2.15"),
+    loss="DistributedDataParallel would average different experts, so expert_parallel is refused.",
+    check=_check_ignored,
+)

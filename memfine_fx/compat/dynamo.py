@@ -1,0 +1,192 @@
+"""Dynamo: settings for captures, what compiling raises, names of backends, and mode switches in its graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = [
+    "BACKENDS",
+    "CAPTURE_FLAGS",
+    "CUT_GRAPHS",
+    "INTEGERS",
+    "MODE_SWITCHES",
+    "RECORDING",
+    "REGISTRY",
+    "capturing_more",
+    "compile_failures",
+    "cuts_graphs",
+    "integers_as_constants",
+    "kept_whole",
+    "mode_switch",
+    "plain_compiler",
+    "recording_under_checkpoints",
+    "register_backend",
+]
+
+REGISTRY = "torch._dynamo.backends.registry"
+_SWITCHES: dict[str, Literal["grad", "enter autocast", "exit autocast"]] = {
+    "_set_grad_enabled": "grad",
+    "_enter_autocast": "enter autocast",
+    "_exit_autocast": "exit autocast",
+}
+
+
+def _config() -> Any:
+    return importlib.import_module("torch._dynamo.config")
+
+
+def capturing_more(flags: tuple[str, ...]) -> contextlib.AbstractContextManager[object]:
+    """For compilations inside: these flags on, and backward graphs compiled at once, to fail in the forward."""
+    import torch._functorch.config
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(_config().patch(dict.fromkeys(flags, True)))
+    stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
+    return stack
+
+
+def compile_failures() -> tuple[type[Exception], ...]:
+    """What compiling raises."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return TorchDynamoException, GuardOnDataDependentSymNode
+
+
+def kept_whole() -> contextlib.AbstractContextManager[object]:
+    """For compilations inside: graphs that are not cut at the buckets of DistributedDataParallel."""
+    if not CUT_GRAPHS.holds():
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = _config().patch(optimize_ddp=False)
+    return patched
+
+
+def cuts_graphs() -> bool:
+    """Whether graphs of a model under DistributedDataParallel are cut at its buckets."""
+    return CUT_GRAPHS.holds() and bool(_config().optimize_ddp)
+
+
+def integers_as_constants() -> contextlib.AbstractContextManager[object]:
+    """For captures inside: integers that a module holds are constants, whoever manages the module."""
+    if not INTEGERS.holds():
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = _config().patch(specialize_int=True)
+    return patched
+
+
+def recording_under_checkpoints() -> contextlib.AbstractContextManager[object]:
+    """For compilations inside: what a checkpointed forward appends to a list, its recomputation leaves out."""
+    if not RECORDING.holds():
+        return contextlib.nullcontext()
+    flag = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    patched: contextlib.AbstractContextManager[object] = _config().patch({flag: True})
+    return patched
+
+
+def mode_switch(name: str) -> Literal["grad", "enter autocast", "exit autocast"] | None:
+    """Which mode a call of Dynamo's graph switches, by the name of its target."""
+    return _SWITCHES.get(name)
+
+
+def register_backend(registry: Any, backend: Callable[..., Any], name: str) -> None:
+    """Make a backend known by name to the module that keeps them, once."""
+    try:
+        if name not in getattr(registry, "_COMPILER_FNS", {}):
+            registry.register_backend(backend, name=name)
+    except (AttributeError, TypeError, AssertionError) as error:
+        BACKENDS.give_up(str(error))
+
+
+def plain_compiler(inner_backend: str) -> Callable[..., Any]:
+    """The compiler behind ours by its name, as torch.compile would find it."""
+    found: Callable[..., Any] = torch._dynamo.lookup_backend(inner_backend)
+    return found
+
+
+def _check_capture_flags() -> None:
+    import torch._functorch.config
+
+    expect(len(compile_failures()) == 2, "what compiling raises has no name")
+    for flag in ("capture_dynamic_output_shape_ops", "capture_scalar_outputs"):
+        expect(getattr(_config(), flag) in (True, False), f"{flag} is no switch")
+    expect(
+        torch._functorch.config.force_non_lazy_backward_lowering in (True, False), "backward is compiled at any time"
+    )
+
+
+def _check_setting(name: str) -> None:
+    value = getattr(_config(), name)
+    with _config().patch({name: value}):
+        expect(getattr(_config(), name) == value, f"{name} cannot be set")
+
+
+def _check_switches() -> None:
+    autocast = importlib.import_module("torch.amp.autocast_mode")
+    switches = (torch._C._set_grad_enabled, autocast._enter_autocast, autocast._exit_autocast)
+    names = {switch.__name__ for switch in switches}
+    expect(names == set(_SWITCHES), f"switches are called {sorted(names)}")
+
+
+def _check_backends() -> None:
+    registry = importlib.import_module(REGISTRY)
+    expect(callable(registry.register_backend), "there is no register_backend")
+    expect("memfine" in registry._COMPILER_FNS or "memfine" in registry.list_backends(), "memfine is not among them")
+
+
+CAPTURE_FLAGS = Hook(
+    name="torch._dynamo.config.capture_dynamic_output_shape_ops",
+    host="torch",
+    purpose="loops over experts in one graph: each expert takes as many rows as the routing gives it",
+    seen=("2.11", "2.15"),
+    loss="Loops over experts that take rows by the routing stay outside the graphs, and are not chunked.",
+    check=_check_capture_flags,
+)
+CUT_GRAPHS = Hook(
+    name="torch._dynamo.config.optimize_ddp",
+    host="torch",
+    purpose="graphs that DistributedDataParallel does not cut through the experts",
+    seen=("2.11", "2.15"),
+    loss="Under DistributedDataParallel graphs may be cut through the experts, which are then not chunked.",
+    check=lambda: _check_setting("optimize_ddp"),
+)
+INTEGERS = Hook(
+    name="torch._dynamo.config.specialize_int",
+    host="torch",
+    purpose="numbers of heads and of expert groups that stay constants in a model that FSDP2 shards",
+    seen=("2.11", "2.15"),
+    loss="Models that FSDP2 shards may be captured with sizes that vary, and their experts then not be chunked.",
+    check=lambda: _check_setting("specialize_int"),
+)
+RECORDING = Hook(
+    name="torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint",
+    host="torch",
+    purpose="models that record router logits or hidden states under gradient checkpointing",
+    seen=("2.11", "2.15"),
+    loss="Layers that record outputs (output_router_logits, output_hidden_states) under gradient checkpointing stay "
+    "outside the graphs, and are not chunked.",
+    check=lambda: _check_setting("skip_fwd_side_effects_in_bwd_under_checkpoint"),
+)
+MODE_SWITCHES = Hook(
+    name="torch._C._set_grad_enabled",
+    host="torch",
+    purpose="seeing which part of a graph runs under no_grad, and which under autocast",
+    seen=("2.11", "2.15"),
+    loss="Modes of a graph cannot be seen, so nothing is chunked: models are compiled as without memfine_fx.",
+    check=_check_switches,
+)
+BACKENDS = Hook(
+    name="torch._dynamo.backends.registry.register_backend",
+    host="torch",
+    purpose='torch.compile(model, backend="memfine") in a checkout that is not installed',
+    seen=("2.11", "2.15"),
+    loss='torch.compile(backend="memfine") finds the backend only where the package is installed; '
+    "memfine_fx.optimize(model) works.",
+    check=_check_backends,
+)

@@ -1,0 +1,226 @@
+"""AOT autograd: its settings, its partitioner, and the saved tensors that a backward may write over."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = [
+    "AUTOGRAD_CACHE",
+    "DONATED",
+    "ELEMENTWISE",
+    "PARTITIONER",
+    "RANDOM_STATES",
+    "compile_on_aot_autograd",
+    "compiling_regions",
+    "min_cut_partition",
+    "random_state_ops",
+    "recomputing_elementwise",
+    "take_donated",
+]
+
+_RECOMPUTES_ELEMENTWISE = {
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_not_in_allowlist": False,
+}
+"""Settings of functorch's partitioner with which elementwise work is computed again wherever that saves bytes."""
+
+
+def _config() -> Any:
+    import torch._functorch.config
+
+    return torch._functorch.config
+
+
+def recomputing_elementwise() -> contextlib.AbstractContextManager[object]:
+    """For partitions inside: elementwise work is computed again wherever that saves bytes."""
+    if not ELEMENTWISE.holds():
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = _config().patch(_RECOMPUTES_ELEMENTWISE)
+    return patched
+
+
+def compiling_regions() -> contextlib.AbstractContextManager[object]:
+    """For compilations inside: every graph passes our partitioner.
+
+    A hit in AOT autograd's cache would skip the partitioner and what it learns; Inductor's own cache is used.
+    """
+    if not AUTOGRAD_CACHE.holds():
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = _config().patch(enable_autograd_cache=False)
+    return patched
+
+
+def take_donated() -> tuple[int, ...]:
+    """Positions of the saved tensors that the backward being compiled may write over.
+
+    AOT autograd's list is emptied, because a backward that keeps the graph is refused while it names any.
+    """
+    if not DONATED.holds():
+        return ()
+    shared = _donated_idxs()
+    donated = tuple(shared or ())
+    if shared:
+        shared.clear()
+    return donated
+
+
+def _donated_idxs() -> list[int] | None:
+    """AOT autograd's own list for the graph being compiled."""
+    from torch._inductor.utils import get_donated_idxs
+
+    return get_donated_idxs()
+
+
+def min_cut_partition(
+    joint: fx.GraphModule, inputs: Sequence[object], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a joint graph by functorch's partitioner, which obeys `meta["recompute"]`."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+    return forward, backward
+
+
+def random_state_ops() -> tuple[Any, ...]:
+    """Higher-order operators that run another one and save its random state (the first), or run it from a saved one."""
+    if not RANDOM_STATES.holds():
+        return ()
+    from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rng_state, run_with_rng_state
+
+    return run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state
+
+
+def compile_on_aot_autograd(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partitioner: Any,
+    backward_call: Callable[[Callable[[list[Any]], Any]], Any],
+) -> Any:
+    """A graph partitioned and run as it is, forward and backward.
+
+    Args:
+        backward_call: backward -> what is called in its place.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    def backward_nop(backward: fx.GraphModule, saved: list[Any]) -> Any:
+        take_donated()  # nothing here writes over a saved tensor
+        return backward_call(boxed_nop(backward, saved))
+
+    compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=backward_nop, partition_fn=partitioner)
+    return compiler(graph_module, list(inputs))
+
+
+def _check_settings(*names: str) -> None:
+    for name in names:
+        expect(getattr(_config(), name) in (True, False), f"torch._functorch.config.{name} is no switch")
+
+
+def _check_donated() -> None:
+    from types import SimpleNamespace
+
+    from torch._guards import TracingContext, tracing
+
+    _check_settings("donated_buffer")
+    positions = [0, 2]
+    context: Any = TracingContext(None)
+    context.fw_metadata = SimpleNamespace(bw_donated_idxs=positions)
+    with tracing(context):
+        expect(_donated_idxs() is positions, "the list that is given is not AOT autograd's own")
+
+
+def _check_partitioner() -> None:
+    """What is marked to be saved is saved, and what is marked to be computed again is computed again."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    expect("num_fwd_outputs" in inspect.signature(min_cut_rematerialization_partition).parameters, "other arguments")
+    for policy, is_saved in ((CheckpointPolicy.MUST_SAVE, True), (CheckpointPolicy.MUST_RECOMPUTE, False)):
+        joint = _joint_of_exp(policy)
+        forward, backward = min_cut_partition(joint, [], num_fwd_outputs=1)
+        saved = [node.name for node in next(iter(reversed(forward.graph.nodes))).args[0]]
+        again = any(node.target is torch.ops.aten.exp.default for node in backward.graph.nodes)
+        expect(("exp" in saved[1:], again) == (is_saved, not is_saved), f"{policy.name} saves {saved[1:]}")
+
+
+def _joint_of_exp(policy: CheckpointPolicy) -> fx.GraphModule:
+    """forward: sin(exp(x)), backward: tangent * exp(x); exp(x) stands under a policy."""
+    from memfine_fx.compat.tensors import FakeTensorMode
+
+    graph = fx.Graph()
+    primal, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+    made = graph.call_function(torch.ops.aten.exp.default, (primal,), name="exp")
+    value = graph.call_function(torch.ops.aten.sin.default, (made,))
+    gradient = graph.call_function(torch.ops.aten.mul.Tensor, (tangent, made))
+    graph.output((value, gradient))
+    with FakeTensorMode():
+        fake = torch.empty(4)
+    for node in (primal, tangent, made, value, gradient):
+        node.meta["val"] = fake
+    made.meta["recompute"], made.meta["ac_graph_id"] = policy, 0
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _check_random_states() -> None:
+    from torch._ops import HigherOrderOperator
+    from torch._prims import rng_prims
+
+    for name in ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"):
+        expect(isinstance(getattr(rng_prims, name), HigherOrderOperator), f"{name} is no operator")
+
+
+ELEMENTWISE = Hook(
+    name="torch._functorch.config.ban_recompute_used_far_apart",
+    host="torch",
+    purpose="computing elementwise work again in backward wherever that saves bytes",
+    seen=("2.11", "2.15"),
+    loss="Less elementwise work is computed again in backward, so a step takes more memory; budgets count it.",
+    check=lambda: _check_settings(*_RECOMPUTES_ELEMENTWISE),
+)
+AUTOGRAD_CACHE = Hook(
+    name="torch._functorch.config.enable_autograd_cache",
+    host="torch",
+    purpose="compilations that always pass our partitioner, which counts what a step holds",
+    seen=("2.11", "2.15"),
+    loss="Where AOT autograd finds a graph in its cache, what the step holds is not known before it runs, and plans "
+    "under a memory_budget are made without it.",
+    check=lambda: _check_settings("enable_autograd_cache"),
+)
+DONATED = Hook(
+    name="torch._inductor.utils.get_donated_idxs",
+    host="torch",
+    purpose="compiled backwards that may run again (retain_graph=True, two losses)",
+    seen=("2.11", "2.15"),
+    loss="A second backward through one forward (retain_graph=True, two losses) is refused by torch, with an error; "
+    "a single one is as before.",
+    check=_check_donated,
+)
+PARTITIONER = Hook(
+    name="torch._functorch.partitioners.min_cut_rematerialization_partition",
+    host="torch",
+    purpose="deciding what backward finds saved; routing is, so that backward never chooses other experts",
+    seen=("2.11", "2.15"),
+    loss="What backward computes again cannot be decided, so nothing is chunked: models are compiled as without "
+    'memfine_fx. Config(inner_backend="eager") works.',
+    check=_check_partitioner,
+)
+RANDOM_STATES = Hook(
+    name="torch._prims.rng_prims.run_and_save_rng_state",
+    host="torch",
+    purpose="counting the results of operations that run from a saved random state",
+    seen=("2.11", "2.15"),
+    loss="Predicted peaks leave out results of random operations that backward repeats, so a memory_budget may be "
+    "exceeded where checkpointed layers use dropout.",
+    check=_check_random_states,
+)

@@ -1,0 +1,205 @@
+"""Inductor: compiling, the passes it takes from outside, and the wrapper code that it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+
+from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.tensors import FakeTensorMode
+
+__all__ = [
+    "COMPILER",
+    "KERNELS",
+    "TRACING",
+    "WRAPPERS",
+    "CustomPartitionerFn",
+    "SchedulerPass",
+    "captured_inputs",
+    "compile_body",
+    "compile_inner",
+    "compile_on_inductor",
+    "compiling_again",
+    "get_hash_for_files",
+    "mark_boxed",
+    "mode_options",
+    "pass_options",
+    "region_operator",
+    "wrapper_of",
+]
+
+SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+"""torch 2.11 has no name of its own for it, and caches no graph that was compiled with a pass of another kind."""
+
+
+def compile_on_inductor(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+    inner_compile: Callable[..., Any] | None = None,
+) -> Any:
+    """A graph compiled by Inductor, forward and backward.
+
+    Args:
+        options: settings of Inductor for this graph.
+        inner_compile: called in place of `compile_inner` for each graph that AOT autograd makes.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    more: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
+    return compile_fx(graph_module, inputs, config_patches=None if options is None else dict(options), **more)
+
+
+def compile_inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """One graph of ATen compiled by Inductor, as AOT autograd asks for it."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(graph_module, inputs, **options)
+
+
+def compile_body(
+    graph_module: fx.GraphModule, fake_mode: FakeTensorMode, inputs: Sequence[Any], inner_compile: Callable[..., Any]
+) -> Any:
+    """A function over rows, compiled on its own fake arguments, outside of any capture."""
+    with compiling_again(fake_mode), torch.no_grad():
+        return compile_on_inductor(graph_module, inputs, None, inner_compile)
+
+
+def compiling_again(fake_mode: FakeTensorMode) -> contextlib.AbstractContextManager[object]:
+    """Compilations inside take inputs of this fake mode, outside of the capture that made it."""
+    from torch._guards import TracingContext, tracing
+
+    context: contextlib.AbstractContextManager[object] = tracing(TracingContext(fake_mode))
+    return context
+
+
+def captured_inputs(inputs: Sequence[Any]) -> tuple[FakeTensorMode, tuple[Any, ...]] | None:
+    """The fake mode of the capture that is under way, and its fake inputs; None where nothing is captured.
+
+    NOTE: the mode has seen the real inputs, so that their fakes are found and not made: symbols stay the same.
+    """
+    if not TRACING.holds():
+        return None
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    fake_mode = None if context is None else context.fake_mode
+    if fake_mode is None:
+        return None
+    return fake_mode, tuple(fake_mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in inputs)
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's options that a mode of `torch.compile` stands for."""
+    if mode is None:
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def pass_options(partitioner: Any, before_fusion: Any, after_fusion: Any) -> dict[str, Any]:
+    """Options under which Inductor takes a partitioner and two passes over its kernels."""
+    options = {"custom_partitioner_fn": partitioner}
+    if KERNELS.holds():
+        options |= {"_pre_fusion_custom_pass": before_fusion, "_post_fusion_custom_pass": after_fusion}
+    return options
+
+
+def wrapper_of(compiled: Any) -> str:
+    """The Python that Inductor wrote for a graph, "" where it wrote none."""
+    return (getattr(compiled, "source_code", "") or "") if WRAPPERS.holds() else ""
+
+
+def region_operator(kernel: Any) -> str:
+    """ "memfine::experts" of a kernel of Inductor's schedule that calls an operator, "" of any other."""
+    operation = getattr(getattr(kernel, "node", None), "op_overload", None)
+    return "" if operation is None else str(operation.name()).split(".")[0]
+
+
+def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Say that a callable takes its arguments as one list, which it may empty."""
+    call._boxed_call = True  # type: ignore[attr-defined]  # how AOT autograd knows who frees the arguments
+    return call
+
+
+def _check_compiler() -> None:
+    from torch._inductor import config, list_mode_options
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    taken = inspect.signature(compile_fx).parameters
+    expect({"inner_compile", "config_patches"} <= set(taken), f"compile_fx takes {', '.join(taken)}")
+    expect(callable(compile_fx_inner) and callable(list_mode_options), "nothing compiles one graph")
+    expect(hasattr(config, "custom_partitioner_fn"), "Inductor takes no partitioner")
+
+
+def _check_kernels() -> None:
+    from torch._inductor import config, ir
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+    for name in ("_pre_fusion_custom_pass", "_post_fusion_custom_pass"):
+        expect(hasattr(config, name), f"Inductor takes no {name}")
+    known = {*dir(BaseSchedulerNode), *BaseSchedulerNode.__annotations__}
+    wanted = {"get_buffer_names", "get_nodes", "unmet_dependencies", "min_order", "max_order", "node"}
+    expect(wanted <= known, f"kernels have no {', '.join(sorted(wanted - known))}")
+    expect("op_overload" in inspect.signature(ir.ExternKernel.__init__).parameters, "kernels name no operator")
+
+
+def _check_tracing() -> None:
+    from torch._guards import TracingContext, tracing
+
+    mode = FakeTensorMode()
+    with tracing(TracingContext(mode)):
+        context = TracingContext.try_get()
+    expect(context is not None and context.fake_mode is mode, "a tracing context does not give its fake mode")
+
+
+def _check_wrappers() -> None:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    expect("source_code" in CompiledFxGraph.__annotations__, "compiled graphs hold no source")
+
+
+COMPILER = Hook(
+    name="torch._inductor.compile_fx.compile_fx",
+    host="torch",
+    purpose="compiling the graph around the experts, with our partitioner",
+    seen=("2.11", "2.15"),
+    loss="Inductor cannot be given a partitioner, so nothing is chunked: models are compiled as without memfine_fx. "
+    'Config(inner_backend="aot_eager") works.',
+    check=_check_compiler,
+)
+KERNELS = Hook(
+    name="torch._inductor.config._post_fusion_custom_pass",
+    host="torch",
+    purpose="keeping Inductor's kernels in the graph's order, and apart where experts stand between them",
+    seen=("2.11", "2.15"),
+    loss="Inductor orders and fuses kernels across chunked layers as it likes, so a step may take more memory; budgets "
+    "count it.",
+    check=_check_kernels,
+)
+TRACING = Hook(
+    name="torch._guards.TracingContext",
+    host="torch",
+    purpose="compiling outside of any capture: an expert's forward and backward, and a graph again for other bytes",
+    seen=("2.11", "2.15"),
+    loss="Experts run their operations one by one, not compiled; the graph around them is compiled. A memory_budget "
+    "that the first call's graph cannot keep later (accumulated gradients, longer sequences) is refused then.",
+    check=_check_tracing,
+)
+WRAPPERS = Hook(
+    name="CompiledFxGraph.source_code",
+    host="torch",
+    purpose="reading from Inductor's Python wrapper what a compiled graph allocates and frees",
+    seen=("2.11", "2.15"),
+    loss="What such a graph holds is estimated from its operations, not read from its code: predicted peaks may be off "
+    "by a few percent, and a memory_budget may be exceeded by as much.",
+    check=_check_wrappers,
+)

@@ -1,0 +1,56 @@
+"""Telling a host's module something as soon as it is imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+__all__ = ["tell_when_loaded"]
+
+
+def tell_when_loaded(name: str, tell: Callable[[Any], None]) -> None:
+    """Call `tell` with a module: now if it is loaded, else right after it loads. A second call changes nothing."""
+    module = sys.modules.get(name)
+    if module is not None:
+        tell(module)
+    elif not any(isinstance(finder, _Watcher) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher(name, tell))
+
+
+class _Watcher(MetaPathFinder):
+    """Finds one module as usual, with a loader that tells it afterwards."""
+
+    def __init__(self, name: str, tell: Callable[[Any], None]) -> None:
+        self.name = name
+        self._tell = tell
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _TellingLoader(spec.loader, self._tell)
+        return spec
+
+
+class _TellingLoader(Loader):
+    def __init__(self, loader: Loader, tell: Callable[[Any], None]) -> None:
+        self._loader = loader
+        self._tell = tell
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._tell(module)

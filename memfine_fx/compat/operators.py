@@ -1,0 +1,47 @@
+"""Operators of torch.ops: their classes and schemas, by which calls in a graph are recognised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = ["SCHEMAS", "OpOverload", "OpOverloadPacket", "op_name", "qualified_name", "schema_arguments"]
+
+
+def qualified_name(target: object) -> str:
+    """ "aten::add" of torch.ops.aten.add.Tensor, "" of anything that is not an overload."""
+    return str(target._schema.name) if isinstance(target, OpOverload) else ""
+
+
+def op_name(target: object) -> str:
+    """ "add" of torch.ops.aten.add.Tensor, "" of anything that is not an overload."""
+    return qualified_name(target).split("::")[-1]
+
+
+def schema_arguments(target: OpOverload) -> list[Any]:
+    """Arguments by position, with their `name` and `alias_info` (None, or whether they are written)."""
+    return list(target._schema.arguments)
+
+
+def _check_schemas() -> None:
+    add, add_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+    expect(isinstance(add, OpOverload) and isinstance(torch.ops.aten.add, OpOverloadPacket), f"add is a {type(add)}")
+    names = (qualified_name(add), op_name(add_), str(add))
+    expect(names == ("aten::add", "add_", "aten.add.Tensor"), f"operators are called {names}")
+    written = [one.alias_info is not None and one.alias_info.is_write for one in schema_arguments(add_)]
+    expect(written == [True, False, False], f"add_ writes {written}")
+    expect(schema_arguments(add)[0].alias_info is None, "add writes its argument")
+
+
+SCHEMAS = Hook(
+    name="torch._ops.OpOverload._schema",
+    host="torch",
+    purpose="what an operator is called, and which arguments it writes",
+    seen=("2.11", "2.15"),
+    loss="What an operator writes cannot be told, so nothing is chunked: models are compiled as without memfine_fx.",
+    check=_check_schemas,
+)

@@ -1,0 +1,76 @@
+"""PEFT: low-rank updates of expert tables (`target_parameters`)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = ["WRAPPERS", "active_adapters", "updated_weight", "wrapped_tables"]
+
+_MODULE = "peft.tuners.lora.layer"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def wrapped_tables(model: torch.nn.Module) -> list[Any]:
+    """The wrappers that PEFT put around expert tables; where PEFT was never imported, none."""
+    wrapper = getattr(sys.modules.get(_MODULE), "ParamWrapper", None)
+    found = [] if wrapper is None else [one for one in model.modules() if type(one) is wrapper]
+    return found if found and WRAPPERS.holds() else []
+
+
+def active_adapters(wrapper: Any) -> list[str]:
+    """Adapters that a wrapper adds to its weight; none where it is merged or disabled, or upcasts the weight."""
+    if wrapper.disable_adapters or wrapper.merged or wrapper.get_param().dtype not in _DTYPES:
+        return []
+    return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+
+
+def updated_weight(wrapper: Any, adapters: list[str]) -> tuple[str, torch.Tensor]:
+    """The weight with these adapters added, W + B A each, and its name below `wrapper.base_layer`."""
+    weight: torch.Tensor = wrapper.get_param()
+    for name in adapters:
+        weight = weight + wrapper.get_delta_weight(name)
+    path, layer = wrapper.parameter_name, wrapper.base_layer
+    while layer is not wrapper.get_base_layer():
+        path, layer = f"base_layer.{path}", layer.base_layer
+    return path, weight
+
+
+class _Table(torch.nn.Module):
+    """A table of two experts, which is what a wrapper adapts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(12.0).view(2, 3, 2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("er,eor->eo", rows, self.weight)
+
+
+def _check_wrappers() -> None:
+    """A wrapped table gives what it gives with the weight that is made here."""
+    peft: Any = importlib.import_module("peft")
+    with torch.random.fork_rng(devices=[]):
+        config = peft.LoraConfig(r=1, target_modules=[], target_parameters=["table.weight"], init_lora_weights=False)
+        model: Any = peft.inject_adapter_in_model(config, torch.nn.ModuleDict({"table": _Table()}))
+        wrapper, rows = model["table"], torch.randn(2, 2)
+        expect(type(wrapper) is getattr(sys.modules.get(_MODULE), "ParamWrapper", None), f"a {type(wrapper)} wraps it")
+        path, weight = updated_weight(wrapper, active_adapters(wrapper))
+        ours = torch.func.functional_call(wrapper.base_layer, {path: weight}, (rows,))
+        expect(active_adapters(wrapper) and torch.allclose(ours, wrapper(rows)), "adapters add something else")
+
+
+WRAPPERS = Hook(
+    name="peft.tuners.lora.layer.ParamWrapper",
+    host="peft",
+    purpose="adapters on expert tables in one graph",
+    seen=("0.17", "0.21"),
+    loss="Experts with adapters of PEFT (target_parameters) run as PEFT wrote them, outside the graphs, and are not "
+    "chunked.",
+    check=_check_wrappers,
+)

@@ -1,0 +1,102 @@
+"""Symbols of sizes: making one with a hint, and finding the hint of one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = ["EVERY_SIZE", "HINTS", "SYMBOLS", "every_size_captured", "hints_of_symbols", "symbolic_size"]
+
+
+def symbolic_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    """A new size that is unknown, with a number that heuristics take for it."""
+    from torch._dynamo.source import ConstantSource
+
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    size = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+def hints_of_symbols(size: torch.SymInt) -> Mapping[sympy.Symbol, Any]:
+    """Symbol -> its value in the captured call, for the symbols of a size's graph that have one."""
+    if not HINTS.holds():
+        return {}
+    known: Mapping[sympy.Symbol, Any] = size.node.shape_env.backed_var_to_val
+    return known
+
+
+def every_size_captured() -> contextlib.AbstractContextManager[object]:
+    """For captures inside: a size of 0 or 1 is a size like any other."""
+    if not EVERY_SIZE.holds():
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = _config().patch(backed_size_oblivious=True)
+    return patched
+
+
+def _config() -> Any:
+    return importlib.import_module("torch.fx.experimental._config")
+
+
+def _check_symbols() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from memfine_fx.compat.tensors import FakeTensorMode
+
+    shape_env = ShapeEnv()
+    size = symbolic_size(shape_env, "probe", 7)
+    with FakeTensorMode(shape_env=shape_env):
+        rows: Any = torch.empty((size, 3))
+        traced = make_fx(torch.func.functionalize(lambda one: one * 2, remove="mutations"), tracing_mode="real")(rows)
+    (product,) = [node for node in traced.graph.nodes if node.op == "call_function"]
+    expect(product.target is torch.ops.aten.mul.Tensor, f"x * 2 is traced as {product.target}")
+    expect(product.meta["val"].shape[0].node.expr == size.node.expr, "a traced size is not its argument's")
+    expect(size.node.expr.is_Symbol and size.node.hint == 7, f"a new size is {size.node.expr}, about {size.node.hint}")
+
+
+def _check_hints() -> None:
+    size = symbolic_size(ShapeEnv(), "probe", 7)
+    known = size.node.shape_env.backed_var_to_val
+    expect(int(known[size.node.expr]) == 7, f"a size of about 7 is {known}")
+
+
+def _check_every_size() -> None:
+    config = _config()
+    with config.patch(backed_size_oblivious=True):
+        expect(config.backed_size_oblivious is True, "the setting is not taken")
+
+
+SYMBOLS = Hook(
+    name="ShapeEnv.create_symbol",
+    host="torch",
+    purpose="tracing expert functions over an unknown number of rows",
+    seen=("2.11", "2.15"),
+    loss="Experts cannot be traced, so nothing is chunked: models are compiled as without memfine_fx.",
+    check=_check_symbols,
+)
+HINTS = Hook(
+    name="ShapeEnv.backed_var_to_val",
+    host="torch",
+    purpose="values of symbols that no input's size is, such as the length of a saved random state",
+    seen=("2.11", "2.15"),
+    loss="Sizes that no input has count as 1, so predicted peaks may be low and a memory_budget may be exceeded.",
+    check=_check_hints,
+)
+EVERY_SIZE = Hook(
+    name="torch.fx.experimental._config.backed_size_oblivious",
+    host="torch",
+    purpose="one graph for every number of tokens on a rank, 0 and 1 among them",
+    seen=("2.11", "2.15"),
+    loss="Under expert_parallel a rank that gets 0 or 1 token captures a graph of its own; where that graph lacks the "
+    "experts, the other ranks wait for it until their timeout.",
+    check=_check_every_size,
+)

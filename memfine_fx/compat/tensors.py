@@ -1,0 +1,53 @@
+"""Fake tensors, storages of tensors, and trees of values."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = [
+    "STORAGES",
+    "FakeTensor",
+    "FakeTensorMode",
+    "storage_id",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+
+def storage_id(value: object) -> int | None:
+    """Identity of a tensor's storage, fake or not; None where it has none to show (values inside vmap)."""
+    if not isinstance(value, torch.Tensor) or torch._C._functorch.is_batchedtensor(value):
+        return None
+    return int(value.untyped_storage()._cdata)
+
+
+def _check_storages() -> None:
+    for mode in (torch.no_grad(), FakeTensorMode()):
+        with mode:
+            one, other = torch.empty(4), torch.empty(4)
+        expect(storage_id(one) == storage_id(one[1:]), "a view has another storage than its base")
+        expect(storage_id(one) != storage_id(other), "two tensors have one storage")
+    inside: list[int | None] = []
+
+    def look(row: torch.Tensor) -> torch.Tensor:
+        inside.append(storage_id(row))
+        return row
+
+    torch.func.vmap(look)(torch.zeros(2, 2))
+    expect(inside == [None], "values inside vmap show a storage")
+
+
+STORAGES = Hook(
+    name="UntypedStorage._cdata",
+    host="torch",
+    purpose="which values of a graph share memory, so that writing one writes the other",
+    seen=("2.11", "2.15"),
+    loss="What shares memory cannot be told, so nothing is chunked: models are compiled as without memfine_fx.",
+    check=_check_storages,
+)

@@ -1,0 +1,35 @@
+"""TORCH_TRACE: records that torch's tools show beside its own."""
+
+from __future__ import annotations
+
+import inspect
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = ["RECORDS", "trace_artifact"]
+
+
+def trace_artifact(name: str, encoding: str, payload: str) -> None:
+    """A record in TORCH_TRACE, which tlparse shows with its compilation; nothing where tracing is off."""
+    if not RECORDS.holds():
+        return
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: payload)
+
+
+def _check_records() -> None:
+    from torch._logging._internal import trace_structured
+
+    taken = inspect.signature(trace_structured).parameters
+    expect({"metadata_fn", "payload_fn"} <= set(taken), f"a record takes {', '.join(taken)}")
+
+
+RECORDS = Hook(
+    name="torch._logging._internal.trace_structured",
+    host="torch",
+    purpose="regions and graphs in TORCH_TRACE",
+    seen=("2.11", "2.15"),
+    loss="TORCH_TRACE holds no records of memfine_fx; MEMFINE_LOGS shows the same.",
+    check=_check_records,
+)

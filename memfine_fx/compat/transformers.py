@@ -1,0 +1,101 @@
+"""transformers: recorders of what layers computed, and models whose experts have several spellings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = [
+    "RECORDERS",
+    "SPELLINGS",
+    "can_switch_experts",
+    "config_with_experts",
+    "installer_of_recorders",
+    "is_recording_outside_graphs",
+    "model_classes",
+    "recordable_outputs",
+]
+
+_MODULE = "transformers.utils.output_capturing"
+
+
+def installer_of_recorders() -> Callable[[torch.nn.Module], object] | None:
+    """What installs the hooks of a model that records, None where no such model can be here."""
+    capturing: Any = sys.modules.get(_MODULE)  # a transformers model is here only if it was imported
+    if capturing is None or not RECORDERS.holds():
+        return None
+    install: Callable[[torch.nn.Module], object] = capturing.maybe_install_capturing_hooks
+    return install
+
+
+def recordable_outputs(part: torch.nn.Module) -> tuple[str, ...]:
+    """Names of the outputs that a part of a model can record, () for any other module."""
+    keys = getattr(part, "_can_record_outputs", None)
+    return tuple(keys) if isinstance(keys, dict) and hasattr(part, "config") else ()
+
+
+def is_recording_outside_graphs() -> bool:
+    """Whether code that Dynamo left has set a recorder: in a graph it is a plain variable.
+
+    Asked while the model runs.
+    """
+    if sys.modules.get(_MODULE) is None or not RECORDERS.holds():
+        return False
+    recorder: Any = sys.modules[_MODULE]
+    return bool(recorder._active_collector.context_var.get())
+
+
+def can_switch_experts(model: Any) -> bool:
+    """Whether a model that offers `set_experts_implementation` takes another one."""
+    return SPELLINGS.holds() and bool(model._can_set_experts_implementation())
+
+
+def config_with_experts(config: Any, implementation: str) -> Any:
+    """A model's config that spells its experts in this way; the same object."""
+    config._experts_implementation = implementation
+    return config
+
+
+def model_classes(auto_class: Any) -> Any:
+    """Config class -> model class, of one of transformers' auto classes."""
+    return auto_class._model_mapping
+
+
+def _check_recorders() -> None:
+    capturing: Any = sys.modules.get(_MODULE)
+    if capturing is None:
+        return
+    expect(callable(getattr(capturing, "maybe_install_capturing_hooks", None)), "nothing installs recorders")
+    variable = getattr(getattr(capturing, "_active_collector", None), "context_var", None)
+    expect(callable(getattr(variable, "get", None)), "a recorder that is on stands in no context variable")
+
+
+def _check_spellings() -> None:
+    from transformers import PreTrainedModel
+
+    base: Any = PreTrainedModel
+    for name in ("_can_set_experts_implementation", "set_experts_implementation", "get_experts_implementation"):
+        expect(callable(getattr(base, name, None)), f"models have no {name}")
+
+
+RECORDERS = Hook(
+    name="transformers.utils.output_capturing",
+    host="transformers",
+    purpose="installing the hooks of models that return router logits or hidden states before they are compiled",
+    seen=("5.0", "5.23"),
+    loss="Layers that record outputs (output_router_logits, output_hidden_states) break graphs, and are not chunked.",
+    check=_check_recorders,
+)
+SPELLINGS = Hook(
+    name="PreTrainedModel._can_set_experts_implementation",
+    host="transformers",
+    purpose="switching experts that run in an eager loop to a spelling that reaches a graph",
+    seen=("5.0", "5.23"),
+    loss='Experts that run in an eager loop stay so, outside the graphs: give experts_implementation="grouped_mm".',
+    check=_check_spellings,
+)

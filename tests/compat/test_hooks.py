@@ -1,0 +1,287 @@
+"""Every hook holds here; broken on purpose, each says once what is lost, and training stays right."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+import torch._functorch.partitioners
+import torch._inductor.config
+import torch._inductor.utils
+import torch._logging._internal
+import torch._prims.rng_prims
+import torch.amp.autocast_mode
+import torch.utils._python_dispatch
+from torch._dynamo.backends import registry
+from torch._inductor.output_code import CompiledFxGraph
+from torch.fx.experimental import _config as shape_config
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parallel import DistributedDataParallel
+
+import memfine_fx
+from memfine_fx.compat import (
+    accelerate,
+    autograd,
+    checks,
+    chunking,
+    distributed,
+    dynamo,
+    functorch,
+    inductor,
+    interpreter,
+    nn,
+    operators,
+    peft,
+    shapes,
+    tensors,
+    traces,
+    transformers,
+)
+from memfine_fx.compat.checks import Hook
+from memfine_fx.errors import CompatibilityWarning, MemfineError
+from memfine_fx.expert_parallel.shard import shard_experts
+from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
+from tests.integration.comparison import FP32_TOLERANCE, relative_error
+
+Break = Callable[[pytest.MonkeyPatch], None]
+HOOKS = checks.all_hooks()
+
+
+def lacking(owner: Any, name: str) -> Break:
+    return lambda patch: patch.delattr(owner, name)
+
+
+def having(owner: Any, name: str, value: Any) -> Break:
+    return lambda patch: patch.setattr(owner, name, value, raising=False)
+
+
+def without_module(name: str) -> Break:
+    return lambda patch: patch.setitem(sys.modules, name, None)
+
+
+def blind_to_policies(joint: torch.fx.GraphModule, *args: Any, num_fwd_outputs: int) -> Any:
+    for node in joint.graph.nodes:
+        node.meta.pop("recompute", None)
+    return _partition(joint, *args, num_fwd_outputs=num_fwd_outputs)
+
+
+def breaks_switchable_experts(patch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("transformers")
+    patch.delattr(module.PreTrainedModel, "_can_set_experts_implementation")
+
+
+_partition = torch._functorch.partitioners.min_cut_rematerialization_partition
+_autograd: Any = torch._C._autograd
+_keeps = "_get_current_graph_task_keep_graph"
+_ignores = "_set_params_and_buffers_to_ignore_for_model"
+_records = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+BREAKS: dict[Hook, Break] = {
+    accelerate.BACKENDS: having(accelerate, "add_backend", lambda module: None),
+    autograd.AUTOCAST: lacking(torch._C, "_DisableAutocast"),
+    autograd.KEPT_GRAPHS: having(_autograd, _keeps, lambda: False),
+    autograd.SAVED_TENSOR_HOOKS: having(_autograd, "_top_saved_tensors_default_hooks", lambda ignores: None),
+    autograd.MODES: lacking(torch.utils._python_dispatch, "_disable_current_modes"),
+    autograd.PROFILER: lacking(torch.autograd.profiler, "_is_profiler_enabled"),
+    chunking.NAMES: without_module("memfine_fx.compat.operators"),
+    distributed.ACTIVE_DDP: lacking(DistributedDataParallel, "_get_active_ddp_module"),
+    distributed.IGNORED_BY_DDP: having(DistributedDataParallel, _ignores, staticmethod(lambda module, names: None)),
+    dynamo.CAPTURE_FLAGS: lacking(torch._dynamo.config, "capture_dynamic_output_shape_ops"),
+    dynamo.CUT_GRAPHS: lacking(torch._dynamo.config, "optimize_ddp"),
+    dynamo.INTEGERS: lacking(torch._dynamo.config, "specialize_int"),
+    dynamo.RECORDING: lacking(torch._dynamo.config, _records),
+    dynamo.MODE_SWITCHES: lacking(torch.amp.autocast_mode, "_enter_autocast"),
+    dynamo.BACKENDS: lacking(registry, "register_backend"),
+    functorch.ELEMENTWISE: lacking(torch._functorch.config, "ban_recompute_used_far_apart"),
+    functorch.AUTOGRAD_CACHE: lacking(torch._functorch.config, "enable_autograd_cache"),
+    functorch.DONATED: having(torch._inductor.utils, "get_donated_idxs", lambda: [0, 2]),
+    functorch.PARTITIONER: having(
+        torch._functorch.partitioners, "min_cut_rematerialization_partition", blind_to_policies
+    ),
+    functorch.RANDOM_STATES: lacking(torch._prims.rng_prims, "run_with_rng_state"),
+    inductor.COMPILER: lacking(torch._inductor.config, "custom_partitioner_fn"),
+    inductor.KERNELS: lacking(torch._inductor.config, "_post_fusion_custom_pass"),
+    inductor.TRACING: having(torch._guards.TracingContext, "try_get", staticmethod(lambda: None)),
+    inductor.WRAPPERS: lambda patch: patch.delitem(CompiledFxGraph.__annotations__, "source_code"),
+    interpreter.FRAMES: having(interpreter, "_outermost_module", lambda: None),
+    interpreter.OBJECTS: having(gc, "get_freeze_count", lambda: 3),
+    nn.COMPILED_CALLS: having(torch.nn.Module, "__call__", lambda module, *args: module.forward(*args)),
+    operators.SCHEMAS: having(operators, "qualified_name", lambda target: "aten::other"),
+    peft.WRAPPERS: without_module("peft"),
+    shapes.SYMBOLS: lacking(ShapeEnv, "create_symintnode"),
+    shapes.HINTS: having(ShapeEnv, "backed_var_to_val", property(lambda env: {}, lambda env, values: None)),
+    shapes.EVERY_SIZE: lacking(shape_config, "backed_size_oblivious"),
+    tensors.STORAGES: having(tensors, "storage_id", lambda value: 0),
+    traces.RECORDS: lacking(torch._logging._internal, "trace_structured"),
+    transformers.RECORDERS: lambda patch: patch.setitem(
+        sys.modules, "transformers.utils.output_capturing", types.ModuleType("output_capturing")
+    ),
+    transformers.SPELLINGS: breaks_switchable_experts,
+}
+
+
+def named(hook: Hook) -> str:
+    return hook.name
+
+
+def losses(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in caught if issubclass(one.category, CompatibilityWarning)]
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=named)
+def test_a_hook_holds_with_what_is_installed(hook: Hook) -> None:
+    if importlib.util.find_spec(hook.host) is None:
+        pytest.skip(f"{hook.host} is not installed")
+    assert hook.holds()
+
+
+def test_every_hook_is_broken_on_purpose() -> None:
+    assert set(HOOKS) == set(BREAKS)
+    assert len({hook.name for hook in HOOKS}) == len(HOOKS)
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=named)
+def test_a_hook_that_is_broken_says_once_what_is_lost(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_failures", {})
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        BREAKS[hook](patch)
+        assert not hook.holds()
+        assert not hook.holds()
+    (loss,) = losses(caught)
+    assert loss.endswith(hook.loss)
+    assert hook.name in loss
+    assert f"{hook.host} {hook.seen[0]} to {hook.seen[1]}" in loss
+
+
+def train(model: torch.nn.Module, hidden: torch.Tensor, *, is_repeated: bool) -> list[torch.Tensor]:
+    """A loss and every gradient, those of a second backward through the forward too where it may run again."""
+    loss = model(hidden).square().sum()
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(loss, parameters, retain_graph=True) if is_repeated else ()
+    return [loss.detach(), *first, *torch.autograd.grad(loss, parameters)]
+
+
+ESSENTIAL = [
+    (chunking.NAMES, "eager"),
+    (operators.SCHEMAS, "eager"),
+    (tensors.STORAGES, "eager"),
+    (shapes.SYMBOLS, "eager"),
+    (dynamo.MODE_SWITCHES, "eager"),
+    (functorch.PARTITIONER, "aot_eager"),
+    (nn.COMPILED_CALLS, "eager"),
+    pytest.param(inductor.COMPILER, "inductor", marks=pytest.mark.slow),
+]
+OPTIONAL = [
+    (autograd.AUTOCAST, "eager"),
+    (autograd.SAVED_TENSOR_HOOKS, "eager"),
+    (autograd.PROFILER, "eager"),
+    (traces.RECORDS, "eager"),
+    (dynamo.CAPTURE_FLAGS, "eager"),
+    (functorch.AUTOGRAD_CACHE, "aot_eager"),
+    (functorch.DONATED, "aot_eager"),
+    (functorch.RANDOM_STATES, "aot_eager"),
+    (shapes.HINTS, "aot_eager"),
+    pytest.param(autograd.KEPT_GRAPHS, "inductor", marks=pytest.mark.slow),
+    pytest.param(functorch.DONATED, "inductor", marks=pytest.mark.slow),
+    pytest.param(functorch.ELEMENTWISE, "inductor", marks=pytest.mark.slow),
+    pytest.param(inductor.KERNELS, "inductor", marks=pytest.mark.slow),
+    pytest.param(inductor.TRACING, "inductor", marks=pytest.mark.slow),
+    pytest.param(inductor.WRAPPERS, "inductor", marks=pytest.mark.slow),
+]
+
+
+def lost_in_training(
+    hook: Hook, inner: Any, monkeypatch: pytest.MonkeyPatch, *, is_repeated: bool
+) -> tuple[list[str], torch.nn.Module]:
+    """What is warned of while a model trains without a hook, and the model; its gradients are right."""
+    monkeypatch.setitem(checks._failures, hook.name, "broken on purpose")
+    model = MixtralMoE(MixtralConfig(8, len(hook.name), num_experts=4, top_k=2, spelling="gathered"))
+    hidden = torch.randn(13, 8)
+    reference = train(copy.deepcopy(model), hidden, is_repeated=is_repeated)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        memfine_fx.optimize(model, dynamic=True, config=memfine_fx.Config(inner_backend=inner, rows_per_chunk=5))
+        for _ in range(2):
+            for ours, theirs in zip(train(model, hidden, is_repeated=is_repeated), reference, strict=True):
+                assert relative_error(ours, theirs) < FP32_TOLERANCE
+    lost = [str(one.message) for one in caught if "memfine_fx" in str(one.message)]
+    return lost, model
+
+
+@pytest.mark.parametrize(("hook", "inner"), ESSENTIAL)
+def test_nothing_is_chunked_without_what_gradients_rest_upon(
+    hook: Hook, inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (lost,), model = lost_in_training(hook, inner, monkeypatch, is_repeated=False)
+    assert lost.endswith(hook.loss)
+    try:
+        assert memfine_fx.report(model).num_chunked == 0
+    except MemfineError:
+        assert hook is nn.COMPILED_CALLS
+
+
+@pytest.mark.parametrize(("hook", "inner"), OPTIONAL)
+def test_training_goes_on_without_a_feature(hook: Hook, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, model = lost_in_training(hook, inner, monkeypatch, is_repeated=hook is not functorch.DONATED)
+    assert [one.endswith(hook.loss) for one in lost] == [True]
+    assert memfine_fx.report(model).num_chunked == 1
+
+
+def test_a_second_backward_is_refused_where_donated_tensors_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(checks._failures, functorch.DONATED.name, "broken on purpose")
+    model = MixtralMoE(MixtralConfig(8, 6, num_experts=4, spelling="gathered"))
+    memfine_fx.optimize(model, inner_backend="aot_eager")
+    with pytest.warns(CompatibilityWarning), pytest.raises(RuntimeError, match="donated buffer"):
+        train(model, torch.randn(13, 8), is_repeated=True)
+
+
+def test_experts_are_not_sharded_where_ddp_would_average_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(checks._failures, distributed.IGNORED_BY_DDP.name, "broken on purpose")
+    model = MixtralMoE(MixtralConfig(8, 6, num_experts=4, spelling="gathered"))
+    ranks: Any = None
+    with pytest.warns(CompatibilityWarning), pytest.raises(MemfineError, match="average different experts"):
+        shard_experts(model, ranks)
+
+
+def test_a_backend_that_accelerate_does_not_take_is_given_up_once() -> None:
+    names = types.SimpleNamespace(DynamoBackend=types.SimpleNamespace(__members__={}))
+    with pytest.warns(CompatibilityWarning, match="torch_compile_backend") as caught:
+        accelerate.add_backend(names)
+        accelerate.add_backend(names)
+    assert len(caught) == 1
+
+
+def test_rates_are_measured_with_real_tensors_without_the_hook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(checks._failures, autograd.MODES.name, "broken on purpose")
+    with tensors.FakeTensorMode(), pytest.warns(CompatibilityWarning, match="thread of their own"):
+        made = autograd.run_without_modes(lambda: torch.ones(2))
+    assert not isinstance(made, tensors.FakeTensor)
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.16.0", "2.16.0.dev20260101+cpu", "3.0"])
+def test_an_optimized_model_under_another_torch_warns_once_and_runs(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    model = torch.nn.Linear(2, 2)
+    with pytest.warns(CompatibilityWarning, match=r"tested with torch>=2\.11,<2\.16; this is torch") as caught:
+        for _ in range(2):
+            memfine_fx.optimize(model, inner_backend="eager")
+    assert len(caught) == 1
+    assert version in str(caught[0].message)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.15.1+cu130", "2.15.0a0+git1"])
+def test_a_tested_torch_warns_of_nothing(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    checks.warn_outside_tested_range()
