@@ -126,7 +126,8 @@ def _compile(
             if isinstance(outcome, LoweredRegion):
                 _lower(body, outcome.region, outcome.live, session)
         conceal(body, exposed)
-        tell_why_gathered(body.graph, [outcome for outcome in outcomes if isinstance(outcome, Refusal)])
+        if not session.is_dry:
+            tell_why_gathered(body.graph, [outcome for outcome in outcomes if isinstance(outcome, Refusal)])
         record.outcomes.extend(outcomes)
     _dump(graph_module, session, "rewritten")
     _tell(graph_module, session, record)

@@ -91,7 +91,7 @@ def tell_why_gathered(graph: fx.Graph, refusals: Sequence[Refusal]) -> None:
 def _reason(name: str, refusals: Sequence[Refusal]) -> str:
     """Why a parameter is gathered: the refusals nearest to it in the model."""
     if not refusals:
-        return "no region was found in its graph"
+        return "code outside of any region reads it"
     shared = [_num_shared(name, one.where.module) for one in refusals]
     nearest = [one for one, number in zip(refusals, shared, strict=True) if number == max(shared)]
     return "; ".join(f"{one.where} was refused: {one.reason}" for one in nearest)

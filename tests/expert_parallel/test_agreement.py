@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import fx
 
 from memfine_fx.expert_parallel.gathering import OUTSIDE
+from memfine_fx.expert_parallel.lowering import tell_why_gathered
+from memfine_fx.records import Refusal, Where
 from tests.expert_parallel.agreement_cases import NUM_LAYERS, REASON, Agreement, agreeing
 from tests.expert_parallel.fault_cases import ROWS
 from tests.expert_parallel.ranks import run_ranks
@@ -83,3 +87,20 @@ def test_models_and_configs_that_differ_are_told_by_optimize(by_rank: list[Agree
 def test_layers_computed_in_different_ways_are_told_apart(by_rank: list[Agreement]) -> None:
     for agreement in by_rank:
         assert agreement.bodies.message.count("in rounds (4 experts, top-2, torch.float32, body ") == 2
+
+
+@pytest.mark.parametrize(
+    "refusals, reason",
+    [
+        ((), "code outside of any region reads it"),
+        (("layers.0.experts", "layers.1.gate"), "layers.1.gate was refused: reason 1"),
+        (("layers.1.gate", "layers.1.experts"), "layers.1.experts was refused: reason 1"),
+        (("", ""), "? was refused: reason 0; ? was refused: reason 1"),
+    ],
+)
+def test_a_table_is_gathered_because_of_the_refusal_nearest_to_it(refusals: tuple[str, ...], reason: str) -> None:
+    graph = fx.Graph()
+    arguments = (graph.placeholder("own"), 4, "group", "layers.1.experts.down_proj", OUTSIDE)
+    table = graph.call_function(torch.ops.memfine.all_experts.default, arguments)
+    tell_why_gathered(graph, [Refusal(Where(module), f"reason {number}") for number, module in enumerate(refusals)])
+    assert table.args == (*arguments[:-1], reason)
