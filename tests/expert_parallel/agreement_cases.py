@@ -17,9 +17,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import memfine_fx
+from memfine_fx.api import _sessions_by_model
 from memfine_fx.errors import BudgetInfeasible, CannotChunk, RanksDisagree
 from memfine_fx.models._experts import GatedExperts
 from memfine_fx.passes.raising import raise_region
+from memfine_fx.records import ChunkPlan
 from tests.expert_parallel.fault_cases import EXPERTS, HIDDEN, ROWS, TOKENS, TOP_K, WIDTH, Told, layer, run_layer
 
 NUM_LAYERS = 2
@@ -66,7 +68,8 @@ class Agreement:
     Args:
         refused: told when rank 1 alone refuses a layer.
         again: the same in the next step.
-        change: largest difference of a gradient where all refuse it, and afterwards, from before.
+        change: largest difference of a gradient from before where all refuse it, afterwards, and where no plan can be
+            made any more once forward has run.
         warnings: where all refuse it.
         collectives: of one step whose layers are all chunked.
         outside: told when rank 1 alone runs the model uncompiled.
@@ -103,6 +106,8 @@ def agreeing(rank: int) -> Agreement:
         whole = _gradients(model)
     with _refusing(False):
         after = _gradients(model)
+    late = _gradients(model, before_backward=lambda: _lose_plans(model))
+    torch._dynamo.reset()  # regions with plans again
     with torch.compiler.set_stance("force_eager" if rank == 1 else "default"):
         outside = _told(lambda: _gradients(model))
     experts = _optimized(ListOfExperts(EXPERTS)).experts
@@ -111,7 +116,11 @@ def agreeing(rank: int) -> Agreement:
     return Agreement(
         refused=refused,
         again=again,
-        change={"all refuse": _difference(whole, before), "afterwards": _difference(after, before)},
+        change={
+            "all refuse": _difference(whole, before),
+            "afterwards": _difference(after, before),
+            "late": _difference(late, before),
+        },
         warnings=[str(one.message) for one in warned],
         collectives=collectives,
         outside=outside,
@@ -136,12 +145,24 @@ def _optimized(model: Any, **options: Any) -> Any:
     return memfine_fx.optimize(model, inner_backend="eager", expert_parallel=mesh, config=config, **options)
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def _gradients(model: nn.Module, before_backward: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
     model.zero_grad()
     torch.manual_seed(1 + dist.get_rank())
     out: torch.Tensor = model(torch.randn(TOKENS, HIDDEN))
+    before_backward()
     out.square().sum().backward()
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def _lose_plans(model: nn.Module) -> None:
+    """As where a backward that is compiled late tells more of the step than a budget can keep."""
+
+    def choose_none(num_tokens: int) -> ChunkPlan:
+        raise BudgetInfeasible(1, 2, [])
+
+    for lowered in _sessions_by_model[model].lowered:
+        lowered.live.forget_plans()
+        lowered.live.choose_plan = choose_none
 
 
 def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -38,6 +38,11 @@ def test_a_refusal_on_all_ranks_trains_with_a_warning_and_later_steps_are_as_bef
         assert agreement.change["afterwards"] == 0.0
 
 
+def test_a_plan_that_no_longer_fits_once_forward_has_run_waits_for_the_next_step(by_rank: list[Agreement]) -> None:
+    """An error of one rank in the middle of backward would leave the others waiting."""
+    assert [agreement.change["late"] for agreement in by_rank] == [0.0, 0.0]
+
+
 def test_chunked_layers_have_one_gather_of_counts_and_four_exchanges_of_rows_in_a_step(
     by_rank: list[Agreement],
 ) -> None:
