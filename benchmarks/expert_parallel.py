@@ -310,7 +310,9 @@ def _schedule_seconds(rank: int, sizes: LayerSizes, load: str) -> float:
     for _ in range(5):
         dist.barrier()
         started = time.perf_counter()
-        table = Table(gather_table(exchange, offsets, Announcement(0, sizes.rows, 0), Place("a layer", "counting")))
+        table = Table(
+            gather_table(exchange, offsets, Announcement("counts", rows=sizes.rows), Place("a layer", "counting"))
+        )
         schedule = Rounds(table.counts, placement, table.limits, 2 * sizes.rows)
         for number in range(schedule.num_rounds):
             schedule.legs(rank, number)

@@ -29,7 +29,12 @@ from memfine_fx.compat.traces import trace_artifact
 from memfine_fx.compiled_graph import CompiledGraph
 from memfine_fx.config import Config, dump_folder
 from memfine_fx.errors import CannotChunk, LeftoverShapes, MemfineError
-from memfine_fx.expert_parallel.lowering import drop_unread_tables, own_exchanges, sharded_experts
+from memfine_fx.expert_parallel.lowering import (
+    drop_unread_tables,
+    own_exchanges,
+    sharded_experts,
+    tell_why_gathered,
+)
 from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.heads import lower_heads, lowered_heads, plan_heads
 from memfine_fx.inner import compile_plain
@@ -123,6 +128,8 @@ def _compile(
             if isinstance(outcome, LoweredRegion):
                 _lower(body, outcome.region, outcome.live, session)
         conceal(body, exposed)
+        if not session.is_dry:
+            tell_why_gathered(body.graph, [outcome for outcome in outcomes if isinstance(outcome, Refusal)])
         record.outcomes.extend(outcomes)
     _dump(graph_module, session, "rewritten")
     _tell(graph_module, session, record)
@@ -201,7 +208,7 @@ def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> tuple[M
     specs = _argument_specs(region)
     bodies = _bodies(region, specs, config)
     output = tensor_of(region.cut.exit)
-    region, exchange = sharded_experts(region, bodies.key)
+    region, exchange = sharded_experts(region, bodies.key, config.axis)
     region_bytes = functools.partial(_region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
     region_bytes("nothing")  # traces them now, outside of any other compilation
     site = next_site(bodies.key)

@@ -113,7 +113,7 @@ class CompiledGraph:
         sizes = {size.name: size.of(args) for size in self._sizes}
         session = self._session
         session.keep(self._record, args)
-        run = session.history.begin(self._record, self._partitions[0].step, sizes, self._record.input_bytes(args))
+        run = session.history.begin(self._record, self._record.step, sizes, self._record.input_bytes(args))
         compiled = self._partitions[0] if self._again is None else self._chosen(run, self._again)
         self._take(run, compiled)
         results = compiled.run(*args)
@@ -127,18 +127,26 @@ class CompiledGraph:
             BudgetInfeasible: there is none.
         """
         persistent = self._session.persistent_bytes(self._session.history.members())
-        self._partitions = [one for one in self._partitions if not self._is_outdated(one, run, persistent)]
-        serving = [one for one in self._partitions if one.serves(run.memory.sizes)]
+        current = [one for one in self._partitions if not self._is_outdated(one, run, persistent)]
+        serving = [one for one in current if one.serves(run.memory.sizes)]
         for one in serving:
             refusal = self._refusal_of(run, one)
             if refusal is None:
                 return one
             # NOTE: compiled code may hold a little more than what it was chosen by; made again it would be the same.
             if self._situation(run, one).key[1:] == one.made_for or len(serving) >= _MOST_PARTITIONS:
-                raise refusal
-        made = self._made(run, again)
-        self._partitions.append(made)
-        return made
+                return self._refused(one, refusal)
+        try:
+            self._partitions = [*current, self._made(run, again)]
+        except BudgetInfeasible as refusal:
+            return self._refused(self._partitions[-1], refusal)
+        return self._partitions[-1]
+
+    def _refused(self, last: _Compiled, refusal: BudgetInfeasible) -> _Compiled:
+        """Raise before anything has run; but let the op do it, which tells the others, where ranks share experts."""
+        if any(live.exchange is not None for live in self._record.live_regions()):
+            return last
+        raise refusal
 
     def _is_outdated(self, one: _Compiled, run: Run, persistent: int) -> bool:
         """Whether other bytes are there for good than when it was made, and it would be made otherwise now.

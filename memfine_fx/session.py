@@ -108,6 +108,9 @@ class CapturedGraph:
     def alive_parameters(self) -> list[torch.Tensor]:
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
+    def live_regions(self) -> list[LiveRegion]:
+        return [outcome.live for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
+
     @functools.cached_property
     def _parameter_places(self) -> frozenset[int]:
         return frozenset(self._places)

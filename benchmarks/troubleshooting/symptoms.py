@@ -161,8 +161,13 @@ _TRAINING = (
     Symptom(
         "Ranks run different models, configs or layers",
         "Build the model and the `Config` equally on every rank, seeds included, and let every rank run the "
-        "same layers in the same order. The message names the first parameter or option that differs.",
-        words=("run something else than rank 0", "ranks of the expert parallel group differ"),
+        "same layers in the same order. From `optimize`, the message names the first parameter or option that "
+        "differs. From a step, it says of every rank which layer it runs in rounds, or which parameter it gathers "
+        "whole and why: a region that was refused there alone (another mode, a batch of one), or code outside of "
+        "what was compiled (raise `torch._dynamo.config.recompile_limit` where Dynamo gave up on that rank). A rank "
+        'that "stopped" has an error of its own. All ranks raise at the same place, and the process group can be '
+        "used further.",
+        words=("ranks of the expert parallel group do not run the same", "ranks of the expert parallel group differ"),
     ),
 )
 

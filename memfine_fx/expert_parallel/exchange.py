@@ -2,25 +2,52 @@
 
 Everything that touches the network is here. A collective that fails or runs into the group's timeout becomes an
 `ExchangeFailed` that names the layer, the pass and the round. With NCCL the group's watchdog may end the process first.
+
+Ranks agree on what they run where they first meet, not when they compile. Compiling is no collective act: a rank may
+compile a graph again alone (a batch of one, another mode, Dynamo's limit of recompilations), and a comparison that the
+others do not join would hang as surely as what it is to prevent. The calls of a layer are collective, and whatever a
+rank makes of a layer begins with the same small gather of equal size, an `Announcement`:
+1. A raised layer announces itself with its counts, once a step, as it must anyway: agreement costs it nothing.
+2. A parameter that is gathered whole (a refused region, code outside compiled graphs) is announced first.
+3. A rank that cannot start announces that it stopped.
+Where announcements differ every rank knows it from the same table, so that all enter a second gather, of the reasons in
+words, and raise `RanksDisagree` with them. No rank has received anything else, and the group is as usable as before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from memfine_fx.errors import ExchangeFailed, RanksDisagree
 
-__all__ = ["NUM_EXTRAS", "Announcement", "Exchange", "Place", "Table", "fingerprint", "gather_rows", "gather_table"]
+__all__ = [
+    "NUM_EXTRAS",
+    "Announcement",
+    "Exchange",
+    "Place",
+    "Table",
+    "announce",
+    "gather_rows",
+    "gather_table",
+    "telling_failure",
+    "widen",
+]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 NUM_EXTRAS = 4
 """Columns of the table before the counts: see `Announcement`, and the place of its first row in expert order."""
+_MOST_NAMED = 8
+"""Ranks that a message names one by one."""
+_STOPPED = "stopped"
+_widths: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -68,23 +95,39 @@ def failing_at(place: Place, group: dist.ProcessGroup) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank tells the others with its counts.
+    """What a rank tells the others before anything else of a layer travels.
 
     Args:
-        mark: fingerprint of what it runs.
+        doing: what it runs, in words that are the same on every rank that runs the same.
+        because: why, for the error of ranks that disagree; may differ between ranks.
         rows: R, that it takes in a round.
         room: rows that it can keep from forward to backward.
     """
 
-    mark: int
-    rows: int
-    room: int
+    doing: str
+    because: str = ""
+    rows: int = 0
+    room: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.doing}, because {self.because}" if self.because else self.doing
 
 
-def fingerprint(*parts: object) -> int:
+@functools.lru_cache(maxsize=4096)
+def _fingerprint(text: str) -> int:
     """63 bits of a hash of what must be the same on every rank."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def widen(exchange: Exchange, num_experts: int) -> None:
+    """Let every announcement of a group have room for so many counts, E of its largest layer; a collective call.
+
+    Ranks that stand in layers of different sizes would else meet in collectives of different sizes.
+    """
+    name = exchange.group.group_name
+    own = torch.tensor([max(num_experts, _widths.get(name, 0))])
+    _widths[name] = int(gather_rows(exchange, own, Place("the model", "sharding")).max())
 
 
 def gather_table(exchange: Exchange, offsets: torch.Tensor, own: Announcement, place: Place) -> torch.Tensor:
@@ -95,16 +138,58 @@ def gather_table(exchange: Exchange, offsets: torch.Tensor, own: Announcement, p
         own: what this rank tells.
 
     Raises:
-        RanksDisagree: fingerprints differ; every rank of the group raises it.
+        RanksDisagree: ranks run different things; every rank of the group raises it, with what each runs and why.
         ExchangeFailed: a rank did not answer.
     """
-    told = torch.tensor([own.mark, own.rows, own.room])
-    table = gather_rows(exchange, torch.cat([told, offsets[:1], offsets.diff()]), place)
+    told = torch.tensor([_fingerprint(own.doing), own.rows, own.room])
+    counts = offsets.diff()
+    spare = counts.new_zeros(max(0, _widths.get(exchange.group.group_name, 0) - counts.numel()))
+    table = gather_rows(exchange, torch.cat([told, offsets[:1], counts, spare]), place)
     marks: Sequence[int] = table[:, 0].tolist()
-    others = [rank for rank, one in enumerate(marks) if one != marks[0]]
-    if others:
-        raise RanksDisagree(f"ranks {others} run something else than rank 0 in {place}")
-    return table
+    if any(mark != marks[0] for mark in marks):
+        raise _disagreement(exchange, own, place)
+    return table[:, : NUM_EXTRAS + counts.numel()].contiguous()
+
+
+def announce(exchange: Exchange, own: Announcement, place: Place) -> None:
+    """Meet the others before what is not exchanged in rounds; a collective call.
+
+    Raises:
+        RanksDisagree, ExchangeFailed: as `gather_table`.
+    """
+    gather_table(exchange, torch.zeros(1, dtype=torch.int64), own, place)
+
+
+@contextlib.contextmanager
+def telling_failure(exchange: Exchange, place: Place) -> Iterator[None]:
+    """Where a rank fails before it has announced what it runs, tell the others so, who wait for it."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(RanksDisagree, ExchangeFailed):  # this rank has an error of its own to raise
+            announce(exchange, Announcement(_STOPPED, f"of {type(error).__name__}: {error}"), place)
+        raise
+
+
+def _disagreement(exchange: Exchange, own: Announcement, place: Place) -> RanksDisagree:
+    """What every rank runs and why; a collective call, to which the same table has brought all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size(exchange.group)
+    with failing_at(place, exchange.group):
+        dist.all_gather_object(everyone, own, group=exchange.group)
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, other in enumerate(everyone):
+        ranks_by_text.setdefault(str(other), []).append(rank)
+    told = "\n".join(f"  {_named(ranks)} {text}" for text, ranks in ranks_by_text.items())
+    advice = "every rank must run the same layers in the same order, all of them chunked or none (memfine_fx.report)"
+    if any(other.doing == _STOPPED for other in everyone):
+        advice = "mend the error of the rank that stopped first"
+    return RanksDisagree(f"ranks of the expert parallel group do not run the same: {advice}\n{told}")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}:"
 
 
 def gather_rows(exchange: Exchange, own: torch.Tensor, place: Place) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """The ops that a read of a sharded parameter is: the whole, gathered, and its gradient, summed and cut.
 
-Lowering a raised region takes them out of the graph. What is left of them runs, and says so once.
+Lowering a raised region takes them out of the graph. What is left of them runs, and says so once. Each begins by
+announcing which parameter it gathers and why, so that ranks which run the layer in rounds, or read another parameter
+of the same shape, are told instead of waiting or taking it for theirs (`exchange`).
 """
 
 from __future__ import annotations
@@ -11,31 +13,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memfine_fx.expert_parallel.exchange import Place, failing_at
-from memfine_fx.expert_parallel.groups import registered
+from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, announce, failing_at
+from memfine_fx.expert_parallel.groups import ExpertGroup, registered
 from memfine_fx.expert_parallel.placement import Placement
 
-__all__ = ["all_experts", "expert_of", "own_expert", "own_experts"]
+__all__ = ["OUTSIDE", "all_experts", "expert_of", "own_expert", "own_experts"]
+
+OUTSIDE = "it is read outside of what memfine_fx compiled (a graph break, a recompile limit, or other code)"
+"""Why a parameter is gathered where no graph of ours says why."""
 
 
 @torch.library.custom_op(
-    "memfine::all_experts", mutates_args=(), schema="(Tensor own, SymInt num_experts, str key) -> Tensor"
+    "memfine::all_experts",
+    mutates_args=(),
+    schema="(Tensor own, SymInt num_experts, str key, str name, str because) -> Tensor",
 )
-def all_experts(own: torch.Tensor, num_experts: int, key: str) -> torch.Tensor:
-    """The whole table [E,...] from every rank's part; a collective call."""
-    _warn_of_gathering()
+def all_experts(own: torch.Tensor, num_experts: int, key: str, name: str, because: str) -> torch.Tensor:
+    """The whole table [E,...] from every rank's part; a collective call.
+
+    Args:
+        own: [E_local,...].
+        num_experts: E.
+        key: of the group.
+        name: of the table in the model.
+        because: why it is gathered.
+
+    Raises:
+        RanksDisagree: other ranks do something else, or gather another parameter.
+    """
     ranks = registered(key)
+    place = _agreed(ranks, name, because)
     placement = Placement(num_experts, ranks.num_ranks)
     padded = own.new_zeros((placement.per_rank, *own.shape[1:]))
     padded[: own.shape[0]] = own
     parts = [torch.empty_like(padded) for _ in range(ranks.num_ranks)]
-    with failing_at(Place("a layer that was not chunked", "gathering of experts"), ranks.group):
+    with failing_at(place, ranks.group):
         dist.all_gather(parts, padded, group=ranks.group)
     return torch.cat([part[: len(placement.owned(rank))] for rank, part in enumerate(parts)])
 
 
 @all_experts.register_fake
-def _(own: torch.Tensor, num_experts: int, key: str) -> torch.Tensor:
+def _(own: torch.Tensor, num_experts: int, key: str, name: str, because: str) -> torch.Tensor:
     return own.new_empty((num_experts, *own.shape[1:]))
 
 
@@ -59,20 +77,22 @@ def _(whole: torch.Tensor, key: str) -> torch.Tensor:
 
 
 @torch.library.custom_op(
-    "memfine::expert_of", mutates_args=(), schema="(Tensor own, SymInt[] shape, int owner, str key) -> Tensor"
+    "memfine::expert_of",
+    mutates_args=(),
+    schema="(Tensor own, SymInt[] shape, int owner, str key, str name, str because) -> Tensor",
 )
-def expert_of(own: torch.Tensor, shape: list[int], owner: int, key: str) -> torch.Tensor:
-    """One expert's parameter from its owner; a collective call."""
-    _warn_of_gathering()
+def expert_of(own: torch.Tensor, shape: list[int], owner: int, key: str, name: str, because: str) -> torch.Tensor:
+    """One expert's parameter from its owner; a collective call. See `all_experts`."""
     ranks = registered(key)
+    place = _agreed(ranks, name, because)
     whole = own.clone() if ranks.rank == owner else own.new_empty(shape)
-    with failing_at(Place("a layer that was not chunked", "gathering of experts"), ranks.group):
+    with failing_at(place, ranks.group):
         dist.broadcast(whole, group=ranks.group, group_src=owner)
     return whole
 
 
 @expert_of.register_fake
-def _(own: torch.Tensor, shape: list[int], owner: int, key: str) -> torch.Tensor:
+def _(own: torch.Tensor, shape: list[int], owner: int, key: str, name: str, because: str) -> torch.Tensor:
     return own.new_empty(shape)
 
 
@@ -95,23 +115,29 @@ def _(whole: torch.Tensor, owner: int, key: str) -> torch.Tensor:
 
 
 def _save_key(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.rest = inputs[2:]
+    ctx.owner, ctx.key = inputs[2], inputs[-3]
 
 
 def _table_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    (key,) = ctx.rest
-    return own_experts(grad, key), None, None
+    return own_experts(grad, ctx.key), None, None, None, None
 
 
 def _expert_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    owner, key = ctx.rest
-    return own_expert(grad, owner, key), None, None, None
+    return own_expert(grad, ctx.owner, ctx.key), None, None, None, None, None
 
 
 all_experts.register_autograd(_table_gradient, setup_context=_save_key)
 expert_of.register_autograd(_expert_gradient, setup_context=_save_key)
 
 _has_warned = False
+
+
+def _agreed(ranks: ExpertGroup, name: str, because: str) -> Place:
+    """Where this rank stands, once all ranks have said that they gather the same parameter."""
+    place = Place(f"the layer of {name}, which was not chunked", "forward")
+    announce(Exchange(ranks.group, ranks.device), Announcement(f"gathers the whole of {name}", because), place)
+    _warn_of_gathering()
+    return place
 
 
 def _warn_of_gathering() -> None:

@@ -1,20 +1,23 @@
 """From a raised region of a sharded model to the region that lowers: slices in the place of whole tables.
 
-Before:  table = memfine::all_experts(slice, E, key); seen = table.transpose(1, 2)      region.params = (seen, ...)
+Before:  table = memfine::all_experts(slice, E, ...); seen = table.transpose(1, 2)      region.params = (seen, ...)
 After:   seen = slice.transpose(1, 2)      region.params = (seen, ...), and who exchanges the rows
+
+Tables of a region that is refused stay, and carry the refusal with them.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 import memfine_fx.expert_parallel.shard  # noqa: F401  # registers the ops
+from memfine_fx.config import Axis
 from memfine_fx.errors import CannotChunk
-from memfine_fx.expert_parallel.exchange import fingerprint
 from memfine_fx.expert_parallel.groups import registered
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.sharded import ShardedExperts
@@ -23,7 +26,7 @@ from memfine_fx.passes.lower import recording
 from memfine_fx.records import MoERegion, Refusal
 from memfine_fx.runtime.params import group_params
 
-__all__ = ["OWN_EXCHANGE", "drop_unread_tables", "own_exchanges", "sharded_experts"]
+__all__ = ["OWN_EXCHANGE", "drop_unread_tables", "own_exchanges", "sharded_experts", "tell_why_gathered"]
 
 OWN_EXCHANGE = (
     "the model exchanges rows between ranks itself (all_to_all), in sizes that follow the routing; give it with all "
@@ -33,12 +36,13 @@ OWN_EXCHANGE = (
 _WHOLES = (torch.ops.memfine.all_experts.default, torch.ops.memfine.expert_of.default)
 
 
-def sharded_experts(region: MoERegion, body_key: str) -> tuple[MoERegion, ShardedExperts | None]:
+def sharded_experts(region: MoERegion, body_key: str, axis: Axis) -> tuple[MoERegion, ShardedExperts | None]:
     """The region on this rank's experts, and their exchange; as it was, and None, where experts are not sharded.
 
     Args:
         region: from `raise_region`.
         body_key: content hash of its bodies, which every rank must share.
+        axis: along which it is cut, which they share too.
 
     Raises:
         CannotChunk: only some of its parameters are sharded.
@@ -57,16 +61,46 @@ def sharded_experts(region: MoERegion, body_key: str) -> tuple[MoERegion, Sharde
     for node, path in paths.items():
         if path[0].target not in _WHOLES:
             raise CannotChunk("experts are sharded, but this parameter of theirs is computed from whole tables", node)
-    (key,) = {source.args[-1] for source in sources}
+    (key,) = {source.args[-3] for source in sources}
     assert isinstance(key, str)
     ranks = registered(key)
     placement = Placement(region.dims.num_experts, ranks.num_ranks)
     layer = region.where.module or str(region.where)
     hidden = node_value(region.hidden)
     assert isinstance(hidden, torch.Tensor)
-    mark = fingerprint(layer, region.dims.num_experts, region.dims.top_k, str(hidden.dtype), body_key, ranks.overlaps)
+    doing = (
+        f"runs {layer} in rounds{', overlapping' if ranks.overlaps else ''} "
+        f"({region.dims.num_experts} experts, top-{region.dims.top_k}, {hidden.dtype}, body {body_key})"
+    )
     params = tuple(_on_slice(paths[node]) if node in paths else node for node in region.params)
-    return replace(region, params=params), ShardedExperts(ranks, placement, layer, mark)
+    return replace(region, params=params), ShardedExperts(ranks, placement, layer, doing, axis)
+
+
+def tell_why_gathered(graph: fx.Graph, refusals: Sequence[Refusal]) -> None:
+    """Let reads of whole tables that stay in a graph say why, for ranks whose layer was raised (`gathering`).
+
+    Args:
+        graph: rewritten.
+        refusals: of its regions.
+    """
+    for node in graph.nodes:
+        if node.target in _WHOLES:
+            node.args = (*node.args[:-1], _reason(str(node.args[-2]), refusals))
+
+
+def _reason(name: str, refusals: Sequence[Refusal]) -> str:
+    """Why a parameter is gathered: the refusals nearest to it in the model."""
+    if not refusals:
+        return "code outside of any region reads it"
+    shared = [_num_shared(name, one.where.module) for one in refusals]
+    nearest = [one for one, number in zip(refusals, shared, strict=True) if number == max(shared)]
+    return "; ".join(f"{one.where} was refused: {one.reason}" for one in nearest)
+
+
+def _num_shared(name: str, module: str) -> int:
+    """How many names two paths begin with alike."""
+    pairs = zip(name.split("."), module.split("."), strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def own_exchanges(graph: fx.Graph) -> list[Refusal]:

@@ -25,6 +25,7 @@ class ShardedParameter:
     Args:
         module: that owns it.
         name: in the module.
+        path: of the module in the model, for messages.
         shape: of the whole: [E,...] of a table, or one expert's own.
         placement: of the experts.
         expert: whose it is, for a parameter of one expert's module; None for a table.
@@ -33,6 +34,7 @@ class ShardedParameter:
 
     module: nn.Module
     name: str
+    path: str
     shape: tuple[int, ...]
     placement: Placement
     expert: int | None
@@ -43,6 +45,10 @@ class ShardedParameter:
         parameter = own_parameters(self.module)[self.name]
         assert parameter is not None
         return parameter
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
 
     @property
     def is_here(self) -> bool:

@@ -23,9 +23,9 @@ from memfine_fx.compat.distributed import IGNORED_BY_DDP, ignore_in_ddp
 from memfine_fx.compat.nn import own_parameters
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError, RanksDisagree
-from memfine_fx.expert_parallel import gathering  # noqa: F401  # registers the ops
 from memfine_fx.expert_parallel.bandwidth import measure_bandwidth
-from memfine_fx.expert_parallel.exchange import Place, failing_at
+from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at, widen
+from memfine_fx.expert_parallel.gathering import OUTSIDE
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.parameters import ShardedParameter, speak_dtensor
 from memfine_fx.expert_parallel.placement import Placement
@@ -81,6 +81,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
         _make_whole_when_read(module, owned)
         object.__setattr__(module, _ATTRIBUTE, tuple(owned))
         speak_dtensor(module, owned)
+    widen(Exchange(ranks.group, ranks.device), max(one.placement.num_experts for one in found))
     measure_bandwidth(ranks)
     names = [name for name, parameter in model.named_parameters() if id(parameter) in done]
     ignore_in_ddp(model, names)
@@ -107,25 +108,24 @@ def _tables(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
         (num_experts,) = sizes
         for name, one in own.items():
             if one.shape[0] == num_experts and (one.ndim >= 3 or (one.ndim == 2 and "bias" in name)):
-                yield ShardedParameter(
-                    module, name, tuple(one.shape), Placement(num_experts, ranks.num_ranks), None, ranks
-                )
+                placement = Placement(num_experts, ranks.num_ranks)
+                yield ShardedParameter(module, name, path, tuple(one.shape), placement, None, ranks)
 
 
 def _lists(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or "expert" not in path.rpartition(".")[2].lower():
             continue
-        members = list(module.values() if isinstance(module, nn.ModuleDict) else module)
-        layouts = {tuple((name, one.shape) for name, one in member.named_parameters()) for member in members}
+        members = {key: member for key, member in module._modules.items() if member is not None}
+        layouts = {tuple((name, one.shape) for name, one in member.named_parameters()) for member in members.values()}
         if len(members) < 2 or len(layouts) != 1:
             continue
         placement = Placement(len(members), ranks.num_ranks)
-        for expert, member in enumerate(members):
-            for child in member.modules():
+        for expert, (key, member) in enumerate(members.items()):
+            for child_path, child in member.named_modules(prefix=f"{path}.{key}"):
                 for name, one in own_parameters(child).items():
                     if one is not None:
-                        yield ShardedParameter(child, name, tuple(one.shape), placement, expert, ranks)
+                        yield ShardedParameter(child, name, child_path, tuple(one.shape), placement, expert, ranks)
 
 
 def _names_experts(text: str) -> bool:
@@ -139,19 +139,21 @@ def _make_whole_when_read(module: nn.Module, owned: Sequence[ShardedParameter]) 
 
 
 def _reader(one: ShardedParameter) -> Any:
-    name, key = one.name, one.ranks.key
+    name, full_name, key = one.name, one.full_name, one.ranks.key
     if one.expert is None:
         num_experts = one.placement.num_experts
 
         def read_table(self: nn.Module) -> torch.Tensor:
-            whole: torch.Tensor = torch.ops.memfine.all_experts.default(own_parameters(self)[name], num_experts, key)
+            own = own_parameters(self)[name]
+            whole: torch.Tensor = torch.ops.memfine.all_experts.default(own, num_experts, key, full_name, OUTSIDE)
             return whole
 
         return read_table
     owner, shape = one.placement.owner(one.expert), list(one.shape)
 
     def read_one(self: nn.Module) -> torch.Tensor:
-        whole: torch.Tensor = torch.ops.memfine.expert_of.default(own_parameters(self)[name], shape, owner, key)
+        own = own_parameters(self)[name]
+        whole: torch.Tensor = torch.ops.memfine.expert_of.default(own, shape, owner, key, full_name, OUTSIDE)
         return whole
 
     return read_one

@@ -9,8 +9,17 @@ from typing import TypeVar
 
 import torch
 
+from memfine_fx.config import Axis
 from memfine_fx.expert_parallel.bandwidth import bandwidth_of
-from memfine_fx.expert_parallel.exchange import NUM_EXTRAS, Announcement, Exchange, Place, Table, gather_table
+from memfine_fx.expert_parallel.exchange import (
+    NUM_EXTRAS,
+    Announcement,
+    Exchange,
+    Place,
+    Table,
+    gather_table,
+    telling_failure,
+)
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.kept import KeptRounds
 from memfine_fx.expert_parallel.packing import Packing
@@ -58,13 +67,15 @@ class ShardedExperts:
         ranks: that share the experts.
         placement: of the experts on them.
         layer: its name, for messages.
-        mark: fingerprint of the layer, the same on every rank.
+        doing: what running it is called among the ranks, the same on each that runs the same.
+        axis: along which it is cut; not read from a plan, which a rank may fail to make in the middle of a step.
     """
 
     ranks: ExpertGroup
     placement: Placement
     layer: str
-    mark: int
+    doing: str
+    axis: Axis
 
     @property
     def table_shape(self) -> tuple[int, int]:
@@ -90,11 +101,16 @@ class ShardedExperts:
     def room(self, hidden: torch.Tensor, weight: torch.Tensor | None, num_rows: int) -> list[torch.Tensor]:
         return _packing(hidden, weight).buffers(num_rows, hidden)
 
-    def share_counts(self, region: LiveRegion, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        plan = region.plan_for(num_tokens)
+    def share_counts(
+        self, region: LiveRegion, order: torch.Tensor, offsets: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        place = Place(self.layer, "counting")
+        with telling_failure(self._exchange, place):
+            region.check_ids(order, offsets)
+            plan = region.plan_for(num_tokens)
         room = 0 if plan.keeps == "nothing" else num_tokens * region.top_k
-        own = Announcement(self.mark, plan.rows_per_chunk, room)
-        return gather_table(self._exchange, offsets, own, Place(self.layer, "counting"))
+        own = Announcement(self.doing, rows=plan.rows_per_chunk, room=room)
+        return gather_table(self._exchange, offsets, own, place)
 
     def forward(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> torch.Tensor:
         walk = self._walk(region, routed, kept)
@@ -142,7 +158,6 @@ class ShardedExperts:
         table = Table(routed.offsets)
         rank, schedule = self.ranks.rank, self._schedule(region, routed, table)
         packing = _packing(routed.hidden, routed.flat_weight)
-        slices = region.plan_for(routed.num_tokens).axis == "tokens"
         return LayerWalk(
             exchange=self._exchange,
             schedule=schedule,
@@ -150,7 +165,7 @@ class ShardedExperts:
             rank=rank,
             routed=replace(routed, params=self._own(region, routed.params)),
             bodies=region.bodies,
-            rows=max(1, int(table.counts.sum())) if slices else table.limits[rank],
+            rows=max(1, int(table.counts.sum())) if self.axis == "tokens" else table.limits[rank],
             layer=self.layer,
             overlaps=self.ranks.overlaps,
             kept=KeptRounds.of(kept, schedule.num_kept(table.rooms), packing, routed.hidden),
@@ -158,7 +173,7 @@ class ShardedExperts:
         )
 
     def _schedule(self, region: LiveRegion, routed: Routed, table: Table) -> Schedule:
-        if region.plan_for(routed.num_tokens).axis == "rows":
+        if self.axis == "rows":
             return self._rounds.of(table)
         place = Place(self.layer, "slicing")
         return agreed_slices(self._exchange, self.placement, table, routed, region.tuner.bins, place)

@@ -61,8 +61,7 @@ def route_shared(expert_index: torch.Tensor, num_experts: int, site: str) -> tup
     region = lookup(site)
     assert region.exchange is not None, f"{site} has its experts here"
     order, offsets = sort_assignments(expert_index, num_experts)
-    _check_ids(region, order, offsets)
-    return order, region.exchange.share_counts(region, offsets, expert_index.shape[0])
+    return order, region.exchange.share_counts(region, order, offsets, expert_index.shape[0])
 
 
 @route_shared.register_fake
@@ -121,7 +120,7 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
         with span(f"forward {site}"), range_of(name):
             return region.exchange.forward(region, routed, kept)
     plan = region.plan_for(num_tokens)
-    _check_ids(region, routed.order, routed.offsets)
+    region.check_ids(routed.order, routed.offsets)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner)
     region.plan, region.num_tokens, region.num_chunks = plan, num_tokens, len(chunks)
     region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
@@ -132,11 +131,6 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
     lower = partial(region.lower, num_tokens)
     with span(f"forward {site}"), range_of(name):
         return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, kept)
-
-
-def _check_ids(region: LiveRegion, order: torch.Tensor, offsets: torch.Tensor) -> None:
-    if not region.drops_out_of_range and (offsets[0] != 0 or offsets[-1] != order.numel()):
-        raise IndexError(f"expert ids outside [0, {region.num_experts}) reach a table of {region.num_experts} experts")
 
 
 def _grouped(flat: Sequence[ItemT], region: LiveRegion) -> list[tuple[ItemT, ...]]:

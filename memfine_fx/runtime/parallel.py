@@ -27,8 +27,14 @@ class RowExchange(Protocol):
         """Of the gathered counts that stand in the place of offsets."""
         ...
 
-    def share_counts(self, region: LiveRegion, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Every rank's counts, and what goes with them; a collective call."""
+    def share_counts(
+        self, region: LiveRegion, order: torch.Tensor, offsets: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """Every rank's counts, and what goes with them; a collective call.
+
+        Raises:
+            IndexError: see `LiveRegion.check_ids`; the other ranks are told.
+        """
         ...
 
     @property

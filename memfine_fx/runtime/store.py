@@ -70,6 +70,15 @@ class LiveRegion:
     _plans: dict[tuple[int, object], ChunkPlan] = field(default_factory=dict)
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left
 
+    def check_ids(self, order: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Raise IndexError where an assignment names no expert and none may be dropped.
+
+        Args:
+            order, offsets: from `runtime.routing.sort_assignments`.
+        """
+        if not self.drops_out_of_range and (offsets[0] != 0 or offsets[-1] != order.numel()):
+            raise IndexError(f"expert ids outside [0, {self.num_experts}) reach a table of {self.num_experts} experts")
+
     def plan_for(self, num_tokens: int) -> ChunkPlan:
         """The plan for T tokens; decided at run time, so that sizes change without recompiling."""
         key = num_tokens, self.context()

@@ -1,0 +1,206 @@
+"""What ranks are told when one of them does not run a layer as the others do, and what agreement costs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import memfine_fx
+from memfine_fx.api import _sessions_by_model
+from memfine_fx.errors import BudgetInfeasible, CannotChunk, RanksDisagree
+from memfine_fx.models._experts import GatedExperts
+from memfine_fx.passes.raising import raise_region
+from memfine_fx.records import ChunkPlan
+from tests.expert_parallel.fault_cases import EXPERTS, HIDDEN, ROWS, TOKENS, TOP_K, WIDTH, Told, layer, run_layer
+
+NUM_LAYERS = 2
+REASON = "an expert of this test"
+
+
+class Layer(nn.Module):
+    """A router and its experts."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, num_experts, bias=False)
+        self.experts = GatedExperts(num_experts, HIDDEN, WIDTH, "gathered")
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight, index = self.gate(hidden).softmax(-1).topk(TOP_K)
+        out: torch.Tensor = self.experts(hidden, index, weight)
+        return hidden + out
+
+
+class Layers(nn.Module):
+    """Several of them."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(num_experts) for _ in range(NUM_LAYERS))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for one in self.layers:
+            hidden = one(hidden)
+        return hidden
+
+
+class ListOfExperts(nn.Module):
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(num_experts))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What one rank saw.
+
+    Args:
+        refused: told when rank 1 alone refuses a layer.
+        again: the same in the next step.
+        change: largest difference of a gradient from before where all refuse it, afterwards, and where no plan can be
+            made any more once forward has run.
+        warnings: where all refuse it.
+        collectives: of one step whose layers are all chunked.
+        outside: told when rank 1 alone runs the model uncompiled.
+        experts: told when ranks gather different experts of a list.
+        layers: told when ranks run layers with different numbers of experts.
+        ids: what is raised when a routing of rank 1 names an expert that is not there.
+        budget: what is raised when the budget of rank 1 alone cannot be met.
+        sharding: told by `optimize` when ranks hold another config, and another model.
+        bodies: told when ranks compute a layer in different ways.
+    """
+
+    refused: Told
+    again: Told
+    change: dict[str, float]
+    warnings: list[str]
+    collectives: dict[str, int]
+    outside: Told
+    experts: Told
+    layers: Told
+    ids: Told
+    budget: Told
+    sharding: tuple[Told, Told]
+    bodies: Told
+
+
+def agreeing(rank: int) -> Agreement:
+    model = _optimized(Layers(EXPERTS))
+    before = _gradients(model)
+    collectives = _collectives(lambda: _gradients(model))
+    with _refusing(rank == 1):
+        refused = _told(lambda: _gradients(model))
+        again = _told(lambda: _gradients(model))
+    with _refusing(True), pytest.warns(RuntimeWarning) as warned:
+        whole = _gradients(model)
+    with _refusing(False):
+        after = _gradients(model)
+    late = _gradients(model, before_backward=lambda: _lose_plans(model))
+    torch._dynamo.reset()  # regions with plans again
+    with torch.compiler.set_stance("force_eager" if rank == 1 else "default"):
+        outside = _told(lambda: _gradients(model))
+    experts = _optimized(ListOfExperts(EXPERTS)).experts
+    large = _optimized(Layer(EXPERTS + 2))
+    folded, otherwise = layer(), layer(fold_weight=False)
+    return Agreement(
+        refused=refused,
+        again=again,
+        change={
+            "all refuse": _difference(whole, before),
+            "afterwards": _difference(after, before),
+            "late": _difference(late, before),
+        },
+        warnings=[str(one.message) for one in warned],
+        collectives=collectives,
+        outside=outside,
+        experts=_told(lambda: experts[rank].weight),
+        layers=_told(lambda: (large if rank == 1 else model)(torch.randn(TOKENS, HIDDEN))),
+        ids=_told(lambda: _out_of_range(rank), IndexError if rank == 1 else RanksDisagree),
+        budget=_told(
+            lambda: _gradients(_optimized(Layer(EXPERTS), memory_budget=1000 if rank == 1 else None)),
+            BudgetInfeasible if rank == 1 else RanksDisagree,
+        ),
+        sharding=(_told(lambda: layer(rows=ROWS + rank)), _told(lambda: layer(experts=EXPERTS + rank))),
+        bodies=_told(lambda: run_layer(otherwise if rank == 1 else folded)),
+    )
+
+
+def _optimized(model: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    config = memfine_fx.Config(inner_backend="eager", rows_per_chunk=None if options else 1000)
+    return memfine_fx.optimize(model, inner_backend="eager", expert_parallel=mesh, config=config, **options)
+
+
+def _gradients(model: nn.Module, before_backward: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1 + dist.get_rank())
+    out: torch.Tensor = model(torch.randn(TOKENS, HIDDEN))
+    before_backward()
+    out.square().sum().backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def _lose_plans(model: nn.Module) -> None:
+    """As where a backward that is compiled late tells more of the step than a budget can keep."""
+
+    def choose_none(num_tokens: int) -> ChunkPlan:
+        raise BudgetInfeasible(1, 2, [])
+
+    for lowered in _sessions_by_model[model].lowered:
+        lowered.live.forget_plans()
+        lowered.live.choose_plan = choose_none
+
+
+def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys() and one
+    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in one)
+
+
+@contextlib.contextmanager
+def _refusing(does_here: bool) -> Iterator[None]:
+    """The last layer is compiled again, and refused where `does_here`; a rank 0 that differs keeps its graph."""
+
+    def refuse(candidate: Any) -> Any:
+        if does_here and candidate.where.module == f"layers.{NUM_LAYERS - 1}.experts":
+            raise CannotChunk(REASON)
+        return raise_region(candidate)
+
+    if does_here:
+        torch._dynamo.reset()
+    with mock.patch("memfine_fx.backend.raise_region", refuse):
+        yield
+    if does_here:
+        torch._dynamo.reset()
+
+
+def _told(run: Callable[[], object], kind: type[Exception] = RanksDisagree) -> Told:
+    started = time.monotonic()
+    with pytest.raises(kind) as error:
+        run()
+    return Told(str(error.value), time.monotonic() - started)
+
+
+def _collectives(run: Callable[[], object]) -> dict[str, int]:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run()
+    names = Counter(event.name for event in trace.events())
+    return {name: number for name, number in names.items() if name.startswith("c10d::")}
+
+
+def _out_of_range(rank: int) -> torch.Tensor:
+    """Rank 1 names an expert that is not there."""
+    return run_layer(_optimized(GatedExperts(EXPERTS, HIDDEN, WIDTH, "gathered")), first_expert=rank * (EXPERTS - 1))
