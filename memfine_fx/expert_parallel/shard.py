@@ -116,7 +116,8 @@ def _lists(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or "expert" not in path.rpartition(".")[2].lower():
             continue
-        members = {key: member for key, member in module._modules.items() if member is not None}
+        named = module.items() if isinstance(module, nn.ModuleDict) else ((str(i), one) for i, one in enumerate(module))
+        members = dict(named)
         layouts = {tuple((name, one.shape) for name, one in member.named_parameters()) for member in members.values()}
         if len(members) < 2 or len(layouts) != 1:
             continue
