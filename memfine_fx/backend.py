@@ -292,8 +292,8 @@ def _region_bytes(
     trained_groups = (any(param.requires_grad for param in group) for group in _param_groups(region))
     wanted = (True, bodies.has_weight, *trained_groups)
     trained = [param for param in params if param.requires_grad]
-    is_low_precision = any(accumulator_dtype(param.dtype) is not param.dtype for param in trained)
-    shapes = _gradient_shapes(region) if is_low_precision else []
+    low_precision = [param.dtype for param in trained if accumulator_dtype(param.dtype) is not param.dtype]
+    shapes = _gradient_shapes(region) if low_precision else []
     elements = [math.prod(shape) for shape in shapes]
     weight = None if region.routing_weight is None else tensor_of(region.routing_weight)
     keeping = None if keep == "nothing" else bodies.keeping(keep, wanted)
@@ -320,7 +320,7 @@ def _region_bytes(
         forward_results=sympy.Max(*(forward.results_bytes for forward, _ in pairs)),
         backward_results=sympy.Max(*(backward.results_bytes for _, backward in pairs)),
         device_type=output.device.type,
-        product_scratch=product_scratch(shapes, 2, output.device.type),
+        product_scratch=product_scratch(shapes, (low_precision or [hidden.dtype])[0], output.device.type),
         travel=None if exchange is None else exchange.travel,
     )
 

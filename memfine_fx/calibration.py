@@ -1,26 +1,24 @@
 """Rates of this device, measured once in a fraction of a second and kept on disk.
 
 Matrix products of four row counts, a copy, and a small operation, each the best of a few runs: what others do on the
-machine only slows things down. The file is found by what the rates depend on: device, dtype, threads, torch.
+machine only slows things down. The file is found by what the rates depend on: device and its instructions, dtype,
+threads, torch.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import os
-import platform
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from memfine_fx.compat.autograd import run_without_modes
-from memfine_fx.config import cache_folder
 from memfine_fx.cost import DeviceRates
+from memfine_fx.machine import keep_fields, kept_fields, measurement_key
+from memfine_fx.memory.measure import run_outside_compilation
 
 __all__ = ["device_rates"]
 
@@ -33,35 +31,27 @@ _LIMIT_S, _FEWEST = 0.08, 5  # a measurement is repeated for so long, and at lea
 @functools.lru_cache(maxsize=16)
 def device_rates(device_type: str, dtype: torch.dtype) -> DeviceRates:
     """The rates of this machine's device, from the file where they were measured before."""
-    path = Path(cache_folder()) / f"rates_{_key(device_type, dtype)}.json"
-    found = _read(path)
+    name = f"rates_{measurement_key(device_type, str(dtype), _ROWS, _INNER, _WIDTH)}"
+    found = _read(kept_fields(name))
     if found is None:
-        # NOTE: rates are first asked for inside a compilation, whose fake tensors would take no time at all.
-        found = run_without_modes(partial(_measure, torch.device(device_type), dtype))
-        _write(path, found)
+        found = run_outside_compilation(device_type, partial(_measure, torch.device(device_type), dtype))
+        keep_fields(name, asdict(found))
     return found
 
 
-def _key(device_type: str, dtype: torch.dtype) -> str:
-    device = torch.cuda.get_device_name() if device_type == "cuda" else f"{platform.processor()} {os.cpu_count()}"
-    parts = (device_type, device, str(dtype), torch.get_num_threads(), torch.__version__, _ROWS, _INNER, _WIDTH)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
 def _measure(device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    with torch.no_grad():
-        matrix = torch.ones(_INNER, _WIDTH, dtype=dtype, device=device)
-        products, fastest = [], 0.0
-        for rows in _ROWS:
-            left = torch.ones(rows, _INNER, dtype=dtype, device=device)
-            rate = 2.0 * rows * _INNER * _WIDTH / _best(partial(torch.mm, left, matrix), device)
-            fastest = max(fastest, rate)  # a larger product is no slower than a smaller one, whoever else was running
-            products.append((rows, fastest))
-        source = torch.ones(_COPIED_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        target = torch.empty_like(source)
-        copy_bytes = 2.0 * _COPIED_BYTES / _best(lambda: target.copy_(source), device)
-        small = torch.ones(8, dtype=dtype, device=device)
-        return DeviceRates(tuple(products), copy_bytes, _best(lambda: small + small, device))
+    matrix = torch.ones(_INNER, _WIDTH, dtype=dtype, device=device)
+    products, fastest = [], 0.0
+    for rows in _ROWS:
+        left = torch.ones(rows, _INNER, dtype=dtype, device=device)
+        rate = 2.0 * rows * _INNER * _WIDTH / _best(partial(torch.mm, left, matrix), device)
+        fastest = max(fastest, rate)  # a larger product is no slower than a smaller one, whoever else was running
+        products.append((rows, fastest))
+    source = torch.ones(_COPIED_BYTES // dtype.itemsize, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    copy_bytes = 2.0 * _COPIED_BYTES / _best(lambda: target.copy_(source), device)
+    small = torch.ones(8, dtype=dtype, device=device)
+    return DeviceRates(tuple(products), copy_bytes, _best(lambda: small + small, device))
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:
@@ -78,28 +68,9 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
     return max(best, 1e-9)
 
 
-def _read(path: Path) -> DeviceRates | None:
+def _read(fields: Any) -> DeviceRates | None:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
         products = tuple((int(rows), float(rate)) for rows, rate in fields["matmul_flops"])
         return DeviceRates(products, float(fields["copy_bytes"]), float(fields["launch_seconds"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
-
-
-def _write(path: Path, rates: DeviceRates) -> None:
-    """Whole or not at all; where nothing may be written, rates are measured again next time."""
-    text = json.dumps(
-        {
-            "matmul_flops": [list(product) for product in rates.matmul_flops],
-            "copy_bytes": rates.copy_bytes,
-            "launch_seconds": rates.launch_seconds,
-        }
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError:
-        return

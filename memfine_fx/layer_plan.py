@@ -190,7 +190,7 @@ def _region_bytes(sizes: LayerSizes) -> RegionBytes:
         flops_per_row=bodies.flops_per_row,
         forward_results=forward.results_bytes,
         backward_results=backward.results_bytes,
-        product_scratch=product_scratch([(2 * width, hidden)], dtype.itemsize, place.type),
+        product_scratch=product_scratch([(2 * width, hidden)], dtype, place.type),
         device_type=place.type,
     )
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from memfine_fx.compat import checks
+from tests.rates import give_rates
 
 
 @pytest.fixture(autouse=True)
@@ -12,6 +13,12 @@ def _fresh_compiler() -> None:
     checks.forget_failures()
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans follow rates that are the same on every machine."""
+    give_rates(monkeypatch.setattr)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

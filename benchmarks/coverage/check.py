@@ -26,6 +26,9 @@ __all__ = ["check_family", "check_model", "check_spelling"]
 _BATCH, _LENGTH = 2, 64
 _ROWS_PER_CHUNK = 16
 _LEAST_NORM = 1e-6
+_NUDGES = 5
+_EXACT_OUTPUT = 10.0
+"""Times the unmodified model's own error in its output: what rounding of parameters may make of it."""
 
 
 def check_family(family: Family) -> CoverageRow:
@@ -89,15 +92,38 @@ def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
 def _against_fp64(
     row: CoverageRow, tiny: TinyModel, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> CoverageRow:
-    """The tensor in which the optimized model is worst, judged by the unmodified model in fp64."""
+    """The tensor in which the optimized model is worst, judged by the unmodified model in fp64.
+
+    NOTE: one run of the unmodified model in fp32 is one draw of its rounding, which another CPU's kernels draw anew:
+    where a gradient is ill-conditioned, draws lie a factor of ten apart (the decays of gated delta rules). So its
+    distance from fp64 is the largest of that run and of runs with parameters one unit in the last place away, which
+    are as right as it is.
+    """
     reference = copy.deepcopy(tiny.module).double()
     if hasattr(reference, "set_experts_implementation"):
         reference.set_experts_implementation("eager")
     wide = {name: value.double() if value.is_floating_point() else value for name, value in tiny.inputs.items()}
     exact = _step(reference, dataclasses.replace(tiny, inputs=wide))
     ours, eager = _errors(found, exact), _errors(expected, exact)
+    most = _EXACT_OUTPUT * max(eager["output"], TOLERANCE)
+    for seed in range(_NUDGES):
+        nudged = _errors(_step(_nudged(tiny.module, seed), tiny), exact)
+        if nudged["output"] <= most:  # beyond, a token was routed elsewhere, which is no rounding
+            eager = {name: max(error, nudged.get(name, 0.0)) for name, error in eager.items()}
     worst = max(ours, key=lambda name: ours[name] / max(eager.get(name, 0.0), TOLERANCE / EAGER_FACTOR))
     return dataclasses.replace(row, worst_name=worst, exact_error=ours[worst], eager_error=eager.get(worst, 0.0))
+
+
+def _nudged(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """A copy in which every second number of the parameters, at random, is the next one in its precision."""
+    generator = torch.Generator().manual_seed(seed)
+    nudged = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in nudged.parameters():
+            if parameter.is_floating_point():
+                is_moved = torch.rand(parameter.shape, generator=generator) < 0.5
+                parameter.copy_(torch.where(is_moved, torch.nextafter(parameter, 2 * parameter), parameter))
+    return nudged
 
 
 def _num_chunked_calls(optimized: torch.nn.Module, tiny: TinyModel) -> int:

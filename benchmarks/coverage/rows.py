@@ -27,7 +27,7 @@ class CoverageRow:
         worst_error: of outputs and all gradients, relative to the unmodified model; None if it did not run.
         worst_name: where.
         exact_error: of that tensor, relative to the unmodified model in fp64; only where `worst_error` is large.
-        eager_error: how far the unmodified model itself is from fp64 there.
+        eager_error: how far the unmodified model itself is from fp64 there, its parameters rounded in several ways.
         peak_ratio: peak bytes of a step beyond parameters and gradients, over those of the same captured graphs
             without rewriting.
         reasons: of what was refused, each once.

@@ -34,8 +34,8 @@ def coverage_page(rows: Sequence[CoverageRow], versions: str) -> str:
             "looked for; *raised*: regions chunked.",
             f"* *error*: worst relative error of the outputs and every gradient against the unmodified model, to be "
             f"below {TOLERANCE:g}. `a / b`: this tensor is ill-conditioned; a is our distance from the unmodified "
-            "model in fp64, b the unmodified fp32 model's own distance from it, and a is to be below "
-            f"{EAGER_FACTOR:g} b.",
+            "model in fp64, b the unmodified fp32 model's own distance from it, the largest of several roundings of "
+            f"its parameters, and a is to be below {EAGER_FACTOR:g} b.",
             "* *peak*: bytes of a step beyond parameters and gradients, over those of the same captured graph not "
             "rewritten. Toy sizes: attention, logits and scans weigh more here than in a model of real width, so this "
             "column says that the routed rows are gone, not what a real model saves.",

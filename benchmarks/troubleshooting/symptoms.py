@@ -116,6 +116,15 @@ _WARNINGS = (
         words=("reads the whole table of sharded experts",),
     ),
     Symptom(
+        "Kernels of this CPU take more than is counted",
+        "Attention and low-precision products take scratch memory inside one call, which is counted by formulas and "
+        "held against this machine's kernels once. Here these take more (another CPU, torch or oneDNN than was tried): "
+        "budgets count what was measured, enlarged in proportion to the call, so they are kept, perhaps with more to "
+        "spare than is needed. Please report the message with the CPU's model "
+        "([Reliability](reliability.md)).",
+        words=("bytes of scratch at",),
+    ),
+    Symptom(
         "The model returned no tensor",
         "`explain(..., measure=True)` needs something to differentiate: a `loss`, or any tensor in the output.",
         words=("the model returned no tensor",),

@@ -2,75 +2,287 @@
 
 The CPU's flash attention gives each thread buffers for one block of queries against one block of keys
 (ATen/native/cpu/FlashAttentionKernel.cpp): scores and, going forward, sums and a block of results; going backward,
-scores and their gradients. In low precision the scores are there in both precisions, and backward's products need
-memory of oneDNN's own, for which the largest that was measured stands (see `_PACKED`).
+scores and their gradients. In low precision the scores are there in both precisions. Beyond that
+
+1. with AMX, forward packs all keys and values first, where the products are many enough to pay for it;
+2. backward's products need memory of oneDNN's own, for which a bound on what was measured stands;
+3. backward copies a gradient that does not lie as [B,S,H,D] in memory.
+
+What oneDNN does depends on the CPU (`machine.CpuFeatures`). The formulas are held against this machine's kernels once
+(`kernel_probe`): where these take more, what they take is counted, and a warning says so.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from memfine_fx.machine import CpuFeatures, cpu_features
+from memfine_fx.memory.kernel_probe import (
+    ATTENTION_SHAPES,
+    PRODUCT_SHAPES,
+    Excess,
+    Kernel,
+    Shape,
+    excess_of,
+    input_bytes,
+    measured_scratch,
+)
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.memory.symbols import ROWS
 
-__all__ = ["product_scratch", "scratch_bytes"]
+__all__ = [
+    "Attention",
+    "backward_scratch",
+    "counted_at",
+    "forward_scratch",
+    "product_blocks",
+    "product_scratch",
+    "scratch_bytes",
+]
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _KEY_BLOCK = 512
 _QUERY_BLOCKS = ((768, 256), (192, 64), (0, 32))
 """(smallest length of the queries, queries in a block), longest first."""
-_PACKED, _HEAD_STEP = 5, 64
-"""Bytes a thread for each query and key of a block and each element of a head, heads rounded up: at least what oneDNN
-took for bf16 with heads of 32 to 192 (tests/memory/test_kernel_scratch.py asks it of the machine at hand)."""
+_PACKING = {torch.bfloat16: (64, 4), torch.float16: (16, 1)}
+"""Dtype -> the fewest queries and keys that are packed, and how many products of a thread must share a packed key."""
+_TILE, _HALF_TILE, _INNER_BLOCK = 64, 32, 256
+"""oneDNN rounds keys and queries of a block up to these, and takes at most so many keys at once."""
+_FP16_COLUMNS, _ROUNDING = 80, 4096
+"""Columns that it converts to fp32 beside the scores, in fp16; and what small things are rounded up to."""
 _PADDING_ROWS, _BLOCK_ROWS = 48, 560
 """Rows that are added to a product's, and the most that oneDNN has in its blocks at once."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of CPU flash attention; sizes are numbers or expressions in a graph's symbols.
+
+    Queries are [batch, heads, queries, width], keys and values [batch, key_heads, keys, width].
+    """
+
+    batch: sympy.Expr
+    heads: sympy.Expr
+    key_heads: sympy.Expr
+    queries: sympy.Expr
+    keys: sympy.Expr
+    width: sympy.Expr
+    dtype: torch.dtype
+    is_causal: bool
+
+    @property
+    def query_block(self) -> sympy.Expr:
+        """Queries in a block, as many as there are if these are fewer."""
+        return sympy.Min(self.split, self.queries)
+
+    @property
+    def key_block(self) -> sympy.Expr:
+        return sympy.Min(_KEY_BLOCK, self.keys)
+
+    @property
+    def split(self) -> sympy.Expr:
+        """Queries in a block of a long sequence."""
+        if self.queries.is_number:
+            return sympy.Integer(next(block for least, block in _QUERY_BLOCKS if self.queries >= least))
+        return sympy.Piecewise(*((block, self.queries >= least if least else True) for least, block in _QUERY_BLOCKS))
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of an element of what is there a second time, in low precision."""
+        return 0 if self.dtype is torch.float32 else self.dtype.itemsize
 
 
 def scratch_bytes(node: fx.Node) -> sympy.Expr:
     """Bytes in the graph's symbols, for the number of threads that run now; 0 for kernels that need none."""
     if node.target is not _FORWARD and node.target is not _BACKWARD:
         return sympy.Integer(0)
+    call, threads, features = _attention(node), torch.get_num_threads(), cpu_features()
+    inputs = _input_bytes(call)
+    if node.target is _FORWARD:
+        return _with_excess(forward_scratch(call, features, threads), inputs, _excess("forward", call.dtype, threads))
+    needed = _with_excess(backward_scratch(call, features, threads), inputs, _excess("backward", call.dtype, threads))
+    return needed + _copied_gradient(node)
+
+
+@functools.lru_cache(maxsize=256)  # a model asks for the same call in every layer
+def forward_scratch(call: Attention, features: CpuFeatures, threads: int) -> sympy.Expr:
+    """Bytes beside the results of attention itself."""
+    queries, keys, width = call.query_block, call.key_block, call.width
+    of_thread = 4 * (queries * keys + queries * (2 + width)) + call.low_bytes * queries * keys
+    packs = {torch.bfloat16: features.packs_bf16, torch.float16: features.packs_fp16}.get(call.dtype, False)
+    return threads * of_thread + (_packed(call, threads) if packs else 0)
+
+
+def _packed(call: Attention, threads: int) -> sympy.Expr:
+    """Keys and values of all heads, padded to even lengths, and a block of them and of queries for each thread.
+
+    NOTE: packing pays, as the kernel sees it, if each packed key meets enough queries in one thread. Causal attention
+    was given the longer sequence there in older versions, which packs no less often, and is what stands here.
+    """
+    queries, keys, width = call.query_block, call.key_block, call.width
+    shared = call.batch * call.key_heads * (_rounded_up(width, 2) * call.keys + _rounded_up(call.keys, 2) * width)
+    padded = queries * (_rounded_up(keys, 2) - keys) + sympy.Mod(width, 2) * queries * _rounded_up(width, 2)
+    least, products = _PACKING[call.dtype]
+    blocks = call.batch * call.heads * sympy.ceiling(call.queries / queries)
+    met = call.queries if call.is_causal else call.keys
+    pays = sympy.And(
+        call.queries >= least,
+        call.keys >= least,
+        sympy.ceiling(blocks / threads) * queries * met >= products * call.batch * call.key_heads * call.keys,
+    )
+    packed = call.low_bytes * (shared + threads * (keys * width + padded))
+    return sympy.Piecewise((packed, pays), (0, True))
+
+
+@functools.lru_cache(maxsize=256)
+def backward_scratch(call: Attention, features: CpuFeatures, threads: int) -> sympy.Expr:
+    """Bytes beside the gradients of queries, keys and values."""
+    queries, keys = call.query_block, call.key_block
+    of_thread = 2 * (4 + call.low_bytes) * queries * keys + 4 * queries
+    return threads * (of_thread + _products(call, features))
+
+
+def _products(call: Attention, features: CpuFeatures) -> sympy.Expr:
+    """What oneDNN takes for the products of a thread that end in low precision.
+
+    With instructions for bf16 it was exactly this without AMX where sizes divide; all others are bounds on what was
+    seen (tests/memory/data/attention_scratch.json, and tests/memory/test_kernel_scratch.py on the machine at hand).
+    """
+    queries, keys = call.query_block, call.key_block
+    if call.dtype is torch.float16 and features.fp16:
+        return 4 * (queries * keys + _FP16_COLUMNS * (queries + keys)) + _ROUNDING
+    if call.dtype is not torch.bfloat16 or features.bf16 == "none":
+        return sympy.Integer(0)
+    if features.bf16 == "converted":
+        return 4 * sympy.Max(queries, keys) * call.width + _ROUNDING
+    rows, columns = _rounded_up(queries, _HALF_TILE), _rounded_up(keys, _TILE)
+    inner = sympy.Min(columns, _INNER_BLOCK)
+    tiles = 2 * _TILE * columns if features.packs_bf16 else 0
+    return 2 * inner * rows + 2 * _TILE * rows + 4 * _TILE * inner + tiles + _ROUNDING
+
+
+def _attention(node: fx.Node) -> Attention:
     first = 0 if node.target is _FORWARD else 1  # backward's first argument is the gradient of the result
     query, key = (_value(argument) for argument in node.args[first : first + 2])
-    length, head = size_expr(query.shape[-2]), size_expr(query.shape[-1])
-    queries = sympy.Min(_query_block(length), length)
-    keys = sympy.Min(_KEY_BLOCK, size_expr(key.shape[-2]))
-    scores, itemsize = queries * keys, 0 if query.dtype is torch.float32 else query.dtype.itemsize
-    if node.target is _FORWARD:
-        of_thread = 4 * (scores + queries * (2 + head)) + itemsize * scores
-    else:
-        packed = (queries + keys) * _PACKED * _HEAD_STEP * sympy.ceiling(head / _HEAD_STEP) if itemsize else 0
-        of_thread = 2 * (4 + itemsize) * scores + 4 * queries + packed
-    return torch.get_num_threads() * of_thread
+    flag = 4 if node.target is _FORWARD else 7
+    is_causal = bool(node.args[flag]) if len(node.args) > flag else bool(node.kwargs.get("is_causal", False))
+    batch, heads, queries, width = (size_expr(size) for size in query.shape)
+    return Attention(
+        batch, heads, size_expr(key.shape[1]), queries, size_expr(key.shape[2]), width, query.dtype, is_causal
+    )
 
 
-def product_scratch(shapes: Iterable[Sequence[int]], item_bytes: int, device_type: str) -> sympy.Expr:
+def _copied_gradient(node: fx.Node) -> sympy.Expr:
+    """Bytes of the gradient's copy, unless it lies as [B,S,H,D]."""
+    gradient = _value(node.args[0]).transpose(1, 2)
+    sizes, strides = ([size_expr(one) for one in many] for many in (gradient.shape, gradient.stride()))
+    dense = sympy.Integer(1)
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and sympy.expand(stride - dense) != 0:
+            return sympy.prod(sizes) * gradient.dtype.itemsize
+        dense *= size
+    return sympy.Integer(0)
+
+
+def product_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device_type: str) -> sympy.Expr:
     """Bytes in R of oneDNN's blocks of a low-precision product [a,R] @ [R,b] on a CPU; 0 elsewhere.
 
-    At least what it took on one and two threads at sizes of 192 to 2048 and 97 to 2048 rows, where it grew no more
+    At least what bf16 took on one and two threads at sizes of 64 to 2048 and 16 to 2048 rows, where it grew no more
     beyond 539 rows (tests/memory/test_kernel_scratch.py asks it of the machine at hand); more threads may take more.
 
     Args:
         shapes: of the gradients, [a,b]; others have no product.
-        item_bytes: of an element; at 4 it is not oneDNN that multiplies.
+        dtype: of the factors; in fp32 it is not oneDNN that multiplies.
         device_type: "cpu" or "cuda".
     """
-    widths = max((sum(shape) for shape in shapes if len(shape) == 2), default=0)
-    if device_type != "cpu" or item_bytes >= 4:
+    if device_type != "cpu" or dtype.itemsize >= 4:
         return sympy.Integer(0)
-    return sympy.Rational(3, 2) * item_bytes * widths * sympy.Min(ROWS + _PADDING_ROWS, _BLOCK_ROWS)
+    products = [(int(shape[0]), int(shape[1])) for shape in shapes if len(shape) == 2]
+    if not products:
+        return sympy.Integer(0)
+    inputs = dtype.itemsize * max(map(sum, products)) * ROWS
+    excess = _excess("product", dtype, torch.get_num_threads())
+    return _with_excess(product_blocks(products, dtype, cpu_features()), inputs, excess)
 
 
-def _query_block(length: sympy.Expr) -> sympy.Expr:
-    if length.is_number:
-        return sympy.Integer(next(block for least, block in _QUERY_BLOCKS if length >= least))
-    return sympy.Piecewise(*((block, length >= least if least else True) for least, block in _QUERY_BLOCKS))
+def product_blocks(products: Sequence[tuple[int, int]], dtype: torch.dtype, features: CpuFeatures) -> sympy.Expr:
+    """The largest of these products' blocks; in fp16 those of bf16 in fp32, which has not been measured."""
+    if dtype is torch.float16:
+        item_bytes = 4 if features.fp16 else 0
+    elif features.bf16 == "converted":
+        return sympy.Integer(max(4 * left * right for left, right in products) + _ROUNDING)
+    else:
+        item_bytes = 0 if features.bf16 == "none" else 2
+    blocks = sympy.Rational(3, 2) * max(map(sum, products)) * sympy.Min(ROWS + _PADDING_ROWS, _BLOCK_ROWS)
+    return item_bytes * blocks + (_ROUNDING if item_bytes else 0)
+
+
+def _with_excess(counted: sympy.Expr, inputs: sympy.Expr, excess: Excess) -> sympy.Expr:
+    if excess.shape is None:
+        return counted
+    more = sympy.Rational(excess.factor).limit_denominator(1000) + sympy.Rational(1, 1000)
+    return sympy.ceiling(more * counted + sympy.Rational(excess.per_input_byte) * inputs)
+
+
+@functools.lru_cache(maxsize=64)
+def _excess(kernel: Kernel, dtype: torch.dtype, threads: int) -> Excess:
+    """What this machine's kernel takes beyond its formula; warned of once a process."""
+    measured = measured_scratch(kernel, dtype)
+    if measured is None:
+        return Excess()
+    shapes = PRODUCT_SHAPES if kernel == "product" else ATTENTION_SHAPES
+    counted = [counted_at(kernel, shape, dtype, threads) for shape in shapes]
+    excess = excess_of(measured, counted, [input_bytes(shape, dtype) for shape in shapes], shapes)
+    if excess.shape is not None:
+        place = shapes.index(excess.shape)
+        _warn_of(kernel, dtype, excess.shape, measured[place], counted[place])
+    return excess
+
+
+def counted_at(kernel: Kernel, shape: Shape, dtype: torch.dtype, threads: int) -> int:
+    """The formula at a shape of the probe."""
+    if kernel == "product" and dtype.itemsize >= 4:
+        return 0
+    if kernel == "product":
+        return int(product_blocks([(shape[0], shape[1])], dtype, cpu_features()).subs(ROWS, shape[2]))
+    heads, queries, keys, width = map(sympy.Integer, shape)
+    call = Attention(sympy.Integer(1), heads * threads, heads * threads, queries, keys, width, dtype, is_causal=True)
+    count = forward_scratch if kernel == "forward" else backward_scratch
+    return int(count(call, cpu_features(), threads))
+
+
+_warned = False
+
+
+def _warn_of(kernel: Kernel, dtype: torch.dtype, shape: Shape, measured: int, counted: int) -> None:
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    what = "a gradient's product" if kernel == "product" else f"attention's {kernel}"
+    warnings.warn(
+        f"{what} in {dtype} takes {measured:,} bytes of scratch at {shape} on this CPU, where {counted:,} are counted; "
+        "budgets count what was measured, enlarged in proportion",
+        stacklevel=2,
+    )
+
+
+def _input_bytes(call: Attention) -> sympy.Expr:
+    query = call.heads * call.queries
+    return call.dtype.itemsize * call.batch * call.width * (query + 2 * call.key_heads * call.keys)
+
+
+def _rounded_up(length: sympy.Expr, step: int) -> sympy.Expr:
+    return step * sympy.ceiling(length / step)
 
 
 def _value(argument: Any) -> torch.Tensor:

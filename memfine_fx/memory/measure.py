@@ -25,10 +25,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from memfine_fx.compat.autograd import run_without_modes
+
+ResultT = TypeVar("ResultT")
 
 _MARK = "memfine_fx.mark/"
 _BEGIN = "begin/"
@@ -91,10 +95,25 @@ class _Event:
     num_bytes: int
 
 
+def run_outside_compilation(device_type: str, function: Callable[[], ResultT]) -> ResultT:
+    """What a function returns with operators as they are, inside a compilation too: no gradients, no autocast.
+
+    A compilation's fake tensors take neither time nor memory, and autocast would choose another dtype's kernels.
+    """
+
+    def plainly() -> ResultT:
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            return function()
+
+    return run_without_modes(plainly)
+
+
 def trace_memory(
     step: Callable[[], object],
     device: torch.device,
     beyond: Callable[[], Iterable[torch.Tensor]] | None = None,
+    *,
+    collects_garbage: bool = True,
 ) -> MemoryTrace:
     """Run ``step`` once and return its allocations on ``device``, "cpu" or "cuda".
 
@@ -106,10 +125,12 @@ def trace_memory(
         device: where to count.
         beyond: asked after the step; storages of these tensors that the step allocated are not counted,
             from the moment they were allocated. Usually the gradients, with ``set_to_none`` before the step.
+        collects_garbage: whether step 1 is done, which takes tenths of a second in a large process.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"trace_memory counts bytes on cpu and cuda, but got device {device.type!r}")
-    gc.collect()
+    if collects_garbage:
+        gc.collect()
     at_start = _reset_cuda_peak(device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()

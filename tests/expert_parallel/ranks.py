@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from tests.rates import give_rates
+
 __all__ = ["run_ranks"]
 
 
@@ -50,6 +52,7 @@ def _run(
 ) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    give_rates()  # the ranks are processes of their own, which no fixture reaches
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

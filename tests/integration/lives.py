@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memfine_fx
-from memfine_fx.cost import DeviceRates
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
@@ -26,7 +25,6 @@ from memfine_fx.runtime import op
 from tests.integration.comparison import relative_error
 
 VOCAB, HIDDEN, HEADS = 256, 64, 2
-RATES = DeviceRates(((32, 5e9), (2048, 1e11)), copy_bytes=1e10, launch_seconds=1e-5)
 CPU = torch.device("cpu")
 STANDARD = (2, 128)
 Plans = list[tuple[int, str]]

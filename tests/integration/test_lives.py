@@ -5,16 +5,15 @@ See `lives`; all of them under every budget are the campaign of `make campaign`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import memfine_fx
-from memfine_fx import budget as budget_module
 from memfine_fx.errors import BudgetInfeasible
-from tests.integration.lives import RATES, STANDARD, Life, backward_of, fresh_model, smallest_budget, tokens
+from tests.integration.lives import STANDARD, Life, backward_of, fresh_model, smallest_budget, tokens
 
 Script = Callable[[Life], None]
 SHORT, LONG, WIDE = (2, 96), (2, 160), (3, 128)
@@ -321,14 +320,6 @@ LIVES: tuple[Script, ...] = (
     all_at_once,
 )
 _CHANGES_THE_MODEL = (checkpointed_midway, checkpointed_and_accumulated)
-
-
-@pytest.fixture(autouse=True)
-def given_rates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plans follow from what is given here, and not from how fast this machine is now."""
-    monkeypatch.setattr(budget_module, "device_rates", lambda device_type, dtype: RATES)
-    yield
-    torch._dynamo.reset()
 
 
 def lived(script: Script, budget: int | None, dtype: torch.dtype, inner: Any = "aot_eager") -> Life:

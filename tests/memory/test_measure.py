@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memfine_fx.memory.measure import mark, trace_memory
+from memfine_fx.memory.measure import mark, run_outside_compilation, trace_memory
 
 CPU = torch.device("cpu")
 FLOAT_BYTES = 4
@@ -120,3 +121,15 @@ def test_cuda_peak_matches_the_sum_of_events() -> None:
     trace = trace_memory(step, device)
 
     assert trace.peak_bytes == max(trace.live_bytes) == (1 << 20) * FLOAT_BYTES
+
+
+def test_what_is_measured_inside_a_compilation_is_what_runs_outside() -> None:
+    def run() -> torch.Tensor:
+        square = torch.ones(2, 2, requires_grad=True)
+        return torch.mm(square, square)
+
+    with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        product = run_outside_compilation("cpu", run)
+    assert type(product) is torch.Tensor
+    assert product.dtype is torch.float32 and not product.requires_grad
+    assert product.tolist() == [[2.0, 2.0], [2.0, 2.0]]

@@ -1,0 +1,133 @@
+"""What this machine is, as far as measurements and formulas depend on it, and the files that keep what was measured.
+
+The CPU is asked for what oneDNN would use of it: its instructions, capped by ONEDNN_MAX_CPU_ISA as oneDNN caps them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from memfine_fx.config import cache_folder
+
+__all__ = ["CpuFeatures", "cpu_features", "cpu_model", "features_of", "keep_fields", "kept_fields", "measurement_key"]
+
+_ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+_LADDER = ("avx512bw", "avx512bf16", "avx512fp16", "amxbf16", "amxfp16")
+"""What changes the scratch of a kernel, each with all before it."""
+_ALLOWED = {
+    **dict.fromkeys(("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"), 0),
+    **dict.fromkeys(("avx512_core", "avx512_core_vnni"), 1),
+    "avx512_core_bf16": 2,
+    **dict.fromkeys(("avx512_core_fp16", "avx10_1_512"), 3),
+    **dict.fromkeys(("avx512_core_amx", "avx10_1_512_amx"), 4),
+}
+"""Names of ONEDNN_MAX_CPU_ISA -> how much of the ladder they leave; other names leave all of it."""
+
+
+@dataclass(frozen=True)
+class CpuFeatures:
+    """What oneDNN does with products in low precision on a CPU.
+
+    Args:
+        bf16: "native" in instructions for bf16, "converted" to fp32 in blocks, "none" where it takes no such product.
+        fp16: whether it multiplies fp16, in blocks converted to fp32.
+        packs_bf16, packs_fp16: whether attention packs keys and values for AMX tiles.
+    """
+
+    bf16: Literal["none", "converted", "native"]
+    fp16: bool
+    packs_bf16: bool
+    packs_fp16: bool
+
+
+def features_of(instructions: Collection[str], max_isa: str = "") -> CpuFeatures:
+    """The features of an x86 CPU with these instructions.
+
+    Args:
+        instructions: as /proc/cpuinfo or torch name them; underscores do not matter.
+        max_isa: value of ONEDNN_MAX_CPU_ISA.
+    """
+    present = {name.replace("_", "") for name in instructions}
+    allowed = _LADDER[: _ALLOWED.get(max_isa.lower(), len(_LADDER))]
+    has = {name: name in present and name in allowed for name in _LADDER}
+    return CpuFeatures(
+        bf16="native" if has["avx512bf16"] else "converted" if has["avx512bw"] else "none",
+        fp16=has["avx512fp16"],
+        packs_bf16=has["amxbf16"],
+        packs_fp16=has["amxfp16"],
+    )
+
+
+def cpu_features() -> CpuFeatures:
+    """The features of this machine's CPU; of one that is no x86, those that need most without packing."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch gives no types
+        return CpuFeatures("none", False, False, False)
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return CpuFeatures("native", True, False, False)
+    return features_of(_instructions(), os.environ.get(_ISA_VARIABLES[0]) or os.environ.get(_ISA_VARIABLES[1], ""))
+
+
+def cpu_model() -> str:
+    """The CPU's name, which `platform.processor` leaves empty on many Linux systems."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def measurement_key(device_type: str, *parts: object) -> str:
+    """A name for what was measured here: other hardware, instructions, threads or torch give another one."""
+    if device_type == "cuda":
+        device: tuple[object, ...] = (torch.cuda.get_device_name(),)
+    else:
+        limits = tuple(os.environ.get(name, "") for name in _ISA_VARIABLES)
+        device = (cpu_model(), os.cpu_count(), cpu_features(), torch.backends.cpu.get_cpu_capability(), limits)
+    text = repr((device_type, device, torch.get_num_threads(), torch.__version__, parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def kept_fields(name: str) -> Any:
+    """What `keep_fields` wrote under this name, or None."""
+    try:
+        return json.loads(_path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def keep_fields(name: str, fields: object) -> None:
+    """Write JSON, whole or not at all; where nothing may be written, it is measured again next time."""
+    path = _path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_text(json.dumps(fields), encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        return
+
+
+def _path(name: str) -> Path:
+    return Path(cache_folder()) / f"{name}.json"
+
+
+def _instructions() -> Collection[str]:
+    ask = getattr(torch.cpu, "get_capabilities", None)  # torch has it since a version after our oldest
+    if ask is None:
+        return _cpuinfo("flags").split()
+    return [name for name, value in ask().items() if value is True]
+
+
+def _cpuinfo(field: str) -> str:
+    """A field of the first processor in /proc/cpuinfo, "" where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    values = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field)
+    return next(values, "")
