@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["capture_on_ranks"]
+__all__ = ["captured_on_ranks"]
 
 
-def capture_on_ranks(model: torch.nn.Module) -> None:
-    """Put a compiled model's captures under the settings that ranks need.
+def captured_on_ranks(model: torch.nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's compiled call with its captures under the settings that ranks need.
 
     A rank may have no token at all: a size of 0 or 1 is captured as any other. A graph made for 0 tokens would lack the
     region, and the other ranks would wait for its part in the exchange.
@@ -24,8 +25,6 @@ def capture_on_ranks(model: torch.nn.Module) -> None:
     """
     shape_config: Any = importlib.import_module("torch.fx.experimental._config")
     dynamo_config: Any = importlib.import_module("torch._dynamo.config")
-    compiled = model._compiled_call_impl
-    assert compiled is not None
 
     @functools.cache
     def is_fully_sharded() -> bool:
@@ -41,4 +40,4 @@ def capture_on_ranks(model: torch.nn.Module) -> None:
                 stack.enter_context(dynamo_config.patch(specialize_int=True))
             return compiled(*args, **kwargs)
 
-    model._compiled_call_impl = call
+    return call
