@@ -44,10 +44,6 @@ class InstalledMethods:
         finally:
             with self._lock:
                 self._num_calls -= 1
-                if not self._num_calls:
-                    self._remove()
-
-    def _remove(self) -> None:
-        for module, name, method in self.methods:
-            if vars(module).get(name) is method:
-                del vars(module)[name]
+                for module, name, method in () if self._num_calls else self.methods:
+                    if vars(module).get(name) is method:
+                        del vars(module)[name]

@@ -14,11 +14,11 @@ import torch._functorch.config
 from torch import nn
 
 import memfine_fx
+from benchmarks.campaign.untouched import untouched
 from memfine_fx.capture import flags
 from memfine_fx.capture.flags import SETTINGS, CapturingCall
 from memfine_fx.errors import LeftoverShapes
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from tests.integration.untouched import untouched
 
 HIDDEN = 16
 

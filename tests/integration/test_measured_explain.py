@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import memfine_fx
+from benchmarks.campaign.untouched import untouched
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from tests.integration.untouched import untouched
 
 HIDDEN = 16
 CONFIG = memfine_fx.Config(rows_per_chunk=8, inner_backend="eager")

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import memfine_fx
+from benchmarks.campaign.untouched import changes, untouched
 from memfine_fx.models import MixtralConfig, MixtralMoE
 from tests.integration.comparison import assert_same_step
-from tests.integration.untouched import changes, untouched
 
 pytestmark = pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
 

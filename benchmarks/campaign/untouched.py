@@ -33,11 +33,11 @@ def untouched(
         inputs: tensors that were handed in.
         besides: beginnings of names that may change.
     """
-    before = _state(model, inputs)
+    before = state_of(model, inputs)
     try:
         yield
     finally:
-        found = changes(before, _state(model, inputs))
+        found = changes(before, state_of(model, inputs))
         assert not [name for name in found if not name.startswith(tuple(besides))], found
 
 
@@ -46,7 +46,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name in before | after if not _is_same(before.get(name), after.get(name))]
 
 
-def _state(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+def state_of(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
     return dict([*_of_model(model), *_of_inputs(inputs), *_of_process()])
 
 
