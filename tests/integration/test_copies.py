@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import warnings
@@ -75,6 +76,20 @@ def test_a_copy_is_optimized_as_its_model_is(way: str, has_run: bool) -> None:
     assert_same_step(copied, reference, {"hidden": hidden})
     assert rows_of(copied) == [5]
     assert not any(one is other for one in copied.parameters() for other in model.parameters())
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="torch counts by code"
+)
+def test_models_of_one_class_do_not_use_up_each_others_compilations() -> None:
+    """Dynamo counts compilations by code, and runs what is beyond its limit as it is written."""
+    optimized, hidden = memfine_fx.optimize(Layer(), config=CONFIG), torch.randn(9, HIDDEN)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            memfine_fx.explain(Layer(), hidden, config=CONFIG)
+            copied = copy.deepcopy(optimized)
+            copied(hidden)
+            assert memfine_fx.report(copied).num_chunked == 1
 
 
 def test_a_copy_has_a_session_of_its_own_that_opens_at_its_first_call() -> None:
