@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import warnings
-import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from memfine_fx.capture.adapters import TracedAdapters
-from memfine_fx.capture.buckets import kept_whole
-from memfine_fx.capture.flags import CapturingCall
-from memfine_fx.capture.implementation import switch_experts, switched_experts
-from memfine_fx.capture.ranks import capture_on_ranks
-from memfine_fx.capture.recorded import RecordedOutputs
-from memfine_fx.compat.nn import COMPILED_CALLS, compiled_call, plain_call, set_compiled_call
+from memfine_fx.capture.implementation import switched_experts
+from memfine_fx.capture.undo import ModelState
+from memfine_fx.compat.nn import COMPILED_CALLS, hooks_after_gradient
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
+from memfine_fx.optimized import OptimizedCall, Options, captured, optimized_call
 from memfine_fx.report import Report
 from memfine_fx.verification import VerifyReport
 
@@ -32,36 +27,41 @@ if TYPE_CHECKING:  # what plans imports sympy, which would be most of the packag
 __all__ = ["explain", "optimize", "report", "verify"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
-_sessions_by_model: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
 def optimize(
     model: ModuleT,
     *,
     memory_budget: MemoryBudget = None,
-    inner_backend: InnerBackend = "inductor",
+    inner_backend: InnerBackend | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
-    verify: bool = False,
-    expert_parallel: MeshOrGroup | ExpertGroup | None = None,
+    verify: bool | None = None,
+    expert_parallel: MeshOrGroup | ExpertGroup | Literal[False] | None = False,
     config: Config | None = None,
 ) -> ModuleT:
     """Compile an MoE model in place so that its experts train chunk by chunk, recomputing in backward.
 
-    The type, parameters, `state_dict` keys and methods of the model stay as they were.
+    The type, parameters, `state_dict` keys and methods of the model stay as they were. Copies by `copy.deepcopy` and by
+    pickle (`torch.save(model)`, a process that is spawned) are optimized in the same way, each in a session of its own
+    that opens at its first call; reading such a pickle needs memfine_fx.
 
     Args:
         model: any `nn.Module`; nothing in it needs to know of memfine_fx.
-        memory_budget: peak bytes of a training step on this device: None (automatic), "20GiB", an int of
-            bytes, or a float in (0, 1] of the device's memory.
-        inner_backend: "inductor", or "aot_eager" / "eager" for debugging.
+        memory_budget: peak bytes of a training step on this device: "20GiB", an int of bytes, or a float in (0, 1] of
+            the device's memory; None leaves it to `config`, whose default is automatic.
+        inner_backend: "inductor", or "aot_eager" / "eager" for debugging; None leaves it to `config`, whose default
+            is "inductor".
         fullgraph: as in `torch.compile`.
         dynamic: as in `torch.compile`.
         verify: at first compile, check every region's rewritten form against its original, forward and backward,
-            on the inputs at hand and on adversarial routings; one that fails stays as it was and is reported.
+            on the inputs at hand and on adversarial routings; one that fails stays as it was and is reported. None
+            leaves it to `config`, whose default is False.
         expert_parallel: ranks that share the experts, as a `DeviceMesh` or a process group: each keeps its own experts
-            only and rows travel to them in rounds of bounded size (docs/expert_parallel.md). A collective call.
-        config: further options; `memory_budget` and `inner_backend` given here override its fields.
+            only and rows travel to them in rounds of bounded size (docs/expert_parallel.md). A collective call. False
+            keeps every expert on each rank; so does None once torch.distributed is initialized. Before, None is an
+            error, because `torch.distributed.group.WORLD` is None then.
+        config: further options; `memory_budget`, `inner_backend` and `verify` given here override its fields.
 
     Returns:
         The same model.
@@ -74,22 +74,19 @@ def optimize(
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"optimize expects a torch.nn.Module, got {type(model).__name__}")
-    chosen = _merged(config, memory_budget, inner_backend)
-    if verify:
-        chosen = dataclasses.replace(chosen, verify=True)
+    chosen = _merged(config, memory_budget=memory_budget, inner_backend=inner_backend, verify=verify)
     if not COMPILED_CALLS.holds():
         return model
-    if expert_parallel is not None:
+    if expert_parallel is None:
+        _check_no_group_is_meant()
+    if expert_parallel is not None and expert_parallel is not False:
         _shard(model, expert_parallel, chosen)
-        dynamic = dynamic is None or dynamic  # ranks have their own numbers of tokens
-    session = _open_session(chosen)
-    _sessions_by_model[model] = session
-    if chosen.captures_loops:
-        session.notes.extend(switch_experts(model))
-    set_compiled_call(model, _captured(model, plain_call(model), session, fullgraph=fullgraph, dynamic=dynamic))
-    _warn_after_first_call(model, session)
-    if expert_parallel is not None:
-        capture_on_ranks(model)
+        options = Options(chosen, fullgraph, dynamic is None or dynamic, on_ranks=True)  # ranks' own numbers of tokens
+    else:
+        options = Options(chosen, fullgraph, dynamic)
+    call = OptimizedCall(model, options)
+    call.prepare()
+    call.install()
     return model
 
 
@@ -98,8 +95,10 @@ def explain(
 ) -> Report:
     """What memfine_fx finds in one call of a model, what it would choose, what it refuses and why.
 
-    The model is not compiled in place and its parameters are not changed. Its forward does run once (buffers
-    that it updates, it updates), and with `measure` its backward too; gradients are put back afterwards.
+    The model is not compiled in place and nothing of it is changed. Its forward runs once, with `measure` twice and its
+    backward too; parameters' gradients, generators of random numbers, buffers, inputs written to and attributes of
+    modules (hooks among them) are put back afterwards, after an error too. Hooks run as in a step, except those that
+    run after a gradient was accumulated, because such hooks step optimizers.
 
     Args:
         model: any `nn.Module`, optimized or not.
@@ -114,12 +113,12 @@ def explain(
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"explain expects a torch.nn.Module, got {type(model).__name__}")
     session = _open_session(config or Config(), is_dry=not measure)
-    with contextlib.ExitStack() as stack:
+    with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
             session.notes.extend(stack.enter_context(switched_experts(model)))
-        compiled = _captured(model, model.forward, session, fullgraph=False, dynamic=True)
+        compiled = captured(model, model.forward, session, fullgraph=False, dynamic=True)
         if measure:
-            return session.report(_measured_step(model, functools.partial(compiled, *args, **kwargs)))
+            return session.report(_measured_step(model, compiled, args, kwargs))
         compiled(*args, **kwargs)
         _plan_dry_run(session)
         return session.report()
@@ -130,7 +129,7 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
 
     Each region's original and rewritten form run forward and backward on the call's own inputs and on adversarial
     routings; outputs and every gradient are measured against the original in fp64. The model is not compiled in
-    place and its parameters are not changed; its forward runs as `explain` runs it.
+    place and nothing of it is changed; its forward runs as `explain` runs it.
 
     Args:
         model: any `nn.Module`, optimized or not.
@@ -144,21 +143,24 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"verify expects a torch.nn.Module, got {type(model).__name__}")
     session = _open_session(dataclasses.replace(config or Config(), verify=True), is_dry=True)
-    with contextlib.ExitStack() as stack:
+    with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
             session.notes.extend(stack.enter_context(switched_experts(model)))
-        _captured(model, model.forward, session, fullgraph=False, dynamic=True)(*args, **kwargs)
+        captured(model, model.forward, session, fullgraph=False, dynamic=True)(*args, **kwargs)
         return session.verify_report()
 
 
 def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
-    """The report of a model that was optimized (or compiled with backend="memfine") and has run.
+    """The report of a model that was optimized, or compiled with backend="memfine" and has run.
+
+    Of an optimized model that has not run yet it says just that: regions are found at the first call.
 
     Raises:
         MemfineError: memfine_fx has compiled nothing of this model.
     """
-    if isinstance(model, torch.nn.Module) and model in _sessions_by_model:
-        return _sessions_by_model[model].report()
+    call = optimized_call(model)
+    if call is not None:
+        return Report((), 0, has_run=False) if call.session is None else call.session.report(has_run=call.has_run)
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     from memfine_fx.session import sessions
 
@@ -178,16 +180,21 @@ def _open_session(config: Config, *, is_dry: bool = False) -> Session:
     return open_session(config, is_dry=is_dry)
 
 
-def _merged(config: Config | None, memory_budget: MemoryBudget, inner_backend: InnerBackend) -> Config:
+def _merged(config: Config | None, **given: Any) -> Config:
+    """The config with the fields that were given beside it; None is not given."""
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"config must be a memfine_fx.Config, got {type(config).__name__}")
-    base = config or Config()
-    changes: dict[str, Any] = {}
-    if memory_budget is not None:
-        changes["memory_budget"] = memory_budget
-    if inner_backend != "inductor":
-        changes["inner_backend"] = inner_backend
-    return dataclasses.replace(base, **changes)
+    changes = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(config or Config(), **changes)
+
+
+def _check_no_group_is_meant() -> None:
+    """None as a group: once torch.distributed is initialized, it can only mean that there is none."""
+    if torch.distributed.is_available() and not torch.distributed.is_initialized():
+        raise ConfigError(
+            "expert_parallel=None before torch.distributed is initialized, when torch.distributed.group.WORLD is None: "
+            "call torch.distributed.init_process_group first, or pass False (or leave it out) to keep all experts here"
+        )
 
 
 def _shard(model: torch.nn.Module, expert_parallel: MeshOrGroup | ExpertGroup, config: Config) -> None:
@@ -205,59 +212,6 @@ def _shard(model: torch.nn.Module, expert_parallel: MeshOrGroup | ExpertGroup, c
     shard_experts(model, ranks, config)
 
 
-def _backend_of(session: Session) -> Callable[..., Any]:
-    def memfine(graph_module: Any, example_inputs: Any, **_: Any) -> Callable[..., Any]:
-        from memfine_fx.entry import compile_in_session
-
-        return compile_in_session(graph_module, example_inputs, session)
-
-    return memfine
-
-
-def _captured(
-    model: torch.nn.Module, call: Callable[..., Any], session: Session, *, fullgraph: bool, dynamic: bool | None
-) -> Callable[..., Any]:
-    """`call` compiled in a session, under the capture flags that help."""
-
-    def compile_with(capture_flags: tuple[str, ...]) -> Callable[..., Any]:
-        session.start_attempt(capture_flags)
-        return torch.compile(call, backend=_backend_of(session), fullgraph=fullgraph, dynamic=dynamic)
-
-    def note(capture_flags: tuple[str, ...], failure: str | None) -> None:
-        if capture_flags and any(one.region.family == "loops" for one in session.lowered):
-            session.notes.append(f"expert loops captured with torch._dynamo.config.{', '.join(capture_flags)}")
-        elif failure is not None and not capture_flags:
-            session.notes.append(
-                f"code with data-dependent shapes stays outside the graph: {failure}. If that is a loop over experts, "
-                "let it take each expert's rows with torch.where(index == expert) and add them back with index_add_"
-            )
-
-    compiled = CapturingCall(model, compile_with, note) if session.config.captures_loops else compile_with(())
-    recorded, adapters = RecordedOutputs(model), TracedAdapters(model)
-
-    @functools.wraps(compiled)
-    def call_prepared(*args: Any, **kwargs: Any) -> Any:
-        with recorded.prepared(kwargs), adapters.installed(), kept_whole():
-            return compiled(*args, **kwargs)
-
-    return call_prepared
-
-
-def _warn_after_first_call(model: torch.nn.Module, session: Session) -> None:
-    compiled = compiled_call(model)
-
-    @functools.wraps(compiled)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = compiled(*args, **kwargs)
-        if not session.has_warned and not session.has_chunked:
-            from memfine_fx.backend import warn_without_regions
-
-            warn_without_regions(session)
-        return result
-
-    set_compiled_call(model, call)
-
-
 def _plan_dry_run(session: Session) -> None:
     """Plans for the sizes of this call, where the capture knows T."""
     for lowered in session.lowered:
@@ -270,22 +224,67 @@ def _plan_dry_run(session: Session) -> None:
             head.live.num_tokens = head.num_tokens_hint
 
 
-def _measured_step(model: torch.nn.Module, call: Callable[[], Any]) -> MemoryTrace:
+def _measured_step(
+    model: torch.nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> MemoryTrace:
+    """A step that compiles, and one that is measured.
+
+    NOTE: inputs are cut off from what computed them, and backward is told which leaves may get a gradient. Through the
+    inputs' own graph, or into a tensor that is no parameter of the model, it would change what is not the model's.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    from memfine_fx.compat.tensors import tree_map
+
+    args, kwargs = tree_map(_cut_off, (args, kwargs))
+    inputs = [leaf for leaf in _tensors_in((args, kwargs)) if leaf.requires_grad]
+    wanted = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *inputs]
 
     def step() -> None:
-        loss = _scalar_of(call())
-        if loss.requires_grad:
-            torch.autograd.backward(loss)
+        loss = _scalar_of(call(*args, **kwargs))
+        if loss.requires_grad and wanted:
+            torch.autograd.backward(loss, inputs=wanted)
 
-    gradients = {p: p.grad for p in model.parameters()}
-    step()
-    for parameter in gradients:
-        parameter.grad = None
-    trace = trace_memory(step, device)
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-    return trace
+    with _gradients_aside(model):
+        step()
+        for leaf in wanted:
+            leaf.grad = None
+        return trace_memory(step, device)
+
+
+@contextlib.contextmanager
+def _unchanged(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """What a forward inside changes is put back."""
+    state = ModelState(model, _tensors_in((args, kwargs)))
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+@contextlib.contextmanager
+def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
+    """No parameter has a gradient, or a hook that runs once it has one; the same tensors and hooks come back."""
+    parameters = list(model.parameters())
+    kept = [(parameter, parameter.grad, dict(hooks_after_gradient(parameter))) for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+            hooks_after_gradient(parameter).clear()
+        yield
+    finally:
+        for parameter, gradient, hooks in kept:
+            parameter.grad = gradient
+            hooks_after_gradient(parameter).update(hooks)
+
+
+def _cut_off(value: Any) -> Any:
+    return value.detach().requires_grad_() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def _tensors_in(tree: object) -> list[torch.Tensor]:
+    from memfine_fx.compat.tensors import tree_leaves  # what it stands beside would be most of the import time
+
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _scalar_of(output: Any) -> torch.Tensor:
@@ -293,9 +292,7 @@ def _scalar_of(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    from memfine_fx.compat.tensors import tree_leaves
-
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    leaves = _tensors_in(output)
     if not leaves:
         warnings.warn("the model returned no tensor; only its forward was measured", stacklevel=3)
         return torch.zeros(())

@@ -187,6 +187,7 @@ class Report:
         step: predicted memory of the whole step, or None before one was compiled.
         notes: what was switched on the model or in Dynamo so that the experts reach a graph.
         heads: heads of a large vocabulary, chunked or refused.
+        has_run: False before the model's first call: nothing is known then.
     """
 
     regions: tuple[RegionReport, ...]
@@ -197,6 +198,7 @@ class Report:
     step: StepReport | None = None
     notes: tuple[str, ...] = ()
     heads: tuple[HeadReport, ...] = ()
+    has_run: bool = True
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -223,6 +225,9 @@ class Report:
         return sum(region.status == "chunked" for region in self.regions)
 
     def __str__(self) -> str:
+        if not self.has_run:
+            lines = ["memfine_fx: nothing has run yet; regions are found at the first call of the model"]
+            return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
         head = f"memfine_fx: {self.num_chunked} of {len(self.regions)} regions chunked in {self.num_graphs} graph(s)"
         lines = [head, *(f"  {region}" for region in self.regions)]
         lines.extend(f"  {head}" for head in self.heads)

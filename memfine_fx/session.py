@@ -308,8 +308,8 @@ class Session:
             self.has_warned_of_failure = True
             warnings.warn(f"{where}: {message}", RuntimeWarning, stacklevel=2)
 
-    def report(self, measured: MemoryTrace | None = None) -> Report:
-        """What is known of the regions, and of a step that was traced."""
+    def report(self, measured: MemoryTrace | None = None, *, has_run: bool = True) -> Report:
+        """What is known of the regions, and of a step that was traced; `has_run` is whether a call has returned."""
         regions = tuple(outcome_report(outcome) for outcome in self._latest())
         predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
         measured_bytes = None if measured is None else measured.peak_bytes
@@ -326,6 +326,7 @@ class Session:
             step,
             notes,
             tuple(map(head_report, self._latest_heads())),
+            has_run or self.num_graphs > 0,
         )
 
     def _step_report(self) -> StepReport | None:

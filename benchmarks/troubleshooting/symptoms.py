@@ -75,8 +75,9 @@ _SILENT = (
         "such an expert too, as it does with stacked experts in eager code.",
     ),
     Symptom(
-        "A deep-copied or pickled model runs uncompiled",
-        "That is meant: copies are plain models. Call `optimize` on the copy to compile it.",
+        "A pickled model does not load where memfine_fx is not installed",
+        "`torch.save(model)` writes a model that is optimized again when it is read, as `copy.deepcopy` gives one. "
+        "Save `model.state_dict()` for elsewhere: it is the plain model's.",
     ),
 )
 
@@ -88,6 +89,12 @@ _WARNINGS = (
         "graph: `TORCH_LOGS=graph_breaks` shows where Dynamo left the code.",
         words=("found nothing to chunk", "memfine_fx found"),
         kinds=("warning",),
+    ),
+    Symptom(
+        "A shallow copy is plain",
+        "`copy.copy` gives a module that holds the parameters, buffers and submodules of its model, and nothing by "
+        "which its call could be told from the model's. `copy.deepcopy` and pickles give optimized copies.",
+        words=("copy.copy of an optimized model",),
     ),
     Symptom(
         "DDP had the graph cut",
@@ -137,6 +144,13 @@ _WARNINGS = (
 )
 
 _TRAINING = (
+    Symptom(
+        "A model with experts on several ranks is not pickled",
+        "One rank holds a part of the experts, so its pickle would not be the model. `model.state_dict()` holds "
+        "DTensors for torch.distributed.checkpoint ([Expert parallelism](expert_parallel.md)); `copy.deepcopy(model)` "
+        "on every rank gives a copy on the same ranks.",
+        words=("several ranks cannot be pickled whole",),
+    ),
     Symptom(
         "The budget cannot be met",
         "The message names the smallest budget with a plan and what fills it. Raise the budget to that, make "
@@ -222,8 +236,8 @@ _OPTIONS = (
     Symptom(
         "expert_parallel is not accepted",
         "It takes a `DeviceMesh` of one dimension, one of two (replicas, experts), or a process group, after "
-        "`torch.distributed.init_process_group`, on a model whose experts it can find and has not sharded "
-        "before.",
+        "`torch.distributed.init_process_group` (before, `group.WORLD` is None; False means no ranks), on a model "
+        "whose experts it can find and has not sharded before.",
         words=("expert_parallel", "sharded already", "no experts were found to shard"),
         kinds=("ConfigError",),
     ),

@@ -9,12 +9,11 @@ weights that PEFT upcasts, run as PEFT wrote them.
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from memfine_fx.capture.installing import InstalledMethods
 from memfine_fx.compat.peft import active_adapters, updated_weight, wrapped_tables
 
 __all__ = ["TracedAdapters"]
@@ -28,18 +27,23 @@ class TracedAdapters:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._wrappers = wrapped_tables(model)
+        found = wrapped_tables(model)
+        self._methods = InstalledMethods([(one, "forward", _forward) for one in found if "forward" not in vars(one)])
+        self._num_left = sum("forward" in vars(one) for one in found)
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """The forwards in their modules' places, for compilations and calls inside."""
-        for module in self._wrappers:
-            vars(module)["forward"] = types.MethodType(_forward, module)
-        try:
-            yield
-        finally:
-            for module in self._wrappers:
-                vars(module).pop("forward", None)
+    @property
+    def notes(self) -> list[str]:
+        """What is not traced, for the report."""
+        if not self._num_left:
+            return []
+        return [f"{self._num_left} adapters on expert weights have a forward of their own and run as it was set"]
+
+    def installed(self) -> contextlib.AbstractContextManager[None]:
+        """The forwards in their modules' places, for compilations and calls inside.
+
+        A wrapped table with a `forward` of its own keeps it: whoever set it may do more than call PEFT's.
+        """
+        return self._methods.installed()
 
 
 def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,12 @@ A loop over experts takes as many rows as the routing gives. Dynamo leaves such 
 told to capture it; told so, other code may fail to compile. So settings are tried from the most capable on:
 a setting is left for the next as soon as compiling under it fails (backward graphs are compiled at once, so
 that this shows in the forward), or as soon as it lets data-dependent shapes into a graph without a loop that is
-raised (`LeftoverShapes`). The last setting is the user's own. What an abandoned
-attempt ran is undone: random number generators and buffers are put back.
+raised (`LeftoverShapes`). The last setting is the user's own.
+
+What an abandoned attempt ran is undone (`capture/undo.py`), in the first call and in any later one that compiles again.
+Later calls pay for that only when they compile: generators are read at each call's start (about a microsecond on a
+host), the rest when the compiler asks for the call's first new graph. What ran before in this call was compiled by an
+earlier one, which showed the buffers that it writes to; these few are copied at each call's start.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from memfine_fx.capture.loops import RewrittenLoops
+from memfine_fx.capture.undo import Contents, Generators, ModelState
 from memfine_fx.compat.dynamo import CAPTURE_FLAGS, capturing_more, compile_failures
 from memfine_fx.errors import LeftoverShapes
 
@@ -32,6 +38,9 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
     (),
 )
 """Flags to switch on, in the order of trying; the last is the user's own setting."""
+
+_MOST_BYTES = 2**20
+"""Of one buffer that is copied at each call's start."""
 
 
 @contextlib.contextmanager
@@ -49,14 +58,15 @@ class CapturingCall:
 
     Args:
         model: whose forward is compiled.
-        compile_with: setting -> compiled callable; called once per setting tried.
+        compile_with: (setting, note) -> compiled callable; called once per setting tried. `note` must be called
+            whenever a graph is about to be compiled.
         on_settled: told the setting, after each call that worked under a new one, and why the one before did not.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        compile_with: Callable[[tuple[str, ...]], Callable[..., Any]],
+        compile_with: Callable[[tuple[str, ...], Callable[[], None]], Callable[..., Any]],
         on_settled: Callable[[tuple[str, ...], str | None], None],
     ) -> None:
         self._model = model
@@ -67,27 +77,41 @@ class CapturingCall:
         self._is_settled = False
         self._failure: str | None = None
         self._compiled: Callable[..., Any] | None = None
+        self._written: tuple[torch.Tensor, ...] = ()
+        self._calls = _Calls()
         functools.update_wrapper(self, model.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._place == 0 and not CAPTURE_FLAGS.holds():
             self._place = len(SETTINGS) - 1
         while True:
-            setting = SETTINGS[self._place]
+            setting, place = SETTINGS[self._place], self._place
             if self._compiled is None:
-                self._compiled = self._compile_with(setting)
+                self._compiled = self._compile_with(setting, self._note_compilation)
             if not setting:
                 return self._settled(self._compiled(*args, **kwargs))
-            state = None if self._is_settled else _State(self._model)
-            try:
-                with flags_set(setting), self._rewritten.installed():
-                    return self._settled(self._compiled(*args, **kwargs))
-            except _compile_failures() as failure:
-                log.info("capturing with %s did not help: %s", ", ".join(setting), failure)
-                self._failure = str(failure).strip().splitlines()[0]
-            if state is not None:
-                state.restore()
-            self._place, self._compiled, self._is_settled = self._place + 1, None, False
+            with flags_set(setting), self._rewritten.installed(), self._calls.entered(self._begun()) as begun:
+                try:
+                    result = self._compiled(*args, **kwargs)
+                except _compile_failures() as failure:
+                    log.info("capturing with %s did not help: %s", ", ".join(setting), failure)
+                    self._failure = str(failure).strip().splitlines()[0]
+                    begun.restore()
+                else:
+                    self._written = begun.written(self._written)
+                    return self._settled(result)
+            if place == self._place:  # another thread's call may have failed and gone on already
+                self._place, self._compiled, self._is_settled = place + 1, None, False
+
+    def _begun(self) -> _Begun:
+        begun = _Begun(self._model, self._written)
+        if not self._is_settled:
+            begun.keep_all()
+        return begun
+
+    def _note_compilation(self) -> None:
+        for begun in self._calls.under_way():
+            begun.keep_all()
 
     def _settled(self, result: Any) -> Any:
         if not self._is_settled:
@@ -96,23 +120,57 @@ class CapturingCall:
         return result
 
 
+class _Begun:
+    """A call under way, and how to undo it.
+
+    Args:
+        model: that is called.
+        written: buffers that calls are known to write to.
+    """
+
+    def __init__(self, model: torch.nn.Module, written: tuple[torch.Tensor, ...]) -> None:
+        self._model = model
+        self._generators = Generators()
+        self._contents = Contents(written)
+        self._rest: ModelState | None = None
+
+    def keep_all(self) -> None:
+        """Remember all else that the call may change, before it runs code that no call has run."""
+        if self._rest is None:
+            self._rest = ModelState(self._model, attributes="buffers")
+
+    def restore(self) -> None:
+        if self._rest is not None:
+            self._rest.restore()
+        self._contents.restore()
+        self._generators.restore()
+
+    def written(self, known: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The buffers that are known to be written to, after this call; large ones (a cache of keys) are left out."""
+        if self._rest is None:
+            return known
+        found = {id(buffer) for buffer in (*known, *self._rest.changed())}
+        return tuple(one for one in self._model.buffers() if id(one) in found and one.nbytes <= _MOST_BYTES)
+
+
+class _Calls(threading.local):
+    """The calls of one thread that are under way, outermost first."""
+
+    def __init__(self) -> None:
+        self._stack: list[_Begun] = []
+
+    @contextlib.contextmanager
+    def entered(self, begun: _Begun) -> Iterator[_Begun]:
+        self._stack.append(begun)
+        try:
+            yield begun
+        finally:
+            self._stack.pop()
+
+    def under_way(self) -> tuple[_Begun, ...]:
+        return tuple(self._stack)
+
+
 def _compile_failures() -> tuple[type[Exception], ...]:
     """What compiling raises; what running raises is the user's to see."""
     return *compile_failures(), LeftoverShapes
-
-
-class _State:
-    """What a forward may change besides its result: generators and buffers."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)

@@ -23,12 +23,13 @@ import inspect
 import logging
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memfine_fx.capture.helpers import NAMES, PREFIX
+from memfine_fx.capture.installing import InstalledMethods
 from memfine_fx.capture.rewriting import rewrite_function
 
 __all__ = ["RewrittenLoops"]
@@ -45,32 +46,27 @@ class RewrittenLoops:
 
     def __init__(self, model: torch.nn.Module) -> None:
         by_class = {one: _rewritten_methods(one) for one in dict.fromkeys(map(type, model.modules()))}
-        self._methods = [
-            (module, name, types.MethodType(function, module))
-            for module in model.modules()
-            for name, function in by_class[type(module)].items()
-            if name not in vars(module)
-        ]
+        self._methods = InstalledMethods(
+            [
+                (module, name, function)
+                for module in model.modules()
+                for name, function in by_class[type(module)].items()
+                if name not in vars(module)
+            ]
+        )
 
     @property
     def places(self) -> list[str]:
         """File and line of each rewritten method, once."""
         found: dict[str, None] = {}
-        for _, _, method in self._methods:
+        for _, _, method in self._methods.methods:
             code = method.__func__.__code__
             found[f"{code.co_filename}:{code.co_firstlineno} ({method.__func__.__qualname__})"] = None
         return list(found)
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> contextlib.AbstractContextManager[None]:
         """The methods in their modules' places, for compilations and calls inside."""
-        for module, name, method in self._methods:
-            vars(module)[name] = method
-        try:
-            yield
-        finally:
-            for module, name, _ in self._methods:
-                vars(module).pop(name, None)
+        return self._methods.installed()
 
 
 def _rewritten_methods(module_class: type[torch.nn.Module]) -> dict[str, Callable[..., Any]]:

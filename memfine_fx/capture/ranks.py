@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memfine_fx.compat.dynamo import integers_as_constants
-from memfine_fx.compat.nn import compiled_call, set_compiled_call
 
-__all__ = ["capture_on_ranks"]
+__all__ = ["captured_on_ranks"]
 
 
-def capture_on_ranks(model: torch.nn.Module) -> None:
-    """Put a compiled model's captures under the settings that ranks need.
+def captured_on_ranks(model: torch.nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's compiled call with its captures under the settings that ranks need.
 
     A rank may have no token at all: a size of 0 or 1 is captured as any other. A graph made for 0 tokens would lack the
     region, and the other ranks would wait for its part in the exchange.
@@ -25,8 +25,6 @@ def capture_on_ranks(model: torch.nn.Module) -> None:
     number of expert groups or of heads would become a size that varies too, and no T be the same as any other.
     """
     from memfine_fx.compat.shapes import every_size_captured
-
-    compiled = compiled_call(model)
 
     @functools.cache
     def is_fully_sharded() -> bool:
@@ -42,4 +40,4 @@ def capture_on_ranks(model: torch.nn.Module) -> None:
                 stack.enter_context(integers_as_constants())
             return compiled(*args, **kwargs)
 
-    set_compiled_call(model, call)
+    return call

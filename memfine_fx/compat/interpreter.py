@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
 from memfine_fx.compat.checks import Hook, expect
 
-__all__ = ["FRAMES", "OBJECTS", "every_optimizer", "running_model"]
+__all__ = ["FRAMES", "OBJECTS", "calling_code", "every_optimizer", "running_model"]
 
 
 def running_model() -> torch.nn.Module | None:
@@ -27,6 +27,11 @@ def _outermost_module() -> torch.nn.Module | None:
             found = caller
         frame = frame.f_back
     return found
+
+
+def calling_code() -> CodeType:
+    """The code that calls the function which asks."""
+    return sys._getframe(2).f_code
 
 
 def every_optimizer() -> list[torch.optim.Optimizer]:

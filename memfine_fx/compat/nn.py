@@ -9,20 +9,21 @@ import torch
 
 from memfine_fx.compat.checks import Hook, expect
 
-__all__ = ["COMPILED_CALLS", "compiled_call", "own_parameters", "plain_call", "set_compiled_call"]
+__all__ = [
+    "COMPILED_CALLS",
+    "HOOKS_AFTER_GRADIENT",
+    "hooks_after_gradient",
+    "own_buffers",
+    "own_parameters",
+    "plain_call",
+    "set_compiled_call",
+]
 
 
 def plain_call(model: torch.nn.Module) -> Callable[..., Any]:
     """A module's call with its hooks, as written, whatever was compiled of it."""
     call: Callable[..., Any] = model._call_impl
     return call
-
-
-def compiled_call(model: torch.nn.Module) -> Callable[..., Any]:
-    """What a module runs in place of its plain call."""
-    compiled = model._compiled_call_impl
-    assert compiled is not None
-    return compiled
 
 
 def set_compiled_call(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
@@ -33,6 +34,16 @@ def set_compiled_call(model: torch.nn.Module, call: Callable[..., Any] | None) -
 def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
     """Name -> parameter of a module itself, past any property of its class."""
     return module._parameters
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, Any]:
+    """Name -> buffer of a module itself; changing it changes the module."""
+    return module._buffers
+
+
+def hooks_after_gradient(parameter: torch.Tensor) -> dict[int, Any]:
+    """Where `register_post_accumulate_grad_hook` puts its hooks; changing it changes them."""
+    return (parameter._post_accumulate_grad_hooks or {}) if HOOKS_AFTER_GRADIENT.holds() else {}
 
 
 def _check_compiled_calls() -> None:
@@ -50,4 +61,22 @@ COMPILED_CALLS = Hook(
     seen=("2.11", "2.15"),
     loss='memfine_fx.optimize changes nothing: models run as written. torch.compile(model, backend="memfine") works.',
     check=_check_compiled_calls,
+)
+
+
+def _check_hooks_after_gradient() -> None:
+    probe = torch.ones(1, requires_grad=True)
+    handle = probe.register_post_accumulate_grad_hook(lambda one: None)  # type: ignore[no-untyped-call]
+    expect(len(probe._post_accumulate_grad_hooks or ()) == 1, "a hook that was registered is not there")
+    handle.remove()
+
+
+HOOKS_AFTER_GRADIENT = Hook(
+    name="torch.Tensor._post_accumulate_grad_hooks",
+    host="torch",
+    purpose="explain(measure=True) without the user's hooks that step optimizers",
+    seen=("2.11", "2.15"),
+    loss="memfine_fx.explain(measure=True) runs hooks that were registered with register_post_accumulate_grad_hook, "
+    "which may step an optimizer.",
+    check=_check_hooks_after_gradient,
 )

@@ -17,9 +17,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import memfine_fx
-from memfine_fx.api import _sessions_by_model
 from memfine_fx.errors import BudgetInfeasible, CannotChunk, RanksDisagree
 from memfine_fx.models._experts import GatedExperts
+from memfine_fx.optimized import optimized_call
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.records import ChunkPlan
 from tests.expert_parallel.fault_cases import EXPERTS, HIDDEN, ROWS, TOKENS, TOP_K, WIDTH, Told, layer, run_layer
@@ -160,7 +160,9 @@ def _lose_plans(model: nn.Module) -> None:
     def choose_none(num_tokens: int) -> ChunkPlan:
         raise BudgetInfeasible(1, 2, [])
 
-    for lowered in _sessions_by_model[model].lowered:
+    call = optimized_call(model)
+    assert call is not None and call.session is not None
+    for lowered in call.session.lowered:
         lowered.live.forget_plans()
         lowered.live.choose_plan = choose_none
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,29 @@ def test_only_a_mesh_or_a_group_is_accepted() -> None:
     with pytest.raises(ConfigError, match="must be a DeviceMesh or a ProcessGroup, got int"):
         memfine_fx.optimize(small_model(), expert_parallel=2)  # type: ignore[arg-type]
     assert sharded_parameters(memfine_fx.optimize(small_model(), expert_parallel=dist.group.WORLD))
+
+
+def test_a_deep_copy_shares_its_experts_among_the_same_ranks() -> None:
+    model, reference = small_model(), small_model()
+    reference.load_state_dict(model.state_dict())
+    optimized, hidden = sharded(model), torch.randn(6, 8)
+    optimized(hidden)
+    copied = copy.deepcopy(optimized)
+    with torch.no_grad():
+        for parameter in (*copied.parameters(), *reference.parameters()):
+            parameter.mul_(2)
+    torch.testing.assert_close(copied(hidden), reference(hidden))
+    assert memfine_fx.report(copied).num_chunked == 1
+    assert isinstance(copied.state_dict()["experts.down_proj"], DTensor)
+    own, other = (sharded_parameters(one)["experts.down_proj"].module for one in (copied, optimized))
+    assert own is not other
+
+
+def test_a_pickle_of_one_rank_is_refused_with_what_saves_the_model() -> None:
+    with pytest.raises(memfine_fx.MemfineError, match="TrainingState"):
+        pickle.dumps(sharded(small_model()))
+
+
+def test_none_once_the_group_exists_means_that_no_ranks_share_the_experts() -> None:
+    model = memfine_fx.optimize(small_model(), inner_backend="eager", expert_parallel=None)
+    assert not sharded_parameters(model)

@@ -138,7 +138,7 @@ def test_threads_share_an_optimized_model() -> None:
 
 
 @pytest.mark.trainers
-def test_copies_pickles_and_saved_weights_are_plain() -> None:
+def test_copies_and_pickles_are_optimized_and_saved_weights_are_plain() -> None:
     model = tiny()
     optimized = optimized_copy(model, rows_per_chunk=5)
     inputs = batch()
@@ -149,9 +149,11 @@ def test_copies_pickles_and_saved_weights_are_plain() -> None:
     loaded = tiny()
     loaded.load_state_dict(torch.load(file))
     expected = model(**inputs).logits
-    for plain in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized)), loaded):
-        assert plain._compiled_call_impl is None
-        assert relative_error(plain(**inputs).logits, expected) < FP32_TOLERANCE
+    assert loaded._compiled_call_impl is None
+    assert relative_error(loaded(**inputs).logits, expected) < FP32_TOLERANCE
+    for copied in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        assert relative_error(copied(**inputs).logits, expected) < FP32_TOLERANCE
+        assert memfine_fx.report(copied).num_chunked == 1
 
 
 @pytest.mark.trainers

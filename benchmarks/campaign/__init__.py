@@ -1,0 +1,1 @@
+"""Campaigns: a promise asked a thousand times, at random points."""
