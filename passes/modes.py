@@ -1,7 +1,8 @@
 """Modes that edges do not show: gradient mode and autocast, at every node of a graph.
 
 Entering and leaving them are nodes without data edges, so a region can straddle one unseen. `modes_at` replays
-them in order; a body of a higher-order op starts in the modes of the node that calls it.
+them in order; a body of a higher-order op starts in the modes of the node that calls it. A node that lets no gradient
+through has its edge all the same; `stops_gradients` reads that from the values that Dynamo recorded.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from memfine_fx.passes.dataflow import target_name
+from memfine_fx.passes.dataflow import node_value, target_name
 
-__all__ = ["Modes", "called_bodies", "enter_autocast", "modes_at"]
+__all__ = ["Modes", "called_bodies", "enter_autocast", "modes_at", "stops_gradients"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,30 @@ def _submodule(graph_module: fx.GraphModule, path: str) -> fx.GraphModule | None
     for name in path.split("."):
         value = getattr(value, name, None)
     return value if isinstance(value, fx.GraphModule) else None
+
+
+def stops_gradients(node: fx.Node) -> bool:
+    """Whether floats that want a gradient go into a node and none that does comes out, in a graph with gradients on.
+
+    NOTE: read from Dynamo's own graph, whose values were computed under autograd. In a retrace the names of such nodes
+    depend on torch's version: `make_fx` of 2.15 records a `detach` as `aten.alias`, which stops nothing.
+    """
+    if target_name(node) in _BLANKS:
+        return False
+    sources = [value for source in node.all_input_nodes for value in pytree.tree_leaves(node_value(source))]
+    results = [value for value in pytree.tree_leaves(node_value(node)) if _is_float(value)]
+    is_fed = any(_is_float(value) and value.requires_grad for value in sources)
+    return is_fed and bool(results) and not any(value.requires_grad for value in results)
+
+
+_BLANKS = frozenset(
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
+)
+"""What takes only the shape of its argument."""
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 @contextlib.contextmanager
