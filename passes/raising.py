@@ -36,7 +36,7 @@ from memfine_fx.passes.loops.dense import DENSE_LOOP_RULES, read_dense_loop
 from memfine_fx.passes.loops.roll import Rolled, is_loop, roll
 from memfine_fx.passes.loops.slot_lists import SlotList, slot_lists
 from memfine_fx.passes.loops.slot_roll import roll_slot_list
-from memfine_fx.passes.modes import Modes, modes_at, stops_gradients
+from memfine_fx.passes.modes import Modes, gradient_stop, modes_at
 from memfine_fx.passes.moves import MOVE_RULES
 from memfine_fx.passes.normalize import NormalizedRegion, normalize
 from memfine_fx.passes.rowwise import ROWWISE_RULES, pointwise_rule
@@ -263,15 +263,15 @@ def _modes_of(cut: Cut, candidate: Candidate, flow: Dataflow) -> Modes:
     _check_cut(cut, flow)
     modes = _uniform_modes(cut, modes_at(candidate.graph_module.graph, candidate.start))
     if torch.is_grad_enabled() and not modes.disables_grad:
-        _check_gradients_pass(cut)
+        _check_gradients_pass(cut, flow)
     return modes
 
 
-def _check_gradients_pass(cut: Cut) -> None:
-    for node in cut.nodes:
-        if stops_gradients(node):
-            name = target_name(node).removeprefix("_get_").removesuffix("_attr")
-            raise CannotChunk(f"{name} stops gradients inside the region, which a chunk's backward would not", node)
+def _check_gradients_pass(cut: Cut, flow: Dataflow) -> None:
+    node = gradient_stop(cut.nodes, flow)
+    if node is not None:
+        name = target_name(node).removeprefix("_get_").removesuffix("_attr")
+        raise CannotChunk(f"{name} stops gradients inside the region, which a chunk's backward would not", node)
 
 
 def _check_cut(cut: Cut, flow: Dataflow) -> None:
