@@ -53,6 +53,10 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "stops gradients",
         "gradients through a detached value cannot be recomputed in chunks: detach outside the experts",
     ),
+    (
+        "other gradients than autograd finds",
+        "your layer runs as it was; take what changes gradients out of the experts, or report it with this line",
+    ),
     ("autocast or gradient mode changes", "enter autocast or no_grad around the whole MoE layer, not inside it"),
     (
         "also used outside the region",

@@ -97,7 +97,7 @@ def _fingerprint(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
     names = {node: f"%{place}" for place, node in enumerate(nodes)}
     calls = [f"{node.target} {fx.map_arg((node.args, node.kwargs), names.get)}" for node in region.cut.nodes]
     inputs = [_description(node_value(node)) for node in region.cut.inputs]
-    roles = [names.get(node) for node in (region.hidden, region.expert_index, region.routing_weight, region.base)]
+    roles = [node and names[node] for node in (region.hidden, region.expert_index, region.routing_weight, region.base)]
     params = [names.get(node) for node in region.params]
     text = repr((bodies.key, calls, inputs, roles, params, region.dims, modes))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -277,7 +277,7 @@ def _laid_out(filled: Tensor, like: Tensor) -> Tensor:
     """The same numbers with dimensions in memory in the order of `like`."""
     if like.ndim < 2 or like.is_contiguous() or any(not isinstance(step, int) for step in like.stride()):
         return filled
-    order = sorted(range(like.ndim), key=lambda dim: -like.stride(dim))
+    order = sorted(range(like.ndim), key=like.stride().__getitem__, reverse=True)
     back = [order.index(dim) for dim in range(like.ndim)]
     return filled.permute(order).contiguous().permute(back)
 
