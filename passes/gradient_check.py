@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfine_fx.errors import CannotChunk
@@ -33,6 +35,7 @@ from memfine_fx.passes.dataflow import node_value, static_size
 from memfine_fx.passes.modes import Modes
 from memfine_fx.passes.reference import ExactRun
 from memfine_fx.passes.shrinkage import narrow_graph, narrow_widths
+from memfine_fx.passes.tracing import without_saved_tensor_hooks
 from memfine_fx.passes.verify import Forms, Tensors, errors_of, run_step
 from memfine_fx.records import ChunkPlan, Keep, MoERegion
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, ForwardBody, KeepingBodies
@@ -43,9 +46,20 @@ __all__ = ["check_gradients"]
 _SMALL_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20
 _TOLERANCE = 1e-4
-_RUN_ERRORS = (CannotChunk, RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_RUN_ERRORS = (
+    CannotChunk, RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError,
+)  # fmt: skip
 _PLAN = ChunkPlan("rows", 1 << 20, 0, 0, "to compare gradients")
-_known: dict[str, str | CannotChunk] = {}
+_known: dict[str, _Found] = {}
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Why a region could not be compared, or how its gradients differ; both "" where they agree."""
+
+    uncompared: str = ""
+    difference: str = ""
 
 
 def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
@@ -67,15 +81,27 @@ def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
     if region.expert_index is not None and region.expert_index not in region.cut.inputs:  # weights [T,E] stand for it
         region = replace(region, cut=replace(region.cut, inputs=(*region.cut.inputs, region.expert_index)))
     key = _fingerprint(region, bodies, modes)
-    if key not in _known:
-        try:
-            _known[key] = _compared(Forms.of(region, _live(region, bodies), modes), bodies)
-        except CannotChunk as refusal:
-            _known[key] = refusal
+    with _lock:
+        if key not in _known:
+            _known[key] = _found(region, bodies, modes)
     found = _known[key]
-    if isinstance(found, CannotChunk):
-        raise found
-    return found
+    if found.difference:
+        raise CannotChunk(
+            f"in chunks it would have other gradients than autograd finds in the layer as written: {found.difference}",
+            region.cut.exit,
+        )
+    return found.uncompared
+
+
+def _found(region: MoERegion, bodies: Bodies, modes: Modes) -> _Found:
+    try:
+        return _compared(Forms.of(region, _live(region, bodies), modes), bodies)
+    except _RUN_ERRORS as error:
+        return _Found(_in_words(error))
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _live(region: MoERegion, bodies: Bodies) -> LiveRegion:
@@ -109,19 +135,19 @@ def _description(value: object) -> object:
     return str(value)
 
 
-def _compared(forms: Forms, bodies: Bodies) -> str:
+def _compared(forms: Forms, bodies: Bodies) -> _Found:
     if not forms.wants_grad:
-        return ""
+        return _Found()
     reason = "its sizes are too large"
     for sizes in _choices(forms.region):
         inputs = _Inputs(forms.region, sizes)
         if inputs.num_bytes > _MOST_BYTES:
             continue
         try:
-            with _disable_current_modes(), torch._C._DisableAutocast():
+            with without_saved_tensor_hooks(), _disable_current_modes(), torch._C._DisableAutocast():
                 original, rewritten = _run(forms, bodies, inputs, sizes.widths)
         except _RUN_ERRORS as error:
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            reason = _in_words(error)
             continue
         errors = errors_of(rewritten, original)
         if not errors.pop("output") <= _TOLERANCE:
@@ -129,13 +155,9 @@ def _compared(forms: Forms, bodies: Bodies) -> str:
             continue
         worst = max(errors, key=lambda name: errors[name], default="")
         if worst and not errors[worst] <= _TOLERANCE:
-            raise CannotChunk(
-                f"in chunks it would have other gradients than autograd finds in the layer as written: {worst} differs "
-                f"by {errors[worst]:.1e} relative",
-                forms.region.cut.exit,
-            )
-        return ""
-    return reason
+            return _Found(difference=f"{worst} differs by {errors[worst]:.1e} relative")
+        return _Found()
+    return _Found(reason)
 
 
 def _run(forms: Forms, bodies: Bodies, inputs: _Inputs, widths: Mapping[int, int]) -> tuple[Tensors, Tensors]:
@@ -178,14 +200,17 @@ def _choices(region: MoERegion) -> Iterator[_Sizes]:
 
 
 def _few_tokens(region: MoERegion) -> dict[sympy.Symbol, int]:
-    found: dict[sympy.Symbol, None] = {}
-    for node in region.cut.inputs:
-        value = node_value(node)
-        sizes = value.shape if isinstance(value, Tensor) else [value]
-        for size in sizes:
-            if isinstance(size, torch.SymInt):
-                found.update(dict.fromkeys(sorted(size.node.expr.free_symbols, key=str)))
-    return {symbol: 5 if len(found) == 1 else 2 + place for place, symbol in enumerate(found)}
+    """Numbers for the symbols of the inputs; those that routing decides inside are only needed to count bytes."""
+    found = _symbols(region.cut.inputs)
+    inside = {symbol: 16 for symbol in _symbols(region.cut.nodes)}
+    return inside | {symbol: 5 if len(found) == 1 else 2 + place for place, symbol in enumerate(found)}
+
+
+def _symbols(nodes: Iterable[fx.Node]) -> list[sympy.Symbol]:
+    values = [value for node in nodes for value in pytree.tree_leaves(node_value(node))]
+    sizes = [size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,))]
+    exprs = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
+    return list(dict.fromkeys(symbol for expr in exprs for symbol in sorted(expr.free_symbols, key=str)))
 
 
 def _narrow_widths(region: MoERegion) -> dict[int, int]:
@@ -197,7 +222,7 @@ def _narrow_widths(region: MoERegion) -> dict[int, int]:
         if not isinstance(value, Tensor):
             continue
         sizes = list(map(static_size, value.shape))
-        if isinstance(value, torch.nn.Parameter):
+        if node in region.params or isinstance(value, torch.nn.Parameter):
             inner += [size for size in sizes if size is not None and size != region.dims.num_experts]
         elif sizes and value.dtype.is_floating_point:
             inner += [region.dims.hidden] if node is region.hidden else []
@@ -212,12 +237,15 @@ class _Inputs:
     def __init__(self, region: MoERegion, sizes: _Sizes) -> None:
         self._region = region
         self._sizes = sizes
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator("cpu").manual_seed(0)
 
     @property
     def num_bytes(self) -> int:
-        """Of all inputs in fp64, and of the largest once for each routed row, as spellings that gather weights take."""
-        tensors = [value for node in self._region.cut.inputs if isinstance(value := node_value(node), Tensor)]
+        """Of all inputs and all that the region as captured computes, in fp64."""
+        nodes = (*self._region.cut.inputs, *self._region.cut.nodes)
+        tensors = [
+            value for node in nodes for value in pytree.tree_leaves(node_value(node)) if isinstance(value, Tensor)
+        ]
         return sum(8 * math.prod(map(self._sizes.of, value.shape)) for value in tensors)
 
     def values(self) -> tuple[list[Any], list[Tensor | None]]:
@@ -235,8 +263,10 @@ class _Inputs:
         assert isinstance(value, Tensor)
         shape = tuple(map(self._sizes.of, value.shape))
         num_tokens = math.prod(shape) // dims.top_k
-        few = torch.randperm(dims.num_experts, generator=self._generator)[: dims.top_k + 1]  # each costs a body's run
-        order = torch.rand(num_tokens, len(few), generator=self._generator).argsort(1)
+        few = torch.randperm(dims.num_experts, generator=self._generator, device="cpu")[
+            : dims.top_k + 1
+        ]  # each costs a body's run
+        order = torch.rand(num_tokens, len(few), generator=self._generator, device="cpu").argsort(1)
         return few[order[:, : dims.top_k]].view(shape).to(value.device, value.dtype)
 
     def _value(self, node: fx.Node, index: Tensor | None, chosen: Tensor | None) -> Any:
@@ -254,7 +284,9 @@ class _Inputs:
             return (
                 torch.zeros(shape, dtype=value.dtype, device=value.device) if chosen is None else chosen.to(value.dtype)
             )
-        filled = torch.randn(shape, dtype=torch.float64, generator=self._generator) / math.sqrt(max((1, *shape[-1:])))
+        filled = torch.randn(shape, dtype=torch.float64, generator=self._generator, device="cpu") / math.sqrt(
+            max((1, *shape[-1:]))
+        )
         filled = filled.abs() + 0.1 if index is not None and shape[: index.ndim - 1] == index.shape[:-1] else filled
         filled = _laid_out(filled, value).to(value.device)
         return filled if chosen is None else filled * chosen
@@ -266,7 +298,7 @@ class _Inputs:
             return None
         shape = tuple(map(self._sizes.of, value.shape))
         choices = index.cpu().long().reshape(-1, self._region.dims.top_k)
-        table = torch.zeros(choices.shape[0], num_experts, dtype=torch.float64).scatter(1, choices, 1.0)
+        table = torch.zeros(choices.shape[0], num_experts, dtype=torch.float64, device="cpu").scatter(1, choices, 1.0)
         if node in self._region.weight_columns:
             return table[:, self._region.weight_columns.index(node)].reshape(shape).to(value.device)
         is_table = shape[-1:] == (num_experts,) and math.prod(shape) == table.numel()
