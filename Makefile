@@ -3,41 +3,51 @@ PYTHON ?= python3
 # Where `make gpu` writes its rows.
 OUT ?= benchmarks/results
 PIP_FLAGS ?=
-VENV := .venv
+# Another torch than the project's own, each in an environment of its own: make test-torch TORCH=2.15.0
+TORCH ?=
+PINS := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 comma := ,
 SUITES := layer,model,vocab,compile,paper,moeblaze,scaling,memory,budget
 # One thread per worker: xdist already uses the cores, and results do not depend on the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
+FAST := not slow and not campaign and not cuda and not trainers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow campaign examples golden coverage docs figures lint format types check bench bench-quick gpu clean
+.PHONY: help setup demo test test-torch test-slow campaign examples golden coverage docs figures lint format types check \
+    bench bench-quick gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## create .venv and install the project with all extras
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[test,bench,hf,cluster]"
+	$(BIN)/python -m pip install $(PIP_FLAGS) $(PINS) -e ".[test,bench,hf,cluster]"
 	touch $@
 
 demo: setup  ## train a small MoE model with and without memfine
 	$(BIN)/memfine demo
 
 test: setup  ## the fast tests
-	$(PYTEST) -m "not slow and not campaign and not cuda and not trainers"
+	$(PYTEST) -m "$(FAST)"
+
+test-torch: setup  ## the fast tests under TORCH=VERSION, in .venv-torch-VERSION; their row of docs/compatibility.md
+	mkdir -p build
+	$(PYTEST) -m "$(FAST)" --junitxml build/fast.xml; status=$$?; \
+	$(BIN)/python -m benchmarks.compatibility --fast build/fast.xml && exit $$status
 
 test-slow: setup  ## the slow tests
-	$(PYTEST) -m "slow and not cuda"
+	$(PYTEST) -m "slow and not campaign and not cuda"
 
 campaign: setup  ## hours: every life under every budget
 	$(PYTEST) -m campaign
 
 examples: setup  ## the examples and the trainers' tests; writes docs/compatibility.md
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[test,trainers]"
+	$(BIN)/python -m pip install $(PIP_FLAGS) $(PINS) -e ".[test,trainers]"
 	mkdir -p build
 	$(PYTEST) -m trainers --junitxml build/trainers.xml
 	$(BIN)/python -m benchmarks.compatibility build/trainers.xml
@@ -49,7 +59,7 @@ coverage: setup  ## check every family and spelling again; writes docs/coverage.
 	$(BIN)/python -m benchmarks.coverage
 
 docs: setup  ## build the documentation strictly, into build/site
-	$(BIN)/python -m pip install $(PIP_FLAGS) -q -e ".[docs]"
+	$(BIN)/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[docs]"
 	$(BIN)/python -m benchmarks.troubleshooting --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
 
@@ -83,5 +93,5 @@ gpu:  ## the GPU suite, with the Python at hand: no setup, no venv
 	PYTHONPATH=. $(PYTHON) -m benchmarks run --suite gpu --json "$(OUT)/gpu.json"
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

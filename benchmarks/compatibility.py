@@ -1,9 +1,11 @@
-"""The compatibility table: what the tests marked `trainers` said under each torch, with the versions they ran beside.
+"""The compatibility page: what the fast tests and the tests marked `trainers` said under each torch.
 
-    make examples      # runs them, keeps their outcomes, writes docs/compatibility.md
+    make test-torch TORCH=2.15.0   # the fast tests in an environment of its own: one row of the first table
+    make examples                  # the trainers' tests, with the versions they ran beside: the columns of the others
 
-Outcomes are kept by torch version in benchmarks/results/compatibility.json; a run replaces those of its own version, so
-that versions are added one environment at a time. The newest version's run says which tests there are.
+Outcomes are kept by torch version in benchmarks/results/compatibility.json; a run replaces those of its own version,
+and of its own Python for the fast tests, so that versions are added one environment at a time. The newest version under
+which trainers ran says which of their tests there are.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ import importlib.metadata
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
-__all__ = ["Environment", "outcomes_of", "table"]
+__all__ = ["Environment", "FastTests", "fast_tests_of", "outcomes_of", "table"]
 
 ROOT = Path(__file__).resolve().parents[1]
-SUPPORTED = ("2.11", "2.12", "2.13")
+SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 _PACKAGES = ("transformers", "accelerate", "peft", "lightning", "tensorboard", "deepspeed")
 _FILES = {
     "test_examples": "Examples",
@@ -36,19 +40,44 @@ _FILES = {
 }
 
 
+@dataclass(frozen=True)
+class FastTests:
+    """What the fast tests said in one run.
+
+    Args:
+        torch: full version with its build, e.g. "2.15.0+cu132".
+        failed: names, "FILE::TEST".
+    """
+
+    torch: str
+    passed: int
+    skipped: int
+    failed: tuple[str, ...] = ()
+
+
 @dataclass
 class Environment:
     """One torch, what was installed beside it, and what its tests said.
 
     Args:
         torch: version, e.g. "2.13.0".
-        beside: Python's and the trainers' versions, in words.
+        beside: Python's and the trainers' versions, in words; "" where the trainers' tests were not run.
         outcomes: "FILE::TEST" -> "works", "**fails**" or "not run".
+        fast: fast tests by version of Python.
     """
 
     torch: str
-    beside: str
+    beside: str = ""
     outcomes: dict[str, str] = field(default_factory=dict)
+    fast: dict[str, FastTests] = field(default_factory=dict)
+
+    @staticmethod
+    def read(kept: Mapping[str, Any]) -> Environment:
+        """From its JSON."""
+        fast = {
+            python: FastTests(**{**one, "failed": tuple(one["failed"])}) for python, one in kept.get("fast", {}).items()
+        }
+        return Environment(kept["torch"], kept["beside"], kept["outcomes"], fast)
 
 
 def outcomes_of(*reports: str) -> dict[str, str]:
@@ -57,12 +86,22 @@ def outcomes_of(*reports: str) -> dict[str, str]:
     Args:
         reports: pytest's, in JUnit XML.
     """
-    found: dict[str, str] = {}
+    found = {name: outcome for name, outcome in _cases(reports) if name.split("::")[0] in _FILES}
+    return dict(sorted(found.items()))  # not as parallel workers happened to run them
+
+
+def fast_tests_of(torch: str, *reports: str) -> FastTests:
+    """The fast tests' outcomes, of reports that may each hold a part of them."""
+    cases = sorted(_cases(reports))
+    count = Counter(outcome for _, outcome in cases)
+    failed = tuple(name for name, outcome in cases if outcome == "**fails**")
+    return FastTests(torch, count["works"], count["not run"], failed)
+
+
+def _cases(reports: Iterable[str]) -> Iterator[tuple[str, str]]:
     for case in (case for report in reports for case in ElementTree.fromstring(report).iter("testcase")):
         file = case.get("classname", "").rsplit(".", 1)[-1]
-        if file in _FILES:
-            found[f"{file}::{case.get('name', '')}"] = _outcome(case)
-    return dict(sorted(found.items()))  # not as parallel workers happened to run them
+        yield f"{file}::{case.get('name', '')}", _outcome(case)
 
 
 def table(environments: Mapping[str, Environment]) -> str:
@@ -71,7 +110,7 @@ def table(environments: Mapping[str, Environment]) -> str:
     Args:
         environments: by minor version of torch; one that is absent has a column of "untried".
     """
-    newest = max(environments)
+    newest = max((version for version, one in environments.items() if one.outcomes), key=_numbers)
     tests = list(environments[newest].outcomes)
     head = f"| what was tested | {' | '.join(f'torch {version}' for version in SUPPORTED)} |"
     sections = []
@@ -81,12 +120,36 @@ def table(environments: Mapping[str, Environment]) -> str:
             sections.append("\n".join([f"## {title}", "", head, "|---|" + "---|" * len(SUPPORTED), *rows]))
     page = [
         "# Compatibility",
-        "Written by `make examples` from the tests marked `trainers`; do not edit. Their outcomes are kept in\n"
-        '`benchmarks/results/compatibility.json`. "Not run" is a test whose packages were not installed, "untried"\n'
-        "one that was not part of that version's run.",
-        "\n".join(f"- torch {one.torch}: {one.beside}" for _, one in sorted(environments.items())),
+        "Written by `make test-torch TORCH=VERSION` (the fast tests) and `make examples` (the tests of trainers); do\n"
+        "not edit. Outcomes are kept in `benchmarks/results/compatibility.json`.",
+        *([_fast_table(environments)] if any(one.fast for one in environments.values()) else []),
+        "# Trainers and examples",
+        '"Not run" is a test whose packages were not installed, "untried" one that was not in that version\'s run.',
+        "\n".join(f"- torch {one.torch}: {one.beside}" for _, one in _sorted(environments) if one.beside),
     ]
     return "\n\n".join([*page, *sections]) + "\n"
+
+
+def _fast_table(environments: Mapping[str, Environment]) -> str:
+    lines = [
+        "## The fast tests",
+        "",
+        "| torch | Python | passed | skipped | failed | which |",
+        "|---|---|---|---|---|---|",
+    ]
+    for _, environment in _sorted(environments):
+        for python, one in sorted(environment.fast.items(), key=lambda item: _numbers(item[0])):
+            cells = (one.torch, python, one.passed, one.skipped, len(one.failed), ", ".join(one.failed) or "-")
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _sorted(environments: Mapping[str, Environment]) -> list[tuple[str, Environment]]:
+    return sorted(environments.items(), key=lambda item: _numbers(item[0]))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
 
 
 def _row(test: str, environments: Mapping[str, Environment]) -> str:
@@ -121,18 +184,23 @@ def _beside() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("reports", type=Path, nargs="*", help="of this interpreter's torch; none: only write the page")
+    parser.add_argument("--fast", action="store_true", help="the reports are of the fast tests, not of the trainers'")
     parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "results" / "compatibility.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "compatibility.md")
     chosen = parser.parse_args()
     kept = {}
     if chosen.kept.exists():
-        kept = {key: Environment(**one) for key, one in json.loads(chosen.kept.read_text(encoding="utf-8")).items()}
+        kept = {key: Environment.read(one) for key, one in json.loads(chosen.kept.read_text(encoding="utf-8")).items()}
     if chosen.reports:
         torch = _version("torch")
-        mine = kept.setdefault(".".join(torch.split(".")[:2]), Environment(torch, ""))
-        mine.torch, mine.beside = torch, _beside()
-        mine.outcomes = outcomes_of(*(report.read_text(encoding="utf-8") for report in chosen.reports))
-    text = json.dumps({key: asdict(one) for key, one in sorted(kept.items())}, indent=1)
+        mine = kept.setdefault(".".join(torch.split(".")[:2]), Environment(torch))
+        reports = [report.read_text(encoding="utf-8") for report in chosen.reports]
+        if chosen.fast:
+            build = importlib.metadata.version("torch")
+            mine.fast[platform.python_version()] = fast_tests_of(build, *reports)
+        else:
+            mine.torch, mine.beside, mine.outcomes = torch, _beside(), outcomes_of(*reports)
+    text = json.dumps({key: asdict(one) for key, one in _sorted(kept)}, indent=1)
     chosen.kept.write_text(text + "\n", encoding="utf-8")
     chosen.out.write_text(table(kept), encoding="utf-8")
 

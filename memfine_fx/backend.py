@@ -46,11 +46,12 @@ from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, pro
 from memfine_fx.passes.dispatch_masks import conceal, expose
 from memfine_fx.passes.draw import region_graph
 from memfine_fx.passes.find import find_candidates
+from memfine_fx.passes.gradient_check import check_gradients
 from memfine_fx.passes.lift import can_lift
 from memfine_fx.passes.loops.harmless import is_harmless_marker
 from memfine_fx.passes.loops.marker import LOOP_MARKERS
 from memfine_fx.passes.lower import insert_identity, lower_region
-from memfine_fx.passes.modes import Modes, called_bodies
+from memfine_fx.passes.modes import Modes, called_bodies, modes_at
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.records import Candidate, Keep, MoERegion, Refusal
@@ -161,14 +162,26 @@ def _raise_and_plan(candidate: Candidate | Refusal, session: Session, record: Ca
         with session.timed("raise"):
             region = raise_region(candidate)
         with session.timed("plan"):
-            region, live = _plan(region, session, record)
+            bodies = _bodies(region, session.config)
+            bodies.backward(_wanted(region, bodies))  # traces it, which the check would else be timed for
+        with session.timed("check"):
+            uncompared = _check(region, bodies, candidate, session.config)
+        with session.timed("plan"):
+            region, live = _plan(region, bodies, session, record)
         graph = region_graph(region) if session.is_dry else None
-        return LoweredRegion(region, live, _num_tokens_hint(region), graph=graph)
+        return LoweredRegion(region, live, _num_tokens_hint(region), graph=graph, uncompared=uncompared)
     except CannotChunk as refusal:
         return Refusal(candidate.where, refusal.reason, refusal.node)
     except Exception as error:  # NOTE: a bug of ours must not take down a model that compiles without us
         log.warning("memfine_fx failed on %s; the region stays as it was", candidate.where, exc_info=True)
         return Refusal(candidate.where, f"internal error, please report it: {type(error).__name__}: {error}")
+
+
+def _check(region: MoERegion, bodies: ExpertBodies, candidate: Candidate, config: Config) -> str:
+    """See `passes.gradient_check`; an expert's own body stands for one over several experts."""
+    one = _build_bodies(region, config, takes_group=False) if bodies.takes_group else bodies
+    modes = modes_at(candidate.graph_module.graph, candidate.start)[region.cut.exit]
+    return check_gradients(region, one, modes)
 
 
 def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | Refusal]:
@@ -202,11 +215,11 @@ def _check_leftover_shapes(body: fx.GraphModule, outcomes: list[LoweredRegion | 
             raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")
 
 
-def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> tuple[MoERegion, LiveRegion]:
-    """The region as it lowers, its bodies, and how its plan will be chosen once T is known."""
+def _plan(
+    region: MoERegion, bodies: ExpertBodies, session: Session, record: CapturedGraph
+) -> tuple[MoERegion, LiveRegion]:
+    """The region as it lowers, and how its plan will be chosen once T is known."""
     config = session.config
-    specs = _argument_specs(region)
-    bodies = _bodies(region, specs, config)
     output = tensor_of(region.cut.exit)
     region, exchange = sharded_experts(region, bodies.key, config.axis)
     region_bytes = functools.partial(_region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
@@ -231,24 +244,25 @@ def _plan(region: MoERegion, session: Session, record: CapturedGraph) -> tuple[M
     return region, live
 
 
-def _bodies(region: MoERegion, specs: tuple[TensorSpec, ...], config: Config) -> ExpertBodies:
+def _bodies(region: MoERegion, config: Config) -> ExpertBodies:
     """Bodies over a chunk's range of experts where that is possible and pays, else over one expert."""
-
-    def build(takes_group: bool) -> ExpertBodies:
-        return bodies_for(
-            region.expert_fn,
-            specs,
-            folds_weight=config.fold_weight,
-            takes_group=takes_group,
-            inner=config.inner_backend,
-        )
-
+    specs = _argument_specs(region)
     if specs[0].device.type == "cuda" and config.axis == "rows" and can_lift(region.expert_fn, specs):
         try:
-            return build(takes_group=True)
+            return _build_bodies(region, config, takes_group=True)
         except CannotChunk as refusal:
             log.info("experts run one by one at %s: %s", region.where, refusal)
-    return build(takes_group=False)
+    return _build_bodies(region, config, takes_group=False)
+
+
+def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> ExpertBodies:
+    return bodies_for(
+        region.expert_fn,
+        _argument_specs(region),
+        folds_weight=config.fold_weight,
+        takes_group=takes_group,
+        inner=config.inner_backend,
+    )
 
 
 def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: Session) -> None:
@@ -289,8 +303,7 @@ def _region_bytes(
 ) -> RegionBytes:
     hidden = tensor_of(region.hidden)
     params = [tensor_of(node) for node in region.params]
-    trained_groups = (any(param.requires_grad for param in group) for group in _param_groups(region))
-    wanted = (True, bodies.has_weight, *trained_groups)
+    wanted = _wanted(region, bodies)
     trained = [param for param in params if param.requires_grad]
     low_precision = [param.dtype for param in trained if accumulator_dtype(param.dtype) is not param.dtype]
     shapes = _gradient_shapes(region) if low_precision else []
@@ -323,6 +336,12 @@ def _region_bytes(
         product_scratch=product_scratch(shapes, (low_precision or [hidden.dtype])[0], output.device.type),
         travel=None if exchange is None else exchange.travel,
     )
+
+
+def _wanted(region: MoERegion, bodies: ExpertBodies) -> tuple[bool, ...]:
+    """Gradients that a step may want: of rows, of weights if any, and of parameters that are trained."""
+    trained_groups = (any(param.requires_grad for param in group) for group in _param_groups(region))
+    return (True, bodies.has_weight, *trained_groups)
 
 
 def _gradient_shapes(region: MoERegion) -> list[tuple[int, ...]]:

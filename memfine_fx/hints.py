@@ -49,7 +49,14 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "what reads all logits needs all of them at once: take it out of the training step, or compute it now and then",
     ),
     ("a gradient of its own", "reduction='mean' or 'sum' lets the loss be computed chunk by chunk"),
-    ("detach", "gradients through a detached value cannot be recomputed in chunks: detach outside the experts"),
+    (
+        "stops gradients",
+        "gradients through a detached value cannot be recomputed in chunks: detach outside the experts",
+    ),
+    (
+        "other gradients than autograd finds",
+        "your layer runs as it was; take what changes gradients out of the experts, or report it with this line",
+    ),
     ("autocast or gradient mode changes", "enter autocast or no_grad around the whole MoE layer, not inside it"),
     (
         "also used outside the region",

@@ -51,6 +51,7 @@ class RegionReport:
         verified_error: worst relative error that `verify` saw, None where it was not asked for.
         hint: what can be done about a refusal, "" where the reason says it all.
         graph: the region with its router, from `explain`; see `picture`.
+        uncompared: why its gradients could not be compared with autograd's when it was compiled, "" where they agree.
     """
 
     status: Literal["chunked", "refused"]
@@ -70,6 +71,7 @@ class RegionReport:
     verified_error: float | None = None
     hint: str = ""
     graph: RegionGraph | None = None
+    uncompared: str = ""
 
     def __str__(self) -> str:
         if self.status == "refused":
@@ -80,6 +82,8 @@ class RegionReport:
         sizes = f"T={tokens} H={dims.hidden} E={dims.num_experts} K={dims.top_k} F={dims.expert_width}"
         verified = "" if self.verified_error is None else f", verified to {self.verified_error:.1e}"
         line = f"chunked  {self.where}: {self.family}, {sizes}{verified}"
+        if self.uncompared:
+            line += f", gradients not compared when it was compiled ({self.uncompared})"
         if self.plan is None:
             return f"{line}; plan chosen at the first step"
         plan = self.plan

@@ -43,13 +43,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoweredRegion:
-    """A raised region, its live counterpart, T of the captured call, what verifying it gave, its picture."""
+    """A raised region, its live counterpart, T of the captured call, what verifying it gave, its picture, and why its
+    gradients could not be compared with autograd's ("" where they agree)."""
 
     region: MoERegion
     live: LiveRegion
     num_tokens_hint: int | None = None
     verification: RegionVerification | None = None
     graph: RegionGraph | None = None
+    uncompared: str = ""
 
 
 @dataclass(frozen=True)
@@ -457,6 +459,7 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
         body_key=live.bodies.key,
         verified_error=_verified_error(outcome),
         graph=outcome.graph,
+        uncompared=outcome.uncompared,
     )
 
 

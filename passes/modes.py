@@ -1,13 +1,14 @@
 """Modes that edges do not show: gradient mode and autocast, at every node of a graph.
 
 Entering and leaving them are nodes without data edges, so a region can straddle one unseen. `modes_at` replays
-them in order; a body of a higher-order op starts in the modes of the node that calls it.
+them in order; a body of a higher-order op starts in the modes of the node that calls it. A node that lets no gradient
+through has its edge all the same; `gradient_stop` reads that from the values that Dynamo recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.dynamo import mode_switch
-from memfine_fx.passes.dataflow import target_name
+from memfine_fx.compat.tensors import tree_leaves
+from memfine_fx.passes.dataflow import Dataflow, node_value, target_name
 
-__all__ = ["Modes", "called_bodies", "enter_autocast", "modes_at"]
+__all__ = ["Modes", "called_bodies", "enter_autocast", "gradient_stop", "modes_at"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,46 @@ def _submodule(graph_module: fx.GraphModule, path: str) -> fx.GraphModule | None
     for name in path.split("."):
         value = getattr(value, name, None)
     return value if isinstance(value, fx.GraphModule) else None
+
+
+def gradient_stop(nodes: Iterable[fx.Node], flow: Dataflow) -> fx.Node | None:
+    """The first node, in graph order, that takes floats which want a gradient and gives none that does.
+
+    NOTE: read from Dynamo's own graph, whose values were computed under autograd. In a retrace the names of such nodes
+    depend on torch's version: `make_fx` of 2.15 records a `detach` as `aten.alias`, which stops nothing.
+    """
+    written = {flow.root(target) for targets in flow.mutations.values() for target in targets}
+    now: dict[fx.Node, bool] = {}  # a value that is written in place was recorded as it ended
+
+    def wants(node: fx.Node) -> bool:
+        root = flow.root(node)
+        return now.setdefault(root, any(map(wants, root.all_input_nodes))) if root in written else _wants(node)
+
+    for node in nodes:
+        is_fed = target_name(node) not in _BLANKS and any(_is_float(one) and wants(one) for one in node.all_input_nodes)
+        if is_fed and _is_float(node) and not _wants(node):
+            return node
+        if flow.root(node) in written:
+            now[flow.root(node)] = is_fed or now.get(flow.root(node), False)
+    return None
+
+
+_BLANKS = frozenset(
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
+)
+"""What takes only the shape of its argument."""
+
+
+def _is_float(node: fx.Node) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in _leaves(node))
+
+
+def _wants(node: fx.Node) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in _leaves(node))
+
+
+def _leaves(node: fx.Node) -> list[Any]:
+    return tree_leaves(node_value(node))
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from memfine_fx.passes.loops.dense import DENSE_LOOP_RULES, read_dense_loop
 from memfine_fx.passes.loops.roll import Rolled, is_loop, roll
 from memfine_fx.passes.loops.slot_lists import SlotList, slot_lists
 from memfine_fx.passes.loops.slot_roll import roll_slot_list
-from memfine_fx.passes.modes import Modes, modes_at
+from memfine_fx.passes.modes import Modes, gradient_stop, modes_at
 from memfine_fx.passes.moves import MOVE_RULES
 from memfine_fx.passes.normalize import NormalizedRegion, normalize
 from memfine_fx.passes.rowwise import ROWWISE_RULES, pointwise_rule
@@ -104,8 +104,7 @@ _WRONG_CUT = ("the exit holds", "rule for aten.scatter", "rule for aten.stack")
 
 
 def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow, *, rolls_stacks: bool = False) -> MoERegion:
-    _check_cut(cut, flow)
-    modes = _uniform_modes(cut, modes_at(candidate.graph_module.graph, candidate.start))
+    modes = _modes_of(cut, candidate, flow)
     assert cut.expert_index is not None
     index = node_value(cut.expert_index)
     assert isinstance(index, torch.Tensor)
@@ -137,15 +136,13 @@ def _raise_cut(candidate: Candidate, cut: Cut, flow: Dataflow, *, rolls_stacks: 
 
 def _raise_slots(candidate: Candidate, cut: Cut, flow: Dataflow, rows: fx.Node, expert_dim: int) -> MoERegion:
     """The row-wise part of a capacity model: from rows in their experts' slots to the same slots."""
-    _check_cut(cut, flow)
-    modes = _uniform_modes(cut, modes_at(candidate.graph_module.graph, candidate.start))
+    modes = _modes_of(cut, candidate, flow)
     return _in_slots(candidate, cut, normalize(cut, modes), rows, expert_dim, None)
 
 
 def _raise_slot_list(candidate: Candidate, found: SlotList, flow: Dataflow) -> MoERegion:
     """The same where a list of experts takes the slots one by one."""
-    _check_cut(found.cut, flow)
-    modes = _uniform_modes(found.cut, modes_at(candidate.graph_module.graph, candidate.start))
+    modes = _modes_of(found.cut, candidate, flow)
     rolled = roll_slot_list(normalize(found.cut, modes), found, modes)
     return _in_slots(candidate, found.cut, rolled.region, found.rows, found.dim, rolled)
 
@@ -259,6 +256,22 @@ def _contribution(interpreter: RowInterpreter, value: object, cut: Cut) -> Combi
         return Combined(value.expr)
     lead = value.lead.value if isinstance(value, Rows) else type(value).__name__
     raise CannotChunk(f"the exit holds {lead}, not rows combined into tokens", cut.exit)
+
+
+def _modes_of(cut: Cut, candidate: Candidate, flow: Dataflow) -> Modes:
+    """The modes of a cut that may be taken out."""
+    _check_cut(cut, flow)
+    modes = _uniform_modes(cut, modes_at(candidate.graph_module.graph, candidate.start))
+    if torch.is_grad_enabled() and not modes.disables_grad:
+        _check_gradients_pass(cut, flow)
+    return modes
+
+
+def _check_gradients_pass(cut: Cut, flow: Dataflow) -> None:
+    node = gradient_stop(cut.nodes, flow)
+    if node is not None:
+        name = target_name(node).removeprefix("_get_").removesuffix("_attr")
+        raise CannotChunk(f"{name} stops gradients inside the region, which a chunk's backward would not", node)
 
 
 def _check_cut(cut: Cut, flow: Dataflow) -> None:

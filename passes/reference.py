@@ -1,7 +1,8 @@
 """Run an outlined region in fp64, whatever precision it was written in.
 
-Grouped matmuls become plain ones, group by group; casts between floating types do nothing; what an operation gives in
-less than fp64 is widened. Rounding inside `to(float32)` is gone with the cast, so the result is what the region means.
+Grouped matmuls become plain ones, group by group; casts between floating types do nothing, dtypes that operations are
+asked for become fp64, and what an operation gives in less than fp64 is widened. Rounding inside `to(float32)` is gone
+with the cast, so the result is what the region means.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from memfine_fx.passes.normalize import grouped_arguments, is_grouped_matmul
 
 __all__ = ["ExactRun"]
 
+aten = torch.ops.aten
 _CASTS = frozenset(("to", "type", "float", "double", "half", "bfloat16"))
 
 
@@ -25,6 +27,9 @@ class ExactRun(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if not is_grouped_matmul(target):
+            args, kwargs = tree_map(_wide_dtype, (args, kwargs))
+            if target is aten._softmax.default:
+                args = (*args[:2], False)  # "half to float" is a cast too
             return _widened(super().call_function(target, args, kwargs))
         rows, table, offsets, _ = grouped_arguments(target, args, kwargs)
         bounds = [0, *offsets.tolist(), rows.shape[0]]
@@ -37,6 +42,10 @@ class ExactRun(fx.Interpreter):
         if is_cast and not _asks_for_integers(args[1:], kwargs):
             return args[0]
         return _widened(super().call_method(target, args, kwargs))
+
+
+def _wide_dtype(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
 def _asks_for_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -41,6 +41,7 @@ from memfine_fx.verification import Check, RegionVerification
 __all__ = [
     "SMALL_CHUNKS",
     "TOLERANCES",
+    "Forms",
     "Tensors",
     "errors_of",
     "failure_of",
@@ -68,7 +69,7 @@ def verify_region(region: MoERegion, live: LiveRegion, recorded: Recorded, modes
         recorded: its values in one real run.
         modes: autocast state at its exit.
     """
-    forms = _Forms.of(region, live, modes)
+    forms = Forms.of(region, live, modes)
     tolerance = TOLERANCES.get(recorded.output.dtype, 1e-5)
     identity_error = _relative_error(forms.outlined_output(recorded.values), recorded.output)
     captured = _Inputs.of(forms, recorded.values)
@@ -100,7 +101,7 @@ def failure_of(result: RegionVerification) -> str:
 
 
 class Leaves(Protocol):
-    """What two forms of a piece of a graph read: see `_Forms`."""
+    """What two forms of a piece of a graph read: see `Forms`."""
 
     @property
     def placeholders(self) -> tuple[str, ...]: ...
@@ -113,7 +114,7 @@ class Leaves(Protocol):
 
 
 @dataclass(frozen=True)
-class _Forms:
+class Forms:
     """A region outlined, and the same outline lowered.
 
     Args:
@@ -132,7 +133,7 @@ class _Forms:
     wants_grad: frozenset[str]
 
     @staticmethod
-    def of(region: MoERegion, live: LiveRegion, modes: Modes) -> _Forms:
+    def of(region: MoERegion, live: LiveRegion, modes: Modes) -> Forms:
         original, _ = outline_with_map(region.cut, specializes_floats=False)
         rewritten, env = outline_with_map(region.cut, specializes_floats=False)
         for node, copied in env.items():
@@ -152,7 +153,7 @@ class _Forms:
             next(place for place, other in enumerate(inputs) if is_same_view(node, other)) for node in inputs
         )
         wanted = frozenset(names[place] for place in set(leaves) if _is_trained(inputs[place]))
-        return _Forms(original, rewritten, region, live, modes, names, leaves, wanted)
+        return Forms(original, rewritten, region, live, modes, names, leaves, wanted)
 
     def outlined_output(self, values: Sequence[Any]) -> Tensor:
         with torch.inference_mode(False), torch.no_grad(), enter_autocast(self.modes):
@@ -167,14 +168,14 @@ class _Forms:
     def run_exact(self, inputs: _Inputs) -> Tensors:
         return run_exact(self.original, inputs.values, self)
 
-    def run_rewritten(self, inputs: _Inputs, plan: ChunkPlan, bodies: Bodies) -> Tensors:
+    def run_rewritten(self, values: Sequence[Any], plan: ChunkPlan, bodies: Bodies) -> Tensors:
         site = f"{self.live.site}/verify"
         live = replace(self.live, site=site, bodies=bodies, choose_plan=lambda _: plan, tuner=ChunkTuner())
         live = replace(live, plan=None, _plans={})
         register(live)
         try:
             with enter_autocast(self.modes):
-                return run_step(self.rewritten, inputs.values, self)
+                return run_step(self.rewritten, values, self)
         finally:
             unregister(site)
 
@@ -187,7 +188,7 @@ class _Inputs:
     index_place: int | None
 
     @staticmethod
-    def of(forms: _Forms, values: Sequence[Any]) -> _Inputs:
+    def of(forms: Forms, values: Sequence[Any]) -> _Inputs:
         places = [place for place, node in enumerate(forms.region.cut.inputs) if node is forms.region.expert_index]
         return _Inputs(tuple(values), places[0] if places else None)
 
@@ -287,10 +288,10 @@ def run_exact(original: fx.GraphModule, values: Sequence[Any], forms: Leaves) ->
     return run_step(ExactRun(original).run, wide, forms)
 
 
-def _compare(forms: _Forms, inputs: _Inputs, routing: str, plan: ChunkPlan) -> list[Check]:
+def _compare(forms: Forms, inputs: _Inputs, routing: str, plan: ChunkPlan) -> list[Check]:
     exact = forms.run_exact(inputs)
     original = forms.run_original(inputs)
-    rewritten = forms.run_rewritten(inputs, plan, forms.live.bodies)
+    rewritten = forms.run_rewritten(inputs.values, plan, forms.live.bodies)
     errors, own = errors_of(rewritten, exact), errors_of(original, exact)
     worst = worst_of(errors, own)
     return [Check(routing, plan.rows_per_chunk, worst, errors[worst], own.get(worst, math.inf))]
@@ -301,11 +302,11 @@ def worst_of(errors: dict[str, float], own: dict[str, float]) -> str:
     return max(errors, key=lambda name: errors[name] / max(_ORIGINAL_FACTOR * own.get(name, 0.0), _LEAST_NORM))
 
 
-def _corrupted_error(forms: _Forms, inputs: _Inputs, plan: ChunkPlan) -> float | None:
+def _corrupted_error(forms: Forms, inputs: _Inputs, plan: ChunkPlan) -> float | None:
     if not inputs.num_tokens:
         return None
     exact = forms.run_exact(inputs)
-    corrupted = forms.run_rewritten(inputs, plan, _CorruptedBodies(forms.live.bodies))
+    corrupted = forms.run_rewritten(inputs.values, plan, _CorruptedBodies(forms.live.bodies))
     return max(errors_of(corrupted, exact).values())
 
 

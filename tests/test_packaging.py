@@ -7,6 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from benchmarks.compatibility import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "memfine_fx"
@@ -67,3 +70,35 @@ def test_importing_the_package_does_not_import_inductor(tmp_path: Path) -> None:
 
 def test_package_declares_itself_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+def torch_bounds() -> Requirement:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        dependencies = map(Requirement, tomllib.load(file)["project"]["dependencies"])
+    return next(one for one in dependencies if one.name == "torch")
+
+
+def test_torch_is_bounded_by_the_versions_of_the_compatibility_table() -> None:
+    bounds = torch_bounds().specifier
+    _, newest = map(int, SUPPORTED[-1].split("."))
+    assert [f"2.{minor}" for minor in range(30) if f"2.{minor}.0" in bounds] == list(SUPPORTED)
+    assert f"2.{newest}.1" in bounds
+
+
+def test_the_projects_own_environment_takes_one_torch_of_these() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (pin,) = (Requirement(line) for line in lines if not line.startswith("#"))
+    (version,) = (one.version for one in pin.specifier if one.operator == "==")
+    assert pin.name == "torch" and version in torch_bounds().specifier
+
+
+@pytest.mark.parametrize(
+    ("arguments", "venv", "pin"),
+    [((), ".venv/", "-c constraints.txt"), (("TORCH=2.15.0",), ".venv-torch-2.15.0/", "torch==2.15.0")],
+)
+def test_every_install_says_which_torch(arguments: tuple[str, ...], venv: str, pin: str) -> None:
+    command = ["make", "-n", "--always-make", "test-torch", "examples", "docs", *arguments]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    installs = [line for line in printed.splitlines() if "pip install" in line]
+    assert len(installs) == 3
+    assert all(line.startswith(venv) and f" {pin} " in line for line in installs)

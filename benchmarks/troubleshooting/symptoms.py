@@ -343,7 +343,16 @@ _REFUSALS = (
     Symptom(
         "detach, autocast or no_grad inside the experts",
         "Detach outside the experts, and enter autocast or no_grad around the whole layer.",
-        words=("detach stops gradients", "autocast or gradient mode changes"),
+        words=("stops gradients inside the region", "autocast or gradient mode changes"),
+    ),
+    Symptom(
+        "A chunked layer would have other gradients than the layer as written",
+        "When a layer is first compiled, its backward in chunks is compared on a few tokens with autograd through the "
+        "layer as captured. The two differ, so something inside stops or changes gradients that the graph does not "
+        "show: a function that Dynamo keeps whole (`allow_in_graph`), or a torch that records it in a new way. The "
+        "layer runs as it was written, exactly. Take that function out of the experts; if there is none, please "
+        "report it with this line.",
+        words=("other gradients than autograd",),
     ),
     Symptom(
         "A head (the logits' projection with its loss) is not chunked",

@@ -43,7 +43,8 @@ def own_buffers(module: torch.nn.Module) -> dict[str, Any]:
 
 def hooks_after_gradient(parameter: torch.Tensor) -> dict[int, Any]:
     """Where `register_post_accumulate_grad_hook` puts its hooks; changing it changes them."""
-    return (parameter._post_accumulate_grad_hooks or {}) if HOOKS_AFTER_GRADIENT.holds() else {}
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks if HOOKS_AFTER_GRADIENT.holds() else None
+    return {} if hooks is None else hooks
 
 
 def _check_compiled_calls() -> None:

@@ -3,10 +3,13 @@
 `one_expert` marks a tensor taken apart by the experts' counts, in a rolled loop. The others stand in for a
 model's own code while a loop is captured (see `memfine_fx.capture.loops`): `rows_of` marks a mask or its places
 whose emptiness skipped an expert, `count_rows` counts rows per expert with a result of known size, `put_rows` writes
-one expert's rows at their places in expert order.
+one expert's rows at their places in expert order. They are differentiable, because a region is compared with them
+before it is lowered.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -49,6 +52,9 @@ def _(places: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(places)
 
 
+rows_of.register_autograd(lambda ctx, grad: grad)
+
+
 @torch.library.custom_op("memfine::count_rows", mutates_args=())
 def count_rows(expert_index: torch.Tensor, num_experts: int) -> torch.Tensor:
     """[E]: how often each expert is named.
@@ -84,6 +90,18 @@ def put_rows(out: torch.Tensor, rows: torch.Tensor, counts: list[int], expert: i
 def _(out: torch.Tensor, rows: torch.Tensor, counts: list[int], expert: int) -> torch.Tensor:
     return torch.empty_like(out)
 
+
+def _note_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, _, ctx.counts, ctx.expert = inputs
+
+
+def _split_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    of_out = grad.clone()
+    torch.split(of_out, ctx.counts)[ctx.expert].zero_()
+    return of_out, torch.split(grad, ctx.counts)[ctx.expert].clone(), None, None
+
+
+put_rows.register_autograd(_split_gradient, setup_context=_note_rows)
 
 ONE_EXPERT = torch.ops.memfine.one_expert.default
 ROWS_OF = torch.ops.memfine.rows_of.default

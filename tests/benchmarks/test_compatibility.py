@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.compatibility import ROOT, Environment, outcomes_of, table
+from benchmarks.compatibility import ROOT, Environment, FastTests, fast_tests_of, outcomes_of, table
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.trainers.test_examples" name="test_an_example_proves_itself[peft_lora]"/>
@@ -17,14 +17,24 @@ REPORT = """<testsuites><testsuite>
 def test_rows_are_outcomes_by_version() -> None:
     older = Environment("2.11.0", "Python 3.11", {"test_examples::test_other": "works"})
     lines = table({"2.13": Environment("2.13.0", "Python 3.11", outcomes_of(REPORT)), "2.11": older}).splitlines()
-    assert "| an example proves itself: peft_lora | untried | untried | works |" in lines
-    assert "| other | works | untried | **fails** |" in lines
-    assert "| third | untried | untried | not run |" in lines
+    assert "| an example proves itself: peft_lora | untried | untried | works | untried | untried |" in lines
+    assert "| other | works | untried | **fails** | untried | untried |" in lines
+    assert "| third | untried | untried | not run | untried | untried |" in lines
     assert not any("not listed" in line for line in lines)
     assert lines.index("## Examples") < lines.index("## Plain PyTorch loops")
 
 
+def test_fast_tests_are_rows_by_torch_and_python() -> None:
+    newer = Environment("2.15.0", fast={"3.11.7": fast_tests_of("2.15.0+cpu", REPORT, REPORT)})
+    older = Environment("2.9.0", fast={"3.12.1": FastTests("2.9.0", 5, 0), "3.11.7": FastTests("2.9.0", 4, 1)})
+    lines = table({"2.15": newer, "2.9": older, "2.13": Environment("2.13.0", "", outcomes_of(REPORT))}).splitlines()
+    first = lines.index("| 2.9.0 | 3.11.7 | 4 | 1 | 0 | - |")
+    assert lines[first + 1] == "| 2.9.0 | 3.12.1 | 5 | 0 | 0 | - |"
+    failed = "test_examples::test_other, test_examples::test_other"
+    assert lines[first + 2] == f"| 2.15.0+cpu | 3.11.7 | 4 | 2 | 2 | {failed} |"
+
+
 def test_the_page_is_that_of_the_kept_outcomes() -> None:
     kept = json.loads((ROOT / "benchmarks" / "results" / "compatibility.json").read_text(encoding="utf-8"))
-    environments = {key: Environment(**one) for key, one in kept.items()}
+    environments = {key: Environment.read(one) for key, one in kept.items()}
     assert (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8") == table(environments)

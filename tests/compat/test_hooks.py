@@ -115,6 +115,7 @@ BREAKS: dict[Hook, Break] = {
     interpreter.FRAMES: having(interpreter, "_outermost_module", lambda: None),
     interpreter.OBJECTS: having(gc, "get_freeze_count", lambda: 3),
     nn.COMPILED_CALLS: having(torch.nn.Module, "__call__", lambda module, *args: module.forward(*args)),
+    nn.HOOKS_AFTER_GRADIENT: having(torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None)),
     operators.SCHEMAS: having(operators, "qualified_name", lambda target: "aten::other"),
     peft.WRAPPERS: without_module("peft"),
     shapes.SYMBOLS: lacking(ShapeEnv, "create_symintnode"),

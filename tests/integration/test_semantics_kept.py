@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memfine_fx
+from memfine_fx.passes.rowwise import ROWWISE_RULES
 from tests.integration.comparison import assert_same_step, optimized_copy, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
@@ -96,6 +97,77 @@ class DetachedWeight(Gathered):
         return (y * weight.reshape(-1, 1).detach()).view(-1, K, H).sum(1)
 
 
+class Rounded(torch.autograd.Function):
+    """Rounds, and lets gradients pass as if it had not."""
+
+    @staticmethod
+    def forward(ctx: object, h: torch.Tensor) -> torch.Tensor:
+        return torch.round(h * 4) / 4
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def detached_in_place(h: torch.Tensor) -> torch.Tensor:
+    scale = h.sigmoid()
+    scale.detach_()
+    return h * scale
+
+
+@torch.no_grad()
+def scale_of(h: torch.Tensor) -> torch.Tensor:
+    return h.abs().amax(-1, keepdim=True) + 1
+
+
+STOPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "straight through": lambda h: h + (torch.round(h * 4) / 4 - h).detach(),
+    "straight through .data": lambda h: h + (torch.round(h * 4) / 4 - h).data,
+    "torch.detach": lambda h: h * torch.detach(h).sigmoid(),
+    "an overload": lambda h: h * torch.ops.aten.detach.default(h).sigmoid(),
+    "detach_": detached_in_place,
+    "a function under no_grad": lambda h: F.silu(h) / scale_of(h),
+    "an autograd.Function": Rounded.apply,
+}
+
+
+class Stopped(Gathered):
+    """Gradients stop in the experts' activation."""
+
+    def __init__(self, name: str, *, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.name, self.is_checkpointed = name, is_checkpointed
+
+    def act(self, h: torch.Tensor) -> torch.Tensor:
+        return STOPS[self.name](h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False) if self.is_checkpointed else super().forward(x)
+
+
+class DetachedRows(Gathered):
+    def experts(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ids = index.reshape(-1)
+        h = self.act(torch.bmm(x.repeat_interleave(K, 0).detach().unsqueeze(1), self.up[ids]).squeeze(1))
+        return torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1)
+
+
+class DetachedTable(Gathered):
+    """Of one projection: read outside, it is a table without gradients; gathered first, it would stop them inside."""
+
+    is_gathered_first = False
+
+    def experts(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ids = index.reshape(-1)
+        up = self.up[ids].detach() if self.is_gathered_first else self.up.data[ids]
+        h = self.act(torch.bmm(x.repeat_interleave(K, 0).unsqueeze(1), up).squeeze(1))
+        return torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1)
+
+
+class DetachedGatheredTable(DetachedTable):
+    is_gathered_first = True
+
+
 class ScaledAddmm(Gathered):
     def __init__(self) -> None:
         super().__init__()
@@ -171,12 +243,12 @@ class MergedLoRA(Gathered):
         return torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1)
 
 
-CHUNKED = [Gathered, InPlaceCombine, SharedMatrix, ScalarParameter, WeightOnInput, MergedLoRA]
+CHUNKED = [Gathered, InPlaceCombine, SharedMatrix, ScalarParameter, WeightOnInput, MergedLoRA, DetachedTable]
 REFUSED = [
-    InPlaceCombineOntoOther, StraightThrough, NoGradScale, NoGradExperts, DetachedWeight, ScaledAddmm, SumOverAll,
-    MaxOverAll,
+    InPlaceCombineOntoOther, StraightThrough, NoGradScale, NoGradExperts, DetachedWeight, DetachedGatheredTable,
+    ScaledAddmm, SumOverAll, MaxOverAll,
 ]  # fmt: skip
-EITHER = [InputChangedBetween]
+EITHER = [InputChangedBetween, DetachedRows]
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
@@ -200,6 +272,42 @@ def test_what_must_not_be_chunked_is_refused_with_a_reason(case: Callable[[], nn
     (region,) = memfine_fx.report(optimized).regions
     assert region.status == "refused"
     assert "internal error" not in region.reason
+
+
+@pytest.fixture
+def detach_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retraced as torch 2.15 does it: a `detach` looks like an alias, whatever the version at hand."""
+    monkeypatch.setitem(ROWWISE_RULES, torch.ops.aten.detach.default, ROWWISE_RULES[torch.ops.aten.alias.default])
+
+
+@pytest.mark.usefixtures("detach_leaves_no_trace")
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("name", STOPS)
+def test_what_stops_gradients_among_the_experts_keeps_them_as_written(name: str, is_checkpointed: bool) -> None:
+    model = Stopped(name, is_checkpointed=is_checkpointed)
+    optimized = optimized_copy(model, inner="aot_eager", rows_per_chunk=3)
+    assert_same_step(optimized, model, {"x": torch.randn(10, H)})
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "refused"
+    assert "internal error" not in region.reason
+
+
+@pytest.mark.usefixtures("detach_leaves_no_trace")
+@pytest.mark.parametrize("case", [StraightThrough, DetachedWeight, DetachedRows, DetachedGatheredTable])
+def test_a_detach_is_read_in_the_captured_graph_and_not_in_its_retrace(case: Callable[[], nn.Module]) -> None:
+    optimized = optimized_copy(case(), rows_per_chunk=3)
+    optimized(torch.randn(10, H, requires_grad=True))
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.reason == "detach stops gradients inside the region, which a chunk's backward would not"
+    assert "detach outside the experts" in str(region)
+
+
+def test_an_evaluation_has_no_gradients_to_stop() -> None:
+    model = StraightThrough()
+    optimized = optimized_copy(model, rows_per_chunk=3)
+    with torch.no_grad():
+        assert relative_error(optimized(x := torch.randn(10, H)), model(x)) < 1e-5
+    assert_same_step(optimized, model, {"x": torch.randn(10, H)})
 
 
 def test_two_layers_without_anything_between_are_both_chunked() -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.loops.marker import put_rows, rows_of
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.records import MoERegion
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, capture, code_of, hidden_states, only_candidate
@@ -96,3 +97,12 @@ def test_a_table_may_hold_more_experts_than_run() -> None:
 def test_an_expert_that_never_runs_is_refused() -> None:
     with pytest.raises(CannotChunk, match=r"does not write its results back|of which"):
         region_of(Loop(plain, range(1, NUM_EXPERTS)))
+
+
+def test_marked_code_has_the_gradients_of_the_code_it_stands_for() -> None:
+    out, rows = torch.randn(6, 2, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+
+    def marked(out: Tensor, rows: Tensor) -> Tensor:
+        return put_rows(rows_of(out), rows, [2, 3, 1], 1).square()
+
+    assert torch.autograd.gradcheck(marked, (out.requires_grad_(), rows.requires_grad_()))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import (
@@ -118,7 +119,7 @@ def test_two_partitioners_of_equal_options_share_compiled_code() -> None:
     assert one.uuid() == same.uuid() != other.uuid()
 
 
-def test_the_record_of_backward_holds_what_is_computed_again_under_a_saved_random_state(
+def test_the_record_of_backward_holds_what_is_computed_again_whether_or_not_under_a_random_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chosen: list[Partition] = []
@@ -131,7 +132,8 @@ def test_the_record_of_backward_holds_what_is_computed_again_under_a_saved_rando
     monkeypatch.setattr(partition_module, "_partition", spy)
     train(AttentionAndExperts(), saves_attention=False)
     (partition,) = chosen
-    (again,) = [node for node in partition.backward.graph.nodes if str(node.target) == "run_with_rng_state"]
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # up to torch 2.13 it may draw
+    (again,) = [node for node in partition.backward.graph.nodes if attention in (node.target, *node.args)]
     held = {one.name: one.num_bytes for one in partition.backward_memory.allocations}
     attended, _ = sorted(again.users, key=lambda user: int(user.args[1]))
     assert held[attended.name] == hidden_states().nbytes
