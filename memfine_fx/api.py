@@ -177,7 +177,7 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
 def _open_session(config: Config, *, is_dry: bool = False) -> Session:
     from memfine_fx.session import open_session
 
-    return open_session(config, is_dry=is_dry)
+    return open_session(config, is_dry=is_dry, holds_compiled=True)
 
 
 def _merged(config: Config | None, **given: Any) -> Config:

@@ -66,7 +66,7 @@ def compile_in_session(
     except MemfineError as error:
         return _raising(error)
     if session.is_dry or session.has_chunked_last:
-        return compiled
+        return session.held(compiled)
 
     num_calls = 0
 
@@ -78,7 +78,7 @@ def compile_in_session(
             warn_without_regions(session)
         return compiled(*args)
 
-    return warns_on_second_step
+    return session.held(warns_on_second_step)
 
 
 def _raising(error: MemfineError) -> Callable[..., Any]:

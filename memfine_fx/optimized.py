@@ -17,6 +17,7 @@ import functools
 import inspect
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ class OptimizedCall:
         from memfine_fx.session import open_session
 
         options, model = self._options, self.model
-        session = open_session(options.config)
+        session = open_session(options.config, holds_compiled=True)
         if options.config.captures_loops:
             session.notes.extend(switch_experts(model))
         call = captured(model, plain_call(model), session, fullgraph=options.fullgraph, dynamic=options.dynamic)
@@ -209,10 +210,24 @@ def _counted_alone() -> dict[str, Any]:
 
 
 def _backend_of(session: Session, note_compilation: Callable[[], None]) -> Callable[..., Any]:
+    """The session as a backend.
+
+    NOTE: Dynamo keeps every backend that it has seen, so this one keeps nothing alive and is taken out of its list when
+    the session is gone.
+    """
+    from memfine_fx.compat.dynamo import forget_backend
+
+    its_session = weakref.ref(session)
+    its_note = weakref.WeakMethod(note_compilation) if inspect.ismethod(note_compilation) else None
+
     def memfine(graph_module: Any, example_inputs: Any, **_: Any) -> Callable[..., Any]:
         from memfine_fx.entry import compile_in_session
 
-        note_compilation()
-        return compile_in_session(graph_module, example_inputs, session)
+        note, living = None if its_note is None else its_note(), its_session()
+        assert living is not None, "a model that compiles holds its session"
+        if note is not None:
+            note()
+        return compile_in_session(graph_module, example_inputs, living)
 
+    weakref.finalize(session, forget_backend, memfine).atexit = False
     return memfine

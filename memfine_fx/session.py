@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -128,12 +129,15 @@ class Session:
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
+        holds_compiled: whether what it compiled lives no longer than itself: Dynamo never lets go of code that it
+            compiled for a model, so what it is given holds nothing.
         stage_seconds: wall time spent in each stage of the pipeline ("find", "raise", "plan", ...).
     """
 
     config: Config
     is_dry: bool = False
     mode: str | None = None
+    holds_compiled: bool = False
     has_warned: bool = False
     has_warned_of_failure: bool = False
     capture_flags: tuple[str, ...] = ()
@@ -143,6 +147,7 @@ class Session:
     _warned_models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     _optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
     _graphs: list[CapturedGraph] = field(default_factory=list)
+    _compiled: list[Callable[..., Any]] = field(default_factory=list)
     history: RunHistory = field(default_factory=RunHistory)
     situation: Situation | None = None  # of the run whose forward or backward is at work, or was last
     _persistent: tuple[frozenset[int], int] | None = None  # ids of members -> bytes, while nothing new is known
@@ -192,6 +197,7 @@ class Session:
         """Forget the graphs of an abandoned attempt and begin one under these flags."""
         self.capture_flags = capture_flags
         self._graphs.clear()
+        self._compiled.clear()
         self._forget_bytes()
 
     def add_graph(self, inputs: Sequence[object]) -> CapturedGraph:
@@ -205,6 +211,20 @@ class Session:
         self._graphs = [one for one in self._graphs if one is not graph]
         self.history.forget(graph)
         self._forget_bytes()
+
+    def held(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """What Dynamo is given in the place of a compiled graph."""
+        if not self.holds_compiled:
+            return compiled
+        self._compiled.append(compiled)
+        reference = weakref.ref(compiled)
+
+        def call(*args: Any) -> Any:
+            living = reference()
+            assert living is not None, "code of an optimized model runs for that model only"
+            return living(*args)
+
+        return call
 
     def situation_key(self) -> object:
         """Equal where plans are."""
@@ -403,10 +423,12 @@ def sessions() -> list[Session]:
     return [session for _, session in sorted(_all_sessions.items())]
 
 
-def open_session(config: Config, *, is_dry: bool = False, mode: str | None = None) -> Session:
+def open_session(
+    config: Config, *, is_dry: bool = False, mode: str | None = None, holds_compiled: bool = False
+) -> Session:
     set_up_logs()
     warn_outside_tested_range()
-    session = Session(config, is_dry, mode)
+    session = Session(config, is_dry, mode, holds_compiled)
     with _lock:
         number = next(_session_numbers)
         if number == 0:

@@ -19,9 +19,11 @@ __all__ = [
     "MODE_SWITCHES",
     "RECORDING",
     "REGISTRY",
+    "SEEN_BACKENDS",
     "capturing_more",
     "compile_failures",
     "cuts_graphs",
+    "forget_backend",
     "integers_as_constants",
     "kept_whole",
     "mode_switch",
@@ -104,6 +106,20 @@ def register_backend(registry: Any, backend: Callable[..., Any], name: str) -> N
         BACKENDS.give_up(str(error))
 
 
+def forget_backend(backend: Callable[..., Any]) -> None:
+    """Take a backend out of the list in which Dynamo keeps each one that it has seen, for its reset."""
+    if not SEEN_BACKENDS.holds():
+        return
+    seen = _seen_backends()
+    for key in [key for key, one in list(seen.items()) if getattr(one, "compiler_fn", one) is backend]:
+        del seen[key]
+
+
+def _seen_backends() -> dict[int, Any]:
+    seen: dict[int, Any] = importlib.import_module("torch._dynamo.eval_frame").cached_backends
+    return seen
+
+
 def plain_compiler(inner_backend: str) -> Callable[..., Any]:
     """The compiler behind ours by its name, as torch.compile would find it."""
     found: Callable[..., Any] = torch._dynamo.lookup_backend(inner_backend)
@@ -132,6 +148,17 @@ def _check_switches() -> None:
     switches = (torch._C._set_grad_enabled, autocast._enter_autocast, autocast._exit_autocast)
     names = {switch.__name__ for switch in switches}
     expect(names == set(_SWITCHES), f"switches are called {sorted(names)}")
+
+
+def _check_seen_backends() -> None:
+    def backend(graph_module: Any, inputs: Any) -> Any:
+        return graph_module
+
+    torch.compile(lambda value: value, backend=backend)
+    found = [one for one in _seen_backends().values() if getattr(one, "compiler_fn", one) is backend]
+    for key in [key for key, one in _seen_backends().items() if one in found]:
+        del _seen_backends()[key]
+    expect(len(found) == 1, "a backend that was given is not in the list")
 
 
 def _check_backends() -> None:
@@ -189,4 +216,13 @@ BACKENDS = Hook(
     loss='torch.compile(backend="memfine") finds the backend only where the package is installed; '
     "memfine_fx.optimize(model) works.",
     check=_check_backends,
+)
+SEEN_BACKENDS = Hook(
+    name="torch._dynamo.eval_frame.cached_backends",
+    host="torch",
+    purpose="optimized models that leave nothing behind when they are gone",
+    seen=("2.11", "2.15"),
+    loss="A small function stays in memory for each model that was optimized or explained, until "
+    "torch._dynamo.reset().",
+    check=_check_seen_backends,
 )

@@ -100,6 +100,7 @@ BREAKS: dict[Hook, Break] = {
     dynamo.INTEGERS: lacking(torch._dynamo.config, "specialize_int"),
     dynamo.RECORDING: lacking(torch._dynamo.config, _records),
     dynamo.MODE_SWITCHES: lacking(torch.amp.autocast_mode, "_enter_autocast"),
+    dynamo.SEEN_BACKENDS: having(dynamo, "_seen_backends", dict),
     dynamo.BACKENDS: lacking(registry, "register_backend"),
     functorch.ELEMENTWISE: lacking(torch._functorch.config, "ban_recompute_used_far_apart"),
     functorch.AUTOGRAD_CACHE: lacking(torch._functorch.config, "enable_autograd_cache"),
