@@ -10,8 +10,8 @@ from benchmarks.suites.base import Suite
 
 
 def _compute() -> tuple[str, str]:
-    from memfine_fx.cluster.runs import outside_runs
-    from memfine_fx.cluster.validation import TimeRow, check_runs, runs_table, validate
+    from memfine_fx.planning.training.runs import outside_runs
+    from memfine_fx.planning.training.validation import TimeRow, check_runs, runs_table, validate
 
     found = validate()
     outside = {name: check_runs(runs) for name, runs in outside_runs().items()}
