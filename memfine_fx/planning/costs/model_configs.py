@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.costs.architectures import Architecture, LatentAttention
+from memfine_fx.planning.files import read_json, refuse_misspelt, validated
 
-__all__ = ["architecture", "architecture_from_config", "builtin_architectures"]
+__all__ = ["architecture", "architecture_from_config", "architecture_from_sizes", "builtin_architectures"]
 
 _NOT_GATED = frozenset({"bloom", "falcon", "gpt_neox", "gptj", "nemotron", "opt", "phi", "starcoder2"})
 _OTHER_LAYERS = (
@@ -53,7 +56,7 @@ def architecture(model: str | Mapping[str, Any] | object) -> Architecture:
 def builtin_architectures() -> dict[str, Architecture]:
     """The built-in models by name."""
     entries = json.loads(_DATA.read_text())
-    return {name: _from_sizes(name, entry) for name, entry in entries["architectures"].items()}
+    return {name: architecture_from_sizes(name, entry, _DATA.name) for name, entry in entries["architectures"].items()}
 
 
 def architecture_from_config(config: object, name: str | None = None) -> Architecture:
@@ -110,46 +113,99 @@ def _refuse_other_layers(config: object, name: str) -> None:
         )
 
 
-def _from_sizes(name: str, entry: Mapping[str, Any]) -> Architecture:
-    layers, experts = entry["layers"], entry.get("experts", 0)
-    first_moe = entry.get("dense_layers", 0)
-    latent = None
-    if "kv_lora_rank" in entry:
-        latent = LatentAttention(*(entry[key] for key in LatentAttention.__dataclass_fields__))
-    window = entry.get("sliding_window", 0)
-    every_other = entry.get("sliding_every_other", False)
-    windows = tuple(window if index % 2 == 0 or not every_other else 0 for index in range(layers)) if window else ()
+_Size = Annotated[int, Field(ge=1)]
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _Sizes(BaseModel):
+    """The short form of data/architectures.json; what is null or absent keeps its default."""
+
+    model_config = ConfigDict(strict=True)
+
+    layers: _Size
+    hidden: _Size
+    vocab: _Size
+    heads: _Size
+    kv_heads: _Size | None = None
+    head_dim: _Size | None = None
+    ffn: _Count | None = None
+    gated: bool | None = None
+    experts: _Count | None = None
+    top_k: _Count | None = None
+    moe_ffn: _Count | None = None
+    shared_experts: _Count | None = None
+    dense_layers: _Count | None = None
+    sliding_window: _Count | None = None
+    sliding_every_other: bool | None = None
+    q_lora_rank: _Count | None = None
+    kv_lora_rank: _Size | None = None
+    qk_nope_head_dim: _Size | None = None
+    qk_rope_head_dim: _Size | None = None
+    v_head_dim: _Size | None = None
+    tied: bool | None = None
+    dropout: bool | None = None
+    expert_bias: bool | None = None
+    expert_clamp: bool | None = None
+
+    @property
+    def latent(self) -> LatentAttention | None:
+        if self.kv_lora_rank is None:
+            return None
+        widths = [self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim]
+        known = [width for width in widths if width is not None]
+        if len(known) < len(widths):
+            raise ConfigError("kv_lora_rank comes with qk_nope_head_dim, qk_rope_head_dim and v_head_dim")
+        return LatentAttention(self.q_lora_rank or 0, self.kv_lora_rank, *known)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        window = self.sliding_window or 0
+        shown = (window if index % 2 == 0 or not self.sliding_every_other else 0 for index in range(self.layers))
+        return tuple(shown) if window else ()
+
+
+def architecture_from_sizes(name: str, fields: object, where: str) -> Architecture:
+    """An Architecture from the short field names of data/architectures.json.
+
+    Raises:
+        ConfigError: a field is missing or of another kind; the message starts with `where`.
+    """
+    sizes = validated(_Sizes, fields, where)
+    refuse_misspelt(cast(Mapping[str, Any], fields), _Sizes.model_fields, where)
+    try:
+        return _from_sizes(name, sizes)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _from_sizes(name: str, sizes: _Sizes) -> Architecture:
+    latent, moe_ffn = sizes.latent, sizes.moe_ffn or 0
     return Architecture(
         name=name,
-        layers=layers,
-        hidden=entry["hidden"],
-        vocab=entry["vocab"],
-        heads=entry["heads"],
-        kv_heads=entry.get("kv_heads", entry["heads"]),
-        head_dim=entry.get("head_dim") or (latent.qk_nope_head_dim if latent else entry["hidden"] // entry["heads"]),
-        ffn=entry.get("ffn", 0),
-        gated=entry.get("gated", True),
-        experts=experts,
-        top_k=entry.get("top_k", 0),
-        moe_ffn=entry.get("moe_ffn", 0),
-        shared_ffn=entry.get("shared_experts", 0) * entry.get("moe_ffn", 0),
-        moe_layers=tuple(range(first_moe, layers)) if experts else (),
-        windows=windows,
+        layers=sizes.layers,
+        hidden=sizes.hidden,
+        vocab=sizes.vocab,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads or sizes.heads,
+        head_dim=sizes.head_dim or (latent.qk_nope_head_dim if latent else sizes.hidden // sizes.heads),
+        ffn=sizes.ffn or 0,
+        gated=sizes.gated is not False,
+        experts=sizes.experts or 0,
+        top_k=sizes.top_k or 0,
+        moe_ffn=moe_ffn,
+        shared_ffn=(sizes.shared_experts or 0) * moe_ffn,
+        moe_layers=tuple(range(sizes.dense_layers or 0, sizes.layers)) if sizes.experts else (),
+        windows=sizes.windows,
         latent=latent,
-        tied=entry.get("tied", False),
-        dropout=entry.get("dropout", False),
-        expert_bias=entry.get("expert_bias", False),
-        expert_clamp=entry.get("expert_clamp", False),
+        tied=bool(sizes.tied),
+        dropout=bool(sizes.dropout),
+        expert_bias=bool(sizes.expert_bias),
+        expert_clamp=bool(sizes.expert_clamp),
     )
 
 
 def _from_json(path: Path) -> Architecture:
-    try:
-        loaded = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read the model config {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
+    loaded = read_json(path, "the model config")
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: expected an object with a config's fields, got {type(loaded).__name__}")
     return _from_mapping(loaded, str(loaded.get("name") or loaded.get("model_type") or path.stem), str(path))
@@ -159,10 +215,7 @@ def _from_mapping(fields: Mapping[str, Any], name: str, where: str) -> Architect
     """Read either form: transformers' field names, or the short ones of data/architectures.json."""
     if "layers" not in fields or "hidden" not in fields:
         return architecture_from_config(SimpleNamespace(**fields), name=name)
-    missing = [key for key in ("vocab", "heads") if key not in fields]
-    if missing:
-        raise ConfigError(f"{where}: missing {', '.join(missing)}")
-    return _from_sizes(name, fields)
+    return architecture_from_sizes(name, fields, where)
 
 
 def _from_model_type(model_type: str) -> Architecture:
@@ -187,8 +240,14 @@ def _from_model_type(model_type: str) -> Architecture:
 def _optional(config: object, *names: str) -> int:
     for name in names:
         value = getattr(config, name, None)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, (int, type(None))):
+            raise ConfigError(
+                f"the config of {getattr(config, 'model_type', 'the model')}: {name}={value!r}; expected an integer"
+            )
         if value:
-            return int(value)
+            return value
     return 0
 
 

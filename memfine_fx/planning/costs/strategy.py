@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.costs.architectures import Architecture
@@ -284,10 +286,23 @@ def _nearest(value: int, choices: list[int]) -> int:
     return min(choices, key=lambda choice: (abs(choice - value), choice)) if choices else 1
 
 
+@cache
+def _kinds() -> dict[str, TypeAdapter[Any]]:
+    return {name: TypeAdapter(kind) for name, kind in get_type_hints(Strategy).items()}
+
+
 def with_fields(strategy: Strategy, **changes: object) -> Strategy:
-    """A copy with other fields; ConfigError lists the known ones for an unknown name."""
+    """A copy with other fields; ConfigError lists the known ones for an unknown name, and says what a value is not."""
     known = {field.name for field in fields(Strategy)}
     unknown = sorted(set(changes) - known)
     if unknown:
         raise ConfigError(f"unknown strategy field {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    kinds = _kinds()
+    for name, value in changes.items():
+        if name in choices_of():
+            continue  # `check` names the nearest choice
+        try:
+            kinds[name].validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"{name}={value!r}: {error.errors()[0]['msg']}") from None
     return replace(strategy, **changes)  # type: ignore[arg-type]  # checked by name above

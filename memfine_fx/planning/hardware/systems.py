@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from memfine_fx.errors import ConfigError
+from memfine_fx.planning.files import problem_texts, read_text
 
 __all__ = ["System", "builtin_systems", "load_systems", "system", "system_from_fields"]
 
@@ -100,10 +101,7 @@ def system(name: str | Path | System) -> System:
 
 def load_systems(path: Path) -> dict[str, System]:
     """All systems of a YAML or JSON file, by name: a mapping from name to fields."""
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read the system file {path}: {error.strerror}") from error
+    text = read_text(path, "the system file")
     try:
         loaded = yaml.safe_load(text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -117,22 +115,21 @@ def load_systems(path: Path) -> dict[str, System]:
     return {str(name): _validated(path, str(name), fields, lines) for name, fields in loaded.items()}
 
 
-def system_from_fields(name: str, fields: dict[str, Any], where: Path) -> System:
+def system_from_fields(name: str, fields: Any, where: Path) -> System:
     """A System of a file that holds other things too; ConfigError names the file and the field."""
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: {name}: expected a system's fields (got {fields!r})")
     return _validated(where, name, fields, {})
 
 
 def _validated(path: Path, name: str, fields: dict[str, Any], lines: dict[tuple[str, ...], int]) -> System:
     try:
-        return System(name=name, **fields)
+        return System.model_validate({**fields, "name": name})
     except ValidationError as error:
         problems = []
-        for problem in error.errors():
-            location = tuple(str(part) for part in problem["loc"] if part != "[key]")
+        for location, text in problem_texts(error):
             at = max((key for key in lines if (name, *location)[: len(key)] == key), key=len, default=(name,))
-            line = lines.get(at, 1)
-            got = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
-            problems.append(f"{path}:{line}: {name}.{'.'.join(location)}: {problem['msg']}{got}")
+            problems.append(f"{path}:{lines.get(at, 1)}: {name}{text}")
         raise ConfigError("\n".join(problems)) from None
 
 

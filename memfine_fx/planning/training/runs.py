@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.costs.architectures import Architecture
-from memfine_fx.planning.costs.model_configs import architecture, builtin_architectures
-from memfine_fx.planning.costs.strategy import Strategy, with_fields
+from memfine_fx.planning.costs.model_configs import architecture, architecture_from_sizes, builtin_architectures
+from memfine_fx.planning.costs.strategy import Strategy, check, with_fields
+from memfine_fx.planning.files import read_json, refuse_misspelt, validated
 from memfine_fx.planning.hardware.systems import System, system, system_from_fields
 
 __all__ = ["Run", "load_runs", "outside_runs", "preset", "published", "published_runs"]
@@ -82,14 +85,10 @@ def load_runs(path: Path) -> tuple[Run, ...]:
     """Timed runs of a file in the form of the packaged one ("throughput", "iteration_time", "architectures").
 
     Raises:
-        ConfigError: the file cannot be read, or a row lacks a field.
+        ConfigError: the file cannot be read, a field is missing or of another kind, or a row's strategy breaks a rule;
+            the message names row and field.
     """
-    try:
-        return _runs(json.loads(path.read_text()), str(path))
-    except OSError as error:
-        raise ConfigError(f"cannot read the runs file {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
+    return _runs(read_json(path, "the runs file"), str(path))
 
 
 def preset(arch: Architecture, sys: System, vp: int, recompute: str = "none") -> dict[str, Any]:
@@ -110,83 +109,138 @@ def preset(arch: Architecture, sys: System, vp: int, recompute: str = "none") ->
     }
 
 
-def _runs(loaded: Mapping[str, Any], source: str) -> tuple[Run, ...]:
-    own = loaded.get("architectures", {})
-    systems = {
-        name: system_from_fields(name, fields, Path(source)) for name, fields in loaded.get("systems", {}).items()
+_TABLES: dict[str, type] = {"architectures": dict, "systems": dict, "throughput": list, "iteration_time": list}
+
+
+def _runs(loaded: object, source: str) -> tuple[Run, ...]:
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"{source}: expected an object with lists of runs, got {type(loaded).__name__}")
+    tables: dict[str, Any] = {}
+    for name, kind in _TABLES.items():
+        tables[name] = kind() if loaded.get(name) is None else loaded[name]
+        if not isinstance(tables[name], kind):
+            raise ConfigError(f"{source}: {name}: expected a {kind.__name__}, got {type(tables[name]).__name__}")
+    own = {
+        name: architecture_from_sizes(name, fields, f"{source}: architectures.{name}")
+        for name, fields in tables["architectures"].items()
+        if name not in builtin_architectures()
     }
+    systems = {name: system_from_fields(name, fields, Path(source)) for name, fields in tables["systems"].items()}
     found = []
-    for kind, make in (("throughput", _throughput), ("iteration_time", _iteration)):
-        for index, row in enumerate(loaded.get(kind, ())):
+    records: dict[str, type[_Throughput] | type[_Iteration]] = {"throughput": _Throughput, "iteration_time": _Iteration}
+    for table, record in records.items():
+        for index, fields in enumerate(tables[table]):
+            where = f"{source}: {table}[{index}]"
+            row = validated(record, fields, where)
+            refuse_misspelt(fields, record.model_fields, where)
             try:
-                name = row["model"]
-                known = name in builtin_architectures() or name not in own
-                arch = architecture(name if known else {"name": name} | own[name])
-                found.append(make(row, arch, systems.get(row["system"]) or system(row["system"])))
-            except KeyError as error:
-                raise ConfigError(f"{source}: {kind}[{index}] lacks {error}") from None
+                arch = own.get(row.model) or architecture(row.model)
+                run = row.run(arch, systems.get(row.system) or system(row.system))
+                check(run.arch, run.system, run.strategy)
+            except ConfigError as error:
+                raise ConfigError(f"{where} ({row.model} on {row.system}): {error}") from None
+            found.append(run)
     return tuple(found)
 
 
-def _throughput(row: Mapping[str, Any], arch: Architecture, sys: System) -> Run:
-    vp = row.get("vp") or 1
-    settings = dict(row.get("settings", {}))
-    options = preset(arch, sys, vp, settings.get("recompute", "none")) | settings
-    strategy = with_fields(
-        Strategy(
-            gpus=row["gpus"],
-            tp=row["tp"],
-            pp=row["pp"],
-            vp=vp,
-            cp=row.get("cp", 1),
-            ep=row.get("ep", 1),
-            zero=3 if row.get("fsdp") else 1,
-            micro_batch=row["mbs"],
-            global_batch=row["gbs"],
-            seq=row["seq"],
-            precision=row["precision"],
-        ),
-        **options,
-    )
-    name = f"{row['model']} {sys.name} {row['precision']}"
-    calibrates = row.get("calibrate", True) and "informed" not in row
-    remark = row.get("remark", "")
-    if "informed" in row:
-        remark = f"informed {row['informed']}"
-    elif not calibrates:
-        remark = "contradicts itself: not fitted"
-    return Run(
-        name,
-        "throughput",
-        arch,
-        sys,
-        strategy,
-        row["tokens_per_s_per_gpu"],
-        row.get("source", ""),
-        row.get("blind_tokens_per_s_per_gpu"),
-        row.get("peak_gib"),
-        calibrates,
-        remark,
-    )
+_Size = Annotated[int, Field(ge=1)]
+_Measured = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-def _iteration(row: Mapping[str, Any], arch: Architecture, sys: System) -> Run:
-    full = row["recompute"] == "full"
-    strategy = Strategy(
-        gpus=row["gpus"],
-        tp=row["tp"],
-        pp=row["pp"],
-        vp=row["vp"],
-        micro_batch=row["mbs"],
-        global_batch=row["gbs"],
-        seq=row["seq"],
-        precision=row["precision"],
-        zero=0,
-        recompute="full" if full else "selective",
-        sequence_parallel=not full,
-        attention="unfused",
-        overlap_tp=False,
-        overlap_pp=False,
-    )
-    name = f"{row['model']} {sys.name} {'full' if full else 'selective'}"
-    return Run(name, "iteration", arch, sys, strategy, row["iteration_s"], row.get("source", ""))
+class _Row(BaseModel):
+    """What every row of a runs file has; a size that is null or absent is 1."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str
+    system: str
+    gpus: _Size
+    tp: _Size
+    pp: _Size
+    vp: _Size | None = None
+    mbs: _Size
+    gbs: _Size
+    seq: _Size
+    precision: str
+    source: str | None = None
+
+
+class _Throughput(_Row):
+    """A row of "throughput"."""
+
+    cp: _Size | None = None
+    ep: _Size | None = None
+    fsdp: Annotated[int, Field(ge=0)] | bool | None = None
+    settings: dict[str, Any] | None = None
+    tokens_per_s_per_gpu: _Measured
+    blind_tokens_per_s_per_gpu: _Measured | None = None
+    peak_gib: _Measured | None = None
+    calibrate: bool | None = None
+    informed: str | None = None
+    remark: str | None = None
+
+    def run(self, arch: Architecture, sys: System) -> Run:
+        vp, settings = self.vp or 1, self.settings or {}
+        options = preset(arch, sys, vp, settings.get("recompute", "none")) | settings
+        strategy = with_fields(
+            Strategy(
+                gpus=self.gpus,
+                tp=self.tp,
+                pp=self.pp,
+                vp=vp,
+                cp=self.cp or 1,
+                ep=self.ep or 1,
+                zero=3 if self.fsdp else 1,
+                micro_batch=self.mbs,
+                global_batch=self.gbs,
+                seq=self.seq,
+                precision=self.precision,
+            ),
+            **options,
+        )
+        remark = self.remark or ""
+        if self.informed:
+            remark = f"informed {self.informed}"
+        elif self.calibrate is False:
+            remark = "contradicts itself: not fitted"
+        return Run(
+            f"{self.model} {sys.name} {self.precision}",
+            "throughput",
+            arch,
+            sys,
+            strategy,
+            self.tokens_per_s_per_gpu,
+            self.source or "",
+            self.blind_tokens_per_s_per_gpu,
+            self.peak_gib,
+            self.calibrate is not False and not self.informed,
+            remark,
+        )
+
+
+class _Iteration(_Row):
+    """A row of "iteration_time", run as arXiv 2205.05198 ran its models."""
+
+    recompute: Literal["full", "selective", "selective+sequence_parallel"]
+    iteration_s: _Measured
+
+    def run(self, arch: Architecture, sys: System) -> Run:
+        full = self.recompute == "full"
+        strategy = Strategy(
+            gpus=self.gpus,
+            tp=self.tp,
+            pp=self.pp,
+            vp=self.vp or 1,
+            micro_batch=self.mbs,
+            global_batch=self.gbs,
+            seq=self.seq,
+            precision=self.precision,
+            zero=0,
+            recompute="full" if full else "selective",
+            sequence_parallel=not full,
+            attention="unfused",
+            overlap_tp=False,
+            overlap_pp=False,
+        )
+        name = f"{self.model} {sys.name} {strategy.recompute}"
+        return Run(name, "iteration", arch, sys, strategy, self.iteration_s, self.source or "")

@@ -86,5 +86,14 @@ def test_layers_that_are_not_modelled_are_refused(fields: dict[str, object]) -> 
 def test_short_names_are_read_from_a_mapping_too() -> None:
     arch = architecture({"name": "tiny", "layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "vocab": 100})
     assert (arch.name, arch.head_dim, arch.gated) == ("tiny", 16, True)
-    with pytest.raises(ConfigError, match="missing heads"):
+    with pytest.raises(ConfigError, match=r"the model\.heads: Field required"):
         architecture({"layers": 2, "hidden": 64, "vocab": 100})
+
+
+@pytest.mark.parametrize("value", ["8", 1.5, True, [1, 2]])
+def test_size_of_another_kind_in_a_config_is_named(value: object, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    path.write_text(json.dumps(sizes | {"model_type": "mine", "num_experts": value}))
+    with pytest.raises(ConfigError, match=r"the config of mine: num_experts=.*; expected an integer"):
+        architecture(str(path))
