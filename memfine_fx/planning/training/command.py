@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from memfine_fx.errors import ConfigError
+from memfine_fx.planning.costs.architectures import Architecture
 from memfine_fx.planning.costs.model_configs import architecture
 from memfine_fx.planning.costs.strategy import PRECISIONS, Strategy, StrategyError, check, with_fields
-from memfine_fx.planning.hardware.systems import builtin_systems, system
-from memfine_fx.planning.training.faults import PUBLISHED_RATE_PER_GPU_HOUR, FaultModel
+from memfine_fx.planning.hardware.systems import System, builtin_systems, system
+from memfine_fx.planning.training.faults import FaultModel, checkpoint_cost, fewest_spares
 from memfine_fx.planning.training.figures import write_figures
+from memfine_fx.planning.training.history import published_histories, read_history
 from memfine_fx.planning.training.html import write_html
 from memfine_fx.planning.training.nearest import check_memory
 from memfine_fx.planning.training.plan import make_plan
+from memfine_fx.planning.training.reliability import Reliability, assess, fault_model
+from memfine_fx.planning.training.reliability_report import reliability_text
 from memfine_fx.planning.training.report import cost_text, front_table, plan_json, plan_text
 from memfine_fx.planning.training.routing import ROUTINGS, Routing
 from memfine_fx.planning.training.runs import load_runs, preset
@@ -32,12 +36,16 @@ _FIXED = ("tp", "pp", "vp", "cp", "ep", "zero", "micro_batch", "chunks", "rows_p
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; errors of ours are raised for the caller to print."""
+    reliability = _reliability(options)
+    if reliability and not options.model:
+        print(reliability_text(reliability))
+        return 0
     if options.runs:
         print(runs_table(check_runs(load_runs(options.runs))))
         return 0
     if not options.model or options.gpus is None:
         raise ConfigError("plan training needs --model and --gpus (or --runs FILE)")
-    request = _request(options)
+    request = _request(options, reliability)
     tuned, strategy = _strategy(options, request)
     plan = make_plan(request, strategy, options.tokens * 1e12, tuned)
     front = tuned.front if tuned else ()
@@ -82,10 +90,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--bad-share", type=float, default=0.16, help="bad iterations of the table routing")
     parser.add_argument("--percentile", type=float, default=99.9, help="of iterations that must fit in memory")
     parser.add_argument("--tokens", type=float, default=15.0, help="trillions of tokens to train on (default 15)")
-    parser.add_argument("--failure-rate", type=float, default=PUBLISHED_RATE_PER_GPU_HOUR, help="per GPU and hour")
-    parser.add_argument("--restart", type=float, default=420.0, help="s until the job is back")
-    parser.add_argument("--detection", type=float, default=120.0, help="s until a failure is noticed")
-    parser.add_argument("--spares", type=int, help="spare nodes (default 2%% of the nodes)")
+    parser.add_argument("--failure-rate", type=float, help="per GPU and hour (default that of arXiv 2407.21783)")
+    parser.add_argument("--restart", type=float, help="s until the job is back (default 420, or the history's)")
+    parser.add_argument("--detection", type=float, help="s until a failure is noticed (default 120, or the history's)")
+    parser.add_argument("--spares", type=int, help="spare nodes (default 2%% of the nodes, or what the history asks)")
+    parser.add_argument(
+        "--history",
+        metavar="FILE",
+        help="a log of interruptions (.csv or .json: time, node, component, downtime, cause) that the failures are "
+        f"read from, or a published one: {', '.join(published_histories())}; alone, it is only assessed",
+    )
+    parser.add_argument("--history-nodes", type=int, help="nodes of the logged cluster, failed or not")
+    parser.add_argument("--history-days", type=float, help="days that the log observed")
     parser.add_argument(
         "--set",
         action="append",
@@ -108,7 +124,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     return parser
 
 
-def _request(options: argparse.Namespace) -> Request:
+def _request(options: argparse.Namespace, reliability: Reliability | None) -> Request:
     fixed: dict[str, Any] = {name: getattr(options, name) for name in _FIXED if getattr(options, name) is not None}
     if options.recompute:
         fixed["recompute"] = options.recompute
@@ -118,7 +134,6 @@ def _request(options: argparse.Namespace) -> Request:
         raise ConfigError(f"--percentile {options.percentile} must be in (0, 100]")
     if options.tokens <= 0:
         raise ConfigError(f"--tokens {options.tokens} must be positive")
-    spares = options.spares if options.spares is not None else math.ceil(0.02 * options.gpus / 8)
     return Request(
         arch,
         sys_,
@@ -127,16 +142,38 @@ def _request(options: argparse.Namespace) -> Request:
         options.seq,
         options.precision,
         Routing(options.routing if arch.is_moe else "balanced", options.zipf_alpha, options.bad_share),
-        FaultModel(
-            rate_per_gpu_hour=options.failure_rate,
-            detection=options.detection,
-            restart=options.restart,
-            spares=spares,
-        ),
+        _faults(options, arch, sys_, reliability),
         tuple(fixed.items()),
         options.percentile,
         options.checkpoint == "asynchronous",
+        reliability,
     )
+
+
+def _reliability(options: argparse.Namespace) -> Reliability | None:
+    if options.history is None:
+        if options.history_nodes or options.history_days:
+            raise ConfigError("--history-nodes and --history-days belong to --history FILE")
+        return None
+    if options.failure_rate is not None:
+        raise ConfigError("--history and --failure-rate both give the rate of failures; give one")
+    return assess(read_history(options.history, nodes=options.history_nodes, days=options.history_days))
+
+
+def _faults(
+    options: argparse.Namespace, arch: Architecture, sys_: System, reliability: Reliability | None
+) -> FaultModel:
+    """Flags before the history, the history before the defaults; spares by the history are the fewest that suffice."""
+    model = FaultModel() if reliability is None else fault_model(reliability, FaultModel())
+    given = {"rate_per_gpu_hour": options.failure_rate, "detection": options.detection, "restart": options.restart}
+    model = replace(model, **{name: value for name, value in given.items() if value is not None})
+    if options.spares is not None:
+        return replace(model, spares=options.spares)
+    if reliability is None or options.gpus < 1:
+        return replace(model, spares=max(0, math.ceil(0.02 * options.gpus / 8)))
+    plain = Strategy(gpus=options.gpus)
+    cost = checkpoint_cost(arch.params, plain, sys_, asynchronous=options.checkpoint == "asynchronous")
+    return replace(model, spares=fewest_spares(cost, model, options.gpus))
 
 
 def _settable() -> tuple[str, ...]:

@@ -14,6 +14,10 @@ k L + durable <= X, so
 which is exact, and for durable = 0 Daly's complete model (Daly, FGCS 2006). A further failure during a restart begins
 the restart anew: E[down] = detection + H (exp(restart/H) - 1), plus the wait for a replacement node, where H counts
 hardware only and M the job's own crashes too (running out of memory in a bad iteration).
+
+With a `shape` other than 1 the gaps between hardware failures are Weibull, as a history may say (`reliability`): begun
+anew after each interruption, the same shape for any number of GPUs. Then E[checkpoints] is the sum over k of the chance
+that no failure comes before k L + durable, and a restart fails with the chance that a gap is shorter than it.
 Young's and Daly's optimal intervals are printed beside the one found numerically.
 """
 
@@ -38,6 +42,7 @@ __all__ = [
     "checkpoint_cost",
     "crash_rate",
     "daly_interval",
+    "fewest_spares",
     "goodput",
     "per_gpu_rate",
     "young_interval",
@@ -45,6 +50,8 @@ __all__ = [
 
 _SAVE_OVERHEAD = 5.0
 """Seconds that a checkpoint stops training whatever its size: ranks agree, plan the shards, pin memory. Assumed."""
+_QUANTILES = (np.arange(4096) + 0.5) / 4096
+_SUMMED = 20_000
 PUBLISHED_RATE_PER_GPU_HOUR = 466 / (54 * 24 * 16384)
 """Interruptions of all kinds (419 unexpected, 47 planned) of the 54 days in arXiv 2407.21783 section 3.3.4."""
 
@@ -71,6 +78,8 @@ class FaultModel:
         repair: until a replaced node is back in the pool.
         spares: spare nodes; with none left the job waits for the first repair.
         crashes_per_hour: interruptions of the whole job that need no node, such as running out of memory.
+        shape: of the gaps between failures; 1 for exponential, below 1 in bursts.
+        batches: (nodes, share) of how many nodes a failure that needs any takes out at once.
     """
 
     rate_per_gpu_hour: float = PUBLISHED_RATE_PER_GPU_HOUR
@@ -80,10 +89,14 @@ class FaultModel:
     repair: float = 24 * 3600.0
     spares: int = 0
     crashes_per_hour: float = 0.0
+    shape: float = 1.0
+    batches: tuple[tuple[int, float], ...] = ((1, 1.0),)
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "batches":
+                continue
             if not 0 <= value < math.inf:
                 raise ConfigError(f"faults: {field.name}={value} must not be negative, and finite")
         if self.needs_node > 1:
@@ -93,8 +106,17 @@ class FaultModel:
 
     def mtbf(self, gpus: int) -> float:
         """Mean seconds between interruptions of `gpus` GPUs."""
-        per_hour = self.rate_per_gpu_hour * gpus + self.crashes_per_hour
-        return math.inf if per_hour == 0 else 3600.0 / per_hour
+        crashes, failures = self.crashes_per_hour / 3600, self.rate_per_gpu_hour * gpus / 3600
+        if crashes + failures == 0:
+            return math.inf
+        if self.shape == 1.0 or not (crashes and failures):
+            return 1 / (crashes + failures)
+        return float((-np.expm1(-crashes * self.gaps(gpus))).mean() / crashes)
+
+    def gaps(self, gpus: int) -> NDArray[np.float64]:
+        """Seconds to the next hardware failure, at equally likely quantiles."""
+        scale = self.hardware_mtbf(gpus) / math.gamma(1 + 1 / self.shape)
+        return np.asarray(scale * (-np.log1p(-_QUANTILES)) ** (1 / self.shape))
 
     def hardware_mtbf(self, gpus: int) -> float:
         """The same without crashes of the job: what can go wrong while it restarts."""
@@ -102,8 +124,9 @@ class FaultModel:
 
     def node_share(self, gpus: int) -> float:
         """Fraction of all interruptions after which a node must be replaced."""
-        per_hour = self.rate_per_gpu_hour * gpus
-        return self.needs_node * per_hour / (per_hour + self.crashes_per_hour) if per_hour else 0.0
+        if not self.rate_per_gpu_hour * gpus:
+            return 0.0
+        return self.needs_node * (1 - self.crashes_per_hour / 3600 * self.mtbf(gpus))
 
 
 @dataclass(frozen=True)
@@ -170,11 +193,9 @@ def goodput(interval: float, cost: CheckpointCost, faults: FaultModel, gpus: int
     cycle = interval + cost.blocking
     if math.isinf(mtbf):
         return Goodput(interval, interval / cycle, cost.blocking / cycle, 0.0, 0.0, 0.0, mtbf)
-    saved = math.exp(-(cost.durable + cycle) / mtbf) / -math.expm1(-cycle / mtbf)
-    reload = faults.restart + cost.load
-    hardware = faults.hardware_mtbf(gpus)
-    again = math.expm1(min(reload / hardware, 700.0))
-    down = faults.detection + (reload if math.isinf(hardware) else hardware * again)
+    saved = _saved_checkpoints(cycle, cost.durable, faults, gpus)
+    again, reloading = _reloads(faults.restart + cost.load, faults, gpus)
+    down = faults.detection + reloading
     # Failures of the restart itself may need a node too.
     needing = faults.node_share(gpus) + faults.needs_node * again
     waiting = needing * spare_wait(faults, needing / (mtbf + down))
@@ -191,20 +212,76 @@ def goodput(interval: float, cost: CheckpointCost, faults: FaultModel, gpus: int
     )
 
 
-def spare_wait(faults: FaultModel, arrivals: float) -> float:
-    """Expected wait of a failure that needs a node, when `spares` stand by and such failures come at rate `arrivals`.
+def _saved_checkpoints(cycle: float, durable: float, faults: FaultModel, gpus: int) -> float:
+    """Expected number of checkpoints between two interruptions that can be restored."""
+    mtbf = faults.mtbf(gpus)
+    if faults.shape == 1.0 or faults.rate_per_gpu_hour == 0:
+        return math.exp(-(durable + cycle) / mtbf) / -math.expm1(-cycle / mtbf)
+    scale = faults.hardware_mtbf(gpus) / math.gamma(1 + 1 / faults.shape)
+    times = durable + cycle * np.arange(1, _SUMMED + 1)
+    survival = np.exp(-((times / scale) ** faults.shape) - faults.crashes_per_hour / 3600 * times)
+    if survival[-1] < 1e-12:
+        return float(survival.sum())
+    # So many cycles fit between failures that rounding down to whole ones costs half a cycle on average.
+    gaps = faults.gaps(gpus)
+    crashes = faults.crashes_per_hour / 3600
+    until = -np.expm1(-crashes * gaps) / crashes if crashes else gaps
+    return float(np.maximum(0.0, (until - durable) / cycle - 0.5).mean())
 
-    Nodes in repair when all comes and goes at random follow a birth-death chain; a failure that finds every spare in
-    repair waits for the first to come back (repairs exponential, as in the simulation). While it waits the job is
-    down, so nothing else fails.
+
+def _reloads(reload: float, faults: FaultModel, gpus: int) -> tuple[float, float]:
+    """Expected failures of a restart, and seconds until one succeeds."""
+    hardware = faults.hardware_mtbf(gpus)
+    if math.isinf(hardware):
+        return 0.0, reload
+    if faults.shape == 1.0:
+        again = math.expm1(min(reload / hardware, 700.0))
+        return again, hardware * again
+    scale = hardware / math.gamma(1 + 1 / faults.shape)
+    succeeds = math.exp(-min((reload / scale) ** faults.shape, 700.0))
+    gaps = faults.gaps(gpus)
+    failed = float(np.where(gaps < reload, gaps, 0.0).mean())
+    return 1 / succeeds - 1, reload + failed / succeeds
+
+
+def spare_wait(faults: FaultModel, arrivals: float) -> float:
+    """Expected wait of a failure that needs nodes, when `spares` stand by and such failures come at rate `arrivals`.
+
+    Nodes in repair are a chain that failures raise by a batch and returns lower by one (repairs exponential, as in the
+    simulation); a failure that finds too few spares waits for the first ones to come back. While it waits the job is
+    down, so nothing else fails: the chain goes on with every spare in repair. Across the cut between n and n + 1 nodes
+    in repair as much goes up as comes down,
+
+        chance(n + 1) (n + 1) / repair = arrivals * sum over j <= n of chance(j) P(batch > n - j)
+
+    which for batches of one is Erlang's recursion.
     """
     if arrivals == 0 or faults.repair == 0:
         return 0.0
-    # Erlang's recursion for the chance that all spares are in repair, stable for any number of them.
-    load, blocked = arrivals * faults.repair, 1.0
+    load = arrivals * faults.repair
+    most = max(nodes for nodes, _ in faults.batches)
+    beyond = [sum(share for nodes, share in faults.batches if nodes > size) for size in range(most)]
+    weights = [1.0]
     for in_repair in range(1, faults.spares + 1):
-        blocked = load * blocked / (in_repair + load * blocked)
-    return blocked * faults.repair / (faults.spares + 1)
+        up = sum(weights[j] * beyond[in_repair - 1 - j] for j in range(max(0, in_repair - most), in_repair))
+        weights.append(load * up / in_repair)
+        if weights[-1] > 1e200:
+            weights = [weight / weights[-1] for weight in weights]
+    total = sum(weights)
+    return sum(
+        weight / total * share * sum(faults.repair / back for back in range(faults.spares + 1, in_repair + nodes + 1))
+        for in_repair, weight in enumerate(weights)
+        for nodes, share in faults.batches
+        if in_repair + nodes > faults.spares
+    )
+
+
+def fewest_spares(cost: CheckpointCost, faults: FaultModel, gpus: int, lost: float = 1e-3) -> int:
+    """The fewest spare nodes with which waiting for nodes costs at most `lost` of the time."""
+    spares = 0
+    while best_interval(cost, replace(faults, spares=spares), gpus).waiting > lost:
+        spares = max(spares + 1, spares * 5 // 4)
+    return spares
 
 
 def best_interval(cost: CheckpointCost, faults: FaultModel, gpus: int) -> Goodput:
@@ -252,19 +329,27 @@ def simulate(interval: float, cost: CheckpointCost, faults: FaultModel, gpus: in
     mtbf, cycle = faults.mtbf(gpus), interval + cost.blocking
     if math.isinf(mtbf):
         return interval / cycle
-    hardware = faults.hardware_mtbf(gpus)
+    scale = faults.hardware_mtbf(gpus) / math.gamma(1 + 1 / faults.shape)
     reload, horizon = faults.restart + cost.load, days * 86_400
     clock = useful = 0.0
     in_repair: list[float] = []
     while clock < horizon:
-        until = generator.exponential(mtbf)
+        until, needs_node = _next_interruption(faults, gpus, generator)
         useful += interval * max(0.0, math.floor((until - cost.durable) / cycle))
         clock += until + faults.detection
-        clock = _replacement(clock, in_repair, faults, faults.node_share(gpus), generator)
-        while (until := generator.exponential(hardware)) < reload:
+        clock = _replacement(clock, in_repair, faults, needs_node, generator)
+        while (until := scale * float(generator.weibull(faults.shape))) < reload:
             clock = _replacement(clock + until, in_repair, faults, faults.needs_node, generator)
         clock += reload
     return useful / clock
+
+
+def _next_interruption(faults: FaultModel, gpus: int, generator: np.random.Generator) -> tuple[float, float]:
+    """Seconds to the next interruption, and the chance that it needs a node."""
+    hardware, crashes = faults.hardware_mtbf(gpus), faults.crashes_per_hour / 3600
+    failure = hardware / math.gamma(1 + 1 / faults.shape) * float(generator.weibull(faults.shape))
+    crash = float(generator.exponential(1 / crashes)) if crashes else math.inf
+    return min(failure, crash), 0.0 if crash < failure else faults.needs_node
 
 
 def _replacement(
@@ -274,12 +359,19 @@ def _replacement(
     if generator.random() >= needs_node:
         return clock
     in_repair[:] = [back for back in in_repair if back > clock]
-    in_repair.append(clock + generator.exponential(faults.repair) if faults.repair else clock)
-    if len(in_repair) <= faults.spares:
-        return clock
-    first = min(in_repair)
-    in_repair.remove(first)
-    return max(clock, first)
+    nodes = _drawn(faults.batches, generator)
+    in_repair += [clock + generator.exponential(faults.repair) if faults.repair else clock for _ in range(nodes)]
+    while len(in_repair) > faults.spares:
+        first = min(in_repair)
+        in_repair.remove(first)
+        clock = max(clock, first)
+    return clock
+
+
+def _drawn(batches: tuple[tuple[int, float], ...], generator: np.random.Generator) -> int:
+    if len(batches) == 1:
+        return batches[0][0]
+    return int(generator.choice([nodes for nodes, _ in batches], p=[share for _, share in batches]))
 
 
 def goodput_curve(intervals: NDArray[np.float64], cost: CheckpointCost, faults: FaultModel, gpus: int) -> list[Goodput]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.planning.costs.strategy import Recompute, Strategy
@@ -21,6 +22,7 @@ from memfine_fx.planning.training.faults import (
 )
 from memfine_fx.planning.training.launch import Launch, megatron, torchtitan
 from memfine_fx.planning.training.memory import ALPHA, OomRisk, RankMemory, choose_chunks, choose_rows, memory, oom_risk
+from memfine_fx.planning.training.reliability import fault_model
 from memfine_fx.planning.training.routing import ROUTINGS, Routing
 from memfine_fx.planning.training.step import StepTime, step_time
 from memfine_fx.planning.training.tuner import Candidate, Request, Tuned, bad_peak, balanced_rows, loads, oom_chance
@@ -32,7 +34,8 @@ __all__ = ["FaultReport", "Plan", "make_plan", "reasons"]
 class FaultReport:
     """Goodput at the best interval, beside Young's and Daly's, days to the tokens, and how it moves with the rate.
 
-    `model` holds the failures counted, running out of memory among them; `simulated` is the event simulation's goodput.
+    `model` holds the failures counted, running out of memory among them; `simulated` is the event simulation's goodput,
+    `bounds` the goodput at the upper and lower 95% bounds of a history's rate.
     """
 
     cost: CheckpointCost
@@ -43,6 +46,7 @@ class FaultReport:
     sensitivity: tuple[tuple[float, Goodput], ...]
     model: FaultModel
     simulated: float
+    bounds: tuple[Goodput, Goodput] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ def make_plan(
         tuple(sensitivity(cost, faults, request.gpus)),
         faults,
         simulate(best.interval, cost, faults, request.gpus, days=_failures_to_days(faults, request.gpus)),
+        _goodput_bounds(request, cost, faults),
     )
     why = reasons(tuned) if tuned else [*binding(loaded), *_memory_advice(request, strategy)]
     return Plan(
@@ -124,6 +129,17 @@ def make_plan(
     )
 
 
+def _goodput_bounds(request: Request, cost: CheckpointCost, faults: FaultModel) -> tuple[Goodput, Goodput] | None:
+    if request.reliability is None:
+        return None
+    worst, best = (fault_model(request.reliability, faults, at).rate_per_gpu_hour for at in _BOUNDS)
+    return (
+        best_interval(cost, replace(faults, rate_per_gpu_hour=worst), request.gpus),
+        best_interval(cost, replace(faults, rate_per_gpu_hour=best), request.gpus),
+    )
+
+
+_BOUNDS: tuple[Literal["high"], Literal["low"]] = ("high", "low")
 _SIMULATED_FAILURES = 3000
 
 

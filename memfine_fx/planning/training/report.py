@@ -149,11 +149,25 @@ def _faults(plan: Plan) -> str:
         f"  best interval {best.interval:.0f} s (Young {f.young_s:.0f} s, Daly {f.daly_s:.0f} s)",
         f"  goodput {best.fraction:.1%}: saving {best.saving:.1%}, lost work {best.lost_work:.1%}, "
         f"down {best.down:.1%}, waiting for nodes {best.waiting:.1%}; simulated event by event {f.simulated:.1%}",
+        *_history_lines(plan),
         f"  {plan.tokens / 1e12:g} T tokens in {f.days:.1f} days",
         "  goodput at multiples of the failure rate: "
         + ", ".join(f"{factor:g}x {result.fraction:.1%}" for factor, result in f.sensitivity),
     ]
     return "\n".join(lines)
+
+
+def _history_lines(plan: Plan) -> list[str]:
+    found, bounds = plan.request.reliability, plan.faults.bounds
+    if found is None or bounds is None:
+        return []
+    model = plan.faults.model
+    gaps = "exponential gaps" if model.shape == 1.0 else f"gaps in bursts or wear, Weibull shape {model.shape:.2f}"
+    return [
+        f"  from the history {found.history.name} ({gaps}): goodput {bounds[0].fraction:.1%} to "
+        f"{bounds[1].fraction:.1%} at the 95% bounds of its rate, intervals {bounds[0].interval:.0f} to "
+        f"{bounds[1].interval:.0f} s; {model.spares} spare nodes"
+    ]
 
 
 def plan_json(plan: Plan, front: tuple[Candidate, ...] = ()) -> str:
@@ -187,7 +201,8 @@ def plan_json(plan: Plan, front: tuple[Candidate, ...] = ()) -> str:
             "days": plan.faults.days,
             "tokens": plan.tokens,
             "simulated_goodput": plan.faults.simulated,
-            "crashes_per_hour": plan.faults.model.crashes_per_hour,
+            "model": vars(plan.faults.model),
+            "goodput_bounds": plan.faults.bounds and [bound.fraction for bound in plan.faults.bounds],
             "sensitivity": {factor: vars(result) for factor, result in plan.faults.sensitivity},
         },
         "reasons": plan.reasons,

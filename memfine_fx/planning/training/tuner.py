@@ -25,6 +25,7 @@ from memfine_fx.planning.costs.strategy import Strategy, StrategyError, check, d
 from memfine_fx.planning.hardware.systems import System
 from memfine_fx.planning.training.faults import FaultModel, Goodput, best_interval, checkpoint_cost, crash_rate
 from memfine_fx.planning.training.memory import ALPHA, RankMemory, choose_rows, memory
+from memfine_fx.planning.training.reliability import Reliability
 from memfine_fx.planning.training.routing import Routing, sample_rank_rows
 from memfine_fx.planning.training.runs import preset
 from memfine_fx.planning.training.stages import stages
@@ -47,6 +48,7 @@ class Request:
         fixed: strategy fields that the user has chosen; the others are free.
         percentile: of the iterations that must fit, under `routing`.
         asynchronous: checkpoints are written while training goes on.
+        reliability: the history that `faults` come from, if any; for the bounds of the goodput.
     """
 
     arch: Architecture
@@ -60,6 +62,7 @@ class Request:
     fixed: tuple[tuple[str, Any], ...] = ()
     percentile: float = 99.9
     asynchronous: bool = True
+    reliability: Reliability | None = None
 
 
 @dataclass(frozen=True)
