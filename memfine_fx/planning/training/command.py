@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from memfine_fx.planning.training.reliability_report import reliability_text
 from memfine_fx.planning.training.report import cost_text, front_table, plan_json, plan_text
 from memfine_fx.planning.training.routing import ROUTINGS, Routing
 from memfine_fx.planning.training.runs import load_runs, preset
+from memfine_fx.planning.training.sweep import FACTORS, Study, parse_factor, study
+from memfine_fx.planning.training.sweep_report import study_text
 from memfine_fx.planning.training.tuner import Request, Tuned, tune
 from memfine_fx.planning.training.validation import check_runs, runs_table
 
@@ -49,20 +52,24 @@ def run(options: argparse.Namespace) -> int:
     tuned, strategy = _strategy(options, request)
     plan = make_plan(request, strategy, options.tokens * 1e12, tuned)
     front = tuned.front if tuned else ()
+    factors = [parse_factor(text) for text in options.sweep]
+    swept = _sweep(request, strategy, factors) if factors else None
     if options.html:
-        write_html(plan, options.html, front)
+        write_html(plan, options.html, front, swept)
         print(f"wrote {options.html}", file=sys.stderr)
     if options.figures:
-        for path in write_figures(plan, options.figures):
+        for path in write_figures(plan, options.figures, front, swept):
             print(f"wrote {path}", file=sys.stderr)
     if options.json:
-        print(plan_json(plan, front))
+        print(plan_json(plan, front, swept))
     elif options.cost != "faults":
         print(cost_text(plan, options.cost, layers=options.layers))
     else:
         if front:
             print(front_table(front), end="\n\n")
         print(plan_text(plan, layers=options.layers))
+        if swept:
+            print("\n" + study_text(swept))
     if tuned is None:
         check_memory(request, strategy)
     return 0
@@ -108,6 +115,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         metavar="FIELD=VALUE",
         help=f"any other field of the strategy, such as overlap_tp=false: {', '.join(_settable())}",
+    )
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        default=[],
+        metavar="FACTOR=VALUES",
+        help="what matters: tables and figures over factors, one at a time, such as gpus=64:16384 seq=4096:65536:5 "
+        f"ep=1,8,64; factors: {', '.join(FACTORS)}",
     )
     parser.add_argument("--checkpoint", choices=("asynchronous", "blocking"), default="asynchronous")
     parser.add_argument(
@@ -220,7 +235,12 @@ def _strategy(options: argparse.Namespace, request: Request) -> tuple[Tuned | No
     return tuned, tuned.best.strategy
 
 
+def _sweep(request: Request, strategy: Strategy, factors: Sequence[tuple[str, Sequence[float]]]) -> Study:
+    """The factors around the request; sizes that were fixed stay so, except a factor's own."""
+    return study(request, factors, strategy, progress=_progress if sys.stderr.isatty() else None)
+
+
 def _progress(done: int, total: int) -> None:
     filled = int(40 * done / max(1, total))
     end = "\n" if done >= total else ""
-    print(f"\r[{'#' * filled}{'.' * (40 - filled)}] {done}/{total} strategies", end=end, file=sys.stderr, flush=True)
+    print(f"\r[{'#' * filled}{'.' * (40 - filled)}] {done}/{total} evaluated", end=end, file=sys.stderr, flush=True)

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from memfine_fx.planning.training.plan import Plan
 from memfine_fx.planning.training.step import StepTime
+from memfine_fx.planning.training.sweep import Study
+from memfine_fx.planning.training.sweep_report import study_json
 from memfine_fx.planning.training.tuner import Candidate
 
-__all__ = ["cost_text", "front_table", "plan_json", "plan_text"]
+__all__ = ["NO_PROGRESS", "cost_text", "front_table", "plan_json", "plan_text"]
 
 
 def plan_text(plan: Plan, *, layers: bool = False) -> str:
@@ -133,12 +135,13 @@ def _risks(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-_NO_PROGRESS = 1e-4
+NO_PROGRESS = 1e-4
+"""Goodput below which a job never gets anywhere."""
 
 
 def _faults(plan: Plan) -> str:
     f, best = plan.faults, plan.faults.best
-    if best.fraction < _NO_PROGRESS:
+    if best.fraction < NO_PROGRESS:
         return "failures\n  the job fails before it can save: no progress (see the memory of the tightest rank)"
     crashes = f.model.crashes_per_hour
     counted = f", out of memory {24 * crashes:.2g} times a day among them" if crashes else ""
@@ -170,10 +173,10 @@ def _history_lines(plan: Plan) -> list[str]:
     ]
 
 
-def plan_json(plan: Plan, front: tuple[Candidate, ...] = ()) -> str:
+def plan_json(plan: Plan, front: tuple[Candidate, ...] = (), found: Study | None = None) -> str:
     """The same as JSON: SI units, fractions, names as in the records."""
     s = plan.strategy
-    found: dict[str, Any] = {
+    written: dict[str, Any] = {
         "model": plan.request.arch.name,
         "system": plan.request.system.name,
         "strategy": vars(s) | {"dp": s.dp, "micro_batches": s.micro_batches, "label": s.label()},
@@ -217,7 +220,9 @@ def plan_json(plan: Plan, front: tuple[Candidate, ...] = ()) -> str:
             for candidate in front
         ],
     }
-    return json.dumps(_finite(found), indent=1)
+    if found:
+        written["study"] = study_json(found)
+    return json.dumps(_finite(written), indent=1)
 
 
 def _finite(value: Any) -> Any:

@@ -23,7 +23,14 @@ from memfine_fx.planning.costs.architectures import Architecture
 from memfine_fx.planning.costs.calibration import Calibration, fitted
 from memfine_fx.planning.costs.strategy import Strategy, StrategyError, check, divisors
 from memfine_fx.planning.hardware.systems import System
-from memfine_fx.planning.training.faults import FaultModel, Goodput, best_interval, checkpoint_cost, crash_rate
+from memfine_fx.planning.training.faults import (
+    CheckpointCost,
+    FaultModel,
+    Goodput,
+    best_interval,
+    checkpoint_cost,
+    crash_rate,
+)
 from memfine_fx.planning.training.memory import ALPHA, RankMemory, choose_rows, memory
 from memfine_fx.planning.training.reliability import Reliability
 from memfine_fx.planning.training.routing import Routing, sample_rank_rows
@@ -31,7 +38,18 @@ from memfine_fx.planning.training.runs import preset
 from memfine_fx.planning.training.stages import stages
 from memfine_fx.planning.training.step import StepTime, step_time
 
-__all__ = ["Candidate", "Loads", "Request", "Tuned", "fewest_gpus", "loads", "oom_chance", "tune"]
+__all__ = [
+    "Candidate",
+    "Loads",
+    "Request",
+    "Tuned",
+    "fewest_gpus",
+    "loads",
+    "oom_chance",
+    "time_candidate",
+    "tune",
+    "variants",
+]
 
 _CHUNKS = (2, 4, 8)
 _FEWEST_ROWS = 1024
@@ -166,23 +184,39 @@ def tune(
             progress(index, len(fitting))
         if bound > _BOUND * best:
             continue
-        step = step_time(request.arch, request.system, strategy, cal, rows=_mean_rows(request, strategy))
-        best = min(best, step.seconds)
-        crashes = crash_rate(oom_chance(request, strategy), step.seconds)
-        kept = (
-            best_interval(
-                cost, replace(request.faults, crashes_per_hour=request.faults.crashes_per_hour + crashes), request.gpus
-            )
-            if crashes
-            else plain
-        )
-        timed.append(Candidate(strategy, step, peak, ALPHA * request.system.memory_bytes, rank, kept))
+        found = time_candidate(request, strategy, peak, rank, cal, cost, plain)
+        best = min(best, found.step.seconds)
+        timed.append(found)
     if progress:
         progress(len(fitting), len(fitting))
     timed.sort(key=lambda candidate: candidate.step.seconds)
     return Tuned(
         request, tuple(timed), _front(timed), _near_misses(request, missed, best, cal), len(valid), len(fitting)
     )
+
+
+def time_candidate(
+    request: Request,
+    strategy: Strategy,
+    peak: float,
+    rank: RankMemory,
+    cal: Calibration,
+    cost: CheckpointCost,
+    plain: Goodput,
+) -> Candidate:
+    """A strategy that fits, timed under the routing's average load.
+
+    Args:
+        peak, rank: of `bad_peak`.
+        cost, plain: the request's checkpoint, and the goodput of a strategy that never runs out of memory.
+    """
+    step = step_time(request.arch, request.system, strategy, cal, rows=_mean_rows(request, strategy))
+    crashes = crash_rate(oom_chance(request, strategy), step.seconds)
+    kept = plain
+    if crashes:
+        faults = replace(request.faults, crashes_per_hour=request.faults.crashes_per_hour + crashes)
+        kept = best_interval(cost, faults, request.gpus)
+    return Candidate(strategy, step, peak, ALPHA * request.system.memory_bytes, rank, kept)
 
 
 def space(request: Request) -> Iterator[Strategy]:
@@ -300,17 +334,18 @@ def _fitting(request: Request, valid: Sequence[Strategy]) -> tuple[list[_Fit], l
     fitting: list[_Fit] = []
     missed: list[_Fit] = []
     for strategy in valid:
-        for variant in _variants(request, strategy, usable):
+        for variant in variants(request, strategy, usable):
             peak, rank = bad_peak(request, variant)
             fit = (variant, peak, rank, _bound(request, variant))
             (fitting if peak <= usable else missed).append(fit)
     return fitting, missed
 
 
-def _variants(request: Request, s: Strategy, usable: float) -> Iterator[Strategy]:
+def variants(request: Request, s: Strategy, usable: float) -> Iterator[Strategy]:
     """The strategy as it is, and, where its experts are recomputed and it does not fit, with the c and R that do."""
     can_chunk = request.arch.is_moe and s.recompute in ("experts", "full")
-    if not can_chunk or s.chunks > 1 or s.rows_per_round:
+    is_given = any(name in ("chunks", "rows_per_round") for name, _ in request.fixed)
+    if not can_chunk or is_given:
         yield s
         return
     yield s

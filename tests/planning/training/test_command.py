@@ -1,6 +1,7 @@
 """`memfine plan training` from the shell."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,23 @@ def test_free_sizes_are_searched_and_the_page_has_figures(tmp_path: Path, capsys
     page = tmp_path / "plan.html"
     assert main(["plan", "training", "--model", "llama3_8b", "--gpus", "8", "--html", str(page)]) == 0
     assert "Pareto front" in capsys.readouterr().out
-    assert page.read_text().count("<svg") == 6
+    written = page.read_text()
+    for title in ("Speed against headroom", "Where a step goes", "Memory by pipeline rank", "Where the time of a run"):
+        assert f"<h3>{title}" in written
+    assert written.count("<svg") == written.count("<h3>") - 2  # the two launch lines have a heading but no figure
+
+
+def test_page_needs_nothing_from_elsewhere_and_fits_a_phone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "plan.html"
+    assert main([*FIXED, "--html", str(page)]) == 0
+    written = page.read_text()
+    assert "<meta name=viewport content='width=device-width,initial-scale=1'>" in written
+    assert re.findall(r'(?:src|href)="([^"#][^"]*)"', written) == []
+    assert "@import" not in written and "url(http" not in written
+    ids = re.findall(r' id="([^"]+)"', written)
+    clips = [name for name in ids if name.startswith("p") and len(name) == 11]
+    assert len(clips) > 3 and len(clips) == len(set(clips))
 
 
 @pytest.mark.parametrize(
