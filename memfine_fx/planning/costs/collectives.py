@@ -15,6 +15,13 @@ from memfine_fx.planning.hardware.systems import System
 __all__ = ["all_gather", "all_reduce", "all_to_all", "point_to_point"]
 
 
+_COPIED_NVLINK_GB_PER_S = 450.0
+_COPIED_NETWORK_GB_PER_S = 50.0
+"""Links up to which point-to-point copies keep pace: those of Hopper systems, on which an all-to-all of copies is
+calibrated. GPT-OSS, whose experts' biases exclude the fused dispatcher, trains no faster on B300's 800 Gb/s than on
+B200's 400, and on NVL72 as if over Hopper's NVLink."""
+
+
 def all_gather(num_bytes: float, group: Group, sys: System, cal: Calibration) -> float:
     """Seconds to gather `num_bytes` in all (the result), or to reduce-scatter as many."""
     if group.size <= 1 or num_bytes <= 0:
@@ -35,13 +42,28 @@ def all_reduce(num_bytes: float, group: Group, sys: System, cal: Calibration) ->
 
 
 def all_to_all(
-    num_bytes: float, remote: float, group: Group, sys: System, cal: Calibration, exchanges: int = 1
+    num_bytes: float,
+    remote: float,
+    group: Group,
+    sys: System,
+    cal: Calibration,
+    exchanges: int = 1,
+    *,
+    is_fused: bool = True,
 ) -> float:
-    """Seconds for every rank to send `num_bytes` in all, a fraction `remote` of it out of its domain."""
+    """Seconds for every rank to send `num_bytes` in all, a fraction `remote` of it out of its domain.
+
+    Args:
+        is_fused: by a kernel that writes to its peers and so follows the link; else by point-to-point copies, whose few
+            blocks of threads move no more over links faster than the Hopper generation's.
+    """
     if group.size <= 1 or num_bytes <= 0:
         return 0.0
-    inside = num_bytes * (1 - remote) / (sys.nvlink_gb_per_s * 1e9 * cal.alltoall)
-    across = num_bytes * remote / (sys.network_gb_per_s * 1e9 * cal.network)
+    nvlink, network = sys.nvlink_gb_per_s, sys.network_gb_per_s
+    if not is_fused:
+        nvlink, network = min(nvlink, _COPIED_NVLINK_GB_PER_S), min(network, _COPIED_NETWORK_GB_PER_S)
+    inside = num_bytes * (1 - remote) / (nvlink * 1e9 * cal.alltoall)
+    across = num_bytes * remote / (network * 1e9 * cal.network)
     latency = cal.network_latency_us if group.domains(sys) > 1 else cal.nvlink_latency_us
     return max(inside, across) + 2 * latency * exchanges * 1e-6
 

@@ -164,7 +164,8 @@ def _is_recomputed(work: Work, s: Strategy) -> bool:
 
 def _collective_seconds(work: Work, s: Strategy, sys: System, cal: Calibration) -> float:
     if work.group == "ep":
-        return all_to_all(work.num_bytes, work.remote, Group(s.ep), sys, cal, work.count)
+        is_fused = s.dispatcher == "hierarchical"
+        return all_to_all(work.num_bytes, work.remote, Group(s.ep), sys, cal, work.count, is_fused=is_fused)
     group = Group(s.tp) if work.group == "tp" else Group(s.cp, s.tp)
     if work.collective == "ring":
         bandwidth = sys.nvlink_gb_per_s * cal.nvlink

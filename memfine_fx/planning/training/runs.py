@@ -202,7 +202,9 @@ class _Throughput(_Row):
         if self.informed:
             remark = f"informed {self.informed}"
         elif self.calibrate is False:
-            remark = "contradicts itself: not fitted"
+            remark = (
+                f"{remark}; not fitted" if remark.startswith("contradicts itself") else "contradicts itself: not fitted"
+            )
         return Run(
             f"{self.model} {sys.name} {self.precision}",
             "throughput",

@@ -101,3 +101,13 @@ def test_no_rank_does_two_things_at_once() -> None:
     for rank in range(4):
         own = sorted((e.start, e.end) for e in events if e.rank == rank)
         assert all(earlier[1] <= later[0] + 1e-9 for earlier, later in itertools.pairwise(own))
+
+
+def test_exchange_by_copies_keeps_pace_only_with_links_up_to_hoppers() -> None:
+    cal, group = Calibration(), Group(64)
+    hopper, rack, faster = system("H100"), system("GB300"), system("B300")
+    for sent, one, other in ((0.0, hopper, rack), (1.0, system("B200"), faster)):
+        copied = [all_to_all(1e9, sent, group, sys, cal, is_fused=False) for sys in (one, other)]
+        fused = [all_to_all(1e9, sent, group, sys, cal) for sys in (one, other)]
+        assert copied[0] == pytest.approx(copied[1], rel=0.02)
+        assert fused[1] == pytest.approx(fused[0] / 2, rel=0.05)
