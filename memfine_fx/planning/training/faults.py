@@ -99,6 +99,8 @@ class FaultModel:
                 continue
             if not 0 <= value < math.inf:
                 raise ConfigError(f"faults: {field.name}={value} must not be negative, and finite")
+        if self.shape == 0 or any(nodes < 1 or share <= 0 for nodes, share in self.batches):
+            raise ConfigError(f"faults: shape={self.shape} and the nodes and shares of batches must be positive")
         if self.needs_node > 1:
             raise ConfigError(
                 f"faults: needs_node={self.needs_node} is a fraction of interruptions, expected at most 1"

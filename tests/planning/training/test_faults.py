@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,12 @@ def test_cluster_that_fails_before_it_restarts_makes_no_progress() -> None:
 def test_negative_values_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}=-1 must not be negative"):
         replace(FaultModel(), **{field: -1})
+
+
+@pytest.mark.parametrize("change", [{"shape": 0.0}, {"batches": ((0, 1.0),)}, {"batches": ((2, -1.0),)}])
+def test_shape_and_batches_must_be_positive(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be positive"):
+        FaultModel(**change)
 
 
 def test_crashes_of_the_job_cost_time_but_no_nodes() -> None:
