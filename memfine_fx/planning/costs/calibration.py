@@ -32,6 +32,8 @@ class Calibration:
         overlap: fraction of a compute interval that can hide communication, and of communication that hides.
         launch_us: host time of an x86 server per kernel launch of the training framework.
         expert_us: the same per unit of a grouped linear's loop over its experts.
+        chunk_us: the same per micro-batch and chunk of the pipeline where the exchange is overlapped: the schedule builds
+            a plan for every pair of chunks and waits for its streams at their ends.
         grace_launch: how much longer a Grace core takes.
         nvlink_latency_us, network_latency_us: fixed cost of a step of a collective.
     """
@@ -51,6 +53,7 @@ class Calibration:
     overlap: float = 0.8
     launch_us: float = 15.0
     expert_us: float = 30.0
+    chunk_us: float = 10_000.0
     grace_launch: float = 1.2
     nvlink_latency_us: float = 6.0
     network_latency_us: float = 15.0
@@ -89,6 +92,7 @@ def priors() -> tuple[Prior, ...]:
         ("overlap", 0.15, "communication kernels take SMs and bandwidth from compute"),
         ("launch_us", 0.5, "5 us a bare launch; modules and autograd multiply it"),
         ("expert_us", 0.5, "allocation, views and scales of each expert's tensors, forward and backward"),
+        ("chunk_us", 1.0, "a thousand Python calls and waits for streams and neighbours; a guess"),
     )
     return tuple(Prior(name, getattr(base, name), spread, why) for name, spread, why in table)
 

@@ -89,7 +89,9 @@ def layer_time(
     arch: Architecture, kind: LayerKind, s: Strategy, sys: System, cal: Calibration, rows: float | None = None
 ) -> LayerTime:
     """Time of one layer; `rows` received by the rank's experts, None for balanced routing."""
-    return _layer_time(arch, kind, _layer_fields(s), sys, cal, rows)
+    # Of the pipeline only the overlapped exchange's schedule is felt by a layer, by the chunks that it is cut into.
+    chunks = s.pp * s.vp if s.overlap_ep else 0
+    return _layer_time(arch, kind, _layer_fields(s), sys, cal, rows, chunks)
 
 
 def head_time(arch: Architecture, s: Strategy, sys: System, cal: Calibration) -> LayerTime:
@@ -107,14 +109,26 @@ def _layer_fields(s: Strategy) -> Strategy:
 
 @lru_cache(maxsize=20_000)
 def _layer_time(
-    arch: Architecture, kind: LayerKind, s: Strategy, sys: System, cal: Calibration, rows: float | None
+    arch: Architecture,
+    kind: LayerKind,
+    s: Strategy,
+    sys: System,
+    cal: Calibration,
+    rows: float | None,
+    pipeline_chunks: int,
 ) -> LayerTime:
     terms = tuple(_term(work, s, sys, cal) for work in layer_work(arch, kind, s, sys, rows))
-    return _combine(terms, s, cal, _host_seconds(arch, kind, s, sys, cal, rows))
+    return _combine(terms, s, cal, _host_seconds(arch, kind, s, sys, cal, rows, pipeline_chunks))
 
 
 def _host_seconds(
-    arch: Architecture, kind: LayerKind, s: Strategy, sys: System, cal: Calibration, rows: float | None
+    arch: Architecture,
+    kind: LayerKind,
+    s: Strategy,
+    sys: System,
+    cal: Calibration,
+    rows: float | None,
+    pipeline_chunks: int,
 ) -> float:
     count = launches(arch, kind, s, rows)
     captured = {"none": 1.0, "partial": 0.25, "full": 0.05}[s.cuda_graphs]
@@ -122,7 +136,8 @@ def _host_seconds(
     launch = (captured * count.fixed + ragged * count.ragged) * cal.launch_us
     experts = ragged * count.experts * cal.expert_us
     again = {"none": 1.0, "selective": 1.05, "experts": 1.2, "full": 1.33}[s.recompute]
-    return (launch + experts) * (cal.grace_launch if sys.cpu == "grace" else 1.0) * again * 1e-6
+    schedule = cal.chunk_us * pipeline_chunks / arch.layers
+    return (launch + experts + schedule) * (cal.grace_launch if sys.cpu == "grace" else 1.0) * again * 1e-6
 
 
 def _term(work: Work, s: Strategy, sys: System, cal: Calibration) -> Term:

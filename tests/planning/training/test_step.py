@@ -111,3 +111,14 @@ def test_exchange_by_copies_keeps_pace_only_with_links_up_to_hoppers() -> None:
         fused = [all_to_all(1e9, sent, group, sys, cal) for sys in (one, other)]
         assert copied[0] == pytest.approx(copied[1], rel=0.02)
         assert fused[1] == pytest.approx(fused[0] / 2, rel=0.05)
+
+
+def test_overlapped_exchange_costs_the_host_time_for_every_chunk_of_the_pipeline() -> None:
+    def waiting(vp: int, overlap: bool) -> float:
+        s = replace(BASE, vp=vp, overlap_ep=overlap)
+        return sum(layer.host_s for _, layer in step_time(MOE, H100, s).layers)
+
+    assert waiting(1, False) == waiting(4, False)
+    each = waiting(1, True) - waiting(1, False)
+    assert each > 0
+    assert waiting(4, True) - waiting(4, False) == pytest.approx(4 * each)
