@@ -32,8 +32,8 @@ class Calibration:
         overlap: fraction of a compute interval that can hide communication, and of communication that hides.
         launch_us: host time of an x86 server per kernel launch of the training framework.
         expert_us: the same per unit of a grouped linear's loop over its experts.
-        chunk_us: the same per micro-batch and chunk of the pipeline where the exchange is overlapped: the schedule builds
-            a plan for every pair of chunks and waits for its streams at their ends.
+        chunk_us: the same per micro-batch and chunk of the pipeline where the exchange is overlapped: the schedule
+            builds a plan for every pair of chunks and waits for its streams at their ends.
         grace_launch: how much longer a Grace core takes.
         nvlink_latency_us, network_latency_us: fixed cost of a step of a collective.
     """

@@ -23,7 +23,7 @@ __all__ = ["LocalSearch", "quick_best"]
 
 _FIELDS = ("tp", "pp", "vp", "cp", "ep", "zero", "micro_batch", "recompute")
 _RECOMPUTE = ("none", "selective", "experts", "full")
-_CLIMBED = 4
+_CLIMBED = 6
 
 Key = tuple[Any, ...]
 
@@ -58,19 +58,20 @@ class LocalSearch:
         if not self._valid:
             return None
         starts = [key for s in near if (key := self._nearest(_key(s))) is not None]
-        if not starts:
-            scored = sorted(self._diverse(), key=lambda key: -self._score(key))
-            starts = scored[:_CLIMBED]
+        # A neighbour's answer may be a summit of its own: starts from elsewhere show a higher one. The best of each
+        # kind of pipeline and of expert parallelism, because the best of all are alike.
+        leaders: dict[Key, Key] = {}
+        for key in sorted(self._diverse(), key=lambda key: -self._score(key)):
+            leaders.setdefault((key[_FIELDS.index("pp")], key[_FIELDS.index("ep")]), key)
+        starts += list(leaders.values())[:_CLIMBED]
         tops = [self._climb(key) for key in dict.fromkeys(starts)]
         return max((self._known[top] for top in tops), key=lambda entry: entry[0])[1]
 
     def _diverse(self) -> Iterator[Key]:
-        """The ends and the middle of every size, with as little memory as recomputation and micro-batches allow."""
+        """The ends and the middle of every size, the two strongest recomputations, no interleaving."""
         chosen = [[values[0], values[len(values) // 2], values[-1]] for values in self._values]
         for index, name in enumerate(_FIELDS):
-            if name == "micro_batch":
-                chosen[index] = self._values[index][:1]
-            elif name == "recompute":
+            if name == "recompute":
                 chosen[index] = self._values[index][-2:]
             elif name == "vp":
                 chosen[index] = self._values[index][:1]

@@ -163,7 +163,7 @@ def parse_factor(text: str) -> tuple[str, tuple[float, ...]]:
         raise ConfigError(f"--sweep {text}: expected {name}=LOW:HIGH or {name}=LOW:HIGH:COUNT, low before high")
     count = count or min(_POINTS, 1 + max(1, round(math.log2(high / low))))
     values = [low * (high / low) ** (index / (count - 1)) for index in range(count)]
-    return name, tuple(sorted({float(round(value)) if is_whole else value for value in values}))
+    return name, tuple(sorted({float(round(value)) if is_whole else float(f"{value:.6g}") for value in values}))
 
 
 def changed(request: Request, factor: str, value: float) -> Request:
@@ -261,12 +261,14 @@ def elasticities(request: Request, best: Candidate) -> tuple[Elasticity, ...]:
     named["mtbf"] = lambda x: _speed(_scaled_faults(request, rate_per_gpu_hour=1 / x), best, cal)
     named["restart time"] = lambda x: _speed(_scaled_faults(request, restart=x), best, cal)
     named["detection time"] = lambda x: _speed(_scaled_faults(request, detection=x), best, cal)
-    named["host time a launch"] = lambda x: _speed(
-        request, best, replace(cal, launch_us=cal.launch_us * x, expert_us=cal.expert_us * x)
-    )
+    named["host time a launch"] = lambda x: _speed(request, best, _slower_host(cal, x))
     up, down = 1 + _MOVED, 1 / (1 + _MOVED)
     found = [Elasticity(name, math.log(speed(up) / speed(down)) / math.log(up / down)) for name, speed in named.items()]
     return tuple(sorted(found, key=lambda entry: -abs(entry.value)))
+
+
+def _slower_host(cal: Calibration, by: float) -> Calibration:
+    return replace(cal, **{name: getattr(cal, name) * by for name in ("launch_us", "expert_us", "chunk_us")})
 
 
 def _scaled_system(request: Request, factor: str, by: float) -> Request:

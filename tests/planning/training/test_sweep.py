@@ -70,6 +70,11 @@ _SEARCHED = [
     pytest.param(replace(DENSE, arch=architecture("llama3_70b")), id="70B"),
     pytest.param(MOE, id="MoE", marks=pytest.mark.slow),
     pytest.param(replace(MOE, routing=Routing("balanced")), id="balanced MoE", marks=pytest.mark.slow),
+    pytest.param(
+        changed(replace(MOE, arch=architecture("deepseek_v3"), gpus=1024, global_batch=8192), "bandwidth", 25.0),
+        id="slow network",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
