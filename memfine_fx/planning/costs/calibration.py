@@ -92,7 +92,7 @@ def priors() -> tuple[Prior, ...]:
         ("overlap", 0.15, "communication kernels take SMs and bandwidth from compute"),
         ("launch_us", 0.5, "5 us a bare launch; modules and autograd multiply it"),
         ("expert_us", 0.5, "allocation, views and scales of each expert's tensors, forward and backward"),
-        ("chunk_us", 1.0, "a thousand Python calls and waits for streams and neighbours; a guess"),
+        ("chunk_us", 1.0, "a thousand Python calls and waits for streams and neighbours; a guess, raised from 5 ms"),
     )
     return tuple(Prior(name, getattr(base, name), spread, why) for name, spread, why in table)
 
