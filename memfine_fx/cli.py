@@ -16,6 +16,8 @@ import torch
 from memfine_fx.api import explain
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
+from memfine_fx.planning.command import FORMER_NAMES, PLANNERS
+from memfine_fx.planning.command import run as run_planner
 
 __all__ = ["main"]
 
@@ -27,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
-    if arguments[:2] == ["plan", "cluster"]:
-        return _plan_cluster(arguments[2:])
+    if arguments[:1] == ["plan"] and arguments[1:2] and arguments[1] in (*PLANNERS, *FORMER_NAMES):
+        return _run_planner(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -58,7 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--plot", metavar="FILE", help="draw the measured step's memory (png, svg, pdf); measures")
     shown.set_defaults(run=_explain)
 
-    plan = commands.add_parser("plan", help="rows per chunk and bytes of one SwiGLU MoE layer; plan cluster --help")
+    plan = commands.add_parser(
+        "plan",
+        help=f"rows per chunk and bytes of one SwiGLU MoE layer; or plan {' | '.join(PLANNERS)}",
+        epilog="Planners of their own, with --help each: "
+        + "; ".join(f"memfine plan {name}: {planner.help}" for name, planner in PLANNERS.items()),
+    )
     for name, default in (("tokens", 8192), ("hidden", 2048), ("width", 768), ("experts", 128), ("top-k", 8)):
         plan.add_argument(f"--{name}", type=int, default=default)
     plan.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
@@ -140,14 +147,12 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_cluster(arguments: list[str]) -> int:
+def _run_planner(arguments: list[str]) -> int:
     try:
-        from memfine_fx.cluster.command import run
+        return run_planner(arguments)
     except ImportError as missing:
-        print(f"memfine: plan cluster needs pip install 'memfine-fx[cluster]' ({missing})", file=sys.stderr)
+        print(f"memfine: plan {arguments[0]} needs pip install 'memfine-fx[cluster]' ({missing})", file=sys.stderr)
         return 2
-    try:
-        return run(arguments)
     except MemfineError as error:
         print(f"memfine: {error}", file=sys.stderr)
         return 2

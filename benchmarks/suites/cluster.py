@@ -1,4 +1,4 @@
-"""The cluster model against published runs: time, memory, failures.
+"""The cluster model against published runs: time, memory, failures, histories of failures.
 
 Nothing is measured here. Errors are printed for the packaged calibration and, separately, for calibrations fitted
 without any run of the row's model; then for runs outside the fit (docs/cluster.md says what they were used for).
@@ -10,8 +10,9 @@ from benchmarks.suites.base import Suite
 
 
 def _compute() -> tuple[str, str]:
-    from memfine_fx.cluster.runs import outside_runs
-    from memfine_fx.cluster.validation import TimeRow, check_runs, runs_table, validate
+    from memfine_fx.planning.training.reliability_report import held_out, held_out_text
+    from memfine_fx.planning.training.runs import outside_runs
+    from memfine_fx.planning.training.validation import TimeRow, check_runs, runs_table, validate
 
     found = validate()
     outside = {name: check_runs(runs) for name, runs in outside_runs().items()}
@@ -33,9 +34,11 @@ def _compute() -> tuple[str, str]:
         "not_fitted": {name: [entry(row) for row in rows] for name, rows in outside.items()},
         "memory": [vars(row) for row in found.memories],
         "faults": vars(found.faults),
+        "histories": [vars(row) | {"within": row.is_within} for row in held_out()],
     }
     tables = "".join(f"\n\nruns outside the fit: {name}\n{runs_table(rows)}" for name, rows in outside.items())
-    return f"{found}{tables}", json.dumps(everything, indent=1)
+    histories = f"\n\ninterruptions per 1,000 node-days, one history by another\n{held_out_text()}"
+    return f"{found}{tables}{histories}", json.dumps(everything, indent=1)
 
 
 SUITE = Suite("cluster", "predicted against published runs of clusters", lambda quick: (), compute=_compute)

@@ -249,7 +249,7 @@ _OPTIONS = (
             "tensorboard is not installed",
             "transformers is not installed",
             "need matplotlib",
-            "plan cluster needs pip install",
+            "needs pip install 'memfine-fx[cluster]'",
         ),
     ),
     Symptom(
@@ -445,9 +445,14 @@ _COMMANDS = (
         sources=("memfine_fx/front.py", "memfine_fx/demo/"),
     ),
     Symptom(
-        "memfine plan cluster refuses its input",
+        "A command or a module is called otherwise now",
+        "The former name still works; the line says today's.",
+        words=("is called plan", "memfine_fx.cluster is"),
+    ),
+    Symptom(
+        "memfine plan training refuses its input",
         "The message names the field, the value and what is known ([Planning a cluster](cluster.md)).",
-        sources=("memfine_fx/cluster/",),
+        sources=("memfine_fx/planning/",),
     ),
 )
 
@@ -482,7 +487,7 @@ SECTIONS = (
         _REFUSALS,
     ),
     Section(
-        "The command line and the cluster planner",
+        "The command line and the planners",
         "`memfine` prints its errors as one line and ends with status 2.",
         _COMMANDS,
     ),

@@ -13,4 +13,7 @@ def test_cluster_suite_prints_every_comparison(tmp_path: Path, capsys: pytest.Ca
     assert main(["run", "--suite", "cluster", "--json", str(path)]) == 0
     text = capsys.readouterr().out
     assert "runs outside the fit" in text and "faults: 16384 GPUs" in text
-    assert len(json.loads(path.read_text())["fitted"]) == 22
+    assert "one history by another" in text
+    written = json.loads(path.read_text())
+    assert len(written["fitted"]) == 22
+    assert {row["fitted"] for row in written["histories"] if row["within"]} == {"llama3", "b200_504"}

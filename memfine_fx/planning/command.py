@@ -1,0 +1,54 @@
+"""`memfine plan PLANNER`: one table of planners, each in a module with `add_parser` and `run`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["FORMER_NAMES", "PLANNERS", "Planner", "run"]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A planner: the module that holds its command, and what it answers in a line."""
+
+    module: str
+    help: str
+
+
+PLANNERS = {
+    "training": Planner("memfine_fx.planning.training.command", "which strategy trains a model fastest on a cluster"),
+}
+"""Every planner by the name that `memfine plan` knows it by. Its module is imported only when it is asked for."""
+
+FORMER_NAMES = {"cluster": "training"}
+
+
+class _Command(Protocol):
+    def add_parser(self, commands: Commands) -> argparse.ArgumentParser: ...
+
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `memfine plan ARGUMENTS`, whose first is a planner's name, today's or a former one.
+
+    Raises:
+        MemfineError: the planner refuses its input.
+        ImportError: a package that the planner needs is not installed.
+    """
+    name, *rest = arguments
+    today = FORMER_NAMES.get(name)
+    if today:
+        print(f"memfine: plan {name} is called plan {today} now", file=sys.stderr)
+    command = cast(_Command, import_module(PLANNERS[today or name].module))
+    parser = argparse.ArgumentParser(prog="memfine plan")
+    command.add_parser(parser.add_subparsers(required=True, metavar="PLANNER"))
+    return command.run(parser.parse_args([today or name, *rest]))
