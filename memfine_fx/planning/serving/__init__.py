@@ -1,0 +1,1 @@
+"""Plans disaggregated serving (in the making)."""
