@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from memfine_fx.planning.serving.cache import Layout
-from memfine_fx.planning.serving.disaggregated import decode, generate, prefill
+from memfine_fx.planning.serving.disaggregated import Layout, decode, generate, prefill
 from memfine_fx.tiny import tiny_causal_lm
 
 

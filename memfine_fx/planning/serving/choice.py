@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, bisect, milp
-from scipy.sparse import csr_array
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.serving.hardware import Accelerator, architecture
@@ -78,8 +77,7 @@ def make_fleet(request: Request, known: Mapping[str, Accelerator]) -> Fleet:
     fleet = solve(prefill, decode, request.rate, limits, slow)
     if fleet is None:
         raise ConfigError(
-            f"the pool cannot serve rate={request.rate:g}/s within the targets: prefill reaches "
-            f"{_alone(prefill, limits):.3g}/s and decode {_alone(decode, limits):.3g}/s if each had the whole pool"
+            f"the pool cannot serve rate={request.rate:g}/s within the targets; add devices, or ask for less"
         )
     return fleet
 
@@ -137,40 +135,29 @@ def solve(
         slow: pairs of a prefill and a decode option that may not both be used.
     """
     options = [*prefill, *decode]
-    num = len(options)
-    # Numbers of every option, then whether it is used at all.
-    most = [limits[one.instance.accelerator.name] // one.instance.devices for one in options]
-    rows, low, high = [], [], []
-
-    def rule(entries: Mapping[int, float], at_least: float, at_most: float) -> None:
-        rows.append(entries)
-        low.append(at_least)
-        high.append(at_most)
-
-    for phase in (range(len(prefill)), range(len(prefill), num)):
-        # In units of the rate: HiGHS' tolerances are absolute.
-        rule({i: options[i].capacity / rate for i in phase}, 1.0, np.inf)
-    for name, limit in limits.items():
-        rule(
-            {i: one.instance.devices for i, one in enumerate(options) if one.instance.accelerator.name == name},
-            0,
-            limit,
-        )
-    for i in range(num):
-        rule({i: 1.0, num + i: -float(most[i])}, -np.inf, 0.0)
-    for i, j in slow:
-        rule({num + i: 1.0, num + len(prefill) + j: 1.0}, 0.0, 1.0)
-    entries = [(row, column, value) for row, one in enumerate(rows) for column, value in one.items()]
-    matrix = csr_array(
-        ([value for _, _, value in entries], ([row for row, _, _ in entries], [column for _, column, _ in entries])),
-        shape=(len(rows), 2 * num),
-    )
-    prices = np.array([one.price for one in options] + [0.0] * num)
+    num, names = len(options), np.array([one.instance.accelerator.name for one in options])
+    devices = np.array([one.instance.devices for one in options])
+    most = np.array([limits[name] for name in names]) // devices
+    prices = np.array([one.price for one in options])
+    # In units of the rate: HiGHS' tolerances are absolute.
+    capacity = np.array([one.capacity for one in options]) / rate
+    is_prefill = np.arange(num) < len(prefill)
+    # Unknowns: the number of every option, then whether it is used at all.
+    covered = np.stack([capacity * is_prefill, capacity * ~is_prefill])
+    held = np.stack([devices * (names == name) for name in limits])
+    apart = np.zeros((len(slow), num))
+    for row, (i, j) in enumerate(slow):
+        apart[row, [i, len(prefill) + j]] = 1
     found = milp(
-        prices / prices.max(),
+        np.concatenate([prices / prices.max(), np.zeros(num)]),
         integrality=np.ones(2 * num),
-        bounds=Bounds(0, np.array([*most, *[1] * num])),
-        constraints=LinearConstraint(matrix, low, high),
+        bounds=Bounds(0, np.concatenate([most, np.ones(num)])),
+        constraints=[
+            LinearConstraint(np.hstack([covered, 0 * covered]), 1, np.inf),
+            LinearConstraint(np.hstack([held, 0 * held]), 0, list(limits.values())),
+            LinearConstraint(np.hstack([np.eye(num), -np.diag(most)]), -np.inf, 0),
+            LinearConstraint(np.hstack([0 * apart, apart]), 0, 1),
+        ],
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
@@ -187,14 +174,13 @@ def solve(
 
 def _instances(request: Request, known: Mapping[str, Accelerator], model: Model) -> list[Instance]:
     arch = model.arch
-    found = []
+    found: list[Instance] = []
     for name, share in request.pool.items():
         for tp in (size for size in request.sizes if arch.heads % size == 0):
-            for pp in (size for size in request.stages if size <= arch.layers and tp * size <= share.devices):
-                on = Instance(known[name], tp, pp)
-                if on.cache_tokens(model) > max(one.prompt + one.output for one in request.lengths):
-                    found.append(on)
-    return found
+            stages = (size for size in request.stages if size <= arch.layers and tp * size <= share.devices)
+            found += [Instance(known[name], tp, pp) for pp in stages]
+    longest = max(one.prompt + one.output for one in request.lengths)
+    return [on for on in found if on.cache_tokens(model) > longest]
 
 
 def _mean(request: Request, value: Callable[..., float]) -> float:
@@ -219,11 +205,3 @@ def _largest(keeps: Callable[[float], bool], most: float) -> float:
         return 0.0
     found = float(bisect(lambda rate: 1.0 if keeps(rate) else -1.0, least, most, xtol=least, rtol=_RATE_TOLERANCE))
     return found if keeps(found) else found - least
-
-
-def _alone(options: Sequence[Option], limits: Mapping[str, int]) -> float:
-    best: dict[str, float] = {}
-    for one in options:
-        name = one.instance.accelerator.name
-        best[name] = max(best.get(name, 0.0), one.capacity * (limits[name] // one.instance.devices))
-    return sum(best.values())

@@ -26,8 +26,8 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "serving",
         help="which devices prefill and which decode a model, and how many",
-        description="The cheapest instances for prefill and for decode, of any vendors in a pool, that keep the targets "
-        "for time to first token and between tokens at a request rate.",
+        description="The cheapest instances for prefill and for decode, of any vendors in a pool, that keep the "
+        "targets for time to first token and between tokens at a request rate.",
     )
     parser.add_argument("--request", type=Path, default=_EXAMPLE, help="YAML or JSON; an example is built in")
     parser.add_argument("--rate", type=float, help="requests per second instead of the file's")
@@ -45,7 +45,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     request = load_request(options.request, rate=options.rate)
     fleet = make_fleet(request, accelerators(options.accelerators))
-    print(json.dumps(_record(fleet), indent=2) if options.json else _text(request, fleet))
+    if options.json:
+        phases = {"prefill": fleet.prefill, "decode": fleet.decode}
+        rows = {name: [{**asdict(one), "count": count} for one, count in used] for name, used in phases.items()}
+        record = {**rows, "price": fleet.price, "devices": fleet.devices}
+        print(json.dumps(record, default=lambda accelerator: accelerator.name, indent=2))
+    else:
+        print(_text(request, fleet))
     return 0
 
 
@@ -74,26 +80,3 @@ def _row(phase: str, one: Option, count: int) -> str:
     return (
         f"{phase:9}{count:10}  {on.accelerator.name:14}{on.tp:4}{on.pp:4}{one.capacity:17.2f}{one.price * count:9.2f}"
     )
-
-
-def _record(fleet: Fleet) -> dict[str, object]:
-    def rows(used: tuple[tuple[Option, int], ...]) -> list[dict[str, object]]:
-        return [
-            {
-                **asdict(one),
-                "instance": {
-                    "accelerator": one.instance.accelerator.name,
-                    "tp": one.instance.tp,
-                    "pp": one.instance.pp,
-                },
-                "count": count,
-            }
-            for one, count in used
-        ]
-
-    return {
-        "prefill": rows(fleet.prefill),
-        "decode": rows(fleet.decode),
-        "price": fleet.price,
-        "devices": fleet.devices,
-    }

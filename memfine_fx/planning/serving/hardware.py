@@ -10,16 +10,16 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from memfine_fx.cluster.architectures import Architecture, mean_context
 from memfine_fx.cluster.calibration import Calibration, fitted
 from memfine_fx.cluster.model_configs import architecture
 from memfine_fx.cluster.systems import System, builtin_systems
 from memfine_fx.errors import ConfigError
+from memfine_fx.planning.files import checked, read_mapping
 
-__all__ = ["Accelerator", "Architecture", "accelerators", "architecture", "mean_context", "problems"]
+__all__ = ["Accelerator", "Architecture", "accelerators", "architecture", "mean_context"]
 
 _DATA = Path(__file__).parent / "data" / "vendors.yaml"
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -94,46 +94,24 @@ def accelerators(path: Path | None = None) -> dict[str, Accelerator]:
     return _builtin() | (_load(path) if path else {})
 
 
-def problems(where: str, error: ValidationError) -> str:
-    """A validation error as lines that name file, field, what was expected and what was there."""
-    lines = []
-    for one in error.errors():
-        got = "" if one["type"] == "missing" else f" (got {one['input']!r})"
-        lines.append(f"{where}{'.'.join(str(part) for part in one['loc'] if part != '[key]')}: {one['msg']}{got}")
-    return "\n".join(lines)
-
-
 def _load(path: Path) -> dict[str, Accelerator]:
-    try:
-        loaded = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read the accelerator file {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(loaded, dict) or not all(isinstance(fields, dict) for fields in loaded.values()):
+    loaded = read_mapping(path, "a mapping from an accelerator's name to its fields")
+    if not all(isinstance(fields, dict) for fields in loaded.values()):
         raise ConfigError(f"{path}: expected a mapping from an accelerator's name to its fields")
-    found = {}
-    for name, fields in loaded.items():
-        try:
-            found[str(name)] = Accelerator(**{**fields, "name": str(name)})
-        except ValidationError as error:
-            raise ConfigError(problems(f"{path}: {name}.", error)) from None
-    return found
+    return {
+        str(name): checked(Accelerator, {**fields, "name": str(name)}, f"{path}: {name}.")
+        for name, fields in loaded.items()
+    }
 
 
 def _of_system(sys: System, calibration: Calibration) -> Accelerator:
+    shared = ("name", "tflops", "memory_gib", "memory_gb_per_s", "network_gb_per_s", "host_link_gb_per_s", "sources")
     return Accelerator(
-        name=sys.name,
         vendor="NVIDIA",
-        tflops=sys.tflops,
-        memory_gib=sys.memory_gib,
-        memory_gb_per_s=sys.memory_gb_per_s,
         domain=sys.nvlink_domain,
         domain_gb_per_s=sys.nvlink_gb_per_s,
-        network_gb_per_s=sys.network_gb_per_s,
-        host_link_gb_per_s=sys.host_link_gb_per_s,
         gemm_fraction={number: calibration.gemm(sys.generation, number) for number in sys.tflops},
         memory_fraction=calibration.memory,
         link_fraction=calibration.network,
-        sources=sys.sources,
+        **{name: getattr(sys, name) for name in shared},
     )

@@ -127,11 +127,8 @@ def decode_s(model: Model, on: Instance, batch: float, context: float) -> float:
         2.0 * arch.embedding_params * group / device.flops_per_s(model.number),
         model.element_bytes * arch.embedding_params / device.memory_bytes_per_s,
     )
-    attention = max(cache, scores)
-    step = (
-        _linear_s(model, on, group) + attention + head / on.tp + _exchange_s(model, on, group) + _overhead_s(model, on)
-    )
-    return step
+    layers = _linear_s(model, on, group) + _exchange_s(model, on, group) + _overhead_s(model, on)
+    return layers + max(cache, scores) + head / on.tp
 
 
 def handover_s(
@@ -190,8 +187,7 @@ def _imbalance(experts: int, top_k: int, alpha: float, devices: int) -> float:
 def _linear_s(model: Model, on: Instance, tokens: float) -> float:
     """All layers' products on one token group, each layer the slower of arithmetic and reading its weights."""
     arch, device = model.arch, on.accelerator
-    rate, bandwidth = device.flops_per_s(model.number), device.memory_bytes_per_s
-    total = 0.0
+    rate, bandwidth, total = device.flops_per_s(model.number), device.memory_bytes_per_s, 0.0
     for kind, count in arch.kind_counts.items():
         dense = arch.dense_params(kind)
         ours = dense / on.tp

@@ -59,9 +59,8 @@ def compare() -> tuple[Compared, ...]:
 def comparison_table() -> str:
     lines = [f"{'published':>9} {'model':>7} {'miss':>6}  checked"]
     for one in compare():
-        lines.append(
-            f"{one.published:9.2f} {one.predicted:7.2f} {one.miss:+6.0%}  {'yes' if one.checked else 'no ':3}  {one.name}"
-        )
+        checked = "yes" if one.checked else "no"
+        lines.append(f"{one.published:9.2f} {one.predicted:7.2f} {one.miss:+6.0%}  {checked:7}  {one.name}")
     return "\n".join(lines)
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from memfine_fx.errors import ConfigError
-from memfine_fx.planning.serving.hardware import problems
+from memfine_fx.planning.files import checked, read_mapping
 
 __all__ = ["Lengths", "Request", "Share", "Targets", "load_request"]
 
@@ -77,20 +75,6 @@ class Request(BaseModel):
 
 
 def load_request(path: Path, rate: float | None = None) -> Request:
-    """The task of a YAML or JSON file, with another rate if one is given.
-
-    Raises:
-        ConfigError: it cannot be read, or a field is bad; every bad field is named.
-    """
-    try:
-        loaded = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read the request file {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML or JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: expected the fields model, rate, lengths, targets and pool")
-    try:
-        return Request(**(loaded if rate is None else {**loaded, "rate": rate}))
-    except ValidationError as error:
-        raise ConfigError(problems(f"{path}: ", error)) from None
+    """The task of a YAML or JSON file, with another rate if one is given; ConfigError names every bad field."""
+    loaded = read_mapping(path, "the fields model, rate, lengths, targets and pool")
+    return checked(Request, loaded if rate is None else {**loaded, "rate": rate}, f"{path}: ")

@@ -25,6 +25,7 @@ from memfine_fx.planning.splitting.market import Plan, settle
 __all__ = ["all_local", "all_offloaded", "equal_share", "exhaustive", "random_cuts"]
 
 _MOST_CHOICES = 50_000
+Numbers = NDArray[np.float64]
 
 
 def exhaustive(devices: Sequence[Offers]) -> Plan:
@@ -72,40 +73,30 @@ def _equal(devices: Sequence[Offers], positions: tuple[int, ...]) -> Plan:
     return Plan(positions, shares, shares, max(times))
 
 
-def _deadlines(
-    a: NDArray[np.float64], b: NDArray[np.float64], c: NDArray[np.float64], cap: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _deadlines(a: Numbers, b: Numbers, c: Numbers, cap: Numbers) -> Numbers:
     """Best round time of every choice [choices, devices], by halving deadlines and prices side by side."""
-    low_price, high_price = np.zeros(len(a)), np.ones(len(a))
-    best = np.zeros(len(a))
+
+    def bought(price: Numbers, deadline: Numbers) -> tuple[Numbers, Numbers]:
+        """Sums of the shares bought in every choice."""
+        p, q, left = price[:, None], 1 - price[:, None], deadline[:, None] - a
+        with np.errstate(divide="ignore", invalid="ignore"):
+            root = np.sqrt(b * p) + np.sqrt(c * q)
+            link = np.minimum(np.where(c > 0, np.sqrt(c / q) * root / left, 0.0), cap)
+            server = np.where(b > 0, b / (left - np.where(c > 0, c / link, 0.0)), 0.0)
+        short = (left <= 0) | (server < 0) | (left * cap < c)
+        return np.where(short, np.inf, server).sum(1), np.where(short, np.inf, link).sum(1)
+
+    low_price, high_price, best = np.zeros(len(a)), np.ones(len(a)), np.zeros(len(a))
     for _ in range(30):
         price = (low_price + high_price) / 2
         low = np.max(a + c / cap, axis=1)
         high = low + np.sum(b + c, axis=1) * 4 / np.minimum(price, 1 - price) + 1e-12
         for _ in range(50):
             middle = (low + high) / 2
-            server, link = _shares(a, b, c, cap, price, middle)
+            server, link = bought(price, middle)
             met = price * server + (1 - price) * link <= 1
             low, high = np.where(met, low, middle), np.where(met, middle, high)
         best = np.maximum(best, high)
-        server, link = _shares(a, b, c, cap, price, high)
+        server, link = bought(price, high)
         low_price, high_price = np.where(server > link, price, low_price), np.where(server > link, high_price, price)
     return best
-
-
-def _shares(
-    a: NDArray[np.float64],
-    b: NDArray[np.float64],
-    c: NDArray[np.float64],
-    cap: NDArray[np.float64],
-    price: NDArray[np.float64],
-    deadline: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Sums of the shares bought in every choice."""
-    p, q, left = price[:, None], 1 - price[:, None], deadline[:, None] - a
-    with np.errstate(divide="ignore", invalid="ignore"):
-        root = np.sqrt(b * p) + np.sqrt(c * q)
-        link = np.minimum(np.where(c > 0, np.sqrt(c / q) * root / left, 0.0), cap)
-        server = np.where(b > 0, b / (left - np.where(c > 0, c / link, 0.0)), 0.0)
-    short = (left <= 0) | (server < 0) | (left * cap < c)
-    return np.where(short, np.inf, server).sum(1), np.where(short, np.inf, link).sum(1)

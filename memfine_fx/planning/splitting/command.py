@@ -64,12 +64,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_record(fleet, cuts, leakage, devices, plan) | {"others_s": others}, indent=2))
     else:
-        print(
-            _cut_table(cuts, leakage),
-            _plan_table(fleet.devices, cuts, devices, plan),
-            _comparison(plan, others),
-            sep="\n\n",
-        )
+        tables = _cut_table(cuts, leakage), _plan_table(fleet.devices, cuts, devices, plan), _comparison(plan, others)
+        print(*tables, sep="\n\n")
     return 0
 
 
@@ -140,7 +136,7 @@ def _plan_table(fleet: Sequence[Device], cuts: Sequence[Cut], devices: Sequence[
 def _comparison(plan: Plan, others: dict[str, float]) -> str:
     lines = [
         f"round {plan.round_s:.3f} s after {plan.postings:,} postings of prices; "
-        f"no plan is faster than {plan.bound_s:.3f} s (gap at most {plan.round_s / plan.bound_s - 1:.2%})"
+        f"no plan is faster than {plan.bound_s:.3f} s (gap at most {max(0.0, plan.round_s / plan.bound_s - 1):.2%})"
     ]
     return "\n".join(
         lines + [f"  {name:14}{took:10.3f} s  {took / plan.round_s:6.2f} x" for name, took in others.items()]

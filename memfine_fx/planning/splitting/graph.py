@@ -129,17 +129,9 @@ def find_cuts(traced: Traced) -> tuple[Cut, ...]:
         device = sum(flops[one] for one in before & traced.downstream)
         value = node.meta["val"]
         sent = 0.0 if is_output else value.numel() * value.element_size() / traced.batch
-        parameter_bytes = sum(ours.values())
-        cut = Cut(
-            node.name,
-            _place(node),
-            device / traced.batch,
-            (total - device) / traced.batch,
-            sent,
-            0.0 if is_input else sent,
-            parameter_bytes,
-        )
-        found.append(cut)
+        returned = 0.0 if is_input else sent
+        work = (device / traced.batch, (total - device) / traced.batch)
+        found.append(Cut(node.name, _place(node), *work, sent, returned, sum(ours.values())))
     return tuple(_least_sent(found))
 
 

@@ -17,18 +17,17 @@ User files are checked field by field; an error names the file and the field.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from memfine_fx.errors import ConfigError
+from memfine_fx.planning.files import checked, read_mapping
 from memfine_fx.planning.splitting.graph import Cut
 
 __all__ = ["Device", "Fleet", "Offers", "Server", "load_fleet", "offers", "seconds"]
@@ -135,29 +134,5 @@ def seconds(one: Offers, position: int, server_share: float, link_share: float) 
 
 
 def load_fleet(path: Path) -> Fleet:
-    """The fleet of a YAML or JSON file.
-
-    Raises:
-        ConfigError: it cannot be read, or a field is bad; every bad field is named.
-    """
-    try:
-        text = path.read_text()
-        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read the fleet file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML or JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: expected the fields server and devices, got {type(loaded).__name__}")
-    try:
-        return Fleet(**loaded)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_problems(path, error))) from None
-
-
-def _problems(path: Path, error: ValidationError) -> list[str]:
-    return [
-        f"{path}: {'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
-        + ("" if one["type"] == "missing" else f" (got {one['input']!r})")
-        for one in error.errors()
-    ]
+    """The fleet of a YAML or JSON file; ConfigError names every bad field."""
+    return checked(Fleet, read_mapping(path, "the fields server and devices"), f"{path}: ")

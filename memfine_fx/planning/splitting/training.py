@@ -35,7 +35,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from memfine_fx.planning.splitting.graph import Halves, Traced, find_cuts, split, trace
 from memfine_fx.planning.splitting.models import load_model
 
-__all__ = ["Job", "Outcome", "Pace", "average", "batches", "host_flops_per_s", "step", "train"]
+__all__ = ["Job", "Outcome", "Pace", "average", "batches", "step", "train"]
 
 _TIMEOUT = timedelta(seconds=120)
 
@@ -119,20 +119,6 @@ def average(states: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> di
     return {name: sum((w / total * one[name] for w, one in pairs), torch.zeros(())) for name in states[0]}
 
 
-def host_flops_per_s(job: Job, repeats: int = 10) -> float:
-    """FLOP/s of this machine on the job's model, forward and backward, by the thread's own CPU time."""
-    model, example = _model(job)
-    cuts = find_cuts(trace(model, example))
-    inputs, labels = next(batches(job, 0, 0))
-    times = []
-    for _ in range(repeats + 2):
-        start = time.thread_time()
-        backward(_loss(model(inputs), labels))
-        step(list(model.parameters()), 0.0)
-        times.append(time.thread_time() - start)
-    return 3 * cuts[0].server_flops * len(example) / sorted(times)[len(times) // 2]
-
-
 def _model(job: Job) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(job.seed)
     return load_model(job.target)
@@ -148,7 +134,7 @@ def _run(rank: int, job: Job, folder: str) -> None:
     dist.init_process_group("gloo", store, _TIMEOUT, len(job.cuts) + 1, rank)
     try:
         if rank:
-            _Device(job, rank - 1, trace(*_model(job))).run()
+            _Device(job, rank - 1, trace(*_model(job)), is_server=False).run()
         else:
             _serve(job, Path(folder))
     finally:
@@ -158,8 +144,9 @@ def _run(rank: int, job: Job, folder: str) -> None:
 class _End:
     """One end of one device's link: its half of the model, and messages at the fleet's pace."""
 
-    def __init__(self, job: Job, device: int, peer: int, traced: Traced, *, is_server: bool) -> None:
-        self.job, self.device, self.peer, self.traced = job, device, peer, traced
+    def __init__(self, job: Job, device: int, traced: Traced, *, is_server: bool) -> None:
+        self.job, self.device, self.traced = job, device, traced
+        self.peer = device + 1 if is_server else 0
         self.cut = find_cuts(traced)[job.cuts[device]]
         # A copy: the server trains one side for every device.
         self.halves: Halves = deepcopy(split(traced, self.cut))
@@ -195,9 +182,6 @@ class _End:
 
 
 class _Device(_End):
-    def __init__(self, job: Job, device: int, traced: Traced) -> None:
-        super().__init__(job, device, 0, traced, is_server=False)
-
     def run(self) -> None:
         for round_ in range(self.job.rounds):
             dist.barrier()
@@ -232,7 +216,7 @@ class _Service(_End):
     """The server's end of one device's link."""
 
     def __init__(self, job: Job, device: int, traced: Traced) -> None:
-        super().__init__(job, device, device + 1, traced, is_server=True)
+        super().__init__(job, device, traced, is_server=True)
         self.device_parameters = dict(self.halves.device.named_parameters()) if self.halves.device else {}
         value = {node.name: node.meta["val"] for node in self.traced.module.graph.nodes if "val" in node.meta}
         self.sent = value[self.cut.node]

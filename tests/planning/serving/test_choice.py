@@ -98,7 +98,7 @@ def test_moe_needs_more_when_routing_is_even_than_when_few_experts_are_hit() -> 
     [
         ({"pool": {"H1000": {"devices": 8}}}, "pool.H1000: unknown accelerator; known: A100-80GB"),
         ({"targets": {"first_token_s": 1e-4, "token_s": 0.04}}, "no instance in the pool meets targets.first_token_s"),
-        ({"rate": 1e5}, "the pool cannot serve rate=100000/s within the targets: prefill reaches"),
+        ({"rate": 1e5}, "the pool cannot serve rate=100000/s within the targets; add devices"),
     ],
 )
 def test_what_cannot_be_met_is_named(changed: dict[str, object], message: str) -> None:

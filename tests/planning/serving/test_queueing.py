@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from memfine_fx.planning.serving.queueing import batch_sizes, first_token
-from memfine_fx.planning.serving.simulator import simulate_decode, simulate_prefill
+from tests.planning.serving.simulator import simulate_decode, simulate_prefill
 
 SERVICES, CHANCES = (0.05, 0.1, 0.4), (0.5, 0.35, 0.15)
 

@@ -1,5 +1,7 @@
 """Split federated training over processes is federated averaging of the unsplit model, and takes the planned time."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from memfine_fx.planning.splitting.graph import find_cuts, trace
 from memfine_fx.planning.splitting.latency import Device, Server, offers, seconds
 from memfine_fx.planning.splitting.models import load_model
-from memfine_fx.planning.splitting.training import Job, Pace, average, batches, host_flops_per_s, step, train
+from memfine_fx.planning.splitting.training import Job, Pace, average, batches, step, train
 
 
 def unsplit(job: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -29,6 +31,19 @@ def unsplit(job: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
         model.load_state_dict(average(states, job.batches), strict=False)
         losses.append(sum(seen) / len(seen))
     return {name: one.detach() for name, one in model.named_parameters()}, losses
+
+
+def host_flops_per_s(job: Job) -> float:
+    """This machine on the job's model, forward and backward, by the thread's own CPU time."""
+    torch.manual_seed(job.seed)
+    model, example = load_model(job.target)
+    inputs, labels = next(batches(job, 0, 0))
+    times = []
+    for _ in range(12):
+        start = time.thread_time()
+        nn.functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten()).backward()
+        times.append(time.thread_time() - start)
+    return 3 * find_cuts(trace(model, example))[0].server_flops * len(example) / sorted(times)[6]
 
 
 @pytest.mark.slow

@@ -8,8 +8,19 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from memfine_fx.errors import ConfigError
-from memfine_fx.planning.serving import cache as caches
-from memfine_fx.planning.serving.cache import Layout, cache_of, receive, routes, send, shards_of
+from memfine_fx.planning.serving import disaggregated
+from memfine_fx.planning.serving.disaggregated import (
+    Layout,
+    cache_of,
+    decode,
+    generate,
+    prefill,
+    receive,
+    routes,
+    send,
+    shards_of,
+)
+from memfine_fx.tiny import tiny_causal_lm, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,8 +40,8 @@ def filled(heads: int = 4, tokens: int = 11, value_width: int = 6) -> "transform
 def mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends in one process: what is sent waits to be received."""
     waiting: list[torch.Tensor] = []
-    monkeypatch.setattr(caches.dist, "send", lambda tensor, peer: waiting.append(tensor.clone()))
-    monkeypatch.setattr(caches.dist, "recv", lambda tensor, peer: tensor.copy_(waiting.pop(0)))
+    monkeypatch.setattr(disaggregated.dist, "send", lambda tensor, peer: waiting.append(tensor.clone()))
+    monkeypatch.setattr(disaggregated.dist, "recv", lambda tensor, peer: tensor.copy_(waiting.pop(0)))
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -80,12 +91,10 @@ def test_several_prompts_are_refused() -> None:
 
 
 def _run(rank: int, model_type: str, store: str, source: Layout, target: Layout) -> None:
-    from memfine_fx.planning.serving.disaggregated import decode, generate, prefill
-    from memfine_fx.tiny import tiny_causal_lm
-
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = tiny_causal_lm(model_type).eval()
+    is_dense = model_type == "llama"
+    model = (tiny_model("llama", wants_experts=False).module if is_dense else tiny_causal_lm(model_type)).eval()
     prompts = [torch.randint(0, 64, (1, length)) for length in (5, 19)]
     dist.init_process_group("gloo", f"file://{store}", world_size=2, rank=rank)
     if rank == 0:

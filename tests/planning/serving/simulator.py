@@ -1,6 +1,6 @@
 """One prefill and one decode instance, event by event, against which the closed forms are checked.
 
-Nothing of `queueing` is used here: prompts wait in order for the first stage of a pipeline, requests join a batch
+Nothing of the planner is used here: prompts wait in order for the first stage of a pipeline, requests join a batch
 between two of its steps, each step takes what the batch has grown to.
 """
 
