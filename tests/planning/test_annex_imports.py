@@ -12,7 +12,6 @@ MODULES = [
     "memfine_fx.planning.serving.command",
     "memfine_fx.planning.serving.disaggregated",
     "memfine_fx.planning.splitting.command",
-    "memfine_fx.planning.splitting.training",
 ]
 
 

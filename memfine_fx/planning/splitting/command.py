@@ -16,18 +16,16 @@ from torch import Tensor
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.splitting.baselines import all_local, all_offloaded, equal_share, exhaustive, random_cuts
-from memfine_fx.planning.splitting.graph import Cut, Traced, find_cuts, trace
+from memfine_fx.planning.splitting.graph import Cut, Traced, find_cuts, load_model, trace
 from memfine_fx.planning.splitting.latency import Device, Fleet, Offers, load_fleet, offers, seconds
 from memfine_fx.planning.splitting.leakage import leakage_curve
 from memfine_fx.planning.splitting.market import Plan, choose
-from memfine_fx.planning.splitting.models import load_model
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_parser", "run"]
 
-_EXAMPLE_FLEET = Path(__file__).parent / "data" / "fleet.yaml"
 _EXHAUSTIVE_CHOICES = 5_000
 
 
@@ -39,10 +37,8 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
         "prices, so that the slowest device's round is shortest. Beside it: a proven bound, the optimum "
         "of small fleets, and plain ways.",
     )
-    parser.add_argument(
-        "--model", default="cnn", help="cnn, transformer or path/to/file.py:factory -> (module, example)"
-    )
-    parser.add_argument("--fleet", type=Path, default=_EXAMPLE_FLEET, help="YAML or JSON; an example is built in")
+    parser.add_argument("--model", required=True, help="path/to/file.py:factory, which returns (module, example batch)")
+    parser.add_argument("--fleet", type=Path, required=True, help="YAML or JSON, such as examples/split_fleet.yaml")
     parser.add_argument(
         "--attack", type=Path, metavar="SAMPLES.pt", help="measure every cut's leakage by rebuilding these inputs"
     )

@@ -7,6 +7,7 @@ no part, so residual branches, towers and functional code are cut where their gr
     trace -> Traced        the graph of torch.export, with the example's shapes
     find_cuts -> Cut, ...  every cut, from "all offloaded" (the input itself) to "all local" (the output)
     split -> Halves        the two modules of a cut, holding the model's own parameters
+    load_model             the model of a user's file, with an example batch
 
 A cut is left out where a parameter is used on both sides (it could not be trained on one), and where the tensor is no
 float (no gradient could come back). Of cuts with the same device-side work and parameters the one that sends least is
@@ -15,10 +16,14 @@ kept, the last of equals.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import networkx as nx
 import torch
@@ -29,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memfine_fx.errors import ConfigError
 
-__all__ = ["Cut", "Halves", "Traced", "find_cuts", "split", "trace"]
+__all__ = ["Cut", "Halves", "Traced", "find_cuts", "load_model", "split", "trace"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,32 @@ class Traced:
         return frozenset(found)
 
 
+def load_model(target: str) -> tuple[nn.Module, Tensor]:
+    """A model with an example batch, which the factory of "path/to/file.py:factory" returns.
+
+    Raises:
+        ConfigError: there is no such model, or the factory returns something else.
+    """
+    path, _, name = target.rpartition(":")
+    if not path.endswith(".py") or not Path(path).exists():
+        raise ConfigError(f"--model {target!r}: expected an existing path/to/file.py:factory")
+    spec = importlib.util.spec_from_file_location("memfine_split_model", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ConfigError(f"--model {target!r}: {path} has no callable {name!r}")
+    made = factory()
+    if not (
+        isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and isinstance(made[1], Tensor)
+    ):
+        raise ConfigError(
+            f"--model {target!r}: {name} returned {type(made).__name__}; expected (module, example tensor)"
+        )
+    return made[0], made[1]
+
+
 def trace(model: nn.Module, example: Tensor) -> Traced:
     """The graph of `model(example)`; the example's first dimension is the batch.
 
@@ -95,9 +126,7 @@ def trace(model: nn.Module, example: Tensor) -> Traced:
         ConfigError: torch.export cannot trace the model, or its output is no single tensor.
     """
     try:
-        with warnings.catch_warnings():
-            # torch copies its own tree specifications in a spelling that it deprecates.
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        with _quiet():
             # Functional form: what an operator in place changes is data flow only there.
             exported = torch.export.export(model, (example,)).run_decompositions({})
             module = exported.module(check_guards=False)
@@ -135,8 +164,11 @@ def find_cuts(traced: Traced) -> tuple[Cut, ...]:
     return tuple(_least_sent(found))
 
 
-def split(traced: Traced, cut: Cut) -> Halves:
-    """The two halves; their parameters are the model's own tensors, under the model's names."""
+def split(traced: Traced, cut: Cut, *, copied: bool = False) -> Halves:
+    """The two halves; their parameters are the model's own tensors (or copies), under the model's names."""
+    if copied:
+        with _quiet():
+            return deepcopy(split(traced, cut))
     node = next((one for one in traced.module.graph.nodes if one.name == cut.node), None)
     if node is None:
         raise ConfigError(f"the graph has no node {cut.node!r}; expected one of find_cuts")
@@ -147,6 +179,14 @@ def split(traced: Traced, cut: Cut) -> Halves:
     device = _slice(traced, [node], None)
     server = _slice(traced, [traced.output], node)
     return Halves(device, server)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning of copying its own tree specifications in a spelling that it deprecates."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        yield
 
 
 def _result(graph: Graph) -> Node:

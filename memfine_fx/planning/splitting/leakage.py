@@ -35,7 +35,10 @@ def leakage_curve(traced: Traced, cuts: Sequence[Cut], samples: Tensor, steps: i
         samples: attacked and auxiliary inputs [num, ...], a multiple of the traced batch.
         steps: of the gradient search; 0 leaves it out. Token inputs are attacked by the decoder alone.
     """
-    return tuple(_leakage(traced, cut, samples, steps) for cut in cuts)
+    halves = [split(traced, cut).device if cut.activation_bytes else None for cut in cuts]
+    sent = [1.0 if cut.activation_bytes else 0.0 for cut in cuts]
+    pairs = zip(halves, sent, strict=True)
+    return tuple(one if half is None else reconstruction(half, samples, traced.batch, steps) for half, one in pairs)
 
 
 def reconstruction(send: Callable[[Tensor], Tensor], samples: Tensor, batch: int, steps: int) -> float:
@@ -49,21 +52,10 @@ def reconstruction(send: Callable[[Tensor], Tensor], samples: Tensor, batch: int
     guess = _decode(sent[:-num_kept].flatten(1), known.flatten(1), sent[-num_kept:].flatten(1)).view_as(secret)
     best = _explained(guess, secret)
     if steps:
-        found = [
-            _invert(send, *pair, steps)
-            for pair in zip(_batches(sent[-num_kept:], batch), _batches(guess, batch), strict=True)
-        ]
+        pairs = zip(_batches(sent[-num_kept:], batch), _batches(guess, batch), strict=True)
+        found = [_invert(send, *pair, steps) for pair in pairs]
         best = max(best, _explained(torch.cat(found), secret))
     return best
-
-
-def _leakage(traced: Traced, cut: Cut, samples: Tensor, steps: int) -> float:
-    if not cut.activation_bytes:
-        return 0.0
-    device = split(traced, cut).device
-    if device is None:
-        return 1.0
-    return reconstruction(device, samples, traced.batch, steps)
 
 
 def _batches(samples: Tensor, batch: int) -> tuple[Tensor, ...]:

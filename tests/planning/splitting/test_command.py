@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.splitting.command import add_parser, run
@@ -19,8 +20,16 @@ FLEET = {
 }
 
 
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def tiny() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)), torch.randn(4, 64)
+
+
 def plan(*arguments: str) -> int:
-    return run(add_parser(argparse.ArgumentParser().add_subparsers()).parse_args(arguments))
+    defaults = ("--model", f"{__file__}:tiny", "--fleet", f"{ROOT}/examples/split_fleet.yaml")
+    return run(add_parser(argparse.ArgumentParser().add_subparsers()).parse_args((*defaults, *arguments)))
 
 
 def written(folder: Path, fleet: object) -> str:
@@ -34,6 +43,12 @@ def test_plan_is_printed_with_its_bound_and_the_optimum(tmp_path: Path, capsys: 
     text = capsys.readouterr().out
     assert "1 (relu)" in text and "no plan is faster than" in text
     assert all(name in text for name in ("optimum", "equal share", "all local", "all offloaded", "random"))
+
+
+@pytest.mark.slow
+def test_example_fleet_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--model", f"{ROOT}/examples/split_models.py:small_cnn") == 0
+    assert "clinic" in capsys.readouterr().out
 
 
 def test_leakage_bound_moves_the_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,8 +91,8 @@ def test_bad_fleet_is_named_by_field(fleet: object, message: str, tmp_path: Path
 
 def test_too_few_samples_are_named(tmp_path: Path) -> None:
     samples = tmp_path / "samples.pt"
-    torch.save(torch.randn(8, 3, 16, 16), samples)
-    with pytest.raises(ConfigError, match=r"samples\.pt: 8 samples; expected at least 16"):
+    torch.save(torch.randn(7, 64), samples)
+    with pytest.raises(ConfigError, match=r"samples\.pt: 7 samples; expected at least 8"):
         plan("--fleet", written(tmp_path, FLEET), "--attack", str(samples))
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.split_models import small_cnn, small_transformer
 from memfine_fx.planning.splitting.graph import find_cuts, trace
 from memfine_fx.planning.splitting.leakage import leakage_curve, reconstruction
-from memfine_fx.planning.splitting.models import small_cnn, small_transformer
 
 
 def test_invertible_map_is_seen_through_and_noise_is_not() -> None:

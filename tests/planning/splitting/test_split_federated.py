@@ -1,15 +1,17 @@
 """Split federated training over processes is federated averaging of the unsplit model, and takes the planned time."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from memfine_fx.planning.splitting.graph import find_cuts, trace
+from examples.split_federated import Job, Pace, average, batches, step, train
+from memfine_fx.planning.splitting.graph import find_cuts, load_model, trace
 from memfine_fx.planning.splitting.latency import Device, Server, offers, seconds
-from memfine_fx.planning.splitting.models import load_model
-from memfine_fx.planning.splitting.training import Job, Pace, average, batches, step, train
+
+MODELS = str(Path(__file__).resolve().parents[3] / "examples" / "split_models.py") + ":"
 
 
 def unsplit(job: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -47,8 +49,9 @@ def host_flops_per_s(job: Job) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["cnn", "transformer"])
-def test_split_training_is_federated_averaging_to_the_bit(target: str) -> None:
+@pytest.mark.parametrize("factory", ["small_cnn", "small_transformer"])
+def test_split_training_is_federated_averaging_to_the_bit(factory: str) -> None:
+    target = MODELS + factory
     last = len(find_cuts(trace(*load_model(target)))) - 1
     job = Job(target, cuts=(0, 2, last), batches=(2, 2, 2), rounds=3, learning_rate=0.1)
     outcome = train(job)
@@ -62,7 +65,7 @@ def test_split_training_is_federated_averaging_to_the_bit(target: str) -> None:
 
 @pytest.mark.slow
 def test_measured_rounds_rank_plans_as_predicted() -> None:
-    target = "cnn"
+    target = MODELS + "small_cnn"
     cuts = find_cuts(trace(*load_model(target)))
     base = Job(target, cuts=(0,), batches=(3,))
     host = host_flops_per_s(base)

@@ -1,5 +1,9 @@
 """Split federated training as planned, over processes: rank 0 is the server, every other rank a device.
 
+    python examples/split_federated.py [--model FILE:FACTORY] [--fleet FILE] [--rounds 3]
+
+plans the fleet, then trains on made-up batches with the chosen cuts and prints the loss of every round.
+
 A round:
     1. the server sends every device its side of the global model;
     2. batch by batch a device runs its side, sends activation and labels, gets the activation's gradient back; both
@@ -15,11 +19,11 @@ this machine is faster (CPU time of the thread, so other load does not count), a
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,8 +36,9 @@ from torch.autograd import backward
 from torch.multiprocessing.spawn import spawn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from memfine_fx.planning.splitting.graph import Halves, Traced, find_cuts, split, trace
-from memfine_fx.planning.splitting.models import load_model
+from memfine_fx.planning.splitting.graph import Halves, Traced, find_cuts, load_model, split, trace
+from memfine_fx.planning.splitting.latency import load_fleet, offers
+from memfine_fx.planning.splitting.market import choose
 
 __all__ = ["Job", "Outcome", "Pace", "average", "batches", "step", "train"]
 
@@ -81,7 +86,7 @@ class Outcome:
 def train(job: Job) -> Outcome:
     """Run the job in 1 + len(job.cuts) processes of this machine; an error in one is raised here."""
     with TemporaryDirectory() as folder:
-        spawn(_run, (job, folder), nprocs=1 + len(job.cuts))  # type: ignore[no-untyped-call]  # torch.multiprocessing
+        spawn(_run, (job, folder), nprocs=1 + len(job.cuts))
         loaded = torch.load(Path(folder) / "outcome.pt")
     return Outcome(loaded["parameters"], tuple(loaded["losses"]), tuple(loaded["seconds"]))
 
@@ -148,8 +153,8 @@ class _End:
         self.job, self.device, self.traced = job, device, traced
         self.peer = device + 1 if is_server else 0
         self.cut = find_cuts(traced)[job.cuts[device]]
-        # A copy: the server trains one side for every device.
-        self.halves: Halves = deepcopy(split(traced, self.cut))
+        # Parameters of its own: the server trains one side for every device.
+        self.halves: Halves = split(traced, self.cut, copied=True)
         half = self.halves.server if is_server else self.halves.device
         self.parameters = dict(half.named_parameters()) if half else {}
         pace = job.paces[device] if job.paces else Pace(1.0, 1.0, float("inf"))
@@ -270,3 +275,27 @@ def _serve(job: Job, folder: Path) -> None:
             state = average([trained for trained, _ in results], job.batches)
             losses.append(sum(loss for _, loss in results) / len(results))
     torch.save({"parameters": state, "losses": losses, "seconds": times}, folder / "outcome.pt")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default=str(Path(__file__).parent / "split_models.py") + ":small_cnn")
+    parser.add_argument("--fleet", type=Path, default=Path(__file__).parent / "split_fleet.yaml")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    fleet = load_fleet(options.fleet)
+    model, example = load_model(options.model)
+    cuts = find_cuts(trace(model, example))
+    leakage = [fleet.leakage[cut.node] for cut in cuts] if fleet.leakage else []
+    devices = [offers(cuts, device, fleet.server, leakage) for device in fleet.devices]
+    plan = choose(devices)
+    chosen = tuple(own.cuts[position] for own, position in zip(devices, plan.positions, strict=True))
+    for device, index in zip(fleet.devices, chosen, strict=True):
+        print(f"{device.name:12} cuts at {cuts[index].place}")
+    num_batches = tuple(max(1, device.samples // (32 * len(example))) for device in fleet.devices)
+    outcome = train(Job(options.model, chosen, num_batches, options.rounds, learning_rate=0.1))
+    print("loss of every round:", ", ".join(f"{loss:.3f}" for loss in outcome.losses))
+
+
+if __name__ == "__main__":
+    main()
