@@ -9,10 +9,10 @@ Why it converges. At a fixed T a device's payment is a minimum of functions line
 in p, and sum(s) - sum(w) is a supergradient: it falls from positive to negative as p grows. V decreases in T. Whenever
 T can be met, V(p, T) <= p + (1 - p) = 1 for every p; so the T at which V(p, T) = 1 is a lower bound of the best round
 time, by whatever means it may be found. That bound is quasiconcave in p, and the sign of sum(s) - sum(w) says on which
-side its maximum lies: halving the interval of p finds it, an error of 2^-n after n postings.
+side its maximum lies: halving the interval of p finds it, to 2^-n after n prices, with a few dozen deadlines each.
 
 With cuts fixed the shares of that maximum are optimal: the problem is convex and the bound is met. With free cuts one
-or two devices may be torn between cuts at the final price. So the cuts of the last postings are frozen, the shares
+or two devices may be torn between cuts at the final price. So the cuts answered on the way are frozen, the shares
 settled for them, and each device in turn proposes the cuts that it would pay least for at those prices; a proposal
 stands if the deadline falls. There are finitely many choices and T falls with each: it ends.
 """
@@ -33,6 +33,7 @@ _PRICE_EDGE = 1e-9
 _PRICE_HALVINGS = 40
 _TOLERANCE = 1e-6
 _ROUNDING = 1e-9
+_SHORTEST_S = 1e-12
 _PROPOSALS = 3
 
 
@@ -144,41 +145,45 @@ class _Market:
     def __init__(self, devices: Sequence[Offers]) -> None:
         self.devices = devices
         self.postings = 0
+        self.guess = 1.0
         self.last: list[Answer] = []
 
     def clear(self) -> tuple[float, list[tuple[int, ...]]]:
-        """The largest lower bound over prices, and the choices of cuts seen last on both sides of it."""
+        """The largest lower bound over prices, and the choices of cuts seen on the way."""
         low, high = _PRICE_EDGE, 1.0 - _PRICE_EDGE
-        seen: dict[bool, tuple[int, ...]] = {}
-        bound, kept = 0.0, self.last
+        seen: dict[tuple[int, ...], None] = {}
+        bound = 0.0
         for _ in range(_PRICE_HALVINGS):
             price = (low + high) / 2
             deadline = self._deadline(price)
             excess = sum(one.server_share for one in self.last) - sum(one.link_share for one in self.last)
-            seen[excess > 0] = tuple(one.position for one in self.last)
-            if deadline >= bound:
-                bound, kept = deadline, self.last
+            seen[tuple(one.position for one in self.last)] = None
+            bound = max(bound, deadline)
             low, high = (price, high) if excess > 0 else (low, price)
             if abs(excess) < _TOLERANCE or high - low < _PRICE_EDGE:
                 break
-        self.last = kept
-        return bound, list(dict.fromkeys(seen.values()))
+        # The last answers are kept, not those of the largest deadline: where a device's own speed sets it, it is the
+        # same over a range of prices, and only near the last of them do the answers fit together.
+        return bound, list(seen)
 
     def _deadline(self, price: float) -> float:
-        """The deadline at which all payments together are 1."""
-        low = max(float(np.min(own.a + own.c / own.cap)) for own in self.devices)
-        # A device that no share can make faster sets the deadline where the others can pay for it.
-        if self._payments(price, low * (1 + _ROUNDING)) <= 1:
-            return low * (1 + _ROUNDING)
-        high = max(2 * low, 1e-12)
+        """The deadline at which all payments together are 1, bracketed by answers alone."""
+        high = self.guess
         while self._payments(price, high) > 1:
-            low, high = high, 2 * high
-        found = brentq(
-            lambda t: max(-1.0, min(self._payments(price, t), 10.0) - 1), low, high, xtol=1e-15, rtol=_ROUNDING
-        )
-        # Answers are taken on the side that can be met.
-        deadline = float(found) * (1 + _ROUNDING)
-        self._payments(price, deadline)
+            high *= 2
+        low = high / 2
+        while self._payments(price, low) <= 1 and low > _SHORTEST_S:
+            low, high = low / 2, low
+
+        def excess(deadline: float) -> float:
+            return min(self._payments(price, deadline), 10.0) - 1
+
+        # Payments jump where a cut becomes possible that no share makes faster: the root may be the jump, from below.
+        found = brentq(excess, low, high, rtol=_ROUNDING / 10, xtol=low * _ROUNDING) if low > _SHORTEST_S else high
+        deadline = float(found)
+        while self._payments(price, deadline) > 1 + _TOLERANCE:
+            deadline *= 1 + _ROUNDING
+        self.guess = deadline
         return deadline
 
     def _payments(self, price: float, deadline: float) -> float:

@@ -1,5 +1,7 @@
 """The market's plan against the optimum and against plain ways, on random instances."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from scipy.optimize import minimize
@@ -30,7 +32,7 @@ def random_offers(seed: int) -> list[Offers]:
     return devices
 
 
-def gaps(seeds: range) -> list[float]:
+def gaps(seeds: Iterable[int]) -> list[float]:
     found = []
     for seed in seeds:
         devices = random_offers(seed)
@@ -42,7 +44,8 @@ def gaps(seeds: range) -> list[float]:
 
 
 def test_gap_to_the_optimum_is_within_three_percent() -> None:
-    assert max(gaps(range(4))) <= 0.03
+    # In 21 a device's own speed sets the deadline over a range of prices; in 92 a cut becomes possible at the optimum.
+    assert max(gaps([0, 1, 21, 92])) <= 0.03
 
 
 @pytest.mark.slow
