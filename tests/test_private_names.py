@@ -24,6 +24,8 @@ SOURCES = [
 ]
 _DOTTED = re.compile(rf"(?:{'|'.join(HOSTS)})(?:\.\w+)*\._(?!_)\w+(?:\.\w+)*")
 _OPERATORS = ("aten.", "torch.ops.")
+_TYPES = ("argparse._SubParsersAction",)
+"""Of the standard library, which has no public name for the type of what it returns."""
 _LOOKUPS = ("getattr", "setattr", "hasattr", "delattr")
 
 
@@ -70,7 +72,7 @@ def _names_at(node: ast.AST, own: set[str]) -> Iterator[str]:
     elif isinstance(node, ast.Attribute) and is_private(node.attr):
         text = ast.unparse(node)
         is_ours = is_own_object(node.value) or (node.attr in own and not is_of_host(text))
-        if not is_ours and not text.startswith(_OPERATORS):
+        if not is_ours and not text.startswith(_OPERATORS) and text not in _TYPES:
             yield text
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _LOOKUPS:
         names = [one.value for one in node.args[1:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]

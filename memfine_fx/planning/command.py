@@ -25,6 +25,8 @@ class Planner:
 
 PLANNERS = {
     "training": Planner("memfine_fx.planning.training.command", "which strategy trains a model fastest on a cluster"),
+    "serving": Planner("memfine_fx.planning.serving.command", "which devices prefill, which decode, and how many"),
+    "split": Planner("memfine_fx.planning.splitting.command", "where to cut a model between devices and a server"),
 }
 """Every planner by the name that `memfine plan` knows it by. Its module is imported only when it is asked for."""
 

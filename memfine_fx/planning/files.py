@@ -8,11 +8,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from memfine_fx.errors import ConfigError
 
-__all__ = ["problem_texts", "read_json", "read_text", "refuse_misspelt", "validated"]
+__all__ = ["problem_texts", "read_json", "read_mapping", "read_text", "refuse_misspelt", "validated"]
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
@@ -32,6 +33,24 @@ def read_json(path: Path, what: str) -> Any:
         return json.loads(read_text(path, what))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file.
+
+    Args:
+        what: the file holds, for the message.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        loaded = yaml.safe_load(read_text(path, what))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML or JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: expected {what}, got {type(loaded).__name__}")
+    return loaded
 
 
 def validated(record: type[_Record], fields: object, where: str) -> _Record:

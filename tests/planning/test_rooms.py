@@ -8,8 +8,9 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "memfine_fx"
 ANNEX = PACKAGE / "planning"
-SHARED = frozenset({"memfine_fx.errors", "memfine_fx.memory.closed_form", "memfine_fx.memory.published"})
-ROOMS = ("files.py", "hardware", "costs", "training")
+SHARED = ("memfine_fx.errors", "memfine_fx.memory.closed_form", "memfine_fx.memory.published", "memfine_fx.compat")
+"""Beside the closed form and the paper's table: private names of torch, which cuts of a traced graph need."""
+ROOMS = ("files.py", "hardware", "costs", "training", "serving", "splitting")
 """From the lowest: a room imports itself and those before it."""
 DOORS = ("cli.py", "cluster.py")
 """Files outside that open the annex: the command line, and the alias of the former name."""
@@ -36,7 +37,7 @@ def files(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("path", files(ANNEX), ids=lambda path: path.relative_to(ANNEX).as_posix())
 def test_annex_imports_of_the_compiler_only_the_closed_form_and_what_the_paper_prints(path: Path) -> None:
     foreign = {name for name in imports(path) if not name.startswith("memfine_fx.planning")}
-    assert foreign <= SHARED
+    assert [name for name in foreign if not name.startswith(SHARED)] == []
 
 
 @pytest.mark.parametrize(

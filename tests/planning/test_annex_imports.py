@@ -1,0 +1,30 @@
+"""Serving and splitting stay apart from the compiler: nothing of its passes, runtime or capture is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memfine_fx.planning
+
+MODULES = [
+    "memfine_fx.planning.serving.command",
+    "memfine_fx.planning.serving.disaggregated",
+    "memfine_fx.planning.splitting.command",
+]
+
+
+@pytest.mark.parametrize("room", ["passes", "runtime", "capture"])
+def test_annex_names_no_module_of_the_compiler(room: str) -> None:
+    root = Path(memfine_fx.planning.__file__).parent
+    for folder in ("serving", "splitting"):
+        for path in (root / folder).rglob("*.py"):
+            assert f"memfine_fx.{room}" not in path.read_text(), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_alone(module: str) -> None:
+    result = subprocess.run([sys.executable, "-W", "error", "-c", f"import {module}"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
