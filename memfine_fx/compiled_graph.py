@@ -105,9 +105,9 @@ class CompiledGraph:
         record.step.sizes.update({size.name: size.hint for size in self._sizes})
         budget = budget_of_graph(session, record, inputs, hidden)
         pristine = None if budget is None else copy.deepcopy(graph_module)
+        self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}  # by situation; compiling forgets them
         self._partitions = [self._compile(graph_module, inputs, record.step, budget)]
         self._again = None if pristine is None else _again(pristine, inputs, hidden)
-        self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}
 
     def __call__(self, *args: Any) -> Any:
         sizes = {size.name: size.of(args) for size in self._sizes}

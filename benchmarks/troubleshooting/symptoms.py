@@ -91,6 +91,16 @@ _WARNINGS = (
         kinds=("warning",),
     ),
     Symptom(
+        "A `CompatibilityWarning`: torch, transformers, accelerate or PEFT is another than was tested",
+        "The warning says what is lost; where gradients rest upon it nothing is chunked, and nowhere is anything "
+        "guessed. `python -m memfine_fx.compat` lists what memfine_fx relies on and whether it holds here.",
+        words=(
+            "differs from what memfine_fx knows of",
+            "memfine_fx was tested with torch",
+            "cannot tell DistributedDataParallel of this torch",
+        ),
+    ),
+    Symptom(
         "A shallow copy is plain",
         "`copy.copy` gives a module that holds the parameters, buffers and submodules of its model, and nothing by "
         "which its call could be told from the model's. `copy.deepcopy` and pickles give optimized copies.",

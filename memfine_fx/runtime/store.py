@@ -87,7 +87,8 @@ class LiveRegion:
                 self._plans.clear()
             limits = [rows for tokens, rows in self._limits.items() if tokens <= num_tokens]
             plan = self._plans[key] = _at_most(self.choose_plan(num_tokens), min(limits, default=None))
-            log.info("%s, T=%d: %d rows a chunk; %s", self.name, num_tokens, plan.rows_per_chunk, plan.reason)
+            if self.name:  # a layer of a model, not one that stands in for it in a comparison
+                log.info("%s, T=%d: %d rows a chunk; %s", self.name, num_tokens, plan.rows_per_chunk, plan.reason)
         return self._plans[key]
 
     def forget_plans(self) -> None:

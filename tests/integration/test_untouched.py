@@ -63,7 +63,7 @@ STAGES = {
     "raise": "memfine_fx.backend:raise_region",
     "plan": "memfine_fx.backend:bodies_for",
     "plan of the call": "memfine_fx.runtime.store:LiveRegion.plan_for",
-    "inner compile": "memfine_fx.backend:compile_with_regions",
+    "inner compile": "memfine_fx.compiled_graph:compile_with_regions",
     "partition": "memfine_fx.passes.partition:StepPartitioner.__call__",
     "body compile": "memfine_fx.passes.bodies:_Compiled._compile",
     "forward op": "memfine_fx.runtime.op:run_forward",
