@@ -113,7 +113,13 @@ class CompiledGraph:
         sizes = {size.name: size.of(args) for size in self._sizes}
         session = self._session
         session.keep(self._record, args)
-        run = session.history.begin(self._record, self._record.step, sizes, self._record.input_bytes(args))
+        run = session.history.begin(
+            self._record,
+            self._record.step,
+            sizes,
+            self._record.input_bytes(args),
+            is_limited=session.config.memory_budget is not None,
+        )
         compiled = self._partitions[0] if self._again is None else self._chosen(run, self._again)
         self._take(run, compiled)
         results = compiled.run(*args)

@@ -112,8 +112,15 @@ class RunHistory:
         self._intervals: dict[CapturedGraph, int] = {}  # in which each ran last
         self._interval = 0
 
-    def begin(self, graph: CapturedGraph, step: GraphStep, sizes: Mapping[str, int], input_bytes: int) -> Run:
-        """A graph is called."""
+    def begin(
+        self, graph: CapturedGraph, step: GraphStep, sizes: Mapping[str, int], input_bytes: int, *, is_limited: bool
+    ) -> Run:
+        """A graph is called.
+
+        Args:
+            is_limited: whether bytes decide anything. If not, one parameter tells whether there are gradients, since
+                asking all of a model with an expert a module takes milliseconds.
+        """
         opened = self.opened()
         if not opened:
             self._learn()
@@ -123,7 +130,8 @@ class RunHistory:
         saved = sum(run.memory.left_bytes for run in opened)
         later = _missing_gradient_bytes(self._expected_after(graph, mates))
         memory = RunMemory(step, dict(sizes), saved, later)
-        run = Run(graph, memory, input_bytes, self.gradient_bytes(), mates)
+        has_gradients = is_limited or any(one.grad is not None for one in graph.trained_parameters(1))
+        run = Run(graph, memory, input_bytes, self.gradient_bytes() if has_gradients else 0, mates)
         mates.append(run)
         return run
 
@@ -145,7 +153,7 @@ class RunHistory:
         run = next((one for one in reversed(opened) if one.memory.step is step), None)
         if run is not None:
             saved = sum(one.memory.left_bytes for one in opened if one is not run)
-            made = max(0, self.gradient_bytes() - run.gradient_bytes)
+            made = max(0, self.gradient_bytes() - run.gradient_bytes) if len(run.mates) > 1 else 0
             run.memory = replace(run.memory, saved_bytes=saved, later_gradient_bytes=made)
         yield run
         if run is not None and not keeps_graph:

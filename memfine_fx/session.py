@@ -111,6 +111,11 @@ class CapturedGraph:
     def alive_parameters(self) -> list[torch.Tensor]:
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
+    def trained_parameters(self, most: int) -> list[torch.Tensor]:
+        """The first so many living parameters that want a gradient."""
+        alive = (parameter for reference in self._parameters if (parameter := reference()) is not None)
+        return list(itertools.islice((one for one in alive if one.requires_grad), most))
+
     def live_regions(self) -> list[LiveRegion]:
         return [outcome.live for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
 

@@ -5,6 +5,7 @@ See `lives`; all of them under every budget are the campaign of `make campaign`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -363,15 +364,20 @@ def live_within(script: Script, dtype: torch.dtype, inner: Any = "aot_eager") ->
         assert life.plans() == fresh(life, script).plans()
 
 
+@functools.cache
+def budget_of_a_plain_life() -> int:
+    return smallest_budget(plain)
+
+
 def test_an_evaluation_does_not_change_what_training_may_use() -> None:
-    budget = smallest_budget(ended(plain))
+    budget = budget_of_a_plain_life()
     life = lived(evaluated, budget, torch.float32)
     assert life.most_bytes <= budget
     assert life.plans() == fresh(life, evaluated).plans()
 
 
 def test_a_micro_batch_that_no_plan_holds_is_refused_before_it_begins_and_works_with_what_is_named() -> None:
-    life = lived(plain, smallest_budget(ended(plain)), torch.float32)
+    life = lived(plain, budget_of_a_plain_life(), torch.float32)
     before = {name: one.grad.clone() for name, one in life.model.named_parameters() if one.grad is not None}
     with pytest.raises(BudgetInfeasible) as refused:
         life.train(zero=False)
