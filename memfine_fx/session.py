@@ -81,6 +81,7 @@ class CapturedGraph:
     heads: list[LoweredHead | HeadRefusal] = field(default_factory=list)
     _parameters: tuple[WeakIdRef, ...] = ()
     _places: tuple[int, ...] = ()  # of parameters among the inputs
+    _is_known: bool = False
 
     def note_inputs(self, inputs: Sequence[object], forgotten: Callable[[], None] | None = None) -> bool:
         """Learn the parameters of a call, and whether they are others than before: equal models share compiled code.
@@ -88,8 +89,9 @@ class CapturedGraph:
         Args:
             forgotten: called when the first of them dies.
         """
-        if self._places and self._parameters and self._parameters[0]() is inputs[self._places[0]]:
+        if self._is_known and (not self._places or self._parameters[0]() is inputs[self._places[0]]):
             return False
+        self._is_known = True
         places = [place for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)]
         callbacks = [None if forgotten is None else lambda _: forgotten(), *[None] * len(places)]
         self._places = tuple(places)
