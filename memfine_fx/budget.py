@@ -46,6 +46,8 @@ _ESTIMATE_MARGIN = 1.02
 
 def budget_bytes(config: Config, device: torch.device) -> int | None:
     """Bytes of the budget on this device; automatic means 0.9 of free CUDA memory, no limit on CPU."""
+    if isinstance(config.memory_budget, (int, str)):  # asked at every call: nothing of the device is needed
+        return parse_budget(config.memory_budget)
     if device.type != "cuda":
         return parse_budget(config.memory_budget, _host_bytes())
     free, total = torch.cuda.mem_get_info(device)

@@ -33,6 +33,7 @@ from memfine_fx.inner import compile_with_regions
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.runs import Run, Situation
+from memfine_fx.runtime.store import MOST_PLANS
 from memfine_fx.session import CapturedGraph, Session
 
 __all__ = ["CompiledGraph"]
@@ -170,6 +171,8 @@ class CompiledGraph:
     def _refusal_of(self, run: Run, one: _Compiled) -> BudgetInfeasible | None:
         situation = self._situation(run, one)
         if situation.key not in self._refusals:
+            if len(self._refusals) >= MOST_PLANS:  # a generation has another length at each token
+                self._refusals.clear()
             device = device_of(self._record)
             self._refusals[situation.key] = refusal_of(self._session.config, situation, device)
         return self._refusals[situation.key]
