@@ -321,6 +321,9 @@ LIVES: tuple[Script, ...] = (
     all_at_once,
 )
 _CHANGES_THE_MODEL = (checkpointed_midway, checkpointed_and_accumulated)
+_BEGINS_WITH_ANOTHER_LENGTH = (longer_first, of_many_lengths, accumulated_with_other_lengths, all_at_once)
+"""A graph is partitioned for the length of its first call, and keeps that partition while it keeps the budget: what is
+kept at another length may be less, or more, than a fresh process would choose (docs/design.md, limits)."""
 
 
 def lived(script: Script, budget: int | None, dtype: torch.dtype, inner: Any = "aot_eager") -> Life:
@@ -361,7 +364,7 @@ def live_within(script: Script, dtype: torch.dtype, inner: Any = "aot_eager") ->
     for budget in (smallest, smallest * 5 // 4, None):
         life = lived(script, budget, dtype, inner)
         assert life.num_steps and (budget is None or life.most_bytes <= budget)
-        assert life.plans() == fresh(life, script).plans()
+        assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh(life, script).plans()
 
 
 @functools.cache
@@ -396,7 +399,8 @@ def test_a_micro_batch_that_no_plan_holds_is_refused_before_it_begins_and_works_
 def test_a_life_keeps_its_smallest_budget_and_its_plans(script: Script) -> None:
     smallest = smallest_budget(ended(script))
     life = lived(script, smallest, torch.float32)
-    assert life.plans() == fresh(life, script).plans()
+    assert life.most_bytes <= smallest
+    assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh(life, script).plans()
 
 
 @pytest.mark.campaign
