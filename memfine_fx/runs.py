@@ -130,8 +130,8 @@ class RunHistory:
         saved = sum(run.memory.left_bytes for run in opened)
         later = _missing_gradient_bytes(self._expected_after(graph, mates))
         memory = RunMemory(step, dict(sizes), saved, later)
-        has_gradients = is_limited or any(one.grad is not None for one in graph.trained_parameters(1))
-        run = Run(graph, memory, input_bytes, self.gradient_bytes() if has_gradients else 0, mates)
+        gradients = self.gradient_bytes() if is_limited or graph.has_gradients else 0
+        run = Run(graph, memory, input_bytes, gradients, mates)
         mates.append(run)
         return run
 

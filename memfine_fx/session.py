@@ -111,12 +111,16 @@ class CapturedGraph:
         return frozenset(id(parameter) for parameter in self.alive_parameters())
 
     def alive_parameters(self) -> list[torch.Tensor]:
-        return [parameter for reference in self._parameters if (parameter := reference()) is not None]
+        return list(self._alive())
 
-    def trained_parameters(self, most: int) -> list[torch.Tensor]:
-        """The first so many living parameters that want a gradient."""
-        alive = (parameter for reference in self._parameters if (parameter := reference()) is not None)
-        return list(itertools.islice((one for one in alive if one.requires_grad), most))
+    @property
+    def has_gradients(self) -> bool:
+        """Whether its first parameter that wants a gradient has one; no other is asked."""
+        first = next((parameter for parameter in self._alive() if parameter.requires_grad), None)
+        return first is not None and first.grad is not None
+
+    def _alive(self) -> Iterator[torch.Tensor]:
+        return (parameter for reference in self._parameters if (parameter := reference()) is not None)
 
     def live_regions(self) -> list[LiveRegion]:
         return [outcome.live for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
