@@ -98,7 +98,8 @@ def test_the_projects_own_environment_takes_one_torch_of_these() -> None:
 )
 def test_every_install_says_which_torch(arguments: tuple[str, ...], venv: str, pin: str) -> None:
     command = ["make", "-n", "--always-make", "test-torch", "examples", "docs", *arguments]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    outside = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    printed = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, check=True).stdout
     installs = [line for line in printed.splitlines() if "pip install" in line]
     assert len(installs) == 3
     assert all(line.startswith(venv) and f" {pin} " in line for line in installs)
