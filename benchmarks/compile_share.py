@@ -43,8 +43,8 @@ def _measure() -> dict[str, object]:
 
     import memfine_fx
     from benchmarks.machine import describe_machine
+    from memfine_fx.compiler.session import sessions
     from memfine_fx.demo.model import ModelSizes, build_causal_lm
-    from memfine_fx.session import sessions
 
     cpu = torch.device("cpu")
     sizes = ModelSizes(

@@ -19,11 +19,11 @@ from benchmarks.harness import read_rows
 from benchmarks.readme import RESULTS, ROOT
 from memfine_fx.api import explain
 from memfine_fx.config import Config
-from memfine_fx.figure import blank_figure
-from memfine_fx.layer_plan import LayerSizes, sweep_rows
+from memfine_fx.demo.tiny import tiny_causal_lm
+from memfine_fx.plan.layer import LayerSizes, sweep_rows
+from memfine_fx.report.figure import blank_figure
 from memfine_fx.runtime.routing import SliceCounter, sort_assignments
 from memfine_fx.runtime.schedule import Chunk, rows_schedule, tokens_schedule
-from memfine_fx.tiny import tiny_causal_lm
 
 __all__ = ["draw_chunks", "draw_front", "draw_peaks", "draw_region"]
 

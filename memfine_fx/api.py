@@ -13,16 +13,16 @@ import torch
 from memfine_fx.capture.implementation import switched_experts
 from memfine_fx.capture.undo import ModelState
 from memfine_fx.compat.nn import COMPILED_CALLS, hooks_after_gradient
+from memfine_fx.compiler.optimized import OptimizedCall, Options, captured, optimized_call
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
-from memfine_fx.optimized import OptimizedCall, Options, captured, optimized_call
-from memfine_fx.report import Report
-from memfine_fx.verification import VerifyReport
+from memfine_fx.records.verification import VerifyReport
+from memfine_fx.report.reports import Report
 
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
+    from memfine_fx.compiler.session import Session
     from memfine_fx.expert_parallel.groups import ExpertGroup, MeshOrGroup
-    from memfine_fx.session import Session
 
 __all__ = ["explain", "optimize", "report", "verify"]
 
@@ -162,7 +162,7 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
     if call is not None:
         return Report((), 0, has_run=False) if call.session is None else call.session.report(has_run=call.has_run)
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    from memfine_fx.session import sessions
+    from memfine_fx.compiler.session import sessions
 
     for session in reversed(sessions()):
         of_model = None if session.is_dry else session.restricted_to(parameters)
@@ -175,7 +175,7 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
 
 
 def _open_session(config: Config, *, is_dry: bool = False) -> Session:
-    from memfine_fx.session import open_session
+    from memfine_fx.compiler.session import open_session
 
     return open_session(config, is_dry=is_dry, holds_compiled=True)
 

@@ -109,8 +109,8 @@ def _plan(options: argparse.Namespace) -> int:
 
         print(render())
         return 0
-    from memfine_fx.front import draw_front, layer_front, read_measured
-    from memfine_fx.layer_plan import LayerSizes, plan_swiglu_layer, sweep_rows
+    from memfine_fx.plan.front import draw_front, layer_front, read_measured
+    from memfine_fx.plan.layer import LayerSizes, plan_swiglu_layer, sweep_rows
 
     sizes = LayerSizes(
         num_tokens=options.tokens,
@@ -180,7 +180,7 @@ def _load(target: str, experts: str | None) -> tuple[torch.nn.Module, tuple[Any,
     """
     kind, _, name = target.partition(":")
     if kind == "hf" and name:
-        from memfine_fx.tiny import tiny_model
+        from memfine_fx.demo.tiny import tiny_model
 
         try:
             tiny = tiny_model(name, experts_implementation=experts)

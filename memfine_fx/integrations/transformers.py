@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from memfine_fx.errors import MemfineError
-from memfine_fx.training_log import ScalarWriter, log_scalars
+from memfine_fx.report.training_log import ScalarWriter, log_scalars
 
 __all__ = ["MemfineCallback"]
 

@@ -1,0 +1,1 @@
+"""The pipeline, and the sessions that keep what it compiled."""

@@ -1,0 +1,1 @@
+"""What decides from bytes and seconds."""

@@ -1,0 +1,1 @@
+"""Heads of language models in a captured graph."""

@@ -1,0 +1,1 @@
+"""From an expert function to ops in the graph."""

@@ -1,0 +1,1 @@
+"""A rewrite against what it replaces."""
