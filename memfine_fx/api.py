@@ -1,4 +1,4 @@
-"""`optimize`, `explain`, `verify`, `report`: thin; the pipeline is in `backend`."""
+"""`optimize`, `explain`, `verify`, `report`, `scalars`: thin; the pipeline is in `compiler`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.reports import Report
+from memfine_fx.report.training_log import ScalarWriter, scalars_of
 
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
     from memfine_fx.compiler.session import Session
     from memfine_fx.expert_parallel.groups import ExpertGroup, MeshOrGroup
 
-__all__ = ["explain", "optimize", "report", "verify"]
+__all__ = ["explain", "log_scalars", "optimize", "report", "scalars", "verify"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
@@ -172,6 +173,33 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
         "nothing of this model has been compiled by memfine_fx: call memfine_fx.optimize(model) or "
         "torch.compile(model, backend='memfine') and run one step first"
     )
+
+
+def scalars(model: torch.nn.Module | Callable[..., Any]) -> dict[str, float]:
+    """Named numbers of the latest steps.
+
+    Args:
+        model: optimized, or compiled with backend="memfine", and run.
+
+    Returns:
+        Per chunked layer `memfine/LAYER/...`: chunks, largest_chunk_rows, tokens, imbalance (rows of the fullest expert
+        over the mean) and its p50, p95 and max over the latest steps; of the step `memfine/predicted_peak_bytes`, and
+        on CUDA `memfine/measured_peak_bytes`, the allocator's peak since it was last reset.
+
+    Raises:
+        MemfineError: memfine_fx has compiled nothing of this model.
+    """
+    return scalars_of(report(model))
+
+
+def log_scalars(writer: ScalarWriter, model: torch.nn.Module | Callable[..., Any], step: int) -> None:
+    """Write `scalars(model)`, e.g. with `torch.utils.tensorboard.SummaryWriter`.
+
+    Raises:
+        MemfineError: memfine_fx has compiled nothing of this model.
+    """
+    for name, value in scalars(model).items():
+        writer.add_scalar(name, value, step)
 
 
 def _open_session(config: Config, *, is_dry: bool = False) -> Session:

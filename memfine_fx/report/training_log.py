@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from memfine_fx.api import report
-from memfine_fx.report.reports import RegionReport
+from memfine_fx.report.reports import RegionReport, Report
 
-__all__ = ["ScalarWriter", "log_scalars", "scalars"]
+__all__ = ["ScalarWriter", "scalars_of"]
 
 
 class ScalarWriter(Protocol):
@@ -19,40 +17,17 @@ class ScalarWriter(Protocol):
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
 
 
-def scalars(model: torch.nn.Module | Callable[..., Any]) -> dict[str, float]:
-    """Named numbers of the latest steps.
-
-    Args:
-        model: optimized, or compiled with backend="memfine", and run.
-
-    Returns:
-        Per chunked layer `memfine/LAYER/...`: chunks, largest_chunk_rows, tokens, imbalance (rows of the fullest expert
-        over the mean) and its p50, p95 and max over the latest steps; of the step `memfine/predicted_peak_bytes`, and
-        on CUDA `memfine/measured_peak_bytes`, the allocator's peak since it was last reset.
-
-    Raises:
-        MemfineError: memfine_fx has compiled nothing of this model.
-    """
-    found = report(model)
+def scalars_of(report: Report) -> dict[str, float]:
+    """A report's numbers by name, and the allocator's peak on CUDA; see `memfine_fx.scalars`."""
     named: dict[str, float] = {}
-    for region in found.regions:
+    for region in report.regions:
         if region.status == "chunked" and region.imbalance is not None:
             named.update(_of_region(region))
-    if found.predicted_peak_bytes is not None:
-        named["memfine/predicted_peak_bytes"] = float(found.predicted_peak_bytes)
+    if report.predicted_peak_bytes is not None:
+        named["memfine/predicted_peak_bytes"] = float(report.predicted_peak_bytes)
     if torch.cuda.is_available():
         named["memfine/measured_peak_bytes"] = float(torch.cuda.max_memory_allocated())
     return named
-
-
-def log_scalars(writer: ScalarWriter, model: torch.nn.Module | Callable[..., Any], step: int) -> None:
-    """Write `scalars(model)`, e.g. with `torch.utils.tensorboard.SummaryWriter`.
-
-    Raises:
-        MemfineError: memfine_fx has compiled nothing of this model.
-    """
-    for name, value in scalars(model).items():
-        writer.add_scalar(name, value, step)
 
 
 def _of_region(region: RegionReport) -> dict[str, float]:
