@@ -7,21 +7,19 @@ are left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.region_bytes import region_peak
 from memfine_fx.plan.cost import DeviceRates, rows_seconds
-from memfine_fx.plan.layer import LayerSizes, LayerWork, doubled_rows, layer_work
+from memfine_fx.plan.layer import LayerSizes, LayerWork, doubled_rows
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.records import Keep
-from memfine_fx.report.figure import blank_figure
 
-__all__ = ["FrontPoint", "MeasuredPoint", "draw_front", "layer_front", "read_measured"]
+__all__ = ["FrontPoint", "MeasuredPoint", "layer_front", "read_measured"]
 
-MIB = 2**20
 _KEEPS: tuple[Keep, ...] = ("nothing", "projections", "operands")
 
 
@@ -44,10 +42,17 @@ class MeasuredPoint:
     seconds: float
 
 
-def layer_front(sizes: LayerSizes, *, smallest: int = 64) -> list[FrontPoint]:
-    """The plans that none beats in both bytes and seconds, least bytes first."""
+def layer_front(
+    sizes: LayerSizes, work_of: Callable[[LayerSizes, Keep], LayerWork], *, smallest: int = 64
+) -> list[FrontPoint]:
+    """The plans that none beats in both bytes and seconds, least bytes first.
+
+    Args:
+        work_of: what a step takes where forward keeps so much; that of SwiGLU is `compiler.swiglu.layer_work`.
+        smallest: R to begin with; it is doubled up to all routed rows.
+    """
     rates = device_rates(sizes.device, sizes.dtype)
-    points = [point for keep in _KEEPS for point in _points(sizes, keep, rates, smallest)]
+    points = [point for keep in _KEEPS for point in _points(sizes, work_of(sizes, keep), keep, rates, smallest)]
     front: list[FrontPoint] = []
     for point in sorted(points, key=lambda one: (one.peak_bytes, one.seconds)):
         if not front or point.seconds < front[-1].seconds:
@@ -55,8 +60,7 @@ def layer_front(sizes: LayerSizes, *, smallest: int = 64) -> list[FrontPoint]:
     return front
 
 
-def _points(sizes: LayerSizes, keep: Keep, rates: DeviceRates, smallest: int) -> Iterable[FrontPoint]:
-    work = layer_work(sizes, keep)
+def _points(sizes: LayerSizes, work: LayerWork, keep: Keep, rates: DeviceRates, smallest: int) -> Iterable[FrontPoint]:
     num_routed = sizes.num_tokens * sizes.top_k
     for rows in doubled_rows(num_routed, smallest):
         terms = region_peak(work.region, sizes.num_tokens, rows)
@@ -96,33 +100,3 @@ def read_measured(path: str | Path) -> list[MeasuredPoint]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} holds no benchmark rows: {type(error).__name__}: {error}") from error
     return list(found.values())
-
-
-def draw_front(front: Sequence[FrontPoint], measured: Sequence[MeasuredPoint], path: str | Path) -> None:
-    """Write the picture; the file name's ending chooses the format.
-
-    Raises:
-        MissingPackage: matplotlib is not installed.
-    """
-    figure, axes = blank_figure((8, 5), "drawing time against bytes")
-    peaks, seconds = [one.peak_bytes / MIB for one in front], [one.seconds for one in front]
-    axes.plot(peaks, seconds, "o-", color="#0a7d5a", label="memfine, predicted")
-    for point, peak in zip(front, peaks, strict=True):
-        axes.annotate(f"R={point.rows}, {point.keeps}", (peak, point.seconds), fontsize=6, rotation=30)
-    if measured:
-        axes.plot(
-            [one.peak_bytes / MIB for one in measured],
-            [one.seconds for one in measured],
-            "s",
-            color="#3b5b8c",
-            label="measured",
-        )
-    for one in measured:
-        axes.annotate(one.name, (one.peak_bytes / MIB, one.seconds), fontsize=6)
-    axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("peak beyond parameters and gradients, MiB")
-    axes.set_ylabel("forward and backward, s")
-    axes.grid(color="#e3e3e3", linewidth=0.8)
-    axes.legend(frameon=False)
-    figure.savefig(path)
