@@ -26,7 +26,7 @@ from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
 from memfine_fx.memory.step import GraphStep, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
-from memfine_fx.plan.runs import RunHistory, Situation, parameters_of
+from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_of
 from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.records.heads import HeadRefusal, HeadRegion
 from memfine_fx.records.verification import RegionVerification, VerifyReport
@@ -241,7 +241,7 @@ class Session:
         """Equal where plans are."""
         return None if self.situation is None else self.situation.key
 
-    def persistent_bytes(self, members: Sequence[CapturedGraph]) -> int:
+    def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
         """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
         key = frozenset(map(id, members))
         if self._persistent is None or self._persistent[0] != key:
@@ -285,7 +285,7 @@ class Session:
         self._persistent = None
         self.forget_plans()
 
-    def _members(self) -> list[CapturedGraph]:
+    def _members(self) -> Sequence[CalledGraph]:
         """Graphs of the latest steps; all where nothing has run."""
         own = set(self._graphs)
         return [graph for graph in self.history.members() if graph in own] or self._graphs

@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import fx
 
-from memfine_fx.compiler.session import CapturedGraph, Session
 from memfine_fx.config import Config, parse_budget
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.liveness import GraphMemory
@@ -21,12 +21,13 @@ from memfine_fx.plan.cost import DeviceRates, rows_seconds
 from memfine_fx.plan.head_tokens import knee_tokens, plan_head
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.rows import infeasible, plan_region
-from memfine_fx.plan.runs import Run, Situation, gradient_bytes
+from memfine_fx.plan.runs import CalledGraph, Run, RunHistory, Situation, gradient_bytes
 from memfine_fx.records import ChunkPlan
 from memfine_fx.records.heads import HeadPlan
 
 __all__ = [
     "GraphBudget",
+    "SessionState",
     "budget_bytes",
     "budget_of_graph",
     "choose_head_plan",
@@ -44,6 +45,26 @@ _ESTIMATE_MARGIN = 1.02
 """What an estimate made before compilation may be short of the compiled code (docs/design.md, "The step's peak")."""
 
 
+class SessionState(Protocol):
+    """What plans ask of the session that they are made for.
+
+    Args:
+        config: its options.
+        history: the runs of its graphs.
+        situation: of the run whose forward or backward is at work, or was last.
+    """
+
+    config: Config
+    history: RunHistory
+    situation: Situation | None
+
+    def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
+        """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
+
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        """Counts the time within as the stage's."""
+
+
 def budget_bytes(config: Config, device: torch.device) -> int | None:
     """Bytes of the budget on this device; automatic means 0.9 of free CUDA memory, no limit on CPU."""
     if isinstance(config.memory_budget, (int, str)):  # asked at every call: nothing of the device is needed
@@ -57,7 +78,7 @@ def budget_bytes(config: Config, device: torch.device) -> int | None:
 
 
 def budget_of_graph(
-    session: Session, graph: CapturedGraph, inputs: Sequence[object], hidden: torch.Tensor
+    session: SessionState, graph: CalledGraph, inputs: Sequence[object], hidden: torch.Tensor
 ) -> GraphBudget | None:
     """What a graph may use that is compiled for the call at hand, or None without a budget of the user: then nothing is
     computed again that the model does not ask for, and regions keep nothing.
@@ -81,7 +102,7 @@ def budget_of_graph(
     return GraphBudget(session, Situation(beside, available), hidden)
 
 
-def situation_of(session: Session, run: Run) -> Situation:
+def situation_of(session: SessionState, run: Run) -> Situation:
     """What plans of a run depend on now."""
     if session.config.memory_budget is None:  # what an accelerator has free is asked when a plan is made, not each time
         return Situation(run.memory, None)
@@ -98,7 +119,7 @@ class GraphBudget:
         hidden: tokens of a region or head, for device and dtype.
     """
 
-    def __init__(self, session: Session, situation: Situation, hidden: torch.Tensor) -> None:
+    def __init__(self, session: SessionState, situation: Situation, hidden: torch.Tensor) -> None:
         self._session = session
         self.situation = situation
         self._step = situation.memory.step
@@ -172,7 +193,9 @@ _STEP_FLOPS = 3.5
 """FLOPs of a region's step for each of its forward: backward takes twice as many, and computes some again."""
 
 
-def choose_plan(site: str, session: Session, graph: CapturedGraph, device: torch.device, num_tokens: int) -> ChunkPlan:
+def choose_plan(
+    site: str, session: SessionState, graph: CalledGraph, device: torch.device, num_tokens: int
+) -> ChunkPlan:
     """The plan of one region for T tokens: as many rows as time asks for, fewer if the step would not fit.
 
     Raises:
@@ -202,7 +225,9 @@ def choose_plan(site: str, session: Session, graph: CapturedGraph, device: torch
     return replace(plan, keeps=keep)
 
 
-def choose_head_plan(site: str, session: Session, graph: CapturedGraph, device: torch.device, tokens: int) -> HeadPlan:
+def choose_head_plan(
+    site: str, session: SessionState, graph: CalledGraph, device: torch.device, tokens: int
+) -> HeadPlan:
     """The plan of one head for T tokens; experts are taken at their smallest chunks, since they run at other times.
 
     Raises:
@@ -260,7 +285,7 @@ def fits_unbounded(config: Config, situation: Situation) -> bool:
     return situation.available_bytes is None or peak is None or peak.num_bytes <= situation.available_bytes
 
 
-def device_of(graph: CapturedGraph) -> torch.device:
+def device_of(graph: CalledGraph) -> torch.device:
     """Of its parameters."""
     return next((one.device for one in graph.alive_parameters()), torch.device("cpu"))
 
@@ -286,14 +311,14 @@ def _size_of(
     return size_of
 
 
-def _situation_in(session: Session, graph: CapturedGraph) -> Situation | None:
+def _situation_in(session: SessionState, graph: CalledGraph) -> Situation | None:
     """The run at work, where it is one of this graph's."""
     situation = session.situation
     return situation if situation is not None and situation.memory.step is graph.step else None
 
 
 def _available_in(
-    situation: Situation | None, session: Session, graph: CapturedGraph, device: torch.device
+    situation: Situation | None, session: SessionState, graph: CalledGraph, device: torch.device
 ) -> int | None:
     if situation is not None and session.config.memory_budget is not None:
         return situation.available_bytes
@@ -302,7 +327,7 @@ def _available_in(
 
 
 def _available_bytes(
-    session: Session, device: torch.device, members: Sequence[CapturedGraph], there: int
+    session: SessionState, device: torch.device, members: Sequence[CalledGraph], there: int
 ) -> int | None:
     """What a run may use beyond what is there before it: `there` bytes of gradients and inputs among it."""
     budget = budget_bytes(session.config, device)

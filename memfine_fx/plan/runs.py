@@ -20,18 +20,35 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from memfine_fx.memory.step import GraphStep, RunMemory
 
-if TYPE_CHECKING:  # a session keeps the history of its graphs' runs
-    from memfine_fx.compiler.session import CapturedGraph
-
-__all__ = ["Run", "RunHistory", "Situation", "gradient_bytes", "parameters_of"]
+__all__ = ["CalledGraph", "Run", "RunHistory", "Situation", "gradient_bytes", "parameters_of"]
 
 _KEY = "memfine_fx"
+
+
+class CalledGraph(Protocol):
+    """A compiled graph as plans see it.
+
+    Args:
+        step: memory of the latest of its partitions that ran.
+    """
+
+    step: GraphStep
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether its first parameter that wants a gradient has one."""
+
+    def alive_parameters(self) -> list[torch.Tensor]:
+        """The parameters that it reads, those that still live."""
+
+    def input_bytes(self, inputs: Sequence[object]) -> int:
+        """Tensor inputs of a call that are neither parameters nor results of earlier graphs."""
 
 
 class _Mark:
@@ -50,7 +67,7 @@ class Run:
         mates: the runs of its pass so far, itself among them.
     """
 
-    graph: CapturedGraph
+    graph: CalledGraph
     memory: RunMemory
     input_bytes: int
     gradient_bytes: int
@@ -107,13 +124,13 @@ class RunHistory:
     def __init__(self) -> None:
         self._open: list[Run] = []
         self._latest: list[Run] = []
-        self._training: dict[CapturedGraph, list[Run]] = {}  # latest pass of each, the latest of all at the end
-        self._followers: dict[CapturedGraph, dict[int, list[CapturedGraph]]] = {}  # by how many runs of it came before
-        self._intervals: dict[CapturedGraph, int] = {}  # in which each ran last
+        self._training: dict[CalledGraph, list[Run]] = {}  # latest pass of each, the latest of all at the end
+        self._followers: dict[CalledGraph, dict[int, list[CalledGraph]]] = {}  # by how many runs of it came before
+        self._intervals: dict[CalledGraph, int] = {}  # in which each ran last
         self._interval = 0
 
     def begin(
-        self, graph: CapturedGraph, step: GraphStep, sizes: Mapping[str, int], input_bytes: int, *, is_limited: bool
+        self, graph: CalledGraph, step: GraphStep, sizes: Mapping[str, int], input_bytes: int, *, is_limited: bool
     ) -> Run:
         """A graph is called.
 
@@ -163,7 +180,7 @@ class RunHistory:
         """An optimizer of these parameters stepped: a new interval begins."""
         self._interval += 1
 
-    def members(self) -> list[CapturedGraph]:
+    def members(self) -> list[CalledGraph]:
         """Graphs whose parameters and gradients are there in a step: they ran in this interval or the one before."""
         return [graph for graph, interval in self._intervals.items() if interval >= self._interval - 1]
 
@@ -171,14 +188,14 @@ class RunHistory:
         """Gradients of the step's parameters that are there now."""
         return gradient_bytes(self.members())
 
-    def latest_pass(self, graphs: Iterable[CapturedGraph]) -> list[Run]:
+    def latest_pass(self, graphs: Iterable[CalledGraph]) -> list[Run]:
         """Runs of the latest pass that trained one of these graphs; of the latest of all where none did."""
         wanted = set(graphs)
         trained = next((graph for graph in reversed(self._training) if graph in wanted), None)
         runs = self._latest if trained is None else self._training[trained]
         return [run for run in runs if run.graph in wanted]
 
-    def forget(self, graph: CapturedGraph) -> None:
+    def forget(self, graph: CalledGraph) -> None:
         """A graph is gone."""
         self._training.pop(graph, None)
         for runs in (self._open, self._latest, *self._training.values()):
@@ -199,23 +216,23 @@ class RunHistory:
             later = [one.graph for one in self._latest[place + 1 :] if one.has_saved]
             self._followers.setdefault(run.graph, {})[number] = later
 
-    def _expected_after(self, graph: CapturedGraph, mates: Sequence[Run]) -> list[CapturedGraph]:
+    def _expected_after(self, graph: CalledGraph, mates: Sequence[Run]) -> list[CalledGraph]:
         number = sum(run.graph is graph for run in mates)
         return self._followers.get(graph, {}).get(number, [])
 
 
-def parameters_of(graphs: Iterable[CapturedGraph]) -> list[torch.Tensor]:
+def parameters_of(graphs: Iterable[CalledGraph]) -> list[torch.Tensor]:
     """The living parameters that graphs read, each once."""
     unique: dict[int, Any] = {id(one): one for graph in graphs for one in graph.alive_parameters()}
     return list(unique.values())
 
 
-def gradient_bytes(graphs: Iterable[CapturedGraph]) -> int:
+def gradient_bytes(graphs: Iterable[CalledGraph]) -> int:
     """Gradients of these graphs' parameters that are there now."""
     return sum(one.grad.nbytes for one in parameters_of(graphs) if one.grad is not None)
 
 
-def _missing_gradient_bytes(graphs: Sequence[CapturedGraph]) -> int:
+def _missing_gradient_bytes(graphs: Sequence[CalledGraph]) -> int:
     """Gradients that backwards of these graphs will make and leave."""
     parameters = parameters_of(graphs)
     return sum(one.nbytes for one in parameters if one.requires_grad and one.grad is None)
