@@ -58,12 +58,12 @@ from memfine_fx.passes.lower.sharded import (
     sharded_experts,
     tell_why_gathered,
 )
-from memfine_fx.passes.modes import Modes, called_bodies, modes_at
+from memfine_fx.passes.modes import called_bodies, modes_at
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.passes.verify.gradient_check import check_gradients
 from memfine_fx.plan.budget import choose_plan
-from memfine_fx.records import Candidate, Keep, MoERegion, Refusal
+from memfine_fx.records import Candidate, Keep, Modes, MoERegion, Refusal
 from memfine_fx.report.roles import region_graph
 from memfine_fx.runtime.loop import accumulator_dtype
 from memfine_fx.runtime.mact import ChunkTuner

@@ -10,11 +10,11 @@ from torch import fx
 
 from memfine_fx.compiler.session import LoweredHead, LoweredRegion
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.modes import Modes, modes_at
+from memfine_fx.passes.modes import modes_at
 from memfine_fx.passes.verify.head import cut_of_head, verify_head
 from memfine_fx.passes.verify.real_run import Recorded, record_regions
 from memfine_fx.passes.verify.region import verify_region
-from memfine_fx.records import Refusal
+from memfine_fx.records import Modes, Refusal
 from memfine_fx.records.heads import HeadRefusal
 from memfine_fx.records.verification import RegionVerification
 

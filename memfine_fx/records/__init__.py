@@ -7,12 +7,9 @@ rows, R rows in a chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from torch import fx
-
-if TYPE_CHECKING:
-    from memfine_fx.passes.modes import Modes
 
 __all__ = [
     "Candidate",
@@ -21,6 +18,7 @@ __all__ = [
     "ExpertFunction",
     "Keep",
     "MoERegion",
+    "Modes",
     "ParamKind",
     "Refusal",
     "RegionDims",
@@ -52,6 +50,19 @@ class Where:
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.module, f"({self.source})" if self.source else "") if part) or "?"
+
+
+@dataclass(frozen=True)
+class Modes:
+    """State beyond what was ambient when the graph was captured.
+
+    Args:
+        disables_grad: whether the graph has switched gradients off.
+        autocast: arguments of the autocast contexts entered and not left, outermost first.
+    """
+
+    disables_grad: bool = False
+    autocast: tuple[tuple[Any, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,10 @@ from memfine_fx.compat.autograd import run_without_modes, without_autocast, with
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value, static_size
-from memfine_fx.passes.modes import Modes
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.passes.verify.region import Forms, Tensors, errors_of, run_step
 from memfine_fx.passes.verify.shrinkage import narrow_graph, narrow_widths
-from memfine_fx.records import ChunkPlan, Keep, MoERegion
+from memfine_fx.records import ChunkPlan, Keep, Modes, MoERegion
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, ForwardBody, KeepingBodies
 from memfine_fx.runtime.store import LiveRegion
 

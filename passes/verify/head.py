@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.lower.head import lower_head
-from memfine_fx.passes.modes import Modes, enter_autocast
+from memfine_fx.passes.modes import enter_autocast
 from memfine_fx.passes.normalize import outline_with_map
 from memfine_fx.passes.verify.real_run import Recorded
 from memfine_fx.passes.verify.region import (
@@ -28,7 +28,7 @@ from memfine_fx.passes.verify.region import (
     run_step,
     worst_of,
 )
-from memfine_fx.records import Cut
+from memfine_fx.records import Cut, Modes
 from memfine_fx.records.heads import HeadRegion
 from memfine_fx.records.verification import Check, RegionVerification
 from memfine_fx.runtime.live_head import LiveHead, register_head, unregister_head

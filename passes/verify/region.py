@@ -28,11 +28,11 @@ from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.loops.roll import is_same_view
 from memfine_fx.passes.lower.region import lower_region
-from memfine_fx.passes.modes import Modes, enter_autocast
+from memfine_fx.passes.modes import enter_autocast
 from memfine_fx.passes.normalize import outline_with_map
 from memfine_fx.passes.verify.real_run import Recorded
 from memfine_fx.passes.verify.reference import ExactRun
-from memfine_fx.records import ChunkPlan, MoERegion
+from memfine_fx.records import ChunkPlan, Modes, MoERegion
 from memfine_fx.records.verification import Check, RegionVerification
 from memfine_fx.runtime.bodies import Bodies, Compiled
 from memfine_fx.runtime.mact import ChunkTuner
