@@ -33,7 +33,7 @@ KNOWS = {
     "passes.verify": "records runtime passes.read passes.lower",
     "report": "records memory runtime plan passes.read",  # of passes only what draws a region's graph
     "capture": "passes.read",  # only the markers that it writes into expert loops, for the reader to find
-    "compiler": "records memory runtime expert_parallel plan passes.read passes.head passes.lower passes.step "
+    "compiler": "records memory runtime plan passes.read passes.head passes.lower passes.step "
     "passes.verify report capture",
     "planning": "memory",
     "api": "records memory expert_parallel report capture compiler",

@@ -31,7 +31,7 @@ from memfine_fx.compiler.inner import compile_with_regions
 from memfine_fx.compiler.session import CapturedGraph, Session
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.step import GraphStep
-from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.dataflow import node_value, tensor_of
 from memfine_fx.plan.budget import GraphBudget, budget_of_graph, device_of, fits_unbounded, refusal_of, situation_of
 from memfine_fx.plan.runs import Run, Situation
 from memfine_fx.runtime.store import MOST_PLANS
@@ -89,8 +89,7 @@ class CompiledGraph:
     Args:
         graph_module: rewritten; from Dynamo.
         inputs: of the call that is being compiled.
-        session, record: whose it is.
-        hidden: tokens of one of its regions or heads.
+        session, record: whose it is; something of it was lowered.
     """
 
     def __init__(
@@ -99,9 +98,9 @@ class CompiledGraph:
         inputs: Sequence[Any],
         session: Session,
         record: CapturedGraph,
-        hidden: torch.Tensor,
     ) -> None:
         self._session, self._record = session, record
+        hidden = tensor_of(record.lowered[0].region.hidden)
         self._sizes = _sizes_of_inputs(graph_module.graph)
         record.step.sizes.update({size.name: size.hint for size in self._sizes})
         budget = budget_of_graph(session, record, inputs, hidden)

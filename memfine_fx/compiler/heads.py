@@ -1,11 +1,10 @@
-"""A graph's heads through find, plan and lower; `backend` calls this between its own stages."""
+"""A graph's heads through find, plan and lower; `pipeline` calls this between its own stages."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -22,7 +21,7 @@ from memfine_fx.plan.budget import choose_head_plan
 from memfine_fx.records.heads import HeadRefusal, HeadRegion
 from memfine_fx.runtime.live_head import LiveHead, register_head
 
-__all__ = ["lower_heads", "lowered_heads", "plan_heads"]
+__all__ = ["lower_heads", "plan_heads"]
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +41,11 @@ def plan_heads(
     return [head if isinstance(head, HeadRefusal) else _plan(head, session, record) for head in found]
 
 
-def lowered_heads(record: CapturedGraph) -> Iterator[LoweredHead]:
-    return (head for head in record.heads if isinstance(head, LoweredHead))
-
-
 def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph) -> None:
     """Rewrite the heads of a graph."""
-    for head in lowered_heads(record):
-        lower_head(graph_module, head.region, head.live.site)
+    for head in record.heads:
+        if isinstance(head, LoweredHead):
+            lower_head(graph_module, head.region, head.live.site)
 
 
 def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> LoweredHead:

@@ -106,7 +106,7 @@ class OptimizedCall:
         session = self.session
         assert session is not None
         if not session.has_warned and not session.has_chunked:
-            from memfine_fx.compiler.pipeline import warn_without_regions
+            from memfine_fx.compiler.telling import warn_without_regions
 
             warn_without_regions(session)
         return result

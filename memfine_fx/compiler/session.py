@@ -122,6 +122,12 @@ class CapturedGraph:
     def _alive(self) -> Iterator[torch.Tensor]:
         return (parameter for reference in self._parameters if (parameter := reference()) is not None)
 
+    @property
+    def lowered(self) -> list[LoweredHead | LoweredRegion]:
+        """Its chunked heads, then its chunked regions."""
+        heads: list[LoweredHead | LoweredRegion] = [head for head in self.heads if isinstance(head, LoweredHead)]
+        return [*heads, *(outcome for outcome in self.outcomes if isinstance(outcome, LoweredRegion))]
+
     def live_regions(self) -> list[LiveRegion]:
         return [outcome.live for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
 

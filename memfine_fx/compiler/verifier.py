@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from memfine_fx.compiler.session import LoweredHead, LoweredRegion
+from memfine_fx.compiler.regions import BodyRegions
+from memfine_fx.compiler.session import CapturedGraph, LoweredHead, LoweredRegion
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.modes import modes_at
 from memfine_fx.passes.verify.head import cut_of_head, verify_head
@@ -18,49 +19,60 @@ from memfine_fx.records import Modes, Refusal
 from memfine_fx.records.heads import HeadRefusal
 from memfine_fx.records.verification import RegionVerification
 
-__all__ = ["verify_heads", "verify_outcomes"]
+__all__ = ["verify_found"]
 
-Outcomes = list[LoweredRegion | Refusal]
 _RUN_ERRORS = (CannotChunk, RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
-def verify_outcomes(
-    graph_module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    found: Sequence[tuple[fx.GraphModule, Modes, Outcomes]],
-) -> tuple[list[RegionVerification], list[tuple[fx.GraphModule, Modes, Outcomes]]]:
+def verify_found(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], found: Sequence[BodyRegions], record: CapturedGraph
+) -> list[BodyRegions]:
     """Verify what was raised in a graph and its bodies.
 
     Args:
         graph_module: the captured graph, nothing lowered yet.
         example_inputs: its inputs in the call that is being compiled.
-        found: (body, modes at its start, outcomes).
+        found: regions and refusals by body.
+        record: of the graph; given the verifications, and refusals in place of heads that did not pass.
 
     Returns:
-        The verifications, and `found` with a refusal in place of each region that did not pass.
+        `found` with a refusal in place of each region that did not pass.
     """
-    raised = [(body, outcome) for body, _, outcomes in found for outcome in outcomes if _is_raised(outcome)]
-    recorded = _record(graph_module, example_inputs, raised)
-    values = iter(recorded)
+    record.verifications, judged = _verify_regions(graph_module, example_inputs, found)
+    of_heads, record.heads = _verify_heads(graph_module, example_inputs, record.heads)
+    record.verifications += of_heads
+    regions = {one.live.site for body in judged for one in body.outcomes if isinstance(one, LoweredRegion)}
+    heads = {head.live.site for head in record.heads if isinstance(head, LoweredHead)}
+    for kept, memory in ((regions, record.step.regions), (heads, record.step.heads)):
+        for site in memory.keys() - kept:
+            del memory[site]
+    return judged
+
+
+def _verify_regions(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], found: Sequence[BodyRegions]
+) -> tuple[list[RegionVerification], list[BodyRegions]]:
+    raised = [(one.body, outcome) for one in found for outcome in one.outcomes if _is_raised(outcome)]
+    values = iter(_record(graph_module, example_inputs, raised))
     verifications: list[RegionVerification] = []
-    result: list[tuple[fx.GraphModule, Modes, Outcomes]] = []
-    for body, modes, outcomes in found:
-        at = modes_at(body.graph, modes)
-        kept: Outcomes = []
-        for outcome in outcomes:
+    result: list[BodyRegions] = []
+    for one in found:
+        at = modes_at(one.body.graph, one.modes)
+        kept: list[LoweredRegion | Refusal] = []
+        for outcome in one.outcomes:
             if isinstance(outcome, LoweredRegion):
                 verification = _verify(outcome, next(values), at[outcome.region.cut.exit])
                 verifications.append(verification)
                 outcome = _judged(outcome, verification)
             kept.append(outcome)
-        result.append((body, modes, kept))
+        result.append(replace(one, outcomes=kept))
     return verifications, result
 
 
-def verify_heads(
+def _verify_heads(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], heads: Sequence[LoweredHead | HeadRefusal]
 ) -> tuple[list[RegionVerification], list[LoweredHead | HeadRefusal]]:
-    """As `verify_outcomes`, for the heads of a graph."""
+    """As `_verify_regions`, for the heads of a graph."""
     found = [head for head in heads if isinstance(head, LoweredHead)]
     if not found:
         return [], list(heads)

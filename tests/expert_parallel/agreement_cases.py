@@ -183,7 +183,7 @@ def _refusing(does_here: bool) -> Iterator[None]:
 
     if does_here:
         torch._dynamo.reset()
-    with mock.patch("memfine_fx.compiler.pipeline.raise_region", refuse):
+    with mock.patch("memfine_fx.compiler.regions.raise_region", refuse):
         yield
     if does_here:
         torch._dynamo.reset()

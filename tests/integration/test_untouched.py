@@ -59,9 +59,9 @@ ENTRIES: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "verify": lambda model, hidden: memfine_fx.verify(model, hidden, config=CONFIG),
 }
 STAGES = {
-    "find": "memfine_fx.compiler.pipeline:find_candidates",
-    "raise": "memfine_fx.compiler.pipeline:raise_region",
-    "plan": "memfine_fx.compiler.pipeline:bodies_for",
+    "find": "memfine_fx.compiler.regions:find_candidates",
+    "raise": "memfine_fx.compiler.regions:raise_region",
+    "plan": "memfine_fx.compiler.regions:bodies_for",
     "plan of the call": "memfine_fx.runtime.store:LiveRegion.plan_for",
     "inner compile": "memfine_fx.compiler.compiled_graph:compile_with_regions",
     "partition": "memfine_fx.passes.step.partition:StepPartitioner.__call__",
