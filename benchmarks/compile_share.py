@@ -19,7 +19,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results" / "compile_share.jsonl"
 TARGET = 0.15
 CHECK_TARGET = 0.02
-"""Of comparing gradients, see `passes.gradient_check`."""
+"""Of comparing gradients, see `passes.verify.gradient_check`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`optimize`, `explain`, `verify`, `report`, `scalars`: thin; the pipeline is in `compiler`."""
+"""`optimize`, `explain`, `verify`, `report`, `scalars`: thin; the pipeline is in `compiler.pipeline`."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _raise_and_plan(candidate: Candidate | Refusal, session: Session, record: Ca
 
 
 def _check(region: MoERegion, bodies: ExpertBodies, candidate: Candidate, config: Config) -> str:
-    """See `passes.gradient_check`; an expert's own body stands for one over several experts."""
+    """See `passes.verify.gradient_check`; an expert's own body stands for one over several experts."""
     one = _build_bodies(region, config, takes_group=False) if bodies.takes_group else bodies
     modes = modes_at(candidate.graph_module.graph, candidate.start)[region.cut.exit]
     return check_gradients(region, one, modes)
@@ -133,8 +133,8 @@ def _plan(
     config = session.config
     output = tensor_of(region.cut.exit)
     region, exchange = sharded_experts(region, bodies.key, config.axis)
-    bytes_where = functools.partial(region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
-    bytes_where("nothing")  # traces them now, outside of any other compilation
+    terms_of = functools.partial(region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
+    terms_of("nothing")  # traces them now, outside of any other compilation
     site = next_site(bodies.key)
     live = LiveRegion(
         site=site,
@@ -151,7 +151,7 @@ def _plan(
         context=session.situation_key,
     )
     register(live)
-    record.step.regions[site] = RegionMemory(bytes_where, num_tokens_of(region), config.axis)
+    record.step.regions[site] = RegionMemory(terms_of, num_tokens_of(region), config.axis)
     return region, live
 
 

@@ -112,7 +112,7 @@ def situation_of(session: SessionState, run: Run) -> Situation:
 
 
 class GraphBudget:
-    """See `passes.fit.StepBudget`.
+    """See `passes.step.fit.StepBudget`.
 
     Args:
         situation: of the run that the graph is partitioned for.

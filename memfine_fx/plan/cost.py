@@ -1,6 +1,6 @@
 """What a step's parts cost in seconds: matmul FLOPs, bytes moved, launches, at the rates of a device.
 
-Rates are measured (`calibration`); this file only multiplies. Seconds rank plans that fit; they are not a promise of
+Rates are measured (`rates`); this file only multiplies. Seconds rank plans that fit; they are not a promise of
 the step's time, which also depends on what the compiler fuses.
 """
 

@@ -1,4 +1,8 @@
-"""What each stage of the pipeline learned, one frozen record per concept.
+"""Records: what each stage of the pipeline learned, one frozen record per concept.
+
+Of regions here, of heads in `heads`, of what verifying gave in `verification`. Every room may hold records and hand
+them on; they hold nodes, sizes and text, and know no room themselves. A stage that learns more makes a new record, so
+what an earlier one said stays true.
 
 Dimension legend, used everywhere: T tokens, H hidden, E experts, K top-k, F expert width, N = T*K routed
 rows, R rows in a chunk.

@@ -24,6 +24,15 @@ __all__ = ["num_tokens_hint", "num_tokens_of", "region_bytes"]
 def region_bytes(
     region: MoERegion, bodies: ExpertBodies, output: torch.Tensor, exchange: ShardedExperts | None, keep: Keep
 ) -> RegionBytes:
+    """Byte terms of a region whose forward keeps so much.
+
+    Args:
+        region: as it lowers.
+        bodies: what it runs; once they are compiled, their peaks are those of the compiled code.
+        output: fake tensor of the combined output.
+        exchange: how its rows travel between ranks, None on a single one.
+        keep: what forward keeps of the routed rows.
+    """
     hidden = tensor_of(region.hidden)
     params = [tensor_of(node) for node in region.params]
     wanted = wanted_gradients(region, bodies)

@@ -4,7 +4,7 @@ The proof of gradients is the reading of the captured graph. This is another one
 version may spell in a way that nobody has read: it runs once for every kind of layer, when that is first compiled.
 
 Steps:
-1. outline the region, and lower a copy of the outline (`verify.Forms`);
+1. outline the region, and lower a copy of the outline (`region.Forms`);
 2. make inputs: a few tokens where sizes are symbols, K different experts a token, random floats in fp64. Widths are
    divided by a common factor in both forms (`shrinkage`) where real ones would take more than `_SMALL_BYTES`;
 3. run both in fp64 (`reference`), the rewritten form with the very graphs that its chunks compile;

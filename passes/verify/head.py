@@ -1,6 +1,6 @@
 """Verify a head: its original subgraph against the chunked op, on the inputs of one real run.
 
-The reference is the original in fp64, as for regions (`verify`); the control is an op whose logits are falsified. All
+The reference is the original in fp64, as for regions (`region`); the control is an op whose logits are falsified. All
 logits exist while this runs.
 """
 
@@ -82,7 +82,7 @@ def verify_head(head: HeadRegion, live: LiveHead, recorded: Recorded, modes: Mod
 
 @dataclass(frozen=True)
 class _Forms:
-    """A head outlined, and the same outline lowered; see `passes.verify`."""
+    """A head outlined, and the same outline lowered; see `region.Forms`."""
 
     original: fx.GraphModule
     chunked: fx.GraphModule

@@ -1,7 +1,7 @@
 """Verify: a region's original subgraph against its rewritten form, on real inputs and on adversarial routings.
 
 Steps, for each raised region, before anything is lowered:
-1. record its inputs and output in one real run of the graph (`recorded`);
+1. record its inputs and output in one real run of the graph (`real_run`);
 2. outline the original, and lower a copy of that outline with the very `lower_region` that rewrites the model;
 3. run both, forward and backward, with the routing that was captured and with adversarial ones (few experts, each in
    turn, random), in chunks of the planned size and of a seventh of the rows; measure the output and every gradient
