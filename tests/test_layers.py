@@ -116,3 +116,19 @@ def later():
     from torch import fx
 """
     assert [room_of(name) for name in imported_names(source)] == ["compiler", "passes.lower", "models"]
+
+
+def test_the_pipeline_names_its_stages_and_little_else() -> None:
+    source = (ROOT / "memfine_fx" / "compiler" / "pipeline.py").read_text(encoding="utf-8")
+    assert len(list(imported_names(source))) <= 15
+
+
+def folder_of(room: str) -> Path:
+    return ROOT / room.replace(".", "/") if room.startswith("passes.") else ROOT / "memfine_fx" / room
+
+
+@pytest.mark.parametrize("room", [room for room in KNOWS if folder_of(room).is_dir()])
+def test_a_room_says_what_it_is_for(room: str) -> None:
+    folder = folder_of(room)
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    assert len(docstring.splitlines()) >= 5
