@@ -13,7 +13,8 @@ import torch
 import memfine_fx
 from benchmarks.machine import synchronize
 from benchmarks.row_sweep import Timed, main_of
-from memfine_fx.compiler.session import LoweredRegion, sessions
+from memfine_fx.compiler.captured_graph import LoweredRegion
+from memfine_fx.compiler.session import sessions
 from memfine_fx.models import MixtralConfig, MixtralMoE
 from memfine_fx.runtime.store import LiveRegion
 

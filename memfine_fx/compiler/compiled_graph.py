@@ -27,8 +27,9 @@ from torch import fx
 
 from memfine_fx.compat.inductor import captured_inputs, compiling_again
 from memfine_fx.compat.tensors import FakeTensorMode
+from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.inner import compile_with_regions
-from memfine_fx.compiler.session import CapturedGraph, Session
+from memfine_fx.compiler.session import Session
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.passes.dataflow import node_value, tensor_of

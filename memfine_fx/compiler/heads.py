@@ -11,7 +11,8 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.compiler.session import CapturedGraph, LoweredHead, Session, next_site
+from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead
+from memfine_fx.compiler.session import Session, next_site
 from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.head.find import find_heads

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from memfine_fx.compiler.session import LoweredRegion
+from memfine_fx.compiler.captured_graph import LoweredRegion
 from memfine_fx.errors import LeftoverShapes
 from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, provenance
 from memfine_fx.passes.loops.harmless import is_harmless_marker

@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import fx
 
+from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.compiled_graph import CompiledGraph
 from memfine_fx.compiler.heads import lower_heads, plan_heads
 from memfine_fx.compiler.inner import compile_plain
 from memfine_fx.compiler.regions import lower_regions, plan_regions
-from memfine_fx.compiler.session import CapturedGraph, Session
+from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.telling import dump_graph, tell_found
 from memfine_fx.compiler.verifier import verify_found
 from memfine_fx.errors import MemfineError

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
 from memfine_fx.compiler.leftovers import check_leftover_shapes
-from memfine_fx.compiler.session import CapturedGraph, LoweredRegion, Session, next_site
+from memfine_fx.compiler.session import Session, next_site
 from memfine_fx.config import Config
 from memfine_fx.errors import CannotChunk
 from memfine_fx.memory.step import RegionMemory

@@ -12,7 +12,8 @@ from memfine_fx.capture.buckets import hint_for_cut_graphs
 from memfine_fx.capture.output_recorders import hint_for_recording
 from memfine_fx.compat.interpreter import running_model
 from memfine_fx.compat.traces import trace_artifact
-from memfine_fx.compiler.session import CapturedGraph, Session, head_report, outcome_report
+from memfine_fx.compiler.captured_graph import CapturedGraph
+from memfine_fx.compiler.session import Session, head_report, outcome_report
 from memfine_fx.config import dump_folder
 
 __all__ = ["dump_graph", "tell_found", "warn_without_regions"]

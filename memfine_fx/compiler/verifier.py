@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
 from memfine_fx.compiler.regions import BodyRegions
-from memfine_fx.compiler.session import CapturedGraph, LoweredHead, LoweredRegion
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.modes import modes_at
 from memfine_fx.passes.verify.head import cut_of_head, verify_head
