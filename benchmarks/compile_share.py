@@ -19,7 +19,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results" / "compile_share.jsonl"
 TARGET = 0.15
 CHECK_TARGET = 0.02
-"""Of comparing gradients, see `passes.gradient_check`."""
+"""Of comparing gradients, see `passes.verify.gradient_check`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,8 +43,8 @@ def _measure() -> dict[str, object]:
 
     import memfine_fx
     from benchmarks.machine import describe_machine
+    from memfine_fx.compiler.session import sessions
     from memfine_fx.demo.model import ModelSizes, build_causal_lm
-    from memfine_fx.session import sessions
 
     cpu = torch.device("cpu")
     sizes = ModelSizes(

@@ -19,7 +19,7 @@ import torch
 import memfine_fx
 from benchmarks.machine import describe_machine
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from memfine_fx.passes.bodies import num_body_compilations
+from memfine_fx.passes.lower.bodies import num_body_compilations
 from memfine_fx.runtime import op
 from memfine_fx.runtime.store import LiveRegion
 

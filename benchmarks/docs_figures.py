@@ -18,12 +18,13 @@ from benchmarks.figures import pictures_of
 from benchmarks.harness import read_rows
 from benchmarks.readme import RESULTS, ROOT
 from memfine_fx.api import explain
+from memfine_fx.compiler.swiglu import layer_bytes
 from memfine_fx.config import Config
-from memfine_fx.figure import blank_figure
-from memfine_fx.layer_plan import LayerSizes, sweep_rows
+from memfine_fx.demo.tiny import tiny_causal_lm
+from memfine_fx.plan.layer import LayerSizes, sweep_rows
+from memfine_fx.report.figure import blank_figure
 from memfine_fx.runtime.routing import SliceCounter, sort_assignments
 from memfine_fx.runtime.schedule import Chunk, rows_schedule, tokens_schedule
-from memfine_fx.tiny import tiny_causal_lm
 
 __all__ = ["draw_chunks", "draw_front", "draw_peaks", "draw_region"]
 
@@ -62,7 +63,7 @@ def draw_chunks(path: Path) -> None:
 def draw_peaks(path: Path) -> None:
     """The layer of the benchmark suite `layer`: predicted peak beyond parameters by rows a chunk."""
     sizes = LayerSizes(num_tokens=8192, hidden=512, expert_width=1024, num_experts=16, top_k=4, dtype=torch.float32)
-    points = sweep_rows(sizes)
+    points = sweep_rows(sizes, layer_bytes(sizes))
     figure, axes = blank_figure((7, 3.5), "drawing peaks")
     axes.plot([point.rows for point in points], [point.peak_bytes / MIB for point in points], marker="o", color=_EVEN)
     axes.set_xscale("log", base=2)

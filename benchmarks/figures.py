@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.records import Row
 from benchmarks.summaries import MIB, Summary, summaries_of
-from memfine_fx.figure import blank_figure
+from memfine_fx.report.figure import blank_figure
 
 # Families of peers keep their colour in every figure; ours stands out.
 _COLOURS = (

@@ -17,9 +17,9 @@ from benchmarks.measuring import is_cache_empty
 from benchmarks.records import Job, Measurement
 from benchmarks.workloads.base import Workload
 from benchmarks.workloads.model import build_model_workload
+from memfine_fx.compiler.session import sessions
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.session import sessions
 
 OURS = "memfine@"
 

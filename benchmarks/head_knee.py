@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.machine import synchronize
 from benchmarks.row_sweep import Timed, main_of
-from memfine_fx.head_records import HeadLoss
+from memfine_fx.records.heads import HeadLoss
 from memfine_fx.runtime.head_loop import HeadInputs, chunk_bounds, run_head
 
 ROWS = (32, 64, 128, 256, 512, 1024)

@@ -13,9 +13,10 @@ import torch
 import memfine_fx
 from benchmarks.machine import synchronize
 from benchmarks.row_sweep import Timed, main_of
+from memfine_fx.compiler.captured_graph import LoweredRegion
+from memfine_fx.compiler.session import sessions
 from memfine_fx.models import MixtralConfig, MixtralMoE
 from memfine_fx.runtime.store import LiveRegion
-from memfine_fx.session import LoweredRegion, sessions
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
 SIZES = {"tokens": 8192, "hidden": 512, "width": 1024, "experts": 16, "top-k": 4}

@@ -20,9 +20,9 @@ import memfine_fx
 from benchmarks.machine import matmul_rate
 from benchmarks.measuring import is_cache_empty
 from benchmarks.records import Job, Measurement
+from memfine_fx.demo.tiny import tiny_model
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.tiny import tiny_model
 
 NO_BUDGET = "free"
 LEAST = "least"

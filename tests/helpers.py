@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.find import find_candidates
+from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.records import Candidate, ExpertFunction, MoERegion, ParamKind, Refusal

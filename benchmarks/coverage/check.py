@@ -16,10 +16,10 @@ import memfine_fx
 from benchmarks.coverage.families import Family
 from benchmarks.coverage.rows import EAGER_FACTOR, TOLERANCE, CoverageRow
 from benchmarks.coverage.spellings import SPELLINGS
+from memfine_fx.demo.tiny import TinyModel, names_experts, tiny_model
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.runtime import op
-from memfine_fx.tiny import TinyModel, names_experts, tiny_model
 
 __all__ = ["check_family", "check_model", "check_spelling"]
 

@@ -274,7 +274,7 @@ _OPTIONS = (
         sources=(
             "models/",
             "memfine_fx/memory/closed_form.py",
-            "memfine_fx/layer_plan.py",
+            "memfine_fx/plan/layer.py",
             "memfine_fx/memory/measure.py",
         ),
     ),
@@ -302,7 +302,7 @@ _VERIFICATION = (
         "please report the line. A region that could not be recorded or run was not verified, and the message"
         " says why.",
         words=("verification failed",),
-        sources=("passes/verify.py", "memfine_fx/verifier.py"),
+        sources=("passes/verify/region.py", "memfine_fx/compiler/verifier.py"),
         kinds=("refusal", "verification"),
     ),
 )
@@ -369,7 +369,7 @@ _REFUSALS = (
         "The loss must be a mean or sum of cross entropy over labels, in float32, of logits that a projection makes "
         "and nothing else reads. Logits that are returned or used elsewhere have to exist whole: do not return them in "
         "training, or accept the head as it was written.",
-        sources=("passes/head.py",),
+        sources=("passes/head/find.py",),
     ),
     Symptom(
         "Something between dispatch and combine is opaque",
@@ -427,7 +427,7 @@ _REFUSALS = (
     Symptom(
         "Grouped bodies are not used",
         "Logged only, on CUDA: such experts run one by one in each chunk, with the same results.",
-        sources=("passes/lift.py",),
+        sources=("passes/lower/lift.py",),
     ),
     Symptom(
         "Two regions share a dispatch",
@@ -438,7 +438,7 @@ _REFUSALS = (
         "Sharded experts that are not raised",
         "With `expert_parallel` the tables must reach the experts unchanged, and the model must leave moving "
         "rows to memfine_fx.",
-        sources=("memfine_fx/expert_parallel/lowering.py",),
+        sources=("passes/lower/sharded.py",),
     ),
 )
 
@@ -447,12 +447,12 @@ _COMMANDS = (
         "memfine explain does not find the model",
         "Give `hf:MODEL_TYPE` of an installed transformers, or `path/to/file.py:factory` where the factory "
         "returns a module, or (module, inputs).",
-        sources=("memfine_fx/cli.py", "memfine_fx/tiny.py"),
+        sources=("memfine_fx/cli.py", "memfine_fx/demo/tiny.py"),
     ),
     Symptom(
         "A file of rows or the demo's arguments are not accepted",
         "The message names the file or the argument.",
-        sources=("memfine_fx/front.py", "memfine_fx/demo/"),
+        sources=("memfine_fx/plan/front.py", "memfine_fx/demo/"),
     ),
     Symptom(
         "A command or a module is called otherwise now",

@@ -17,9 +17,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import memfine_fx
+from memfine_fx.compiler.optimized import optimized_call
 from memfine_fx.errors import BudgetInfeasible, CannotChunk, RanksDisagree
 from memfine_fx.models._experts import GatedExperts
-from memfine_fx.optimized import optimized_call
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.records import ChunkPlan
 from tests.expert_parallel.fault_cases import EXPERTS, HIDDEN, ROWS, TOKENS, TOP_K, WIDTH, Told, layer, run_layer
@@ -183,7 +183,7 @@ def _refusing(does_here: bool) -> Iterator[None]:
 
     if does_here:
         torch._dynamo.reset()
-    with mock.patch("memfine_fx.backend.raise_region", refuse):
+    with mock.patch("memfine_fx.compiler.regions.raise_region", refuse):
         yield
     if does_here:
         torch._dynamo.reset()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memfine_fx
-from memfine_fx.tiny import tiny_causal_lm
+from memfine_fx.demo.tiny import tiny_causal_lm
 from tests.integration.comparison import (
     assert_no_worse_than_eager,
     assert_same_step,
