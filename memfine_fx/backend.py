@@ -50,7 +50,7 @@ from memfine_fx.passes.gradient_check import check_gradients
 from memfine_fx.passes.lift import can_lift
 from memfine_fx.passes.loops.harmless import is_harmless_marker
 from memfine_fx.passes.loops.marker import LOOP_MARKERS
-from memfine_fx.passes.lower import insert_identity, lower_region
+from memfine_fx.passes.lower import lower_region
 from memfine_fx.passes.modes import Modes, called_bodies, modes_at
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.passes.tracing import TensorSpec
@@ -109,9 +109,8 @@ def _compile(
         if session.capture_flags:
             _check_leftover_shapes(body, outcomes)
         found.append((body, modes, outcomes))
-    if not session.config.identity_rewrite:
-        with session.timed("heads"):
-            record.heads.extend(plan_heads(graph_module, session, record))
+    with session.timed("heads"):
+        record.heads.extend(plan_heads(graph_module, session, record))
     if session.config.verify:
         record.verifications, found = verify_outcomes(graph_module, example_inputs, found)
         kept = {one.live.site for _, _, outcomes in found for one in outcomes if isinstance(one, LoweredRegion)}
@@ -138,7 +137,7 @@ def _compile(
         return graph_module
     lowered: list[LoweredRegion | LoweredHead] = list(lowered_heads(record))
     lowered += [outcome for outcome in record.outcomes if isinstance(outcome, LoweredRegion)]
-    if not lowered or session.config.identity_rewrite or session.config.inner_backend == "eager":
+    if not lowered or session.config.inner_backend == "eager":
         return compile_plain(graph_module, example_inputs, session.config.inner_backend, session.mode)
     hidden = tensor_of(lowered[0].region.hidden)
     return CompiledGraph(graph_module, example_inputs, session, record, hidden).__call__
@@ -233,7 +232,7 @@ def _plan(
         out_dtype=output.dtype,
         drops_out_of_range=region.drops_out_of_range,
         choose_plan=functools.partial(choose_plan, site, session, record, output.device),
-        tuner=ChunkTuner(config.bins, config.patience, keeps_slices=config.tokens_per_chunk is not None),
+        tuner=ChunkTuner(config.bins, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),
         exchange=exchange,
         name=region.where.module or str(region.where),
@@ -259,7 +258,6 @@ def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> Ex
     return bodies_for(
         region.expert_fn,
         _argument_specs(region),
-        folds_weight=config.fold_weight,
         takes_group=takes_group,
         inner=config.inner_backend,
     )
@@ -267,9 +265,6 @@ def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> Ex
 
 def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: Session) -> None:
     if session.is_dry:
-        return
-    if session.config.identity_rewrite:
-        insert_identity(body, region, f"memfine_identity_{live.site.replace('/', '_')}")
         return
     lower_region(body, region, live.site, shares_counts=live.exchange is not None)
     if live.exchange is not None:
