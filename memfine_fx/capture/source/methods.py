@@ -1,18 +1,6 @@
-"""Expert loops that never reach a graph, rewritten at the source for the time of a compiled call.
+"""A model's methods, rewritten: read from their source, installed on its modules while a compiled call runs.
 
-    for e in hit:                        for e in range(number of experts):       hit = (mask.sum(...) > 0).nonzero()
-        where(mask[e].squeeze(0))   ->       where(take(mask, e).squeeze(0))
-        if token.numel() == 0:               token = rows_of(token)
-            continue
-    torch.bincount(ids, minlength=E)     count_rows(ids, E)
-
-A loop over the experts that were hit, and one that skips those that were not, compute the same as a loop over
-all of them, provided that whatever an expert does, it does to its own rows. That is what raising proves; a
-rewritten loop that is not raised is thrown away with the attempt, and the model runs as written. The model is
-never changed: rewritten methods stand on its modules only while a compiled call runs.
-
-Left as written: methods without source, with decorators or closures; loops that count in Python; conditions on
-other things than the emptiness of something computed in the loop.
+Left as written: methods without source, with decorators or closures.
 """
 
 from __future__ import annotations
@@ -28,9 +16,9 @@ from typing import Any
 
 import torch
 
-from memfine_fx.capture.helpers import NAMES, PREFIX
 from memfine_fx.capture.installing import InstalledMethods
-from memfine_fx.capture.rewriting import rewrite_function
+from memfine_fx.capture.source.helpers import NAMES, PREFIX
+from memfine_fx.capture.source.loops import rewrite_function
 
 __all__ = ["RewrittenLoops"]
 
@@ -97,7 +85,7 @@ def _rewritten(function: types.FunctionType) -> Callable[..., Any] | None:
     if not isinstance(definition, ast.FunctionDef) or definition.decorator_list or not rewrite_function(definition):
         return None
     names = [ast.alias(name, PREFIX + name) for name in NAMES]
-    definition.body.insert(0, ast.ImportFrom("memfine_fx.capture.helpers", names, 0))
+    definition.body.insert(0, ast.ImportFrom("memfine_fx.capture.source.helpers", names, 0))
     _drop_annotations(definition)
     module = ast.Module([definition], [])
     ast.increment_lineno(module, function.__code__.co_firstlineno - 1)
