@@ -3,7 +3,8 @@
 In:     a model, whose methods' source is read once.
 Out:    methods that stand on its modules while a compiled call runs, where a loop in them could be rewritten.
 Never:  the model, its classes and its files are not changed. What a method does outside of the loops below stays as it
-        is written; methods without source, with decorators or closures are not touched at all, nor is torch's own code.
+        is written; methods without source or with another than they run, with decorators or closures are not touched at
+        all, nor is torch's own code.
 
 The idea: a loop that skips experts without rows computes the same as one that runs every expert, provided that whatever
 an expert does, it does to its own rows. The first runs as often as the data says, which no graph can hold; the second

@@ -1,6 +1,6 @@
 """A model's methods, rewritten: read from their source, installed on its modules while a compiled call runs.
 
-Left as written: methods without source, with decorators or closures.
+Left as written: methods without source, with decorators or closures, or whose source is not what they run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-import logging
 import textwrap
 import types
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from memfine_fx.capture.source.helpers import NAMES, PREFIX
 from memfine_fx.capture.source.loops import rewrite_function
 
 __all__ = ["RewrittenLoops"]
-
-log = logging.getLogger(__name__)
 
 
 class RewrittenLoops:
@@ -42,15 +39,6 @@ class RewrittenLoops:
                 if name not in vars(module)
             ]
         )
-
-    @property
-    def places(self) -> list[str]:
-        """File and line of each rewritten method, once."""
-        found: dict[str, None] = {}
-        for _, _, method in self._methods.methods:
-            code = method.__func__.__code__
-            found[f"{code.co_filename}:{code.co_firstlineno} ({method.__func__.__qualname__})"] = None
-        return list(found)
 
     def installed(self) -> contextlib.AbstractContextManager[None]:
         """The methods in their modules' places, for compilations and calls inside."""
@@ -75,33 +63,62 @@ def _rewritten_methods(module_class: type[torch.nn.Module]) -> dict[str, Callabl
 
 
 def _rewritten(function: types.FunctionType) -> Callable[..., Any] | None:
-    if hasattr(function, "__wrapped__") or function.__closure__:
+    """The function with its loops rewritten, None where it stays as it is."""
+    definition = _definition(function)
+    if definition is None or not _is_source_of(function, _code(definition, function)):
         return None
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-        (definition,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list or not rewrite_function(definition):
+    if not rewrite_function(definition):
         return None
     names = [ast.alias(name, PREFIX + name) for name in NAMES]
     definition.body.insert(0, ast.ImportFrom("memfine_fx.capture.source.helpers", names, 0))
-    _drop_annotations(definition)
-    module = ast.Module([definition], [])
-    ast.increment_lineno(module, function.__code__.co_firstlineno - 1)
-    code = compile(ast.fix_missing_locations(module), function.__code__.co_filename, "exec", dont_inherit=True)
-    (body,) = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    body = _code(definition, function)
     rewritten = types.FunctionType(body, function.__globals__, function.__name__, function.__defaults__)
     rewritten.__qualname__, rewritten.__kwdefaults__ = function.__qualname__, function.__kwdefaults__
     return rewritten
 
 
-def _drop_annotations(definition: ast.FunctionDef) -> None:
-    """Annotations and defaults are evaluated where a function is defined, which here is nowhere."""
-    arguments = definition.args
-    definition.returns = None
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-        argument.annotation = None
-    for starred in (arguments.vararg, arguments.kwarg):
-        if starred is not None:
-            starred.annotation = None
+def _definition(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The syntax of a plain function, at its lines; None of one with decorators, a closure or no source.
+
+    Annotations and defaults are left out: they are evaluated where a function is defined, which here is nowhere.
+    """
+    if hasattr(function, "__wrapped__") or function.__closure__:
+        return None
+    try:
+        module = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    match module.body:
+        case [ast.FunctionDef(decorator_list=[]) as definition]:
+            arguments = definition.args
+            definition.returns = None
+            arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
+            for node in ast.walk(arguments):
+                if isinstance(node, ast.arg):
+                    node.annotation = None
+            ast.increment_lineno(definition, function.__code__.co_firstlineno - 1)
+            return definition
+    return None
+
+
+def _code(definition: ast.FunctionDef, function: types.FunctionType) -> types.CodeType:
+    module = ast.fix_missing_locations(ast.Module([definition], []))
+    code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
+    (body,) = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return body
+
+
+def _is_source_of(function: types.FunctionType, code: types.CodeType) -> bool:
+    """Whether code compiled from the source has the names and constants of what the function runs.
+
+    It has not where the file was edited after it was imported, or where names mean something else inside of a class
+    (`self.__experts`).
+
+    NOTE: instructions are not compared: how a call of torch.f is compiled depends on the imports around it.
+    """
+    return _words(code) == _words(function.__code__)
+
+
+def _words(code: types.CodeType) -> tuple[object, ...]:
+    constants = [repr(one) for one in code.co_consts if not isinstance(one, types.CodeType)]
+    return code.co_names, code.co_varnames, constants
