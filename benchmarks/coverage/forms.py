@@ -60,7 +60,7 @@ FORMS = (
     ),
     _form(
         "A loop over the experts that were hit runs every expert that has weights",
-        ("dbrx", "longcat_flash", "expert loop, hit"),
+        ("dbrx", "longcat_flash", "nllb_moe", "expert loop, hit"),
         """
         hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
         for e in hit:
