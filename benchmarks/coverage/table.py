@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from benchmarks.coverage.forms import FORMS, Form
 from benchmarks.coverage.rows import EAGER_FACTOR, TOLERANCE, CoverageRow
 
 __all__ = ["coverage_page"]
@@ -52,6 +53,15 @@ def coverage_page(rows: Sequence[CoverageRow], versions: str) -> str:
             "",
             *_reasons(rows),
             "",
+            "## Rewritten source",
+            "",
+            "Some expert loops reach no graph as they are written. Methods with such loops are rewritten for the time "
+            "of a compiled call (`memfine_fx.capture.source`), in the forms below; everything else stays as written, "
+            "and so does a loop that does more than its form allows. Without a form, the rows named with it are not "
+            "whole. `guarded` marks what an expert was skipped for, so that reading the loop can prove that it works "
+            "on its own rows alone.",
+            "",
+            *(line for form in FORMS for line in _example(form)),
         ]
     )
 
@@ -82,6 +92,15 @@ def _error(row: CoverageRow) -> str:
 
 def _reasons(rows: Iterable[CoverageRow]) -> list[str]:
     return [f"* **{row.name}**: {_why(row)}" for row in rows if not row.is_whole]
+
+
+def _example(form: Form) -> list[str]:
+    rows = ", ".join(f"*{name}*" for name in form.rows)
+    return [f"**{form.name}** ({rows})", *_code(form.before), "runs as", *_code(form.after), ""]
+
+
+def _code(text: str) -> list[str]:
+    return ["```python", text, "```"]
 
 
 def _why(row: CoverageRow) -> str:

@@ -2,12 +2,14 @@
 
 import re
 from typing import Any
+from unittest import mock
 
 import memfine_fx
 from benchmarks.peers.base import Forward, Peer, Wrap
 from benchmarks.peers.plain import eager, model_checkpointed
 from benchmarks.records import Sizes
 from memfine_fx.memory.closed_form import PAPER_BINS
+from memfine_fx.runtime import mact
 
 
 def layer(**fields: Any) -> Wrap:
@@ -28,6 +30,22 @@ def _model(wrap: Wrap, **options: Any) -> Wrap:
 
 def rows_peer(name: str, **fields: Any) -> Peer:
     return Peer(name, layer(**fields), "first projection", is_compiled=True, is_memfine=True)
+
+
+def _mact(most_rows: int) -> Wrap:
+    """The paper's bins, chosen anew for every layer's rows as the paper does: fewer chunks are not waited for."""
+    wrap_layer = layer(rows_per_chunk=most_rows, bins=PAPER_BINS)
+
+    def wrap(module: Any, sizes: Sizes) -> Forward:
+        forward = wrap_layer(module, sizes)
+
+        def call(*args: Any) -> Any:
+            with mock.patch.object(mact, "PATIENCE", 1):  # read where regions are made, in the first call
+                return forward(*args)
+
+        return call
+
+    return wrap
 
 
 def tokens_peer(name: str, **fields: Any) -> Peer:
@@ -84,5 +102,5 @@ def family_member(name: str) -> Peer | None:
     if match := re.fullmatch(_BUDGET, name):
         return rows_peer(name, memory_budget=match[1])
     if match := re.fullmatch(r"memfine-mact(\d+)", name):
-        return rows_peer(name, rows_per_chunk=int(match[1]), bins=PAPER_BINS, patience=1)
+        return Peer(name, _mact(int(match[1])), "first projection", is_compiled=True, is_memfine=True)
     return None

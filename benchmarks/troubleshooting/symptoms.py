@@ -223,8 +223,9 @@ _OPTIONS = (
     ),
     Symptom(
         "An option is unknown or malformed",
-        "The options are the fields of `memfine_fx.Config` ([API](api.md)).",
-        words=("unknown option", "options['config']", "config must be", "chunks_head"),
+        "The options are the fields of `memfine_fx.Config` ([API](api.md)). One that is gone was a constant in all but "
+        "name: leave it out.",
+        words=("unknown option", "is gone", "options['config']", "config must be", "chunks_head"),
         sources=("memfine_fx/config.py",),
     ),
     Symptom(

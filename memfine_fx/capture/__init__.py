@@ -6,8 +6,11 @@ not, the attempt is given up and the model runs as it would without it. What was
 It knows neither plans nor the compiler; of the passes only the markers that it writes into loops, to be found there.
 
 implementation   transformers' own switch between an eager expert loop and capturable spellings
+source           methods with expert loops that reach no graph, rewritten for the time of a compiled call
 flags            Dynamo's flags for data-dependent shapes, kept only where regions swallow all they let in
-loops            expert loops rewritten in their source (`rewriting`, `offsets`, `syntax`, `zero_terms`, `helpers`)
-output_recorders, adapters, buckets, ranks   models that record outputs, LoRA, DDP's buckets, ranks that must agree
+output_recorders transformers' recorders, installed before a call instead of in it
+adapters         PEFT's adapters on expert tables, in the graph
+buckets, ranks   settings under DistributedDataParallel, and with experts on several ranks
+installing       methods that stand on modules for the time of calls
 undo             what a traced or measured call changed, put back
 """

@@ -79,7 +79,6 @@ def compile_with_regions(
     """
     inputs = list(example_inputs)
     partitioner = StepPartitioner(
-        saves_attention=config.saves_attention,
         is_fused=config.inner_backend == "inductor",
         budget=budget,
         report=functools.partial(_take_estimate, step, partitioned),

@@ -53,9 +53,8 @@ def _compile(
     config = session.config
     dump_graph(graph_module, session, "captured")
     found = [plan_regions(body, modes, session, record) for body, modes in list(called_bodies(graph_module))]
-    if not config.identity_rewrite:
-        with session.timed("heads"):
-            record.heads.extend(plan_heads(graph_module, session, record))
+    with session.timed("heads"):
+        record.heads.extend(plan_heads(graph_module, session, record))
     if config.verify:
         found = verify_found(graph_module, example_inputs, found, record)
     lower_heads(graph_module, record)  # first: what they read may be a region's exit
@@ -66,6 +65,6 @@ def _compile(
     tell_found(graph_module, session, record)
     if session.is_dry:
         return graph_module
-    if not record.lowered or config.identity_rewrite or config.inner_backend == "eager":
+    if not record.lowered or config.inner_backend == "eager":
         return compile_plain(graph_module, example_inputs, config.inner_backend, session.mode)
     return CompiledGraph(graph_module, example_inputs, session, record).__call__

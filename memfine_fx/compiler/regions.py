@@ -21,7 +21,7 @@ from memfine_fx.passes.find import find_candidates
 from memfine_fx.passes.lower.arguments import argument_specs, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.lower.lift import can_lift
-from memfine_fx.passes.lower.region import insert_identity, lower_region
+from memfine_fx.passes.lower.region import lower_region
 from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, sharded_experts, tell_why_gathered
 from memfine_fx.passes.lower.terms import num_tokens_hint, num_tokens_of, region_bytes
 from memfine_fx.passes.modes import modes_at
@@ -145,7 +145,7 @@ def _plan(
         out_dtype=output.dtype,
         drops_out_of_range=region.drops_out_of_range,
         choose_plan=functools.partial(choose_plan, site, session, record, output.device),
-        tuner=ChunkTuner(config.bins, config.patience, keeps_slices=config.tokens_per_chunk is not None),
+        tuner=ChunkTuner(config.bins, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),
         exchange=exchange,
         name=region.where.module or str(region.where),
@@ -171,7 +171,6 @@ def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> Ex
     return bodies_for(
         region.expert_fn,
         argument_specs(region),
-        folds_weight=config.fold_weight,
         takes_group=takes_group,
         inner=config.inner_backend,
     )
@@ -179,9 +178,6 @@ def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> Ex
 
 def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: Session) -> None:
     if session.is_dry:
-        return
-    if session.config.identity_rewrite:
-        insert_identity(body, region, f"memfine_identity_{live.site.replace('/', '_')}")
         return
     lower_region(body, region, live.site, shares_counts=live.exchange is not None)
     if live.exchange is not None:

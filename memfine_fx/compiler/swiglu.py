@@ -86,7 +86,7 @@ def _bodies(sizes: LayerSizes) -> ExpertBodies:
         TensorSpec((hidden, width), dtype, place),
     )
     function = ExpertFunction(fx.symbolic_trace(_swiglu_expert), has_weight=True, param_kinds=("expert", "expert"))
-    return bodies_for(function, specs, folds_weight=True, takes_group=False, inner="inductor")
+    return bodies_for(function, specs, takes_group=False, inner="inductor")
 
 
 def _swiglu_expert(rows: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

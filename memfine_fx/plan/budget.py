@@ -18,9 +18,9 @@ from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_peak
 from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory, StepPeak, step_peak
 from memfine_fx.plan.cost import DeviceRates, rows_seconds
-from memfine_fx.plan.head_tokens import knee_tokens, plan_head
+from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens, plan_head
 from memfine_fx.plan.rates import device_rates
-from memfine_fx.plan.rows import infeasible, plan_region
+from memfine_fx.plan.rows import LEAST_ROWS, infeasible, plan_region
 from memfine_fx.plan.runs import CalledGraph, Run, RunHistory, Situation, gradient_bytes
 from memfine_fx.records import ChunkPlan
 from memfine_fx.records.heads import HeadPlan
@@ -157,7 +157,7 @@ class GraphBudget:
         if config.axis != "rows" or config.rows_per_chunk is not None:
             return [(None, 0.0)]
         most = max((self._unbounded(region) for region in self._step.regions.values()), default=1)
-        halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= config.min_rows]
+        halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= LEAST_ROWS]
         fastest = self._seconds(None)
         return [(None, 0.0), *((rows, max(0.0, self._seconds(rows) - fastest)) for rows in halved)]
 
@@ -167,7 +167,7 @@ class GraphBudget:
             return None
         most = max((self._unbounded(region) for region in self._step.regions.values()), default=rows)
         knee = max((knee_tokens(head.terms) for head in self._step.heads.values()), default=rows)
-        return max(self._session.config.min_rows, knee * rows // most)
+        return max(LEAST_TOKENS, knee * rows // most)
 
     def _unbounded(self, region: RegionMemory) -> int:
         return unbounded_rows(self._session.config, region.terms("nothing"), region.tokens_at(self.sizes))
@@ -199,14 +199,14 @@ def choose_plan(
     """The plan of one region for T tokens: as many rows as time asks for, fewer if the step would not fit.
 
     Raises:
-        BudgetInfeasible: not even `Config.min_rows` a chunk fits.
+        BudgetInfeasible: not even `LEAST_ROWS` a chunk fit.
     """
     config, keep = session.config, graph.step.keep_of(site)
     region = graph.step.regions[site].terms(keep)
     situation = _situation_in(session, graph)
 
     def peak_terms(rows: int) -> dict[str, int]:
-        peak = None if situation is None else peak_of_run(config, situation, rows, config.min_rows)
+        peak = None if situation is None else peak_of_run(config, situation, rows, LEAST_TOKENS)
         if peak is None:
             return region_peak(region, num_tokens, rows, config.axis)
         return _as_terms(peak)
@@ -219,7 +219,7 @@ def choose_plan(
         tokens_per_chunk=config.tokens_per_chunk,
         budget_bytes=budget_bytes(config, device),
         available_bytes=_available_in(situation, session, graph, device),
-        min_rows=config.min_rows,
+        min_rows=LEAST_ROWS,
         peak_terms=peak_terms,
     )
     return replace(plan, keeps=keep)
@@ -231,14 +231,14 @@ def choose_head_plan(
     """The plan of one head for T tokens; experts are taken at their smallest chunks, since they run at other times.
 
     Raises:
-        BudgetInfeasible: not even `Config.min_rows` tokens a chunk fit.
+        BudgetInfeasible: not even `LEAST_TOKENS` a chunk fit.
     """
     config, head = session.config, graph.step.heads[site].terms
 
     situation = _situation_in(session, graph)
 
     def peak_bytes(rows: int) -> int:
-        peak = None if situation is None else peak_of_run(config, situation, config.min_rows, rows)
+        peak = None if situation is None else peak_of_run(config, situation, LEAST_ROWS, rows)
         return head.peak(tokens, rows) if peak is None else peak.num_bytes
 
     return plan_head(
@@ -247,7 +247,7 @@ def choose_head_plan(
         tokens_per_chunk=config.tokens_per_head_chunk,
         budget_bytes=budget_bytes(config, device),
         available_bytes=_available_in(situation, session, graph, device),
-        min_tokens=config.min_rows,
+        min_tokens=LEAST_TOKENS,
         peak_bytes=peak_bytes,
     )
 
@@ -273,7 +273,7 @@ def refusal_of(config: Config, situation: Situation, device: torch.device) -> Bu
         unbounded_rows(config, region.terms("nothing"), region.tokens_at(memory.values))
         for region in memory.step.regions.values()
     ]
-    smallest = peak_of_run(config, situation, min(config.min_rows, max(rows, default=1)), config.min_rows)
+    smallest = peak_of_run(config, situation, min(LEAST_ROWS, max(rows, default=1)), LEAST_TOKENS)
     if smallest is None or smallest.num_bytes <= available:
         return None
     return infeasible(_as_terms(smallest), budget, available)

@@ -9,10 +9,13 @@ from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.head_bytes import HeadBytes
 from memfine_fx.records.heads import HeadPlan
 
-__all__ = ["knee_tokens", "plan_head"]
+__all__ = ["LEAST_TOKENS", "knee_tokens", "plan_head"]
 
 _KNEE_TOKENS = {"cpu": 256, "cuda": 1024}
 """Tokens a chunk from which on time hardly falls; docs/head.md says how sure that is."""
+LEAST_TOKENS = 64
+"""Tokens below which no budget pushes a head's chunk: each chunk reads and writes the whole gradient of the table once,
+which at 64 tokens makes a step a third slower than at the knee already (docs/head.md)."""
 
 
 def knee_tokens(head: HeadBytes) -> int:
@@ -27,7 +30,7 @@ def plan_head(
     tokens_per_chunk: int | None = None,
     budget_bytes: int | None = None,
     available_bytes: int | None = None,
-    min_tokens: int = 64,
+    min_tokens: int = LEAST_TOKENS,
     peak_bytes: Callable[[int], int] | None = None,
 ) -> HeadPlan:
     """The plan of a head in one step.

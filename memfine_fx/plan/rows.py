@@ -13,11 +13,14 @@ from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.region_bytes import RegionBytes, region_peak
 from memfine_fx.records import ChunkPlan
 
-__all__ = ["KNEE_ROWS", "infeasible", "plan_region"]
+__all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "plan_region"]
 
 KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
 """Rows a chunk at which time stops falling; docs/design.md, "The throughput knee", has the measurement (CPU) and
 the reasoning where it is not measured yet (CUDA)."""
+LEAST_ROWS = 64
+"""Rows below which no budget pushes a chunk: smaller expert matmuls cost time and no longer save memory, since what is
+alive beside so small a chunk decides the peak."""
 
 
 def plan_region(
@@ -29,7 +32,7 @@ def plan_region(
     tokens_per_chunk: int | None = None,
     budget_bytes: int | None = None,
     available_bytes: int | None = None,
-    min_rows: int = 64,
+    min_rows: int = LEAST_ROWS,
     peak_terms: Callable[[int], Mapping[str, int]] | None = None,
 ) -> ChunkPlan:
     """The plan of one region in one step.

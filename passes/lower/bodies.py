@@ -65,7 +65,7 @@ def bodies_for(
     expert_fn: ExpertFunction,
     specs: Sequence[TensorSpec],
     *,
-    folds_weight: bool,
+    folds_weight: bool = True,
     takes_group: bool,
     inner: InnerBackend,
 ) -> ExpertBodies:

@@ -6,8 +6,6 @@ After:   order, offsets = memfine::route(expert_index, E)      (memfine::route_s
 
 Steps: insert the calls where the exit stood; hand them its users; erase what nothing outside reads, last
 first (in-place operations inside the region included; FX would keep them).
-
-`insert_identity` is the control: the outlined region as a submodule in its own place, changing nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ from torch import fx
 from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocast
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, tree_map
 from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value, static_size, tensor_of
-from memfine_fx.passes.normalize import outline
 from memfine_fx.records import Cut, MoERegion, SlotLayout
 
-__all__ = ["insert_identity", "lower_region", "recording"]
+__all__ = ["lower_region", "recording"]
 
 
 def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str, *, shares_counts: bool = False) -> None:
@@ -141,20 +138,6 @@ def _rows_of_slots(call: Call, region: MoERegion, slots: SlotLayout) -> tuple[fx
 def _slots_of_rows(call: Call, rows: fx.Node, sizes: list[fx.Node], region: MoERegion, slots: SlotLayout) -> fx.Node:
     shape = (region.dims.num_experts, *sizes, tensor_of(rows).shape[-1])
     return call(torch.movedim, call(torch.reshape, rows, shape), 0, slots.expert_dim)
-
-
-def insert_identity(graph_module: fx.GraphModule, region: MoERegion, name: str) -> None:
-    """Put the outlined region back in its own place, as a submodule."""
-    outlined, inputs = outline(region.cut, specializes_floats=False)
-    graph = graph_module.graph
-    exit_node = region.cut.exit
-    graph_module.add_submodule(name, outlined)
-    with graph.inserting_before(exit_node):
-        call = graph.call_module(name, tuple(inputs))
-    call.meta["example_value"] = node_value(exit_node)
-    _replace(graph, region.cut, call)
-    graph.lint()
-    graph_module.recompile()
 
 
 def _replace(graph: fx.Graph, cut: Cut, result: fx.Node) -> None:

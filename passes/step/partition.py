@@ -7,9 +7,9 @@ stands in front of it and says, by tags, what it must not decide otherwise:
 * a head's gradients, which its forward makes, are saved;
 * the experts' output is never computed again, because no backward of a region reads it: where something after
   a checkpointed layer reads it (the final norm), it is saved;
-* in checkpointed layers that hold a region, the output of fused attention is saved (`Config.saves_attention`):
-  one [T,H] tensor buys back the recomputation whose cost grows with the square of the sequence. A policy of
-  the user that demands recomputation (MUST_RECOMPUTE) is obeyed.
+* in checkpointed layers that hold a region, the output of fused attention is saved: one [T,H] tensor buys back the
+  recomputation whose cost grows with the square of the sequence. A policy of the user that demands recomputation
+  (MUST_RECOMPUTE) is obeyed.
 
 Without a budget and without checkpoints of the model's own, elementwise work is computed again: see `spare`. With a
 budget of bytes it also decides how much of the dense part (projections, attention, head) and of the regions is computed
@@ -63,7 +63,6 @@ class StepPartitioner(CustomPartitionerFn):
     """The partitioner of graphs that hold chunked regions.
 
     Args:
-        saves_attention: keep the output of fused attention in checkpointed layers with a region.
         is_fused: whether the compiler behind fuses elementwise chains, for the estimates.
         budget: what the step may use; None without a budget.
         report: told the partition that was chosen.
@@ -73,13 +72,11 @@ class StepPartitioner(CustomPartitionerFn):
     def __init__(
         self,
         *,
-        saves_attention: bool,
         is_fused: bool = True,
         budget: StepBudget | None = None,
         report: Callable[[Partition], None] | None = None,
         key: str = "",
     ) -> None:
-        self._saves_attention = saves_attention
         self._is_fused = is_fused
         self._budget = budget
         self._report = report
@@ -88,7 +85,7 @@ class StepPartitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        _save_what_is_dear(gm.graph, self._saves_attention)
+        _save_what_is_dear(gm.graph)
         partition = functools.partial(_partition, joint_inputs, kwargs, self._is_fused)
         num_outputs = kwargs["num_fwd_outputs"]
         if self._budget is not None:
@@ -101,11 +98,11 @@ class StepPartitioner(CustomPartitionerFn):
         return chosen.forward, chosen.backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files(_FILES, f"{self._saves_attention} {self._key}")
+        return get_hash_for_files(_FILES, self._key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
         """Inductor copies and pickles its options; only what identifies the partitioner goes along."""
-        return StepPartitioner(saves_attention=self._saves_attention, is_fused=self._is_fused, key=self._key)
+        return StepPartitioner(is_fused=self._is_fused, key=self._key)
 
 
 def _partition(
@@ -148,12 +145,12 @@ def freed_inputs(backward: fx.Graph) -> list[str]:
     return [name for name in names if not name.startswith("primals_")]
 
 
-def _save_what_is_dear(graph: fx.Graph, saves_attention: bool) -> None:
+def _save_what_is_dear(graph: fx.Graph) -> None:
     with_regions = {
         node.meta.get("ac_graph_id") for node in graph.nodes if node.target is torch.ops.memfine.experts.default
     }
     for node in graph.nodes:
-        is_wanted = saves_attention and node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
-        is_dear = is_wanted and node.meta.get("ac_graph_id") in with_regions and is_attention(node)
+        is_asked = node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
+        is_dear = is_asked and node.meta.get("ac_graph_id") in with_regions and is_attention(node)
         if node.target in _NEVER_RECOMPUTED or is_dear:
             must_save(node)

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import memfine_fx
 from benchmarks.coverage.spellings import SPELLINGS
 from memfine_fx.capture.flags import SETTINGS, flags_set
-from memfine_fx.capture.loops import RewrittenLoops
+from memfine_fx.capture.source import RewrittenLoops
 from memfine_fx.compiler.captured_graph import LoweredRegion
 from memfine_fx.compiler.pipeline import compile_graph
 from memfine_fx.compiler.session import Session, open_session

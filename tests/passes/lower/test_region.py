@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
-from memfine_fx.compiler.session import Session
-from memfine_fx.config import Config
 from memfine_fx.passes.dataflow import target_name
 from memfine_fx.passes.find import find_candidates
-from memfine_fx.passes.lower.region import insert_identity, lower_region
+from memfine_fx.passes.lower.region import lower_region
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.records import Candidate, ChunkPlan, MoERegion
 from memfine_fx.runtime import store
@@ -29,6 +27,7 @@ from tests.helpers import (
     capture,
     hidden_for,
     hidden_states,
+    insert_identity,
     largest_error,
     only_candidate,
 )
@@ -171,13 +170,3 @@ def test_the_identity_rewrite_changes_no_bit(make: Callable[[], TinyMoE]) -> Non
     assert [node.target for node in graph_module.graph.find_nodes(op="call_module", target="control")] == ["control"]
     hidden = hidden_for(layer, 6)
     assert torch.equal(run(graph_module, layer, hidden), layer(hidden))
-
-
-def test_the_identity_rewrite_is_reached_by_the_config() -> None:
-    from memfine_fx.compiler.pipeline import compile_graph
-
-    graph_module = capture(GatheredMoE(), hidden_states())
-    session = Session(Config(inner_backend="eager", identity_rewrite=True))
-    compile_graph(graph_module, [], session)
-    assert [node for node in graph_module.graph.nodes if node.op == "call_module"]
-    assert session.report().num_chunked == 1

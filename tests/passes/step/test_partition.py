@@ -61,8 +61,8 @@ def partitions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     yield seen
 
 
-def train(module: nn.Module, **options: Any) -> None:
-    memfine_fx.optimize(module, config=memfine_fx.Config(inner_backend="aot_eager", **options))
+def train(module: nn.Module) -> None:
+    memfine_fx.optimize(module, config=memfine_fx.Config(inner_backend="aot_eager"))
     module(hidden_states()).sum().backward()
 
 
@@ -75,24 +75,27 @@ def attentions(graph_module: fx.GraphModule) -> int:
     return called(graph_module, "attention_for_cpu.default") + called(graph_module, "run_with_rng_state")
 
 
-@pytest.mark.parametrize("saves_attention", [True, False])
-def test_backward_of_a_checkpointed_layer_does_not_route_or_run_experts_again(
-    partitions: Graphs, saves_attention: bool
-) -> None:
-    train(AttentionAndExperts(), saves_attention=saves_attention)
+def test_backward_of_a_checkpointed_layer_does_not_route_attend_or_run_experts_again(partitions: Graphs) -> None:
+    train(AttentionAndExperts())
     ((forward, backward),) = partitions
     assert called(forward, "memfine.route") == 1 and called(backward, "memfine.route") == 0
     assert called(forward, "memfine.experts.default") == 1 and called(backward, "memfine.experts.default") == 0
     assert called(backward, "memfine.experts_backward") == 1
-    assert attentions(backward) == (0 if saves_attention else 1)
+    assert attentions(backward) == 0
     assert called(backward, "aten.mm.default") > 0  # the projection is computed again, as the checkpoint asks
 
 
-def test_a_policy_of_the_user_that_demands_recomputation_of_attention_is_obeyed(partitions: Graphs) -> None:
+def recomputing() -> Any:
+    """A policy of the user that demands recomputation of everything."""
+
     def policy(context: Any, target: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_RECOMPUTE
 
-    train(AttentionAndExperts(lambda: create_selective_checkpoint_contexts(policy)))
+    return create_selective_checkpoint_contexts(policy)
+
+
+def test_a_policy_of_the_user_that_demands_recomputation_of_attention_is_obeyed(partitions: Graphs) -> None:
+    train(AttentionAndExperts(recomputing))
     ((_, backward),) = partitions
     assert attentions(backward) == 1
     assert called(backward, "memfine.route") == 0
@@ -115,7 +118,7 @@ def test_attention_without_a_region_is_left_to_its_checkpoint(partitions: Graphs
 
 
 def test_two_partitioners_of_equal_options_share_compiled_code() -> None:
-    one, same, other = (StepPartitioner(saves_attention=flag) for flag in (True, True, False))
+    one, same, other = (StepPartitioner(key=key) for key in ("1GiB", "1GiB", "2GiB"))
     assert one.uuid() == same.uuid() != other.uuid()
 
 
@@ -130,7 +133,7 @@ def test_the_record_of_backward_holds_what_is_computed_again_whether_or_not_unde
 
     partition_of = partition_module._partition
     monkeypatch.setattr(partition_module, "_partition", spy)
-    train(AttentionAndExperts(), saves_attention=False)
+    train(AttentionAndExperts(recomputing))
     (partition,) = chosen
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # up to torch 2.13 it may draw
     (again,) = [node for node in partition.backward.graph.nodes if attention in (node.target, *node.args)]

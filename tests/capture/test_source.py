@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from memfine_fx.capture.rewriting import rewrite_function
+from memfine_fx.capture.source.loops import rewrite_function
 
 
 def rewritten(body: str) -> str | None:
