@@ -3,7 +3,8 @@ front of budgets, from the committed rows.
 
     python -m benchmarks.docs_figures
 
-docs/memory_over_step.png is measured by `make demo`, docs/expert_parallel_scale.png by `python -m benchmarks.ep_scale`.
+docs/memory_over_step.png is measured by `make demo`, docs/expert_parallel_scale.png is drawn by `python -m benchmarks
+measure ep_scale`.
 """
 
 from __future__ import annotations

@@ -18,15 +18,19 @@ Loads are those of `benchmarks.loads`, tokens in random order, and
                     ranks, the second half the others
 """
 
+import json
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -35,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 import memfine_fx
 from benchmarks.loads import choose_experts, expert_counts
 from benchmarks.machine import describe_machine
-from benchmarks.ranks import run_ranks
+from benchmarks.records import Machine
 from memfine_fx.expert_parallel import arrival, walk
 from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, Table, gather_table
 from memfine_fx.expert_parallel.groups import expert_group
@@ -67,11 +71,12 @@ class LayerSizes:
     rows: int = 1024
     steps: int = 3
 
+    @property
+    def layer(self) -> str:
+        return f"T={self.tokens} a rank, H={self.hidden} F={self.width} E={self.experts} K={self.top_k}"
+
     def __str__(self) -> str:
-        return (
-            f"{self.ranks} ranks, T={self.tokens} a rank, H={self.hidden} F={self.width} E={self.experts} "
-            f"K={self.top_k} R={self.rows}, float32"
-        )
+        return f"{self.ranks} ranks, {self.layer} R={self.rows}, float32"
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,37 @@ class LayerRow:
     gradient_norm: float
 
     @property
+    def peak(self) -> int:
+        return max(self.peak_bytes)
+
+    @property
     def seconds(self) -> float:
         return statistics.median(self.step_seconds)
+
+    @property
+    def all_cpu_seconds(self) -> float:
+        return statistics.median(self.cpu_seconds)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All rows, with the machine that they were measured on."""
+
+    machine: Machine
+    sizes: LayerSizes
+    rows: tuple[LayerRow, ...]
+
+    def row(self, peer: str, load: str) -> LayerRow:
+        return next(row for row in self.rows if (row.peer, row.load) == (peer, load))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Findings":
+        found = json.loads(text)
+        rows = tuple(LayerRow(**row) for row in found["rows"])
+        return cls(Machine(**found["machine"]), LayerSizes(**found["sizes"]), rows)
 
 
 class UnchunkedExperts(nn.Module):
@@ -144,10 +178,26 @@ class UnchunkedExperts(nn.Module):
         return F.linear(F.silu(gate) * up, self.down_proj[expert])
 
 
-def measure(sizes: LayerSizes, peers: Sequence[str] = PEERS, loads: Sequence[str] = LOADS) -> list[LayerRow]:
+def measure(sizes: LayerSizes, peers: Sequence[str], loads: Sequence[str]) -> Findings:
     """Rows of every peer under every load."""
     by_rank = run_ranks(_measure_rank, sizes.ranks, sizes, tuple(peers), tuple(loads))
-    return [_joined(rows) for rows in zip(*by_rank, strict=True)]
+    rows = tuple(_joined(rows) for rows in zip(*by_rank, strict=True))
+    return Findings(describe_machine(torch.device("cpu")), sizes, rows)
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """`function(rank, *args)` on every rank of a gloo group of processes here; what each returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_run_rank, (function, num_ranks, folder, args), nprocs=num_ranks)
+        return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(num_ranks)]
+
+
+def _run_rank(rank: int, function: Callable[..., Any], num_ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    torch.save(function(rank, *args), Path(folder) / str(rank))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _joined(rows: Sequence[dict[str, Any]]) -> LayerRow:
@@ -318,9 +368,3 @@ def _schedule_seconds(rank: int, sizes: LayerSizes, load: str) -> float:
             schedule.legs(rank, number)
         times.append(time.perf_counter() - started)
     return statistics.median(times)
-
-
-def as_json(sizes: LayerSizes, rows: Sequence[LayerRow]) -> dict[str, Any]:
-    """With the machine that they were measured on."""
-    machine = describe_machine(torch.device("cpu"))
-    return {"machine": asdict(machine), "sizes": asdict(sizes), "rows": [asdict(row) for row in rows]}

@@ -4,15 +4,16 @@ A block starts with ``<!-- benchmarks: NAME -->`` and ends with ``<!-- /benchmar
 written by ``python -m benchmarks readme`` and compared by ``python -m benchmarks readme --check``.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks.expert_parallel import Findings
 from benchmarks.harness import read_rows
-from benchmarks.records import Machine, Row
-from benchmarks.suites import SUITES, paper_ep
+from benchmarks.records import Row
+from benchmarks.suites import SUITES
+from benchmarks.suites.ep import describe_paper
 from benchmarks.summaries import MIB, Summary, summaries_of
 from benchmarks.tables import conclusions, fraction_of_matmul_rate, machine_lines
 
@@ -107,9 +108,9 @@ def said_block(rows: Sequence[Row]) -> str:
 
 def paper_ep_block() -> str:
     """The paper's methods on four ranks."""
-    everything = json.loads((RESULTS / "paper_ep_cpu.json").read_text())
-    source = f"`python -m benchmarks run --suite paper_ep`; {Machine(**everything['machine'])}"
-    return "\n".join([f"{source}:", "", "```text", paper_ep.describe(everything), "```"])
+    found = Findings.from_json((RESULTS / "paper_ep_cpu.json").read_text())
+    source = f"`python -m benchmarks run --suite paper_ep`; {found.machine}"
+    return "\n".join([f"{source}:", "", "```text", describe_paper(found), "```"])
 
 
 def _heading(rows: Sequence[Row]) -> list[str]:

@@ -17,8 +17,7 @@ from dataclasses import replace
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.machine import matmul_rate, synchronize
-from benchmarks.measuring import is_cache_empty, time_step
+from benchmarks.measuring import is_cache_empty, summed_up, time_step
 from benchmarks.records import Job, Measurement, Sizes
 from benchmarks.workloads import Workload
 from benchmarks.workloads.layer import Layer, build_layer
@@ -43,7 +42,7 @@ def measure_sweep(job: Job) -> Measurement:
         peaks.append(_peak_bytes(workload, device))
         medians.append(statistics.median(seconds))
     series = {"peak_bytes": tuple(map(float, peaks)), "seconds": tuple(medians)}
-    return _measurement(job, workload, seconds, peaks[-1], cold, series)
+    return replace(summed_up(workload, job, seconds, peaks[-1]), cold=cold, graphs=_num_graphs(), series=series)
 
 
 def measure_longest(job: Job) -> Measurement:
@@ -69,7 +68,8 @@ def measure_longest(job: Job) -> Measurement:
     }
     compared = _workload_at(layer, job.sizes, job.load)  # every peer on the same tokens
     compared.step()
-    return _measurement(job, compared, seconds, probes.get(longest, 0), cold, series)
+    found = summed_up(compared, job, seconds, probes.get(longest, 0))
+    return replace(found, cold=cold, graphs=_num_graphs(), series=series)
 
 
 MEASURES: dict[str, Callable[[Job], Measurement]] = {"sweep": measure_sweep, "longest": measure_longest}
@@ -111,40 +111,13 @@ def _compile_symbolic(layer: Layer) -> None:
 def _peak_bytes(workload: Workload, device: torch.device) -> int:
     """Of a step that makes its gradients, beyond them; traced again if something was compiled meanwhile."""
     while True:
-        graphs = counters["stats"]["unique_graphs"]
+        graphs = _num_graphs()
         workload.drop_gradients()
         trace = trace_memory(workload.step, device, beyond=workload.gradients)
-        if counters["stats"]["unique_graphs"] == graphs:
+        if _num_graphs() == graphs:
             return trace.peak_bytes
 
 
-def _measurement(
-    job: Job,
-    workload: Workload,
-    seconds: tuple[float, ...],
-    peak_bytes: int,
-    cold: bool,
-    series: dict[str, tuple[float, ...]],
-) -> Measurement:
-    workload.drop_gradients()
-    value = workload.value_of(workload.step())
-    device = torch.device(job.device)
-    synchronize(device)
-    return Measurement(
-        step_seconds=seconds,
-        compile_seconds=0.0,
-        cold=cold,
-        peak_bytes=peak_bytes,
-        accumulating_peak_bytes=peak_bytes,
-        resting_bytes=0,
-        allocated_bytes=None,
-        reserved_bytes=None,
-        value=value,
-        gradient_norm=workload.gradient_norm(),
-        gradient_checksum=workload.gradient_checksum(),
-        gradient_error=None,
-        matmul_flops_per_second=matmul_rate(getattr(torch, job.dtype), device),
-        graphs=int(counters["stats"]["unique_graphs"]),
-        recompilations=None,
-        series=series,
-    )
+def _num_graphs() -> int:
+    """Graphs that Dynamo has captured in this process."""
+    return int(counters["stats"]["unique_graphs"])

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.flops import expert_flops
-from benchmarks.peers import find_peer
-from benchmarks.records import Job, Row
+from benchmarks.peers import Recompute, find_peer
+from benchmarks.records import Job, Row, Sizes
 from benchmarks.suites import SUITES
 from benchmarks.summaries import MIB, Summary, align, by_key, summaries_of, tokens_of
 
@@ -140,6 +139,19 @@ def fraction_of_matmul_rate(summary: Summary) -> float:
     recompute = find_peer(summary.job.workload, summary.job.peer).recompute
     rate = expert_flops(summary.job.sizes, recompute) / summary.step_seconds
     return rate / summary.matmul_flops_per_second
+
+
+def expert_flops(sizes: Sizes, recompute: Recompute) -> int:
+    """Of one forward and backward of all layers, recomputation included.
+
+    Each routed row goes through the first projection (H to 2F: ``2 * H * 2F``) and the second (F to H: ``2 * F * H``).
+    Backward does twice the forward's work: one product for the input's gradient, one for the weight's. Recomputation
+    adds the first projection again, or the whole forward. Router, activation and combination are not counted.
+    """
+    first_projection = 2 * sizes.hidden * 2 * sizes.width
+    forward = first_projection + 2 * sizes.width * sizes.hidden
+    again = {"nothing": 0, "first projection": first_projection, "forward": forward}[recompute]
+    return sizes.layers * sizes.routed_rows * (3 * forward + again)
 
 
 def check(summary: Summary, reference: Summary) -> str:

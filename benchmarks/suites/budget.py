@@ -3,12 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.fronts import OURS
-from benchmarks.predictions import LEAST, NO_BUDGET
+from benchmarks.budgets import LEAST, NO_BUDGET, OURS
 from benchmarks.records import Row, Sizes
-from benchmarks.suites.base import Part, Suite
+from benchmarks.suites.base import Part, Suite, at_least, at_most
 from benchmarks.summaries import MIB, Summary, align, summaries_of
-from benchmarks.targets import at_least, at_most
 
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v3", "gpt_oss")
 PREDICTED = Sizes(

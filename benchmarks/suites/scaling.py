@@ -1,14 +1,14 @@
 """How peak and time grow with tokens, experts, choices, skew and rows a chunk; the longest sequence in a limit."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import linear_regression
 
-from benchmarks.fits import fit_line, fit_power
 from benchmarks.records import Row, Sizes
-from benchmarks.suites.base import Part, Suite
+from benchmarks.suites.base import FULL_RECOMPUTE, Part, Suite, at_least, at_most
 from benchmarks.suites.layer import FULL as LAYER
 from benchmarks.summaries import MIB, Summary, align, summaries_of
-from benchmarks.targets import FULL_RECOMPUTE, at_least, at_most
 
 TOKENS = tuple(1024 * 2**power for power in range(8))
 LOADS = ("balanced", "zipf:0.5", "zipf:1", "zipf:1.5", "zipf:2", "one")
@@ -114,15 +114,15 @@ def _growth(sweeps: Sequence[Summary]) -> str:
     for one in sweeps:
         tokens, peaks = points_of(one), one.last.series["peak_bytes"]
         upper = len(tokens) // 2  # below, a chunk is all rows there are
-        line = fit_line(tokens[upper:], peaks[upper:]) if len(tokens) > 3 else fit_line(tokens, peaks)
+        line = linear_regression(tokens[upper:], peaks[upper:]) if len(tokens) > 3 else linear_regression(tokens, peaks)
         cells.append(
             [
                 one.job.peer,
                 *(f"{peak / MIB:.1f}" for peak in peaks),
                 f"{line.slope:.0f}",
                 f"{line.slope / output:.2f}",
-                f"{line.offset / MIB:.1f}",
-                f"{fit_power(tokens, one.last.series['seconds']):.2f}",
+                f"{line.intercept / MIB:.1f}",
+                f"{exponent(tokens, one.last.series['seconds']):.2f}",
             ]
         )
     head = (
@@ -130,6 +130,11 @@ def _growth(sweeps: Sequence[Summary]) -> str:
         f"straight line through the longer half, in bytes a token and in outputs [T,H] of {output} bytes a token"
     )
     return f"{head}\n{align(cells)}{_growth_target(sweeps)}"
+
+
+def exponent(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of y ~ x ** exponent, by least squares."""
+    return linear_regression([math.log(one) for one in x], [math.log(one) for one in y]).slope
 
 
 def _growth_target(sweeps: Sequence[Summary]) -> str:

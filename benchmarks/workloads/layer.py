@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.loads import choose_experts, expert_counts, router_weight, tokens_that_choose
 from benchmarks.peers import Forward, find_peer
 from benchmarks.records import Job, Sizes
-from benchmarks.workloads.base import WEIGHT_STD, Workload, normalised_product
+from benchmarks.workloads import WEIGHT_STD, Workload, normalised_product
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.peers import find_peer
 from benchmarks.records import Job, Sizes
-from benchmarks.workloads.base import Workload
+from benchmarks.workloads import Workload
 from memfine_fx.demo.model import ModelSizes, build_causal_lm
 
 

@@ -10,7 +10,7 @@ activations alive). All layers share one set of weights.
 import torch
 
 from benchmarks.records import Job, Sizes
-from benchmarks.workloads.base import Workload, normalised_product
+from benchmarks.workloads import Workload, normalised_product
 from benchmarks.workloads.layer import build_layer
 from memfine_fx.memory.published import IMBALANCE, Imbalance, rank_rows
 
