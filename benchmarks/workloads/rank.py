@@ -7,6 +7,8 @@ after the other, so its peak is the worst layer's, as with full recomputation in
 activations alive). All layers share one set of weights.
 """
 
+from dataclasses import replace
+
 import torch
 
 from benchmarks.records import Job, Sizes
@@ -18,14 +20,7 @@ from memfine_fx.memory.published import IMBALANCE, Imbalance, rank_rows
 def sizes_of_layer(sizes: Sizes, imbalance: Imbalance) -> Sizes:
     """`sizes` are the most loaded layer's; the others have tokens in proportion to their rows."""
     share = rank_rows(imbalance) / max(rank_rows(other) for other in IMBALANCE)
-    return Sizes(
-        batch=1,
-        sequence=max(1, round(sizes.sequence * share)),
-        hidden=sizes.hidden,
-        width=sizes.width,
-        experts=sizes.experts,
-        top_k=sizes.top_k,
-    )
+    return replace(sizes, batch=1, sequence=max(1, round(sizes.sequence * share)))
 
 
 def build_rank_workload(job: Job) -> Workload:
