@@ -94,4 +94,4 @@ def markdown(header: str, rows: Sequence[Sequence[str]]) -> str:
         header: its names, with bars between them.
     """
     rule = "---|" * len(header.split("|"))
-    return "\n".join([f"| {header} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)])
+    return "\n".join([f"| {header.strip()} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)])

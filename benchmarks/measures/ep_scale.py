@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.loads import PRINTED
+from benchmarks.loads import shares_of
 from benchmarks.measures import Answer
 from benchmarks.summaries import markdown
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds, TokenSlices
 from memfine_fx.figure import blank_figure
 from memfine_fx.memory.closed_form import PAPER_BINS, snap_to_bins
-from memfine_fx.memory.published import expert_loads
 
 RANKS = (64, 128, 256, 512, 1024)
 ROWS = (8192, 32768, 131072)
@@ -102,17 +101,8 @@ def measure(figure: Path | None = None) -> Answer:
 
 def shares(load: str, num_experts: int) -> torch.Tensor:
     """Each expert's part of the rows, hottest first; at most 1 / K each, as a token chooses an expert once."""
-    kind, _, argument = load.partition(":")
-    ranks = torch.arange(1, num_experts + 1, dtype=torch.float64)
-    if kind == "balanced":
-        found = torch.ones(num_experts, dtype=torch.float64)
-    elif kind == "zipf":
-        found = ranks ** -float(argument)
-    elif kind == "one":
-        found = (ranks <= Model.top_k).double()
-    else:
-        printed = torch.tensor(expert_loads(PRINTED[int(argument)]), dtype=torch.float64)
-        found = printed.repeat_interleave(-(-num_experts // len(printed)))[:num_experts]
+    found = torch.tensor(shares_of(load, num_experts, Model.top_k), dtype=torch.float64)
+    found = found.repeat_interleave(-(-num_experts // len(found)))[:num_experts]  # fewer are printed of the paper's
     found = found / found.sum()
     for _ in range(8):
         capped = found.clamp(max=1 / Model.top_k)

@@ -25,58 +25,29 @@ _SEARCHED = Sizes(batch=1, sequence=2048, hidden=128, width=256, experts=16, top
 _SWEEP_PEERS = ("compile", "compile+checkpoint", "diy", "memfine")
 _SKEW_PEERS = ("compile", "diy", "memfine", "memfine-R512", "memfine-tokens")
 _SEARCH_PEERS = (
-    "eager+checkpoint",
-    "compile",
-    "compile+checkpoint",
-    "diy",
-    "liger-tiled",
-    "memfine",
-    "memfine-R512",
-)
+    "eager+checkpoint", "compile", "compile+checkpoint", "diy", "liger-tiled", "memfine", "memfine-R512",
+)  # fmt: skip
 _ROWS_PEERS = tuple(f"memfine-R{rows}" for rows in (128, 512, 2048, 8192))
 
 
 def _parts(quick: bool) -> Sequence[Part]:
     tokens = tuple(f"T={number}" for number in (TOKENS[:3] if quick else TOKENS))
     loads = tuple(f"load={load}" for load in (LOADS[::5] if quick else LOADS))
-    skewed = replace(_SKEWED, sequence=1024) if quick else _SKEWED
-    sweeps = [
-        Part("sweep", _LONG, "float32", ("memfine",) if quick else _SWEEP_PEERS, points=tokens, steps=1),
-        Part(
-            "sweep",
-            skewed,
-            "float32",
-            ("memfine-R128",) if quick else _SKEW_PEERS,
-            load="balanced",
-            points=loads,
-            steps=3,
-        ),
-        Part(
-            "longest",
-            _SEARCHED,
-            "float32",
-            ("eager+checkpoint", "memfine") if quick else _SEARCH_PEERS,
-            limit_bytes=LIMIT_BYTES // 2 if quick else LIMIT_BYTES,
-            steps=1,
-        ),
-    ]
     if quick:
-        return sweeps
-    of_layer_suite = [
-        Part("sweep", LAYER, "float32", ("compile", "memfine"), load="balanced", points=loads, steps=1),
-        Part(
-            "longest",
-            LAYER,
-            "float32",
-            (FULL_RECOMPUTE, "memfine"),
-            limit_bytes=LAYER_LIMIT_BYTES,
-            steps=1,
-        ),
-    ]
+        return [
+            Part("sweep", _LONG, "float32", ("memfine",), points=tokens, steps=1),
+            Part("sweep", replace(_SKEWED, sequence=1024), "float32", ("memfine-R128",), "balanced", loads, steps=3),
+            Part(
+                "longest", _SEARCHED, "float32", ("eager+checkpoint", "memfine"), limit_bytes=LIMIT_BYTES // 2, steps=1
+            ),
+        ]
     shapes = [*(replace(_WIDE, experts=experts) for experts in EXPERTS), *(replace(_WIDE, top_k=k) for k in TOP_K)]
     return [
-        *sweeps,
-        *of_layer_suite,
+        Part("sweep", _LONG, "float32", _SWEEP_PEERS, points=tokens, steps=1),
+        Part("sweep", _SKEWED, "float32", _SKEW_PEERS, "balanced", loads, steps=3),
+        Part("longest", _SEARCHED, "float32", _SEARCH_PEERS, limit_bytes=LIMIT_BYTES, steps=1),
+        Part("sweep", LAYER, "float32", ("compile", "memfine"), "balanced", loads, steps=1),
+        Part("longest", LAYER, "float32", (FULL_RECOMPUTE, "memfine"), limit_bytes=LAYER_LIMIT_BYTES, steps=1),
         *(Part("layer", sizes, "float32", ("compile", "memfine"), steps=3) for sizes in shapes),
         Part("layer", _SKEWED, "float32", _ROWS_PEERS, steps=3),
     ]
@@ -115,16 +86,9 @@ def _growth(sweeps: Sequence[Summary]) -> str:
         tokens, peaks = points_of(one), one.last.series["peak_bytes"]
         upper = len(tokens) // 2  # below, a chunk is all rows there are
         line = linear_regression(tokens[upper:], peaks[upper:]) if len(tokens) > 3 else linear_regression(tokens, peaks)
-        cells.append(
-            [
-                one.job.peer,
-                *(f"{peak / MIB:.1f}" for peak in peaks),
-                f"{line.slope:.0f}",
-                f"{line.slope / output:.2f}",
-                f"{line.intercept / MIB:.1f}",
-                f"{exponent(tokens, one.last.series['seconds']):.2f}",
-            ]
-        )
+        slope = [f"{line.slope:.0f}", f"{line.slope / output:.2f}", f"{line.intercept / MIB:.1f}"]
+        growth = f"{exponent(tokens, one.last.series['seconds']):.2f}"
+        cells.append([one.job.peer, *(f"{peak / MIB:.1f}" for peak in peaks), *slope, growth])
     head = (
         f"Peak MiB by tokens, H={sizes.hidden} F={sizes.width} E={sizes.experts} K={sizes.top_k}; the slope of a "
         f"straight line through the longer half, in bytes a token and in outputs [T,H] of {output} bytes a token"
