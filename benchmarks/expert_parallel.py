@@ -142,9 +142,13 @@ class UnchunkedExperts(nn.Module):
         self.down_proj = nn.Parameter(whole.down_proj[owned.start : owned.stop].detach().clone())
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self.again != "layer":
-            return self._layer(hidden, index, weight)
-        out: torch.Tensor = checkpoint(self._layer, hidden, index, weight, use_reentrant=False)
+        return self._run("layer", self._layer, hidden, index, weight)
+
+    def _run(self, what: str, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        """Under checkpoint where that is what backward computes again."""
+        if self.again != what:
+            return function(*args)
+        out: torch.Tensor = checkpoint(function, *args, use_reentrant=False)
         return out
 
     def _layer(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -161,17 +165,11 @@ class UnchunkedExperts(nn.Module):
         experts = torch.repeat_interleave(torch.arange(len(owned)).repeat(len(table)), mine.flatten())
         by_expert = experts.argsort(stable=True)
         parts = rows[by_expert].split(mine.sum(dim=0).tolist())
-        results = torch.cat([self._maybe_again(expert, part) for expert, part in enumerate(parts)])
+        results = torch.cat([self._run("experts", self._expert, expert, part) for expert, part in enumerate(parts)])
         back = torch.empty_like(results).index_copy(0, by_expert, results)
         back = all_to_all_single_autograd(back, sent, received, dist.group.WORLD)
         weighted = back * weight.flatten()[order].unsqueeze(1)
         return torch.zeros_like(hidden).index_add(0, tokens, weighted)
-
-    def _maybe_again(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        if self.again != "experts":
-            return self._expert(expert, rows)
-        out: torch.Tensor = checkpoint(self._expert, expert, rows, use_reentrant=False)
-        return out
 
     def _expert(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         gate, up = F.linear(rows, self.gate_up_proj[expert]).chunk(2, dim=-1)
@@ -200,22 +198,18 @@ def _run_rank(rank: int, function: Callable[..., Any], num_ranks: int, folder: s
     dist.destroy_process_group()
 
 
-def _joined(rows: Sequence[dict[str, Any]]) -> LayerRow:
-    first = rows[0]
-    return LayerRow(
-        first["peer"],
-        first["load"],
-        tuple(row["received"] for row in rows),
-        tuple(row["peak"] for row in rows),
-        first["seconds"],
-        tuple(sum(steps) for steps in zip(*(row["cpu"] for row in rows), strict=True)),
-        max(row["schedule"] for row in rows),
-        first["output"],
-        first["gradient"],
+def _joined(rows: Sequence[LayerRow]) -> LayerRow:
+    """Of one row a rank."""
+    return replace(
+        rows[0],
+        received_rows=tuple(row.received_rows[0] for row in rows),
+        peak_bytes=tuple(row.peak_bytes[0] for row in rows),
+        cpu_seconds=tuple(sum(steps) for steps in zip(*(row.cpu_seconds for row in rows), strict=True)),
+        schedule_seconds=max(row.schedule_seconds for row in rows),
     )
 
 
-def _measure_rank(rank: int, sizes: LayerSizes, peers: tuple[str, ...], loads: tuple[str, ...]) -> list[dict[str, Any]]:
+def _measure_rank(rank: int, sizes: LayerSizes, peers: tuple[str, ...], loads: tuple[str, ...]) -> list[LayerRow]:
     torch._dynamo.config.recompile_limit = 64  # the layers share their code
     layers = {peer: _layer(peer, sizes, rank) for peer in peers}
     found = []
@@ -223,15 +217,12 @@ def _measure_rank(rank: int, sizes: LayerSizes, peers: tuple[str, ...], loads: t
         wanted = [peer for peer in peers if load != "in turn" or peer in PEERS_IN_TURN]
         steps = {peer: _LayerStep(rank, sizes, layers[peer], load) for peer in wanted}
         norms = {peer: step.warmed_up() for peer, step in steps.items()}
-        times: dict[str, list[tuple[float, float]]] = {peer: [] for peer in wanted}
-        for _ in range(sizes.steps):
-            for peer, step in steps.items():
-                times[peer].append(step.timed())
+        times = [{peer: step.timed() for peer, step in steps.items()} for _ in range(sizes.steps)]
         schedule = _schedule_seconds(rank, sizes, load)
         for peer, step in steps.items():
-            seconds, cpu = zip(*times[peer], strict=True)
-            own = {"peer": peer, "load": load, "received": step.received, "peak": step.peak_bytes()}
-            found.append({**own, "seconds": seconds, "cpu": cpu, "schedule": schedule, **norms[peer]})
+            seconds, cpu = zip(*(one[peer] for one in times), strict=True)
+            figures = (step.received,), (step.peak_bytes(),), seconds, cpu
+            found.append(LayerRow(peer, load, *figures, schedule, *norms[peer]))
     return found
 
 
@@ -284,13 +275,13 @@ class _LayerStep:
         for leaf in self._leaves:
             leaf.grad = None
 
-    def warmed_up(self) -> dict[str, float]:
+    def warmed_up(self) -> tuple[float, float]:
         """Norms over all ranks of the output and of the experts' gradients, once everything is compiled and planned."""
         self()
         self.drop()
         out = self()
         gradients = [leaf.grad for leaf in self._layer.parameters() if leaf.grad is not None]
-        norms = {"output": _group_norm([out]), "gradient": _group_norm(gradients)}
+        norms = _group_norm([out]), _group_norm(gradients)
         self.drop()
         return norms
 

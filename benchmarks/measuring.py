@@ -20,9 +20,8 @@ from benchmarks.machine import matmul_rate, seconds_of
 from benchmarks.peers import find_peer
 from benchmarks.records import Job, Measurement
 from benchmarks.workloads import Workload
-from benchmarks.workloads.layer import build_gradients_workload, build_layer_workload
+from benchmarks.workloads.layer import build_gradients_workload, build_layer_workload, build_rank_workload
 from benchmarks.workloads.model import build_model_workload
-from benchmarks.workloads.rank import build_rank_workload
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
 
 BUILDERS = {

@@ -36,7 +36,7 @@ def measure_sweep(job: Job) -> Measurement:
     _compile_symbolic(layer)
     peaks, medians = [], []
     for point in job.points:
-        workload = _workload_at(layer, *_place(job, point))
+        workload = layer.at(*_place(job, point))
         time_step(workload, device)
         seconds = tuple(time_step(workload, device) for _ in range(job.steps))
         peaks.append(_peak_bytes(workload, device))
@@ -54,19 +54,19 @@ def measure_longest(job: Job) -> Measurement:
     probes: dict[int, int] = {}
 
     def fits(tokens: int) -> bool:
-        workload = _workload_at(layer, _with_tokens(job.sizes, tokens), job.load)
+        workload = layer.at(_with_tokens(job.sizes, tokens), job.load)
         probes[tokens] = _peak_bytes(workload, device)
         return probes[tokens] <= job.limit_bytes
 
     longest = search_longest(fits)
-    workload = _workload_at(layer, _with_tokens(job.sizes, max(longest, STRIDE)), job.load)
+    workload = layer.at(_with_tokens(job.sizes, max(longest, STRIDE)), job.load)
     seconds = tuple(time_step(workload, device) for _ in range(job.steps))
     series = {
         "tokens": (float(longest),),
         "probed_tokens": tuple(map(float, probes)),
         "probed_bytes": tuple(map(float, probes.values())),
     }
-    compared = _workload_at(layer, job.sizes, job.load)  # every peer on the same tokens
+    compared = layer.at(job.sizes, job.load)  # every peer on the same tokens
     compared.step()
     found = summed_up(compared, job, seconds, probes.get(longest, 0))
     return replace(found, cold=cold, graphs=_num_graphs(), series=series)
@@ -99,13 +99,9 @@ def _with_tokens(sizes: Sizes, tokens: int) -> Sizes:
     return replace(sizes, batch=1, sequence=tokens)
 
 
-def _workload_at(layer: Layer, sizes: Sizes, load: str) -> Workload:
-    return layer.workload(*layer.draw(sizes, load))
-
-
 def _compile_symbolic(layer: Layer) -> None:
     for tokens in (STRIDE * 3, STRIDE * 5):
-        _workload_at(layer, _with_tokens(layer.job.sizes, tokens), layer.job.load).step()
+        layer.at(_with_tokens(layer.job.sizes, tokens), layer.job.load).step()
 
 
 def _peak_bytes(workload: Workload, device: torch.device) -> int:

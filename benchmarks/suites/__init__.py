@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -10,7 +11,7 @@ from pkgutil import iter_modules
 import torch
 
 import memfine_fx
-from benchmarks.peers import Peer, find_peer, peer_names
+from benchmarks.peers import find_peer, peer_names
 from benchmarks.records import Job
 from benchmarks.suites.base import Part, Suite
 
@@ -32,8 +33,7 @@ def jobs_of(suite: str, *, quick: bool, peers: Sequence[str] | None, steps: int)
         ValueError: a name that no workload of the suite has.
     """
     parts = SUITES[suite].parts(quick)
-    unknown = [name for name in peers or () if not any(_knows(part.workload, name) for part in parts)]
-    if unknown:
+    if unknown := [name for name in peers or () if not any(_known(part, [name]) for part in parts)]:
         known = sorted({name for part in parts for name in peer_names(part.workload)})
         raise ValueError(f"suite {suite!r} has no peers {unknown}; it has {known}")
     source = digest_of_sources()
@@ -53,7 +53,8 @@ def jobs_of(suite: str, *, quick: bool, peers: Sequence[str] | None, steps: int)
             limit_bytes=part.limit_bytes,
         )
         for part in parts
-        for peer in _chosen(part, peers)
+        for name in (part.peers if peers is None else _known(part, peers))
+        for peer in [find_peer(part.workload, name)]
     ]
 
 
@@ -64,17 +65,13 @@ def device_of(suite: Suite) -> str:
     return suite.device
 
 
-def _knows(workload: str, name: str) -> bool:
-    try:
-        find_peer(workload, name)
-    except KeyError:
-        return False
-    return True
-
-
-def _chosen(part: Part, peers: Sequence[str] | None) -> list[Peer]:
-    names = part.peers if peers is None else [name for name in peers if _knows(part.workload, name)]
-    return [find_peer(part.workload, name) for name in names]
+def _known(part: Part, names: Sequence[str]) -> list[str]:
+    """Those of the names that the part's workload has."""
+    found = []
+    for name in names:
+        with suppress(KeyError):
+            found.append(find_peer(part.workload, name).name)
+    return found
 
 
 def digest_of_sources() -> str:

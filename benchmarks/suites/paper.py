@@ -1,7 +1,7 @@
 """MemFine's experiment (arXiv 2511.21431): full recomputation, fixed c = 8, MACT, and our rows axis.
 
 One process computes what the most loaded expert-parallel rank of each printed layer computes
-(benchmarks.workloads.rank). Widths and received rows are divided by the same number, so that weights, rows and
+(benchmarks.workloads.layer). Widths and received rows are divided by the same number, so that weights, rows and
 s'_max keep their proportions.
 """
 
