@@ -75,7 +75,8 @@ def main(name: str, arguments: Sequence[str]) -> int:
     options = vars(_parser(name, module).parse_args(arguments))
     is_kept = options.pop("keep")
     answer: Answer = module.measure(**options)
-    print("\n".join(answer.lines))
+    for line in answer.lines:
+        print(line)
     if answer.row is not None:
         given = {key: value for key, value in options.items() if value is not None}
         line = json.dumps({**given, **answer.row, "machine": str(describe_machine(device_here()))})
