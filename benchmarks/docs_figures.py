@@ -3,7 +3,8 @@ front of budgets, from the committed rows.
 
     python -m benchmarks.docs_figures
 
-docs/memory_over_step.png is measured by `make demo`, docs/expert_parallel_scale.png by `python -m benchmarks.ep_scale`.
+docs/memory_over_step.png is measured by `make demo`, docs/expert_parallel_scale.png is drawn by `python -m benchmarks
+measure ep_scale`.
 """
 
 from __future__ import annotations
@@ -53,10 +54,8 @@ def draw_chunks(path: Path) -> None:
         by_rows = rows_schedule(offsets.tolist(), ROWS, groups=False)
         _draw(axes[0, place], by_rows, f"rows axis, {name} routing", colour)
         _draw(axes[1, place], tokens_schedule(slices.tolist()), f"two slices of tokens, {name} routing", colour)
-    for one in axes[:, 0]:
-        one.set_ylabel("rows in the chunk")
-    for one in axes[1]:
-        one.set_xlabel("chunk, in the order of the walk")
+    figure.supxlabel("chunk, in the order of the walk", fontsize=10)
+    figure.supylabel("rows in the chunk", fontsize=10)
     figure.savefig(path)
 
 
@@ -69,8 +68,7 @@ def draw_peaks(path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.set_xticks([point.rows for point in points], [f"{point.rows:,}" for point in points], rotation=30)
-    axes.set_xlabel("rows a chunk, R")
-    axes.set_ylabel("predicted peak, MiB")
+    axes.set(xlabel="rows a chunk, R", ylabel="predicted peak, MiB")
     axes.set_title("One layer, T=8192 H=512 F=1024 E=16 K=4, fp32: forward and backward", fontsize=9)
     axes.grid(alpha=0.3)
     figure.savefig(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["Message", "messages"]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("memfine_fx", "passes", "models")
 HOLE = "…"
 

@@ -1,29 +1,33 @@
-"""Expert parallelism at 64 to 1,024 ranks on paper: ``python -m benchmarks.ep_scale``.
+"""What does the busiest of 64 to 1,024 ranks hold and wait for? On paper.
 
 Counts come from a share of rows per expert, the same on every rank; rounds, legs, split sizes and messages from the
 schedule that the op runs. Nothing is sent. Seconds are a latency for every message that the busiest rank receives and
 its bytes over its bandwidth; they say where messages become too small, not how long a step takes.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.loads import PRINTED
+from benchmarks.loads import shares_of
+from benchmarks.measures import Answer
+from benchmarks.summaries import markdown
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds, TokenSlices
-from memfine_fx.memory.closed_form import snap_to_bins
-from memfine_fx.memory.published import expert_loads
+from memfine_fx.memory.closed_form import PAPER_BINS, snap_to_bins
+from memfine_fx.report.figure import blank_figure
 
 RANKS = (64, 128, 256, 512, 1024)
 ROWS = (8192, 32768, 131072)
 LOADS = ("balanced", "zipf:1", "paper:15", "one")
-BINS = (1, 2, 4, 8)
 SLICE_LIMIT = 131072
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
+_POINT_HEADER = (
+    "load | ranks | rows of the busiest | R | rounds | legs | messages a leg | latency | bounded | unchunked"
+)
+_SLICE_HEADER = "hot tokens | c required | c of the bins | most rows in a slice | limit s'_max"
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,10 @@ class Model:
 class Point:
     """One group size under one load and R."""
 
-    ranks: int
     load: str
-    rows: int
+    ranks: int
     busiest: int
+    rows: int
     rounds: int
     legs: int
     messages: int
@@ -59,20 +63,46 @@ class Point:
     bytes_bounded: int
     bytes_unchunked: int
 
+    @property
+    def cells(self) -> list[str]:
+        bounded, unchunked = (f"{number / GIB:.1f} GiB" for number in (self.bytes_bounded, self.bytes_unchunked))
+        counts = [str(self.rounds), str(self.legs), str(self.messages)]
+        return [
+            self.load, str(self.ranks), f"{self.busiest:,}", f"{self.rows:,}", *counts, f"{self.latency_share:.0%}",
+            bounded, unchunked,
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SliceCheck:
+    """The paper's c token slices: the most that a rank receives in one, against its limit s'_max."""
+
+    where: str
+    required: int
+    chosen: int
+    most: int
+    limit: int
+
+    @property
+    def cells(self) -> list[str]:
+        return [self.where, str(self.required), str(self.chosen), f"{self.most:,}", f"{self.limit:,}"]
+
+
+def measure(figure: Path | None = None) -> Answer:
+    model = Model()
+    points = [point(ranks, load, rows, model) for load in LOADS for ranks in RANKS for rows in ROWS]
+    slices = [slices_of(64, SLICE_LIMIT, part, model) for part in (1.0, 0.5, 0.25)]
+    if figure is not None:
+        draw(points, figure)
+    return Answer(
+        [markdown(_POINT_HEADER, [one.cells for one in points]), "", markdown(_SLICE_HEADER, [s.cells for s in slices])]
+    )
+
 
 def shares(load: str, num_experts: int) -> torch.Tensor:
     """Each expert's part of the rows, hottest first; at most 1 / K each, as a token chooses an expert once."""
-    kind, _, argument = load.partition(":")
-    ranks = torch.arange(1, num_experts + 1, dtype=torch.float64)
-    if kind == "balanced":
-        found = torch.ones(num_experts, dtype=torch.float64)
-    elif kind == "zipf":
-        found = ranks ** -float(argument)
-    elif kind == "one":
-        found = (ranks <= Model.top_k).double()
-    else:
-        printed = torch.tensor(expert_loads(PRINTED[int(argument)]), dtype=torch.float64)
-        found = printed.repeat_interleave(-(-num_experts // len(printed)))[:num_experts]
+    found = torch.tensor(shares_of(load, num_experts, Model.top_k), dtype=torch.float64)
+    found = found.repeat_interleave(-(-num_experts // len(found)))[:num_experts]  # fewer are printed of the paper's
     found = found / found.sum()
     for _ in range(8):
         capped = found.clamp(max=1 / Model.top_k)
@@ -97,10 +127,10 @@ def point(num_ranks: int, load: str, rows: int, model: Model) -> Point:
     latency = sum(messages) * model.latency_us * 1e-6
     transfer = busiest * model.hidden * model.item_bytes / (model.gb_per_s * 1e9)
     return Point(
-        num_ranks,
         load,
-        rows,
+        num_ranks,
         busiest,
+        rows,
         schedule.num_rounds,
         len(messages),
         max(messages),
@@ -108,17 +138,6 @@ def point(num_ranks: int, load: str, rows: int, model: Model) -> Point:
         min(rows, busiest) * model.round_row_bytes,
         busiest * model.round_row_bytes,
     )
-
-
-@dataclass(frozen=True)
-class SliceCheck:
-    """The paper's c token slices: the most that a rank receives in one, against its limit s'_max."""
-
-    where: str
-    required: int
-    chosen: int
-    most: int
-    limit: int
 
 
 def slices_of(num_ranks: int, limit: int, hot_part: float, model: Model) -> SliceCheck:
@@ -132,7 +151,7 @@ def slices_of(num_ranks: int, limit: int, hot_part: float, model: Model) -> Slic
     hot_rows = model.tokens * min(own, model.top_k) // 4
     received = hot_rows * num_ranks
     required = -(-received // limit)
-    chosen = snap_to_bins(required, BINS)
+    chosen = snap_to_bins(required, PAPER_BINS)
     ends = torch.linspace(0, 1, chosen + 1, dtype=torch.float64)
     gone = ((ends / hot_part).clamp(max=1) * (hot_rows // own)).round().to(torch.int64)
     bounds = torch.zeros(chosen + 1, num_ranks, num_experts, dtype=torch.int64)
@@ -143,35 +162,10 @@ def slices_of(num_ranks: int, limit: int, hot_part: float, model: Model) -> Slic
     return SliceCheck(where, required, chosen, most, limit)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ep_scale", description=__doc__.split("\n")[0])
-    parser.add_argument("--figure", type=Path, help="write the figure there")
-    options = parser.parse_args(arguments)
-    model = Model()
-    points = [point(ranks, load, rows, model) for load in LOADS for ranks in RANKS for rows in ROWS]
-    print("| load | ranks | rows of the busiest | R | rounds | legs | messages a leg | latency | bounded | unchunked |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for one in points:
-        print(
-            f"| {one.load} | {one.ranks} | {one.busiest:,} | {one.rows:,} | {one.rounds} | {one.legs} | {one.messages} "
-            f"| {one.latency_share:.0%} | {one.bytes_bounded / GIB:.1f} GiB | {one.bytes_unchunked / GIB:.1f} GiB |"
-        )
-    print("\n| hot tokens | c required | c of the bins | most rows in a slice | limit s'_max |\n|---|---|---|---|---|")
-    for part in (1.0, 0.5, 0.25):
-        check = slices_of(64, SLICE_LIMIT, part, model)
-        print(f"| {check.where} | {check.required} | {check.chosen} | {check.most:,} | {check.limit:,} |")
-    if options.figure is not None:
-        draw(points, options.figure)
-    return 0
-
-
 def draw(points: Sequence[Point], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    figure, first = blank_figure((10, 3.8), "drawing ranks", dpi=110)
+    first.remove()
+    left, right = figure.subplots(1, 2)
     rows = ROWS[1]
     for load in LOADS:
         own = [one for one in points if one.load == load and one.rows == rows]
@@ -189,8 +183,4 @@ def draw(points: Sequence[Point], file: Path) -> None:
         axes.set_xticks(RANKS, [str(ranks) for ranks in RANKS])
         axes.minorticks_off()
         axes.legend(fontsize=8)
-    figure.savefig(file, dpi=110)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    figure.savefig(file)
