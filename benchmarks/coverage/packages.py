@@ -270,6 +270,8 @@ _REFUSED = frozenset(
         "soft-moe-pytorch",
         "esmoe",
         "sparrow-mlp",
+        "nllb_moe, capacity 8, tokens dropped",
+        "nllb_moe, capacity 8, dropout in experts",
     }
 )
 """Exact but not chunked today; docs/coverage.md says why. One that is chunked leaves this list."""
