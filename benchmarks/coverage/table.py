@@ -70,8 +70,8 @@ def _packages(rows: Sequence[PackageRow]) -> list[str]:
         "layer is imported from its package and built at toy size by its own constructor; nothing is copied or "
         "changed. What the layer returns, losses too, and all gradients are compared as above.",
         "",
-        f"**Chunked and exact: {_num_whole(ran)} of {len(ran)} layers, of {len(whole)} of {len(packages)} packages.** "
-        f"Exact, chunked or not: {sum(row.is_exact for row in ran)} of {len(ran)}.",
+        f"**Chunked and exact: {_num_whole(ran)} of {len(ran)} configurations of layers, of {len(whole)} of {len(packages)} "
+        f"packages.** Exact, chunked or not: {sum(row.is_exact for row in ran)} of {len(ran)}.",
         "",
         "| layer | package | class | chunked | graphs | error | peak |",
         "|---" * 7 + "|",
@@ -126,4 +126,4 @@ def _why(row: CoverageRow) -> str:
         return row.failure.replace("\n", " ")
     if not row.is_exact:
         return f"error {_error(row)} in {row.worst_name}"
-    return "; ".join(row.reasons) or f"no routing decision in what Dynamo captures of it ({row.num_graphs} graphs)"
+    return "; ".join(row.reasons) or f"no routing decision in what Dynamo captures of it (graphs: {row.num_graphs})"
