@@ -70,8 +70,8 @@ def _packages(rows: Sequence[PackageRow]) -> list[str]:
         "layer is imported from its package and built at toy size by its own constructor; nothing is copied or "
         "changed. What the layer returns, losses too, and all gradients are compared as above.",
         "",
-        f"**Chunked and exact: {_num_whole(ran)} of {len(ran)} configurations of layers, of {len(whole)} of {len(packages)} "
-        f"packages.** Exact, chunked or not: {sum(row.is_exact for row in ran)} of {len(ran)}.",
+        f"**Chunked and exact: {_num_whole(ran)} of {len(ran)} configurations of layers, of {len(whole)} of "
+        f"{len(packages)} packages.** Exact, chunked or not: {sum(row.is_exact for row in ran)} of {len(ran)}.",
         "",
         "| layer | package | class | chunked | graphs | error | peak |",
         "|---" * 7 + "|",
