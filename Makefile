@@ -15,11 +15,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 FAST := not slow and not campaign and not cuda and not trainers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch test-slow campaign examples golden coverage docs figures lint format types check \
-    bench bench-quick gpu clean
+.PHONY: help setup demo test test-torch test-slow campaign examples golden coverage coverage-packages docs figures \
+    lint format types check bench bench-quick gpu clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## create .venv and install the project with all extras
 
@@ -56,6 +56,14 @@ golden: setup  ## write tests/golden again from what the code does now
 
 coverage: setup  ## check every family and spelling again; writes docs/coverage.md
 	$(BIN)/python -m benchmarks.coverage
+
+# An environment of its own: the packages are only imported, so that most come without what they depend on.
+PACKAGES := .venv-packages
+coverage-packages:  ## check MoE layers as the registry's packages ship them; writes docs/coverage.md
+	test -x $(PACKAGES)/bin/python || $(PYTHON) -m venv $(PACKAGES)
+	$(PACKAGES)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -e ".[test,hf]"
+	$(PACKAGES)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -r benchmarks/coverage/packages.txt
+	OMP_NUM_THREADS=1 $(PACKAGES)/bin/python -m benchmarks.coverage --packages
 
 docs: setup  ## build the documentation strictly, into build/site
 	$(BIN)/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[docs]"
