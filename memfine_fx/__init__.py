@@ -8,6 +8,7 @@ chunks from a symbolic memory model, and compiles with Inductor (MemFine, arXiv 
 """
 
 from memfine_fx.api import explain, log_scalars, optimize, report, scalars, verify
+from memfine_fx.compiler.optimized import restored as _restored  # noqa: F401  # pickles of models name it here
 from memfine_fx.compiler.registration import register_backend as _register_backend
 from memfine_fx.config import Config
 from memfine_fx.errors import (

@@ -155,6 +155,10 @@ def restored(model: torch.nn.Module, fields: Mapping[str, Any], fullgraph: bool,
     return _installed(model, Options(Config.from_options(fields), fullgraph, dynamic))
 
 
+# NOTE: a pickle names this function by these, so it is read wherever the function lives by then. Never change them.
+restored.__module__, restored.__name__, restored.__qualname__ = "memfine_fx", "_restored", "_restored"
+
+
 def _installed(model: torch.nn.Module, options: Options) -> OptimizedCall:
     call = OptimizedCall(model, options)
     call.install()
