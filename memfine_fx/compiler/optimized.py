@@ -219,7 +219,7 @@ def _backend_of(session: Session, note_compilation: Callable[[], None]) -> Calla
     NOTE: Dynamo keeps every backend that it has seen, so this one keeps nothing alive and is taken out of its list when
     the session is gone.
     """
-    from memfine_fx.compat.dynamo import forget_backend
+    from memfine_fx.compat.dynamo import forget_backend_after
 
     its_session = weakref.ref(session)
     its_note = weakref.WeakMethod(note_compilation) if inspect.ismethod(note_compilation) else None
@@ -233,5 +233,5 @@ def _backend_of(session: Session, note_compilation: Callable[[], None]) -> Calla
             note()
         return compile_in_session(graph_module, example_inputs, living)
 
-    weakref.finalize(session, forget_backend, memfine).atexit = False
+    forget_backend_after(session, memfine)
     return memfine
