@@ -9,18 +9,17 @@ PINS := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-comma := ,
-SUITES := layer,model,vocab,compile,paper,moeblaze,scaling,memory,budget
+SUITES := layer,model,vocab,compile,paper,paper_ep,ep,moeblaze,scaling,memory,budget,cluster
 # One thread per worker: xdist already uses the cores, and results do not depend on the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 FAST := not slow and not campaign and not cuda and not trainers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch test-slow campaign examples golden coverage docs figures lint format types check \
-    bench bench-quick gpu clean
+.PHONY: help setup demo test test-torch test-slow campaign examples golden coverage coverage-packages docs figures \
+    lint format types check bench bench-quick gpu clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## create .venv and install the project with all extras
 
@@ -58,6 +57,14 @@ golden: setup  ## write tests/golden again from what the code does now
 coverage: setup  ## check every family and spelling again; writes docs/coverage.md
 	$(BIN)/python -m benchmarks.coverage
 
+# An environment of its own: the packages are only imported, so that most come without what they depend on.
+PACKAGES := .venv-packages
+coverage-packages:  ## check MoE layers as the registry's packages ship them; writes docs/coverage.md
+	test -x $(PACKAGES)/bin/python || $(PYTHON) -m venv $(PACKAGES)
+	$(PACKAGES)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -e ".[test,hf]"
+	$(PACKAGES)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -r benchmarks/coverage/packages.txt
+	OMP_NUM_THREADS=1 $(PACKAGES)/bin/python -m benchmarks.coverage --packages
+
 docs: setup  ## build the documentation strictly, into build/site
 	$(BIN)/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[docs]"
 	$(BIN)/python -m benchmarks.troubleshooting --check
@@ -79,11 +86,9 @@ types: setup  ## mypy --strict on the package (never on ".")
 
 check: lint types test  ## what a change must pass
 
-bench: setup  ## the CPU benchmark suites, their rows and one page of all of them in $(OUT)
-	for suite in $(subst $(comma), ,$(SUITES)); do \
-	    $(BIN)/python -m benchmarks run --suite $$suite --json "$(OUT)/$${suite}_cpu.jsonl" || exit 1; \
-	done
-	$(BIN)/python -m benchmarks report "$(OUT)"/*_cpu.jsonl --out "$(OUT)/report_cpu.html"
+bench: setup  ## the CPU benchmark suites; their rows go to $(OUT), one page of them to build/benchmarks.html
+	$(BIN)/python -m benchmarks run --suite $(SUITES) --out "$(OUT)"
+	$(BIN)/python -m benchmarks report "$(OUT)"/*_cpu.jsonl
 
 bench-quick: setup  ## every CPU suite at small sizes: shows that all works, in minutes; its times are not for quoting
 	caches=$$(mktemp -d) && trap 'rm -rf "$$caches"' EXIT && \

@@ -1,6 +1,7 @@
 """The benchmark harness.
 
-run        measure a suite in fresh processes, print its tables and what they show
+run        measure suites in fresh processes, print their tables and what they show
+measure    answer one question in this process
 show       print the tables of a JSON-lines file
 report     one self-contained HTML page with tables and figures, of any number of JSON-lines files
 readme     write README's tables from the committed rows, or check that they agree
@@ -14,13 +15,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import measures
 from benchmarks.compare import Tolerances, compare_rows, format_changes
 from benchmarks.harness import read_rows, run_rounds
-from benchmarks.jobs import jobs_of
 from benchmarks.readme import PAGES, ROOT, filled, write_readme
 from benchmarks.records import Row
 from benchmarks.report import render_report
-from benchmarks.suites import SUITES, Suite
+from benchmarks.suites import SUITES, Suite, device_of, jobs_of
 from benchmarks.tables import conclusions, disagreements, format_tables
 from memfine_fx.config import parse_budget
 
@@ -39,11 +40,16 @@ def _run_suite(suite: Suite, options: argparse.Namespace) -> int:
     if suite.device == "cuda" and not torch.cuda.is_available():
         print(f"benchmarks: suite {suite.name!r} needs a CUDA device, and torch sees none", file=sys.stderr)
         return 2
+    file = options.json
+    if options.out:
+        ending = "json" if suite.compute else "jsonl"
+        file = options.out / f"{suite.name}_{device_of(suite)}.{ending}"
+        options.out.mkdir(parents=True, exist_ok=True)
     if suite.compute is not None:
-        text, as_json = suite.compute()
+        text, as_json = suite.compute(options.quick)
         print(text)
-        if options.json:
-            options.json.write_text(as_json + "\n")
+        if file:
+            file.write_text(as_json + "\n")
         return 0
     rounds = options.rounds or (suite.quick_rounds if options.quick else suite.rounds)
     peers = options.peers.split(",") if options.peers else None
@@ -55,7 +61,7 @@ def _run_suite(suite: Suite, options: argparse.Namespace) -> int:
     rows = run_rounds(
         jobs,
         rounds=rounds,
-        json_file=options.json,
+        json_file=file,
         job_limit_s=suite.job_limit_s,
         total_limit_s=options.time_limit or suite.total_limit_s,
         memory_limit_bytes=parse_budget(options.memory_limit),
@@ -74,6 +80,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     rows = [row for file in options.files for row in read_rows(file)]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(render_report(rows))
     print(f"wrote {options.out}: {len(rows)} rows")
     return 0
@@ -128,24 +135,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     suites = "; ".join(f"{suite.name}: {suite.about}" for suite in SUITES.values())
-    run = commands.add_parser("run", help="measure a suite and print its tables", description=suites)
+    run = commands.add_parser("run", help="measure suites and print their tables", description=suites)
     run.add_argument("--suite", type=_suite_names, required=True, help="one, or several separated by commas")
     run.add_argument("--quick", action="store_true", help="small sizes, one round: shows that all works")
     run.add_argument("--peers", help="only these, separated by commas")
     run.add_argument("--rounds", type=int, help="times each job runs in a fresh process")
     run.add_argument("--steps", type=int, default=5, help="timed steps in each process (default 5)")
     run.add_argument("--json", type=Path, help="JSON-lines file; finished rows in it are not run again")
+    run.add_argument("--out", type=Path, help="the same for several suites: a folder for SUITE_DEVICE.jsonl of each")
     run.add_argument("--time-limit", type=float, help="seconds after which no further job starts")
     run.add_argument("--memory-limit", help="what one child may take, such as 4GiB (default: 0.8 of the machine)")
     run.add_argument("--cache", type=Path, help="folder of compiled code for all jobs: then compile times are not cold")
     run.add_argument("--parallel", type=_job_count, default=1, help="jobs at a time, which disturb each other's times")
     run.set_defaults(run=_run)
+    questions = measures.questions()
+    about = "\n".join(f"{name:18}{question}" for name, question in questions.items())
+    help_ = argparse.RawDescriptionHelpFormatter
+    measure = commands.add_parser("measure", help="answer one question", description=about, formatter_class=help_)
+    measure.add_argument("name", choices=questions)
+    measure.add_argument("options", nargs=argparse.REMAINDER, help="those of the measurement; NAME --help lists them")
+    measure.set_defaults(run=lambda options: measures.main(options.name, options.options))
     show = commands.add_parser("show", help="print the tables of a JSON-lines file")
     show.add_argument("file", type=Path)
     show.set_defaults(run=_show)
     report = commands.add_parser("report", help="one HTML page of JSON-lines files")
     report.add_argument("files", type=Path, nargs="+")
-    report.add_argument("--out", type=Path, default=Path("benchmarks.html"))
+    report.add_argument("--out", type=Path, default=Path("build/benchmarks.html"))
     report.set_defaults(run=_report)
     readme = commands.add_parser("readme", help="write README's tables from benchmarks/results")
     readme.add_argument("--check", action="store_true", help="exit with 1 where they differ, write nothing")

@@ -3,7 +3,8 @@ front of budgets, from the committed rows.
 
     python -m benchmarks.docs_figures
 
-docs/memory_over_step.png is measured by `make demo`, docs/expert_parallel_scale.png by `python -m benchmarks.ep_scale`.
+docs/memory_over_step.png is measured by `make demo`, docs/expert_parallel_scale.png is drawn by `python -m benchmarks
+measure ep_scale`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from benchmarks.figures import pictures_of
 from benchmarks.harness import read_rows
 from benchmarks.readme import RESULTS, ROOT
 from memfine_fx.api import explain
+from memfine_fx.compiler.swiglu import layer_bytes
 from memfine_fx.config import Config
-from memfine_fx.figure import blank_figure
-from memfine_fx.layer_plan import LayerSizes, sweep_rows
+from memfine_fx.demo.tiny import tiny_causal_lm
+from memfine_fx.plan.layer import LayerSizes, sweep_rows
+from memfine_fx.report.figure import blank_figure
 from memfine_fx.runtime.routing import SliceCounter, sort_assignments
 from memfine_fx.runtime.schedule import Chunk, rows_schedule, tokens_schedule
-from memfine_fx.tiny import tiny_causal_lm
 
 __all__ = ["draw_chunks", "draw_front", "draw_peaks", "draw_region"]
 
@@ -52,24 +54,21 @@ def draw_chunks(path: Path) -> None:
         by_rows = rows_schedule(offsets.tolist(), ROWS, groups=False)
         _draw(axes[0, place], by_rows, f"rows axis, {name} routing", colour)
         _draw(axes[1, place], tokens_schedule(slices.tolist()), f"two slices of tokens, {name} routing", colour)
-    for one in axes[:, 0]:
-        one.set_ylabel("rows in the chunk")
-    for one in axes[1]:
-        one.set_xlabel("chunk, in the order of the walk")
+    figure.supxlabel("chunk, in the order of the walk", fontsize=10)
+    figure.supylabel("rows in the chunk", fontsize=10)
     figure.savefig(path)
 
 
 def draw_peaks(path: Path) -> None:
     """The layer of the benchmark suite `layer`: predicted peak beyond parameters by rows a chunk."""
     sizes = LayerSizes(num_tokens=8192, hidden=512, expert_width=1024, num_experts=16, top_k=4, dtype=torch.float32)
-    points = sweep_rows(sizes)
+    points = sweep_rows(sizes, layer_bytes(sizes))
     figure, axes = blank_figure((7, 3.5), "drawing peaks")
     axes.plot([point.rows for point in points], [point.peak_bytes / MIB for point in points], marker="o", color=_EVEN)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.set_xticks([point.rows for point in points], [f"{point.rows:,}" for point in points], rotation=30)
-    axes.set_xlabel("rows a chunk, R")
-    axes.set_ylabel("predicted peak, MiB")
+    axes.set(xlabel="rows a chunk, R", ylabel="predicted peak, MiB")
     axes.set_title("One layer, T=8192 H=512 F=1024 E=16 K=4, fp32: forward and backward", fontsize=9)
     axes.grid(alpha=0.3)
     figure.savefig(path)

@@ -18,15 +18,19 @@ Loads are those of `benchmarks.loads`, tokens in random order, and
                     ranks, the second half the others
 """
 
+import json
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -35,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 import memfine_fx
 from benchmarks.loads import choose_experts, expert_counts
 from benchmarks.machine import describe_machine
-from benchmarks.ranks import run_ranks
+from benchmarks.records import Machine
 from memfine_fx.expert_parallel import arrival, walk
 from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, Table, gather_table
 from memfine_fx.expert_parallel.groups import expert_group
@@ -67,11 +71,12 @@ class LayerSizes:
     rows: int = 1024
     steps: int = 3
 
+    @property
+    def layer(self) -> str:
+        return f"T={self.tokens} a rank, H={self.hidden} F={self.width} E={self.experts} K={self.top_k}"
+
     def __str__(self) -> str:
-        return (
-            f"{self.ranks} ranks, T={self.tokens} a rank, H={self.hidden} F={self.width} E={self.experts} "
-            f"K={self.top_k} R={self.rows}, float32"
-        )
+        return f"{self.ranks} ranks, {self.layer} R={self.rows}, float32"
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,37 @@ class LayerRow:
     gradient_norm: float
 
     @property
+    def peak(self) -> int:
+        return max(self.peak_bytes)
+
+    @property
     def seconds(self) -> float:
         return statistics.median(self.step_seconds)
+
+    @property
+    def all_cpu_seconds(self) -> float:
+        return statistics.median(self.cpu_seconds)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All rows, with the machine that they were measured on."""
+
+    machine: Machine
+    sizes: LayerSizes
+    rows: tuple[LayerRow, ...]
+
+    def row(self, peer: str, load: str) -> LayerRow:
+        return next(row for row in self.rows if (row.peer, row.load) == (peer, load))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Findings":
+        found = json.loads(text)
+        rows = tuple(LayerRow(**row) for row in found["rows"])
+        return cls(Machine(**found["machine"]), LayerSizes(**found["sizes"]), rows)
 
 
 class UnchunkedExperts(nn.Module):
@@ -108,9 +142,13 @@ class UnchunkedExperts(nn.Module):
         self.down_proj = nn.Parameter(whole.down_proj[owned.start : owned.stop].detach().clone())
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self.again != "layer":
-            return self._layer(hidden, index, weight)
-        out: torch.Tensor = checkpoint(self._layer, hidden, index, weight, use_reentrant=False)
+        return self._run("layer", self._layer, hidden, index, weight)
+
+    def _run(self, what: str, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        """Under checkpoint where that is what backward computes again."""
+        if self.again != what:
+            return function(*args)
+        out: torch.Tensor = checkpoint(function, *args, use_reentrant=False)
         return out
 
     def _layer(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -127,45 +165,51 @@ class UnchunkedExperts(nn.Module):
         experts = torch.repeat_interleave(torch.arange(len(owned)).repeat(len(table)), mine.flatten())
         by_expert = experts.argsort(stable=True)
         parts = rows[by_expert].split(mine.sum(dim=0).tolist())
-        results = torch.cat([self._maybe_again(expert, part) for expert, part in enumerate(parts)])
+        results = torch.cat([self._run("experts", self._expert, expert, part) for expert, part in enumerate(parts)])
         back = torch.empty_like(results).index_copy(0, by_expert, results)
         back = all_to_all_single_autograd(back, sent, received, dist.group.WORLD)
         weighted = back * weight.flatten()[order].unsqueeze(1)
         return torch.zeros_like(hidden).index_add(0, tokens, weighted)
-
-    def _maybe_again(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        if self.again != "experts":
-            return self._expert(expert, rows)
-        out: torch.Tensor = checkpoint(self._expert, expert, rows, use_reentrant=False)
-        return out
 
     def _expert(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         gate, up = F.linear(rows, self.gate_up_proj[expert]).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, self.down_proj[expert])
 
 
-def measure(sizes: LayerSizes, peers: Sequence[str] = PEERS, loads: Sequence[str] = LOADS) -> list[LayerRow]:
+def measure(sizes: LayerSizes, peers: Sequence[str], loads: Sequence[str]) -> Findings:
     """Rows of every peer under every load."""
     by_rank = run_ranks(_measure_rank, sizes.ranks, sizes, tuple(peers), tuple(loads))
-    return [_joined(rows) for rows in zip(*by_rank, strict=True)]
+    rows = tuple(_joined(rows) for rows in zip(*by_rank, strict=True))
+    return Findings(describe_machine(torch.device("cpu")), sizes, rows)
 
 
-def _joined(rows: Sequence[dict[str, Any]]) -> LayerRow:
-    first = rows[0]
-    return LayerRow(
-        first["peer"],
-        first["load"],
-        tuple(row["received"] for row in rows),
-        tuple(row["peak"] for row in rows),
-        first["seconds"],
-        tuple(sum(steps) for steps in zip(*(row["cpu"] for row in rows), strict=True)),
-        max(row["schedule"] for row in rows),
-        first["output"],
-        first["gradient"],
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """`function(rank, *args)` on every rank of a gloo group of processes here; what each returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_run_rank, (function, num_ranks, folder, args), nprocs=num_ranks)
+        return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(num_ranks)]
+
+
+def _run_rank(rank: int, function: Callable[..., Any], num_ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    torch.save(function(rank, *args), Path(folder) / str(rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _joined(rows: Sequence[LayerRow]) -> LayerRow:
+    """Of one row a rank."""
+    return replace(
+        rows[0],
+        received_rows=tuple(row.received_rows[0] for row in rows),
+        peak_bytes=tuple(row.peak_bytes[0] for row in rows),
+        cpu_seconds=tuple(sum(steps) for steps in zip(*(row.cpu_seconds for row in rows), strict=True)),
+        schedule_seconds=max(row.schedule_seconds for row in rows),
     )
 
 
-def _measure_rank(rank: int, sizes: LayerSizes, peers: tuple[str, ...], loads: tuple[str, ...]) -> list[dict[str, Any]]:
+def _measure_rank(rank: int, sizes: LayerSizes, peers: tuple[str, ...], loads: tuple[str, ...]) -> list[LayerRow]:
     torch._dynamo.config.recompile_limit = 64  # the layers share their code
     layers = {peer: _layer(peer, sizes, rank) for peer in peers}
     found = []
@@ -173,15 +217,12 @@ def _measure_rank(rank: int, sizes: LayerSizes, peers: tuple[str, ...], loads: t
         wanted = [peer for peer in peers if load != "in turn" or peer in PEERS_IN_TURN]
         steps = {peer: _LayerStep(rank, sizes, layers[peer], load) for peer in wanted}
         norms = {peer: step.warmed_up() for peer, step in steps.items()}
-        times: dict[str, list[tuple[float, float]]] = {peer: [] for peer in wanted}
-        for _ in range(sizes.steps):
-            for peer, step in steps.items():
-                times[peer].append(step.timed())
+        times = [{peer: step.timed() for peer, step in steps.items()} for _ in range(sizes.steps)]
         schedule = _schedule_seconds(rank, sizes, load)
         for peer, step in steps.items():
-            seconds, cpu = zip(*times[peer], strict=True)
-            own = {"peer": peer, "load": load, "received": step.received, "peak": step.peak_bytes()}
-            found.append({**own, "seconds": seconds, "cpu": cpu, "schedule": schedule, **norms[peer]})
+            seconds, cpu = zip(*(one[peer] for one in times), strict=True)
+            figures = (step.received,), (step.peak_bytes(),), seconds, cpu
+            found.append(LayerRow(peer, load, *figures, schedule, *norms[peer]))
     return found
 
 
@@ -234,13 +275,13 @@ class _LayerStep:
         for leaf in self._leaves:
             leaf.grad = None
 
-    def warmed_up(self) -> dict[str, float]:
+    def warmed_up(self) -> tuple[float, float]:
         """Norms over all ranks of the output and of the experts' gradients, once everything is compiled and planned."""
         self()
         self.drop()
         out = self()
         gradients = [leaf.grad for leaf in self._layer.parameters() if leaf.grad is not None]
-        norms = {"output": _group_norm([out]), "gradient": _group_norm(gradients)}
+        norms = _group_norm([out]), _group_norm(gradients)
         self.drop()
         return norms
 
@@ -318,9 +359,3 @@ def _schedule_seconds(rank: int, sizes: LayerSizes, load: str) -> float:
             schedule.legs(rank, number)
         times.append(time.perf_counter() - started)
     return statistics.median(times)
-
-
-def as_json(sizes: LayerSizes, rows: Sequence[LayerRow]) -> dict[str, Any]:
-    """With the machine that they were measured on."""
-    machine = describe_machine(torch.device("cpu"))
-    return {"machine": asdict(machine), "sizes": asdict(sizes), "rows": [asdict(row) for row in rows]}

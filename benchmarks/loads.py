@@ -30,20 +30,28 @@ def expert_counts(load: str, tokens: int, experts: int, top_k: int) -> list[int]
     Raises:
         ValueError: an unknown load, or one that these sizes cannot carry.
     """
-    kind, _, argument = load.partition(":")
-    if kind == "balanced":
-        shares = [1.0] * experts
-    elif kind == "zipf":
-        shares = [rank ** -float(argument) for rank in range(1, experts + 1)]
-    elif kind == "one":
-        shares = [1.0] * top_k + [0.0] * (experts - top_k)
-    elif kind == "paper":
-        shares = expert_loads(PRINTED[int(argument)])[:experts]
-    else:
-        raise ValueError(f"load {load!r} is unknown; expected balanced, zipf:A, one or paper:L")
+    shares = shares_of(load, experts, top_k)
     if len(shares) != experts or top_k > experts:
         raise ValueError(f"load {load!r} cannot fill {experts} experts with top-{top_k}")
     return _fill(shares, tokens, top_k)
+
+
+def shares_of(load: str, experts: int, top_k: int) -> list[float]:
+    """What each expert has of the rows, hottest first, in any unit and not capped; of paper:L at most those printed.
+
+    Raises:
+        ValueError: an unknown load.
+    """
+    kind, _, argument = load.partition(":")
+    if kind == "balanced":
+        return [1.0] * experts
+    if kind == "zipf":
+        return [rank ** -float(argument) for rank in range(1, experts + 1)]
+    if kind == "one":
+        return [1.0] * top_k + [0.0] * (experts - top_k)
+    if kind == "paper":
+        return expert_loads(PRINTED[int(argument)])[:experts]
+    raise ValueError(f"load {load!r} is unknown; expected balanced, zipf:A, one or paper:L")
 
 
 def choose_experts(counts: list[int], tokens: int, generator: torch.Generator) -> torch.Tensor:

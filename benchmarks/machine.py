@@ -4,6 +4,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,22 +34,22 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     left = torch.randn(size, size, dtype=dtype, device=device)
     right = torch.randn(size, size, dtype=dtype, device=device)
     out = torch.empty_like(left)
-    seconds = [_time_matmul(left, right, out) for _ in range(1 + _MATMUL_REPEATS)]
+    seconds = [seconds_of(lambda: torch.mm(left, right, out=out), device) for _ in range(1 + _MATMUL_REPEATS)]
     return float(2 * size**3 / statistics.median(seconds[1:]))
 
 
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """By the wall clock, of a call and of all that it leaves the device to do."""
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a wall clock sees its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _time_matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
-    synchronize(left.device)
-    started = time.perf_counter()
-    torch.mm(left, right, out=out)
-    synchronize(left.device)
-    return time.perf_counter() - started
 
 
 def _processor_name() -> str:

@@ -9,20 +9,27 @@
 
 import os
 import statistics
-import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch._dynamo.utils import counters
 
 import memfine_fx
-from benchmarks.machine import matmul_rate, synchronize
+from benchmarks.machine import matmul_rate, seconds_of
 from benchmarks.peers import find_peer
 from benchmarks.records import Job, Measurement
-from benchmarks.workloads import Workload, build_workload
+from benchmarks.workloads import Workload
+from benchmarks.workloads.layer import build_gradients_workload, build_layer_workload, build_rank_workload
+from benchmarks.workloads.model import build_model_workload
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
 
+BUILDERS = {
+    "layer": build_layer_workload,
+    "gradients": build_gradients_workload,
+    "model": build_model_workload,
+    "rank": build_rank_workload,
+}
 _WARM_UP_STEPS = 2
 _TIMELINE_POINTS = 240
 
@@ -31,69 +38,57 @@ def measure_step(job: Job) -> Measurement:
     device = torch.device(job.device)
     cold = is_cache_empty()
     graphs_before = counters["stats"]["unique_graphs"]
-    workload = build_workload(job)
+    workload = BUILDERS[job.workload](job)
     warm_up = [time_step(workload, device) for _ in range(_WARM_UP_STEPS)]
     graphs = int(counters["stats"]["unique_graphs"] - graphs_before)
     seconds = tuple(time_step(workload, device) for _ in range(job.steps))
-    bytes_ = _count_bytes(workload, device)
-    value = workload.value_of(workload.step())
-    return Measurement(
-        step_seconds=seconds,
-        compile_seconds=max(0.0, sum(warm_up) - len(warm_up) * statistics.median(seconds)),
+    accumulating, allocated, reserved = _existing_gradients(workload, device)
+    workload.drop_gradients()
+    fresh = trace_memory(workload.step, device, beyond=workload.gradients)
+    return replace(
+        summed_up(workload, job, seconds, fresh.peak_bytes),
         cold=cold,
-        peak_bytes=bytes_.peak,
-        accumulating_peak_bytes=bytes_.accumulating_peak,
-        resting_bytes=bytes_.resting,
-        allocated_bytes=bytes_.allocated,
-        reserved_bytes=bytes_.reserved,
-        value=value,
-        gradient_norm=workload.gradient_norm(),
-        gradient_checksum=workload.gradient_checksum(),
-        gradient_error=workload.gradient_error() if workload.gradient_error else None,
-        matmul_flops_per_second=matmul_rate(getattr(torch, job.dtype), device),
+        compile_seconds=max(0.0, sum(warm_up) - len(warm_up) * statistics.median(seconds)),
+        accumulating_peak_bytes=accumulating,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
         graphs=graphs,
         recompilations=_count_recompilations(job, workload),
-        series={**workload.series, **bytes_.timeline, **_peaks_of_parts(workload, device)},
+        series={**workload.series, **timeline(fresh), **_peaks_of_parts(workload, device)},
     )
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    peak: int
-    accumulating_peak: int | None
-    resting: int
-    allocated: int | None
-    reserved: int | None
-    timeline: dict[str, tuple[float, ...]]
+def summed_up(workload: Workload, job: Job, seconds: tuple[float, ...], peak_bytes: int) -> Measurement:
+    """With the loss or output of one more step, sums of its gradients, and the machine's matrix product."""
+    workload.drop_gradients()
+    return Measurement(
+        step_seconds=seconds,
+        cold=False,
+        peak_bytes=peak_bytes,
+        value=workload.value_of(workload.step()),
+        gradient_norm=workload.gradient_norm(),
+        gradient_checksum=workload.gradient_checksum(),
+        gradient_error=workload.gradient_error() if workload.gradient_error else None,
+        matmul_flops_per_second=matmul_rate(getattr(torch, job.dtype), torch.device(job.device)),
+    )
 
 
-def _count_bytes(workload: Workload, device: torch.device) -> _Bytes:
+def _existing_gradients(workload: Workload, device: torch.device) -> tuple[int | None, int | None, int | None]:
+    """(peak, allocated, reserved) of a step that adds to gradients; the latter two on CUDA only.
+
+    No peak where a budget of ours does not allow for gradients that are there before the step.
+    """
     is_cuda = device.type == "cuda"
     workload.zero_gradients()
     if is_cuda:
         torch.cuda.empty_cache()
-    accumulating = _accumulating_peak(workload, device)
-    allocated = torch.cuda.max_memory_allocated(device) if is_cuda else None
-    reserved = torch.cuda.max_memory_reserved(device) if is_cuda else None
-    workload.drop_gradients()
-    fresh = trace_memory(workload.step, device, beyond=workload.gradients)
-    workload.drop_gradients()
-    return _Bytes(
-        peak=fresh.peak_bytes,
-        accumulating_peak=accumulating,
-        resting=fresh.resting_bytes,
-        allocated=allocated,
-        reserved=reserved,
-        timeline=timeline(fresh),
-    )
-
-
-def _accumulating_peak(workload: Workload, device: torch.device) -> int | None:
-    """The peak where gradients are there before the step; None where a budget of ours does not allow for them."""
     try:
-        return trace_memory(workload.step, device).peak_bytes
+        peak = trace_memory(workload.step, device).peak_bytes
     except memfine_fx.BudgetInfeasible:
-        return None
+        peak = None
+    if not is_cuda:
+        return peak, None, None
+    return peak, torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
 def timeline(trace: MemoryTrace) -> dict[str, tuple[float, ...]]:
@@ -121,11 +116,13 @@ def _peaks_of_parts(workload: Workload, device: torch.device) -> dict[str, tuple
 def time_step(workload: Workload, device: torch.device) -> float:
     """Seconds of a step that begins without gradients, as after an optimizer's `zero_grad()`."""
     workload.drop_gradients()
-    synchronize(device)
-    started = time.perf_counter()
-    workload.step()
-    synchronize(device)
-    return time.perf_counter() - started
+    return seconds_of(workload.step, device)
+
+
+def peak_of(workload: Workload, device: torch.device) -> int:
+    """Bytes of a step that makes its gradients, these included."""
+    workload.drop_gradients()
+    return trace_memory(workload.step, device).peak_bytes
 
 
 def _count_recompilations(job: Job, workload: Workload) -> int | None:

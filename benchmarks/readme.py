@@ -4,16 +4,17 @@ A block starts with ``<!-- benchmarks: NAME -->`` and ends with ``<!-- /benchmar
 written by ``python -m benchmarks readme`` and compared by ``python -m benchmarks readme --check``.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks.expert_parallel import Findings
 from benchmarks.harness import read_rows
-from benchmarks.records import Machine, Row
-from benchmarks.suites import SUITES, paper_ep
-from benchmarks.summaries import MIB, Summary, summaries_of
+from benchmarks.records import Row
+from benchmarks.suites import SUITES
+from benchmarks.suites.ep import describe_paper
+from benchmarks.summaries import MIB, Summary, markdown, summaries_of
 from benchmarks.tables import conclusions, fraction_of_matmul_rate, machine_lines
 
 ROOT = Path(__file__).parent.parent
@@ -36,16 +37,10 @@ _LABELS = {
     "memfine+head": "**memfine, head chunked**",
     "memfine+checkpoint+head": "**memfine + gradient checkpointing, head chunked**",
 }
-_MAIN_PEERS = (  # those that users choose among
-    "eager",
-    "compile",
-    "compile+checkpoint",
-    "diy",
-    "deepspeed-tiled",
-    "memfine",
-    "memfine-R512",
-    "memfine-unlimited",
-)
+# Those that users choose among.
+_MAIN_PEERS = (
+    "eager", "compile", "compile+checkpoint", "diy", "deepspeed-tiled", "memfine", "memfine-R512", "memfine-unlimited",
+)  # fmt: skip
 
 
 def write_readme(path: Path) -> bool:
@@ -80,23 +75,25 @@ def layer_block(rows: Sequence[Row], peers: Sequence[str] | None = None) -> str:
     """One line a peer, fp32 and bf16 beside each other; of all peers, also those without figures."""
     summaries = [one for one in summaries_of(rows) if peers is None or one.job.peer in peers]
     found = {(one.job.peer, one.job.dtype): one for one in summaries}
-    lines = ["| | fp32 peak MiB | fp32 s | of matmul rate | bf16 peak MiB | bf16 s |", "|---|---|---|---|---|---|"]
+    lines = []
     for peer in dict.fromkeys(peer for peer, _ in found):
         full, half = found.get((peer, "float32")), found.get((peer, "bfloat16"))
         rate = f"{fraction_of_matmul_rate(full):.0%}" if full else "-"
-        lines.append(f"| {label_of(peer)} | {_peak(full)} | {_time(full)} | {rate} | {_peak(half)} | {_time(half)} |")
-    return "\n".join([*_heading(rows), *lines, *(_without_figures(rows) if peers is None else [])])
+        lines.append([label_of(peer), _peak(full), _time(full), rate, _peak(half), _time(half)])
+    table = markdown(" | fp32 peak MiB | fp32 s | of matmul rate | bf16 peak MiB | bf16 s", lines)
+    return "\n".join([*_heading(rows), table, *(_without_figures(rows) if peers is None else [])])
 
 
 def model_block(rows: Sequence[Row]) -> str:
     """One line a peer, with compile time and recompilations."""
     summaries = summaries_of(rows)
-    lines = ["| | peak MiB | step s | cold compile s | recompiled in 5 further shapes |", "|---|---|---|---|---|"]
+    lines = []
     for one in summaries:
         again = "-" if one.last.recompilations is None else str(one.last.recompilations)
         cold = "-" if one.cold_compile_seconds is None or again == "-" else f"{one.cold_compile_seconds:.1f}"
-        lines.append(f"| {label_of(one.job.peer)} | {_peak(one)} | {_time(one)} | {cold} | {again} |")
-    return "\n".join([*_heading(rows), *lines, *_without_figures(rows), "", _model_ratios(summaries)])
+        lines.append([label_of(one.job.peer), _peak(one), _time(one), cold, again])
+    table = markdown(" | peak MiB | step s | cold compile s | recompiled in 5 further shapes", lines)
+    return "\n".join([*_heading(rows), table, *_without_figures(rows), "", _model_ratios(summaries)])
 
 
 def said_block(rows: Sequence[Row]) -> str:
@@ -107,9 +104,9 @@ def said_block(rows: Sequence[Row]) -> str:
 
 def paper_ep_block() -> str:
     """The paper's methods on four ranks."""
-    everything = json.loads((RESULTS / "paper_ep_cpu.json").read_text())
-    source = f"`python -m benchmarks run --suite paper_ep`; {Machine(**everything['machine'])}"
-    return "\n".join([f"{source}:", "", "```text", paper_ep.describe(everything), "```"])
+    found = Findings.from_json((RESULTS / "paper_ep_cpu.json").read_text())
+    source = f"`python -m benchmarks run --suite paper_ep`; {found.machine}"
+    return "\n".join([f"{source}:", "", "```text", describe_paper(found), "```"])
 
 
 def _heading(rows: Sequence[Row]) -> list[str]:

@@ -115,26 +115,28 @@ class Measurement:
     """One worker's figures. Bytes are beyond what existed before the step, as each field says."""
 
     step_seconds: tuple[float, ...]
-    compile_seconds: float  # warm-up steps beyond their usual time
     cold: bool  # the compile cache was empty
     peak_bytes: int  # beyond parameters and gradients; the step makes the gradients (zero_grad's default)
-    accumulating_peak_bytes: int | None  # the same, where gradients exist already and are accumulated into
-    resting_bytes: int
-    allocated_bytes: int | None  # CUDA: all of the process, at the peak
-    reserved_bytes: int | None  # CUDA: what the caching allocator held of the device
     value: float  # loss, or the output's product with a fixed probe
     gradient_norm: float
     gradient_checksum: float
-    gradient_error: float | None  # largest relative error of a tensor against fp32, where measured
     matmul_flops_per_second: float
-    graphs: int
-    recompilations: int | None  # in five further shapes, where measured
+    compile_seconds: float = 0.0  # warm-up steps beyond their usual time
+    accumulating_peak_bytes: int | None = None  # the same peak, where gradients exist already and are accumulated into
+    allocated_bytes: int | None = None  # CUDA: all of the process, at the peak
+    reserved_bytes: int | None = None  # CUDA: what the caching allocator held of the device
+    gradient_error: float | None = None  # largest relative error of a tensor against fp32, where measured
+    graphs: int = 0
+    recompilations: int | None = None  # in five further shapes, where measured
     series: dict[str, tuple[float, ...]] = field(default_factory=dict)  # figures by point, layer or moment
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Measurement":
+        known = {
+            name: value for name, value in fields.items() if name in cls.__dataclass_fields__
+        }  # old rows have more
         series = {name: tuple(numbers) for name, numbers in fields.get("series", {}).items()}
-        return cls(**{**fields, "step_seconds": tuple(fields["step_seconds"]), "series": series})
+        return cls(**{**known, "step_seconds": tuple(fields["step_seconds"]), "series": series})
 
 
 @dataclass(frozen=True)

@@ -85,3 +85,13 @@ def align(rows: Sequence[Sequence[str]]) -> str:
         for row in rows
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def markdown(header: str, rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown.
+
+    Args:
+        header: its names, with bars between them.
+    """
+    rule = "---|" * len(header.split("|"))
+    return "\n".join([f"| {header.strip()} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)])

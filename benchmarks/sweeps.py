@@ -17,8 +17,7 @@ from dataclasses import replace
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.machine import matmul_rate, synchronize
-from benchmarks.measuring import is_cache_empty, time_step
+from benchmarks.measuring import is_cache_empty, summed_up, time_step
 from benchmarks.records import Job, Measurement, Sizes
 from benchmarks.workloads import Workload
 from benchmarks.workloads.layer import Layer, build_layer
@@ -37,13 +36,13 @@ def measure_sweep(job: Job) -> Measurement:
     _compile_symbolic(layer)
     peaks, medians = [], []
     for point in job.points:
-        workload = _workload_at(layer, *_place(job, point))
+        workload = layer.at(*_place(job, point))
         time_step(workload, device)
         seconds = tuple(time_step(workload, device) for _ in range(job.steps))
         peaks.append(_peak_bytes(workload, device))
         medians.append(statistics.median(seconds))
     series = {"peak_bytes": tuple(map(float, peaks)), "seconds": tuple(medians)}
-    return _measurement(job, workload, seconds, peaks[-1], cold, series)
+    return replace(summed_up(workload, job, seconds, peaks[-1]), cold=cold, graphs=_num_graphs(), series=series)
 
 
 def measure_longest(job: Job) -> Measurement:
@@ -55,21 +54,22 @@ def measure_longest(job: Job) -> Measurement:
     probes: dict[int, int] = {}
 
     def fits(tokens: int) -> bool:
-        workload = _workload_at(layer, _with_tokens(job.sizes, tokens), job.load)
+        workload = layer.at(_with_tokens(job.sizes, tokens), job.load)
         probes[tokens] = _peak_bytes(workload, device)
         return probes[tokens] <= job.limit_bytes
 
     longest = search_longest(fits)
-    workload = _workload_at(layer, _with_tokens(job.sizes, max(longest, STRIDE)), job.load)
+    workload = layer.at(_with_tokens(job.sizes, max(longest, STRIDE)), job.load)
     seconds = tuple(time_step(workload, device) for _ in range(job.steps))
     series = {
         "tokens": (float(longest),),
         "probed_tokens": tuple(map(float, probes)),
         "probed_bytes": tuple(map(float, probes.values())),
     }
-    compared = _workload_at(layer, job.sizes, job.load)  # every peer on the same tokens
+    compared = layer.at(job.sizes, job.load)  # every peer on the same tokens
     compared.step()
-    return _measurement(job, compared, seconds, probes.get(longest, 0), cold, series)
+    found = summed_up(compared, job, seconds, probes.get(longest, 0))
+    return replace(found, cold=cold, graphs=_num_graphs(), series=series)
 
 
 MEASURES: dict[str, Callable[[Job], Measurement]] = {"sweep": measure_sweep, "longest": measure_longest}
@@ -99,52 +99,21 @@ def _with_tokens(sizes: Sizes, tokens: int) -> Sizes:
     return replace(sizes, batch=1, sequence=tokens)
 
 
-def _workload_at(layer: Layer, sizes: Sizes, load: str) -> Workload:
-    return layer.workload(*layer.draw(sizes, load))
-
-
 def _compile_symbolic(layer: Layer) -> None:
     for tokens in (STRIDE * 3, STRIDE * 5):
-        _workload_at(layer, _with_tokens(layer.job.sizes, tokens), layer.job.load).step()
+        layer.at(_with_tokens(layer.job.sizes, tokens), layer.job.load).step()
 
 
 def _peak_bytes(workload: Workload, device: torch.device) -> int:
     """Of a step that makes its gradients, beyond them; traced again if something was compiled meanwhile."""
     while True:
-        graphs = counters["stats"]["unique_graphs"]
+        graphs = _num_graphs()
         workload.drop_gradients()
         trace = trace_memory(workload.step, device, beyond=workload.gradients)
-        if counters["stats"]["unique_graphs"] == graphs:
+        if _num_graphs() == graphs:
             return trace.peak_bytes
 
 
-def _measurement(
-    job: Job,
-    workload: Workload,
-    seconds: tuple[float, ...],
-    peak_bytes: int,
-    cold: bool,
-    series: dict[str, tuple[float, ...]],
-) -> Measurement:
-    workload.drop_gradients()
-    value = workload.value_of(workload.step())
-    device = torch.device(job.device)
-    synchronize(device)
-    return Measurement(
-        step_seconds=seconds,
-        compile_seconds=0.0,
-        cold=cold,
-        peak_bytes=peak_bytes,
-        accumulating_peak_bytes=peak_bytes,
-        resting_bytes=0,
-        allocated_bytes=None,
-        reserved_bytes=None,
-        value=value,
-        gradient_norm=workload.gradient_norm(),
-        gradient_checksum=workload.gradient_checksum(),
-        gradient_error=None,
-        matmul_flops_per_second=matmul_rate(getattr(torch, job.dtype), device),
-        graphs=int(counters["stats"]["unique_graphs"]),
-        recompilations=None,
-        series=series,
-    )
+def _num_graphs() -> int:
+    """Graphs that Dynamo has captured in this process."""
+    return int(counters["stats"]["unique_graphs"])

@@ -1,11 +1,10 @@
 """Rows to readable tables: medians over rounds, ratios against named baselines, checks against a baseline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.flops import expert_flops
-from benchmarks.peers import find_peer
-from benchmarks.records import Job, Row
+from benchmarks.peers import Recompute, find_peer
+from benchmarks.records import Job, Row, Sizes
 from benchmarks.suites import SUITES
 from benchmarks.summaries import MIB, Summary, align, by_key, summaries_of, tokens_of
 
@@ -15,6 +14,7 @@ BASELINES = ("eager", "compile")
 VALUE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
 _ERROR_CHARACTERS = 110
+Column = Callable[[Summary], str]
 
 
 def format_tables(rows: Sequence[Row]) -> str:
@@ -62,77 +62,46 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     summaries = {summary.job.key: summary for summary in present}
     baselines = {one.job.peer: one for one in present if one.job.peer in BASELINES}
     reference = next((baselines[name] for name in BASELINES if name in baselines), next(iter(present), None))
-    cells: list[list[str]] = []
-    failures: list[str] = []
-    for key, same in by_key(rows).items():
-        summary = summaries.get(key)
-        if summary is None or reference is None:
-            failures.append(_failure_line(same[-1]))
-        else:
-            cells.append(_cells(summary, baselines, reference))
-    return Table(title, _header(rows[0].job), cells, failures)
+    columns = _columns(rows[0].job, baselines, reference)
+    cells = [[cell(summaries[key]) for cell in columns.values()] for key in by_key(rows) if key in summaries]
+    failures = [_failure_line(same[-1]) for key, same in by_key(rows).items() if key not in summaries]
+    return Table(title, list(columns), cells, failures)
 
 
-def _header(job: Job) -> list[str]:
-    ratios = [f"{what}/{baseline}" for baseline in BASELINES for what in ("peak", "time")]
-    shared = ["peer", "peak MiB", "accum MiB", "step s", "min-max s", "tokens/s", *ratios, "compile s"]
-    return [*shared, *_extra_header(job), "check"]
-
-
-def _extra_header(job: Job) -> list[str]:
-    cuda = ["allocated MiB", "reserved MiB"] if job.device == "cuda" else []
-    own = {
-        "layer": ["of matmul"],
-        "model": ["loss", "graphs", "recompiled"],
-        "gradients": ["gradient error"],
-        "longest": ["longest T"],
+def _columns(job: Job, baselines: dict[str, Summary], reference: Summary | None) -> dict[str, Column]:
+    """Names and cells, from left to right."""
+    columns: dict[str, Column] = {
+        "peer": lambda one: one.job.peer,
+        "peak MiB": lambda one: _mib(one.peak_bytes),
+        "accum MiB": lambda one: _mib(one.last.accumulating_peak_bytes),
+        "step s": lambda one: f"{one.step_seconds:.4g}",
+        "min-max s": lambda one: f"{one.step_seconds_min:.4g}-{one.step_seconds_max:.4g}",
+        "tokens/s": lambda one: f"{tokens_of(one) / one.step_seconds:,.0f}",
     }
-    return [*cuda, *own.get(job.workload, [])]
-
-
-def _cells(summary: Summary, baselines: dict[str, Summary], reference: Summary) -> list[str]:
-    ratios = []
     for name in BASELINES:
-        baseline = baselines.get(name)
-        ratios += ["-", "-"] if baseline is None else _ratios(summary, baseline)
-    cold, accumulating = summary.cold_compile_seconds, summary.last.accumulating_peak_bytes
-    is_compiled = find_peer(summary.job.workload, summary.job.peer).is_compiled
-    return [
-        summary.job.peer,
-        f"{summary.peak_bytes / MIB:.1f}",
-        "-" if accumulating is None else f"{accumulating / MIB:.1f}",
-        f"{summary.step_seconds:.4g}",
-        f"{summary.step_seconds_min:.4g}-{summary.step_seconds_max:.4g}",
-        f"{tokens_of(summary) / summary.step_seconds:,.0f}",
-        *ratios,
-        f"{cold:.1f}" if cold and is_compiled else "-",
-        *_extra_cells(summary),
-        check(summary, reference),
-    ]
+        base = baselines.get(name)
+        columns[f"peak/{name}"] = lambda one, base=base: _ratio(one.peak_bytes, base and base.peak_bytes)
+        columns[f"time/{name}"] = lambda one, base=base: _ratio(one.step_seconds, base and base.step_seconds)
+    columns["compile s"] = _cold_compile
+    if job.device == "cuda":
+        columns["allocated MiB"] = lambda one: _mib(one.last.allocated_bytes, 0)
+        columns["reserved MiB"] = lambda one: _mib(one.last.reserved_bytes, 0)
+    columns |= _OF_WORKLOAD.get(job.workload, {})
+    columns["check"] = lambda one: check(one, reference or one)
+    return columns
 
 
-def _ratios(summary: Summary, baseline: Summary) -> list[str]:
-    peak = summary.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else float("nan")
-    return [f"{peak:.2f}", f"{summary.step_seconds / baseline.step_seconds:.2f}"]
+def _mib(num_bytes: int | None, digits: int = 1) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / MIB:.{digits}f}"
 
 
-def _extra_cells(summary: Summary) -> list[str]:
-    job, last = summary.job, summary.last
-    cuda = (
-        [f"{(number or 0) / MIB:.0f}" for number in (last.allocated_bytes, last.reserved_bytes)]
-        if job.device == "cuda"
-        else []
-    )
-    if job.workload == "layer":
-        return [*cuda, f"{fraction_of_matmul_rate(summary):.0%}"]
-    if job.workload == "model":
-        again = "-" if last.recompilations is None else str(last.recompilations)
-        return [*cuda, f"{last.value:.6f}", str(last.graphs), again]
-    if job.workload == "gradients":
-        return [*cuda, "-" if last.gradient_error is None else f"{last.gradient_error:.2e}"]
-    if job.workload == "longest":
-        return [*cuda, f"{last.series['tokens'][0]:.0f}"]
-    return cuda
+def _ratio(figure: float, base: float | None) -> str:
+    return "-" if base is None else f"{figure / base if base else float('nan'):.2f}"
+
+
+def _cold_compile(one: Summary) -> str:
+    is_compiled = find_peer(one.job.workload, one.job.peer).is_compiled
+    return f"{one.cold_compile_seconds:.1f}" if one.cold_compile_seconds and is_compiled else "-"
 
 
 def fraction_of_matmul_rate(summary: Summary) -> float:
@@ -140,6 +109,33 @@ def fraction_of_matmul_rate(summary: Summary) -> float:
     recompute = find_peer(summary.job.workload, summary.job.peer).recompute
     rate = expert_flops(summary.job.sizes, recompute) / summary.step_seconds
     return rate / summary.matmul_flops_per_second
+
+
+def expert_flops(sizes: Sizes, recompute: Recompute) -> int:
+    """Of one forward and backward of all layers, recomputation included.
+
+    Each routed row goes through the first projection (H to 2F: ``2 * H * 2F``) and the second (F to H: ``2 * F * H``).
+    Backward does twice the forward's work: one product for the input's gradient, one for the weight's. Recomputation
+    adds the first projection again, or the whole forward. Router, activation and combination are not counted.
+    """
+    first_projection = 2 * sizes.hidden * 2 * sizes.width
+    forward = first_projection + 2 * sizes.width * sizes.hidden
+    again = {"nothing": 0, "first projection": first_projection, "forward": forward}[recompute]
+    return sizes.layers * sizes.routed_rows * (3 * forward + again)
+
+
+_OF_WORKLOAD: dict[str, dict[str, Column]] = {
+    "layer": {"of matmul": lambda one: f"{fraction_of_matmul_rate(one):.0%}"},
+    "model": {
+        "loss": lambda one: f"{one.last.value:.6f}",
+        "graphs": lambda one: str(one.last.graphs),
+        "recompiled": lambda one: "-" if one.last.recompilations is None else str(one.last.recompilations),
+    },
+    "gradients": {
+        "gradient error": lambda one: "-" if one.last.gradient_error is None else f"{one.last.gradient_error:.2e}"
+    },
+    "longest": {"longest T": lambda one: f"{one.last.series['tokens'][0]:.0f}"},
+}
 
 
 def check(summary: Summary, reference: Summary) -> str:

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.fronts import measure_front
+from benchmarks.budgets import measure_front, measure_predictions
 from benchmarks.machine import describe_machine
 from benchmarks.measuring import measure_step
-from benchmarks.predictions import measure_predictions
 from benchmarks.records import Job, Measurement, Row
 from benchmarks.sweeps import MEASURES
 

@@ -20,8 +20,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # measuring bytes uses the profi
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout works without being installed
 
 import memfine_fx
+from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.tiny import tiny_causal_lm
 
 VOCABULARY = 128
 LENGTH = 128

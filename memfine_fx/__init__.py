@@ -7,7 +7,9 @@ finds the MoE regions of an unmodified model, rewrites them into chunked loops w
 chunks from a symbolic memory model, and compiles with Inductor (MemFine, arXiv 2511.21431).
 """
 
-from memfine_fx.api import explain, optimize, report, verify
+from memfine_fx.api import explain, log_scalars, optimize, report, scalars, verify
+from memfine_fx.compiler.optimized import restored as _restored  # noqa: F401  # pickles of models name it here
+from memfine_fx.compiler.registration import register_backend as _register_backend
 from memfine_fx.config import Config
 from memfine_fx.errors import (
     BudgetInfeasible,
@@ -17,10 +19,8 @@ from memfine_fx.errors import (
     DoubleBackwardError,
     MemfineError,
 )
-from memfine_fx.registration import register_backend as _register_backend
-from memfine_fx.report import RegionReport, Report
-from memfine_fx.training_log import log_scalars, scalars
-from memfine_fx.verification import RegionVerification, VerifyReport
+from memfine_fx.records.verification import RegionVerification, VerifyReport
+from memfine_fx.report.reports import RegionReport, Report
 
 __all__ = [
     "BudgetInfeasible",

@@ -1,4 +1,4 @@
-"""`optimize`, `explain`, `verify`, `report`: thin; the pipeline is in `backend`."""
+"""`optimize`, `explain`, `verify`, `report`, `scalars`: thin; the pipeline is in `compiler.pipeline`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import torch
 from memfine_fx.capture.implementation import switched_experts
 from memfine_fx.capture.undo import ModelState
 from memfine_fx.compat.nn import COMPILED_CALLS, hooks_after_gradient
+from memfine_fx.compiler.optimized import OptimizedCall, Options, captured, optimized_call
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
-from memfine_fx.optimized import OptimizedCall, Options, captured, optimized_call
-from memfine_fx.report import Report
-from memfine_fx.verification import VerifyReport
+from memfine_fx.records.verification import VerifyReport
+from memfine_fx.report.reports import Report
+from memfine_fx.report.training_log import ScalarWriter, scalars_of
 
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
+    from memfine_fx.compiler.session import Session
     from memfine_fx.expert_parallel.groups import ExpertGroup, MeshOrGroup
-    from memfine_fx.session import Session
 
-__all__ = ["explain", "optimize", "report", "verify"]
+__all__ = ["explain", "log_scalars", "optimize", "report", "scalars", "verify"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
@@ -162,7 +163,7 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
     if call is not None:
         return Report((), 0, has_run=False) if call.session is None else call.session.report(has_run=call.has_run)
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    from memfine_fx.session import sessions
+    from memfine_fx.compiler.session import sessions
 
     for session in reversed(sessions()):
         of_model = None if session.is_dry else session.restricted_to(parameters)
@@ -174,8 +175,35 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
     )
 
 
+def scalars(model: torch.nn.Module | Callable[..., Any]) -> dict[str, float]:
+    """Named numbers of the latest steps.
+
+    Args:
+        model: optimized, or compiled with backend="memfine", and run.
+
+    Returns:
+        Per chunked layer `memfine/LAYER/...`: chunks, largest_chunk_rows, tokens, imbalance (rows of the fullest expert
+        over the mean) and its p50, p95 and max over the latest steps; of the step `memfine/predicted_peak_bytes`, and
+        on CUDA `memfine/measured_peak_bytes`, the allocator's peak since it was last reset.
+
+    Raises:
+        MemfineError: memfine_fx has compiled nothing of this model.
+    """
+    return scalars_of(report(model))
+
+
+def log_scalars(writer: ScalarWriter, model: torch.nn.Module | Callable[..., Any], step: int) -> None:
+    """Write `scalars(model)`, e.g. with `torch.utils.tensorboard.SummaryWriter`.
+
+    Raises:
+        MemfineError: memfine_fx has compiled nothing of this model.
+    """
+    for name, value in scalars(model).items():
+        writer.add_scalar(name, value, step)
+
+
 def _open_session(config: Config, *, is_dry: bool = False) -> Session:
-    from memfine_fx.session import open_session
+    from memfine_fx.compiler.session import open_session
 
     return open_session(config, is_dry=is_dry, holds_compiled=True)
 

@@ -109,8 +109,10 @@ def _plan(options: argparse.Namespace) -> int:
 
         print(render())
         return 0
-    from memfine_fx.front import draw_front, layer_front, read_measured
-    from memfine_fx.layer_plan import LayerSizes, plan_swiglu_layer, sweep_rows
+    from memfine_fx.compiler.swiglu import layer_bytes, layer_work
+    from memfine_fx.plan.front import layer_front, read_measured
+    from memfine_fx.plan.layer import LayerSizes, plan_layer, sweep_rows
+    from memfine_fx.report.front import draw_front
 
     sizes = LayerSizes(
         num_tokens=options.tokens,
@@ -121,9 +123,12 @@ def _plan(options: argparse.Namespace) -> int:
         dtype=_DTYPES[options.dtype],
         device=options.device,
     )
-    plan, terms = plan_swiglu_layer(sizes, memory_budget=options.budget, axis=options.axis, rows_per_chunk=options.rows)
-    points = sweep_rows(sizes) if options.sweep else []
-    front = layer_front(sizes) if options.front or options.plot else []
+    region = layer_bytes(sizes)
+    plan, terms = plan_layer(
+        sizes, region, memory_budget=options.budget, axis=options.axis, rows_per_chunk=options.rows
+    )
+    points = sweep_rows(sizes, region) if options.sweep else []
+    front = layer_front(sizes, layer_work) if options.front or options.plot else []
     if options.plot:
         draw_front(front, read_measured(options.measured) if options.measured else [], options.plot)
     if options.json:
@@ -180,7 +185,7 @@ def _load(target: str, experts: str | None) -> tuple[torch.nn.Module, tuple[Any,
     """
     kind, _, name = target.partition(":")
     if kind == "hf" and name:
-        from memfine_fx.tiny import tiny_model
+        from memfine_fx.demo.tiny import tiny_model
 
         try:
             tiny = tiny_model(name, experts_implementation=experts)

@@ -31,7 +31,15 @@ _UNITS = {
     "gi": 2**30,
     "ti": 2**40,
 }
-_FLAGS = ("fold_weight", "saves_attention", "captures_loops", "returns_logits", "verify", "identity_rewrite")
+_FLAGS = ("captures_loops", "returns_logits", "verify")
+_GONE = {
+    "fold_weight": "it moved the routing weight before the last projection, which is now done wherever it is exact",
+    "identity_rewrite": "it put every region back unchanged, a control of tests; verify=True checks a model's regions",
+    "min_rows": "it was the fewest rows of an expert or tokens of a head that a budget may leave in a chunk, now 64",
+    "patience": "it was the number of steps in a row that must need fewer chunks before fewer are used, now 4",
+    "saves_attention": "it kept the output of attention in checkpointed layers with a region, which is now always kept",
+}
+"""Options of former versions: what each did, and what is done now."""
 _BUDGET_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?b|([kmgt]i?))?\s*", re.IGNORECASE)
 
 
@@ -48,14 +56,8 @@ class Config:
         tokens_per_chunk: tokens in one slice of axis "tokens". None derives it from R and top-k.
         bins: numbers of chunks to choose among at run time, as the paper's (1, 2, 4, 8); None takes the exact
             number that the rows of the step require.
-        patience: steps in a row that must require fewer chunks before fewer are used; more are used at once.
-        fold_weight: move the routing weight before the last projection (saves its recomputation).
-        saves_attention: in checkpointed layers that hold a region, keep the output of fused attention
-            instead of recomputing it: one [T,H] tensor a layer for its most expensive recomputation.
         memory_budget: see `parse_budget`; bounds the peak bytes of a training step on one device.
         inner_backend: what compiles the rewritten graph and the expert bodies.
-        min_rows: the planner never goes below this many rows a chunk; smaller expert GEMMs cost time
-            and no longer save memory.
         captures_loops: let `optimize` and `explain` try Dynamo's flags for data-dependent shapes, and switch
             transformers models from an eager expert loop to a spelling that reaches a graph.
         chunks_head: chunk a language model's head (projection and cross-entropy) over tokens: None where its vocabulary
@@ -65,34 +67,25 @@ class Config:
             transformers' models do: where gradients are wanted and labels are given, the output's logits are then None.
         verify: at first compile, run every region's original and rewritten form on the inputs at hand and on
             adversarial routings, forward and backward, and leave a region as it was when they disagree.
-        identity_rewrite: outline and re-insert every region without chunking; the control that must
-            change nothing, used by tests and `verify`.
     """
 
     axis: Axis = "rows"
     rows_per_chunk: int | None = None
     tokens_per_chunk: int | None = None
     bins: tuple[int, ...] | None = None
-    patience: int = 4
-    fold_weight: bool = True
-    saves_attention: bool = True
     memory_budget: MemoryBudget = None
     inner_backend: InnerBackend = "inductor"
-    min_rows: int = 64
     captures_loops: bool = True
     chunks_head: bool | None = None
     tokens_per_head_chunk: int | None = None
     returns_logits: bool = True
     verify: bool = False
-    identity_rewrite: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("axis", self.axis, get_args(Axis))
         _check_choice("inner_backend", self.inner_backend, get_args(InnerBackend))
         for name in ("rows_per_chunk", "tokens_per_chunk", "tokens_per_head_chunk"):
-            _check_positive(name, getattr(self, name), optional=True)
-        for name in ("min_rows", "patience"):
-            _check_positive(name, getattr(self, name), optional=False)
+            _check_positive(name, getattr(self, name))
         _check_bins(self.bins)
         if self.bins is not None and self.tokens_per_chunk is not None:
             raise ConfigError("Config.bins and Config.tokens_per_chunk both set the number of token slices; give one")
@@ -110,7 +103,8 @@ class Config:
         A ready `Config` may be passed under the key "config"; the other keys override its fields.
 
         Raises:
-            ConfigError: an unknown key or a malformed value.
+            ConfigError: an unknown key, an option of a former version (the message says what it did), or a malformed
+                value.
         """
         fields = dict(options or {})
         base = fields.pop("config", None) or Config()
@@ -118,6 +112,9 @@ class Config:
             raise ConfigError(f"options['config'] must be a memfine_fx.Config, got {type(base).__name__}")
         known = {field.name for field in dataclasses.fields(Config)}
         unknown = sorted(set(fields) - known)
+        gone = [name for name in unknown if name in _GONE]
+        if gone:
+            raise ConfigError(f"option {gone[0]!r} is gone: {_GONE[gone[0]]}; known: {sorted(known)}")
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r} for backend 'memfine'; known: {sorted(known)}")
         return dataclasses.replace(base, **fields)
@@ -193,8 +190,8 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"Config.{name}={value!r} is unknown; expected one of {list(choices)}")
 
 
-def _check_positive(name: str, value: object, *, optional: bool) -> None:
-    if value is None and optional:
+def _check_positive(name: str, value: object) -> None:
+    if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"Config.{name}={value!r} must be a positive int")

@@ -1,9 +1,10 @@
 """The compiler's passes: from a traced graph to chunked expert loops.
 
-Each module holds one step: find candidate regions, normalise them, raise them to an `MoERegion` with the
-one file of `families/` that knows the spelling, prove that the expert function is row-wise, lower the
-region to a chunked call, and verify the result. Passes take a valid FX graph and leave a valid one; what
-they cannot handle they refuse, with the reason and the node. They import leaf modules of memfine_fx only.
+Reading finds candidate regions, normalises them, raises them to an `MoERegion` with the one file of `families/` that
+knows the spelling, and proves that the expert function is row-wise. Then rooms: `head` finds language models' heads,
+`lower` puts a chunked call in a region's place, `verify` compares the two, `step` says what forward keeps for backward.
+Passes take a valid FX graph and leave a valid one; what they cannot handle they refuse, with the reason and the node.
+What they may import is a table in tests/test_layers.py.
 """
 
 if __name__ != "memfine_fx.passes":

@@ -125,7 +125,7 @@ def is_float_tensor(node: fx.Node) -> bool:
 
 def same_size(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
     """Whether two sizes are equal as expressions; never adds a guard."""
-    if isinstance(left, torch.SymInt) or isinstance(right, torch.SymInt):
+    if not (isinstance(left, int) and isinstance(right, int)):
         return bool((size_expr(left) - size_expr(right)).expand() == 0)
     return left == right
 

@@ -18,26 +18,12 @@ from torch import fx
 
 from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.passes.dataflow import is_int_tensor, node_value, static_size, target_name
+from memfine_fx.passes.read.dropped import ids_of_mask
 
-__all__ = ["ExposedIds", "conceal", "expose"]
+__all__ = ["ExposedIds", "conceal", "expose", "ids_of_mask"]
 
 _SAME_LAST_DIM = frozenset("view reshape unsqueeze to long int contiguous".split())
 _PRODUCTS = frozenset("mul __mul__ imul __imul__ mul_".split())
-
-
-@torch.library.custom_op("memfine::ids_of_mask", mutates_args=())
-def ids_of_mask(mask: torch.Tensor) -> torch.Tensor:
-    """[T,K]: which expert each choice goes to; E where it was dropped.
-
-    Args:
-        mask: [T,K,E] ints, at most one of them nonzero for each token and choice.
-    """
-    return torch.where(mask.amax(dim=-1) > 0, mask.argmax(dim=-1), mask.shape[-1])
-
-
-@ids_of_mask.register_fake
-def _(mask: torch.Tensor) -> torch.Tensor:
-    return mask.new_empty(mask.shape[:-1], dtype=torch.int64)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,21 +18,9 @@ from torch import fx
 from memfine_fx.compat.dynamo import mode_switch
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.passes.dataflow import Dataflow, node_value, target_name
+from memfine_fx.records import Modes
 
 __all__ = ["Modes", "called_bodies", "enter_autocast", "gradient_stop", "modes_at"]
-
-
-@dataclass(frozen=True)
-class Modes:
-    """State beyond what was ambient when the graph was captured.
-
-    Args:
-        disables_grad: whether the graph has switched gradients off.
-        autocast: arguments of the autocast contexts entered and not left, outermost first.
-    """
-
-    disables_grad: bool = False
-    autocast: tuple[tuple[Any, ...], ...] = ()
 
 
 def modes_at(graph: fx.Graph, start: Modes) -> dict[fx.Node, Modes]:

@@ -31,6 +31,7 @@ from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value, written_node
 from memfine_fx.passes.find import GROUPED_MATMULS
 from memfine_fx.passes.modes import Modes, enter_autocast
+from memfine_fx.passes.read.normal_form import einsum, grouped_mm
 from memfine_fx.records import Cut
 
 __all__ = [
@@ -44,43 +45,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-
-@torch.library.custom_op("memfine::grouped_mm", mutates_args=())
-def grouped_mm(rows: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Rows of group e times table[e]; a name for every spelling of it in normalised graphs.
-
-    Args:
-        rows: [N,H], sorted by group.
-        table: [E,H,F].
-        offsets: [E] ints, end of each group.
-
-    Returns:
-        [N,F]; rows past the last offset are zero.
-    """
-    out = rows.new_zeros(rows.shape[0], table.shape[-1])
-    start = 0
-    for group, end in enumerate(offsets.tolist()):
-        torch.mm(rows[start:end], table[group], out=out[start:end])
-        start = end
-    return out
-
-
-@grouped_mm.register_fake
-def _(rows: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty(rows.shape[0], table.shape[-1])
-
-
-@torch.library.custom_op("memfine::einsum", mutates_args=())
-def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`torch.einsum` kept whole in normalised graphs: its letters say more than the matmuls it becomes."""
-    return torch.einsum(equation, operands).clone()
-
-
-@einsum.register_fake
-def _(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
-    result = torch.einsum(equation, operands)
-    return result.new_empty(result.shape)
 
 
 @dataclass(frozen=True)

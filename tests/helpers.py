@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.bodies import ExpertBodies, bodies_for
+from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.find import find_candidates
+from memfine_fx.passes.lower import region as lower
+from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
+from memfine_fx.passes.normalize import outline
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.records import Candidate, ExpertFunction, MoERegion, ParamKind, Refusal
@@ -128,6 +131,19 @@ def refusal_reason(layer: TinyMoE) -> str:
         raise_region(candidate)
     assert (graph_module.code, str(graph_module.graph)) == before
     return caught.value.reason
+
+
+def insert_identity(graph_module: fx.GraphModule, region: MoERegion, name: str) -> None:
+    """Put the outlined region back in its own place, as a submodule: the control that must change nothing."""
+    outlined, inputs = outline(region.cut, specializes_floats=False)
+    exit_node = region.cut.exit
+    graph_module.add_submodule(name, outlined)
+    with graph_module.graph.inserting_before(exit_node):
+        call = graph_module.graph.call_module(name, tuple(inputs))
+    call.meta["example_value"] = node_value(exit_node)
+    lower._replace(graph_module.graph, region.cut, call)
+    graph_module.graph.lint()
+    graph_module.recompile()
 
 
 def code_of(graph_module: fx.GraphModule) -> list[str]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from memfine_fx import budget, front
-from memfine_fx.cost import DeviceRates
 from memfine_fx.expert_parallel import sharded
 from memfine_fx.expert_parallel.groups import ExpertGroup
+from memfine_fx.plan import budget, front
+from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["give_rates"]
 

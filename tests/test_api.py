@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import memfine_fx
+from memfine_fx.compiler.optimized import optimized_call
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from memfine_fx.optimized import optimized_call
 
 
 def layer() -> MixtralMoE:

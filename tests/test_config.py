@@ -71,11 +71,9 @@ def test_a_malformed_budget_is_named_with_what_is_accepted(budget: Any) -> None:
         ({"rows_per_chunk": 2.0}, "Config.rows_per_chunk=2.0 must be a positive int"),
         ({"rows_per_chunk": True}, "Config.rows_per_chunk=True must be a positive int"),
         ({"tokens_per_chunk": -3}, "Config.tokens_per_chunk=-3 must be a positive int"),
-        ({"min_rows": None}, "Config.min_rows=None must be a positive int"),
-        ({"min_rows": 0}, "Config.min_rows=0 must be a positive int"),
-        ({"fold_weight": 1}, "Config.fold_weight must be a bool, got 1"),
-        ({"saves_attention": None}, "Config.saves_attention must be a bool, got None"),
-        ({"identity_rewrite": "no"}, "Config.identity_rewrite must be a bool, got 'no'"),
+        ({"captures_loops": 1}, "Config.captures_loops must be a bool, got 1"),
+        ({"returns_logits": None}, "Config.returns_logits must be a bool, got None"),
+        ({"verify": "no"}, "Config.verify must be a bool, got 'no'"),
         ({"memory_budget": "lots"}, "memory_budget='lots' is not understood"),
     ],
 )
@@ -87,7 +85,7 @@ def test_a_malformed_field_is_named_where_the_config_is_made(fields: dict[str, A
 def test_the_default_config_chunks_rows_without_a_limit() -> None:
     config = Config()
     assert (config.axis, config.rows_per_chunk, config.memory_budget) == ("rows", None, None)
-    assert (config.fold_weight, config.identity_rewrite, config.inner_backend) == (True, False, "inductor")
+    assert (config.captures_loops, config.verify, config.inner_backend) == (True, False, "inductor")
 
 
 def test_a_config_cannot_be_changed() -> None:
@@ -105,13 +103,29 @@ def test_options_are_fields() -> None:
 
 
 def test_options_override_a_ready_config() -> None:
-    base = Config(min_rows=3, rows_per_chunk=5)
-    assert Config.from_options({"config": base, "rows_per_chunk": 9}) == Config(min_rows=3, rows_per_chunk=9)
+    base = Config(bins=(1, 3), rows_per_chunk=5)
+    assert Config.from_options({"config": base, "rows_per_chunk": 9}) == Config(bins=(1, 3), rows_per_chunk=9)
 
 
 def test_an_unknown_option_is_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown option 'chunk_size' for backend 'memfine'") as caught:
         Config.from_options({"chunk_size": 4})
+    assert "'rows_per_chunk'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("fold_weight", "moved the routing weight before the last projection"),
+        ("identity_rewrite", "put every region back unchanged"),
+        ("min_rows", "fewest rows of an expert or tokens of a head"),
+        ("patience", "steps in a row that must need fewer chunks"),
+        ("saves_attention", "kept the output of attention"),
+    ],
+)
+def test_an_option_of_a_former_version_says_what_it_did(name: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"option '{name}' is gone: .*{what}") as caught:
+        Config.from_options({"unknown": 1, name: 4})
     assert "'rows_per_chunk'" in str(caught.value)
 
 
@@ -136,6 +150,5 @@ def test_bins_and_fixed_slices_exclude_each_other() -> None:
         Config(axis="tokens", bins=(1, 2), tokens_per_chunk=8)
 
 
-def test_patience_is_positive() -> None:
-    with pytest.raises(ConfigError, match=r"Config\.patience=0 must be a positive int"):
-        Config(patience=0)
+def test_there_are_few_options() -> None:
+    assert len(dataclasses.fields(Config)) <= 11

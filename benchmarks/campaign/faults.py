@@ -36,10 +36,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfine_fx
 from benchmarks.campaign.untouched import changes, state_of
+from memfine_fx.compiler.optimized import optimized_call
 from memfine_fx.config import InnerBackend
 from memfine_fx.models import GptOssConfig, GptOssMoE, LoopConfig, LoopMoE, MixtralConfig, MixtralMoE
-from memfine_fx.optimized import optimized_call
-from memfine_fx.runtime import faults as chunk_faults
+from memfine_fx.runtime import halving as chunk_faults
 
 __all__ = ["FaultResult", "run_faults"]
 

@@ -1,5 +1,8 @@
 """``python -m benchmarks.coverage``: check every family and spelling; write results/coverage.jsonl, docs/coverage.md.
 
+With ``--packages`` the layers of the packages that packages.txt names are checked instead, in the environment that
+has them (``make coverage-packages``); their rows are in results/coverage_packages.jsonl.
+
 The work is done by a child process that prints a row per model; when it dies or hangs on one, that one's row
 says so, and a fresh child goes on with the rest.
 """
@@ -16,11 +19,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.coverage.families import moe_families
-from benchmarks.coverage.rows import CoverageRow
+from benchmarks.coverage.packages import PACKAGED
+from benchmarks.coverage.rows import CoverageRow, PackageRow
 from benchmarks.coverage.spellings import SPELLINGS
 from benchmarks.coverage.table import coverage_page
 
 RESULTS = Path(__file__).parents[1] / "results" / "coverage.jsonl"
+PACKAGE_RESULTS = RESULTS.with_name("coverage_packages.jsonl")
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 _SECONDS_PER_MODEL = 300
 
@@ -28,25 +33,34 @@ _SECONDS_PER_MODEL = 300
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage", description=__doc__)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="families or spellings; others keep their rows")
+    parser.add_argument("--packages", action="store_true", help="layers as their packages ship them, not the others")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help="only write the table again from the stored rows")
     options = parser.parse_args(arguments)
     if options.child is not None:
         return _child(options.child)
-    names = [*SPELLINGS, *(family.name for family in moe_families())]
-    rows = stored_rows()
+    names = list(PACKAGED) if options.packages else _names()
+    rows: dict[str, CoverageRow] = {**(stored_package_rows() if options.packages else stored_rows())}
     if not options.table:
         wanted = [name for name in names if options.only is None or name in options.only]
         for row in _run(wanted):
             rows[row.name] = row
             print(_line(row), flush=True)
-            _store([rows[name] for name in names if name in rows])
-    PAGE.write_text(page_of([rows[name] for name in names if name in rows]), encoding="utf-8")
+            _store([rows[name] for name in names if name in rows], PACKAGE_RESULTS if options.packages else RESULTS)
+    stored = stored_rows()
+    PAGE.write_text(page_of([stored[name] for name in _names() if name in stored]), encoding="utf-8")
     return 0
 
 
 def page_of(rows: list[CoverageRow]) -> str:
-    return coverage_page(rows, f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}")
+    """The page of these rows of families and spellings, and of the packages' layers as stored."""
+    packaged = stored_package_rows()
+    versions = f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}"
+    return coverage_page(rows, [packaged[name] for name in PACKAGED if name in packaged], versions)
+
+
+def _names() -> list[str]:
+    return [*SPELLINGS, *(family.name for family in moe_families())]
 
 
 def _run(names: list[str]) -> Iterator[CoverageRow]:
@@ -67,40 +81,56 @@ def _run(names: list[str]) -> Iterator[CoverageRow]:
             timer.cancel()
             if not line.startswith("{"):
                 continue
-            yield CoverageRow.from_json(line)
+            yield (PackageRow if rest[finished] in PACKAGED else CoverageRow).from_json(line)
             finished += 1
             timer = threading.Timer(_SECONDS_PER_MODEL, child.kill)
             timer.start()
         timer.cancel()
         status = child.wait()
         if finished < len(rest):
-            kind = "spelling" if rest[finished] in SPELLINGS else "family"
-            yield CoverageRow(kind, rest[finished], failure=f"the process ended with status {status}")
+            yield _ended(rest[finished], f"the process ended with status {status}")
             finished += 1
         rest = rest[finished:]
 
 
+def _ended(name: str, failure: str) -> CoverageRow:
+    """The row of a model whose process did not live to tell."""
+    if name in PACKAGED:
+        entry = PACKAGED[name]
+        installed = entry.installed or entry.version
+        return PackageRow("package", name, failure=failure, package=entry.package, version=installed)
+    return CoverageRow("spelling" if name in SPELLINGS else "family", name, failure=failure)
+
+
 def _child(names: list[str]) -> int:
-    from benchmarks.coverage.check import check_family, check_spelling
+    from benchmarks.coverage.check import check_family, check_package, check_spelling
 
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     families = {family.name: family for family in moe_families()}
     for name in names:
-        row = check_spelling(name) if name in SPELLINGS else check_family(families[name])
+        if name in PACKAGED:
+            row: CoverageRow = check_package(PACKAGED[name])
+        else:
+            row = check_spelling(name) if name in SPELLINGS else check_family(families[name])
         print(row.to_json(), file=out, flush=True)
     return 0
 
 
 def stored_rows() -> dict[str, CoverageRow]:
-    if not RESULTS.exists():
-        return {}
-    rows = [CoverageRow.from_json(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
-    return {row.name: row for row in rows}
+    return {row.name: row for row in map(CoverageRow.from_json, _lines(RESULTS))}
 
 
-def _store(rows: list[CoverageRow]) -> None:
-    RESULTS.write_text("".join(f"{row.to_json()}\n" for row in rows), encoding="utf-8")
+def stored_package_rows() -> dict[str, PackageRow]:
+    return {row.name: row for row in map(PackageRow.from_json, _lines(PACKAGE_RESULTS))}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _store(rows: list[CoverageRow], path: Path) -> None:
+    path.write_text("".join(f"{row.to_json()}\n" for row in rows), encoding="utf-8")
 
 
 def _line(row: CoverageRow) -> str:

@@ -6,22 +6,25 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed import ProcessGroup
 
 import memfine_fx
 from benchmarks.coverage.families import Family
-from benchmarks.coverage.rows import EAGER_FACTOR, TOLERANCE, CoverageRow
+from benchmarks.coverage.packages import PackagedLayer
+from benchmarks.coverage.rows import EAGER_FACTOR, NOT_INSTALLED, TOLERANCE, CoverageRow, PackageRow
 from benchmarks.coverage.spellings import SPELLINGS
+from memfine_fx.demo.tiny import TinyModel, names_experts, tiny_model
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.runtime import op
-from memfine_fx.tiny import TinyModel, names_experts, tiny_model
 
-__all__ = ["check_family", "check_model", "check_spelling"]
+__all__ = ["LayerModel", "check_family", "check_model", "check_package", "check_spelling"]
 
 _BATCH, _LENGTH = 2, 64
 _ROWS_PER_CHUNK = 16
@@ -29,6 +32,11 @@ _LEAST_NORM = 1e-6
 _NUDGES = 5
 _EXACT_OUTPUT = 10.0
 """Times the unmodified model's own error in its output: what rounding of parameters may make of it."""
+
+
+@dataclass(frozen=True)
+class LayerModel(TinyModel):
+    """A layer called with its inputs in their order; all that it returns is compared and has a part in the loss."""
 
 
 def check_family(family: Family) -> CoverageRow:
@@ -56,12 +64,30 @@ def check_spelling(name: str) -> CoverageRow:
     return check_model("spelling", name, TinyModel(layer.train(), {"hidden": hidden}, False))
 
 
+def check_package(entry: PackagedLayer) -> PackageRow:
+    """The row of one layer as its package ships it."""
+    row = PackageRow("package", entry.name, package=entry.package, version=entry.installed or entry.version)
+    if entry.installed is None:
+        return dataclasses.replace(row, failure=NOT_INSTALLED)
+    try:
+        torch.manual_seed(0)
+        layer, inputs = entry.made(), entry.inputs()
+        tiny = LayerModel(layer, {f"input {place}": value for place, value in enumerate(inputs)}, False)
+        _step(_copied(layer), tiny)
+    except Exception as error:  # NOTE: a layer that does not run as it is; the row says so
+        return dataclasses.replace(row, failure=f"does not run here: {type(error).__name__}: {error}"[:300])
+    checked = dataclasses.asdict(check_model("package", entry.name, tiny))
+    return PackageRow(**{**checked, "num_layers": 1, "package": row.package, "version": row.version})
+
+
 def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
     """Optimize a copy with the eager inner compiler and compare it with the model."""
     torch._dynamo.reset()
     module = tiny.module
+    # NOTE: never run, so that its copies are as new: layers count tokens in buffers and keep their last loss.
+    tiny = dataclasses.replace(tiny, module=_copied(module))
     row = CoverageRow(kind, name, built=type(module).__name__, num_layers=_num_expert_layers(module))
-    optimized = copy.deepcopy(module)
+    optimized = _copied(module)
     config = memfine_fx.Config(rows_per_chunk=_ROWS_PER_CHUNK, inner_backend="eager")
     try:
         memfine_fx.optimize(optimized, inner_backend="eager", config=config)
@@ -83,7 +109,7 @@ def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
         num_raised=num_raised,
         worst_error=errors[worst],
         worst_name=worst,
-        peak_ratio=_peak_ratio(optimized, module, tiny) if report.num_chunked else None,
+        peak_ratio=_peak_ratio(optimized, tiny) if report.num_chunked else None,
         reasons=tuple(dict.fromkeys(region.reason for region in refused)),
     )
     return row if errors[worst] < TOLERANCE else _against_fp64(row, tiny, found, expected)
@@ -99,11 +125,16 @@ def _against_fp64(
     distance from fp64 is the largest of that run and of runs with parameters one unit in the last place away, which
     are as right as it is.
     """
-    reference = copy.deepcopy(tiny.module).double()
+    reference = _copied(tiny.module).double()
     if hasattr(reference, "set_experts_implementation"):
         reference.set_experts_implementation("eager")
     wide = {name: value.double() if value.is_floating_point() else value for name, value in tiny.inputs.items()}
-    exact = _step(reference, dataclasses.replace(tiny, inputs=wide))
+    # NOTE: for layers that go down to bf16 by themselves, as grouped matmuls do not take fp64.
+    with (
+        mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.double),
+        mock.patch.object(torch, "_grouped_mm", _grouped_mm),
+    ):
+        exact = _step(reference, dataclasses.replace(tiny, inputs=wide))
     ours, eager = _errors(found, exact), _errors(expected, exact)
     most = _EXACT_OUTPUT * max(eager["output"], TOLERANCE)
     for seed in range(_NUDGES):
@@ -114,10 +145,16 @@ def _against_fp64(
     return dataclasses.replace(row, worst_name=worst, exact_error=ours[worst], eager_error=eager.get(worst, 0.0))
 
 
+def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """What `torch._grouped_mm` computes of rows (N, H), weights (E, H, F) and the ends of the experts' rows (E,)."""
+    parts = rows.tensor_split(offs[:-1].tolist())
+    return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+
+
 def _nudged(module: torch.nn.Module, seed: int) -> torch.nn.Module:
     """A copy in which every second number of the parameters, at random, is the next one in its precision."""
     generator = torch.Generator().manual_seed(seed)
-    nudged = copy.deepcopy(module)
+    nudged = _copied(module)
     with torch.no_grad():
         for parameter in nudged.parameters():
             if parameter.is_floating_point():
@@ -129,7 +166,7 @@ def _nudged(module: torch.nn.Module, seed: int) -> torch.nn.Module:
 def _num_chunked_calls(optimized: torch.nn.Module, tiny: TinyModel) -> int:
     """Regions run in one forward; layers whose blocks are compiled on their own may share one."""
     with mock.patch.object(op, "run_forward", wraps=op.run_forward) as run_forward, torch.no_grad():
-        optimized(**tiny.inputs)
+        _called(optimized, tiny, tiny.inputs)
     return int(run_forward.call_count)
 
 
@@ -162,12 +199,22 @@ def _step(module: torch.nn.Module, tiny: TinyModel) -> dict[str, torch.Tensor]:
         name: value.detach().clone().requires_grad_() if value.is_floating_point() else value
         for name, value in tiny.inputs.items()
     }
-    output = module(**leaves)
-    tensors = {"output": _main_output(output).detach()}
+    output = _called(module, tiny, leaves)
+    tensors = {name: value.detach() for name, value in _outputs(output, tiny).items()}
     _loss(output, tiny).backward()
     tensors |= {f"d {name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     tensors |= {f"d {name}": p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
     return tensors
+
+
+def _called(module: torch.nn.Module, tiny: TinyModel, inputs: Mapping[str, torch.Tensor]) -> Any:
+    return module(*inputs.values()) if isinstance(tiny, LayerModel) else module(**inputs)
+
+
+def _copied(module: torch.nn.Module) -> torch.nn.Module:
+    """A deep copy that shares process groups, which cannot be copied."""
+    values = [value for child in module.modules() for value in vars(child).values()]
+    return copy.deepcopy(module, {id(value): value for value in values if isinstance(value, ProcessGroup)})
 
 
 def _errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -180,6 +227,22 @@ def _errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 def _relative_error(tensor: torch.Tensor, reference: torch.Tensor) -> float:
     exact = reference.detach().double()
     return float((tensor.detach().double() - exact).norm() / exact.norm().clamp_min(_LEAST_NORM))
+
+
+def _outputs(output: Any, tiny: TinyModel) -> dict[str, torch.Tensor]:
+    """What is compared, by name: the main output, and of a layer all that it returns in floating point."""
+    if not isinstance(tiny, LayerModel):
+        return {"output": _main_output(output)}
+    returned = _floating(output)
+    return {"output" if not place else f"output {place}": value for place, value in enumerate(returned)}
+
+
+def _floating(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    return [value for part in output for value in _floating(part)] if isinstance(output, (list, tuple)) else []
 
 
 def _main_output(output: Any) -> torch.Tensor:
@@ -195,20 +258,26 @@ def _main_output(output: Any) -> torch.Tensor:
 def _loss(output: Any, tiny: TinyModel) -> torch.Tensor:
     if tiny.has_loss:
         return output.loss
-    main = _main_output(output).float()
-    return (main * torch.linspace(-1, 1, main.numel()).view(main.shape)).sum()
+    parts = [value for value in _outputs(output, tiny).values() if value.requires_grad]
+    return torch.stack([_weighted(value.float()) for value in parts]).sum()
 
 
-def _peak_ratio(optimized: torch.nn.Module, module: torch.nn.Module, tiny: TinyModel) -> float:
+def _weighted(output: torch.Tensor) -> torch.Tensor:
+    """A scalar in which every number has a weight of its own; what is one number, 1."""
+    first = -1 if output.numel() > 1 else 1
+    return (output * torch.linspace(first, 1, output.numel()).view(output.shape)).sum()
+
+
+def _peak_ratio(optimized: torch.nn.Module, tiny: TinyModel) -> float:
     """Against the same captured graphs without our rewriting: what capturing itself does is not ours."""
-    captured = copy.deepcopy(module)
+    captured = _copied(tiny.module)
     captured.compile(backend="eager")
     return _peak(optimized, tiny) / max(1, _peak(captured, tiny))
 
 
 def _peak(module: torch.nn.Module, tiny: TinyModel) -> int:
     """Bytes beyond what the step leaves behind (its gradients)."""
-    step: Callable[[], Any] = lambda: _loss(module(**tiny.inputs), tiny).backward()  # noqa: E731  # one expression
+    step: Callable[[], Any] = lambda: _loss(_called(module, tiny, tiny.inputs), tiny).backward()  # noqa: E731  # one expression
     module.zero_grad(set_to_none=False)
     step()
     module.zero_grad(set_to_none=False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import Self
 
-__all__ = ["EAGER_FACTOR", "TOLERANCE", "CoverageRow"]
+__all__ = ["EAGER_FACTOR", "NOT_INSTALLED", "TOLERANCE", "CoverageRow", "PackageRow"]
 
 TOLERANCE = 1e-5
 EAGER_FACTOR = 4.0
+NOT_INSTALLED = "not installed"
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,8 @@ class CoverageRow:
     """What became of one model or spelling.
 
     Args:
-        kind: "family" (of transformers) or "spelling" (hand-written layer).
-        name: family or spelling.
+        kind: "family" (of transformers), "spelling" (hand-written layer) or "package" (a layer of a package).
+        name: family, spelling, or package and configuration.
         built: class that was built, "" where none could be.
         num_layers: layers of experts in it, by class name.
         num_graphs: graphs that Dynamo captured.
@@ -66,7 +68,20 @@ class CoverageRow:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
-    @staticmethod
-    def from_json(line: str) -> CoverageRow:
+    @classmethod
+    def from_json(cls, line: str) -> Self:
         fields = json.loads(line)
-        return CoverageRow(**{**fields, "reasons": tuple(fields["reasons"])})
+        return cls(**{**fields, "reasons": tuple(fields["reasons"])})
+
+
+@dataclass(frozen=True)
+class PackageRow(CoverageRow):
+    """A row of a layer as its package ships it.
+
+    Args:
+        package: its distribution on the registry.
+        version: the installed one; where none is, the one that the entry was written for.
+    """
+
+    package: str = ""
+    version: str = ""

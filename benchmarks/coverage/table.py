@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.coverage.rows import EAGER_FACTOR, TOLERANCE, CoverageRow
+from benchmarks.coverage.forms import FORMS, Form
+from benchmarks.coverage.rows import EAGER_FACTOR, NOT_INSTALLED, TOLERANCE, CoverageRow, PackageRow
 
 __all__ = ["coverage_page"]
 
 
-def coverage_page(rows: Sequence[CoverageRow], versions: str) -> str:
+def coverage_page(rows: Sequence[CoverageRow], packaged: Sequence[PackageRow], versions: str) -> str:
     """The whole page.
 
     Args:
         rows: of families and spellings.
+        packaged: of layers as their packages ship them.
         versions: of transformers and torch, in words.
     """
     families = [row for row in rows if row.kind == "family"]
@@ -52,8 +54,53 @@ def coverage_page(rows: Sequence[CoverageRow], versions: str) -> str:
             "",
             *_reasons(rows),
             "",
+            "## Rewritten source",
+            "",
+            "Some expert loops reach no graph as they are written. Methods with such loops are rewritten for the time "
+            "of a compiled call (`memfine_fx.capture.source`), in the forms below; everything else stays as written, "
+            "and so does a loop that does more than its form allows. Without a form, the rows named with it are not "
+            "whole. `guarded` marks what an expert was skipped for, so that reading the loop can prove that it works "
+            "on its own rows alone.",
+            "",
+            *(line for form in FORMS for line in _example(form)),
+            *_packages(packaged),
         ]
     )
+
+
+def _packages(rows: Sequence[PackageRow]) -> list[str]:
+    """The section of layers that are imported from the packages of the registry."""
+    ran = [row for row in rows if row.worst_error is not None]
+    packages = {row.package for row in ran}
+    whole = {row.package for row in ran if row.is_whole}
+    return [
+        "## Layers as their packages ship them",
+        "",
+        "Written by `make coverage-packages`, in an environment of its own (`benchmarks/coverage/packages.txt`). Each "
+        "layer is imported from its package and built at toy size by its own constructor; nothing is copied or "
+        "changed. What the layer returns, losses too, and all gradients are compared as above.",
+        "",
+        f"**Chunked and exact: {_num_whole(ran)} of {len(ran)} configurations of layers, of {len(whole)} of "
+        f"{len(packages)} packages.** Exact, chunked or not: {sum(row.is_exact for row in ran)} of {len(ran)}.",
+        "",
+        "| layer | package | class | chunked | graphs | error | peak |",
+        "|---" * 7 + "|",
+        *(_package_cells(row) for row in rows),
+        "",
+        "Why the others are not chunked:",
+        "",
+        *_reasons(rows),
+        "",
+    ]
+
+
+def _package_cells(row: PackageRow) -> str:
+    mark = "yes" if row.is_whole else "partly" if row.num_raised else "no"
+    if row.worst_error is None:
+        mark = NOT_INSTALLED if row.failure == NOT_INSTALLED else "does not run"
+    peak = "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}"
+    cells = (row.name, f"{row.package} {row.version}", row.built, mark, row.num_graphs, _error(row), peak)
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _num_whole(rows: Iterable[CoverageRow]) -> int:
@@ -84,9 +131,18 @@ def _reasons(rows: Iterable[CoverageRow]) -> list[str]:
     return [f"* **{row.name}**: {_why(row)}" for row in rows if not row.is_whole]
 
 
+def _example(form: Form) -> list[str]:
+    rows = ", ".join(f"*{name}*" for name in form.rows)
+    return [f"**{form.name}** ({rows})", *_code(form.before), "runs as", *_code(form.after), ""]
+
+
+def _code(text: str) -> list[str]:
+    return ["```python", text, "```"]
+
+
 def _why(row: CoverageRow) -> str:
     if row.failure:
         return row.failure.replace("\n", " ")
     if not row.is_exact:
         return f"error {_error(row)} in {row.worst_name}"
-    return "; ".join(row.reasons) or "nothing was found"
+    return "; ".join(row.reasons) or f"no routing decision in what Dynamo captures of it (graphs: {row.num_graphs})"

@@ -1,13 +1,13 @@
 """What users would pick, and ours: every peer by name, one file a kind."""
 
-from benchmarks.peers import chunked, kernels, ours, paper, plain
+from benchmarks.peers import chunked, kernels, ours, plain
 from benchmarks.peers.base import Forward, Peer, Recompute
 
 __all__ = ["Forward", "Peer", "Recompute", "find_peer", "peer_names"]
 
 _LAYER = {peer.name: peer for module in (plain, chunked, kernels, ours) for peer in module.LAYER}
 _MODEL = {peer.name: peer for module in (plain, chunked, ours) for peer in module.MODEL}
-_FAMILIES = (chunked.family_member, paper.family_member, ours.family_member)
+_FAMILIES = (chunked.family_member, ours.family_member)
 
 
 def find_peer(workload: str, name: str) -> Peer:

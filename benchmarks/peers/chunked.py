@@ -1,8 +1,14 @@
 """Token chunks under checkpoint: by hand, and with the tiled MLPs of DeepSpeed, Liger and Unsloth.
 
 The tiled MLPs run the whole block, router included, once per tile in forward and once more in backward.
+
+MemFine's methods by hand, in eager PyTorch, as the paper's own run was (its Method 1 is eager+checkpoint):
+
+    fcda-cC        Method 2: token chunks, a fixed number C, each dispatched, computed and recomputed in turn
+    fcda-mactS     Method 3: c = ceil(s'' / S), snapped up to {1, 2, 4, 8}, anew for every layer's rows s''
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,19 +18,30 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.peers.base import Forward, Peer, Wrap, compiled, needs, num_token_chunks
 from benchmarks.peers.plain import eager, model_checkpointed
 from benchmarks.records import Sizes
+from memfine_fx.memory.closed_form import chunk_count
+
+NumChunks = Callable[[torch.Tensor, Sizes], int]  # of tokens [batch, sequence, H]
 
 
-def by_hand(num_chunks: int | None = None) -> Wrap:
+def by_hand(num_chunks: NumChunks = num_token_chunks) -> Wrap:
     """The loop that a user writes: token chunks, each under checkpoint."""
 
     def wrap(module: Any, sizes: Sizes) -> Forward:
         def forward(hidden: torch.Tensor) -> torch.Tensor:
-            chunks = hidden.chunk(num_chunks or num_token_chunks(hidden, sizes), dim=1)
+            chunks = hidden.chunk(num_chunks(hidden, sizes), dim=1)
             return torch.cat([checkpoint(module, chunk, use_reentrant=False) for chunk in chunks], dim=1)
 
         return forward
 
     return wrap
+
+
+def _fixed(number: str) -> NumChunks:
+    return lambda hidden, sizes: int(number)
+
+
+def _mact(most_rows: str) -> NumChunks:
+    return lambda hidden, sizes: chunk_count(hidden.shape[0] * hidden.shape[1] * sizes.top_k, int(most_rows))
 
 
 def _in_model(eager_model: Wrap) -> Wrap:
@@ -92,10 +109,11 @@ MODEL = (
 
 
 def family_member(name: str) -> Peer | None:
-    """diy-c4, diy-c4+compile: by hand in a given number of chunks."""
-    stem, _, rest = name.partition("-c")
-    number, plus, after = rest.partition("+")
-    if stem != "diy" or not number.isdigit() or after not in ("", "compile") or bool(plus) != bool(after):
-        return None
-    wrap = by_hand(int(number))
-    return Peer(name, compiled(wrap) if after else wrap, "forward", is_compiled=bool(after))
+    """By number: diy-c4, diy-c4+compile (by hand in so many chunks), fcda-c8, fcda-mact9000."""
+    if match := re.fullmatch(r"(?:diy|fcda)-c(\d+)", name):
+        return Peer(name, by_hand(_fixed(match[1])), "forward")
+    if match := re.fullmatch(r"diy-c(\d+)\+compile", name):
+        return Peer(name, compiled(by_hand(_fixed(match[1]))), "forward", is_compiled=True)
+    if match := re.fullmatch(r"fcda-mact(\d+)", name):
+        return Peer(name, by_hand(_mact(match[1])), "forward")
+    return None

@@ -1,14 +1,12 @@
 """Bytes in, plan out: predictions against exact bytes, budgets kept, and time against bytes beside everyone else."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from benchmarks.fronts import OURS
-from benchmarks.predictions import LEAST, NO_BUDGET
+from benchmarks.budgets import LEAST, NO_BUDGET, OURS
 from benchmarks.records import Row, Sizes
-from benchmarks.suites.base import Part, Suite
+from benchmarks.suites.base import Part, Suite, at_least, at_most
 from benchmarks.summaries import MIB, Summary, align, summaries_of
-from benchmarks.targets import at_least, at_most
 
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v3", "gpt_oss")
 PREDICTED = Sizes(
@@ -76,7 +74,7 @@ class FrontPoint:
 
 def front_points(summary: Summary) -> list[FrontPoint]:
     series = summary.last.series
-    columns = (series[name] for name in FrontPoint.__dataclass_fields__ if name != "name")
+    columns = (series[one.name] for one in fields(FrontPoint)[1:])
     return [FrontPoint(*values) for values in zip(summary.job.points, *columns, strict=True)]
 
 
@@ -188,11 +186,10 @@ def _least_against_what_works(found: Sequence[PredictedPoint]) -> Iterator[float
 
 
 def _predictions(summaries: Sequence[Summary]) -> Iterator[PredictedPoint]:
-    names = ("budget", "predicted", "measured", "skewed_predicted", "skewed_measured")
     for summary in summaries:
         model = summary.job.workload.partition(":")[2]
-        columns = zip(*(summary.last.series[name] for name in names), strict=True)
-        for point, values in zip(summary.job.points, columns, strict=True):
+        columns = (summary.last.series[one.name] for one in fields(PredictedPoint)[3:])
+        for point, *values in zip(summary.job.points, *columns, strict=True):
             yield PredictedPoint(model, summary.job.dtype, point, *values)
 
 

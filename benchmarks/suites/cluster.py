@@ -9,7 +9,7 @@ import json
 from benchmarks.suites.base import Suite
 
 
-def _compute() -> tuple[str, str]:
+def _compute(quick: bool) -> tuple[str, str]:
     from memfine_fx.planning.training.reliability_report import held_out, held_out_text
     from memfine_fx.planning.training.runs import outside_runs
     from memfine_fx.planning.training.validation import TimeRow, check_runs, runs_table, validate
@@ -41,4 +41,4 @@ def _compute() -> tuple[str, str]:
     return f"{found}{tables}{histories}", json.dumps(everything, indent=1)
 
 
-SUITE = Suite("cluster", "predicted against published runs of clusters", lambda quick: (), compute=_compute)
+SUITE = Suite("cluster", "predicted against published runs of clusters", compute=_compute)

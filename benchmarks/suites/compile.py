@@ -6,18 +6,12 @@ from dataclasses import replace
 from benchmarks.records import Row, Sizes
 from benchmarks.suites.base import Part, Suite
 from benchmarks.suites.model import QUICK as _MODEL
-from benchmarks.summaries import align
+from benchmarks.summaries import align, by_key
 
 _LAYER = Sizes(batch=1, sequence=4096, hidden=128, width=256, experts=8, top_k=2)
 _LAYER_PEERS = (
-    "compile",
-    "compile+checkpoint",
-    "diy-c4+compile",
-    "diy-c16+compile",
-    "memfine",
-    "memfine-R512",
-    "memfine-tokens",
-)
+    "compile", "compile+checkpoint", "diy-c4+compile", "diy-c16+compile", "memfine", "memfine-R512", "memfine-tokens",
+)  # fmt: skip
 _MODEL_PEERS = ("compile", "memfine")
 
 
@@ -33,34 +27,16 @@ def _parts(quick: bool) -> Sequence[Part]:
 def _conclude(rows: Sequence[Row]) -> str:
     """Cold and warm seconds beside each other."""
     cells = [["peer", "sizes", "cold s", "warm s", "graphs", "recompiled in 5 shapes"]]
-    for key in dict.fromkeys(row.job.key for row in rows):
-        same = [row for row in rows if row.job.key == key]
-        measured = [row.measurement for row in same if row.measurement is not None]
-        if not measured:
-            continue
-        cold = [one.compile_seconds for one in measured if one.cold]
-        warm = [one.compile_seconds for one in measured if not one.cold]
-        again = measured[-1].recompilations
-        job = same[0].job
-        cells.append(
-            [
-                job.peer,
-                f"{job.workload}, {job.sizes}",
-                f"{cold[0]:.1f}" if cold else "-",
-                f"{warm[0]:.1f}" if warm else "-",
-                str(measured[-1].graphs),
-                "-" if again is None else str(again),
-            ]
-        )
+    for same in by_key(rows).values():
+        job, measured = same[0].job, [row.measurement for row in same if row.measurement is not None]
+        if measured:
+            cold, warm = ([one.compile_seconds for one in measured if one.cold is cold] for cold in (True, False))
+            seconds = [f"{found[0]:.1f}" if found else "-" for found in (cold, warm)]
+            again = "-" if measured[-1].recompilations is None else str(measured[-1].recompilations)
+            cells.append([job.peer, f"{job.workload}, {job.sizes}", *seconds, str(measured[-1].graphs), again])
     return "Compile time: an empty cache of Inductor's, and a second process with it filled\n" + align(cells)
 
 
 SUITE = Suite(
-    "compile",
-    "compile time, cold and warm",
-    _parts,
-    rounds=2,
-    quick_rounds=2,
-    empties_caches=True,
-    conclude=_conclude,
+    "compile", "compile time, cold and warm", _parts, rounds=2, quick_rounds=2, empties_caches=True, conclude=_conclude
 )

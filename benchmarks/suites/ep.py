@@ -1,54 +1,80 @@
-"""Expert parallelism under skew: peak of the busiest rank and time, in rounds and unchunked, on gloo processes here.
+"""Experts on several gloo processes here: in rounds and unchunked under skew, and by MemFine's methods.
 
-All ranks share this machine's cores, so times show what rounds cost and not what a network does.
+All ranks share this machine's cores, so times are of arithmetic and copies: what rounds cost, not what a network does.
+
+Suite ``ep``: peak of the busiest rank and time by load. Suite ``paper_ep``: three of the layers that the paper prints.
+There widths are 1/16 of DeepSeek-V3's, and the hottest 64 of its 256 experts live on four ranks, 16 each, so that the
+busiest rank has up to 3.4 times the rows of an even one; s'_max is set so that MACT takes c = 1, 2 and 4, as the
+paper's limit has it take in these layers.
 """
 
-import json
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
-from benchmarks.records import Machine
-from benchmarks.suites.base import Suite
+from benchmarks.expert_parallel import AGAIN, LOADS, PEERS, Findings, LayerSizes, measure
+from benchmarks.suites.base import Suite, at_most
+from benchmarks.suites.paper import SCALE, paper_figures
 from benchmarks.summaries import MIB, align
-from benchmarks.targets import at_most
+from memfine_fx.memory.closed_form import chunk_count
+from memfine_fx.memory.published import MODEL
+
+FULL = LayerSizes()
+QUICK = LayerSizes(ranks=2, tokens=256, hidden=64, width=64, experts=8, top_k=2, rows=128, steps=1)
+PAPER_LOADS = ("paper:4", "paper:8", "paper:15")
+S_MAX = 26_624
+_PAPER = LayerSizes(hidden=MODEL.h // SCALE, width=MODEL.g_e // SCALE, experts=64, top_k=MODEL.t_k, rows=S_MAX, steps=5)
+_PAPER_QUICK = replace(_PAPER, tokens=_PAPER.tokens // 8, rows=S_MAX // 8, steps=1)
+_FIRST = "layer again"
+_PAPER_PEERS = {
+    _FIRST: ("Method 1: full recomputation", "full recomputation"),
+    "eight slices": ("Method 2: 8 token slices", "8 chunks"),
+    "slices": ("Method 3: MACT, bins 1 2 4 8", "MACT"),
+    "rounds": ("ours, rows axis, R = s'_max", ""),
+    "rounds of 4096": ("ours, rows axis, R = 4096", ""),
+}
 
 
-def _compute() -> tuple[str, str]:
-    from benchmarks.expert_parallel import LayerSizes, as_json, measure
-
-    sizes = LayerSizes()
-    everything = as_json(sizes, measure(sizes))
-    return f"{Machine(**everything['machine'])}\n{sizes}\n\n{describe(everything)}", json.dumps(everything, indent=1)
+def _compute(quick: bool) -> tuple[str, str]:
+    found = measure(QUICK, ("rounds", "unchunked"), ("balanced", "one")) if quick else measure(FULL, PEERS, LOADS)
+    return f"{found.machine}\n{found.sizes}\n\n{describe(found)}", found.to_json()
 
 
-def describe(everything: dict) -> str:
-    """A table of the rows, and what was to be reached."""
-    rows = everything["rows"]
-    heads = ["peer", "load", "rows of the busiest", "peak MiB", "against balanced", "step s", "CPU s", "schedule"]
-    cells = [heads]
-    for row in rows:
+def _compute_paper(quick: bool) -> tuple[str, str]:
+    if quick:
+        found = measure(_PAPER_QUICK, (_FIRST, "slices", "rounds"), PAPER_LOADS)
+    else:
+        found = measure(_PAPER, tuple(_PAPER_PEERS), PAPER_LOADS)
+    return f"{found.machine}\n\n{describe_paper(found)}", found.to_json()
+
+
+def describe(found: Findings) -> str:
+    """A table of the rows of suite `ep`, and what was to be reached."""
+    cells = [["peer", "load", "rows of the busiest", "peak MiB", "against balanced", "step s", "CPU s", "schedule"]]
+    for row in found.rows:
         cells.append(
             [
-                row["peer"],
-                row["load"],
-                f"{max(row['received_rows']):,}",
-                f"{peak_of(row) / MIB:.1f}",
-                f"{peak_of(row) / peak_of(find_row(rows, row['peer'], 'balanced')):.3f}",
-                f"{seconds_of(row):.3f}",
-                _cpu_seconds(row),
-                f"{row['schedule_seconds'] / seconds_of(row):.2%}",
+                row.peer,
+                row.load,
+                f"{max(row.received_rows):,}",
+                f"{row.peak / MIB:.1f}",
+                f"{row.peak / found.row(row.peer, 'balanced').peak:.3f}",
+                f"{row.seconds:.3f}",
+                f"{row.all_cpu_seconds:.3f}",
+                f"{row.schedule_seconds / row.seconds:.2%}",
             ]
         )
-    return "\n".join([align(cells), *_verdicts(rows), *disagreements(rows)])
+    verdicts = _verdicts(found) if found.sizes == FULL else [f"Targets are set for {FULL}"]
+    return "\n".join([align(cells), *verdicts, *disagreements(found)])
 
 
-def _verdicts(rows: Sequence[dict]) -> Iterator[str]:
-    loads = list(dict.fromkeys(row["load"] for row in rows))
-    bounded = [(peer, load) for peer in ("rounds", "kept") for load in loads if load != "balanced"]
-    for peer, load in bounded:
-        if _has(rows, peer, load):
-            ratio = peak_of(find_row(rows, peer, load)) / peak_of(find_row(rows, peer, "balanced"))
-            yield at_most(f"{peer}, {load}: peak of the busiest rank against balanced routing", ratio, 1.05)
+def _verdicts(found: Findings) -> Iterator[str]:
+    present = {(row.peer, row.load): row for row in found.rows}
+    loads = list(dict.fromkeys(row.load for row in found.rows))
+    for peer in ("rounds", "kept"):
+        for load in loads:
+            if load != "balanced" and (peer, load) in present:
+                ratio = present[peer, load].peak / present[peer, "balanced"].peak
+                yield at_most(f"{peer}, {load}: peak of the busiest rank against balanced routing", ratio, 1.05)
     for load in loads:
         for peer, reference in (
             ("kept", "unchunked"),
@@ -57,50 +83,43 @@ def _verdicts(rows: Sequence[dict]) -> Iterator[str]:
             ("rounds", "layer again"),
             ("overlapping", "rounds"),
         ):
-            if _has(rows, peer, load) and _has(rows, reference, load):
-                ratio = seconds_of(find_row(rows, peer, load)) / seconds_of(find_row(rows, reference, load))
+            if (peer, load) in present and (reference, load) in present:
+                ratio = present[peer, load].seconds / present[reference, load].seconds
                 limit = 1.05 if peer == "overlapping" else 1.1 if load == "balanced" else 1.0
                 yield at_most(f"{peer}, {load}: time against {reference}", ratio, limit)
     for load in loads:
-        row = find_row(rows, "rounds", load)
-        yield at_most(
-            f"rounds, {load}: counts and schedule against the step", row["schedule_seconds"] / seconds_of(row), 0.01
-        )
+        share = present["rounds", load].schedule_seconds / present["rounds", load].seconds
+        yield at_most(f"rounds, {load}: counts and schedule against the step", share, 0.01)
 
 
-def disagreements(rows: Sequence[dict], plain: str = "unchunked") -> list[str]:
+def disagreements(found: Findings, plain: str = "unchunked") -> Iterator[str]:
     """Peers whose output or gradients are not those of the plain one, by their norms."""
-    found = []
-    for row in rows:
-        reference = find_row(rows, plain, row["load"])
-        is_plain = row["peer"] in ("unchunked", "experts again", "layer again")  # whose gradients are sums
-        for name in ("output_norm", "gradient_norm"):
-            scale = 1.0 if name == "output_norm" or is_plain else float(len(row["peak_bytes"]))
-            difference = abs(row[name] * scale / reference[name] - 1)
+    for row in found.rows:
+        reference = found.row(plain, row.load)
+        ranks = 1 if row.peer in AGAIN else len(row.peak_bytes)  # their gradients are sums, others' means over ranks
+        for name, scale in (("output_norm", 1), ("gradient_norm", ranks)):
+            difference = abs(getattr(row, name) * scale / getattr(reference, name) - 1)
             if difference > 1e-4:
-                found.append(f"DISAGREES: {row['peer']}, {row['load']}: {name} by {difference:.1e}")
-    return found
+                yield f"DISAGREES: {row.peer}, {row.load}: {name} by {difference:.1e}"
 
 
-def _has(rows: Sequence[dict], peer: str, load: str) -> bool:
-    return any(row["peer"] == peer and row["load"] == load for row in rows)
+def describe_paper(found: Findings) -> str:
+    """A table of the methods, layer by layer, beside the paper's own."""
+    sizes, present = found.sizes, {(row.peer, row.load): row for row in found.rows}
+    cells = [["layer", "", "active MiB", "of Method 1", "tokens/s", "of Method 1", "paper: active", "paper: tokens/s"]]
+    chosen = [["layer", "rows of the busiest rank", "MACT's c"]]
+    for load in PAPER_LOADS:
+        layer, first = load.removeprefix("paper:"), present[_FIRST, load]
+        most = max(present["slices", load].received_rows)
+        chosen.append([layer, f"{most:,}", str(chunk_count(most, sizes.rows))])
+        for peer, (what, method) in _PAPER_PEERS.items():
+            if (row := present.get((peer, load))) is not None:
+                active = [f"{row.peak / MIB:.1f}", f"{row.peak / first.peak:.3f}"]
+                speed = [f"{sizes.ranks * sizes.tokens / row.seconds:,.0f}", f"{first.seconds / row.seconds:.3f}"]
+                cells.append([layer, what, *active, *speed, *paper_figures(method)])
+    heading = f"{sizes.ranks} ranks, {sizes.layer}, float32; s'_max = {sizes.rows:,} rows"
+    return "\n".join([heading, align(cells), "", align(chosen), *disagreements(found, plain=_FIRST)])
 
 
-def find_row(rows: Sequence[dict], peer: str, load: str) -> dict:
-    return next(row for row in rows if row["peer"] == peer and row["load"] == load)
-
-
-def peak_of(row: dict) -> int:
-    return max(row["peak_bytes"])
-
-
-def seconds_of(row: dict) -> float:
-    return statistics.median(row["step_seconds"])
-
-
-def _cpu_seconds(row: dict) -> str:
-    """Of all ranks; rows of earlier versions have none."""
-    return f"{statistics.median(row['cpu_seconds']):.3f}" if "cpu_seconds" in row else ""
-
-
-SUITE = Suite("ep", "peak and time under skew, experts on several ranks", lambda _: (), compute=_compute)
+EP = Suite("ep", "peak and time under skew, experts on several ranks", compute=_compute)
+PAPER_EP = Suite("paper_ep", "MemFine's Methods 1, 2, 3 and our rows axis on four ranks", compute=_compute_paper)

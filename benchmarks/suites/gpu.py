@@ -11,43 +11,19 @@ from benchmarks.suites.base import Part, Suite
 _MODEL_PEERS = ("memfine", "compile+checkpoint", "compile", "eager+checkpoint", "eager", "memfine+checkpoint")
 _LAYER_PEERS = ("memfine", "eager", "compile", "eager+checkpoint", "compile+checkpoint", "memfine-R16384")
 _FURTHER_LAYER_PEERS = (
-    "scattermoe",
-    "sonicmoe",
-    "megablocks",
-    "deepspeed-tiled",
-    "liger-tiled",
-    "unsloth-tiled",
-    "diy",
-)
+    "scattermoe", "sonicmoe", "megablocks", "deepspeed-tiled", "liger-tiled", "unsloth-tiled", "diy",
+)  # fmt: skip
 _GRADIENT_PEERS = ("eager", "memfine", "memfine-R2048")
 _LAYER = Sizes(batch=1, sequence=32768, hidden=2048, width=768, experts=128, top_k=8)
 _LAYER_QUICK = Sizes(batch=1, sequence=8192, hidden=1024, width=512, experts=32, top_k=4)
 _MODEL = Sizes(
-    batch=4,
-    sequence=4096,
-    hidden=2048,
-    width=768,
-    experts=64,
-    top_k=8,
-    layers=8,
-    heads=16,
-    kv_heads=4,
-    head_dim=128,
+    batch=4, sequence=4096, hidden=2048, width=768, experts=64, top_k=8, layers=8, heads=16, kv_heads=4, head_dim=128,
     vocab=8192,
-)
+)  # fmt: skip
 _MODEL_QUICK = Sizes(
-    batch=2,
-    sequence=1024,
-    hidden=512,
-    width=512,
-    experts=16,
-    top_k=4,
-    layers=2,
-    heads=8,
-    kv_heads=4,
-    head_dim=64,
+    batch=2, sequence=1024, hidden=512, width=512, experts=16, top_k=4, layers=2, heads=8, kv_heads=4, head_dim=64,
     vocab=2048,
-)
+)  # fmt: skip
 # The last one leaves most experts with a handful of rows, and some with none.
 _GRADIENT_SIZES = (
     Sizes(batch=1, sequence=4096, hidden=1024, width=512, experts=32, top_k=4),

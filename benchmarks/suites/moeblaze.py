@@ -59,10 +59,5 @@ def _conclude(rows: Sequence[Row]) -> str:
 
 
 SUITE = Suite(
-    "moeblaze",
-    "the seven layers of MoEBlaze's evaluation",
-    _parts,
-    rounds=1,
-    device="any",
-    conclude=_conclude,
+    "moeblaze", "the seven layers of MoEBlaze's evaluation", _parts, rounds=1, device="any", conclude=_conclude
 )

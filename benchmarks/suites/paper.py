@@ -1,7 +1,7 @@
 """MemFine's experiment (arXiv 2511.21431): full recomputation, fixed c = 8, MACT, and our rows axis.
 
 One process computes what the most loaded expert-parallel rank of each printed layer computes
-(benchmarks.workloads.rank). Widths and received rows are divided by the same number, so that weights, rows and
+(benchmarks.workloads.layer). Widths and received rows are divided by the same number, so that weights, rows and
 s'_max keep their proportions.
 """
 
@@ -13,17 +13,7 @@ from benchmarks.records import Row, Sizes
 from benchmarks.suites.base import Part, Suite
 from benchmarks.summaries import MIB, Summary, align, summaries_of, tokens_of
 from memfine_fx.memory.closed_form import chunk_count, max_rows
-from memfine_fx.memory.published import (
-    ALPHA,
-    GB,
-    IMBALANCE,
-    M_GPU,
-    METHODS,
-    MODEL,
-    NUM_GPUS,
-    PARALLEL,
-    rank_rows,
-)
+from memfine_fx.memory.published import ALPHA, GB, IMBALANCE, M_GPU, METHODS, MODEL, NUM_GPUS, PARALLEL, rank_rows
 
 SCALE, QUICK_SCALE = 16, 64
 # The paper trains in BF16. On CPU, oneDNN prepares a bf16 kernel for every new number of rows, and the rows of
@@ -77,34 +67,17 @@ def _conclude(rows: Sequence[Row]) -> str:
     first = summaries.get("eager+checkpoint")
     if first is None:
         return "The paper's table needs the peer eager+checkpoint."
-    return "\n".join(
-        [
-            f"MemFine's table, measured on the hottest rank of each printed layer, widths and rows 1/{scale}",
-            _table(summaries, first, scale),
-            "",
-            _chunk_map(scale),
-            "",
-            *_READING,
-        ]
-    )
+    title = f"MemFine's table, measured on the hottest rank of each printed layer, widths and rows 1/{scale}"
+    return "\n".join([title, _table(summaries, first, scale), "", _chunk_map(scale), "", *_READING])
 
 
 def _table(summaries: dict[str, Summary], first: Summary, scale: int) -> str:
     cells = [["", "active MiB", "of Method 1", "tokens/s", "of Method 1", "paper: active", "paper: tokens/s"]]
     for peer, (what, method) in _peers(scale).items():
-        if peer not in summaries:
-            continue
-        one = summaries[peer]
-        cells.append(
-            [
-                what,
-                f"{one.peak_bytes / MIB:.1f}",
-                f"{one.peak_bytes / first.peak_bytes:.3f}",
-                f"{tokens_of(one) / one.step_seconds:,.0f}",
-                f"{first.step_seconds / one.step_seconds:.3f}",
-                *paper_figures(method),
-            ]
-        )
+        if (one := summaries.get(peer)) is not None:
+            active = [f"{one.peak_bytes / MIB:.1f}", f"{one.peak_bytes / first.peak_bytes:.3f}"]
+            speed = [f"{tokens_of(one) / one.step_seconds:,.0f}", f"{first.step_seconds / one.step_seconds:.3f}"]
+            cells.append([what, *active, *speed, *paper_figures(method)])
     return align(cells)
 
 

@@ -1,14 +1,14 @@
 """How peak and time grow with tokens, experts, choices, skew and rows a chunk; the longest sequence in a limit."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import linear_regression
 
-from benchmarks.fits import fit_line, fit_power
 from benchmarks.records import Row, Sizes
-from benchmarks.suites.base import Part, Suite
+from benchmarks.suites.base import FULL_RECOMPUTE, Part, Suite, at_least, at_most
 from benchmarks.suites.layer import FULL as LAYER
 from benchmarks.summaries import MIB, Summary, align, summaries_of
-from benchmarks.targets import FULL_RECOMPUTE, at_least, at_most
 
 TOKENS = tuple(1024 * 2**power for power in range(8))
 LOADS = ("balanced", "zipf:0.5", "zipf:1", "zipf:1.5", "zipf:2", "one")
@@ -25,58 +25,29 @@ _SEARCHED = Sizes(batch=1, sequence=2048, hidden=128, width=256, experts=16, top
 _SWEEP_PEERS = ("compile", "compile+checkpoint", "diy", "memfine")
 _SKEW_PEERS = ("compile", "diy", "memfine", "memfine-R512", "memfine-tokens")
 _SEARCH_PEERS = (
-    "eager+checkpoint",
-    "compile",
-    "compile+checkpoint",
-    "diy",
-    "liger-tiled",
-    "memfine",
-    "memfine-R512",
-)
+    "eager+checkpoint", "compile", "compile+checkpoint", "diy", "liger-tiled", "memfine", "memfine-R512",
+)  # fmt: skip
 _ROWS_PEERS = tuple(f"memfine-R{rows}" for rows in (128, 512, 2048, 8192))
 
 
 def _parts(quick: bool) -> Sequence[Part]:
     tokens = tuple(f"T={number}" for number in (TOKENS[:3] if quick else TOKENS))
     loads = tuple(f"load={load}" for load in (LOADS[::5] if quick else LOADS))
-    skewed = replace(_SKEWED, sequence=1024) if quick else _SKEWED
-    sweeps = [
-        Part("sweep", _LONG, "float32", ("memfine",) if quick else _SWEEP_PEERS, points=tokens, steps=1),
-        Part(
-            "sweep",
-            skewed,
-            "float32",
-            ("memfine-R128",) if quick else _SKEW_PEERS,
-            load="balanced",
-            points=loads,
-            steps=3,
-        ),
-        Part(
-            "longest",
-            _SEARCHED,
-            "float32",
-            ("eager+checkpoint", "memfine") if quick else _SEARCH_PEERS,
-            limit_bytes=LIMIT_BYTES // 2 if quick else LIMIT_BYTES,
-            steps=1,
-        ),
-    ]
     if quick:
-        return sweeps
-    of_layer_suite = [
-        Part("sweep", LAYER, "float32", ("compile", "memfine"), load="balanced", points=loads, steps=1),
-        Part(
-            "longest",
-            LAYER,
-            "float32",
-            (FULL_RECOMPUTE, "memfine"),
-            limit_bytes=LAYER_LIMIT_BYTES,
-            steps=1,
-        ),
-    ]
+        return [
+            Part("sweep", _LONG, "float32", ("memfine",), points=tokens, steps=1),
+            Part("sweep", replace(_SKEWED, sequence=1024), "float32", ("memfine-R128",), "balanced", loads, steps=3),
+            Part(
+                "longest", _SEARCHED, "float32", ("eager+checkpoint", "memfine"), limit_bytes=LIMIT_BYTES // 2, steps=1
+            ),
+        ]
     shapes = [*(replace(_WIDE, experts=experts) for experts in EXPERTS), *(replace(_WIDE, top_k=k) for k in TOP_K)]
     return [
-        *sweeps,
-        *of_layer_suite,
+        Part("sweep", _LONG, "float32", _SWEEP_PEERS, points=tokens, steps=1),
+        Part("sweep", _SKEWED, "float32", _SKEW_PEERS, "balanced", loads, steps=3),
+        Part("longest", _SEARCHED, "float32", _SEARCH_PEERS, limit_bytes=LIMIT_BYTES, steps=1),
+        Part("sweep", LAYER, "float32", ("compile", "memfine"), "balanced", loads, steps=1),
+        Part("longest", LAYER, "float32", (FULL_RECOMPUTE, "memfine"), limit_bytes=LAYER_LIMIT_BYTES, steps=1),
         *(Part("layer", sizes, "float32", ("compile", "memfine"), steps=3) for sizes in shapes),
         Part("layer", _SKEWED, "float32", _ROWS_PEERS, steps=3),
     ]
@@ -114,22 +85,20 @@ def _growth(sweeps: Sequence[Summary]) -> str:
     for one in sweeps:
         tokens, peaks = points_of(one), one.last.series["peak_bytes"]
         upper = len(tokens) // 2  # below, a chunk is all rows there are
-        line = fit_line(tokens[upper:], peaks[upper:]) if len(tokens) > 3 else fit_line(tokens, peaks)
-        cells.append(
-            [
-                one.job.peer,
-                *(f"{peak / MIB:.1f}" for peak in peaks),
-                f"{line.slope:.0f}",
-                f"{line.slope / output:.2f}",
-                f"{line.offset / MIB:.1f}",
-                f"{fit_power(tokens, one.last.series['seconds']):.2f}",
-            ]
-        )
+        line = linear_regression(tokens[upper:], peaks[upper:]) if len(tokens) > 3 else linear_regression(tokens, peaks)
+        slope = [f"{line.slope:.0f}", f"{line.slope / output:.2f}", f"{line.intercept / MIB:.1f}"]
+        growth = f"{exponent(tokens, one.last.series['seconds']):.2f}"
+        cells.append([one.job.peer, *(f"{peak / MIB:.1f}" for peak in peaks), *slope, growth])
     head = (
         f"Peak MiB by tokens, H={sizes.hidden} F={sizes.width} E={sizes.experts} K={sizes.top_k}; the slope of a "
         f"straight line through the longer half, in bytes a token and in outputs [T,H] of {output} bytes a token"
     )
     return f"{head}\n{align(cells)}{_growth_target(sweeps)}"
+
+
+def exponent(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of y ~ x ** exponent, by least squares."""
+    return linear_regression([math.log(one) for one in x], [math.log(one) for one in y]).slope
 
 
 def _growth_target(sweeps: Sequence[Summary]) -> str:

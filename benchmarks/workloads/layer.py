@@ -1,7 +1,15 @@
-"""One MoE layer: the unmodified block of transformers, forward and backward, under one peer."""
+"""One MoE layer: the unmodified block of transformers, forward and backward, under one peer.
+
+``workload`` "rank": what one expert-parallel rank computes in MemFine's run, the same eight experts under each printed
+layer's load. The rank that holds a layer's eight hottest experts receives s' rows, 3 to 18 times the balanced number.
+Here those rows come from s' / K tokens of K choices each, on eight experts with the printed skew, in one process:
+nothing is sent, and the block is the unmodified one. One step runs forward and backward of layers 4 to 15 one after the
+other, so its peak is the worst layer's, as with full recomputation in the paper (one set of activations alive). All
+layers share one set of weights.
+"""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +18,8 @@ from torch import nn
 from benchmarks.loads import choose_experts, expert_counts, router_weight, tokens_that_choose
 from benchmarks.peers import Forward, find_peer
 from benchmarks.records import Job, Sizes
-from benchmarks.workloads.base import WEIGHT_STD, Workload, normalised_product
+from benchmarks.workloads import WEIGHT_STD, Workload, normalised_product
+from memfine_fx.memory.published import IMBALANCE, Imbalance, rank_rows
 
 
 @dataclass(frozen=True)
@@ -21,9 +30,9 @@ class Layer:
     block: Any
     forward: Forward
 
-    def draw(self, sizes: Sizes, load: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input and the gradient of the output, each [batch, sequence, H]."""
-        return draw_inputs(self.job, sizes, load)
+    def at(self, sizes: Sizes, load: str) -> Workload:
+        """One step of inputs of these sizes."""
+        return self.workload(*draw_inputs(self.job, sizes, load))
 
     def workload(self, hidden: torch.Tensor, upstream: torch.Tensor) -> Workload:
         """One step of these inputs."""
@@ -50,8 +59,7 @@ def build_layer(job: Job) -> Layer:
 
 
 def build_layer_workload(job: Job) -> Workload:
-    layer = build_layer(job)
-    return layer.workload(*layer.draw(job.sizes, job.load))
+    return build_layer(job).at(job.sizes, job.load)
 
 
 def build_gradients_workload(job: Job) -> Workload:
@@ -144,3 +152,35 @@ def _reference_gradients(block: Any, hidden: torch.Tensor, upstream: torch.Tenso
 def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     distance = torch.linalg.vector_norm(found.float() - expected)
     return float(distance / torch.linalg.vector_norm(expected))
+
+
+def sizes_of_layer(sizes: Sizes, imbalance: Imbalance) -> Sizes:
+    """`sizes` are the most loaded layer's; the others have tokens in proportion to their rows."""
+    share = rank_rows(imbalance) / max(rank_rows(other) for other in IMBALANCE)
+    return replace(sizes, batch=1, sequence=max(1, round(sizes.sequence * share)))
+
+
+def build_rank_workload(job: Job) -> Workload:
+    layer = build_layer(job)
+    sizes = [sizes_of_layer(job.sizes, one) for one in IMBALANCE]
+    parts = [layer.at(size, f"paper:{one.layer}") for size, one in zip(sizes, IMBALANCE, strict=True)]
+    leaves: dict[str, torch.Tensor] = {}
+    for one, part in zip(IMBALANCE, parts, strict=True):
+        leaves |= {f"hidden {one.layer}" if name == "hidden" else name: leaf for name, leaf in part.leaves.items()}
+
+    def step() -> torch.Tensor:
+        for part in parts[:-1]:
+            part.step()
+        return parts[-1].step()
+
+    return Workload(
+        step=step,
+        step_with_shape=parts[0].step_with_shape,
+        leaves=leaves,
+        value_of=normalised_product,
+        series={
+            "layer": tuple(float(one.layer) for one in IMBALANCE),
+            "rows": tuple(float(size.routed_rows) for size in sizes),
+        },
+        parts=tuple(part.step for part in parts),
+    )

@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.peers import find_peer
 from benchmarks.records import Job, Sizes
-from benchmarks.workloads.base import Workload
+from benchmarks.workloads import Workload
 from memfine_fx.demo.model import ModelSizes, build_causal_lm
 
 
@@ -33,15 +33,5 @@ def build_model_workload(job: Job) -> Workload:
 
 
 def _model_sizes(sizes: Sizes) -> ModelSizes:
-    return ModelSizes(
-        layers=sizes.layers,
-        hidden=sizes.hidden,
-        width=sizes.width,
-        experts=sizes.experts,
-        top_k=sizes.top_k,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        vocab=sizes.vocab,
-        positions=4 * sizes.sequence,
-    )
+    names = ModelSizes.__dataclass_fields__.keys() & Sizes.__dataclass_fields__.keys()
+    return ModelSizes(**{name: getattr(sizes, name) for name in names}, positions=4 * sizes.sequence)

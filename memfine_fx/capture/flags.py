@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.capture.loops import RewrittenLoops
+from memfine_fx.capture.source import RewrittenLoops
 from memfine_fx.capture.undo import Contents, Generators, ModelState
 from memfine_fx.compat.dynamo import CAPTURE_FLAGS, capturing_more, compile_failures
 from memfine_fx.errors import LeftoverShapes

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 TESTED_TORCH = ("2.11", "2.16")
 """First torch that the tests pass on, and the first that they have not been run on."""
 
-_lock = threading.RLock()
 _failures: dict[str, str | None] = {}
 _warned: set[str] = set()
 
@@ -48,19 +47,22 @@ class Hook:
     check: Callable[[], None]
 
     def holds(self) -> bool:
-        """Whether it does, asked once a process; the first no is a warning."""
-        with _lock:
-            if self.name not in _failures:
-                _failures[self.name] = _failure_of(self.check)
-            failure = _failures[self.name]
+        """Whether it does, asked once a process; the first no is a warning.
+
+        NOTE: no lock is held meanwhile. A check runs in a thread of its own, and what that thread runs by the way
+        (finalizers, where garbage is collected) may ask hooks too. Two threads may then check the same; the first
+        answer stands.
+        """
+        if self.name not in _failures:
+            _failures.setdefault(self.name, _failure_of(self.check))
+        failure = _failures[self.name]
         if failure is not None:
             self._warn(failure)
         return failure is None
 
     def give_up(self, failure: str) -> None:
         """It failed in use: it does not hold from now on, which is a warning."""
-        with _lock:
-            _failures[self.name] = failure
+        _failures[self.name] = failure
         self._warn(failure)
 
     def miss(self, failure: str) -> None:
@@ -101,10 +103,9 @@ def all_hooks() -> tuple[Hook, ...]:
 
 def forget_failures() -> None:
     """Ask the hooks that failed again, and warn again: for tests."""
-    with _lock:
-        for name in [name for name, failure in _failures.items() if failure is not None]:
-            del _failures[name]
-        _warned.clear()
+    for name in [name for name, failure in _failures.items() if failure is not None]:
+        del _failures[name]
+    _warned.clear()
 
 
 def warn_outside_tested_range() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ __all__ = [
     "capturing_more",
     "compile_failures",
     "cuts_graphs",
-    "forget_backend",
+    "forget_backend_after",
     "integers_as_constants",
     "kept_whole",
     "mode_switch",
@@ -106,10 +107,17 @@ def register_backend(registry: Any, backend: Callable[..., Any], name: str) -> N
         BACKENDS.give_up(str(error))
 
 
-def forget_backend(backend: Callable[..., Any]) -> None:
-    """Take a backend out of the list in which Dynamo keeps each one that it has seen, for its reset."""
-    if not SEEN_BACKENDS.holds():
-        return
+def forget_backend_after(owner: object, backend: Callable[..., Any]) -> None:
+    """Once its owner is gone, take a backend out of the list in which Dynamo keeps each one that it has seen.
+
+    NOTE: the hook is asked now, because owners may go while garbage is collected in the middle of anything, an import
+    or a check of another hook too, and nothing may be waited for there.
+    """
+    if SEEN_BACKENDS.holds():
+        weakref.finalize(owner, _forget_backend, backend).atexit = False
+
+
+def _forget_backend(backend: Callable[..., Any]) -> None:
     seen = _seen_backends()
     for key in [key for key, one in list(seen.items()) if getattr(one, "compiler_fn", one) is backend]:
         del seen[key]

@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from memfine_fx.compat.checks import Hook, expect
 
-__all__ = ["SCHEMAS", "OpOverload", "OpOverloadPacket", "op_name", "qualified_name", "schema_arguments"]
+__all__ = [
+    "SCHEMAS",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "op_name",
+    "qualified_name",
+    "schema_arguments",
+]
 
 
 def qualified_name(target: object) -> str:

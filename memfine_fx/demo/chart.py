@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from memfine_fx.demo.training import ModeResult
-from memfine_fx.figure import blank_figure
+from memfine_fx.report.figure import blank_figure
 
 MIB = 2**20
 

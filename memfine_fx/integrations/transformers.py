@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from memfine_fx.api import log_scalars
 from memfine_fx.errors import MemfineError
-from memfine_fx.training_log import ScalarWriter, log_scalars
+from memfine_fx.report.training_log import ScalarWriter
 
 __all__ = ["MemfineCallback"]
 

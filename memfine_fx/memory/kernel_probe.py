@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from memfine_fx.compat.autograd import is_profiling
-from memfine_fx.machine import keep_fields, kept_fields, measurement_key
+from memfine_fx.memory.machine import keep_fields, kept_fields, measurement_key
 from memfine_fx.memory.measure import MemoryTrace, mark, run_outside_compilation, trace_memory
 
 __all__ = [

@@ -24,7 +24,6 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.machine import CpuFeatures, cpu_features
 from memfine_fx.memory.kernel_probe import (
     ATTENTION_SHAPES,
     PRODUCT_SHAPES,
@@ -35,6 +34,7 @@ from memfine_fx.memory.kernel_probe import (
     input_bytes,
     measured_scratch,
 )
+from memfine_fx.memory.machine import CpuFeatures, cpu_features
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.memory.symbols import ROWS
 

@@ -8,6 +8,8 @@ import torch
 __all__ = ["size_expr"]
 
 
-def size_expr(size: int | torch.SymInt) -> sympy.Expr:
-    """One size, or stride, as an expression."""
+def size_expr(size: int | torch.SymInt | sympy.Expr) -> sympy.Expr:
+    """One size, or stride, as an expression; an expression as it is."""
+    if isinstance(size, sympy.Expr):
+        return size
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

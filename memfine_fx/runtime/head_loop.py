@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from memfine_fx.head_records import HeadLoss
 from memfine_fx.memory.head_bytes import BLOCK_BYTES, product_rows, rows_at_once
+from memfine_fx.records.heads import HeadLoss
 
 __all__ = ["HeadInputs", "HeadResults", "chunk_bounds", "run_head"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memfine_fx.head_records import HeadLoss, HeadPlan
+from memfine_fx.records.heads import HeadLoss, HeadPlan
 from memfine_fx.runtime.registry import Registry
 from memfine_fx.runtime.store import MOST_PLANS
 

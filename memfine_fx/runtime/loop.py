@@ -17,8 +17,8 @@ from memfine_fx.compat.autograd import without_autocast
 from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, KeepingBodies, PlainGrad, ProductGrad
-from memfine_fx.runtime.faults import Progress, walk
 from memfine_fx.runtime.gradients import ParamGradient
+from memfine_fx.runtime.halving import Progress, walk
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk

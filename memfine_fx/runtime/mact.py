@@ -33,7 +33,11 @@ from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.routing import SliceCounter
 from memfine_fx.runtime.schedule import Chunk, even_rows, rows_schedule, tokens_schedule
 
-__all__ = ["ChunkTuner", "Settled"]
+__all__ = ["PATIENCE", "ChunkTuner", "Settled"]
+
+PATIENCE = 4
+"""Steps in a row that must ask for fewer chunks before fewer are used. A rise is urgent, because memory demands it; too
+many chunks for a few steps cost a little time only, and routing that hovers would else change them in every step."""
 
 
 @dataclass
@@ -72,7 +76,7 @@ class ChunkTuner:
     """
 
     bins: tuple[int, ...] | None = None
-    patience: int = 4
+    patience: int = field(default_factory=lambda: PATIENCE)
     keeps_slices: bool = False
     _settled: Settled = field(init=False)
     _even_rows: int = field(init=False, default=0)

@@ -5,7 +5,7 @@ chunk loop on compiled bodies. Chunk sizes are read at run time from the region'
 own so that a checkpointed region can save the index arrays instead of the experts' output.
 
 `memfine::experts_keeping` and `memfine::experts_backward_kept` stand for the same pair where the plan of the step
-lets forward keep something of every routed row (`passes.keep` puts them there, after differentiation).
+lets forward keep something of every routed row (`passes.step.keep` puts them there, after differentiation).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Operations that mark what an expert loop assumes, so that reading it can check the assumption.
 
 `one_expert` marks a tensor taken apart by the experts' counts, in a rolled loop. The others stand in for a
-model's own code while a loop is captured (see `memfine_fx.capture.loops`): `rows_of` marks a mask or its places
+model's own code while a loop is captured (see `memfine_fx.capture.source`): `rows_of` marks a mask or its places
 whose emptiness skipped an expert, `count_rows` counts rows per expert with a result of known size, `put_rows` writes
 one expert's rows at their places in expert order. They are differentiable, because a region is compared with them
 before it is lowered.

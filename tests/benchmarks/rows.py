@@ -22,16 +22,11 @@ MEASURED = Measurement(
     cold=True,
     peak_bytes=8 * MIB,
     accumulating_peak_bytes=4 * MIB,
-    resting_bytes=0,
-    allocated_bytes=None,
-    reserved_bytes=None,
     value=0.5,
     gradient_norm=2.0,
     gradient_checksum=0.25,
-    gradient_error=None,
     matmul_flops_per_second=1e11,
     graphs=1,
-    recompilations=None,
     series={"time_ms": (0.0, 1.0, 2.0), "live_bytes": (1e6, 8e6, 0.0)},
 )
 MACHINE = Machine("a processor", 2, 2, "cpu", "3.12", "2.13", "5.23")

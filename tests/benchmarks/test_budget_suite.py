@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.budgets import LEAST, NO_BUDGET, build_predicted, routers_of
 from benchmarks.figures import pictures_of
-from benchmarks.jobs import jobs_of
-from benchmarks.predictions import LEAST, NO_BUDGET, build_predicted, routers_of
 from benchmarks.records import Row
+from benchmarks.suites import jobs_of
 from benchmarks.suites.budget import MODELS, QUICK, front_points
 from benchmarks.summaries import summaries_of
 from benchmarks.tables import conclusions

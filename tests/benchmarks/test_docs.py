@@ -37,7 +37,7 @@ def test_the_readme_s_lines_run() -> None:
     pytest.importorskip("transformers")
     import torch
 
-    from memfine_fx.tiny import tiny_causal_lm
+    from memfine_fx.demo.tiny import tiny_causal_lm
 
     tokens = torch.randint(1, 64, (2, 32))
     names = {"model": tiny_causal_lm("qwen3_moe"), "batch": {"input_ids": tokens, "labels": tokens}}

@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
-import copy
-import json
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from benchmarks.ep_scale import SLICE_LIMIT, Model, point, slices_of
-from benchmarks.suites import paper_ep
-from benchmarks.suites.ep import describe
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-ROWS, PAPER_ROWS = RESULTS / "ep_cpu.json", RESULTS / "paper_ep_cpu.json"
+from benchmarks.expert_parallel import Findings
+from benchmarks.measures.ep_scale import SLICE_LIMIT, Model, point, slices_of
+from benchmarks.readme import RESULTS
+from benchmarks.suites.ep import PAPER_LOADS, describe, describe_paper
 
 
 @pytest.fixture
-def everything() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(ROWS.read_text())
-    return found
+def found() -> Findings:
+    return Findings.from_json((RESULTS / "ep_cpu.json").read_text())
 
 
-def test_committed_peaks_in_rounds_do_not_follow_the_skew(everything: dict[str, Any]) -> None:
-    text = describe(everything)
+def test_committed_peaks_in_rounds_do_not_follow_the_skew(found: Findings) -> None:
+    text = describe(found)
     assert "DISAGREES" not in text
     verdicts = [line for line in text.splitlines() if "peak of the busiest rank against balanced" in line]
     rounds = [line for line in verdicts if " rounds, " in line]
     assert len(rounds) >= 3 and all(line.startswith("met") for line in rounds)
 
 
-def test_committed_peaks_of_what_is_kept_are_bounded_too(everything: dict[str, Any]) -> None:
+def test_committed_peaks_of_what_is_kept_are_bounded_too(found: Findings) -> None:
     """Under skew some rounds are not kept and have their working set beside what is: that of a round."""
-    peaks = {(row["peer"], row["load"]): max(row["peak_bytes"]) for row in everything["rows"]}
+    peaks = {(row.peer, row.load): row.peak for row in found.rows}
     room = peaks["rounds", "balanced"]
     for load in ("zipf:1", "paper:15", "one"):
         assert peaks["kept", load] - peaks["kept", "balanced"] < room
 
 
-def test_a_peer_that_computes_something_else_is_named(everything: dict[str, Any]) -> None:
-    falsified = copy.deepcopy(everything)
-    falsified["rows"][0]["gradient_norm"] *= 1.01
+def test_a_peer_that_computes_something_else_is_named(found: Findings) -> None:
+    first, *others = found.rows
+    falsified = replace(found, rows=(replace(first, gradient_norm=1.01 * first.gradient_norm), *others))
     assert "DISAGREES: rounds, balanced: gradient_norm" in describe(falsified)
+
+
+def test_rows_survive_json(found: Findings) -> None:
+    assert describe(Findings.from_json(found.to_json())) == describe(found)
 
 
 def test_on_paper_a_rank_receives_at_most_r_rows_of_any_load() -> None:
@@ -58,9 +56,9 @@ def test_on_paper_slices_keep_their_bound_only_when_hot_tokens_are_spread() -> N
 
 
 def test_committed_rows_of_the_paper_s_methods_across_ranks_agree_and_rows_are_bounded() -> None:
-    everything = json.loads(PAPER_ROWS.read_text())
+    found = Findings.from_json((RESULTS / "paper_ep_cpu.json").read_text())
 
-    assert "DISAGREES" not in paper_ep.describe(everything)
-    peaks = {(row["peer"], row["load"]): max(row["peak_bytes"]) for row in everything["rows"]}
+    assert "DISAGREES" not in describe_paper(found)
+    peaks = {(row.peer, row.load): row.peak for row in found.rows}
     assert peaks["rounds of 4096", "paper:15"] <= 1.01 * peaks["rounds of 4096", "paper:8"]
-    assert all(peaks["rounds of 4096", load] < peaks["layer again", load] / 4 for load in paper_ep.LOADS)
+    assert all(peaks["rounds of 4096", load] < peaks["layer again", load] / 4 for load in PAPER_LOADS)

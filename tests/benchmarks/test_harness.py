@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks.flops import expert_flops
 from benchmarks.harness import last_error_line, run_in_process, run_rounds, worker_environment
-from benchmarks.jobs import jobs_of
 from benchmarks.machine import describe_machine
 from benchmarks.records import UNAVAILABLE, Job, Machine, Row
-from benchmarks.suites import SUITES
+from benchmarks.suites import SUITES, jobs_of
 from benchmarks.summaries import align, summarise
-from benchmarks.tables import format_tables
+from benchmarks.tables import expert_flops, format_tables
 from benchmarks.worker import measure
 from tests.benchmarks.rows import EAGER, MEASURED, MIB, TINY
 

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.compare import Tolerances, compare_rows, format_changes
 from benchmarks.harness import read_rows, run_in_process
-from benchmarks.jobs import jobs_of
 from benchmarks.readme import RESULTS
+from benchmarks.suites import jobs_of
 
 # Inductor of another version fuses differently, by a buffer of a few kilobytes; a routed tensor more is 25% and up.
 TOLERANCE = 0.05

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.jobs import jobs_of
 from benchmarks.peers import find_peer
 from benchmarks.peers.base import needs
+from benchmarks.suites import jobs_of
 from benchmarks.worker import measure
 from benchmarks.workloads.model import build_model_workload
 from tests.benchmarks.rows import EAGER, TINY

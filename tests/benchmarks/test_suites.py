@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.jobs import jobs_of
 from benchmarks.peers import find_peer
 from benchmarks.records import Row
-from benchmarks.suites import SUITES
+from benchmarks.suites import SUITES, jobs_of
 from benchmarks.suites.layer import FULL
 from benchmarks.suites.moeblaze import CONFIGS, sizes_of
 from benchmarks.suites.paper import SCALE, most_rows, sizes_at

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fits import fit_line, fit_power
+from benchmarks.suites.scaling import exponent
 from benchmarks.sweeps import MOST_TOKENS, STRIDE, search_longest
 from benchmarks.worker import measure
 from tests.benchmarks.rows import EAGER
@@ -27,19 +27,8 @@ def test_the_search_stops_where_everything_fits() -> None:
     assert MOST_TOKENS <= search_longest(lambda tokens: True) <= 2 * MOST_TOKENS
 
 
-def test_a_line_is_found_again() -> None:
-    line = fit_line([1, 2, 4, 8], [13, 16, 22, 34])
-
-    assert (line.slope, line.offset, line.r_squared) == pytest.approx((3, 10, 1))
-
-
 def test_a_power_is_found_again() -> None:
-    assert fit_power([1, 2, 4], [5, 20, 80]) == pytest.approx(2)
-
-
-def test_one_point_makes_no_line() -> None:
-    with pytest.raises(ValueError, match="two different x"):
-        fit_line([1, 1], [2, 3])
+    assert exponent([1, 2, 4], [5, 20, 80]) == pytest.approx(2)
 
 
 def test_a_sweep_gives_one_peak_and_time_per_point() -> None:

@@ -7,26 +7,38 @@ from pathlib import Path
 import pytest
 
 import memfine_fx.errors
-from benchmarks.troubleshooting.messages import Message, messages
-from benchmarks.troubleshooting.page import PAGE, page
-from benchmarks.troubleshooting.symptoms import SECTIONS, symptom_of
+from benchmarks.messages import Message, messages
+from benchmarks.troubleshooting import PAGE, entries_of, filled
+
+_TEXT = "### Seen\n\nDo this.\n\n<!-- messages\nword: first\nkind: refusal\n-->\n\n- refusal: `old`\n\n## Next\n"
 
 
 def test_the_page_is_what_the_source_says() -> None:
-    """Also that every message has an entry. To mend it: python -m benchmarks.troubleshooting."""
-    assert PAGE.read_text(encoding="utf-8") == page()
-
-
-def test_every_entry_with_a_pattern_has_a_message() -> None:
-    held = {symptom_of(message) for message in messages()}
-    for section in SECTIONS:
-        for entry in section.symptoms:
-            assert entry in held or not (entry.words or entry.sources), entry.title
+    """Also that every message has an entry and every entry one. To mend it: python -m benchmarks.troubleshooting."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert filled(text, messages()) == text
+    assert len(entries_of(text)) == text.count("<!-- messages\n") > 50
 
 
 def test_every_error_class_is_on_the_page() -> None:
     kinds = {message.kind for message in messages()} | {"CannotChunk", "CompatibilityWarning"}  # refusals; a warning
     assert set(memfine_fx.errors.__all__) <= kinds
+
+
+def test_lists_are_written_anew_and_nothing_else() -> None:
+    said = [Message("refusal", "the first `a`", "passes/one.py"), Message("refusal", "first", "passes/two.py")]
+    assert filled(_TEXT, said) == _TEXT.replace(
+        "- refusal: `old`", "- refusal: `` the first `a` ``\n- refusal: `first`"
+    )
+
+
+@pytest.mark.parametrize("kind", ["refusal", "warning"])
+def test_a_message_without_an_entry_and_an_entry_without_a_message_are_named(kind: str) -> None:
+    text = "a reason that nobody wrote" if kind == "refusal" else "first"
+    with pytest.raises(LookupError, match=rf"passes/one.py: the {kind} '{text}' has no entry"):
+        filled(_TEXT, [Message(kind, text, "passes/one.py")])
+    with pytest.raises(LookupError, match=r"no message of the source belongs to .*words=\('first',\)"):
+        filled(_TEXT, [])
 
 
 def test_messages_are_found_however_they_are_made(tmp_path: Path) -> None:
@@ -43,7 +55,6 @@ def test_messages_are_found_however_they_are_made(tmp_path: Path) -> None:
     found = messages(tmp_path)
     assert Message("refusal", "…: first", "passes/one.py") in found
     assert {message.text for message in found} == {"…: first", "second", "third a …", "third b"}
-    assert symptom_of(Message("refusal", "a reason that nobody wrote", "passes/one.py")) is None
 
 
 def test_a_message_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import importlib.util
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -36,6 +38,7 @@ from memfine_fx.compat import (
     chunking,
     distributed,
     dynamo,
+    functional,
     functorch,
     inductor,
     interpreter,
@@ -120,6 +123,7 @@ BREAKS: dict[Hook, Break] = {
     operators.SCHEMAS: having(operators, "qualified_name", lambda target: "aten::other"),
     peft.WRAPPERS: without_module("peft"),
     shapes.SYMBOLS: lacking(ShapeEnv, "create_symintnode"),
+    functional.FUNCTIONAL_TENSORS: having(functional, "functional_value", lambda tensor: tensor.clone()),
     shapes.HINTS: having(ShapeEnv, "backed_var_to_val", property(lambda env: {}, lambda env, values: None)),
     shapes.EVERY_SIZE: lacking(shape_config, "backed_size_oblivious"),
     tensors.STORAGES: having(tensors, "storage_id", lambda value: 0),
@@ -163,6 +167,38 @@ def test_a_hook_that_is_broken_says_once_what_is_lost(hook: Hook, monkeypatch: p
     assert loss.endswith(hook.loss)
     assert hook.name in loss
     assert f"{hook.host} {hook.seen[0]} to {hook.seen[1]}" in loss
+
+
+def test_a_check_in_which_another_hook_is_asked_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage that is collected during a check may do so: once a process waited for itself there."""
+    monkeypatch.setattr(checks, "_failures", {})
+    inner = dataclasses.replace(dynamo.SEEN_BACKENDS, name="inner")
+    outer = dataclasses.replace(inner, name="outer", check=lambda: checks.expect(inner.holds(), "inner"))
+    answers: list[bool] = []
+    asking = threading.Thread(target=lambda: answers.append(outer.holds()), daemon=True)
+    asking.start()
+    asking.join(timeout=30)
+    assert answers == [True]
+
+
+def test_a_session_that_is_garbage_asks_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MixtralMoE(MixtralConfig(8, 6, num_experts=4, spelling="gathered"))
+    gc.collect()
+    before = backends_seen()
+    memfine_fx.optimize(model, inner_backend="eager")(torch.randn(5, 8))
+    assert backends_seen() - before
+    asked: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Hook, "holds", lambda hook: asked.append(hook.name))
+        del model
+        gc.collect()
+    assert backends_seen() <= before
+    assert asked == []
+
+
+def backends_seen() -> set[int]:
+    """Keys of Dynamo's list; None is what it keeps there for functions that it leaves alone."""
+    return {key for key, one in torch._dynamo.eval_frame.cached_backends.items() if one is not None}
 
 
 def train(model: torch.nn.Module, hidden: torch.Tensor, *, is_repeated: bool) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import memfine_fx
+from memfine_fx.compiler.optimized import optimized_call
 from memfine_fx.errors import BudgetInfeasible, CannotChunk, RanksDisagree
 from memfine_fx.models._experts import GatedExperts
-from memfine_fx.optimized import optimized_call
+from memfine_fx.passes.lower.bodies import bodies_for
 from memfine_fx.passes.raising import raise_region
 from memfine_fx.records import ChunkPlan
 from tests.expert_parallel.fault_cases import EXPERTS, HIDDEN, ROWS, TOKENS, TOP_K, WIDTH, Told, layer, run_layer
@@ -112,7 +114,10 @@ def agreeing(rank: int) -> Agreement:
         outside = _told(lambda: _gradients(model))
     experts = _optimized(ListOfExperts(EXPERTS)).experts
     large = _optimized(Layer(EXPERTS + 2))
-    folded, otherwise = layer(), layer(fold_weight=False)
+    model_of_bodies = layer()
+    without_folding = functools.partial(bodies_for, folds_weight=False) if rank == 1 else bodies_for
+    with mock.patch("memfine_fx.compiler.regions.bodies_for", without_folding):
+        bodies = _told(lambda: run_layer(model_of_bodies))
     return Agreement(
         refused=refused,
         again=again,
@@ -132,7 +137,7 @@ def agreeing(rank: int) -> Agreement:
             BudgetInfeasible if rank == 1 else RanksDisagree,
         ),
         sharding=(_told(lambda: layer(rows=ROWS + rank)), _told(lambda: layer(experts=EXPERTS + rank))),
-        bodies=_told(lambda: run_layer(otherwise if rank == 1 else folded)),
+        bodies=bodies,
     )
 
 
@@ -183,7 +188,7 @@ def _refusing(does_here: bool) -> Iterator[None]:
 
     if does_here:
         torch._dynamo.reset()
-    with mock.patch("memfine_fx.backend.raise_region", refuse):
+    with mock.patch("memfine_fx.compiler.regions.raise_region", refuse):
         yield
     if does_here:
         torch._dynamo.reset()

@@ -28,10 +28,10 @@ class Told:
     seconds: float
 
 
-def layer(rows: int = ROWS, experts: int = EXPERTS, **fields: object) -> torch.nn.Module:
+def layer(rows: int = ROWS, experts: int = EXPERTS) -> torch.nn.Module:
     torch.manual_seed(0)
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    config = memfine_fx.Config(inner_backend="eager", rows_per_chunk=rows, **fields)  # type: ignore[arg-type]
+    config = memfine_fx.Config(inner_backend="eager", rows_per_chunk=rows)
     whole = GatedExperts(experts, HIDDEN, WIDTH, "gathered")
     return memfine_fx.optimize(whole, inner_backend="eager", expert_parallel=mesh, config=config)
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from memfine_fx.expert_parallel.gathering import OUTSIDE
-from memfine_fx.expert_parallel.lowering import tell_why_gathered
+from memfine_fx.passes.lower.sharded import tell_why_gathered
 from memfine_fx.records import Refusal, Where
 from tests.expert_parallel.agreement_cases import NUM_LAYERS, REASON, Agreement, agreeing
 from tests.expert_parallel.fault_cases import ROWS

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 import memfine_fx
 from memfine_fx.errors import ConfigError
-from memfine_fx.expert_parallel.lowering import OWN_EXCHANGE
 from memfine_fx.expert_parallel.shard import sharded_parameters
 from memfine_fx.models import DeepseekConfig, DeepseekMoE
+from memfine_fx.passes.lower.sharded import OWN_EXCHANGE
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memfine_fx
-from memfine_fx.tiny import tiny_causal_lm
+from memfine_fx.demo.tiny import tiny_causal_lm
 from tests.integration.comparison import assert_same_step, optimized_copy
 
 T, H, E, K = 24, 32, 4, 2

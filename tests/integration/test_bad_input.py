@@ -62,7 +62,7 @@ def test_a_model_without_experts_runs_as_it_is_with_one_warning() -> None:
 
 def test_the_string_backend_warns_by_the_second_step() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(dense(), backend="memfine", options={"inner_backend": "eager", "min_rows": 63})
+    compiled = torch.compile(dense(), backend="memfine", options={"inner_backend": "eager", "rows_per_chunk": 63})
     compiled(torch.randn(5, 8))
     with pytest.warns(UserWarning, match="found nothing to chunk"):
         compiled(torch.randn(5, 8))
@@ -71,7 +71,7 @@ def test_the_string_backend_warns_by_the_second_step() -> None:
 def test_a_model_with_experts_hides_no_warning_about_another_of_the_same_options() -> None:
     """Equal options share a session, which has chunked something then."""
     torch._dynamo.reset()
-    options = {"inner_backend": "eager", "min_rows": 61}
+    options = {"inner_backend": "eager", "rows_per_chunk": 61}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chunked = torch.compile(layer(), backend="memfine", options=options)

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import memfine_fx
-from memfine_fx import budget
-from memfine_fx.cost import DeviceRates
+from memfine_fx.compiler.captured_graph import LoweredRegion
+from memfine_fx.compiler.session import sessions
 from memfine_fx.demo.model import ModelSizes, build_causal_lm
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.session import LoweredRegion, sessions
+from memfine_fx.plan import budget
+from memfine_fx.plan.cost import DeviceRates
 from tests.integration.comparison import relative_error
 
 SIZES = ModelSizes(

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import memfine_fx
+from memfine_fx.compiler.optimized import restored
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from memfine_fx.optimized import restored
 from tests.integration.comparison import assert_same_step, relative_error
 
 HIDDEN = 16
@@ -168,7 +168,14 @@ def test_a_pickle_reads_with_weights_only_where_one_function_is_allowed() -> Non
     torch.save(optimized, file)
     file.seek(0)
     wanted = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    assert [name for name in wanted if name.startswith("memfine_fx")] == ["memfine_fx.optimized.restored"]
+    assert [name for name in wanted if name.startswith("memfine_fx")] == ["memfine_fx._restored"]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_names_nothing_of_ours_that_could_move(protocol: int) -> None:
+    written = pickle.dumps(memfine_fx.optimize(nn.Sequential(nn.Linear(4, 4)), config=CONFIG), protocol)
+    assert b"_restored" in written and b"compiler" not in written
+    assert pickle.loads(b"cmemfine_fx\n_restored\n.") is restored, "the name that is in earlier pickles"
 
 
 def _run_in_child(model: nn.Module, hidden: torch.Tensor, results: object) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import memfine_fx
-from memfine_fx import front
 from memfine_fx.cli import main
-from memfine_fx.cost import DeviceRates
+from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.errors import MemfineError
-from memfine_fx.hints import hint_for
+from memfine_fx.plan import front
+from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.records import Where
-from memfine_fx.tiny import tiny_causal_lm
+from memfine_fx.report.hints import hint_for
 
 
 def tokens() -> dict[str, torch.Tensor]:

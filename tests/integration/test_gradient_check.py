@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfine_fx
-from memfine_fx.passes import bodies, gradient_check, raising
+from memfine_fx.passes import raising
+from memfine_fx.passes.lower import bodies
 from memfine_fx.passes.rowwise import ROWWISE_RULES
-from memfine_fx.passes.shrinkage import narrow_widths
+from memfine_fx.passes.verify import gradient_check
+from memfine_fx.passes.verify.shrinkage import narrow_widths
 from tests.integration.comparison import assert_same_step, optimized_copy
 from tests.integration.test_semantics_kept import (
     DetachedGatheredTable,

@@ -16,9 +16,9 @@ import memfine_fx
 from memfine_fx.config import Config
 from memfine_fx.demo.model import ModelSizes, build_causal_lm
 from memfine_fx.errors import BudgetInfeasible
-from memfine_fx.head_planner import plan_head
 from memfine_fx.memory.head_bytes import HeadBytes
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.plan.head_tokens import plan_head
 from tests.integration.comparison import relative_error
 
 CPU = torch.device("cpu")
@@ -184,12 +184,14 @@ def test_no_tensor_of_all_logits_is_made() -> None:
 
 
 @pytest.mark.slow
-def test_a_budget_makes_the_chunks_smaller_and_is_kept() -> None:
+def test_a_budget_makes_the_chunks_smaller_and_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfine_fx.plan.budget.LEAST_TOKENS", 4)
+    monkeypatch.setattr("memfine_fx.plan.budget.LEAST_ROWS", 4)
     ids = tokens(4, 120)
 
     def trained(budget: int | None) -> tuple[memfine_fx.Report, int]:
         torch._dynamo.reset()
-        config = Config(inner_backend="aot_eager", returns_logits=False, memory_budget=budget, min_rows=4)
+        config = Config(inner_backend="aot_eager", returns_logits=False, memory_budget=budget)
         model = optimized(config)
         step(model, ids)
         model.zero_grad(set_to_none=True)

@@ -9,7 +9,8 @@ import torch
 
 import memfine_fx
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from memfine_fx.passes.bodies import num_body_compilations
+from memfine_fx.passes.lower.bodies import num_body_compilations
+from memfine_fx.runtime import mact
 from tests.helpers import largest_error
 
 SIZES = MixtralConfig(16, 32, 6, 2, spelling="gathered")
@@ -26,11 +27,14 @@ def gradients(layer: torch.nn.Module, hidden: torch.Tensor) -> list[torch.Tensor
 
 @pytest.mark.parametrize("bins", [None, (1, 2, 4, 8)])
 @pytest.mark.parametrize("axis", ["rows", "tokens"])
-def test_other_shapes_and_routings_get_other_chunks_and_no_compilation(axis: str, bins: tuple[int, ...] | None) -> None:
+def test_other_shapes_and_routings_get_other_chunks_and_no_compilation(
+    axis: str, bins: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mact, "PATIENCE", 2)
     torch.manual_seed(0)
     layer = MixtralMoE(SIZES)
     reference = copy.deepcopy(layer)
-    config = memfine_fx.Config(axis=axis, bins=bins, rows_per_chunk=16, patience=2, inner_backend="aot_eager")
+    config = memfine_fx.Config(axis=axis, bins=bins, rows_per_chunk=16, inner_backend="aot_eager")
     memfine_fx.optimize(layer, config=config, dynamic=True)
     counts: list[int] = []
     compiled: list[tuple[int, int]] = []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memfine_fx
-from memfine_fx.tiny import tiny_model
+from memfine_fx.demo.tiny import tiny_model
 
 H = 16
 DENSE_FAST = ("llama", "gpt2", "t5")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memfine_fx
-from memfine_fx.tiny import tiny_causal_lm
+from memfine_fx.demo.tiny import tiny_causal_lm
 from tests.integration.comparison import FP32_TOLERANCE, optimized_copy, relative_error
 
 pytest.importorskip("transformers")

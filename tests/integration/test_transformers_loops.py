@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memfine_fx
-from memfine_fx.tiny import tiny_causal_lm, tiny_model
+from memfine_fx.demo.tiny import tiny_causal_lm, tiny_model
 from tests.integration.comparison import assert_same_step, assert_same_step_up_to_zeros, optimized_copy, run_step
 
 SWITCHED: dict[str, dict[str, Any]] = {

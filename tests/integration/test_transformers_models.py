@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 import memfine_fx
-from memfine_fx.tiny import tiny_causal_lm
+from memfine_fx.demo.tiny import tiny_causal_lm
+from memfine_fx.records import MoERegion
+from tests.helpers import insert_identity
 from tests.integration.comparison import (
     assert_no_worse_than_eager,
     assert_same_step,
@@ -137,9 +140,13 @@ def test_two_runs_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_an_identity_rewrite_changes_nothing_at_all(inner: str) -> None:
+def test_regions_put_back_as_they_were_change_nothing_at_all(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put_back(body: fx.GraphModule, region: MoERegion, site: str, **_: object) -> None:
+        insert_identity(body, region, f"control_{site.replace('/', '_')}")
+
+    monkeypatch.setattr("memfine_fx.compiler.regions.lower_region", put_back)
     model = tiny_causal_lm("qwen3_moe")
-    rewritten = optimized_copy(model, inner=inner, identity_rewrite=True)
+    rewritten = optimized_copy(model, inner=inner)
     inputs = token_inputs()
     errors = run_step(rewritten, inputs).error_from(run_step(model, inputs))
     assert set(errors.values()) == {0.0}

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import memfine_fx
+from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.errors import ConfigError
 from memfine_fx.models import MixtralConfig, MixtralMoE, NaiveConfig, NaiveMoE
-from memfine_fx.passes.verify import _ROUTINGS
+from memfine_fx.passes.verify.region import _ROUTINGS
 from memfine_fx.runtime import op
-from memfine_fx.tiny import tiny_causal_lm
 from tests.integration.comparison import assert_same_step, run_step
 
 EAGER = memfine_fx.Config(inner_backend="eager")

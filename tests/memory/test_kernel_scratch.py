@@ -17,7 +17,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memfine_fx.machine import CpuFeatures, features_of
 from memfine_fx.memory import kernel_probe, kernel_scratch
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.kernel_probe import ATTENTION_SHAPES, PRODUCT_SHAPES, Excess, excess_of
@@ -30,6 +29,7 @@ from memfine_fx.memory.kernel_scratch import (
     product_scratch,
     scratch_bytes,
 )
+from memfine_fx.memory.machine import CpuFeatures, features_of
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.symbols import ROWS
 from tests.memory.scratch_cases import rows

@@ -13,11 +13,12 @@ from torch import Tensor, fx, nn
 
 import memfine_fx
 from benchmarks.coverage.spellings import SPELLINGS
-from memfine_fx.backend import compile_graph
 from memfine_fx.capture.flags import SETTINGS, flags_set
-from memfine_fx.capture.loops import RewrittenLoops
-from memfine_fx.session import LoweredRegion, Session, open_session
-from memfine_fx.tiny import tiny_causal_lm
+from memfine_fx.capture.source import RewrittenLoops
+from memfine_fx.compiler.captured_graph import LoweredRegion
+from memfine_fx.compiler.pipeline import compile_graph
+from memfine_fx.compiler.session import Session, open_session
+from memfine_fx.demo.tiny import tiny_causal_lm
 from tests.helpers import code_of
 
 FOLDER = Path(__file__).parents[1] / "golden"

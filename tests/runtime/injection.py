@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfine_fx.runtime import faults
-from memfine_fx.runtime.faults import Progress
+from memfine_fx.runtime import halving
+from memfine_fx.runtime.halving import Progress
 from memfine_fx.runtime.schedule import Chunk
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 MiB (injected)"
@@ -46,7 +46,7 @@ class Injector(TorchDispatchMode):
 def injecting(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, Chunk], bool]) -> Iterator[Injector]:
     """Fail the n-th operation inside a chunk (n, chunk) wherever `fails` says so."""
     injector = Injector(fails)
-    attempt = faults._attempt
+    attempt = halving._attempt
 
     def watched(run: Callable[[Chunk, Progress], None], chunk: Chunk, progress: Progress) -> str | None:
         injector.chunk = chunk
@@ -54,5 +54,5 @@ def injecting(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, Chunk], boo
             return attempt(run, chunk, progress)
 
     with monkeypatch.context() as patch:
-        patch.setattr(faults, "_attempt", watched)
+        patch.setattr(halving, "_attempt", watched)
         yield injector

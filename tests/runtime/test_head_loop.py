@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memfine_fx.errors import DoubleBackwardError
-from memfine_fx.head_records import HeadLoss, HeadPlan
 from memfine_fx.memory.head_bytes import HeadBytes
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.records.heads import HeadLoss, HeadPlan
 from memfine_fx.runtime.head import head_loss
 from memfine_fx.runtime.head_loop import HeadInputs, chunk_bounds, run_head
 from memfine_fx.runtime.live_head import LiveHead, register_head

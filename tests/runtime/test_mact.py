@@ -112,7 +112,7 @@ def test_a_rise_is_followed_at_once_and_a_fall_late() -> None:
 
 
 def test_routing_that_hovers_between_two_numbers_does_not_flap() -> None:
-    tuner = ChunkTuner((1, 2, 4, 8), patience=4)
+    tuner = ChunkTuner((1, 2, 4, 8))
     counts = [num_slices(decide(tuner, tokens_plan(12), 48, step, skew=0.3 * (step % 2))) for step in range(20)]
     free = [num_slices(decide(ChunkTuner((1, 2, 4, 8)), tokens_plan(12), 48, s, skew=0.3 * (s % 2))) for s in range(20)]
     assert sum(before != after for before, after in itertools.pairwise(free)) > 5

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import memfine_fx
-from memfine_fx.tiny import tiny_causal_lm
+from memfine_fx.demo.tiny import tiny_causal_lm
 from tests.integration.comparison import relative_error
 
 NUM_LAYERS = 2

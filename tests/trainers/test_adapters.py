@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memfine_fx
+from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.tiny import tiny_causal_lm
 from tests.integration.comparison import FP32_TOLERANCE, assert_same_step, optimized_copy, relative_error
 
 HIDDEN, NUM_EXPERTS, TOP_K, WIDTH = 16, 5, 2, 12

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import memfine_fx
+from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.errors import ConfigError
-from memfine_fx.tiny import tiny_causal_lm
 from tests.integration.comparison import FP32_TOLERANCE, assert_same_step, optimized_copy, relative_error, run_step
 
 OPTIONS = {"inner_backend": "eager", "rows_per_chunk": 5}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memfine_fx
-from memfine_fx.tiny import tiny_causal_lm
+from memfine_fx.demo.tiny import tiny_causal_lm
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from memfine_fx.demo.tiny import tiny_causal_lm, tiny_model
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.serving import disaggregated
 from memfine_fx.planning.serving.disaggregated import (
@@ -20,7 +21,6 @@ from memfine_fx.planning.serving.disaggregated import (
     send,
     shards_of,
 )
-from memfine_fx.tiny import tiny_causal_lm, tiny_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,1 +1,0 @@
-"""The troubleshooting page: messages found in the source, under entries written by hand."""

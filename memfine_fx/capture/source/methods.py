@@ -1,0 +1,124 @@
+"""A model's methods, rewritten: read from their source, installed on its modules while a compiled call runs.
+
+Left as written: methods without source, with decorators or closures, or whose source is not what they run.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfine_fx.capture.installing import InstalledMethods
+from memfine_fx.capture.source.helpers import NAMES, PREFIX
+from memfine_fx.capture.source.loops import rewrite_function
+
+__all__ = ["RewrittenLoops"]
+
+
+class RewrittenLoops:
+    """The rewritten methods of a model's modules.
+
+    Args:
+        model: searched once; later changes of its modules are not seen.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        by_class = {one: _rewritten_methods(one) for one in dict.fromkeys(map(type, model.modules()))}
+        self._methods = InstalledMethods(
+            [
+                (module, name, function)
+                for module in model.modules()
+                for name, function in by_class[type(module)].items()
+                if name not in vars(module)
+            ]
+        )
+
+    def installed(self) -> contextlib.AbstractContextManager[None]:
+        """The methods in their modules' places, for compilations and calls inside."""
+        return self._methods.installed()
+
+
+def _rewritten_methods(module_class: type[torch.nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Methods of a class that change when rewritten, by name; the most derived definition of each."""
+    found: dict[str, Callable[..., Any]] = {}
+    seen: set[str] = set()
+    for owner in module_class.__mro__:
+        if owner.__module__.split(".")[0] in ("torch", "builtins"):
+            continue
+        for name, value in vars(owner).items():
+            if name in seen:
+                continue
+            seen.add(name)
+            rewritten = _rewritten(value) if isinstance(value, types.FunctionType) else None
+            if rewritten is not None:
+                found[name] = rewritten
+    return found
+
+
+def _rewritten(function: types.FunctionType) -> Callable[..., Any] | None:
+    """The function with its loops rewritten, None where it stays as it is."""
+    definition = _definition(function)
+    if definition is None or not _is_source_of(function, _code(definition, function)):
+        return None
+    if not rewrite_function(definition):
+        return None
+    names = [ast.alias(name, PREFIX + name) for name in NAMES]
+    definition.body.insert(0, ast.ImportFrom("memfine_fx.capture.source.helpers", names, 0))
+    body = _code(definition, function)
+    rewritten = types.FunctionType(body, function.__globals__, function.__name__, function.__defaults__)
+    rewritten.__qualname__, rewritten.__kwdefaults__ = function.__qualname__, function.__kwdefaults__
+    return rewritten
+
+
+def _definition(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The syntax of a plain function, at its lines; None of one with decorators, a closure or no source.
+
+    Annotations and defaults are left out: they are evaluated where a function is defined, which here is nowhere.
+    """
+    if hasattr(function, "__wrapped__") or function.__closure__:
+        return None
+    try:
+        module = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    match module.body:
+        case [ast.FunctionDef(decorator_list=[]) as definition]:
+            arguments = definition.args
+            definition.returns = None
+            arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
+            for node in ast.walk(arguments):
+                if isinstance(node, ast.arg):
+                    node.annotation = None
+            ast.increment_lineno(definition, function.__code__.co_firstlineno - 1)
+            return definition
+    return None
+
+
+def _code(definition: ast.FunctionDef, function: types.FunctionType) -> types.CodeType:
+    module = ast.fix_missing_locations(ast.Module([definition], []))
+    code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
+    (body,) = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return body
+
+
+def _is_source_of(function: types.FunctionType, code: types.CodeType) -> bool:
+    """Whether code compiled from the source has the names and constants of what the function runs.
+
+    It has not where the file was edited after it was imported, or where names mean something else inside of a class
+    (`self.__experts`).
+
+    NOTE: instructions are not compared: how a call of torch.f is compiled depends on the imports around it.
+    """
+    return _words(code) == _words(function.__code__)
+
+
+def _words(code: types.CodeType) -> tuple[object, ...]:
+    constants = [repr(one) for one in code.co_consts if not isinstance(one, types.CodeType)]
+    return code.co_names, code.co_varnames, constants

@@ -1,0 +1,74 @@
+"""Functional tensors: what `torch.func.functionalize` works on, the tensors behind them, and the calls it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfine_fx.compat.checks import Hook, expect
+
+__all__ = ["FUNCTIONAL_TENSORS", "Listening", "functional_value"]
+
+
+class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells every call that reaches the dispatcher, after it has run.
+
+    Args:
+        tell: called with the overload, its arguments by position and by name, and the result.
+    """
+
+    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._tell(func, args, kwargs or {}, out)
+        return out
+
+
+def functional_value(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor behind a functional tensor, after all writes so far; any other tensor as it is.
+
+    It is the very object that the last operation gave, so that values can be kept by identity.
+    """
+    if not torch._C._functorch.is_functionaltensor(tensor):
+        return tensor
+    synchronize: Any = getattr(torch, "_sync")  # noqa: B009  # untyped
+    synchronize(tensor)
+    return torch._C._functorch._unwrap_functional_tensor(tensor, True)
+
+
+def _check_functional_tensors() -> None:
+    one = torch.zeros(3)
+    inside: list[bool] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        inside.append(functional_value(tensor) is one)
+        view = tensor[:1]
+        tensor.add_(1.0)
+        inside.append(functional_value(tensor) is not one and functional_value(tensor) is functional_value(tensor))
+        inside.append(bool(functional_value(view) == 1.0))
+        return view
+
+    told: list[str] = []
+    with Listening(lambda target, args, kwargs, out: told.append(str(target))):
+        torch.func.functionalize(look, remove="mutations")(one)
+    expect(
+        "aten.add.Tensor" in told and "aten.add_.Tensor" not in told[: told.index("aten.add.Tensor")], f"told {told}"
+    )
+    expect(inside == [True, True, True], f"functional tensors are {inside}")
+    expect(functional_value(one) is one, "a plain tensor is not itself")
+
+
+FUNCTIONAL_TENSORS = Hook(
+    name="torch._C._functorch._unwrap_functional_tensor, TorchDispatchMode",
+    host="torch",
+    purpose="what a tensor is after all writes so far, and which calls of functional ATen gave it",
+    seen=("2.11", "2.15"),
+    loss="Graphs cannot be read, so nothing is chunked: models are compiled as without memfine_fx.",
+    check=_check_functional_tensors,
+)

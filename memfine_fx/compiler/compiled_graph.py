@@ -1,0 +1,286 @@
+"""A compiled graph with chunked regions, as a training loop calls it.
+
+Every call is noted, and under a budget the graph is made again where what was there at the first call no longer holds:
+a graph is split into forward and backward for the bytes that its first call may use, and later calls may have fewer,
+for good reasons: gradients to accumulate onto, state of an optimizer that did not exist yet, longer sequences. So there
+are several partitions of one graph.
+
+1. The first one made that can keep the budget with some chunk size runs.
+2. Where none can, the graph is partitioned and compiled once more for the bytes that there are now.
+3. Where no partition can, the call is refused before anything has run.
+4. Bytes that stay for the rest of a run (parameters, optimizer state) replace the partitions instead, so that a plan
+   does not depend on what an earlier part of the run looked like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from memfine_fx.compat.inductor import captured_inputs, compiling_again
+from memfine_fx.compat.tensors import FakeTensorMode
+from memfine_fx.compiler.captured_graph import CapturedGraph
+from memfine_fx.compiler.inner import compile_with_regions
+from memfine_fx.compiler.session import Session
+from memfine_fx.errors import BudgetInfeasible
+from memfine_fx.memory.step import GraphStep
+from memfine_fx.passes.dataflow import node_value, tensor_of
+from memfine_fx.plan.budget import GraphBudget, budget_of_graph, device_of, fits_unbounded, refusal_of, situation_of
+from memfine_fx.plan.runs import Run, Situation
+from memfine_fx.runtime.store import MOST_PLANS
+
+__all__ = ["CompiledGraph"]
+
+log = logging.getLogger(__name__)
+
+_MOST_PARTITIONS = 4
+"""Of one graph at a time: without and with gradients there, short and long sequences."""
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """One partition of the graph, compiled.
+
+    Args:
+        step: its record.
+        run: its forward, differentiable.
+        persistent_bytes: parameters and optimizer state when it was made.
+        made_for: what its bytes were chosen for, the key of a situation without its record; () without a budget.
+        guards: conditions on the graph's symbols that compiling it added, which Dynamo does not check.
+    """
+
+    step: GraphStep
+    run: Callable[..., Any]
+    persistent_bytes: int
+    made_for: tuple[object, ...] = ()
+    guards: tuple[sympy.Basic, ...] = ()
+
+    def serves(self, sizes: Mapping[str, int]) -> bool:
+        return all(guard.subs(sizes) == sympy.true for guard in self.guards)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """What compiling the graph again takes; kept where there is a budget.
+
+    Args:
+        graph_module: as rewritten, before any compiler saw it.
+        inputs: its inputs as fake tensors.
+        fake_mode: theirs.
+        hidden: tokens of a region or head, fake too.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[Any, ...]
+    fake_mode: FakeTensorMode
+    hidden: torch.Tensor
+
+
+class CompiledGraph:
+    """See above.
+
+    Args:
+        graph_module: rewritten; from Dynamo.
+        inputs: of the call that is being compiled.
+        session, record: whose it is; something of it was lowered.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        inputs: Sequence[Any],
+        session: Session,
+        record: CapturedGraph,
+    ) -> None:
+        self._session, self._record = session, record
+        hidden = tensor_of(record.lowered[0].region.hidden)
+        self._sizes = _sizes_of_inputs(graph_module.graph)
+        record.step.sizes.update({size.name: size.hint for size in self._sizes})
+        budget = budget_of_graph(session, record, inputs, hidden)
+        pristine = None if budget is None else copy.deepcopy(graph_module)
+        self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}  # by situation; compiling forgets them
+        self._partitions = [self._compile(graph_module, inputs, record.step, budget)]
+        self._again = None if pristine is None else _again(pristine, inputs, hidden)
+
+    def __call__(self, *args: Any) -> Any:
+        sizes = {size.name: size.of(args) for size in self._sizes}
+        session = self._session
+        session.keep(self._record, args)
+        run = session.history.begin(
+            self._record,
+            self._record.step,
+            sizes,
+            self._record.input_bytes(args),
+            is_limited=session.config.memory_budget is not None,
+        )
+        compiled = self._partitions[0] if self._again is None else self._chosen(run, self._again)
+        self._take(run, compiled)
+        results = compiled.run(*args)
+        session.history.note_results(run, results, args)
+        return results
+
+    def _chosen(self, run: Run, again: _Again) -> _Compiled:
+        """The partition for a run under a budget.
+
+        Raises:
+            BudgetInfeasible: there is none.
+        """
+        persistent = self._session.persistent_bytes(self._session.history.members())
+        current = [one for one in self._partitions if not self._is_outdated(one, run, persistent)]
+        serving = [one for one in current if one.serves(run.memory.sizes)]
+        for one in serving:
+            refusal = self._refusal_of(run, one)
+            if refusal is None:
+                return one
+            # NOTE: compiled code may hold a little more than what it was chosen by; made again it would be the same.
+            if self._situation(run, one).key[1:] == one.made_for or len(serving) >= _MOST_PARTITIONS:
+                return self._refused(one, refusal)
+        try:
+            self._partitions = [*current, self._made(run, again)]
+        except BudgetInfeasible as refusal:
+            return self._refused(self._partitions[-1], refusal)
+        return self._partitions[-1]
+
+    def _refused(self, last: _Compiled, refusal: BudgetInfeasible) -> _Compiled:
+        """Raise before anything has run; but let the op do it, which tells the others, where ranks share experts."""
+        if any(live.exchange is not None for live in self._record.live_regions()):
+            return last
+        raise refusal
+
+    def _is_outdated(self, one: _Compiled, run: Run, persistent: int) -> bool:
+        """Whether other bytes are there for good than when it was made, and it would be made otherwise now.
+
+        What keeps all that pays stays while it fits: nothing faster can be made.
+        """
+        if persistent == one.persistent_bytes:
+            return False
+        return not (one.step.keeps_all and fits_unbounded(self._session.config, self._situation(run, one)))
+
+    def _situation(self, run: Run, one: _Compiled) -> Situation:
+        run.memory = replace(run.memory, step=one.step)
+        return situation_of(self._session, run)
+
+    def _refusal_of(self, run: Run, one: _Compiled) -> BudgetInfeasible | None:
+        situation = self._situation(run, one)
+        if situation.key not in self._refusals:
+            if len(self._refusals) >= MOST_PLANS:  # a generation has another length at each token
+                self._refusals.clear()
+            device = device_of(self._record)
+            self._refusals[situation.key] = refusal_of(self._session.config, situation, device)
+        return self._refusals[situation.key]
+
+    def _made(self, run: Run, again: _Again) -> _Compiled:
+        """The graph partitioned for this run and compiled."""
+        session, first = self._session, self._record.step
+        step = GraphStep(first.regions, run.memory.values, heads=first.heads)
+        run.memory = replace(run.memory, step=step)
+        situation = situation_of(session, run)
+        key = ("made", *situation.key[1:])
+        refused = self._refusals.get(key)
+        if refused is not None:
+            raise refused
+        budget = GraphBudget(session, situation, again.hidden)
+
+        def check() -> None:
+            refusal = refusal_of(session.config, situation, device_of(self._record))
+            if refusal is not None:
+                self._refusals[key] = refusal
+                raise refusal
+
+        log.info("a graph is partitioned again: no partition of it fits in %s bytes", f"{situation.available_bytes:,}")
+        self._record.step = step  # bodies and records that compiling asks for are this partition's
+        try:
+            shape_env = again.fake_mode.shape_env
+            known = 0 if shape_env is None else len(shape_env.guards)
+            with compiling_again(again.fake_mode), session.timed("made again"):
+                module = copy.deepcopy(again.graph_module)
+                made = self._compile(module, again.inputs, step, budget, partitioned=check)
+            added = () if shape_env is None else tuple(guard.expr for guard in shape_env.guards[known:])
+            return replace(made, guards=added)
+        except BaseException:
+            self._record.step = first
+            raise
+
+    def _compile(
+        self,
+        graph_module: fx.GraphModule,
+        inputs: Sequence[Any],
+        step: GraphStep,
+        budget: GraphBudget | None,
+        partitioned: Callable[[], None] = lambda: None,
+    ) -> _Compiled:
+        session = self._session
+
+        @contextlib.contextmanager
+        def in_backward(keeps_graph: bool) -> Iterator[None]:
+            with session.history.backward(step, keeps_graph=keeps_graph) as run:
+                if run is not None:
+                    self._record.step = step
+                    session.situation = situation_of(session, run)
+                yield
+
+        compiled = compile_with_regions(
+            graph_module,
+            inputs,
+            session.config,
+            step,
+            budget=budget,
+            changed=self._forget,
+            in_backward=in_backward,
+            partitioned=partitioned,
+            mode=session.mode,
+        )
+        members = {*session.history.members(), self._record}
+        persistent = 0 if budget is None else session.persistent_bytes(list(members))
+        return _Compiled(step, compiled, persistent, () if budget is None else budget.situation.key[1:])
+
+    def _take(self, run: Run, compiled: _Compiled) -> None:
+        """Plans are made for this run until another begins."""
+        self._record.step = compiled.step
+        self._session.situation = self._situation(run, compiled)
+
+    def _forget(self) -> None:
+        """More is known of a partition's memory than before."""
+        self._refusals.clear()
+        self._session.forget_plans()
+
+
+def _again(graph_module: fx.GraphModule, inputs: Sequence[Any], hidden: torch.Tensor) -> _Again | None:
+    """None where a graph cannot be compiled outside of the capture that gave it."""
+    found = captured_inputs(inputs)
+    return None if found is None else _Again(graph_module, found[1], found[0], hidden)
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Where a size that varies is found among a graph's inputs: an int, or a dimension of a tensor."""
+
+    name: str
+    position: int
+    dimension: int | None
+    hint: int
+
+    def of(self, args: Sequence[Any]) -> int:
+        value = args[self.position]
+        return int(value if self.dimension is None else value.shape[self.dimension])
+
+
+def _sizes_of_inputs(graph: fx.Graph) -> list[_Size]:
+    found: dict[str, _Size] = {}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for position, node in enumerate(placeholders):
+        value = node_value(node)
+        candidates = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
+        for dimension, size in candidates:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
+                name = str(size.node.expr)
+                found.setdefault(name, _Size(name, position, dimension, int(size.node.hint)))
+    return list(found.values())

@@ -1,0 +1,89 @@
+"""`torch.compile(model, backend="memfine", options={...})`: the entry point and its sessions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from memfine_fx.compat.chunking import can_chunk
+from memfine_fx.compat.dynamo import plain_compiler
+from memfine_fx.compiler.session import Session, open_session
+from memfine_fx.config import Config
+from memfine_fx.errors import ConfigError, MemfineError
+
+__all__ = ["compile_in_session", "memfine"]
+
+_UNSUPPORTED_MODES = ("reduce-overhead", "max-autotune")
+_sessions: dict[tuple[Config, str | None], Session] = {}
+_lock = threading.Lock()
+
+
+def memfine(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Dynamo backend. Options are the fields of `memfine_fx.Config`.
+
+    A malformed option raises `ConfigError` at the first call of the compiled function.
+    """
+    try:
+        if mode in _UNSUPPORTED_MODES:
+            raise ConfigError(
+                f"mode={mode!r} uses CUDA graphs, which a chunk loop with host-side offsets cannot be captured in; "
+                "use mode='default' or 'max-autotune-no-cudagraphs'"
+            )
+        config = Config.from_options(options)
+        with _lock:
+            if (config, mode) not in _sessions:
+                _sessions[config, mode] = open_session(config, mode=mode)
+    except MemfineError as error:
+        return _raising(error)
+    return compile_in_session(graph_module, example_inputs, _sessions[config, mode])
+
+
+def compile_in_session(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session
+) -> Callable[..., Any]:
+    """Run the pipeline on one graph; errors meant for the user surface where the model is called.
+
+    NOTE: what a backend raises, Dynamo wraps in BackendCompilerFailed. A callable that raises it reaches the
+    user as the typed error that it is.
+    """
+    if not can_chunk(session.config.inner_backend):
+        session.has_warned = True  # of what is lost; that there are no regions follows
+        plain: Callable[..., Any] = plain_compiler(session.config.inner_backend)(graph_module, list(example_inputs))
+        return plain
+    from memfine_fx.compiler.pipeline import compile_graph
+    from memfine_fx.compiler.telling import warn_without_regions
+
+    try:
+        compiled = compile_graph(graph_module, example_inputs, session)
+    except MemfineError as error:
+        return _raising(error)
+    if session.is_dry or session.has_chunked_last:
+        return session.held(compiled)
+
+    num_calls = 0
+
+    def warns_on_second_step(*args: Any) -> Any:
+        """By a graph's second call every graph of the first step is compiled, so absence is known."""
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            warn_without_regions(session)
+        return compiled(*args)
+
+    return session.held(warns_on_second_step)
+
+
+def _raising(error: MemfineError) -> Callable[..., Any]:
+    def raise_error(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return raise_error

@@ -1,0 +1,83 @@
+"""A graph's heads through find, plan and lower; `pipeline` calls this between its own stages."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead
+from memfine_fx.compiler.session import Session, next_site
+from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
+from memfine_fx.passes.dataflow import tensor_of
+from memfine_fx.passes.head.find import find_heads
+from memfine_fx.passes.lower.head import lower_head
+from memfine_fx.passes.modes import called_bodies
+from memfine_fx.plan.budget import choose_head_plan
+from memfine_fx.records.heads import HeadRefusal, HeadRegion
+from memfine_fx.runtime.live_head import LiveHead, register_head
+
+__all__ = ["lower_heads", "plan_heads"]
+
+log = logging.getLogger(__name__)
+
+
+def plan_heads(
+    graph_module: fx.GraphModule, session: Session, record: CapturedGraph
+) -> list[LoweredHead | HeadRefusal]:
+    """The heads of a captured graph, each with the op's counterpart; nothing has touched the graph yet."""
+    try:
+        bodies = [body for body, _ in called_bodies(graph_module)]
+        found = [
+            head for body in bodies for head in find_heads(body.graph, session.config, is_body=body is not graph_module)
+        ]
+    except Exception:  # NOTE: a bug of ours must not take down a model that compiles without us
+        log.warning("memfine_fx failed while it looked for heads; they stay as they were", exc_info=True)
+        return []
+    return [head if isinstance(head, HeadRefusal) else _plan(head, session, record) for head in found]
+
+
+def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph) -> None:
+    """Rewrite the heads of a graph."""
+    for head in record.heads:
+        if isinstance(head, LoweredHead):
+            lower_head(graph_module, head.region, head.live.site)
+
+
+def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> LoweredHead:
+    hidden, loss = tensor_of(region.hidden), tensor_of(region.exit)
+    site = next_site(f"head_{_content_hash(region, loss.dtype)}")
+    terms = HeadBytes(
+        hidden=region.dims.hidden,
+        vocab=region.dims.vocab,
+        item_bytes=region.logits_dtype.itemsize,
+        has_softcap=region.loss.softcap is not None,
+        wanted=region.wanted,
+        device_type=hidden.device.type,
+    )
+    num_tokens: Any = tensor_of(region.labels).numel()
+    is_symbolic = isinstance(num_tokens, torch.SymInt)
+    expr: sympy.Expr = num_tokens.node.expr if is_symbolic else sympy.Integer(num_tokens)
+    record.step.heads[site] = HeadMemory(terms, expr)
+    live = LiveHead(
+        site=site,
+        loss=region.loss,
+        out_dtype=loss.dtype,
+        choose_plan=functools.partial(choose_head_plan, site, session, record, hidden.device),
+        name=region.where.module or str(region.where),
+        context=session.situation_key,
+    )
+    register_head(live)
+    hint = num_tokens.node.hint if is_symbolic else num_tokens
+    return LoweredHead(region, live, None if hint is None else int(hint))
+
+
+def _content_hash(region: HeadRegion, out_dtype: torch.dtype) -> str:
+    """Of what the op does beside its arguments: compiled code is kept under it."""
+    text = f"{region.loss} {region.dims.hidden} {region.dims.vocab} {region.logits_dtype} {out_dtype}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,148 @@
+"""The compiler behind ours: what turns the rewritten graph into a callable.
+
+Graphs with regions go to Inductor with two passes of ours (the partitioner and the order of kernels), and the
+wrapper that Inductor writes is read for what it allocates; graphs without any are compiled as if memfine_fx were
+not there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import fx
+
+from memfine_fx.compat.autograd import is_graph_kept
+from memfine_fx.compat.dynamo import plain_compiler
+from memfine_fx.compat.functorch import compile_on_aot_autograd, compiling_regions, take_donated
+from memfine_fx.compat.inductor import (
+    compile_inner,
+    compile_on_inductor,
+    mark_boxed,
+    mode_options,
+    pass_options,
+    wrapper_of,
+)
+from memfine_fx.config import Config
+from memfine_fx.memory.step import GraphStep
+from memfine_fx.memory.wrapper_code import read_wrapper
+from memfine_fx.passes.step.fit import StepBudget
+from memfine_fx.passes.step.kernel_order import KernelOrder
+from memfine_fx.passes.step.partition import StepPartitioner, freed_inputs
+from memfine_fx.passes.step.partitioned import Partition
+from memfine_fx.passes.step.region_distance import RegionDistance
+
+__all__ = ["BackwardContext", "compile_plain", "compile_with_regions"]
+
+BackwardContext = Callable[[bool], AbstractContextManager[None]]
+
+
+def compile_plain(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], inner_backend: str, mode: str | None = None
+) -> Callable[..., Any]:
+    """Compile a graph that holds no region, in one of Inductor's modes."""
+    if inner_backend == "eager":
+        return graph_module
+    inputs = list(example_inputs)
+    if inner_backend == "aot_eager":
+        unfused: Callable[..., Any] = plain_compiler(inner_backend)(graph_module, inputs)
+        return unfused
+    compiled: Callable[..., Any] = compile_on_inductor(graph_module, inputs, mode_options(mode))
+    return compiled
+
+
+def compile_with_regions(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    step: GraphStep,
+    *,
+    budget: StepBudget | None,
+    changed: Callable[[], None],
+    in_backward: BackwardContext,
+    partitioned: Callable[[], None] = lambda: None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph whose regions were lowered.
+
+    Args:
+        graph_module, example_inputs: from Dynamo, rewritten.
+        config: options; not with the inner backend "eager", which compiles nothing.
+        step: told what forward and backward hold.
+        budget: see `StepPartitioner`.
+        changed: called when more is known of the graph's memory than before.
+        in_backward: what each run of the backward happens in; told whether it keeps the graph.
+        partitioned: called when the graph is partitioned and an estimate of its memory is there.
+        mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
+    """
+    inputs = list(example_inputs)
+    partitioner = StepPartitioner(
+        is_fused=config.inner_backend == "inductor",
+        budget=budget,
+        report=functools.partial(_take_estimate, step, partitioned),
+        key=f"{config.memory_budget} {config.axis} {config.rows_per_chunk} {config.tokens_per_chunk}",
+    )
+    if config.inner_backend == "aot_eager":
+        with compiling_regions():
+            unfused: Callable[..., Any] = compile_on_aot_autograd(
+                graph_module, inputs, partitioner, functools.partial(_backward_call, (), in_backward)
+            )
+        return unfused
+    options = mode_options(mode) | pass_options(partitioner, RegionDistance(), KernelOrder())
+    inner_compile = functools.partial(_compile_and_read, step, changed, in_backward)
+    with compiling_regions():
+        compiled: Callable[..., Any] = compile_on_inductor(graph_module, inputs, options, inner_compile)
+    return compiled
+
+
+def _compile_and_read(
+    step: GraphStep,
+    changed: Callable[[], None],
+    in_backward: BackwardContext,
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    **kwargs: Any,
+) -> Any:
+    """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
+    is_backward = bool(kwargs.get("is_backward"))
+    freed = freed_inputs(graph_module.graph) if is_backward else []
+    compiled: Any = compile_inner(graph_module, inputs, **kwargs)
+    memory = read_wrapper(wrapper_of(compiled), graph_module.graph, freed)
+    step.add_hints(graph_module.graph)
+    if memory is not None:
+        if is_backward:
+            step.backward = memory
+        else:
+            step.forward = memory
+        changed()
+    return _backward_call(take_donated(), in_backward, compiled) if is_backward else compiled
+
+
+def _backward_call(
+    donated: Sequence[int], in_backward: BackwardContext, compiled: Callable[[list[Any]], Any]
+) -> Callable[[list[Any]], Any]:
+    """A compiled backward that may run again through one forward (`retain_graph=True`, two losses).
+
+    Its code writes over saved tensors that were donated to it, which AOT autograd guards by refusing to keep the graph.
+    Here a backward that keeps the graph works on copies of these tensors; any other gets them as they are.
+    """
+
+    def call(args: list[Any]) -> Any:
+        keeps_graph = is_graph_kept()
+        if keeps_graph:
+            for position in donated:
+                args[position] = args[position].clone()
+        with in_backward(keeps_graph):
+            return compiled(args)
+
+    return mark_boxed(call)
+
+
+def _take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: Partition) -> None:
+    step.forward, step.backward = partition.forward_memory, partition.backward_memory
+    step.decision, step.keeps_all = partition.decision, partition.keeps_all
+    step.add_hints(partition.forward.graph)
+    step.add_hints(partition.backward.graph)
+    partitioned()

@@ -1,0 +1,237 @@
+"""The call of an optimized model, which its copies take along.
+
+`optimize` puts an `OptimizedCall` where `torch.nn.Module.compile` puts its own. torch drops what stands there when a
+module is copied or pickled, so the call stands among the attributes of the module too. Copying or pickling it gives a
+call of the copy, with the same options. The copy exists then, because copy and pickle remember an object before they
+fill it, but it is empty: so its session opens at its first call.
+
+A shallow copy (`copy.copy`) cannot be told apart from its model by anything that it holds, so it does not keep the
+call, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfine_fx.capture.adapters import TracedAdapters
+from memfine_fx.capture.buckets import kept_whole
+from memfine_fx.capture.flags import CapturingCall
+from memfine_fx.capture.implementation import switch_experts
+from memfine_fx.capture.output_recorders import RecordedOutputs
+from memfine_fx.capture.ranks import captured_on_ranks
+from memfine_fx.compat.interpreter import calling_code
+from memfine_fx.compat.nn import plain_call, set_compiled_call
+from memfine_fx.config import Config
+from memfine_fx.errors import MemfineError
+
+if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
+    from memfine_fx.compiler.session import Session
+
+__all__ = ["OptimizedCall", "captured", "optimized_call", "restored"]
+
+_ATTRIBUTE = "_memfine_call"
+_GETSTATE = "__getstate__"
+_lock = threading.RLock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a model was optimized.
+
+    Args:
+        config: with what `optimize` was told beside it.
+        fullgraph, dynamic: of `torch.compile`.
+        on_ranks: whether its experts are on several ranks.
+    """
+
+    config: Config
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    on_ranks: bool = False
+
+
+class OptimizedCall:
+    """What a call of an optimized model runs.
+
+    Args:
+        model: the module that it stands in.
+        options: how it was optimized.
+    """
+
+    def __init__(self, model: torch.nn.Module, options: Options) -> None:
+        self.model = model
+        self.has_run = False
+        self.session: Session | None = None
+        self._options = options
+        self._compiled: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Put the call in its place, and where copies of the model find it."""
+        set_compiled_call(self.model, self)
+        attributes = vars(self.model)
+        attributes[_ATTRIBUTE], attributes[_GETSTATE] = self, self.state_of_model
+
+    def prepare(self) -> Callable[..., Any]:
+        """Open the session; once."""
+        with _lock:
+            if self._compiled is None:
+                self._compiled = self._prepared()
+            return self._compiled
+
+    def _prepared(self) -> Callable[..., Any]:
+        from memfine_fx.compiler.session import open_session
+
+        options, model = self._options, self.model
+        session = open_session(options.config, holds_compiled=True)
+        if options.config.captures_loops:
+            session.notes.extend(switch_experts(model))
+        call = captured(model, plain_call(model), session, fullgraph=options.fullgraph, dynamic=options.dynamic)
+        self.session = session
+        return captured_on_ranks(model, call) if options.on_ranks else call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._compiled or self.prepare()
+        result = compiled(*args, **kwargs)
+        self.has_run = True
+        session = self.session
+        assert session is not None
+        if not session.has_warned and not session.has_chunked:
+            from memfine_fx.compiler.telling import warn_without_regions
+
+            warn_without_regions(session)
+        return result
+
+    def state_of_model(self) -> Any:
+        """The model's state as copy and pickle ask for it: what its class gives, less this method.
+
+        Raises:
+            MemfineError: pickle asks, and experts are on several ranks: one rank's pickle would not be the model.
+        """
+        asks = calling_code()
+        if self._options.on_ranks and asks not in (copy.copy.__code__, copy.deepcopy.__code__):
+            raise MemfineError(
+                "a model whose experts are on several ranks cannot be pickled whole: save its state dict with "
+                "memfine_fx.expert_parallel.state.TrainingState, or whole_state_dict(model) for one file"
+            )
+        state: Any = type(self.model).__getstate__(self.model)  # type: ignore[no-untyped-call]  # of nn.Module
+        if not isinstance(state, dict) or _GETSTATE not in state:
+            return state
+        state = {name: value for name, value in state.items() if name != _GETSTATE}
+        if asks is copy.copy.__code__:
+            del state[_ATTRIBUTE]
+            warnings.warn(
+                "copy.copy of an optimized model shares its parameters and runs as plain torch: "
+                "memfine_fx.optimize(the copy) optimizes it too, and copy.deepcopy(model) gives an optimized copy",
+                stacklevel=3,
+            )
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedCall:
+        return _installed(copy.deepcopy(self.model, memo), self._options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options, defaults = self._options, Config()
+        fields = {field.name: getattr(options.config, field.name) for field in dataclasses.fields(Config)}
+        changed = {name: value for name, value in fields.items() if value != getattr(defaults, name)}
+        return restored, (self.model, changed, options.fullgraph, options.dynamic)
+
+
+def restored(model: torch.nn.Module, fields: Mapping[str, Any], fullgraph: bool, dynamic: bool | None) -> OptimizedCall:
+    """The call of a model that is being read from a pickle: builtin types only, so that one function is all it needs.
+
+    Raises:
+        ConfigError: it was optimized with an option that this version does not know.
+    """
+    return _installed(model, Options(Config.from_options(fields), fullgraph, dynamic))
+
+
+# NOTE: a pickle names this function by these, so it is read wherever the function lives by then. Never change them.
+restored.__module__, restored.__name__, restored.__qualname__ = "memfine_fx", "_restored", "_restored"
+
+
+def _installed(model: torch.nn.Module, options: Options) -> OptimizedCall:
+    call = OptimizedCall(model, options)
+    call.install()
+    return call
+
+
+def optimized_call(model: object) -> OptimizedCall | None:
+    """The call of an optimized model, None of any other."""
+    call = vars(model).get(_ATTRIBUTE) if isinstance(model, torch.nn.Module) else None
+    return call if isinstance(call, OptimizedCall) and call.model is model else None
+
+
+def captured(
+    model: torch.nn.Module, call: Callable[..., Any], session: Session, *, fullgraph: bool, dynamic: bool | None
+) -> Callable[..., Any]:
+    """`call` compiled in a session, under the capture flags that help."""
+
+    def compile_with(capture_flags: tuple[str, ...], note_compilation: Callable[[], None]) -> Callable[..., Any]:
+        session.start_attempt(capture_flags)
+        backend = _backend_of(session, note_compilation)
+        return torch.compile(call, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **_counted_alone())
+
+    def note(capture_flags: tuple[str, ...], failure: str | None) -> None:
+        if capture_flags and any(one.region.family == "loops" for one in session.lowered):
+            session.notes.append(f"expert loops captured with torch._dynamo.config.{', '.join(capture_flags)}")
+        elif failure is not None and not capture_flags:
+            session.notes.append(
+                f"code with data-dependent shapes stays outside the graph: {failure}. If that is a loop over experts, "
+                "let it take each expert's rows with torch.where(index == expert) and add them back with index_add_"
+            )
+
+    captures_loops = session.config.captures_loops
+    compiled = CapturingCall(model, compile_with, note) if captures_loops else compile_with((), lambda: None)
+    recorded, adapters = RecordedOutputs(model), TracedAdapters(model)
+    session.notes.extend(adapters.notes)
+
+    @functools.wraps(compiled)
+    def call_prepared(*args: Any, **kwargs: Any) -> Any:
+        with recorded.prepared(kwargs), adapters.installed(), kept_whole():
+            return compiled(*args, **kwargs)
+
+    return call_prepared
+
+
+def _counted_alone() -> dict[str, Any]:
+    """Recompilations counted for this call alone, where torch can.
+
+    Dynamo counts them by code, and stops compiling after eight: the ninth copy of a model, or a model after eight
+    `explain` of its class, would run as it is written.
+    """
+    name = "isolate_recompiles"
+    return {name: True} if name in inspect.signature(torch.compile).parameters else {}
+
+
+def _backend_of(session: Session, note_compilation: Callable[[], None]) -> Callable[..., Any]:
+    """The session as a backend.
+
+    NOTE: Dynamo keeps every backend that it has seen, so this one keeps nothing alive and is taken out of its list when
+    the session is gone.
+    """
+    from memfine_fx.compat.dynamo import forget_backend_after
+
+    its_session = weakref.ref(session)
+    its_note = weakref.WeakMethod(note_compilation) if inspect.ismethod(note_compilation) else None
+
+    def memfine(graph_module: Any, example_inputs: Any, **_: Any) -> Callable[..., Any]:
+        from memfine_fx.compiler.entry import compile_in_session
+
+        note, living = None if its_note is None else its_note(), its_session()
+        assert living is not None, "a model that compiles holds its session"
+        if note is not None:
+            note()
+        return compile_in_session(graph_module, example_inputs, living)
+
+    forget_backend_after(session, memfine)
+    return memfine

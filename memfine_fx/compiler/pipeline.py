@@ -1,0 +1,70 @@
+"""The pipeline: capture -> find -> raise -> plan -> lower -> compile, as one readable function.
+
+Dynamo hands over one torch-level graph at a time, with symbolic shapes; bodies of higher-order ops (gradient
+checkpointing) are graphs of their own inside it. Each stage returns records; a refusal at any stage leaves
+that region as the user wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from memfine_fx.compiler.captured_graph import CapturedGraph
+from memfine_fx.compiler.compiled_graph import CompiledGraph
+from memfine_fx.compiler.heads import lower_heads, plan_heads
+from memfine_fx.compiler.inner import compile_plain
+from memfine_fx.compiler.regions import lower_regions, plan_regions
+from memfine_fx.compiler.session import Session
+from memfine_fx.compiler.telling import dump_graph, tell_found
+from memfine_fx.compiler.verifier import verify_found
+from memfine_fx.errors import MemfineError
+from memfine_fx.passes.modes import called_bodies
+
+__all__ = ["compile_graph"]
+
+
+def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[..., Any]:
+    """Compile one captured graph.
+
+    Args:
+        graph_module: from Dynamo; rewritten in place where regions are raised, untouched elsewhere.
+        example_inputs: its fake inputs.
+        session: collects what was found, chosen and refused.
+
+    Returns:
+        A callable with the graph's signature.
+    """
+    record = session.add_graph(example_inputs)
+    try:
+        return _compile(graph_module, example_inputs, session, record)
+    except MemfineError:
+        raise
+    except BaseException:  # Dynamo restarts its analysis by exceptions, and will call again for the same code
+        session.drop_graph(record)
+        raise
+
+
+def _compile(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session, record: CapturedGraph
+) -> Callable[..., Any]:
+    config = session.config
+    dump_graph(graph_module, session, "captured")
+    found = [plan_regions(body, modes, session, record) for body, modes in list(called_bodies(graph_module))]
+    with session.timed("heads"):
+        record.heads.extend(plan_heads(graph_module, session, record))
+    if config.verify:
+        found = verify_found(graph_module, example_inputs, found, record)
+    lower_heads(graph_module, record)  # first: what they read may be a region's exit
+    for one in found:
+        lower_regions(one, session)
+        record.outcomes.extend(one.outcomes)
+    dump_graph(graph_module, session, "rewritten")
+    tell_found(graph_module, session, record)
+    if session.is_dry:
+        return graph_module
+    if not record.lowered or config.inner_backend == "eager":
+        return compile_plain(graph_module, example_inputs, config.inner_backend, session.mode)
+    return CompiledGraph(graph_module, example_inputs, session, record).__call__

@@ -1,0 +1,184 @@
+"""A body's regions through find, raise, check, plan and lower; `heads` does the same for its heads."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+from torch import fx
+
+import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
+from memfine_fx.compiler.leftovers import check_leftover_shapes
+from memfine_fx.compiler.session import Session, next_site
+from memfine_fx.config import Config
+from memfine_fx.errors import CannotChunk
+from memfine_fx.memory.step import RegionMemory
+from memfine_fx.passes.dataflow import tensor_of
+from memfine_fx.passes.dispatch_masks import ExposedIds, conceal, expose
+from memfine_fx.passes.find import find_candidates
+from memfine_fx.passes.lower.arguments import argument_specs, wanted_gradients
+from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
+from memfine_fx.passes.lower.lift import can_lift
+from memfine_fx.passes.lower.region import lower_region
+from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, sharded_experts, tell_why_gathered
+from memfine_fx.passes.lower.terms import num_tokens_hint, num_tokens_of, region_bytes
+from memfine_fx.passes.modes import modes_at
+from memfine_fx.passes.raising import raise_region
+from memfine_fx.passes.verify.gradient_check import check_gradients
+from memfine_fx.plan.budget import choose_plan
+from memfine_fx.records import Candidate, Modes, MoERegion, Refusal
+from memfine_fx.report.roles import region_graph
+from memfine_fx.runtime.mact import ChunkTuner
+from memfine_fx.runtime.store import LiveRegion, register
+
+__all__ = ["BodyRegions", "lower_regions", "plan_regions"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BodyRegions:
+    """What was found in one body of a captured graph.
+
+    Args:
+        body: the graph itself, or that of a higher-order op in it.
+        modes: in which it begins.
+        outcomes: its regions and refusals, in graph order.
+        exposed: what `dispatch_masks.expose` put in, to be taken out again.
+    """
+
+    body: fx.GraphModule
+    modes: Modes
+    outcomes: list[LoweredRegion | Refusal]
+    exposed: list[ExposedIds]
+
+
+def plan_regions(body: fx.GraphModule, modes: Modes, session: Session, record: CapturedGraph) -> BodyRegions:
+    """The regions of one body, each with the op's counterpart; but for masks that became ids, the graph is as it was.
+
+    Raises:
+        LeftoverShapes: see `leftovers`.
+    """
+    exposed = expose(body)
+    with session.timed("find"):
+        candidates = find_candidates(body, modes)
+    outcomes = _disjoint([_raise_and_plan(candidate, session, record) for candidate in candidates])
+    if not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):
+        outcomes = [*own_exchanges(body.graph), *outcomes]
+    if session.capture_flags:
+        check_leftover_shapes(body, outcomes)
+    return BodyRegions(body, modes, outcomes, exposed)
+
+
+def lower_regions(found: BodyRegions, session: Session) -> None:
+    """Rewrite the regions of one body."""
+    for outcome in reversed(found.outcomes):  # last first: a region may feed the next one
+        if isinstance(outcome, LoweredRegion):
+            _lower(found.body, outcome.region, outcome.live, session)
+    conceal(found.body, found.exposed)
+    if not session.is_dry:
+        refusals = [outcome for outcome in found.outcomes if isinstance(outcome, Refusal)]
+        tell_why_gathered(found.body.graph, refusals)
+
+
+def _raise_and_plan(candidate: Candidate | Refusal, session: Session, record: CapturedGraph) -> LoweredRegion | Refusal:
+    """One candidate through raise and plan; nothing has touched the graph when either refuses."""
+    if isinstance(candidate, Refusal):
+        return candidate
+    try:
+        with session.timed("raise"):
+            region = raise_region(candidate)
+        with session.timed("plan"):
+            bodies = _bodies(region, session.config)
+            bodies.backward(wanted_gradients(region, bodies))  # traces it, which the check would else be timed for
+        with session.timed("check"):
+            uncompared = _check(region, bodies, candidate, session.config)
+        with session.timed("plan"):
+            region, live = _plan(region, bodies, session, record)
+        graph = region_graph(region) if session.is_dry else None
+        return LoweredRegion(region, live, num_tokens_hint(region), graph=graph, uncompared=uncompared)
+    except CannotChunk as refusal:
+        return Refusal(candidate.where, refusal.reason, refusal.node)
+    except Exception as error:  # NOTE: a bug of ours must not take down a model that compiles without us
+        log.warning("memfine_fx failed on %s; the region stays as it was", candidate.where, exc_info=True)
+        return Refusal(candidate.where, f"internal error, please report it: {type(error).__name__}: {error}")
+
+
+def _check(region: MoERegion, bodies: ExpertBodies, candidate: Candidate, config: Config) -> str:
+    """See `passes.verify.gradient_check`; an expert's own body stands for one over several experts."""
+    one = _build_bodies(region, config, takes_group=False) if bodies.takes_group else bodies
+    modes = modes_at(candidate.graph_module.graph, candidate.start)[region.cut.exit]
+    return check_gradients(region, one, modes)
+
+
+def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | Refusal]:
+    """Regions that share nodes with an earlier one become refusals."""
+    taken: set[fx.Node] = set()
+    result: list[LoweredRegion | Refusal] = []
+    for outcome in outcomes:
+        nodes = set(outcome.region.cut.nodes) if isinstance(outcome, LoweredRegion) else set()
+        if isinstance(outcome, LoweredRegion) and nodes & taken:
+            result.append(Refusal(outcome.region.where, "it shares its dispatch with another region"))
+        else:
+            taken |= nodes
+            result.append(outcome)
+    return result
+
+
+def _plan(
+    region: MoERegion, bodies: ExpertBodies, session: Session, record: CapturedGraph
+) -> tuple[MoERegion, LiveRegion]:
+    """The region as it lowers, and how its plan will be chosen once T is known."""
+    config = session.config
+    output = tensor_of(region.cut.exit)
+    region, exchange = sharded_experts(region, bodies.key, config.axis)
+    terms_of = functools.partial(region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
+    terms_of("nothing")  # traces them now, outside of any other compilation
+    site = next_site(bodies.key)
+    live = LiveRegion(
+        site=site,
+        bodies=bodies,
+        num_experts=region.dims.num_experts,
+        top_k=region.dims.top_k,
+        out_dtype=output.dtype,
+        drops_out_of_range=region.drops_out_of_range,
+        choose_plan=functools.partial(choose_plan, site, session, record, output.device),
+        tuner=ChunkTuner(config.bins, keeps_slices=config.tokens_per_chunk is not None),
+        warn=functools.partial(session.warn_of_failure, region.where),
+        exchange=exchange,
+        name=region.where.module or str(region.where),
+        context=session.situation_key,
+    )
+    register(live)
+    record.step.regions[site] = RegionMemory(terms_of, num_tokens_of(region), config.axis)
+    return region, live
+
+
+def _bodies(region: MoERegion, config: Config) -> ExpertBodies:
+    """Bodies over a chunk's range of experts where that is possible and pays, else over one expert."""
+    specs = argument_specs(region)
+    if specs[0].device.type == "cuda" and config.axis == "rows" and can_lift(region.expert_fn, specs):
+        try:
+            return _build_bodies(region, config, takes_group=True)
+        except CannotChunk as refusal:
+            log.info("experts run one by one at %s: %s", region.where, refusal)
+    return _build_bodies(region, config, takes_group=False)
+
+
+def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> ExpertBodies:
+    return bodies_for(
+        region.expert_fn,
+        argument_specs(region),
+        takes_group=takes_group,
+        inner=config.inner_backend,
+    )
+
+
+def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: Session) -> None:
+    if session.is_dry:
+        return
+    lower_region(body, region, live.site, shares_counts=live.exchange is not None)
+    if live.exchange is not None:
+        drop_unread_tables(body)

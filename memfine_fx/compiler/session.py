@@ -1,0 +1,429 @@
+"""A session: everything one `optimize` (or one `torch.compile(backend="memfine")`) has compiled so far."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import threading
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memfine_fx.compat.checks import warn_outside_tested_range
+from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
+from memfine_fx.config import Config
+from memfine_fx.memory.measure import MemoryTrace
+from memfine_fx.memory.region_bytes import ChunkSize
+from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
+from memfine_fx.memory.step import peak_expression, step_peak
+from memfine_fx.memory.timeline import Prediction, timeline_of
+from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_of
+from memfine_fx.records import Refusal, Where
+from memfine_fx.records.heads import HeadRefusal
+from memfine_fx.records.verification import VerifyReport
+from memfine_fx.report.hints import hint_for
+from memfine_fx.report.logs import set_up_logs
+from memfine_fx.report.reports import HeadReport, RegionReport, Report, StepReport
+from memfine_fx.runtime.store import lookup
+
+__all__ = ["Session", "head_report", "next_site", "open_session", "outcome_report", "sessions"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Session:
+    """Regions and refusals of one compilation unit, newest graph last.
+
+    Args:
+        config: its options.
+        is_dry: analyse only; graphs run as captured (`explain`).
+        mode: of `torch.compile`, None where it was not given.
+        capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
+        notes: what was changed on the model or in Dynamo to capture it, for the report.
+        holds_compiled: whether what it compiled lives no longer than itself: Dynamo never lets go of code that it
+            compiled for a model, so what it is given holds nothing.
+        stage_seconds: wall time spent in each stage of the pipeline ("find", "raise", "plan", ...).
+    """
+
+    config: Config
+    is_dry: bool = False
+    mode: str | None = None
+    holds_compiled: bool = False
+    has_warned: bool = False
+    has_warned_of_failure: bool = False
+    capture_flags: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    _seconds_within: float = 0.0
+    _warned_models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    _optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
+    _graphs: list[CapturedGraph] = field(default_factory=list)
+    _compiled: list[Callable[..., Any]] = field(default_factory=list)
+    history: RunHistory = field(default_factory=RunHistory)
+    situation: Situation | None = None  # of the run whose forward or backward is at work, or was last
+    _persistent: tuple[frozenset[int], int] | None = None  # ids of members -> bytes, while nothing new is known
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Count this time as the stage's, without that of stages within it."""
+        started = time.perf_counter()
+        before, self._seconds_within = self._seconds_within, 0.0
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            own = spent - self._seconds_within
+            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + own
+            self._seconds_within = before + spent
+
+    @property
+    def has_chunked_last(self) -> bool:
+        """Whether the graph that was compiled last holds a region that was lowered."""
+        return bool(self._graphs) and any(isinstance(one, LoweredRegion) for one in self._graphs[-1].outcomes)
+
+    @property
+    def has_chunked(self) -> bool:
+        """Whether any region was lowered so far."""
+        return any(isinstance(outcome, LoweredRegion) for outcome in self.outcomes)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def outcomes(self) -> list[LoweredRegion | Refusal]:
+        return [outcome for graph in self._graphs for outcome in graph.outcomes]
+
+    @property
+    def lowered(self) -> list[LoweredRegion]:
+        """Its chunked regions."""
+        return [outcome for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
+
+    @property
+    def lowered_heads(self) -> list[LoweredHead]:
+        """Its chunked heads."""
+        return [head for graph in self._graphs for head in graph.heads if isinstance(head, LoweredHead)]
+
+    def start_attempt(self, capture_flags: tuple[str, ...]) -> None:
+        """Forget the graphs of an abandoned attempt and begin one under these flags."""
+        self.capture_flags = capture_flags
+        self._graphs.clear()
+        self._compiled.clear()
+        self._forget_bytes()
+
+    def add_graph(self, inputs: Sequence[object]) -> CapturedGraph:
+        """Open the record of one captured graph with these inputs, parameters among them."""
+        graph = CapturedGraph()
+        self.keep(graph, inputs)
+        return graph
+
+    def drop_graph(self, graph: CapturedGraph) -> None:
+        """Forget a graph whose compilation was given up."""
+        self._graphs = [one for one in self._graphs if one is not graph]
+        self.history.forget(graph)
+        self._forget_bytes()
+
+    def held(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """What Dynamo is given in the place of a compiled graph."""
+        if not self.holds_compiled:
+            return compiled
+        self._compiled.append(compiled)
+        reference = weakref.ref(compiled)
+
+        def call(*args: Any) -> Any:
+            living = reference()
+            assert living is not None, "code of an optimized model runs for that model only"
+            return living(*args)
+
+        return call
+
+    def situation_key(self) -> object:
+        """Equal where plans are."""
+        return None if self.situation is None else self.situation.key
+
+    def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
+        """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
+        key = frozenset(map(id, members))
+        if self._persistent is None or self._persistent[0] != key:
+            parameters, optimizers = parameters_of(members), self._known_optimizers()
+            there = sum(static_terms(parameters, optimizers).values())
+            self._persistent = key, there + foreseen_state_bytes(parameters, optimizers)
+        return self._persistent[1]
+
+    def static_terms(self) -> dict[str, int]:
+        """Bytes by term of what was there before the latest step that trained."""
+        runs = self.history.latest_pass(self._graphs)
+        terms = static_terms(parameters_of(self._members()), self._known_optimizers())
+        terms["gradients before the step"] = runs[0].gradient_bytes if runs else 0
+        terms["inputs and buffers"] = sum(run.input_bytes for run in runs)
+        return terms
+
+    def note_step(self, optimizer: torch.optim.Optimizer, *, is_first: bool) -> None:
+        """An optimizer of its parameters stepped. The first time, the bytes before a step change."""
+        self.history.note_optimizer_step()
+        if is_first:
+            self._optimizers = None
+            self._forget_bytes()
+
+    def keep(self, graph: CapturedGraph, inputs: Sequence[object]) -> None:
+        """Hold a graph's record for as long as its parameters live."""
+        myself = weakref.ref(self)
+
+        def forget_if_dead() -> None:
+            session = myself()
+            if session is not None and not graph.alive_parameters():
+                session.drop_graph(graph)
+
+        if graph.note_inputs(inputs, forget_if_dead):
+            if not any(one is graph for one in self._graphs):
+                self._graphs.append(graph)
+            self._optimizers = None
+            self._forget_bytes()
+
+    def _forget_bytes(self) -> None:
+        """What is there before a step has changed: ask again, and let every region plan again."""
+        self._persistent = None
+        self.forget_plans()
+
+    def _members(self) -> Sequence[CalledGraph]:
+        """Graphs of the latest steps; all where nothing has run."""
+        own = set(self._graphs)
+        return [graph for graph in self.history.members() if graph in own] or self._graphs
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return parameters_of(self._graphs)
+
+    def _known_optimizers(self) -> list[torch.optim.Optimizer]:
+        if self._optimizers is None:
+            self._optimizers = weakref.WeakSet(living_optimizers(self._parameters()))
+            for optimizer in self._optimizers:
+                _sessions_of.setdefault(optimizer, weakref.WeakSet()).add(self)
+        return list(self._optimizers)
+
+    def reads_any(self, parameters: Collection[int]) -> bool:
+        """Whether its graphs read one of the parameters with these ids."""
+        return any(id(one) in parameters for one in self._parameters())
+
+    def forget_plans(self) -> None:
+        """Let every region plan again at its next call, because more is known of the step."""
+        for outcome in self.outcomes:
+            if isinstance(outcome, LoweredRegion):
+                outcome.live.forget_plans()
+        for head in self.lowered_heads:
+            head.live.forget_plans()
+
+    def restricted_to(self, parameters: Iterable[torch.Tensor]) -> Session | None:
+        """The session with only the graphs that hold one of these parameters; None if there is none."""
+        wanted = {id(parameter) for parameter in parameters}
+        kept = [graph for graph in self._graphs if any(id(alive) in wanted for alive in graph.alive_parameters())]
+        return replace(self, _graphs=kept) if kept else None
+
+    def without_regions(self, model: torch.nn.Module | None) -> Session | None:
+        """Its part that belongs to a model, if nothing in it was chunked; once a model, None later.
+
+        Args:
+            model: the one that runs, None where that is not known: then the whole session counts.
+        """
+        part = None if model is None else self.restricted_to(model.parameters())
+        if part is None:
+            part, model = self, None
+        if part.has_chunked or (self.has_warned if model is None else model in self._warned_models):
+            return None
+        self.has_warned = True
+        if model is not None:
+            self._warned_models.add(model)
+        return part
+
+    def warn_of_failure(self, where: Where, message: str) -> None:
+        """Log an allocation failure of one region; the first of the session is a warning too."""
+        log.info("%s: %s", where, message)
+        if not self.has_warned_of_failure:
+            self.has_warned_of_failure = True
+            warnings.warn(f"{where}: {message}", RuntimeWarning, stacklevel=2)
+
+    def report(self, measured: MemoryTrace | None = None, *, has_run: bool = True) -> Report:
+        """What is known of the regions, and of a step that was traced; `has_run` is whether a call has returned."""
+        regions = tuple(outcome_report(outcome) for outcome in self._latest())
+        predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
+        measured_bytes = None if measured is None else measured.peak_bytes
+        step = self._step_report()
+        foreseen = [] if step is None else [Prediction(None, step.peak.num_bytes)]
+        timeline = None if measured is None else timeline_of(measured, self._names_of_sites(), foreseen)
+        notes = tuple(self.notes)
+        return Report(
+            regions,
+            self.num_graphs,
+            max(predicted, default=None),
+            measured_bytes,
+            timeline,
+            step,
+            notes,
+            tuple(map(head_report, self._latest_heads())),
+            has_run or self.num_graphs > 0,
+        )
+
+    def _step_report(self) -> StepReport | None:
+        """Of the latest step that trained."""
+        runs = self.history.latest_pass(self._graphs)
+        memories = [run.memory for run in runs]
+        peak = step_peak(memories, self._largest_chunk)
+        if peak is None:
+            return None
+        steps = {id(memory.step): memory.step for memory in memories}
+        decision = "; ".join(step.decision for step in steps.values() if step.decision)
+        expression = functools.partial(peak_expression, memories, self._largest_chunk)
+        return StepReport(tuple(self.static_terms().items()), peak, decision, expression)
+
+    def _largest_chunk(self, site: str, num_tokens: int) -> ChunkSize:
+        """The largest chunk of the latest step; before one has run, as many rows as there are routed rows."""
+        head = next((head.live for head in self.lowered_heads if head.live.site == site), None)
+        if head is not None:
+            return ChunkSize(num_tokens if head.plan is None else head.plan.tokens_per_chunk)
+        live = lookup(site)
+        if not live.num_steps:
+            return ChunkSize(num_tokens * live.top_k)
+        return ChunkSize(live.largest_chunk, live.stages_gradients)
+
+    def _names_of_sites(self) -> dict[str, str]:
+        """Site of each lowered region -> the module it is in."""
+        lowered: list[LoweredRegion | LoweredHead] = [*self.lowered, *self.lowered_heads]
+        return {one.live.site: one.region.where.module or str(one.region.where) for one in lowered}
+
+    def verify_report(self) -> VerifyReport:
+        verified = tuple(verification for graph in self._graphs for verification in graph.verifications)
+        failed = {(verification.where, f"verification failed: {verification.failure}") for verification in verified}
+        refused = [outcome for outcome in self.outcomes if isinstance(outcome, Refusal)]
+        return VerifyReport(verified, tuple(one for one in refused if (one.where, one.reason) not in failed))
+
+    def _latest_heads(self) -> list[LoweredHead | HeadRefusal]:
+        """The heads of `_latest_graphs`, one for each place in the source."""
+        latest: dict[object, LoweredHead | HeadRefusal] = {}
+        for graph in self._latest_graphs():
+            for number, head in enumerate(graph.heads):
+                where = head.where if isinstance(head, HeadRefusal) else head.region.where
+                latest[where.source, graph.parameter_ids, number] = head
+        return list(latest.values())
+
+    def _latest(self) -> list[LoweredRegion | Refusal]:
+        """One outcome a place: recompilations of the same code replace what they recompiled."""
+        latest: dict[object, LoweredRegion | Refusal] = {}
+        for graph in self._latest_graphs():
+            seen: Counter[object] = Counter()
+            for outcome in graph.outcomes:
+                place = (_place(outcome), graph.parameter_ids)
+                seen[place] += 1
+                latest[place, seen[place]] = outcome
+        return list(latest.values())
+
+    def _latest_graphs(self) -> list[CapturedGraph]:
+        """All graphs, those of the latest step that trained at the end: they stand for their places in a report."""
+        trained = {id(run.graph) for run in self.history.latest_pass(self._graphs)}
+        return sorted(self._graphs, key=lambda graph: id(graph) in trained)
+
+
+_all_sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+_sessions_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Session]] = weakref.WeakKeyDictionary()
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_lock = threading.Lock()
+_session_numbers = itertools.count()
+_site_numbers = itertools.count()
+
+
+def sessions() -> list[Session]:
+    """Every living session of this process, oldest first."""
+    return [session for _, session in sorted(_all_sessions.items())]
+
+
+def open_session(
+    config: Config, *, is_dry: bool = False, mode: str | None = None, holds_compiled: bool = False
+) -> Session:
+    set_up_logs()
+    warn_outside_tested_range()
+    session = Session(config, is_dry, mode, holds_compiled)
+    with _lock:
+        number = next(_session_numbers)
+        if number == 0:
+            register_optimizer_step_post_hook(_note_step)
+        _all_sessions[number] = session
+    return session
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Tell the sessions of its parameters; all sessions are asked at its first step only."""
+    owners = _sessions_of.get(optimizer)
+    is_first = optimizer not in _stepped
+    if owners is None:
+        ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owners = weakref.WeakSet(one for one in sessions() if one.reads_any(ours))
+        _sessions_of[optimizer] = owners
+    _stepped.add(optimizer)
+    for session in list(owners):
+        session.note_step(optimizer, is_first=is_first)
+
+
+def next_site(body_key: str) -> str:
+    """A key for one call site: the body's content hash and a running number."""
+    return f"{body_key}/{next(_site_numbers)}"
+
+
+def _place(outcome: LoweredRegion | Refusal) -> object:
+    where = outcome.region.where if isinstance(outcome, LoweredRegion) else outcome.where
+    return (where.module, where.source) if where.module else id(outcome)
+
+
+def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
+    """What is known of one region or refusal now."""
+    if isinstance(outcome, Refusal):
+        return RegionReport("refused", outcome.where, outcome.reason, node=outcome.node, hint=hint_for(outcome.reason))
+    region, live = outcome.region, outcome.live
+    return RegionReport(
+        "chunked",
+        region.where,
+        "raised, proved row-wise and lowered" if live.plan is None else live.plan.reason,
+        family=region.family,
+        dims=region.dims,
+        plan=live.plan,
+        num_tokens=live.num_tokens,
+        num_chunks=live.num_chunks,
+        largest_chunk=live.largest_chunk,
+        imbalance=live.loads.summary(),
+        num_ranks=1 if live.exchange is None else live.exchange.table_shape[0],
+        rounds=live.rounds,
+        body_key=live.bodies.key,
+        verified_error=_verified_error(outcome),
+        graph=outcome.graph,
+        uncompared=outcome.uncompared,
+    )
+
+
+def head_report(head: LoweredHead | HeadRefusal) -> HeadReport:
+    """What is known of one head or refusal now."""
+    if isinstance(head, HeadRefusal):
+        return HeadReport("refused", head.where, head.reason, node=head.node, hint=hint_for(head.reason))
+    live = head.live
+    return HeadReport(
+        "chunked",
+        head.region.where,
+        "only the loss reads the logits" if live.plan is None else live.plan.reason,
+        dims=head.region.dims,
+        plan=live.plan,
+        num_tokens=live.num_tokens,
+        num_chunks=live.num_chunks,
+        drops_logits=bool(head.region.results),
+        verified_error=_verified_error(head),
+    )
+
+
+def _verified_error(outcome: LoweredRegion | LoweredHead) -> float | None:
+    verification = outcome.verification
+    return None if verification is None or verification.worst is None else verification.worst.error

@@ -1,0 +1,94 @@
+"""What a step of one SwiGLU MoE layer takes, from its sizes: its expert's bodies are compiled, nothing is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from memfine_fx.memory.kernel_scratch import product_scratch
+from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
+from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
+from memfine_fx.passes.tracing import TensorSpec
+from memfine_fx.plan.layer import LayerSizes, LayerWork
+from memfine_fx.records import ExpertFunction, Keep
+from memfine_fx.runtime.bodies import KeepingBodies
+
+__all__ = ["layer_bytes", "layer_work"]
+
+
+def layer_bytes(sizes: LayerSizes) -> RegionBytes:
+    """The layer's byte terms where forward keeps nothing, from bodies that are compiled for them."""
+    hidden, width, num_experts, dtype = sizes.hidden, sizes.expert_width, sizes.num_experts, sizes.dtype
+    place = torch.device(sizes.device)
+    bodies = _bodies(sizes)
+    forward, backward = bodies.forward(), bodies.backward(_ALL_WANTED)
+    is_low_precision = dtype is not torch.float32
+    num_weights = 3 * width * hidden
+    return RegionBytes(
+        top_k=sizes.top_k,
+        num_experts=num_experts,
+        hidden=hidden,
+        out_width=hidden,
+        item_bytes=dtype.itemsize,
+        out_item_bytes=dtype.itemsize,
+        contribution_item_bytes=dtype.itemsize,
+        accumulator_item_bytes=4,
+        weight_item_bytes=dtype.itemsize,
+        param_bytes=num_experts * num_weights * dtype.itemsize,
+        staging_bytes=4 * num_weights if is_low_precision else 0,
+        added_bytes=added_bytes(2 * width * hidden, 2, place.type) if is_low_precision else 0,
+        forward_peak=forward.peak_bytes,
+        backward_peak=backward.peak_bytes,
+        takes_group=False,
+        flops_per_row=bodies.flops_per_row,
+        forward_results=forward.results_bytes,
+        backward_results=backward.results_bytes,
+        product_scratch=product_scratch([(2 * width, hidden)], dtype, place.type),
+        device_type=place.type,
+    )
+
+
+def layer_work(sizes: LayerSizes, keep: Keep) -> LayerWork:
+    """What a step of the layer takes where forward keeps so much; backward computes the rest again."""
+    bodies = _bodies(sizes)
+    again = _keeping(bodies, "projections").flops_per_row
+    region = layer_bytes(sizes)
+    if keep == "nothing":
+        return LayerWork(region, 0, 3 * bodies.flops_per_row + again)
+    keeping = _keeping(bodies, keep)
+    region = replace(
+        region,
+        forward_peak=keeping.forward.peak_bytes,
+        backward_peak=keeping.backward.peak_bytes,
+        forward_results=keeping.forward.results_bytes,
+        backward_results=keeping.backward.results_bytes,
+    )
+    return LayerWork(region, keeping.row_bytes, 3 * bodies.flops_per_row + again - keeping.flops_per_row)
+
+
+def _keeping(bodies: ExpertBodies, keep: Keep) -> KeepingBodies:
+    keeping = bodies.keeping(keep, _ALL_WANTED)
+    assert keeping is not None, "a SwiGLU expert has projections to keep"
+    return keeping
+
+
+_ALL_WANTED = (True, True, True, True)
+
+
+def _bodies(sizes: LayerSizes) -> ExpertBodies:
+    hidden, width, dtype, place = sizes.hidden, sizes.expert_width, sizes.dtype, torch.device(sizes.device)
+    specs = (
+        TensorSpec((hidden,), dtype, place, per_row=True),
+        TensorSpec((), dtype, place, per_row=True),
+        TensorSpec((2 * width, hidden), dtype, place),
+        TensorSpec((hidden, width), dtype, place),
+    )
+    function = ExpertFunction(fx.symbolic_trace(_swiglu_expert), has_weight=True, param_kinds=("expert", "expert"))
+    return bodies_for(function, specs, takes_group=False, inner="inductor")
+
+
+def _swiglu_expert(rows: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = torch.mm(rows, gate_up.t()).chunk(2, dim=-1)
+    return torch.mm(torch.nn.functional.silu(gate) * up, down.t()) * weight.unsqueeze(1)

@@ -1,0 +1,65 @@
+"""What the pipeline tells while it compiles: warnings, logs, records of TORCH_TRACE, and graphs dumped to a folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+from torch import fx
+
+from memfine_fx.capture.buckets import hint_for_cut_graphs
+from memfine_fx.capture.output_recorders import hint_for_recording
+from memfine_fx.compat.interpreter import running_model
+from memfine_fx.compat.traces import trace_artifact
+from memfine_fx.compiler.captured_graph import CapturedGraph
+from memfine_fx.compiler.session import Session, head_report, outcome_report
+from memfine_fx.config import dump_folder
+
+__all__ = ["dump_graph", "tell_found", "warn_without_regions"]
+
+passes_log = logging.getLogger("memfine_fx.passes")
+
+
+def warn_without_regions(session: Session) -> None:
+    """One clear warning when a compiled model holds no MoE region that was chunked: asked while the model runs.
+
+    Models compiled by the backend's name with equal options share a session; only the running one's graphs count.
+    """
+    part = session.without_regions(running_model())
+    if part is None:
+        return
+    report = part.report()
+    has_head = any(head.status == "chunked" for head in report.heads)
+    recording = hint_for_recording()
+    if has_head and not report.regions and not recording:
+        return
+    found = "no experts to chunk, only the head" if has_head else "nothing to chunk"
+    reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
+    reasons += hint_for_cut_graphs() + recording
+    warnings.warn(
+        f"memfine_fx found {found} and compiled the model as plain {session.config.inner_backend}: {reasons}",
+        stacklevel=2,
+    )
+
+
+def dump_graph(graph_module: fx.GraphModule, session: Session, state: str) -> None:
+    folder = dump_folder()
+    if folder is None:
+        return
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f"graph_{session.num_graphs:03d}_{state}.py")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(graph_module.print_readable(print_output=False))
+
+
+def tell_found(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> None:
+    """What was found in a graph, to the log and to TORCH_TRACE."""
+    number = session.num_graphs
+    lines = [f"graph {number}: {outcome_report(outcome)}" for outcome in record.outcomes]
+    lines += [f"graph {number}: {head_report(head)}" for head in record.heads]
+    for line in lines or [f"graph {number}: no routing decision"]:
+        passes_log.info("%s", line)
+    if record.outcomes or record.heads:
+        trace_artifact("memfine_regions", "string", "\n".join(lines))
+        trace_artifact("memfine_graph", "string", graph_module.print_readable(print_output=False))

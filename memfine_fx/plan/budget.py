@@ -1,0 +1,349 @@
+"""From a budget of bytes to plans: what a step may use, whether a partition fits, how many rows a chunk may have."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from memfine_fx.config import Config, parse_budget
+from memfine_fx.errors import BudgetInfeasible
+from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_peak
+from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory, StepPeak, step_peak
+from memfine_fx.plan.cost import DeviceRates, rows_seconds
+from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens, plan_head
+from memfine_fx.plan.rates import device_rates
+from memfine_fx.plan.rows import LEAST_ROWS, infeasible, plan_region
+from memfine_fx.plan.runs import CalledGraph, Run, RunHistory, Situation, gradient_bytes
+from memfine_fx.records import ChunkPlan
+from memfine_fx.records.heads import HeadPlan
+
+__all__ = [
+    "GraphBudget",
+    "SessionState",
+    "budget_bytes",
+    "budget_of_graph",
+    "choose_head_plan",
+    "choose_plan",
+    "device_of",
+    "fits_unbounded",
+    "refusal_of",
+    "situation_of",
+    "unbounded_rows",
+]
+
+_SCALAR_BYTES = 64
+"""Left free for what autograd makes outside the graphs: the loss's gradient and its like."""
+_ESTIMATE_MARGIN = 1.02
+"""What an estimate made before compilation may be short of the compiled code (docs/design.md, "The step's peak")."""
+
+
+class SessionState(Protocol):
+    """What plans ask of the session that they are made for.
+
+    Args:
+        config: its options.
+        history: the runs of its graphs.
+        situation: of the run whose forward or backward is at work, or was last.
+    """
+
+    config: Config
+    history: RunHistory
+    situation: Situation | None
+
+    def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
+        """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
+
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        """Counts the time within as the stage's."""
+
+
+def budget_bytes(config: Config, device: torch.device) -> int | None:
+    """Bytes of the budget on this device; automatic means 0.9 of free CUDA memory, no limit on CPU."""
+    if isinstance(config.memory_budget, (int, str)):  # asked at every call: nothing of the device is needed
+        return parse_budget(config.memory_budget)
+    if device.type != "cuda":
+        return parse_budget(config.memory_budget, _host_bytes())
+    free, total = torch.cuda.mem_get_info(device)
+    if config.memory_budget is None:
+        return int(0.9 * (free + torch.cuda.memory_reserved(device)))
+    return parse_budget(config.memory_budget, total)
+
+
+def budget_of_graph(
+    session: SessionState, graph: CalledGraph, inputs: Sequence[object], hidden: torch.Tensor
+) -> GraphBudget | None:
+    """What a graph may use that is compiled for the call at hand, or None without a budget of the user: then nothing is
+    computed again that the model does not ask for, and regions keep nothing.
+
+    Args:
+        inputs: of the call.
+        hidden: tokens of a region or head, for device and dtype.
+    """
+    if session.config.memory_budget is None or budget_bytes(session.config, hidden.device) is None:
+        return None
+    opened = session.history.opened()
+    members = [*session.history.members(), graph]
+    available = _available_bytes(
+        session,
+        hidden.device,
+        members,
+        gradient_bytes(members) + sum(run.input_bytes for run in opened) + graph.input_bytes(inputs),
+    )
+    assert available is not None, "a graph without a limit has no budget"
+    beside = RunMemory(graph.step, dict(graph.step.sizes), sum(run.memory.left_bytes for run in opened))
+    return GraphBudget(session, Situation(beside, available), hidden)
+
+
+def situation_of(session: SessionState, run: Run) -> Situation:
+    """What plans of a run depend on now."""
+    if session.config.memory_budget is None:  # what an accelerator has free is asked when a plan is made, not each time
+        return Situation(run.memory, None)
+    device = device_of(run.graph)
+    there = run.gradient_bytes + sum(one.input_bytes for one in run.mates)
+    return Situation(run.memory, _available_bytes(session, device, session.history.members(), there))
+
+
+class GraphBudget:
+    """See `passes.step.fit.StepBudget`.
+
+    Args:
+        situation: of the run that the graph is partitioned for.
+        hidden: tokens of a region or head, for device and dtype.
+    """
+
+    def __init__(self, session: SessionState, situation: Situation, hidden: torch.Tensor) -> None:
+        self._session = session
+        self.situation = situation
+        self._step = situation.memory.step
+        self._device, self._dtype = hidden.device, hidden.dtype
+
+    @property
+    def available_bytes(self) -> int:
+        available = self.situation.available_bytes
+        assert available is not None, "a run without a limit has no budget"
+        return available
+
+    @functools.cached_property
+    def rates(self) -> DeviceRates:
+        return device_rates(self._device.type, self._dtype)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self._step.sizes
+
+    def add_hints(self, graph: fx.Graph) -> None:
+        self._step.add_hints(graph)
+
+    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
+        step = self._step
+        trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
+        size_of = _size_of(self._session.config, trial, rows, self._head_tokens(rows))
+        peak = step_peak([replace(self.situation.memory, step=trial, sizes=step.sizes)], size_of)
+        return 0 if peak is None else int(peak.num_bytes * _ESTIMATE_MARGIN)
+
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        return self._session.timed(stage)
+
+    def rows_choices(self) -> Sequence[tuple[int | None, float]]:
+        config = self._session.config
+        if config.axis != "rows" or config.rows_per_chunk is not None:
+            return [(None, 0.0)]
+        most = max((self._unbounded(region) for region in self._step.regions.values()), default=1)
+        halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= LEAST_ROWS]
+        fastest = self._seconds(None)
+        return [(None, 0.0), *((rows, max(0.0, self._seconds(rows) - fastest)) for rows in halved)]
+
+    def _head_tokens(self, rows: int | None) -> int | None:
+        """Tokens of a head's chunk beside so many rows of the experts', fewer in the same proportion."""
+        if rows is None:
+            return None
+        most = max((self._unbounded(region) for region in self._step.regions.values()), default=rows)
+        knee = max((knee_tokens(head.terms) for head in self._step.heads.values()), default=rows)
+        return max(LEAST_TOKENS, knee * rows // most)
+
+    def _unbounded(self, region: RegionMemory) -> int:
+        return unbounded_rows(self._session.config, region.terms("nothing"), region.tokens_at(self.sizes))
+
+    def _seconds(self, rows: int | None) -> float:
+        """Of all regions of this graph in one step."""
+        seconds = 0.0
+        for region in self._step.regions.values():
+            terms = region.terms("nothing")
+            seconds += rows_seconds(
+                self.rates,
+                num_routed=max(1, region.tokens_at(self.sizes) * terms.top_k),
+                num_experts=terms.num_experts,
+                flops_per_row=_STEP_FLOPS * terms.flops_per_row,
+                param_bytes=terms.param_bytes,
+                rows=self._unbounded(region) if rows is None else rows,
+                takes_group=terms.takes_group,
+            )
+        return seconds
+
+
+_STEP_FLOPS = 3.5
+"""FLOPs of a region's step for each of its forward: backward takes twice as many, and computes some again."""
+
+
+def choose_plan(
+    site: str, session: SessionState, graph: CalledGraph, device: torch.device, num_tokens: int
+) -> ChunkPlan:
+    """The plan of one region for T tokens: as many rows as time asks for, fewer if the step would not fit.
+
+    Raises:
+        BudgetInfeasible: not even `LEAST_ROWS` a chunk fit.
+    """
+    config, keep = session.config, graph.step.keep_of(site)
+    region = graph.step.regions[site].terms(keep)
+    situation = _situation_in(session, graph)
+
+    def peak_terms(rows: int) -> dict[str, int]:
+        peak = None if situation is None else peak_of_run(config, situation, rows, LEAST_TOKENS)
+        if peak is None:
+            return region_peak(region, num_tokens, rows, config.axis)
+        return _as_terms(peak)
+
+    plan = plan_region(
+        region,
+        num_tokens,
+        axis=config.axis,
+        rows_per_chunk=config.rows_per_chunk,
+        tokens_per_chunk=config.tokens_per_chunk,
+        budget_bytes=budget_bytes(config, device),
+        available_bytes=_available_in(situation, session, graph, device),
+        min_rows=LEAST_ROWS,
+        peak_terms=peak_terms,
+    )
+    return replace(plan, keeps=keep)
+
+
+def choose_head_plan(
+    site: str, session: SessionState, graph: CalledGraph, device: torch.device, tokens: int
+) -> HeadPlan:
+    """The plan of one head for T tokens; experts are taken at their smallest chunks, since they run at other times.
+
+    Raises:
+        BudgetInfeasible: not even `LEAST_TOKENS` a chunk fit.
+    """
+    config, head = session.config, graph.step.heads[site].terms
+
+    situation = _situation_in(session, graph)
+
+    def peak_bytes(rows: int) -> int:
+        peak = None if situation is None else peak_of_run(config, situation, LEAST_ROWS, rows)
+        return head.peak(tokens, rows) if peak is None else peak.num_bytes
+
+    return plan_head(
+        head,
+        tokens,
+        tokens_per_chunk=config.tokens_per_head_chunk,
+        budget_bytes=budget_bytes(config, device),
+        available_bytes=_available_in(situation, session, graph, device),
+        min_tokens=LEAST_TOKENS,
+        peak_bytes=peak_bytes,
+    )
+
+
+def unbounded_rows(config: Config, region: RegionBytes, num_tokens: int) -> int:
+    """Rows a chunk (a slice's rows, on the tokens axis) that a plan without a budget has."""
+    return plan_region(
+        region,
+        num_tokens,
+        axis=config.axis,
+        rows_per_chunk=config.rows_per_chunk,
+        tokens_per_chunk=config.tokens_per_chunk,
+    ).rows_per_chunk
+
+
+def refusal_of(config: Config, situation: Situation, device: torch.device) -> BudgetInfeasible | None:
+    """Why a run cannot keep the user's budget, even with the smallest chunks; None where it can."""
+    available, budget = situation.available_bytes, budget_bytes(config, device)
+    if available is None or budget is None:
+        return None
+    memory = situation.memory
+    rows = [
+        unbounded_rows(config, region.terms("nothing"), region.tokens_at(memory.values))
+        for region in memory.step.regions.values()
+    ]
+    smallest = peak_of_run(config, situation, min(LEAST_ROWS, max(rows, default=1)), LEAST_TOKENS)
+    if smallest is None or smallest.num_bytes <= available:
+        return None
+    return infeasible(_as_terms(smallest), budget, available)
+
+
+def fits_unbounded(config: Config, situation: Situation) -> bool:
+    """Whether a run keeps its budget with as many rows a chunk as time asks for."""
+    peak = peak_of_run(config, situation, None, None)
+    return situation.available_bytes is None or peak is None or peak.num_bytes <= situation.available_bytes
+
+
+def device_of(graph: CalledGraph) -> torch.device:
+    """Of its parameters."""
+    return next((one.device for one in graph.alive_parameters()), torch.device("cpu"))
+
+
+def peak_of_run(config: Config, situation: Situation, rows: int | None, head_tokens: int | None) -> StepPeak | None:
+    """The peak of a run with so many rows (a head's tokens) a chunk; None where nothing is known of it yet."""
+    step = situation.memory.step
+    return step_peak([situation.memory], _size_of(config, step, rows, head_tokens))
+
+
+def _size_of(
+    config: Config, step: GraphStep, rows: int | None, head_tokens: int | None
+) -> Callable[[str, int], ChunkSize]:
+    """Rows by site: `rows` or `head_tokens` everywhere if given, else what a plan without a budget has."""
+
+    def size_of(site: str, num_tokens: int) -> ChunkSize:
+        if site in step.heads:
+            return ChunkSize(config.tokens_per_head_chunk or head_tokens or knee_tokens(step.heads[site].terms))
+        if rows is not None:
+            return ChunkSize(rows)
+        return ChunkSize(unbounded_rows(config, step.regions[site].terms("nothing"), num_tokens))
+
+    return size_of
+
+
+def _situation_in(session: SessionState, graph: CalledGraph) -> Situation | None:
+    """The run at work, where it is one of this graph's."""
+    situation = session.situation
+    return situation if situation is not None and situation.memory.step is graph.step else None
+
+
+def _available_in(
+    situation: Situation | None, session: SessionState, graph: CalledGraph, device: torch.device
+) -> int | None:
+    if situation is not None and session.config.memory_budget is not None:
+        return situation.available_bytes
+    members = [*session.history.members(), graph]
+    return _available_bytes(session, device, members, gradient_bytes(members))
+
+
+def _available_bytes(
+    session: SessionState, device: torch.device, members: Sequence[CalledGraph], there: int
+) -> int | None:
+    """What a run may use beyond what is there before it: `there` bytes of gradients and inputs among it."""
+    budget = budget_bytes(session.config, device)
+    if budget is None:
+        return None
+    return budget - session.persistent_bytes(members) - there - _SCALAR_BYTES
+
+
+def _as_terms(peak: StepPeak) -> dict[str, int]:
+    """The peak's terms by name, and the rest of it under one name, so that they add up."""
+    terms: dict[str, int] = {}
+    for name, num_bytes in peak.terms:
+        terms[name] = terms.get(name, 0) + num_bytes
+    terms["everything else alive"] = peak.num_bytes - sum(terms.values())
+    return terms
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

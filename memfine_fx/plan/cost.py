@@ -1,0 +1,86 @@
+"""What a step's parts cost in seconds: matmul FLOPs, bytes moved, launches, at the rates of a device.
+
+Rates are measured (`rates`); this file only multiplies. Seconds rank plans that fit; they are not a promise of
+the step's time, which also depends on what the compiler fuses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DeviceRates", "Work", "rows_seconds"]
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Rates of one device in one dtype.
+
+    Args:
+        matmul_flops: (rows, FLOPs a second of a product with so many rows), rows rising.
+        copy_bytes: bytes a second, read and written ones both counted.
+        launch_seconds: of calling one small operation.
+    """
+
+    matmul_flops: tuple[tuple[int, float], ...]
+    copy_bytes: float
+    launch_seconds: float
+
+    def flops_at(self, rows: float) -> float:
+        """FLOPs a second of a product with `rows` rows, between the measured ones by straight lines."""
+        (fewest, lowest), *_ = self.matmul_flops
+        if rows <= fewest:
+            return lowest * max(rows, 1) / fewest
+        for (below, slower), (above, faster) in zip(self.matmul_flops, self.matmul_flops[1:], strict=False):
+            if rows <= above:
+                return slower + (faster - slower) * (rows - below) / (above - below)
+        return self.matmul_flops[-1][1]
+
+    @property
+    def peak_flops(self) -> float:
+        return max(rate for _, rate in self.matmul_flops)
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of matmuls, bytes moved by all else, calls."""
+
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    launches: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.num_bytes + other.num_bytes, self.launches + other.launches)
+
+    def seconds(self, rates: DeviceRates, rows: float | None = None) -> float:
+        """`rows` of each product; as many as pay where it is not given."""
+        flops = rates.peak_flops if rows is None else rates.flops_at(rows)
+        return self.flops / flops + self.num_bytes / rates.copy_bytes + self.launches * rates.launch_seconds
+
+
+_CALLS_PER_CHUNK = 24
+"""Operations that one chunk launches in forward and backward: gathers, bodies, weight gradients, additions."""
+
+
+def rows_seconds(
+    rates: DeviceRates,
+    *,
+    num_routed: int,
+    num_experts: int,
+    flops_per_row: float,
+    param_bytes: int,
+    rows: int,
+    takes_group: bool,
+) -> float:
+    """Seconds of a layer's experts in one step with at most `rows` rows a chunk, rows spread evenly.
+
+    Args:
+        num_routed: N.
+        flops_per_row: of forward and backward, what is computed again included.
+        param_bytes: of all experts; each further chunk of an expert adds to its gradient, read and written.
+        takes_group: whether a chunk may hold several experts.
+    """
+    per_expert = max(1.0, num_routed / num_experts)
+    num_chunks = -(-num_routed // rows) if takes_group else num_experts * -(-per_expert // rows)
+    added = max(0.0, num_chunks - num_experts) * 2 * param_bytes / num_experts
+    work = Work(flops_per_row * num_routed, added, num_chunks * _CALLS_PER_CHUNK)
+    return work.seconds(rates, num_routed / num_chunks)

@@ -1,0 +1,102 @@
+"""Time against bytes of one layer: what each number of rows and each thing kept would cost, and what is best for each.
+
+Bytes are the planner's, seconds the cost model's at this device's measured rates. Points that another one beats in both
+are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from memfine_fx.errors import ConfigError
+from memfine_fx.memory.region_bytes import region_peak
+from memfine_fx.plan.cost import DeviceRates, rows_seconds
+from memfine_fx.plan.layer import LayerSizes, LayerWork, doubled_rows
+from memfine_fx.plan.rates import device_rates
+from memfine_fx.records import Keep
+
+__all__ = ["FrontPoint", "MeasuredPoint", "layer_front", "read_measured"]
+
+_KEEPS: tuple[Keep, ...] = ("nothing", "projections", "operands")
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """One plan: R, what is kept, peak beyond parameters and gradients, seconds of one forward and backward."""
+
+    rows: int
+    keeps: Keep
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """What a benchmark row measured of a peer."""
+
+    name: str
+    peak_bytes: float
+    seconds: float
+
+
+def layer_front(
+    sizes: LayerSizes, work_of: Callable[[LayerSizes, Keep], LayerWork], *, smallest: int = 64
+) -> list[FrontPoint]:
+    """The plans that none beats in both bytes and seconds, least bytes first.
+
+    Args:
+        work_of: what a step takes where forward keeps so much; that of SwiGLU is `compiler.swiglu.layer_work`.
+        smallest: R to begin with; it is doubled up to all routed rows.
+    """
+    rates = device_rates(sizes.device, sizes.dtype)
+    points = [point for keep in _KEEPS for point in _points(sizes, work_of(sizes, keep), keep, rates, smallest)]
+    front: list[FrontPoint] = []
+    for point in sorted(points, key=lambda one: (one.peak_bytes, one.seconds)):
+        if not front or point.seconds < front[-1].seconds:
+            front.append(point)
+    return front
+
+
+def _points(sizes: LayerSizes, work: LayerWork, keep: Keep, rates: DeviceRates, smallest: int) -> Iterable[FrontPoint]:
+    num_routed = sizes.num_tokens * sizes.top_k
+    for rows in doubled_rows(num_routed, smallest):
+        terms = region_peak(work.region, sizes.num_tokens, rows)
+        peak = sum(terms.values()) - terms.get("expert weight grads", 0) + work.kept_row_bytes * num_routed
+        yield FrontPoint(rows, keep, peak, _seconds(work, rates, num_routed, rows))
+
+
+def _seconds(work: LayerWork, rates: DeviceRates, num_routed: int, rows: int) -> float:
+    """Of the experts; what is kept is read and written once more in forward."""
+    seconds = rows_seconds(
+        rates,
+        num_routed=num_routed,
+        num_experts=work.region.num_experts,
+        flops_per_row=work.flops_per_row,
+        param_bytes=work.region.param_bytes,
+        rows=rows,
+        takes_group=work.region.takes_group,
+    )
+    return seconds + 2 * work.kept_row_bytes * num_routed / rates.copy_bytes
+
+
+def read_measured(path: str | Path) -> list[MeasuredPoint]:
+    """Peers' points of a benchmark's JSON lines: the last row of each that has figures.
+
+    Raises:
+        ConfigError: the file is not there or holds something else.
+    """
+    found: dict[str, MeasuredPoint] = {}
+    try:
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            measured = row["measurement"]
+            if measured is not None and not measured.get("series", {}).get("budget_bytes"):
+                seconds = sorted(measured["step_seconds"])[len(measured["step_seconds"]) // 2]
+                name = row["job"]["peer"]
+                found[name] = MeasuredPoint(name, measured["peak_bytes"], seconds)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} holds no benchmark rows: {type(error).__name__}: {error}") from error
+    return list(found.values())

@@ -1,0 +1,96 @@
+"""Planner: from a region's byte terms and a budget to its chunk plan; pure functions, no torch.
+
+The peak is the larger of forward and backward (memory/region_bytes.py has the terms). It is affine and increasing
+in R piece by piece, so the largest R that fits is found exactly by bisection over integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from memfine_fx.config import Axis
+from memfine_fx.errors import BudgetInfeasible
+from memfine_fx.memory.region_bytes import RegionBytes, region_peak
+from memfine_fx.records import ChunkPlan
+
+__all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "plan_region"]
+
+KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
+"""Rows a chunk at which time stops falling; docs/design.md, "The throughput knee", has the measurement (CPU) and
+the reasoning where it is not measured yet (CUDA)."""
+LEAST_ROWS = 64
+"""Rows below which no budget pushes a chunk: smaller expert matmuls cost time and no longer save memory, since what is
+alive beside so small a chunk decides the peak."""
+
+
+def plan_region(
+    region: RegionBytes,
+    num_tokens: int,
+    *,
+    axis: Axis,
+    rows_per_chunk: int | None = None,
+    tokens_per_chunk: int | None = None,
+    budget_bytes: int | None = None,
+    available_bytes: int | None = None,
+    min_rows: int = LEAST_ROWS,
+    peak_terms: Callable[[int], Mapping[str, int]] | None = None,
+) -> ChunkPlan:
+    """The plan of one region in one step.
+
+    Args:
+        region: its byte terms.
+        num_tokens: T of this step.
+        axis: which way to chunk.
+        rows_per_chunk, tokens_per_chunk: fixed by the user, or None.
+        budget_bytes: what the user asked for, for the message.
+        available_bytes: what of it `peak_terms` may use, or None without a limit.
+        min_rows: smallest chunk worth planning.
+        peak_terms: bytes by term at the peak with R rows a chunk, increasing in R: of the whole step, or by
+            default of the region alone.
+
+    Raises:
+        BudgetInfeasible: not even `min_rows` a chunk fits.
+    """
+    knee = region.at_most(KNEE_ROWS.get(region.device_type, KNEE_ROWS["cuda"]), num_tokens)
+    cuts_tokens = axis == "tokens" and region.travel is None
+    if cuts_tokens:  # at most one row of an expert a token, as top-k gives: rows are bounded by tokens
+        wanted = tokens_per_chunk or max(1, (rows_per_chunk or knee) // region.top_k)
+        rows, reason = max(1, min(wanted, num_tokens)), f"token slices of {wanted} (FCDA)"
+    elif rows_per_chunk is not None:
+        rows, reason = region.at_most(rows_per_chunk, num_tokens), "rows per chunk fixed by the config"
+    else:
+        rows, reason = knee, f"throughput knee of {region.device_type}"
+
+    def terms_of(candidate: int) -> Mapping[str, int]:
+        return region_peak(region, num_tokens, candidate, axis) if peak_terms is None else peak_terms(candidate)
+
+    def total(candidate: int) -> int:
+        return sum(terms_of(candidate).values())
+
+    if available_bytes is not None and total(rows) > available_bytes:
+        low = min(min_rows, rows)
+        if total(low) > available_bytes:
+            raise infeasible(terms_of(low), budget_bytes, available_bytes)
+        rows, reason = (
+            _largest(low, rows, lambda candidate: total(candidate) <= available_bytes),
+            (f"largest chunk with which the step keeps within {available_bytes:,} B"),
+        )
+    elif available_bytes is not None:
+        reason = f"{reason}, within the budget"
+    predicted = sum(region_peak(region, num_tokens, rows, axis).values())
+    return ChunkPlan(axis, rows, rows if cuts_tokens else 0, predicted, reason)
+
+
+def infeasible(terms: Mapping[str, int], budget_bytes: int | None, available_bytes: int) -> BudgetInfeasible:
+    """The error for a peak of these terms, with the smallest budget that holds it."""
+    budget = available_bytes if budget_bytes is None else budget_bytes
+    largest = sorted(terms.items(), key=lambda term: -term[1])[:4]
+    return BudgetInfeasible(budget, budget + sum(terms.values()) - available_bytes, largest)
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, between `low`, which does, and `high`, which does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,238 @@
+"""Which runs of graphs make a step: noted as they happen, so that plans follow what a training loop really does.
+
+Terms
+    run         one call of a compiled graph, with the values of its symbols
+    open        a run whose forward saved for a backward that has not come; what it saved is alive
+    pass        the runs from one that begins while none is open to the moment when none is open again: a forward and
+                its backward, several forwards under one loss, or an evaluation
+    interval    everything between two steps of an optimizer
+    situation   what a plan depends on beside its graph: sizes, what is alive beside the run, bytes that it may use
+
+A run is open for as long as the autograd nodes of its results live and their backward has not run. So a loss that is
+thrown away, an evaluation that forgot `no_grad` and a step that an exception ended all close by themselves, exactly
+when their memory is free. A run's own plans look at its own forward and backward only: what graphs that run later need
+does not depend on how this one is chunked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from memfine_fx.memory.step import GraphStep, RunMemory
+
+__all__ = ["CalledGraph", "Run", "RunHistory", "Situation", "gradient_bytes", "parameters_of"]
+
+_KEY = "memfine_fx"
+
+
+class CalledGraph(Protocol):
+    """A compiled graph as plans see it.
+
+    Args:
+        step: memory of the latest of its partitions that ran.
+    """
+
+    step: GraphStep
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether its first parameter that wants a gradient has one."""
+
+    def alive_parameters(self) -> list[torch.Tensor]:
+        """The parameters that it reads, those that still live."""
+
+    def input_bytes(self, inputs: Sequence[object]) -> int:
+        """Tensor inputs of a call that are neither parameters nor results of earlier graphs."""
+
+
+class _Mark:
+    """Lives as long as the autograd nodes that it is put in."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One call of a graph.
+
+    Args:
+        graph: what was called.
+        memory: its record, sizes and surroundings.
+        input_bytes: of its inputs that are neither parameters nor results of earlier graphs.
+        gradient_bytes: gradients of the step's parameters that were there when it began.
+        mates: the runs of its pass so far, itself among them.
+    """
+
+    graph: CalledGraph
+    memory: RunMemory
+    input_bytes: int
+    gradient_bytes: int
+    mates: list[Run]
+    _mark: weakref.ref[_Mark] | None = None
+    _is_done: bool = False
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether its forward left anything to a backward, which may have run since."""
+        return self._mark is not None
+
+    @property
+    def is_open(self) -> bool:
+        return self._mark is not None and self._mark() is not None and not self._is_done
+
+    def note_results(self, results: object, inputs: Sequence[object]) -> None:
+        """Its forward returned: whether its results lead to a backward of this graph."""
+        tensors = results if isinstance(results, (tuple, list)) else (results,)
+        given = {id(one) for one in inputs}  # an input that is handed through has somebody else's autograd node
+        mark = _Mark()
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor) not in given:
+                metadata: dict[str, object] = tensor.grad_fn.metadata  # type: ignore[assignment]  # a property
+                metadata[_KEY] = mark
+                self._mark = weakref.ref(mark)
+
+    def close(self) -> None:
+        self._is_done = True
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a plan depends on.
+
+    Args:
+        memory: the run.
+        available_bytes: what the run may use beyond what is there before it, None without a budget.
+    """
+
+    memory: RunMemory
+    available_bytes: int | None
+    key: tuple[object, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        memory = self.memory
+        beside = (memory.saved_bytes, memory.later_gradient_bytes, self.available_bytes)
+        object.__setattr__(self, "key", (id(memory.step), *sorted(memory.sizes.items()), *beside))
+
+
+class RunHistory:
+    """The runs of a session's graphs: those that are open, the latest passes, and what usually follows a graph."""
+
+    def __init__(self) -> None:
+        self._open: list[Run] = []
+        self._latest: list[Run] = []
+        self._training: dict[CalledGraph, list[Run]] = {}  # latest pass of each, the latest of all at the end
+        self._followers: dict[CalledGraph, dict[int, list[CalledGraph]]] = {}  # by how many runs of it came before
+        self._intervals: dict[CalledGraph, int] = {}  # in which each ran last
+        self._interval = 0
+
+    def begin(
+        self, graph: CalledGraph, step: GraphStep, sizes: Mapping[str, int], input_bytes: int, *, is_limited: bool
+    ) -> Run:
+        """A graph is called.
+
+        Args:
+            is_limited: whether bytes decide anything. If not, one parameter tells whether there are gradients, since
+                asking all of a model with an expert a module takes milliseconds.
+        """
+        opened = self.opened()
+        if not opened:
+            self._learn()
+            self._latest = []
+        mates = self._latest
+        self._intervals[graph] = self._interval
+        saved = sum(run.memory.left_bytes for run in opened)
+        later = _missing_gradient_bytes(self._expected_after(graph, mates))
+        memory = RunMemory(step, dict(sizes), saved, later)
+        gradients = self.gradient_bytes() if is_limited or graph.has_gradients else 0
+        run = Run(graph, memory, input_bytes, gradients, mates)
+        mates.append(run)
+        return run
+
+    def note_results(self, run: Run, results: object, inputs: Sequence[object]) -> None:
+        """The forward of a run returned."""
+        run.note_results(results, inputs)
+        if run.has_saved:
+            self._open.append(run)
+            self._training.pop(run.graph, None)
+            self._training[run.graph] = run.mates
+
+    @contextlib.contextmanager
+    def backward(self, step: GraphStep, *, keeps_graph: bool) -> Iterator[Run | None]:
+        """The backward of a graph runs: yields the run whose it is, with what is alive beside it now.
+
+        Several runs of one graph are taken latest first, which is the order of autograd under one loss.
+        """
+        opened = self.opened()
+        run = next((one for one in reversed(opened) if one.memory.step is step), None)
+        if run is not None:
+            saved = sum(one.memory.left_bytes for one in opened if one is not run)
+            made = max(0, self.gradient_bytes() - run.gradient_bytes) if len(run.mates) > 1 else 0
+            run.memory = replace(run.memory, saved_bytes=saved, later_gradient_bytes=made)
+        yield run
+        if run is not None and not keeps_graph:
+            run.close()
+
+    def note_optimizer_step(self) -> None:
+        """An optimizer of these parameters stepped: a new interval begins."""
+        self._interval += 1
+
+    def members(self) -> list[CalledGraph]:
+        """Graphs whose parameters and gradients are there in a step: they ran in this interval or the one before."""
+        return [graph for graph, interval in self._intervals.items() if interval >= self._interval - 1]
+
+    def gradient_bytes(self) -> int:
+        """Gradients of the step's parameters that are there now."""
+        return gradient_bytes(self.members())
+
+    def latest_pass(self, graphs: Iterable[CalledGraph]) -> list[Run]:
+        """Runs of the latest pass that trained one of these graphs; of the latest of all where none did."""
+        wanted = set(graphs)
+        trained = next((graph for graph in reversed(self._training) if graph in wanted), None)
+        runs = self._latest if trained is None else self._training[trained]
+        return [run for run in runs if run.graph in wanted]
+
+    def forget(self, graph: CalledGraph) -> None:
+        """A graph is gone."""
+        self._training.pop(graph, None)
+        for runs in (self._open, self._latest, *self._training.values()):
+            runs[:] = [run for run in runs if run.graph is not graph]
+        self._followers.pop(graph, None)
+        self._intervals.pop(graph, None)
+
+    def opened(self) -> list[Run]:
+        """Runs whose backwards are still to come."""
+        self._open = [run for run in self._open if run.is_open]
+        return self._open
+
+    def _learn(self) -> None:
+        """The latest pass is over: what followed each of its graphs is what is expected next time."""
+        counts: dict[int, int] = {}
+        for place, run in enumerate(self._latest):
+            number = counts[id(run.graph)] = counts.get(id(run.graph), -1) + 1
+            later = [one.graph for one in self._latest[place + 1 :] if one.has_saved]
+            self._followers.setdefault(run.graph, {})[number] = later
+
+    def _expected_after(self, graph: CalledGraph, mates: Sequence[Run]) -> list[CalledGraph]:
+        number = sum(run.graph is graph for run in mates)
+        return self._followers.get(graph, {}).get(number, [])
+
+
+def parameters_of(graphs: Iterable[CalledGraph]) -> list[torch.Tensor]:
+    """The living parameters that graphs read, each once."""
+    unique: dict[int, Any] = {id(one): one for graph in graphs for one in graph.alive_parameters()}
+    return list(unique.values())
+
+
+def gradient_bytes(graphs: Iterable[CalledGraph]) -> int:
+    """Gradients of these graphs' parameters that are there now."""
+    return sum(one.grad.nbytes for one in parameters_of(graphs) if one.grad is not None)
+
+
+def _missing_gradient_bytes(graphs: Sequence[CalledGraph]) -> int:
+    """Gradients that backwards of these graphs will make and leave."""
+    parameters = parameters_of(graphs)
+    return sum(one.nbytes for one in parameters if one.requires_grad and one.grad is None)

@@ -1,0 +1,213 @@
+"""Records: what each stage of the pipeline learned, one frozen record per concept.
+
+Of regions here, of heads in `heads`, of what verifying gave in `verification`. Every room may hold records and hand
+them on; they hold nodes, sizes and text, and know no room themselves. A stage that learns more makes a new record, so
+what an earlier one said stays true.
+
+Dimension legend, used everywhere: T tokens, H hidden, E experts, K top-k, F expert width, N = T*K routed
+rows, R rows in a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+__all__ = [
+    "Candidate",
+    "ChunkPlan",
+    "Cut",
+    "ExpertFunction",
+    "Keep",
+    "MoERegion",
+    "Modes",
+    "ParamKind",
+    "Refusal",
+    "RegionDims",
+    "SlotLayout",
+    "Where",
+]
+
+ParamKind = Literal["expert", "each", "shared"]
+"""How an expert finds its parameter: its entry of a table [E,...], one of E tensors, or a tensor all share."""
+
+Keep = Literal["nothing", "received", "projections", "operands"]
+"""What a region's forward keeps of its routed rows for backward: nothing, so that all is computed again; the results
+of the projections that backward would compute again; or, with them, whatever its matmuls read, so that nothing is
+written twice. Where experts live on several ranks, the rows that came from them: "received" alone, or beside the
+others."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Provenance of a node: for reports, never for decisions.
+
+    Args:
+        module: dotted module path, "" when the trace lost it.
+        source: "file:line", "" when the trace lost it.
+    """
+
+    module: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.module, f"({self.source})" if self.source else "") if part) or "?"
+
+
+@dataclass(frozen=True)
+class Modes:
+    """State beyond what was ambient when the graph was captured.
+
+    Args:
+        disables_grad: whether the graph has switched gradients off.
+        autocast: arguments of the autocast contexts entered and not left, outermost first.
+    """
+
+    disables_grad: bool = False
+    autocast: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut a region out of a graph: its index, its exit and everything between.
+
+    Args:
+        expert_index: integer node of the tokens' experts, stays outside: [T,K], or [B,S,K] where tokens were
+            never flattened; without K where a token has one expert. None where rows stand in experts' slots.
+        exit: [T,H] (or [B,S,H]) float node, the combined output, the last node inside.
+        nodes: the nodes inside, in graph order, `exit` last.
+        inputs: the nodes outside that the inside reads.
+        num_token_dims: how many leading dimensions of the index are tokens.
+        has_dense_weights: whether inputs made from the index are weights of every expert, [T,E].
+    """
+
+    expert_index: fx.Node | None
+    exit: fx.Node
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    num_token_dims: int = 1
+    has_dense_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Expert matmuls that depend on one integer routing decision, with the cuts worth trying in order.
+
+    `start` holds the modes (autocast, gradients) in which the graph begins.
+    """
+
+    graph_module: fx.GraphModule
+    seed: fx.Node
+    expert_ops: tuple[fx.Node, ...]
+    cuts: tuple[Cut, ...]
+    where: Where
+    start: Modes
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A region (or a seed without one) that stays as it was, and why."""
+
+    where: Where
+    reason: str
+    node: str | None = None
+
+
+@dataclass(frozen=True)
+class RegionDims:
+    """Sizes of a region. T is text because it may be symbolic; F is None where no projection shows it."""
+
+    tokens: str
+    hidden: int
+    num_experts: int
+    top_k: int
+    expert_width: int | None
+
+
+@dataclass(frozen=True)
+class ExpertFunction:
+    """One expert on its rows, proved row-wise.
+
+    Args:
+        graph_module: (rows [R,H], weight [R] if `has_weight`, one tensor per parameter) -> [R,H_out];
+            an "expert" parameter comes without its leading E, an "each" one as the expert's own tensor, a
+            "shared" one whole.
+        has_weight: whether the routing weight is an argument.
+        param_kinds: kind of each parameter, in argument order.
+    """
+
+    graph_module: fx.GraphModule
+    has_weight: bool
+    param_kinds: tuple[ParamKind, ...]
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Rows in their experts' slots: a tensor of `num_dims` dimensions, experts along `expert_dim`, H last."""
+
+    expert_dim: int
+    num_dims: int
+
+
+@dataclass(frozen=True)
+class MoERegion:
+    """The record at the centre: every spelling of MoE is raised to this.
+
+    Args:
+        cut: where it was in the graph.
+        family: the spelling that matched.
+        hidden: [T,H] node, input of the experts.
+        expert_index: [T,K] integer node.
+        routing_weight: [T,K] float node, or None when the experts' outputs are summed unweighted.
+        params: the parameters of `expert_fn` in order, flat: one node for the "expert" kind (a table [E,...])
+            and the "shared" kind, E nodes for the "each" kind (see `runtime.params.group_params`).
+        expert_fn: one expert on its rows.
+        dims: sizes.
+        where: provenance.
+        drops_out_of_range: whether this spelling skips assignments whose expert id is not in [0, E)
+            (grouped offsets do; indexing a table with them is an error).
+        base: [T,H] node that the combined output is added to, or None.
+        gathers_weight: whether `routing_weight` is [T,E], to be gathered by the index.
+        weight_columns: where it is not one tensor but every expert's own column, [T] or [T,1]: those, in order.
+        slots: how `hidden` and the output are laid out where rows stand in their experts' slots; then there is
+            neither index nor weight, and T is the number of slots.
+    """
+
+    cut: Cut
+    family: str
+    hidden: fx.Node
+    expert_index: fx.Node | None
+    routing_weight: fx.Node | None
+    params: tuple[fx.Node, ...]
+    expert_fn: ExpertFunction
+    dims: RegionDims
+    where: Where
+    drops_out_of_range: bool
+    base: fx.Node | None = None
+    gathers_weight: bool = False
+    weight_columns: tuple[fx.Node, ...] = ()
+    slots: SlotLayout | None = None
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """How one region runs in one step.
+
+    Args:
+        axis: "rows" or "tokens".
+        rows_per_chunk: R, the most routed rows in one chunk.
+        tokens_per_chunk: tokens in a slice; 0 on axis "rows", and where ranks agree upon slices in each step.
+        predicted_bytes: peak of the region's own working set in backward: chunk temporaries, output and
+            accumulators, index arrays and the expert weight gradients.
+        reason: why this and not another.
+        keeps: what forward keeps for backward; fixed when the graph is compiled.
+    """
+
+    axis: Literal["rows", "tokens"]
+    rows_per_chunk: int
+    tokens_per_chunk: int
+    predicted_bytes: int
+    reason: str
+    keeps: Keep = "nothing"

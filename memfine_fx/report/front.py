@@ -1,0 +1,43 @@
+"""Draws the front of one layer's plans, time against bytes; matplotlib is needed only here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from memfine_fx.plan.front import FrontPoint, MeasuredPoint
+from memfine_fx.report.figure import blank_figure
+
+__all__ = ["draw_front"]
+
+MIB = 2**20
+
+
+def draw_front(front: Sequence[FrontPoint], measured: Sequence[MeasuredPoint], path: str | Path) -> None:
+    """Write the picture; the file name's ending chooses the format.
+
+    Raises:
+        MissingPackage: matplotlib is not installed.
+    """
+    figure, axes = blank_figure((8, 5), "drawing time against bytes")
+    peaks, seconds = [one.peak_bytes / MIB for one in front], [one.seconds for one in front]
+    axes.plot(peaks, seconds, "o-", color="#0a7d5a", label="memfine, predicted")
+    for point, peak in zip(front, peaks, strict=True):
+        axes.annotate(f"R={point.rows}, {point.keeps}", (peak, point.seconds), fontsize=6, rotation=30)
+    if measured:
+        axes.plot(
+            [one.peak_bytes / MIB for one in measured],
+            [one.seconds for one in measured],
+            "s",
+            color="#3b5b8c",
+            label="measured",
+        )
+    for one in measured:
+        axes.annotate(one.name, (one.peak_bytes / MIB, one.seconds), fontsize=6)
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("peak beyond parameters and gradients, MiB")
+    axes.set_ylabel("forward and backward, s")
+    axes.grid(color="#e3e3e3", linewidth=0.8)
+    axes.legend(frameon=False)
+    figure.savefig(path)

@@ -1,0 +1,375 @@
+"""Bodies: the expert function's forward and backward as compiled functions over R rows.
+
+Steps:
+1. the forward is the expert function retraced with concrete parameter layouts and symbolic R (the routing
+   weight folded in, if asked);
+2. the backward is its vjp (functorch), traced to ATen; what only the forward's result needs is dropped, so
+   recomputation stops where backward no longer asks;
+3. the last matmul of a parameter's gradient is peeled off: the body returns its two factors, and the loop
+   multiplies straight into the gradient's slice (no temporary, no extra pass);
+4. Inductor compiles each once; equal bodies of different layers share everything.
+
+Where the plan lets forward keep something for backward, both are cut out of their joint graph instead (`kept`).
+
+On CUDA in bf16 the body is lifted over the experts of a chunk (`lift`): one grouped matmul in place of a
+matmul per expert.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from memfine_fx.compat.inductor import TRACING, compile_body, compile_inner, wrapper_of
+from memfine_fx.config import InnerBackend
+from memfine_fx.memory.graph_peak import live_peaks, tensor_bytes
+from memfine_fx.memory.symbols import GROUPS, ROWS
+from memfine_fx.memory.wrapper_code import read_wrapper
+from memfine_fx.passes.lower.fold_weight import fold_weight
+from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row
+from memfine_fx.passes.lower.lift import lift_over_experts
+from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
+from memfine_fx.records import ExpertFunction, Keep, ParamKind
+from memfine_fx.runtime.bodies import (
+    BackwardBody,
+    ForwardBody,
+    KeepingBodies,
+    Operand,
+    ParamGrad,
+    PlainGrad,
+    ProductGrad,
+)
+
+__all__ = ["ExpertBodies", "bodies_for", "num_body_compilations"]
+
+aten = torch.ops.aten
+_TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
+_cache: dict[str, ExpertBodies] = {}
+_lock = threading.RLock()
+_num_compilations = 0
+
+
+def num_body_compilations() -> int:
+    """How many bodies this process has compiled; grows with distinct bodies, not with layers."""
+    return _num_compilations
+
+
+def bodies_for(
+    expert_fn: ExpertFunction,
+    specs: Sequence[TensorSpec],
+    *,
+    folds_weight: bool = True,
+    takes_group: bool,
+    inner: InnerBackend,
+) -> ExpertBodies:
+    """The bodies of an expert function on arguments of the given specs, from the cache if known.
+
+    Args:
+        expert_fn: the function.
+        specs: rows, weight (if any), parameters of one expert.
+        folds_weight: fold the routing weight before the last projection where possible.
+        takes_group: lift over the experts of a chunk.
+        inner: compiler of the bodies.
+    """
+    recipe = (
+        expert_fn.graph_module.code,
+        tuple(specs),
+        expert_fn.param_kinds,
+        folds_weight,
+        takes_group,
+        inner,
+    )
+    key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
+    with _lock:
+        if key not in _cache:
+            _cache[key] = ExpertBodies(key, expert_fn, tuple(specs), folds_weight, takes_group, inner)
+        return _cache[key]
+
+
+class ExpertBodies:
+    """See `memfine_fx.runtime.bodies.Bodies`; compiles on first use."""
+
+    def __init__(
+        self,
+        key: str,
+        expert_fn: ExpertFunction,
+        specs: tuple[TensorSpec, ...],
+        folds_weight: bool,
+        takes_group: bool,
+        inner: InnerBackend,
+    ) -> None:
+        self.key = key
+        self.has_weight = expert_fn.has_weight
+        self.param_kinds: tuple[ParamKind, ...] = expert_fn.param_kinds
+        self.takes_group = takes_group
+        self._inner = inner
+        self._function, self.is_folded = _prepare(expert_fn, specs, folds_weight and expert_fn.has_weight)
+        result = _outputs(self._function.graph_module)[0].meta["val"]
+        self.out_width = int(result.shape[1])
+        self.contribution_dtype: torch.dtype = result.dtype
+        self._specs = specs
+        if takes_group:
+            self._function, self._specs = lift_over_experts(self._function, specs, expert_fn)
+        self._forward: ForwardBody | None = None
+        self._backward: dict[tuple[bool, ...], BackwardBody] = {}
+        self._keeping: dict[tuple[Keep, tuple[bool, ...]], KeepingBodies | None] = {}
+
+    def forward(self) -> ForwardBody:
+        with _lock:
+            if self._forward is None:
+                self._forward = ForwardBody(_Compiled(self._function, self._inner))
+            return self._forward
+
+    def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
+        with _lock:
+            if wanted not in self._backward:
+                self._backward[wanted] = self._build_backward(wanted)
+            return self._backward[wanted]
+
+    @property
+    def flops_per_row(self) -> int:
+        """Of the function's matmuls on one row, forward."""
+        return matmul_flops_per_row(self._function.graph_module.graph)
+
+    def graph(self) -> fx.GraphModule:
+        """The forward as ATen, for reports and dumps."""
+        return self._function.graph_module
+
+    def keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
+        with _lock:
+            if (keep, wanted) not in self._keeping:
+                self._keeping[keep, wanted] = self._build_keeping(keep, wanted)
+            return self._keeping[keep, wanted]
+
+    def _build_backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
+        differentiated = self._differentiated(wanted)
+        traced = trace_rows(_Vjp(self._function.graph_module, differentiated), self._backward_specs())
+        return self._backward_body(traced, differentiated)
+
+    def _build_keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
+        if keep == "received":
+            return KeepingBodies(self.forward(), self.backward(wanted), (), 0)
+        differentiated = self._differentiated(wanted)
+        function = _Vjp(self._function.graph_module, differentiated, returns_value=True)
+        cut = cut_joint(trace_rows(function, self._backward_specs()), keep)
+        if cut is None:
+            return None
+        forward = ForwardBody(_Compiled(cut.forward, self._inner))
+        return KeepingBodies(forward, self._backward_body(cut.backward, differentiated), cut.kept, cut.flops_per_row)
+
+    def _differentiated(self, wanted: tuple[bool, ...]) -> tuple[int, ...]:
+        """Which arguments of the function want their gradient."""
+        flags = [wanted[0], *([wanted[1]] if self.has_weight else []), *wanted[2:]]
+        return tuple(position for position, flag in enumerate(flags) if flag)
+
+    def _backward_body(self, traced: TracedBody, differentiated: tuple[int, ...]) -> BackwardBody:
+        """The body of a graph that returns the gradients of these arguments."""
+        num_lead = 2 if self.has_weight else 1
+        gradients = dict(zip(differentiated, _outputs(traced.graph_module), strict=True))
+        results: list[fx.Node] = []
+        rows_grad = _place(results, gradients.pop(0, None))
+        weight_grad = _place(results, gradients.pop(1, None)) if self.has_weight else None
+        param_grads = [_param_grad(results, gradients.get(num_lead + i)) for i in range(len(self.param_kinds))]
+        _set_outputs(traced.graph_module, results)
+        return BackwardBody(_Compiled(traced, self._inner), rows_grad, weight_grad, tuple(param_grads))
+
+    def _backward_specs(self) -> list[TensorSpec]:
+        rows = self._specs[0]
+        grad = TensorSpec((self.out_width,), self.contribution_dtype, rows.device, per_row=True)
+        return [grad, *self._specs]
+
+
+@dataclass(frozen=True)
+class _Vjp:
+    """(grad, *arguments) -> gradients of the `differentiated` arguments, the function's value before them if asked."""
+
+    function: Callable[..., Any]
+    differentiated: tuple[int, ...]
+    returns_value: bool = False
+
+    def __call__(self, grad: torch.Tensor, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def partial(*chosen: torch.Tensor) -> torch.Tensor:
+            full = list(args)
+            for position, value in zip(self.differentiated, chosen, strict=True):
+                full[position] = value
+            result: torch.Tensor | Sequence[torch.Tensor] = self.function(*full)
+            return result if isinstance(result, torch.Tensor) else result[0]
+
+        value, pullback = torch.func.vjp(partial, *(args[position] for position in self.differentiated))[:2]
+        return (value, *pullback(grad)) if self.returns_value else tuple(pullback(grad))
+
+
+def _prepare(expert_fn: ExpertFunction, specs: Sequence[TensorSpec], folds: bool) -> tuple[TracedBody, bool]:
+    traced = trace_rows(expert_fn.graph_module, specs)
+    if not expert_fn.has_weight or not folds:
+        return traced, False
+    weight = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"][1]
+    return traced, fold_weight(traced.graph_module, weight)
+
+
+def _outputs(graph_module: fx.GraphModule) -> list[fx.Node]:
+    result: Any = next(iter(reversed(graph_module.graph.nodes))).args[0]
+    nodes = list(result) if isinstance(result, (tuple, list)) else [result]
+    assert all(isinstance(node, fx.Node) for node in nodes), "a traced body returns tensors"
+    return nodes
+
+
+def _set_outputs(graph_module: fx.GraphModule, results: list[fx.Node]) -> None:
+    graph = graph_module.graph
+    output = next(iter(reversed(graph.nodes)))
+    output.args = (tuple(results),)
+    graph.eliminate_dead_code()
+    graph_module.recompile()
+
+
+def _place(results: list[fx.Node], node: fx.Node | None) -> int | None:
+    """Index of `node` among the results, added if it is not there yet."""
+    if node is None:
+        return None
+    if node not in results:
+        results.append(node)
+    return results.index(node)
+
+
+def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad | None:
+    """Peel the last matmul off a parameter's gradient."""
+    if gradient is None:
+        return None
+    product, is_transposed = _through_transposes(gradient)
+    if product.target is not aten.mm.default:
+        index = _place(results, _unrounded(gradient))
+        assert index is not None
+        return PlainGrad(index)
+    left, right = (_operand(results, argument) for argument in product.args[:2])
+    if is_transposed:
+        left, right = _flip(right), _flip(left)
+    return ProductGrad(left, right)
+
+
+def _unrounded(gradient: fx.Node) -> fx.Node:
+    """A sum over rows in low precision, made in fp32: an expert's chunks are added up before anything is rounded."""
+    views, total = [], gradient
+    while total.target in _RESHAPES and isinstance(total.args[0], fx.Node):
+        views.append(total)
+        total = total.args[0]
+    is_sum = total.target is aten.sum.dim_IntList and 0 in total.args[1]  # type: ignore[operator]  # a list of ints
+    if not is_sum or total.meta["val"].dtype not in (torch.bfloat16, torch.float16):
+        return gradient
+    with total.graph.inserting_after(gradient):
+        result = total.graph.call_function(aten.sum.dim_IntList, total.args, {**total.kwargs, "dtype": torch.float32})
+    result.meta["val"] = total.meta["val"].float()
+    for view in reversed(views):
+        with view.graph.inserting_after(result):
+            result = view.graph.call_function(view.target, (result, *view.args[1:]))  # type: ignore[arg-type]
+        result.meta["val"] = view.meta["val"].float()
+    return result
+
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def _through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
+    is_transposed = False
+    while node.target in _TRANSPOSES and isinstance(node.args[0], fx.Node) and node.meta["val"].ndim == 2:
+        is_swap = node.target is aten.t.default or list(node.args[1:]) not in ([[0, 1]], [0, 0], [1, 1])
+        is_transposed ^= is_swap
+        node = node.args[0]
+    return node, is_transposed
+
+
+def _operand(results: list[fx.Node], argument: Any) -> Operand:
+    node, is_transposed = _through_transposes(argument)
+    if node.op == "placeholder":
+        placeholders = [other for other in node.graph.nodes if other.op == "placeholder"]
+        return Operand(True, placeholders.index(node), is_transposed)
+    index = _place(results, node)
+    assert index is not None
+    return Operand(False, index, is_transposed)
+
+
+def _flip(operand: Operand) -> Operand:
+    return Operand(operand.is_argument, operand.index, not operand.is_transposed)
+
+
+def _peak(traced: TracedBody, inner: InnerBackend) -> sympy.Expr:
+    """Peak of one call in R (and G): the maximum over its program points, kept as one expression."""
+    peaks = live_peaks(traced.graph_module.graph, is_fused=inner == "inductor")
+    renamed = [peak.subs({traced.rows: ROWS, traced.groups: GROUPS}) for peak in peaks]
+    assert all(peak.free_symbols <= {ROWS, GROUPS} for peak in renamed), "a body's sizes are R, G and numbers"
+    return sympy.Max(sympy.Integer(0), *_undominated(renamed))
+
+
+def _results(traced: TracedBody) -> sympy.Expr:
+    """Bytes of what a call returns, in R (and G)."""
+    total = sum((tensor_bytes(node) for node in set(_outputs(traced.graph_module))), sympy.Integer(0))
+    return sympy.expand(total).subs({traced.rows: ROWS, traced.groups: GROUPS})
+
+
+def _undominated(peaks: list[sympy.Expr]) -> list[sympy.Expr]:
+    """Drop affine peaks that another one exceeds in every coefficient."""
+    rows = {
+        (
+            peak.coeff(ROWS, 1).coeff(GROUPS, 0),
+            peak.coeff(GROUPS, 1),
+            peak.coeff(ROWS, 0).coeff(GROUPS, 0),
+        ): peak
+        for peak in peaks
+    }
+    return [
+        peak
+        for key, peak in rows.items()
+        if not any(other != key and all(b >= a for a, b in zip(key, other, strict=True)) for other in rows)
+    ]
+
+
+class _Compiled:
+    """A traced body, compiled at its first call; its results come as a sequence.
+
+    `peak_bytes` is an estimate from the graph, and read from the compiled code once that exists.
+    """
+
+    def __init__(self, traced: TracedBody, inner: InnerBackend) -> None:
+        _set_outputs(traced.graph_module, _outputs(traced.graph_module))
+        self._traced = traced
+        self._inner = inner
+        self.peak_bytes = _peak(traced, inner)
+        self.results_bytes = _results(traced)
+        self._compiled: Callable[..., Sequence[torch.Tensor]] | None = None
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        return self._traced.graph_module
+
+    def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self._compiled is None:
+            with _lock:
+                self._compiled = self._compiled or self._compile()
+        return self._compiled(*args)
+
+    def _compile(self) -> Callable[..., Sequence[torch.Tensor]]:
+        global _num_compilations
+        _num_compilations += 1
+        graph_module = self._traced.graph_module
+        if self._inner != "inductor" or not TRACING.holds():
+            return graph_module
+        inputs = list(self._traced.fake_inputs)
+        compiled: Callable[..., Sequence[torch.Tensor]] = compile_body(
+            graph_module, self._traced.fake_mode, inputs, self._compile_and_read
+        )
+        return compiled
+
+    def _compile_and_read(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        compiled = compile_inner(graph_module, inputs, **kwargs)
+        memory = read_wrapper(wrapper_of(compiled), graph_module.graph)
+        sizes = {str(self._traced.rows): ROWS, str(self._traced.groups): GROUPS}
+        if memory is not None and all(str(symbol) in sizes for symbol in memory.symbols):
+            peak = memory.peak_expression(lambda call: 0)
+            self.peak_bytes = peak.subs({symbol: sizes[str(symbol)] for symbol in memory.symbols})
+        return compiled

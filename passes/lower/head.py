@@ -1,0 +1,104 @@
+"""Lower a head: replace projection and loss by one call of the chunked op.
+
+Before:  logits = linear(hidden, weight, bias);  ...;  exit = cross_entropy(logits', labels, ...)
+After:   tokens = reshape(hidden', (-1, H))              (hidden' after what happened to the tokens of the logits)
+         exit = memfine::head_loss(tokens, weight, bias, labels, divisor, wanted, site)[0]
+
+Under autocast hidden, weight and bias are cast before the call, as autocast would. Results of the graph that were
+logits become None; what asked logits for their sizes asks a view of the hidden states that has these sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+import memfine_fx.runtime.head  # noqa: F401  # registers the op
+from memfine_fx.passes.dataflow import is_only_asserted, tensor_of
+from memfine_fx.passes.head.find import reads_sizes
+from memfine_fx.passes.lower.region import recording
+from memfine_fx.records.heads import HeadRegion
+
+__all__ = ["lower_head"]
+
+
+def lower_head(graph_module: fx.GraphModule, head: HeadRegion, site: str) -> None:
+    """Rewrite `head` in its graph.
+
+    Args:
+        graph_module: the graph that holds it.
+        head: from `find_heads` on this graph.
+        site: key of the registered live head.
+    """
+    graph = graph_module.graph
+    _redirect_sizes(graph, head)
+    with recording(graph, head.exit) as call:
+
+        def cast(node: fx.Node) -> fx.Node:
+            return (
+                node
+                if tensor_of(node).dtype is head.logits_dtype
+                else call(torch.ops.aten.to.dtype, node, head.logits_dtype)
+            )
+
+        tokens = head.hidden
+        for move in head.moves:
+            if move.kind == "index":
+                tokens = call(operator.getitem, tokens, move.argument)
+            else:
+                tokens = call(torch.reshape, tokens, (*move.argument, head.dims.hidden))
+        tokens = cast(call(torch.reshape, tokens, (-1, head.dims.hidden)))
+        labels = call(torch.reshape, head.labels, (-1,))
+        weight = call(torch.t, head.weight) if head.is_transposed else head.weight
+        bias = None if head.bias is None else cast(head.bias)
+        wanted = list(head.wanted)
+        op = torch.ops.memfine.head_loss.default
+        results = call(op, tokens, cast(weight), bias, labels, head.divisor, wanted, site)
+        loss = call(operator.getitem, results, 0)
+    head.exit.replace_all_uses_with(loss)
+    _drop_results(graph, set(head.results))
+    casts = set(head.results) - set(head.nodes)
+    for node in (*casts, *reversed(head.nodes)):
+        _erase_readers_of_sizes(node)
+        graph.erase_node(node)
+    graph.lint()
+    graph_module.recompile()
+
+
+def _redirect_sizes(graph: fx.Graph, head: HeadRegion) -> None:
+    """Let readers of the logits' sizes read a view [...,V] of the hidden states."""
+    inside = set(head.nodes)
+    readers = [
+        (node, user)
+        for node in head.nodes
+        for user in node.users
+        if user not in inside and reads_sizes(user) and not is_only_asserted(user)
+    ]
+    if not readers:
+        return
+    with recording(graph, head.nodes[0]) as call:
+        one = call(torch.narrow, head.hidden, -1, 0, 1)
+        view = call(torch.ops.aten.expand.default, one, (*[-1] * (tensor_of(head.hidden).ndim - 1), head.dims.vocab))
+    for node, user in readers:
+        user.replace_input_with(node, view)
+
+
+def _drop_results(graph: fx.Graph, results: set[fx.Node]) -> None:
+    (output,) = graph.find_nodes(op="output")
+
+    def dropped(node: fx.Node) -> Any:
+        return None if node in results else node
+
+    if results:
+        output.args = fx.map_arg(output.args, dropped)
+
+
+def _erase_readers_of_sizes(node: fx.Node) -> None:
+    """Assertions about sizes of what goes away."""
+    for user in list(node.users):
+        if user in node.users:
+            _erase_readers_of_sizes(user)
+            node.graph.erase_node(user)

@@ -1,0 +1,99 @@
+"""Byte terms of a raised region with the bodies that it runs, and how many tokens it takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import sympy
+import torch
+
+from memfine_fx.compat.shapes import hints_of_symbols
+from memfine_fx.expert_parallel.sharded import ShardedExperts
+from memfine_fx.memory.kernel_scratch import product_scratch
+from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
+from memfine_fx.passes.dataflow import tensor_of
+from memfine_fx.passes.lower.arguments import gradient_shapes, wanted_gradients
+from memfine_fx.passes.lower.bodies import ExpertBodies
+from memfine_fx.records import Keep, MoERegion
+from memfine_fx.runtime.loop import accumulator_dtype
+
+__all__ = ["num_tokens_hint", "num_tokens_of", "region_bytes"]
+
+
+def region_bytes(
+    region: MoERegion, bodies: ExpertBodies, output: torch.Tensor, exchange: ShardedExperts | None, keep: Keep
+) -> RegionBytes:
+    """Byte terms of a region whose forward keeps so much.
+
+    Args:
+        region: as it lowers.
+        bodies: what it runs; once they are compiled, their peaks are those of the compiled code.
+        output: fake tensor of the combined output.
+        exchange: how its rows travel between ranks, None on a single one.
+        keep: what forward keeps of the routed rows.
+    """
+    hidden = tensor_of(region.hidden)
+    params = [tensor_of(node) for node in region.params]
+    wanted = wanted_gradients(region, bodies)
+    trained = [param for param in params if param.requires_grad]
+    low_precision = [param.dtype for param in trained if accumulator_dtype(param.dtype) is not param.dtype]
+    shapes = gradient_shapes(region) if low_precision else []
+    elements = [math.prod(shape) for shape in shapes]
+    weight = None if region.routing_weight is None else tensor_of(region.routing_weight)
+    keeping = None if keep == "nothing" else bodies.keeping(keep, wanted)
+    pairs = [] if keeping is None else [(keeping.forward, keeping.backward)]
+    if keeping is None or exchange is not None:  # of ranks only some rounds are kept, the others run as without
+        pairs.append((bodies.forward(), bodies.backward(wanted)))
+    return RegionBytes(
+        top_k=region.dims.top_k,
+        num_experts=region.dims.num_experts,
+        hidden=region.dims.hidden,
+        out_width=bodies.out_width,
+        item_bytes=hidden.dtype.itemsize,
+        out_item_bytes=output.dtype.itemsize,
+        contribution_item_bytes=bodies.contribution_dtype.itemsize,
+        accumulator_item_bytes=accumulator_dtype(output.dtype).itemsize,
+        weight_item_bytes=0 if weight is None else weight.dtype.itemsize,
+        param_bytes=sum(_num_bytes(param) for param in trained),
+        staging_bytes=4 * sum(elements),
+        added_bytes=added_bytes(max(elements, default=0), 2, output.device.type),
+        forward_peak=sympy.Max(*(forward.peak_bytes for forward, _ in pairs)),
+        backward_peak=sympy.Max(*(backward.peak_bytes for _, backward in pairs)),
+        takes_group=bodies.takes_group,
+        flops_per_row=bodies.flops_per_row,
+        forward_results=sympy.Max(*(forward.results_bytes for forward, _ in pairs)),
+        backward_results=sympy.Max(*(backward.results_bytes for _, backward in pairs)),
+        device_type=output.device.type,
+        product_scratch=product_scratch(shapes, (low_precision or [hidden.dtype])[0], output.device.type),
+        travel=None if exchange is None else exchange.travel,
+    )
+
+
+def num_tokens_of(region: MoERegion) -> sympy.Expr:
+    """T as an expression in the graph's symbols; numbers that are no sizes (a capacity factor) as they are now."""
+    num_tokens: Any = _count_of_tokens(region)
+    if not isinstance(num_tokens, torch.SymInt):
+        return sympy.Integer(num_tokens)
+    expr: sympy.Expr = num_tokens.node.expr
+    values = hints_of_symbols(num_tokens)
+    return expr.subs({symbol: values[symbol] for symbol in expr.free_symbols if not symbol.is_integer})
+
+
+def _count_of_tokens(region: MoERegion) -> Any:
+    """T, an int or a symbol: tokens of the routing, or slots where there is a layout instead of an index."""
+    if region.expert_index is None:
+        return math.prod(tensor_of(region.hidden).shape[:-1])
+    return math.prod(tensor_of(region.expert_index).shape) // region.dims.top_k
+
+
+def num_tokens_hint(region: MoERegion) -> int | None:
+    """T of the captured call: a number, or the hint of its symbol; None where it is data-dependent."""
+    num_tokens: Any = _count_of_tokens(region)
+    if isinstance(num_tokens, torch.SymInt):
+        return None if num_tokens.node.hint is None else int(num_tokens.node.hint)
+    return int(num_tokens)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel()) * tensor.dtype.itemsize

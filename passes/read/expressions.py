@@ -1,0 +1,261 @@
+"""The expert function under construction, and whether the copies of a loop compute the same.
+
+Rules write one call per operation on one expert's rows. Inputs are placeholders that remember the outer node they stand
+for and the role it plays. Copies of a loop share one graph: each has written an expression of its own, and `unify`
+walks them side by side. Operations and constants must agree; where one copy reads parameter p and the other q, p and q
+stand in one slot:
+
+    one tensor per expert        W_0, W_1, ...  (an nn.ModuleList of experts)
+    entries of one table         W[0], W[1], ...
+    one tensor for all experts   the same one in every copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from memfine_fx.compat.tensors import tree_flatten
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.dataflow import node_value, static_size
+from memfine_fx.passes.read.values import Copy
+from memfine_fx.records import ParamKind
+
+__all__ = ["Expressions", "Input", "Role", "RowsDiffer", "Slot"]
+
+aten = torch.ops.aten
+
+Role = Literal["rows", "weight", "table", "entry", "whole", "column"]
+"""What an outer node is to the experts: the tokens; a weight for each choice ([T,K]) or for each expert ([T,E]), see
+`Input.is_gathered`; a table of parameters, one entry of a table, a whole parameter; one expert's weight of each
+token."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a placeholder stands for; `expert` is an entry's or a column's."""
+
+    role: Role
+    outer: fx.Node
+    expert: int | None = None
+    is_gathered: bool = False
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter of the expert function: how an expert finds it, and the outer nodes that hold it."""
+
+    kind: ParamKind
+    nodes: tuple[fx.Node, ...]
+
+
+class RowsDiffer(CannotChunk):
+    """Copies that read different tokens: results of experts that ran before the region begins.
+
+    Args:
+        leaves: the outer nodes that were taken for tokens.
+    """
+
+    def __init__(self, leaves: Sequence[fx.Node], node: object) -> None:
+        super().__init__("experts take their rows from different tensors", node)
+        self.leaves = tuple(leaves)
+
+
+class Expressions:
+    """One graph of calls on one expert's rows."""
+
+    def __init__(self) -> None:
+        self.slots: dict[fx.Node, Slot] = {}
+        self.columns: tuple[fx.Node, ...] = ()
+        self._graph = fx.Graph()
+        self._inputs: dict[Input, fx.Node] = {}
+        self._anchor = self._graph.call_function(tuple)
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add one call; undoing an unsqueeze gives back what it wrapped."""
+        source = args[0] if args else None
+        if target in _UNWRAP and isinstance(source, fx.Node) and source.target is aten.unsqueeze.default:
+            wrapped, dim = source.args
+            is_undone = dim == args[1] and args[2:] in ((), (0,))
+            if is_undone and isinstance(wrapped, fx.Node):
+                return wrapped
+        return self._graph.call_function(target, args, kwargs)
+
+    def input(self, one: Input) -> fx.Node:
+        """The placeholder of an outer node in a role.
+
+        Raises:
+            CannotChunk: copies of a loop have it for a parameter of their own already.
+        """
+        known = self.slots.get(self._inputs[one]) if one in self._inputs else None
+        if known is not None and known.kind != "shared":
+            raise CannotChunk("an expert's parameter is also used outside the loop over experts", one.outer)
+        if one not in self._inputs:
+            with self._graph.inserting_before(self._anchor):
+                self._inputs[one] = self._graph.placeholder(f"input_{len(self._inputs)}")
+            self._inputs[one].meta["input"] = one
+        return self._inputs[one]
+
+    def inputs_of(self, result: fx.Node) -> dict[fx.Node, Input]:
+        """The placeholders that an expression reads, in the order in which they were met."""
+        reached = set(_reached(result))
+        return {node: one for one, node in self._inputs.items() if node in reached}
+
+    def unify(self, copies: Sequence[Copy], results: Sequence[fx.Node], node: fx.Node) -> fx.Node:
+        """The expression of all copies, written with copy 0's; what its parameters stand for goes to `slots`.
+
+        Args:
+            copies: all experts in order, for one choice after the other where the loop runs over choices too.
+            results: the copies' expressions.
+            node: for refusals.
+
+        Raises:
+            CannotChunk: two copies differ, or a slot mixes tables and tensors.
+            RowsDiffer: their rows come from different tensors.
+        """
+        walks = [_Walk(copy, node) for copy in copies]
+        for walk, result in zip(walks, results, strict=True):
+            walk.pair(results[0], result)
+        num_experts = 1 + max(copy.expert or 0 for copy in copies)
+        for walk in walks[num_experts:]:
+            if walk.met != walks[walk.copy.expert or 0].met:
+                raise CannotChunk(f"expert {walk.copy.expert} differs between a token's choices", node)
+        for placeholder in walks[0].met:
+            self._give_slot(placeholder, [walk.met[placeholder] for walk in walks[:num_experts]], node)
+        return results[0]
+
+    @staticmethod
+    def num_alike(copies: Sequence[Copy], results: Sequence[fx.Node], node: fx.Node) -> int:
+        """How many copies, from the first one on, compute the same."""
+        for place, (copy, result) in enumerate(zip(copies, results, strict=True)):
+            try:
+                _Walk(copy, node).pair(results[0], result)
+            except CannotChunk:
+                return place
+        return len(copies)
+
+    def _give_slot(self, placeholder: fx.Node, members: list[Input], node: fx.Node) -> None:
+        roles = {one.role for one in members}
+        outers = tuple(one.outer for one in members)
+        if roles == {"rows"}:
+            if len(set(outers)) > 1:
+                raise RowsDiffer(list(dict.fromkeys(outers)), node)
+            return
+        if roles == {"column"} and len(members) > 1:
+            if [one.expert for one in members] != list(range(len(members))):
+                raise CannotChunk("an expert has several weight columns, or another's", node)
+            self.columns = outers
+            return
+        if roles == {"weight"} and len(set(outers)) == 1:
+            return
+        self._set_slot(placeholder, _slot(members, roles, outers, node), node)
+
+    def _set_slot(self, placeholder: fx.Node, slot: Slot, node: fx.Node) -> None:
+        if self.slots.setdefault(placeholder, slot) != slot:
+            raise CannotChunk("a parameter stands in two slots", node)
+
+    def finish(self, result: fx.Node, order: Sequence[fx.Node]) -> fx.GraphModule:
+        """The function that returns `result`, its arguments being these placeholders."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        params = 0
+        for source in order:
+            role = source.meta["input"].role
+            name = {"rows": "rows", "weight": "weight", "column": "weight"}.get(role, f"param_{params}")
+            params += name.startswith("param")
+            env[source] = graph.placeholder(name)
+            env[source].meta["outer"] = source.meta["input"].outer
+        reached = set(_reached(result))
+        for node in self._graph.nodes:
+            if node.op == "call_function" and node is not self._anchor and node in reached:
+                env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(env[result])
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+
+_UNWRAP = (aten.squeeze.dim, aten.select.int)
+
+
+def _reached(result: fx.Node) -> Iterator[fx.Node]:
+    pending, seen = [result], {result}
+    while pending:
+        node = pending.pop()
+        yield node
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                pending.append(source)
+
+
+def _slot(members: list[Input], roles: set[Role], outers: tuple[fx.Node, ...], node: fx.Node) -> Slot:
+    if roles == {"entry"}:
+        if len(set(outers)) == 1 and [one.expert for one in members] == list(range(len(members))):
+            return Slot("expert", outers[:1])
+        raise CannotChunk("an expert reads another expert's entry of a table", node)
+    if roles != {"whole"}:
+        raise CannotChunk("some experts read a table, others tensors of their own", node)
+    if len(set(outers)) == 1:
+        if any(static_size(size) is None for size in _tensor(outers[0]).shape):
+            raise CannotChunk("the experts read all tokens at once", node)
+        return Slot("shared", outers[:1])
+    if len(set(map(_layout, outers))) > 1:
+        raise CannotChunk("the experts' parameters differ in shape, strides or dtype", node)
+    return Slot("each", outers)
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    value = node_value(node)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _layout(node: fx.Node) -> tuple[Any, ...]:
+    value = _tensor(node)
+    return tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype, value.device
+
+
+class _Walk:
+    """Copy 0's expression beside another's.
+
+    `met` tells for each of copy 0's placeholders what the other copy reads in its place.
+    """
+
+    def __init__(self, copy: Copy, node: fx.Node) -> None:
+        self.copy = copy
+        self.met: dict[fx.Node, Input] = {}
+        self._node = node
+        self._visited: dict[fx.Node, fx.Node] = {}
+
+    def pair(self, left: fx.Node, right: fx.Node) -> None:
+        pending = [(left, right)]
+        while pending:
+            a, b = pending.pop()
+            known = self._visited.get(a)
+            if known is not None:
+                if known is not b:
+                    raise CannotChunk(f"experts 0 and {self.copy.expert} share intermediate results differently", a)
+                continue
+            self._visited[a] = b
+            pending.extend(reversed(list(self._inputs(a, b))))
+
+    def _inputs(self, a: fx.Node, b: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Compare two nodes; the pairs of their inputs."""
+        if a.op == b.op == "placeholder":
+            self.met[a] = b.meta["input"]
+            return
+        leaves_a, spec_a = tree_flatten((a.args, a.kwargs))
+        leaves_b, spec_b = tree_flatten((b.args, b.kwargs))
+        if a.op != b.op or a.target != b.target or spec_a != spec_b:
+            raise self._differ()
+        for one, other in zip(leaves_a, leaves_b, strict=True):
+            if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+                yield one, other
+            elif isinstance(one, fx.Node) or isinstance(other, fx.Node) or one != other:
+                raise self._differ()
+
+    def _differ(self) -> CannotChunk:
+        return CannotChunk(f"experts 0 and {self.copy.expert} compute different things", self._node)

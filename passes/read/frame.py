@@ -1,0 +1,77 @@
+"""Where a walk begins and ends: the frame of a routing decision, rows in slots, the exit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from memfine_fx.passes.read.leads import Lead, Size
+from memfine_fx.passes.read.values import Combined, Rows
+
+__all__ = ["Exit", "Frame", "Slots"]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the walk starts from.
+
+    Args:
+        index: node of the experts' ids.
+        token_shape: [T] or [B,S], may be symbolic.
+        top_k: K, a number.
+        has_choices: whether the index has a dimension for a token's choices.
+        is_distinct: whether a token never names an expert twice.
+        num_experts: E, where the routing itself says it: only a hint.
+        is_top_k: whether the ids come out of a top-k, so that they are in range.
+        is_mask: whether the index is a mask [T,K,E] with dropped choices, which ids are made of.
+    """
+
+    index: fx.Node
+    token_shape: tuple[Size, ...]
+    top_k: int
+    has_choices: bool
+    is_distinct: bool
+    num_experts: int | None = None
+    is_top_k: bool = False
+    is_mask: bool = False
+
+    @property
+    def lead(self) -> Lead:
+        """Of the index."""
+        tokens = ("t",) if len(self.token_shape) == 1 else ("b", "s")
+        return Lead(*tokens, "k") if self.has_choices else Lead(*tokens[:-1], tokens[-1] + "k")
+
+    @property
+    def num_tokens(self) -> Size:
+        product: Size = 1
+        for size in self.token_shape:
+            product = product * size
+        return product
+
+    @property
+    def num_rows(self) -> Size:
+        return self.num_tokens * self.top_k
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Rows that stand in their experts' slots, [...,E,...,H]: capacity models."""
+
+    root: fx.Node
+    expert_dim: int
+    shape: tuple[Size, ...]
+
+    @property
+    def lead(self) -> Lead:
+        groups = [str(dim) for dim in range(len(self.shape) - 1)]
+        groups[self.expert_dim] = "e"
+        return Lead(*groups)
+
+
+class Exit(Exception):
+    """The walk is over: `node` of Dynamo's graph holds `value`, complete."""
+
+    def __init__(self, node: fx.Node, value: Combined | Rows) -> None:
+        super().__init__(str(node))
+        self.node, self.value = node, value

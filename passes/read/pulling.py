@@ -1,0 +1,244 @@
+"""Which nodes that the routing does not reach run as part of a region all the same.
+
+A region's inputs are tensors of a plain role: tokens [T,H], a weight for each choice or expert, parameters. What only
+turns these into another shape is taken inside, so that it is not alive for all routed rows at once:
+
+    factories and integers made of them        zeros that results are added to, arange
+    entries of parameters                      W[e], W.unbind()[e], W[e].T: the whole table is the parameter then
+    copies of tokens                           repeat_interleave(x, K), x.expand(E, T, H), x.unsqueeze(1)
+    results that vary over experts or choices  einsum(x, W) of experts that run on all tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from memfine_fx.passes.dataflow import (
+    Dataflow,
+    is_float_tensor,
+    is_int_tensor,
+    node_value,
+    same_size,
+    static_size,
+    target_name,
+)
+from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
+
+if TYPE_CHECKING:
+    from memfine_fx.passes.read.frame import Frame
+
+__all__ = ["MATMULS", "Pulling", "is_parameter_view"]
+
+MATMULS = frozenset("mm bmm matmul addmm baddbmm einsum linear __matmul__ dot".split())
+_VIEWS = frozenset("transpose permute unsqueeze squeeze view reshape to t contiguous expand float bfloat16".split())
+_ENTRIES = frozenset("getitem select unbind".split())
+_SPLITS = frozenset("chunk split split_with_sizes tensor_split unbind".split())
+_TRANSPOSES = frozenset("getattr t T mT transpose permute".split())
+_COPIES = frozenset("repeat_interleave repeat expand expand_as tile".split())
+_FACTORIES = frozenset("arange zeros ones empty full tensor".split())
+_LIKE_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split())
+
+
+class Pulling:
+    """Decides about the leaves of one walk.
+
+    Args:
+        flow: of Dynamo's graph.
+        frame: sizes of the routing.
+        forced: nodes that look like tokens but run as part of the region.
+    """
+
+    def __init__(self, flow: Dataflow, frame: Frame, forced: frozenset[fx.Node]) -> None:
+        self._flow = flow
+        self._frame = frame
+        self._forced = forced
+        self._of_parameters: dict[fx.Node, bool] = {}
+
+    def wants(self, node: fx.Node, ran: Collection[fx.Node], at: int) -> bool:
+        """Whether a leaf runs as part of the region."""
+        is_call = node.op in ("call_function", "call_method")
+        if not is_call or node is self._frame.index or self._is_written(node, ran, at):
+            return False
+        if node in self._forced or self._is_factory(node) or is_weight_view(node):
+            return True
+        source = node.args[0] if target_name(node) == "getitem" else None
+        if isinstance(source, fx.Node) and not isinstance(node_value(source), torch.Tensor):
+            return source in ran or self.wants(source, ran, at)
+        value = node_value(node)
+        if isinstance(value, (tuple, list)):
+            return any(isinstance(one, torch.Tensor) for one in value) and self._splits_leaf(node)
+        if not isinstance(value, torch.Tensor) or not is_float_tensor(node) or self.is_made_of_parameters(node):
+            return False
+        return target_name(node) in _COPIES or self._is_turned(node) or not self._has_plain_role(value)
+
+    def is_tokens(self, value: torch.Tensor) -> bool:
+        """[T,...] or [B,S,...], with more behind it."""
+        tokens = self._frame.token_shape
+        has_tokens = value.ndim >= 2 and same_size(value.shape[0], self._frame.num_tokens)
+        return has_tokens or (value.ndim > len(tokens) and all(map(same_size, value.shape, tokens)))
+
+    def is_matmul(self, node: fx.Node) -> bool:
+        is_call = node.op in ("call_function", "call_method")
+        return is_call and target_name(node) in (MATMULS | GROUPED_MATMULS)
+
+    def is_table(self, node: fx.Node) -> bool:
+        """A view of a parameter with three or more dimensions."""
+        node = behind_views(node)
+        value = node_value(node)
+        return isinstance(value, torch.nn.Parameter) and value.ndim >= 3
+
+    def expert_dim(self, node: fx.Node, rows: fx.Node) -> int | None:
+        """The dimension of experts of rows in slots that a call reads with a table of weights, or takes apart."""
+        value = node_value(rows)
+        if not isinstance(value, torch.Tensor) or not is_float_tensor(rows) or value.ndim < 3:
+            return None
+        if self.is_matmul(node):
+            return self._expert_dim_of_product(node, rows, value)
+        dim = _dim_taken_apart(node, value)
+        num_parts = None if dim is None else static_size(value.shape[dim])
+        return dim if num_parts is not None and num_parts > 1 and dim is not None and dim < value.ndim - 1 else None
+
+    def _expert_dim_of_product(self, node: fx.Node, rows: fx.Node, value: torch.Tensor) -> int | None:
+        for table in node.all_input_nodes:
+            weight = node_value(table)
+            is_table = isinstance(weight, torch.Tensor) and weight.ndim >= 3 and self.is_made_of_parameters(table)
+            if table is rows or not is_table or not isinstance(weight, torch.Tensor):
+                continue
+            dims = [
+                dim for dim, size in enumerate(value.shape[:-1]) if static_size(size) == static_size(weight.shape[0])
+            ]
+            by_letter = _dim_by_letter(node, rows, table)
+            if by_letter is not None:
+                return by_letter if by_letter in dims else None
+            batch = value.ndim - 3  # the last dimension of a batch: [...,E,C,H]
+            return batch if batch in dims else None
+        return None
+
+    def _is_turned(self, node: fx.Node) -> bool:
+        """Weights of each choice with choices before tokens: [K,T] may look like [T,K]."""
+        source = node.args[0] if target_name(node) in _TRANSPOSES and node.args else None
+        value = node_value(source) if isinstance(source, fx.Node) else None
+        shape = (*self._frame.token_shape, self._frame.top_k)
+        return isinstance(value, torch.Tensor) and value.ndim == len(shape) and all(map(same_size, value.shape, shape))
+
+    def _has_plain_role(self, value: torch.Tensor) -> bool:
+        tokens, frame = self._frame.token_shape, self._frame
+        if self.is_tokens(value):
+            is_flat = same_size(value.shape[0], frame.num_tokens) and value.ndim == 2
+            return is_flat or value.ndim == len(tokens) + 1
+        if value.ndim == len(tokens) and frame.top_k == 1:
+            return all(map(same_size, value.shape, tokens))
+        return False
+
+    def _splits_leaf(self, node: fx.Node) -> bool:
+        """Tokens or copies of them taken apart are no role of their own, parameters' entries are."""
+        source = node.args[0] if node.args and target_name(node) in _SPLITS else None
+        return isinstance(source, fx.Node) and is_float_tensor(source) and not self.is_made_of_parameters(source)
+
+    def is_made_of_parameters(self, node: fx.Node) -> bool:
+        """Whether parameters alone are in it (and integers: a range of experts)."""
+        known = self._of_parameters.get(node)
+        if known is None:
+            if node.op in ("placeholder", "get_attr"):
+                known = isinstance(node_value(node), torch.nn.Parameter) or not is_float_tensor(node)
+                known = known and not (is_int_tensor(node) and node.op == "placeholder")
+            else:
+                known = all(map(self.is_made_of_parameters, node.all_input_nodes))
+            self._of_parameters[node] = known
+        return known
+
+    def _is_factory(self, node: fx.Node) -> bool:
+        """Made from sizes alone: a factory, or index arithmetic on factories."""
+        if target_name(node) in _LIKE_FACTORIES:
+            return True
+        if not isinstance(node_value(node), torch.Tensor):
+            return False
+        sources = [source for source in node.all_input_nodes if isinstance(node_value(source), torch.Tensor)]
+        if not sources:
+            return target_name(node) in _FACTORIES
+        is_call = node.op in ("call_function", "call_method")
+        return (
+            is_call
+            and is_int_tensor(node)
+            and all(source.op != "placeholder" for source in sources)
+            and all(map(self._is_factory, sources))
+        )
+
+    def _is_written(self, node: fx.Node, ran: Collection[fx.Node], at: int) -> bool:
+        """Whether something that did not run has written into it before position `at`."""
+        root = self._flow.root(node)
+        return any(
+            mutation not in ran
+            and self._flow.position[node] < self._flow.position[mutation] < at
+            and root in map(self._flow.root, targets)
+            for mutation, targets in self._flow.mutations.items()
+        )
+
+
+def _dim_by_letter(node: fx.Node, rows: fx.Node, table: fx.Node) -> int | None:
+    """In an einsum: the dimension of the rows that is the table's first."""
+    equation = node.args[0] if node.args else None
+    if target_name(node) != "einsum" or not isinstance(equation, str):
+        return None
+    operands = node.args[1:] if isinstance(node.args[1], fx.Node) else node.args[1]
+    letters = dict(zip(operands, equation.replace(" ", "").partition("->")[0].split(","), strict=True))  # type: ignore[arg-type]
+    return letters[rows].find(letters[table][0]) if letters[table][0] in letters[rows] else None
+
+
+def _dim_taken_apart(node: fx.Node, value: torch.Tensor) -> int | None:
+    """The dimension along which a call takes single entries out of a tensor."""
+    name = target_name(node)
+    if name in ("chunk", "split", "tensor_split", "unbind"):
+        position = 1 if name == "unbind" else 2
+        dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+        parts = node_value(node)
+        if not isinstance(dim, int) or not isinstance(parts, (tuple, list)):
+            return None
+        dim = dim % value.ndim
+        are_single = name == "unbind" or all(static_size(part.shape[dim]) == 1 for part in parts)
+        return dim if are_single else None
+    if name == "select" and len(node.args) == 3:
+        return node.args[1] % value.ndim if isinstance(node.args[1], int) else None
+    if name != "getitem":
+        return None
+    place = node.args[1]
+    places = place if isinstance(place, tuple) else (place,)
+    is_entry = all(one == slice(None) for one in places[:-1]) and type(places[-1]) is int
+    return len(places) - 1 if is_entry else None
+
+
+def behind_views(node: fx.Node) -> fx.Node:
+    while target_name(node) in _VIEWS and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def is_parameter_view(node: fx.Node) -> bool:
+    """A parameter, an entry of one, or a view of either."""
+    while target_name(node) in (_VIEWS | _ENTRIES | _TRANSPOSES) and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return isinstance(node_value(node), torch.nn.Parameter)
+
+
+def is_weight_view(node: fx.Node) -> bool:
+    """One entry of a parameter, or a transpose of one: taking it inside lets the whole table be the parameter."""
+    if node.op not in ("call_function", "call_method") or len(node.all_input_nodes) != 1:
+        return False
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return False
+    if target_name(node) in _ENTRIES:
+        is_of_unbound = target_name(source) == "unbind" and is_weight_view(source)
+        return is_of_unbound or _is_weight(source)
+    return target_name(node) in _TRANSPOSES and is_weight_view(source)
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """A parameter, or a reshape of one."""
+    while target_name(node) in ("view", "reshape") and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return isinstance(node_value(node), torch.nn.Parameter)

@@ -1,0 +1,380 @@
+"""One walk: from a routing decision through Dynamo's graph to the first complete combine.
+
+Nodes run in graph order as functional ATen (`normal_form`), each if something that the routing decides reaches it;
+every call gets a value by the one table of rules. What nobody can prove is `Unknown` until it is needed. At the end of
+each of Dynamo's nodes, whatever is no part of the experts is a `Leaf` again: routing weights, masks for a loss, the
+routing's own arithmetic stay outside the region, however they were computed.
+
+What the routing does not reach is a leaf too, and its first use decides its role by its shape: tokens, a weight for
+each choice or expert, a table of parameters, a parameter that all experts share. Leaves that fit no role are *pulled*:
+their node runs as part of the region (copies of tokens, entries of tables, results of experts that run on all tokens).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from memfine_fx.compat.tensors import tree_leaves, tree_map
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size
+from memfine_fx.passes.modes import Modes
+from memfine_fx.passes.read.expressions import Input, RowsDiffer
+from memfine_fx.passes.read.frame import Exit, Frame, Slots
+from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.normal_form import Call, NormalForm
+from memfine_fx.passes.read.roles import Roles
+from memfine_fx.passes.read.values import (
+    Combined,
+    Ids,
+    Leaf,
+    Mask,
+    Partial,
+    Rows,
+    Unknown,
+    is_dispatched,
+)
+
+__all__ = ["Reader", "Rule"]
+
+aten = torch.ops.aten
+Rule = Callable[["Reader", Call, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Reader(Roles):
+    """Reads what one routing decision does.
+
+    Args:
+        flow: of Dynamo's graph; not changed.
+        modes: of every node.
+        frame: where to start.
+        rules: by overload.
+        fallback: rule for overloads not among them, or None.
+        forced: nodes that run as part of the region although they look like tokens.
+    """
+
+    def __init__(
+        self,
+        flow: Dataflow,
+        modes: dict[fx.Node, Modes],
+        frame: Frame,
+        rules: dict[Any, Rule],
+        fallback: Callable[[Any], Rule | None],
+        forced: frozenset[fx.Node] = frozenset(),
+    ) -> None:
+        super().__init__(flow, frame, forced)
+        self.refusals: list[CannotChunk] = []
+        self.indices: list[fx.Node] = []
+        self.masks: list[fx.Node] = []
+        self.ran: dict[fx.Node, None] = {}
+        self._slot_exit: tuple[fx.Node, Rows] | None = None
+        self._rules, self._fallback = rules, fallback
+        self._values: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._form = NormalForm(flow.graph, modes, self._told)
+
+    # The walks.
+
+    def read(self, later: set[fx.Node]) -> Exit | None:
+        """Walk until the exit, or one of the `later` routing decisions, or the graph's end.
+
+        Raises:
+            RowsDiffer: results of experts were taken for tokens; read again with those nodes forced.
+        """
+        found: list[Exit] = []
+        self._end = min(map(self.flow.position.__getitem__, later), default=self._end)
+
+        def walk() -> None:
+            try:
+                self._walk()
+            except Exit as exit_found:
+                found.append(exit_found)
+
+        self._form.reading(walk)
+        return found[0] if found else None
+
+    def read_slots(self, reached: set[fx.Node], later: set[fx.Node]) -> tuple[fx.Node, Rows] | None:
+        """Walk from the first rows in their experts' slots instead: what fills them stays outside, whatever it is.
+
+        Args:
+            reached: by the routing decision.
+            later: routing decisions at which to stop.
+
+        Returns:
+            The last of the experts' results that stand in the same slots, and what they are.
+        """
+
+        self._end = min(map(self.flow.position.__getitem__, later), default=self._end)
+
+        def walk() -> None:
+            for node in list(self.flow.graph.nodes)[: self._end]:
+                if node not in reached:
+                    continue
+                if self.slots is None:
+                    self._place_slots(node, reached)
+                is_call = node.op in ("call_function", "call_method")
+                if is_call and self.slots is not None and any(map(self._is_active, node.all_input_nodes)):
+                    self._run(node)
+
+        self._form.reading(walk)
+        return self._slot_exit
+
+    def _walk(self) -> None:
+        start = self.flow.position[self.frame.index]
+        self._give_tensor(next(self._form.tensors(self._form.result(self.frame.index))), self._index_ids())
+        for node in list(self.flow.graph.nodes)[start + 1 : self._end]:
+            if node.op == "output":
+                self._finish_sums(node)
+            elif node.op in ("call_function", "call_method") and any(map(self._is_active, node.all_input_nodes)):
+                self._run(node)
+        self._finish_sums(None)
+
+    def _index_ids(self) -> Ids | Mask:
+        lead = self.frame.lead
+        return Mask(Lead(*lead.groups, "e")) if self.frame.is_mask else Ids("e", lead)
+
+    def _is_active(self, node: fx.Node) -> bool:
+        """Whether something stands at a node that is more than a tensor from outside."""
+        result = self._form.result(node)
+        if isinstance(result, torch.SymInt):
+            return result.node.expr in self.counted
+        if not isinstance(result, torch.Tensor) and not self._form.holds(node):
+            return False
+        return any(not isinstance(self._value_of(one, node), Leaf) for one in self._form.tensors(result))
+
+    def _run(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            self._pull(source, self.flow.position[node])
+        self._operand_values(node)  # leaves are told by their nodes
+        self.ran[node] = None
+        try:
+            self._form.run(node)
+        except RowsDiffer:
+            raise
+        except CannotChunk as refusal:
+            self._set_all(node, self._unknown(refusal, self._operand_values(node)))
+            return
+        self._settle(node)
+
+    def _pull(self, node: fx.Node, at: int) -> None:
+        """Run a node that must be part of the region, and what it needs, for one that runs at position `at`."""
+        is_slots = self.slots is not None and node is self.slots.root
+        if is_slots or self._form.holds(node) or not self._pulling.wants(node, self.ran, at):
+            return
+        for source in node.all_input_nodes:
+            self._pull(source, at)
+        self._operand_values(node)
+        self.ran[node] = None
+        try:
+            self._form.run(node)
+        except RowsDiffer:
+            raise
+        except CannotChunk:
+            return  # it stays a leaf
+        self._settle(node, is_pulled=True)
+
+    def _place_slots(self, node: fx.Node, reached: set[fx.Node]) -> None:
+        """Where experts' weights meet a tensor that the routing fills, or it is taken apart expert by expert."""
+        for source in node.all_input_nodes:
+            dim = self._pulling.expert_dim(node, source) if self._is_filled(source, reached) else None
+            if dim is None:
+                continue
+            (tensor,) = self._form.tensors(self._form.result(source))
+            self.slots = Slots(source, dim, tuple(tensor.shape))
+            self.num_experts = static_size(tensor.shape[dim])
+            expr = self.expressions.input(Input("rows", source))
+            self._give_tensor(tensor, Rows(self.slots.lead, expr, is_dispatched=True))
+            return
+
+    def _is_filled(self, node: fx.Node, reached: set[fx.Node]) -> bool:
+        """Whether the routing reaches a tensor, or something that is written into it."""
+        root = self.flow.root(node)
+        return node in reached or any(
+            mutation in reached and root in map(self.flow.root, targets)
+            for mutation, targets in self.flow.mutations.items()
+        )
+
+    def _operand_values(self, node: fx.Node) -> list[Any]:
+        return [
+            self._value_of(tensor, source)
+            for source in node.all_input_nodes
+            for tensor in self._form.tensors(self._form.result(source))
+        ]
+
+    def _settle(self, node: fx.Node, *, is_pulled: bool = False) -> None:
+        """At the end of a node: leaves again, exits, written tensors."""
+        tensors = list(self._form.tensors(self._form.result(node)))
+        for target in self.flow.mutations.get(node, ()):
+            tensors += self._form.tensors(self._form.result(target))
+        for tensor in tensors:
+            value = self._value_of(tensor, node)
+            settled = (
+                value
+                if is_pulled and isinstance(value, Rows) and value.expr is not None
+                else self._settled(value, tensor, node)
+            )
+            if settled is not value:
+                self._give_tensor(tensor, settled)
+            if isinstance(settled, Combined) and not is_pulled and self._is_one_vector_a_token(tensor):
+                raise Exit(node, settled)
+            if isinstance(settled, Rows) and self._ends_here(settled, tensor, node):
+                raise Exit(node, settled)
+            is_slots = isinstance(settled, Rows) and self.slots is not None and settled.lead is self.slots.lead
+            if is_slots and settled.is_dispatched and node in self.expert_nodes:
+                self._slot_exit = node, settled
+
+    def _settled(self, value: Any, tensor: torch.Tensor, node: fx.Node) -> Any:
+        is_one_tensor = isinstance(node_value(node), torch.Tensor)
+        if (
+            is_one_tensor
+            and isinstance(value, Mask)
+            and value.is_part
+            and value.lead is Lead(*self.frame.lead.groups, "e")
+        ):
+            self.masks.append(node)
+        if is_one_tensor and isinstance(value, Mask) and value.is_part and self._is_index_like(tensor):
+            self.indices.append(node)  # zeros and ones may be read as ids themselves
+        is_number = isinstance(value, Rows) and not tensor.dtype.is_floating_point
+        if (isinstance(value, Unknown) or is_number) and not value.is_dispatched:
+            if is_one_tensor and self._is_index_like(tensor):
+                self.indices.append(node)
+            return Leaf(node, value.refusal if isinstance(value, Unknown) else None)
+        is_kept = isinstance(value, Rows) and (value.is_dispatched or "r" in value.lead.atoms)
+        if not isinstance(value, Rows) or is_kept or not tensor.dtype.is_floating_point:
+            return value
+        is_choice = value.lead is self.frame.lead and value.lead.num_dims == tensor.ndim and value.copy.is_all
+        if is_choice and value.off is None:
+            return Leaf(node)
+        if value.expr is None or (value.off is None and self._pulling.is_tokens(tensor)):
+            return Leaf(node) if value.off is None else self._rooted(value, tensor, node)
+        return value
+
+    def _rooted(self, value: Rows, tensor: torch.Tensor, node: fx.Node) -> Any:
+        """Weights that are known at unchosen entries only: from here on they are this node."""
+        if value.copy.expert is not None and value.copy.choice is None:
+            expr = self.expressions.input(Input("column", node, value.copy.expert))
+        elif value.lead.is_dense and value.lead.num_dims == tensor.ndim and "k" not in value.lead.atoms:
+            expr = self.expressions.input(Input("weight", node, is_gathered=True))
+        else:
+            return Leaf(node)
+        for _ in range(tensor.ndim - value.lead.num_dims):
+            expr = self.emit(aten.unsqueeze.default, expr, 1)
+        return replace(value, expr=expr)
+
+    def _is_one_vector_a_token(self, tensor: torch.Tensor) -> bool:
+        """Whether combined tokens are [T,H] or [B,S,H] now, without a dimension of one in between."""
+        tokens, shape = self.frame.token_shape, [self.known_size(size) for size in tensor.shape]
+        is_flat = tensor.ndim == 2 and same_size(shape[0], self.frame.num_tokens)
+        return is_flat or (tensor.ndim == len(tokens) + 1 and all(map(same_size, shape, tokens)))
+
+    def _is_index_like(self, tensor: torch.Tensor) -> bool:
+        """Integers of the index's shape, made from it in a way that is not followed."""
+        is_integer = not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool
+        tokens = self.frame.token_shape
+        has_choices = tensor.ndim == len(tokens) + 1 and static_size(tensor.shape[-1]) is not None
+        fits = has_choices or (tensor.ndim == len(tokens) and not self.frame.has_choices)
+        return is_integer and fits and all(map(same_size, tensor.shape, tokens))
+
+    def _ends_here(self, value: Rows, tensor: torch.Tensor, node: fx.Node) -> bool:
+        """With one choice a token, rows in token order are combined, once no expert of theirs is left to run."""
+        if self.frame.top_k != 1 or not value.is_dispatched or not value.per_row or not value.copy.is_all:
+            return False
+        is_tokens = bool(value.lead.groups) and set(value.lead.atoms) <= set("tbsk") and "" not in value.lead.groups
+        has_columns = len(value.lead.groups) in (1, 2) and tensor.ndim == value.lead.num_dims + 1
+        return is_tokens and has_columns and bool(self.expert_nodes) and not self._has_experts_behind(node)
+
+    def _finish_sums(self, output: fx.Node | None) -> None:
+        """A sum that nothing but the graph's output reads is complete."""
+        sources = self.ran if output is None else output.all_input_nodes
+        for node in reversed(list(sources)):
+            values = [self._value_of(tensor, node) for tensor in self._form.tensors(self._form.result(node))]
+            sums = [value for value in values if isinstance(value, Partial)]
+            if sums:  # the last one: those before it hold fewer experts' results
+                try:
+                    self.whole(sums[0])
+                except RowsDiffer:
+                    raise
+                except CannotChunk as refusal:
+                    self.refusals.append(refusal)
+                return
+
+    # Values.
+
+    def _told(self, call: Call) -> None:
+        def of(leaf: Any) -> Any:
+            return self._value_of(leaf, None) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = tree_map(of, (call.args, call.kwargs))
+        try:
+            result = self._evaluated(call, args, kwargs)
+        except RowsDiffer:
+            raise
+        except CannotChunk as refusal:
+            result = self._unknown(refusal, tree_leaves((args, kwargs)), call.target)
+        self._give(call.out, result)
+
+    def _evaluated(self, call: Call, args: Any, kwargs: Any) -> Any:
+        rule = self._rules.get(call.target) or self._fallback(call.target)
+        operands = tree_leaves((args, kwargs))
+        unknown = [value for value in operands if isinstance(value, Unknown)]
+        if unknown and call.target not in _SHAPES_ONLY:
+            dispatched = any(map(is_dispatched, operands))
+            return Unknown(next((one for one in unknown if one.is_dispatched), unknown[0]).refusal, dispatched)
+        if rule is None and torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
+            raise CannotChunk("random numbers are drawn inside the experts (dropout)", call.node)
+        if rule is None:
+            raise CannotChunk(f"no row-wise rule for {call.target}", call.node)
+        return rule(self, call, args, kwargs)
+
+    def _unknown(self, refusal: CannotChunk, operands: Sequence[Any], target: Any = None) -> Unknown:
+        picks = any(isinstance(value, (Ids, Mask)) for value in operands)
+        tables = [value.node for value in operands if isinstance(value, Leaf)]
+        dispatched = (
+            any(map(is_dispatched, operands))
+            or (picks and any(map(self._pulling.is_made_of_parameters, tables)))
+            or target is torch.ops.memfine.grouped_mm.default
+        )
+        if dispatched:
+            self.refusals.append(refusal)
+        return Unknown(refusal, dispatched)
+
+    def _give(self, out: Any, result: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            self._give_tensor(out, result)
+        elif isinstance(out, (tuple, list)):
+            values = result if isinstance(result, (tuple, list)) else [result] * len(out)
+            for one, value in zip(out, values, strict=True):
+                self._give(one, value)
+
+    def _give_tensor(self, tensor: torch.Tensor, value: Any) -> None:
+        self._values[id(tensor)] = tensor, value
+
+    def _set_all(self, node: fx.Node, value: Any) -> None:
+        for tensor in self._form.tensors(self._form.result(node)):
+            self._give_tensor(tensor, self._settled(value, tensor, node))
+
+    def _value_of(self, tensor: torch.Tensor, node: fx.Node | None) -> Any:
+        """Of a tensor; one that no call gave comes from outside, at `node`."""
+        known = self._values.get(id(tensor))
+        if node is not None and not isinstance(node_value(node), torch.Tensor) and node.target is not operator.setitem:
+            node = None  # one of several results: only what takes it out names it
+        if known is None and node is None:
+            return Unknown(CannotChunk("a tensor that is made in passing"), False)
+        is_leaf = known is None or isinstance(known[1], Leaf)
+        if node is not None and is_leaf:  # Dynamo records one tensor for several nodes where a cast does nothing
+            known = tensor, Leaf(node, None if known is None else known[1].why)
+            self._values[id(tensor)] = known
+        assert known is not None
+        return known[1]
+
+
+_SHAPES_ONLY = frozenset(
+    {
+        aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,
+        aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default,
+    }
+)  # fmt: skip

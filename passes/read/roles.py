@@ -1,0 +1,282 @@
+"""What rules use of a reader: sizes, leads, and the roles that values can take.
+
+A leaf takes the role that its use and its shape give it; a sum is complete when something reads it as rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from memfine_fx.errors import CannotChunk
+from memfine_fx.memory.sizes import size_expr
+from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value, same_size, static_size
+from memfine_fx.passes.read.expressions import Expressions, Input
+from memfine_fx.passes.read.frame import Exit, Frame, Slots
+from memfine_fx.passes.read.leads import Lead, Size, join, regroup, without_ones
+from memfine_fx.passes.read.normal_form import Call
+from memfine_fx.passes.read.pulling import Pulling
+from memfine_fx.passes.read.values import Combined, Copy, Leaf, Partial, Rows, Unknown
+
+__all__ = ["Roles"]
+
+aten = torch.ops.aten
+
+
+class Roles:
+    """The side of a reader that rules see.
+
+    Args:
+        flow: of Dynamo's graph; not changed.
+        frame: where the walk starts.
+        forced: nodes that run as part of the region although they look like tokens.
+    """
+
+    def __init__(self, flow: Dataflow, frame: Frame, forced: frozenset[fx.Node]) -> None:
+        self.flow = flow
+        self.frame = frame
+        self.expressions = Expressions()
+        self.emit = self.expressions.emit
+        self.num_experts: int | None = None
+        self.slots: Slots | None = None
+        self.families: dict[str, None] = {}
+        self.widths: list[int] = []
+        self.counted: dict[object, int] = {}
+        self.counts_past_the_last = False
+        self.expert_nodes: dict[fx.Node, None] = {}
+        self._pulling = Pulling(flow, frame, forced)
+        self._end = len(flow.position)
+
+    def size_of(self, atom: str) -> Size:
+        """Size of an atom of a lead."""
+        frame = self.frame
+        if atom.isdigit():
+            assert self.slots is not None
+            return self.slots.shape[int(atom)]
+        if atom == "e":
+            num_experts = frame.num_experts if self.num_experts is None else self.num_experts
+            if num_experts is None:
+                raise CannotChunk("how many experts there are is not known yet")
+            return num_experts
+        if atom == "s":
+            return frame.token_shape[1] if len(frame.token_shape) == 2 else 1
+        sizes = {"t": frame.num_tokens, "b": frame.token_shape[0], "k": frame.top_k, "r": frame.num_rows}
+        if atom not in sizes:
+            raise CannotChunk("something repeated is neither a token's choices nor the experts")
+        return sizes[atom]
+
+    def regroup(self, lead: Lead, source: Sequence[Size], target: Sequence[Size]) -> Lead | None:
+        """The lead of a reshape from `source` to `target`; None where rows would mix."""
+        source, target = ([self.known_size(size) for size in shape] for shape in (source, target))
+        own = {group: size for group, size in zip(lead.groups, source, strict=False) if len(group) == 1}
+        return regroup(lead, target, lambda atom: own[atom] if atom in own else self.size_of(atom))
+
+    def known_size(self, size: Size) -> Any:
+        """A size in which the experts' rows are counted, in sizes that are known before: together they are all rows."""
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = size.node.expr
+        counts = [symbol for symbol in self.counted if symbol in expr.free_symbols]
+        if not counts or len(counts) != len(self.counted):
+            return size
+        rest: Any = 0
+        for symbol in counts[1:]:
+            rest = rest + symbol
+        return expr.subs(counts[0], size_expr(self.frame.num_rows) - rest).expand()
+
+    def joined(self, left: Lead, right: Lead) -> Lead | None:
+        return join(left, right, self.size_of)
+
+    def is_same(self, left: str, right: str) -> bool:
+        """Whether two groups of atoms name the same, atoms of size one aside."""
+        return left == right or without_ones(left, self.size_of) == without_ones(right, self.size_of)
+
+    def is_all_tokens(self, lead: Lead) -> bool:
+        """Whether a lead is that of tokens, whatever its shape."""
+        return self.is_same(lead.atoms, "t")
+
+    def covers_choices(self, lead: Lead) -> bool:
+        """Whether a lead has every assignment once."""
+        return self.is_same(lead.atoms, "r") or sorted(without_ones(lead.atoms, self.size_of)) == sorted(
+            without_ones("tk", self.size_of)
+        )
+
+    def check_num_experts(self, num_experts: int, call: Call | None = None) -> None:
+        if self.num_experts not in (None, num_experts):
+            node = None if call is None else call.node
+            raise CannotChunk(f"tables of {self.num_experts} and of {num_experts} experts in one region", node)
+        self.num_experts = num_experts
+
+    def note_experts(self, call: Call, family: str, width: Size | None = None) -> None:
+        """An expert's projection was read: which spelling it has, and its inner width."""
+        self.expert_nodes[call.node] = None
+        self.families.setdefault(family)
+        if width is not None:
+            self.widths.append(int(width))
+
+    def as_rows(self, value: Any, call: Call) -> Rows:
+        """A value as rows; a leaf takes the role its shape gives it, a sum is complete when it is read.
+
+        Raises:
+            CannotChunk: it is none.
+            Exit: the sum was the exit.
+        """
+        if isinstance(value, Rows):
+            return value
+        if isinstance(value, Partial):
+            return self.whole(value)
+        if isinstance(value, Leaf):
+            try:
+                return self._resolved(value.node, call)
+            except CannotChunk as refusal:
+                raise value.why or refusal from refusal
+        if isinstance(value, Unknown):
+            raise value.refusal
+        raise CannotChunk(f"{type(value).__name__.lower()} {value} used as row data", call.node)
+
+    def whole(self, value: Partial) -> Rows:
+        """A sum of results that is complete because something reads it.
+
+        Raises:
+            CannotChunk: results of some copies are missing, or copies differ.
+            Exit: it is the exit.
+        """
+        by_copy = {copy.unordered: expr for copy, expr, _ in value.parts}
+        choices = range(self.frame.top_k) if next(iter(by_copy)).choice is not None else (None,)
+        num_experts = 1 + max(copy.expert or 0 for copy in by_copy)
+        copies = [Copy(expert, choice) for choice in choices for expert in range(num_experts)]
+        missing = [copy.expert for copy in copies if copy not in by_copy]
+        if missing:
+            raise CannotChunk(f"expert {missing[0]} of {num_experts} does not write its results back", value.node)
+        results = [by_copy[copy] for copy in copies]
+        num_alike = self.expressions.num_alike(copies, results, value.node)
+        if value.lead is None and 1 < num_alike < len(copies) and list(by_copy) == copies:
+            return self.whole(replace(value, parts=value.parts[:num_alike]))  # the others add to these experts' sum
+        expr = self.expressions.unify(copies, results, value.node)
+        self.num_experts = num_experts
+        if value.lead is None:
+            raise Exit(value.node, Combined(expr, value.base))
+        order = value.parts[0][0].order if value.lead is Lead.SORTED else ""
+        whole = Rows(value.lead, expr, copy=Copy(order=order), is_dispatched=True)
+        if self.frame.top_k == 1 and self.is_all_tokens(value.lead) and not self._has_experts_behind(value.node):
+            raise Exit(value.node, whole)
+        return whole
+
+    def as_parameter(self, value: Any, call: Call) -> Rows:
+        """A value as a tensor that is the same for all rows: a leaf is read whole, whatever its shape looks like."""
+        if isinstance(value, Leaf) and self._pulling.is_made_of_parameters(value.node):
+            return Rows(Lead.NONE, self.expressions.input(Input("whole", value.node)), per_row=False)
+        return self.as_rows(value, call)
+
+    def as_tokens(self, value: Any, call: Call) -> Rows:
+        """A value as a table with one entry a token."""
+        if not isinstance(value, Leaf):
+            return self.as_rows(value, call)
+        tensor = node_value(value.node)
+        assert isinstance(tensor, torch.Tensor)
+        has_dims = len(self.frame.token_shape) == 2 and tensor.ndim > 2 and _starts_with(tensor, self.frame.token_shape)
+        return Rows(Lead("b", "s") if has_dims else Lead.TOKEN, self.expressions.input(Input("rows", value.node)))
+
+    def as_table(self, value: Any, call: Call) -> Rows:
+        """A value as a table of one entry per expert, [E,...]."""
+        if isinstance(value, Rows) and value.lead.groups[:1] == ("e",) and not value.per_row:
+            return value
+        if not isinstance(value, Leaf):
+            raise CannotChunk("expected a table of expert parameters, [E,...], from outside the region", call.node)
+        table = node_value(value.node)
+        assert isinstance(table, torch.Tensor)
+        num_experts = static_size(table.shape[0])
+        if num_experts is None:
+            raise CannotChunk(f"number of experts is symbolic: {table.shape[0]}", call.node)
+        self.check_num_experts(num_experts, call)
+        expr = self.expressions.input(Input("table", value.node))
+        return Rows(Lead.EXPERT, self.emit(aten.unsqueeze.default, expr, 0), per_row=False, is_dispatched=True)
+
+    def entry(self, value: Leaf, place: int, call: Call) -> Rows | None:
+        """Entry `place` of a table of parameters; None where the leaf is none."""
+        if not self._pulling.is_made_of_parameters(value.node):
+            return None
+        expr = self.expressions.input(Input("entry", value.node, place))
+        return Rows(Lead.NONE, expr, per_row=False, is_dispatched=True)
+
+    def as_weights(self, value: Leaf, num_experts: Size | None = None) -> Rows | None:
+        """A leaf as weights of each choice, or of each of `num_experts` experts; None where it is neither."""
+        tensor, frame = node_value(value.node), self.frame
+        assert isinstance(tensor, torch.Tensor)
+        if isinstance(tensor, torch.nn.Parameter) or not is_float_tensor(value.node):
+            return None
+        if frame.has_choices and _has_shape(tensor, (*frame.token_shape, frame.top_k)):
+            return Rows(frame.lead, self.expressions.input(Input("weight", value.node)))
+        return self.weights_of_experts(
+            value, self.num_experts or frame.num_experts if num_experts is None else num_experts
+        )
+
+    def are_counts(self, sizes: Any) -> bool:
+        """Whether sizes are the numbers of rows of all experts, in order."""
+        if not isinstance(sizes, (list, tuple)) or not sizes:
+            return False
+        experts = [self.counted.get(size.node.expr) if isinstance(size, torch.SymInt) else None for size in sizes]
+        return experts == list(range(len(experts)))
+
+    def weights_of_experts(self, value: Leaf, num_experts: Size | None) -> Rows | None:
+        """A leaf as [T,E] weights of every expert; None where its shape is another."""
+        tensor = node_value(value.node)
+        assert isinstance(tensor, torch.Tensor)
+        fits = num_experts is not None and _has_shape(tensor, (*self.frame.token_shape, num_experts))
+        if not fits or isinstance(tensor, torch.nn.Parameter) or not is_float_tensor(value.node):
+            return None
+        tokens = ("t",) if len(self.frame.token_shape) == 1 else ("b", "s")
+        return Rows(Lead(*tokens, "e"), self.expressions.input(Input("weight", value.node, is_gathered=True)))
+
+    def matrix_of(self, rows: Rows) -> fx.Node:
+        """The [a,b] matrix of a parameter whose expression is [1,a,b]."""
+        assert not rows.per_row
+        return rows.expr if rows.lead is Lead.NONE else self.emit(aten.select.int, rows.expr, 0, 0)  # type: ignore[return-value]
+
+    def _resolved(self, outer: fx.Node, call: Call) -> Rows:
+        """The role that a leaf's shape gives it."""
+        value, frame = node_value(outer), self.frame
+        assert isinstance(value, torch.Tensor)
+        if not is_float_tensor(outer):
+            raise CannotChunk(f"an integer tensor from outside the region, {outer}, used as row data", call.node)
+        is_param = isinstance(value, torch.nn.Parameter)
+        is_choice = _has_shape(value, (*frame.token_shape, frame.top_k)) or (
+            frame.top_k == 1 and _has_shape(value, frame.token_shape)
+        )
+        if is_choice and not is_param:
+            has_choices = value.ndim > len(frame.token_shape)
+            lead = replace(frame, has_choices=has_choices).lead
+            return Rows(lead, self.expressions.input(Input("weight", outer)))
+        if self._pulling.is_tokens(value) and not is_param:
+            return self.as_tokens(Leaf(outer), call)
+        is_entry_each = value.ndim >= 2 and static_size(value.shape[0]) == self.num_experts is not None
+        if is_entry_each or (value.ndim >= 3 and self._pulling.is_made_of_parameters(outer)):
+            return self.as_table(Leaf(outer), call)
+        if any(static_size(size) is None for size in value.shape):
+            raise CannotChunk(
+                f"an input of symbolic shape {tuple(value.shape)} is neither tokens nor weights", call.node
+            )
+        return Rows(Lead.NONE, self.expressions.input(Input("whole", outer)), per_row=False)
+
+    def _has_experts_behind(self, node: fx.Node) -> bool:
+        """Whether a later matmul of what stands here reads more that the routing decides."""
+        behind = {other for other in self.flow.descendants([node]) if self.flow.position[other] < self._end}
+        reached = self.flow.descendants([self.frame.index]) - behind - {node}
+        return any(
+            self._pulling.is_matmul(other)
+            and any(source in reached or self._pulling.is_table(source) for source in other.all_input_nodes)
+            for other in behind
+            if any(source in behind or source is node for source in other.all_input_nodes)
+        )
+
+
+def _has_shape(value: torch.Tensor, shape: tuple[Size | None, ...]) -> bool:
+    return value.ndim == len(shape) and _starts_with(value, shape)
+
+
+def _starts_with(value: torch.Tensor, shape: tuple[Size | None, ...]) -> bool:
+    return all(size is not None and same_size(size, own) for size, own in zip(shape, value.shape, strict=False))

@@ -1,0 +1,342 @@
+"""Integers of the routing, and what they pick.
+
+Sorting assignments by expert, counting rows, inverting an order and gathering only say which assignment an entry
+belongs to. An index picks entries by name: where a dimension of the source stands for tokens, and the index names
+tokens, the result stands for whatever the index stands for. The lowered loop makes its own order, so none of this runs
+in a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.dataflow import same_size
+from memfine_fx.passes.loops.marker import COUNT_ROWS
+from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.normal_form import Call
+from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.rules.pointwise import along_dim, pointwise
+from memfine_fx.passes.read.values import (
+    ALL,
+    Coordinates,
+    Copy,
+    Counts,
+    Fill,
+    Ids,
+    Leaf,
+    Mask,
+    Partial,
+    Rows,
+    Taken,
+    merged,
+)
+
+__all__ = ["RULES", "Named", "named"]
+
+aten = torch.ops.aten
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Named:
+    """What several indices name together, one group of atoms for each dimension they index."""
+
+    names: tuple[str, ...]
+    lead: Lead
+    copy: Copy
+
+
+def named(reader: Reader, indices: list[Any], call: Call) -> Named:
+    """What indices (or one mask) name.
+
+    Raises:
+        CannotChunk: they are no indices of the routing, or contradict each other.
+    """
+    if len(indices) == 1 and isinstance(indices[0], Mask):
+        places = coordinates(indices[0], call)
+        return Named(places.names, Lead.SORTED, places.copy)
+    if not indices or not all(isinstance(one, Ids) for one in indices):
+        why = next((one.why for one in indices if isinstance(one, Leaf) and one.why is not None), None)
+        raise why or CannotChunk("indexing by other than one routing index", call.node)
+    num_dims = max(one.lead.num_dims for one in indices)
+    lead, copy = Lead(*[""] * num_dims), ALL
+    for one in indices:
+        joined = reader.joined(lead, Lead(*[""] * (num_dims - one.lead.num_dims), *one.lead.groups))
+        joint = merged(copy, one.copy)
+        if joined is None or joint is None:
+            raise CannotChunk("indices of different experts or tokens meet", call.node)
+        lead, copy = joined, joint
+    return Named(tuple(one.names for one in indices), lead, copy)
+
+
+def coordinates(mask: Mask, call: Call, *, has_ones: bool = False) -> Coordinates:
+    """Where a mask of one expert holds; with `has_ones`, its nameless dimensions are known to be of size one.
+
+    Raises:
+        CannotChunk: it is about all experts, or of what was not chosen.
+    """
+    groups = mask.lead.groups
+    if (
+        mask.copy.expert is None
+        or mask.is_negated
+        or mask.is_part
+        or "e" in mask.lead.atoms
+        or ("" in groups and not has_ones)
+    ):
+        raise CannotChunk("the places of a mask of other than one expert", call.node)
+    atoms = mask.lead.atoms
+    is_turned = "k" in atoms and not atoms.endswith("k")
+    return Coordinates(groups, replace(mask.copy, order="kt" if is_turned else "t"))
+
+
+def _nonzero(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    if not isinstance(args[0], Mask):
+        raise CannotChunk("the places of other than a mask of one expert", call.node)
+    dims = zip(args[0].lead.groups, call.shape(), strict=True)
+    return coordinates(args[0], call, has_ones=all(group or same_size(size, 1) for group, size in dims))
+
+
+def _sort(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """(values, places): expert ids give the dispatch order, a permutation gives its inverse."""
+    is_stable_overload = call.target is aten.sort.stable
+    descending = kwargs.get("descending", args[2] if len(args) > 2 and not is_stable_overload else False)
+    ids = args[0]
+    if not isinstance(ids, Ids) or descending or ids.lead.num_dims != 1 or not ids.copy.is_all:
+        raise CannotChunk("sort of something else than expert ids, ascending", call.node)
+    if ids.names == "e" and reader.covers_choices(ids.lead) and ids.lead is not Lead.SORTED:
+        is_stable = is_stable_overload and kwargs.get("stable") is not False
+        order = "sort" if not is_stable else "kt" if ids.lead.groups == ("kt",) else "t"
+        copy = Copy(order=order)
+        return [Ids("e", Lead.SORTED, copy=copy), Ids(ids.lead.groups[0], Lead.SORTED, copy=copy)]
+    if ids.lead is Lead.SORTED and reader.is_same(ids.names, "tk") | (ids.names == "kt"):
+        lead = Lead(ids.names)
+        return [Ids(ids.names, lead, is_iota=True), Ids("r", lead, copy=ids.copy)]
+    raise CannotChunk(f"sort of {_in_words(ids)}", call.node)
+
+
+def _in_words(ids: Ids) -> str:
+    words = {"e": "experts", "tk": "assignments", "t": "tokens", "k": "choices", "r": "places in expert order"}
+    return words.get(ids.names, f"indices of {ids.names!r}")
+
+
+def _index(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    if call.target is aten.index_select.default:
+        return _picked(reader, call, args[0], args[1] % call.args[0].ndim, [args[2]])
+    if call.target is aten.embedding.default:
+        return _picked(reader, call, args[0], 0, [args[1]])
+    indices = list(args[1])
+    first = next(place for place, index in enumerate(indices) if index is not None)
+    if any(index is None for index in indices[first:]):
+        raise CannotChunk("indexing by other than one routing index", call.node)
+    return _picked(reader, call, args[0], first, indices[first:])
+
+
+def _picked(reader: Reader, call: Call, source: Any, dim: int, indices: list[Any]) -> Any:
+    which = named(reader, indices, call)
+    is_place = which.copy.expert is not None and which.lead is Lead.SORTED
+    if is_place and isinstance(source, (Partial, Fill)) and dim == 0:
+        return Taken(source, which.names, which.copy)
+    if isinstance(source, Leaf):
+        source = _leaf_for(reader, call, source, which.names)
+    if not isinstance(source, (Rows, Ids, Mask)):
+        source = reader.as_rows(source, call)
+    source = _with_led_ones(reader, call, source, dim + len(which.names))
+    own = source.lead.groups[dim : dim + len(which.names)]
+    if len(own) < len(which.names) or not all(map(reader.is_same, own, which.names)):
+        expected = Lead(*which.names).in_words
+        raise CannotChunk(f"gathering {source.lead.in_words} as if it were {expected}", call.node)
+    groups = (*source.lead.groups[:dim], *which.lead.groups, *source.lead.groups[dim + len(which.names) :])
+    return _moved(source, Lead(*groups), which, call)
+
+
+def _with_led_ones(reader: Reader, call: Call, source: Any, num_dims: int) -> Any:
+    """The same with dimensions of size one that are indexed, as K = 1 leaves them, in the lead."""
+    shape = call.shape()
+    while isinstance(source, Rows) and source.expr is not None and source.lead.num_dims < min(num_dims, len(shape)):
+        if not same_size(shape[source.lead.num_dims], 1):
+            break
+        expr = reader.emit(aten.select.int, source.expr, 1, 0)
+        source = replace(source, lead=Lead(*source.lead.groups, ""), expr=expr)
+    return source
+
+
+def _moved(source: Any, lead: Lead, which: Named, call: Call) -> Any:
+    leaves_order = "r" in "".join(which.names) and "r" not in which.lead.atoms
+    own = source.copy.unordered if leaves_order and source.copy.order == which.copy.order else source.copy
+    copy = merged(own, which.copy.unordered if leaves_order else which.copy)
+    if copy is None:
+        raise CannotChunk("rows of one expert are read as another's, or in another order", call.node)
+    if isinstance(source, (Ids, Mask)):
+        return replace(source, lead=lead, copy=copy)
+    picks_expert = "e" in which.names
+    if picks_expert and source.lead.is_dense:
+        return replace(source, lead=lead, copy=copy, off=None)
+    return replace(source, lead=lead, copy=copy, is_dispatched=source.is_dispatched or picks_expert)
+
+
+def _leaf_for(reader: Reader, call: Call, source: Leaf, names: tuple[str, ...]) -> Any:
+    """A leaf that is indexed takes the role that the index names."""
+    if names == ("e",):
+        return reader.as_table(source, call)
+    if names in (("t", "k"), ("b", "s", "k")):
+        return reader.as_weights(source) or reader.as_rows(source, call)
+    if names in (("t",), ("b", "s")) or (reader.frame.top_k == 1 and reader.is_same("".join(names), "t")):
+        rows = reader.as_rows(source, call)
+        return replace(rows, is_dispatched=rows.lead.atoms in ("t", "bs") and call.args[0].ndim > rows.lead.num_dims)
+    return reader.as_rows(source, call)
+
+
+def _gather(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """gather by an index that is expanded over the columns: whole rows, or each choice's own expert's entry."""
+    source, ids = args[0], args[2]
+    dim = args[1] % call.ndim
+    if not isinstance(ids, Ids):
+        raise CannotChunk("gather other than of whole rows by a routing index", call.node)
+    if isinstance(source, Leaf) and ids.names == "e":
+        weights = reader.weights_of_experts(source, call.shape()[-1]) if dim == call.ndim - 1 else None
+        if weights is None:
+            shape = tuple(call.shape())
+            raise CannotChunk(f"gather by expert out of {shape}; expected one weight a token and expert", call.node)
+        source = weights
+    elif isinstance(source, Leaf) and dim == 0:
+        source = _leaf_for(reader, call, source, (ids.names,))
+    source = source if isinstance(source, (Rows, Ids, Mask)) else reader.as_rows(source, call)
+    num_lead = source.lead.num_dims
+    own = ids.lead.groups
+    if dim >= num_lead or not reader.is_same(source.lead.groups[dim], ids.names) or any(own[num_lead:]):
+        raise CannotChunk("gather other than of whole rows by a routing index", call.node)
+    others = zip(own[:dim] + own[dim + 1 : num_lead], source.lead.without(dim).groups, strict=True)
+    if not all(a == b or reader.is_same(a, b) for a, b in others):
+        raise CannotChunk("gather out of experts' results other than of each token's own choices", call.node)
+    if not all(map(same_size, call.shape()[num_lead:], call.out.shape[num_lead:])):
+        raise CannotChunk("gather of a part of each row", call.node)
+    return _moved(source, Lead(*own[:num_lead]), Named((ids.names,), Lead(*own[:num_lead]), ids.copy), call)
+
+
+def _divided(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Assignments by K are tokens."""
+    ids = args[0]
+    if not isinstance(ids, Ids):
+        return pointwise(reader, call, args, kwargs)
+    if call.target is aten.div.Tensor_mode and kwargs.get("rounding_mode") is None:
+        raise CannotChunk("true division of an index", call.node)
+    divisor = {"tk": reader.frame.top_k, "kt": reader.frame.num_tokens}.get(ids.names)
+    if divisor is None or not isinstance(args[1], (int, torch.SymInt)) or not same_size(args[1], divisor):
+        raise CannotChunk("integer division of other than assignments by top-k", call.node)
+    return replace(ids, names=ids.names[0], is_iota=False)
+
+
+def _remainder(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """ids % E, as `take_along_dim` writes it: ids are below E already. Assignments % K are choices."""
+    ids, divisor = args[0], args[1]
+    if not isinstance(ids, Ids):
+        return pointwise(reader, call, args, kwargs)
+    modulus = {"tk": reader.frame.top_k, "kt": reader.frame.num_tokens}.get(ids.names)
+    if modulus is not None and isinstance(divisor, (int, torch.SymInt)) and same_size(divisor, modulus):
+        return replace(ids, names=ids.names[1], is_iota=False)
+    if ids.names != "e" or not reader.frame.is_top_k or not isinstance(divisor, int):
+        raise CannotChunk(f"remainder of {_in_words(ids)}", call.node)
+    reader.check_num_experts(divisor, call)
+    return ids
+
+
+def _counts(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Rows per expert, by histc over 0..E-1 or bincount."""
+    ids = args[0]
+    if not isinstance(ids, Ids) or ids.names != "e" or not reader.covers_choices(ids.lead):
+        raise CannotChunk("a histogram of other than expert ids", call.node)
+    if call.target is aten.histc.default:
+        bins, low, high = (args[1:] + (100, 0, 0)[len(args) - 1 :])[:3]
+        if low != 0 or high not in (bins - 1, bins):
+            raise CannotChunk(
+                f"histogram of {bins} bins over [{low}, {high}] does not count experts one by one", call.node
+            )
+        reader.counts_past_the_last |= high == bins
+    return Counts()
+
+
+def _cumsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    if isinstance(args[0], Counts) and not args[0].are_ends and args[0].expert is None:
+        return Counts(are_ends=True)
+    if isinstance(args[0], (Ids, Mask, Counts)):
+        raise CannotChunk("a running sum over the routing makes tokens interact (capacity?)", call.node)
+    return along_dim(1)(reader, call, args, kwargs)
+
+
+def _count_as_number(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    if isinstance(args[0], Counts) and args[0].expert is not None and isinstance(call.out, torch.SymInt):
+        reader.counted[call.out.node.expr] = args[0].expert
+    return None
+
+
+def _arange(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    start, end = (0, args[0]) if len(args) == 1 else args[:2]
+    if start != 0 or (len(args) > 2 and args[2] != 1):
+        raise CannotChunk("arange that does not count from 0 by 1", call.node)
+    frame = reader.frame
+    for names, size in (("tk", frame.num_rows), ("t", frame.num_tokens)):
+        if same_size(end, size):
+            return Ids(names, Lead(names), is_iota=True)
+    return Ids("#", Lead("?"), is_iota=True)
+
+
+def _blank(value: float | None) -> Rule:
+    def rule(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+        return Fill(value)
+
+    return rule
+
+
+def _full(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    value = args[0] if call.target is aten.scalar_tensor.default else args[-1] if len(args) > 1 else args[1]
+    if not isinstance(value, (int, float)):
+        raise CannotChunk("a tensor filled with a symbolic number", call.node)
+    return Fill(float(value))
+
+
+def _expert_of_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """repeat_interleave(counts): the expert of each row, in expert order."""
+    if args[0] != Counts():
+        raise CannotChunk("repeat_interleave by other than the experts' counts", call.node)
+    return Ids("e", Lead.SORTED)
+
+
+RULES: dict[Any, Rule] = {
+    aten.sort.default: _sort,
+    aten.sort.stable: _sort,
+    aten.index.Tensor: _index,
+    aten.index_select.default: _index,
+    aten.embedding.default: _index,
+    aten.gather.default: _gather,
+    aten.nonzero.default: _nonzero,
+    aten.floor_divide.default: _divided,
+    aten.div.Tensor_mode: _divided,
+    aten.remainder.Scalar: _remainder,
+    aten.histc.default: _counts,
+    aten.bincount.default: _counts,
+    COUNT_ROWS: _counts,
+    aten.cumsum.default: _cumsum,
+    aten._local_scalar_dense.default: _count_as_number,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.empty_like.default: _blank(None),
+    aten.empty.memory_format: _blank(None),
+    aten.new_empty.default: _blank(None),
+    aten.full.default: _full,
+    aten.full_like.default: _full,
+    aten.new_full.default: _full,
+    aten.scalar_tensor.default: _full,
+    aten.ones.default: _blank(1.0),
+    aten.ones_like.default: _blank(1.0),
+    aten.new_ones.default: _blank(1.0),
+    aten.zeros.default: _blank(0.0),
+    aten.zeros_like.default: _blank(0.0),
+    aten.new_zeros.default: _blank(0.0),
+    aten.repeat_interleave.Tensor: _expert_of_rows,
+}

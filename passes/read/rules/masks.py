@@ -1,0 +1,247 @@
+"""Masks: where the routing names an expert, by comparing ids with numbers, one-hot or scatter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.dataflow import same_size
+from memfine_fx.passes.loops.marker import ROWS_OF
+from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.normal_form import Call
+from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.rules.pointwise import Operand, align, expression_of, pointwise
+from memfine_fx.passes.read.values import ALL, Coordinates, Fill, Ids, Leaf, Mask, Partial, Rows, Taken, merged
+
+__all__ = ["RULES", "scattered"]
+
+aten = torch.ops.aten
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_THRESHOLDS: dict[Any, int] = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1, aten.eq.Scalar: 1}
+
+
+def _compared(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """ids == e; mask > 0, != 0, >= 1, == 1 say what the mask says, mask == 0 the opposite."""
+    value, number = args[:2]
+    if isinstance(value, Ids) and value.names == "e" and type(number) is int:
+        if call.target in (aten.eq.Scalar, aten.ne.Scalar):
+            copy = merged(value.copy, replace(ALL, expert=number))
+            if copy is None:
+                raise CannotChunk("one expert's ids are compared with another", call.node)
+            return Mask(value.lead, copy, is_negated=call.target is aten.ne.Scalar)
+        raise CannotChunk("ids compared by size", call.node)
+    if isinstance(value, Mask):
+        if number == _THRESHOLDS.get(call.target):
+            return value
+        if call.target is aten.eq.Scalar and number == 0:
+            return replace(value, is_negated=not value.is_negated)
+        raise CannotChunk(f"a mask compared with {number}", call.node)
+    return pointwise(reader, call, args, kwargs)
+
+
+def _equal(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """ids == arange(E): where each expert is named."""
+    ids = next((value for value in args if isinstance(value, Ids) and value.names == "e"), None)
+    other = next((value for value in args if isinstance(value, Ids) and value is not ids), None)
+    if ids is None or other is None:
+        return pointwise(reader, call, args, kwargs)
+    if not other.is_iota or other.names == "e":
+        raise CannotChunk("ids compared with other ids", call.node)
+    mine = Lead(*[""] * (call.ndim - ids.lead.num_dims), *ids.lead.groups)
+    groups = [""] * (call.ndim - other.lead.num_dims) + list(other.lead.groups)
+    places = [place for place, group in enumerate(groups) if group]
+    if len(places) != 1 or mine.groups[places[0]]:
+        raise CannotChunk("ids compared with a range along their own dimension", call.node)
+    return Mask(mine.with_group(places[0], "e"), ids.copy, is_negated=call.target is aten.ne.Tensor)
+
+
+def _negated(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    if isinstance(args[0], Mask):
+        return replace(args[0], is_negated=not args[0].is_negated)
+    return pointwise(reader, call, args, kwargs)
+
+
+def _both(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """A mask and something else: it may be zero for named experts too."""
+    masks = [value for value in args if isinstance(value, Mask)]
+    if len(masks) != 1 or masks[0].is_negated:
+        return pointwise(reader, call, args, kwargs)
+    return replace(masks[0], is_part=True, lead=_wide_lead(masks[0], call))
+
+
+def _wide_lead(mask: Mask, call: Call) -> Lead:
+    lead = Lead(*[""] * (call.ndim - mask.lead.num_dims), *mask.lead.groups)
+    if any(not group and not same_size(size, 1) for group, size in zip(lead.groups, call.out.shape, strict=True)):
+        raise CannotChunk("a mask is widened by what it meets", call.node)
+    return lead
+
+
+def _multiplied(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """What is multiplied by a mask stays where the expert is named, and is zero elsewhere."""
+    for place, (mask, value) in enumerate((args[:2], args[1::-1])):
+        if not isinstance(mask, Mask) or mask.is_negated:
+            continue
+        is_float = call.args[1 - place].dtype.is_floating_point
+        if isinstance(value, (Rows, Leaf, Partial)) and is_float and not mask.is_part:
+            rows = _rows_of_choices(reader, call, value, mask, call.args[place])
+            return _where_named(reader, call, mask, rows, call.args[place], call.args[1 - place], 0.0)
+        if isinstance(value, (Mask, Leaf, Rows)) and not is_float:
+            return _both(reader, call, args, kwargs)
+    return pointwise(reader, call, args, kwargs)
+
+
+def _rows_of_choices(reader: Reader, call: Call, value: Any, mask: Mask, of_mask: torch.Tensor) -> Rows:
+    """What a mask is laid on: weights of each choice or expert, if its shape says so, else rows."""
+    if isinstance(value, Leaf) and "e" in mask.lead.groups:
+        size = of_mask.shape[mask.lead.groups.index("e")]
+        return reader.weights_of_experts(value, size) or reader.as_weights(value) or reader.as_rows(value, call)
+    return (reader.as_weights(value) if isinstance(value, Leaf) else None) or reader.as_rows(value, call)
+
+
+def _where_named(
+    reader: Reader, call: Call, mask: Mask, rows: Rows, of_mask: torch.Tensor, of_rows: torch.Tensor, off: float
+) -> Rows:
+    """Rows where the mask names the expert, `off` elsewhere."""
+    copy = merged(mask.copy, rows.copy)
+    if copy is None:
+        raise CannotChunk("weights of different experts meet", call.node)
+    stand_in = Rows(mask.lead, rows.expr, copy=mask.copy)
+    if rows.expr is None:
+        raise CannotChunk("a mask meets weights that mix a token's choices", call.node)
+    operands = [Operand(stand_in, of_mask), Operand(rows, of_rows)]
+    lead, expressions = align(reader, operands, call.ndim, call)
+    are_rows = call.ndim > lead.num_dims and copy.expert is not None
+    return Rows(lead, expressions[1], rows.per_row, off, copy, rows.is_dispatched or are_rows)
+
+
+def _where(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """A choice by a mask takes, at unchosen entries, the branch that the mask names there."""
+    places = (0, 1, 2) if call.target is aten.where.self else (1, 2, 0)  # else masked_fill(x, mask, value)
+    mask, chosen, other = (args[place] for place in places)
+    if not isinstance(mask, Mask):
+        return pointwise(reader, call, args, kwargs)
+    if mask.is_negated:
+        chosen, other, places = other, chosen, (places[0], places[2], places[1])
+    if isinstance(chosen, (Rows, Leaf, Partial)) and not mask.is_part:
+        off = _constant(other)
+        rows = _rows_of_choices(reader, call, chosen, mask, call.args[places[0]])
+        if off is not None and rows.expr is not None:
+            return _where_named(reader, call, mask, rows, call.args[places[0]], call.args[places[1]], off)
+    off = _constant(other) if not isinstance(other, Rows) else other.off
+    if not call.out.dtype.is_floating_point:
+        raise CannotChunk("integers chosen by a mask", call.node)
+    return Rows(Lead(*[""] * (call.ndim - mask.lead.num_dims), *mask.lead.groups), None, off=off, copy=mask.copy)
+
+
+def _constant(value: Any) -> float | None:
+    value = value.value if isinstance(value, Fill) else value
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> Any:
+    """A constant tensor [T,E] with something written at the chosen entries."""
+    dim = call.args[1] % call.ndim
+    is_dense = ids.names == "e" and dim == call.ndim - 1 and ids.lead.num_dims == call.ndim
+    if not is_dense or not isinstance(base, Fill) or base.value is None or call.kwargs.get("reduce"):
+        raise CannotChunk("a scatter other than by expert into a constant tensor of all experts", call.node)
+    lead = ids.lead.with_group(dim, "e")
+    number = _constant(values)
+    is_sum = call.target is aten.scatter_add.default
+    if number is not None:
+        is_mask = {base.value, number} == {0.0, 1.0} and (reader.frame.is_distinct or not is_sum)
+        if is_mask:
+            return Mask(lead, ids.copy, is_negated=number == 0.0)
+        return Rows(lead, None, off=base.value, copy=ids.copy)
+    rows = reader.as_rows(values, call)
+    is_own = rows.lead is ids.lead and reader.frame.is_distinct and rows.expr is not None and ids.copy.is_all
+    return Rows(lead, rows.expr if is_own else None, off=base.value, copy=ids.copy, is_dispatched=rows.is_dispatched)
+
+
+def _guarded(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """What an expert was skipped for must be its own mask or places."""
+    value = args[0]
+    if not isinstance(value, (Mask, Ids, Coordinates, Rows)) or value.copy.expert is None:
+        raise CannotChunk("an expert is skipped for another reason than that it has no rows", call.node)
+    return value
+
+
+def _added(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Rows added to what a sum held at their places; results of experts that ran on all tokens, summed."""
+    if kwargs.get("alpha", 1) != 1:
+        return pointwise(reader, call, args, kwargs)
+    for place, (held, rows) in enumerate((args[:2], args[1::-1])):
+        if isinstance(held, Taken):
+            added = reader.as_rows(rows, call)
+            joint = merged(held.copy, added.copy)
+            if held.added is not None or joint is None or added.copy.expert is None:
+                raise CannotChunk("other rows than the expert's own are added to its places", call.node)
+            return replace(held, added=added)
+        is_zero = held == Fill(0.0) or (type(held) is int and held == 0)
+        if is_zero and isinstance(rows, (Rows, Partial)) and _has_shape_of(call, 1 - place):
+            return rows
+    if any(isinstance(value, Partial) for value in args[:2]) or _sums_experts(args):
+        return _summed(reader, call, args)
+    return pointwise(reader, call, args, kwargs)
+
+
+def _has_shape_of(call: Call, place: int) -> bool:
+    own, out = call.args[place], call.out
+    return own.ndim == out.ndim and own.dtype is out.dtype and all(map(same_size, own.shape, out.shape))
+
+
+def _sums_experts(args: Args) -> bool:
+    """Whether each side is zero where its own expert was not chosen, and one side at least is one expert's."""
+    owned = [value for value in args[:2] if isinstance(value, Rows) and value.off == 0 and value.is_dispatched]
+    experts = [value.copy.expert for value in owned if value.copy.expert is not None]
+    if len(experts) == 2:
+        return experts[0] != experts[1]
+    return len(experts) == 1 and any(isinstance(value, Leaf) for value in args[:2])
+
+
+def _summed(reader: Reader, call: Call, args: Args) -> Partial:
+    parts: list[Any] = []
+    base = None
+    for place, value in enumerate(args[:2]):
+        if isinstance(value, Partial) and value.lead is None:
+            parts.extend(value.parts)
+            base = value.base or base
+        elif isinstance(value, Rows) and value.copy.expert is not None and value.off == 0:
+            if not reader.is_all_tokens(value.lead):
+                raise CannotChunk("results of experts for other than all tokens are summed", call.node)
+            parts.append((value.copy, expression_of(value, call), call.node))
+        elif isinstance(value, Leaf) and base is None and _has_shape_of(call, place):
+            base = value.node
+        else:
+            # What reads a sum that is complete ends the walk here.
+            whole = [reader.as_rows(one, call) for one in args[:2]]
+            raise CannotChunk(f"rows of {len(whole)} kinds meet in a sum over experts", call.node)
+    if len({copy for copy, _, _ in parts}) < len(parts):
+        raise CannotChunk("an expert's results are added twice", call.node)
+    reader.note_experts(call, "loops")
+    return Partial(None, tuple(parts), base)
+
+
+RULES: dict[Any, Rule] = {
+    aten.eq.Scalar: _compared,
+    aten.ne.Scalar: _compared,
+    aten.gt.Scalar: _compared,
+    aten.ge.Scalar: _compared,
+    aten.lt.Scalar: _compared,
+    aten.eq.Tensor: _equal,
+    aten.ne.Tensor: _equal,
+    aten.bitwise_not.default: _negated,
+    aten.logical_not.default: _negated,
+    aten.bitwise_and.Tensor: _both,
+    aten.logical_and.default: _both,
+    aten.mul.Tensor: _multiplied,
+    aten.where.self: _where,
+    aten.masked_fill.Scalar: _where,
+    aten.masked_fill.Tensor: _where,
+    aten.add.Tensor: _added,
+    ROWS_OF: _guarded,
+}

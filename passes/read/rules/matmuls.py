@@ -1,0 +1,307 @@
+"""Rows times their expert's weights, in every spelling of a product.
+
+grouped     rows sorted by expert, a table, the end of each group        h = rows @ W[e]
+gathered    every row brings its own copy of its expert's weights
+dense       every token times every expert's weights
+loops       an expert's rows times a parameter of its own, or an entry of a table
+combine     the choices' weights times their rows, summed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+import memfine_fx.passes.read.normal_form  # noqa: F401  # registers the operations that stay whole
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.dataflow import same_size
+from memfine_fx.passes.read.leads import Lead, Size
+from memfine_fx.passes.read.normal_form import Call
+from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.rules.pointwise import combine_over, expression_of, joint_copy
+from memfine_fx.passes.read.values import Copy, Counts, Leaf, Mask, Partial, Rows, merged
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+_ROW = "Z"
+
+
+def _grouped_mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    rows = reader.as_rows(args[0], call)
+    reader.note_experts(call, "grouped", call.shape(1)[1])
+    table = reader.as_table(args[1], call)
+    if args[2] != Counts(are_ends=True):
+        unproved = CannotChunk("grouped matmul whose offsets are not the ends of the experts' rows", call.node)
+        raise getattr(args[2], "why", None) or unproved
+    if rows.lead is not Lead.SORTED or not rows.copy.is_all:
+        raise CannotChunk(f"grouped matmul of rows that are {rows.lead.in_words}, not sorted by expert", call.node)
+    expr = reader.emit(aten.mm.default, rows.expr, reader.matrix_of(table))
+    return replace(rows, expr=expr, off=None, is_dispatched=True)
+
+
+def _mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Rows times a matrix that is the same for all of them: of one expert in a loop, or shared."""
+    rows, matrix = reader.as_rows(args[-2], call), reader.as_parameter(args[-1], call)
+    bias = [reader.as_parameter(value, call) for value in args[:-2]]
+    is_supported = rows.per_row and matrix.lead is Lead.NONE and rows.lead.num_dims == 1 and not kwargs
+    if not is_supported or any(value.lead is not Lead.NONE for value in bias):
+        raise CannotChunk(f"matmul of {rows.lead.in_words} by {matrix.lead.in_words}, or with scaling", call.node)
+    extra = [value.expr for value in bias]
+    dispatched = rows.is_dispatched or matrix.is_dispatched or rows.copy.expert is not None
+    if rows.copy.expert is not None or matrix.is_dispatched:
+        reader.note_experts(call, "loops", call.args[-1].shape[0])
+    expr = reader.emit(call.target, *extra, rows.expr, matrix.expr)
+    off = 0.0 if rows.off == 0 and not bias else None
+    return replace(rows, expr=expr, off=off, is_dispatched=dispatched)
+
+
+def _bmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    left, right = args[:2]
+    if isinstance(left, (Rows, Partial)) or isinstance(right, (Rows, Partial)):
+        left = left if isinstance(left, Leaf) else reader.as_rows(left, call)
+        right = right if isinstance(right, Leaf) else reader.as_rows(right, call)
+    for product in (_gathered, _dense, _weighed):
+        result = product(reader, call, left, right)
+        if result is not None:
+            return result
+    raise CannotChunk(f"no known spelling of experts: bmm of {_words(left)} by {_words(right)}", call.node)
+
+
+def _words(value: Any) -> str:
+    return value.lead.in_words if isinstance(value, Rows) else type(value).__name__.lower()
+
+
+def _gathered(reader: Reader, call: Call, left: Any, right: Any) -> Rows | None:
+    """Every row with its own expert's matrix."""
+    if not (isinstance(left, Rows) and isinstance(right, Rows)) or left.per_row is right.per_row:
+        return None
+    if left.lead.num_dims != 1 or right.lead.num_dims != 1:
+        return None
+    lead = reader.joined(left.lead, right.lead)
+    if lead is None or lead is Lead.EXPERT:
+        return None
+    left_shape, right_shape = call.shape(0), call.shape(1)
+    rows, table = (right, left) if right.per_row else (left, right)
+    copy = joint_copy([rows, table], call)
+    if right.per_row and same_size(right_shape[2], 1):
+        matrix = reader.emit(aten.t.default, reader.matrix_of(left))
+        vector = reader.emit(aten.squeeze.dim, right.expr, 2)
+        width, out_dim = right_shape[1], 2
+    elif left.per_row and same_size(left_shape[1], 1):
+        matrix = reader.matrix_of(right)
+        vector = reader.emit(aten.squeeze.dim, left.expr, 1)
+        width, out_dim = left_shape[2], 1
+    else:
+        raise CannotChunk(f"bmm of {tuple(left_shape)} by {tuple(right_shape)}: a row is not a vector", call.node)
+    reader.note_experts(call, "gathered", width)
+    product = reader.emit(aten.mm.default, vector, matrix)
+    return Rows(lead, reader.emit(aten.unsqueeze.default, product, out_dim), copy=copy, is_dispatched=True)
+
+
+def _dense(reader: Reader, call: Call, rows: Any, table: Any) -> Rows | None:
+    """Every token, or every slot, with every expert's matrix."""
+    if isinstance(rows, Leaf):
+        rows = reader.as_rows(rows, call)
+    if not isinstance(rows, Rows) or not rows.per_row or rows.lead.num_dims != 2 or rows.expr is None:
+        return None
+    batch = rows.lead.groups[0]
+    if isinstance(table, Leaf):
+        if batch not in ("e", ""):
+            return None
+        table = reader.as_table(table, call)
+    is_table = isinstance(table, Rows) and not table.per_row and "e" in table.lead.atoms
+    if not is_table or not (table.lead.groups == (batch,) or (table.lead is Lead.EXPERT and not batch)):
+        return None
+    reader.note_experts(call, _family(reader, "dense"), call.shape(1)[1])
+    expr = reader.emit(aten.mm.default, rows.expr, reader.matrix_of(table))
+    lead = Lead(batch or "e", *rows.lead.groups[1:])
+    return Rows(lead, expr, True, 0.0 if rows.off == 0 else None, rows.copy, True)
+
+
+def _family(reader: Reader, family: str) -> str:
+    return family if reader.slots is None else "slots"
+
+
+def _weighed(reader: Reader, call: Call, weights: Any, rows: Any) -> Any:
+    """weights [T,1,K] times rows [T,K,H]: combined."""
+    if isinstance(weights, Leaf):
+        weights = reader.as_rows(weights, call)
+    if not (isinstance(weights, Rows) and isinstance(rows, Rows)) or call.ndim != 3:
+        return None
+    groups = rows.lead.groups
+    if len(groups) != 2 or groups[1] not in ("k", "e") or weights.lead.groups != (groups[0], "", groups[1]):
+        return None
+    copy = merged(weights.copy, rows.copy)
+    if copy is None:
+        return None
+    column = reader.emit(aten.unsqueeze.default, expression_of(weights, call), 1)
+    off = 0.0 if 0.0 in (weights.off, rows.off) else None
+    product = Rows(rows.lead, reader.emit(aten.mul.Tensor, rows.expr, column), True, off, copy, True)
+    return combine_over(reader, product, 1, expression_of(product, call), call)
+
+
+def _baddbmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    product = _dense(reader, call.dropping_first(), args[1], args[2])
+    if product is None:
+        raise CannotChunk("baddbmm of other than all experts' rows and weights", call.node)
+    bias = reader.as_table(args[0], call)
+    shape = call.shape(0)
+    if kwargs or len(shape) != 3 or not same_size(shape[1], 1):
+        raise CannotChunk("baddbmm with scaling, or of a bias that is not [E,1,F]", call.node)
+    row = reader.emit(aten.select.int, bias.expr, 1, 0)
+    return replace(product, expr=reader.emit(aten.add.Tensor, product.expr, row), off=None)
+
+
+# Einsum: letters say which dimensions are routed.
+
+
+@dataclass(frozen=True)
+class _Term:
+    """An operand: its value, the letters of its lead, and the others."""
+
+    rows: Rows
+    lead: str
+    inner: str
+    is_one: bool = False
+
+
+def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Give each letter of a lead its atoms; write the same einsum on one row, where the lead's letters are gone; a
+    letter of choices or experts that the output lacks combines."""
+    equation, values = args[0].replace(" ", ""), args[1]
+    inputs, _, output = equation.partition("->")
+    letters = inputs.split(",")
+    if any(len(set(own)) != len(own) for own in letters):
+        raise CannotChunk(f"einsum {equation} takes a diagonal", call.node)
+    terms = [_term(reader, call, own, value) for own, value in zip(letters, values, strict=True)]
+    leads = set("".join(term.lead for term in terms))
+    shapes = [tensor.shape for tensor in call.args[1]]
+    terms = [_led(reader, term, shape, leads) for term, shape in zip(terms, shapes, strict=True)]
+    groups = _groups(reader, terms, equation, call)
+    copy = joint_copy([term.rows for term in terms], call)
+    lead = "".join(letter for letter in output if letter in groups)
+    summed = [letter for letter in groups if letter not in output]
+    offs = [term.rows.off for term in terms]
+    off = 0.0 if any(one == 0 for one in offs) else None
+    if not any(term.rows.is_dispatched for term in terms) and not any(term.inner for term in terms):
+        return _outside(reader, terms, Lead(*(groups[letter] for letter in output)), summed, groups, off, copy)
+    inner = output[len(lead) :]
+    if not output.startswith(lead) or any(letter in groups for term in terms for letter in term.inner):
+        raise CannotChunk(f"einsum {equation} moves or contracts routed dimensions", call.node)
+    if any(term.rows.lead is not Lead.NONE and not term.rows.per_row for term in terms):
+        reader.note_experts(call, _family(reader, "einsum"))
+    expr = _on_one_row(reader, [term for term in terms if not term.is_one], inner)
+    per_row = any(term.rows.per_row for term in terms)
+    dispatched = any(term.rows.is_dispatched for term in terms)
+    result = Rows(Lead(*(groups[letter] for letter in lead)), expr, per_row, off, copy, dispatched)
+    if not summed:
+        return result
+    if len(summed) > 1:
+        raise CannotChunk(f"einsum {equation} sums over several routed dimensions", call.node)
+    full = Lead(*result.lead.groups, groups[summed[0]])
+    return combine_over(reader, replace(result, lead=full), full.num_dims - 1, expr, call)
+
+
+def _term(reader: Reader, call: Call, letters: str, value: Any) -> _Term:
+    if isinstance(value, Mask):
+        rows = Rows(value.lead, None, off=float(value.is_negated), copy=value.copy)
+        return _Term(rows, letters, "", is_one=not value.is_negated and not value.is_part)
+    rows = reader.as_rows(value, call)
+    if rows.expr is None:
+        return _Term(rows, letters[: rows.lead.num_dims], letters[rows.lead.num_dims :])
+    return _Term(rows, letters[: rows.lead.num_dims], letters[rows.lead.num_dims :])
+
+
+def _outside(
+    reader: Reader,
+    terms: list[_Term],
+    lead: Lead,
+    summed: list[str],
+    groups: dict[str, str],
+    off: float | None,
+    copy: Copy,
+) -> Rows:
+    """Weights times masks, perhaps summed over a token's choices."""
+    sums_choices = all(groups[letter] == "k" for letter in summed)
+    exprs = [term.rows.expr for term in terms if not term.is_one]
+    is_chosen = not summed or (reader.frame.is_distinct and ("e" in lead.atoms or copy.expert is not None))
+    expr = exprs[0] if len(exprs) == 1 and off == 0 and sums_choices and is_chosen else None
+    return Rows(lead, expr, True, off if sums_choices else None, copy)
+
+
+def _led(reader: Reader, term: _Term, shape: Sequence[Size], leads: set[str]) -> _Term:
+    """A token's dimension of one in the place of its choices ([T,1,H], as K = 1 leaves it) belongs to the lead."""
+    lead, inner, rows = term.lead, term.inner, term.rows
+    while lead and inner and inner[0] in leads and same_size(shape[len(lead)], 1):
+        expr = reader.emit(aten.select.int, rows.expr, 1, 0)
+        rows = replace(rows, lead=Lead(*rows.lead.groups, ""), expr=expr)
+        lead, inner = lead + inner[0], inner[1:]
+    return replace(term, rows=rows, lead=lead, inner=inner)
+
+
+def _groups(reader: Reader, terms: list[_Term], equation: str, call: Call) -> dict[str, str]:
+    """Atoms of each letter that is part of a lead."""
+    groups: dict[str, str] = {}
+    for term in terms:
+        for letter, group in zip(term.lead, term.rows.lead.groups, strict=True):
+            joint = reader.joined(Lead(groups.get(letter, "")), Lead(group))
+            if joint is None:
+                raise CannotChunk(f"einsum {equation}: rows in different orders meet along {letter}", call.node)
+            groups[letter] = joint.groups[0]
+    return groups
+
+
+def _on_one_row(reader: Reader, terms: list[_Term], inner: str) -> fx.Node:
+    if len(terms) == 2:
+        for left, right in (terms, terms[::-1]):
+            fast = _product(reader, left, right, inner) or _matmul(reader, left, right, inner)
+            if fast is not None:
+                return fast
+    letters, exprs = [], []
+    for term in terms:
+        has_row_dim = term.rows.lead is not Lead.NONE
+        letters.append((_ROW if term.rows.per_row else "") + term.inner)
+        is_squeezed = has_row_dim and not term.rows.per_row
+        exprs.append(reader.emit(aten.select.int, term.rows.expr, 0, 0) if is_squeezed else term.rows.expr)
+    is_per_row = any(term.rows.per_row for term in terms)
+    equation = ",".join(letters) + "->" + (_ROW if is_per_row else "") + inner
+    expr = reader.emit(aten.einsum.default, equation, exprs)
+    return expr if is_per_row else reader.emit(aten.unsqueeze.default, expr, 0)
+
+
+def _product(reader: Reader, rows: _Term, scale: _Term, inner: str) -> fx.Node | None:
+    """A row times one number."""
+    if scale.inner or not scale.rows.per_row or not rows.rows.per_row or rows.inner != inner or not inner:
+        return None
+    column = scale.rows.expr
+    for _ in inner:
+        column = reader.emit(aten.unsqueeze.default, column, 1)
+    return reader.emit(aten.mul.Tensor, rows.rows.expr, column)
+
+
+def _matmul(reader: Reader, rows: _Term, matrix: _Term, inner: str) -> fx.Node | None:
+    """A row vector times a matrix."""
+    is_matmul = rows.rows.per_row and not matrix.rows.per_row and len(rows.inner) == 1 and len(matrix.inner) == 2
+    if not is_matmul or rows.inner not in matrix.inner or matrix.inner.replace(rows.inner, "") != inner:
+        return None
+    weights = matrix.rows.expr if matrix.rows.lead is Lead.NONE else reader.matrix_of(matrix.rows)
+    if matrix.inner[0] != rows.inner:
+        weights = reader.emit(aten.t.default, weights)
+    return reader.emit(aten.mm.default, rows.rows.expr, weights)
+
+
+RULES: dict[Any, Rule] = {
+    torch.ops.memfine.grouped_mm.default: _grouped_mm,
+    torch.ops.memfine.einsum.default: _einsum,
+    aten.mm.default: _mm,
+    aten.addmm.default: _mm,
+    aten.bmm.default: _bmm,
+    aten.baddbmm.default: _baddbmm,
+}

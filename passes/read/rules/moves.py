@@ -1,0 +1,289 @@
+"""Moves: reshape, permute, insert, drop, repeat. They change how rows are laid out, never
+what a row holds.
+
+A dimension of size one in a lead broadcasts and stays so when it is expanded ("the same for all of them"); only a
+reshape that flattens it has to know whether it stood for a token's choices or for the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.dataflow import same_size, static_size
+from memfine_fx.passes.read.leads import Lead, Size
+from memfine_fx.passes.read.normal_form import Call
+from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.rules.pointwise import expression_of, inner_dim
+from memfine_fx.passes.read.values import (
+    Combined,
+    Coordinates,
+    Counts,
+    Fill,
+    Ids,
+    Leaf,
+    Mask,
+    Rows,
+)
+
+__all__ = ["RULES", "dropped", "static", "still_combined"]
+
+aten = torch.ops.aten
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def _view(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Reshape: atoms of the lead regroup, [N] to [T,K] and the like."""
+    value = args[0]
+    source, target = ([reader.known_size(size) for size in shape] for shape in (call.shape(), call.out.shape))
+    if isinstance(value, Combined):
+        return still_combined(reader, call, value)
+    if isinstance(value, Coordinates) and len(value.names) == 1 and len(target) == 1:
+        return Ids(value.names[0], Lead.SORTED, copy=value.copy)
+    if isinstance(value, (Fill, Counts)):
+        return value
+    if isinstance(value, (Ids, Mask)):
+        return replace(value, lead=_whole_lead(reader, value, source, target, call))
+    rows = reader.as_rows(value, call)
+    if rows.lead is Lead.NONE:
+        return replace(rows, expr=reader.emit(aten.reshape.default, rows.expr, list(target)))
+    lead = _view_lead(reader, rows.lead, source, target, call)
+    rest = [static(size, call) for size in target[lead.num_dims :]]
+    if rows.expr is None or list(source[rows.lead.num_dims :]) == rest:
+        return replace(rows, lead=lead)
+    shape = [-1 if rows.per_row else 1, *rest]
+    return replace(rows, lead=lead, expr=reader.emit(aten.reshape.default, rows.expr, shape))
+
+
+def still_combined(reader: Reader, call: Call, value: Combined) -> Combined:
+    """Combined tokens stay what they are where only dimensions of one come or go, or tokens are flattened."""
+    known = ([reader.known_size(size) for size in shape] for shape in (call.shape(), call.out.shape))
+    before, after = ([size for size in shape if not same_size(size, 1)] for shape in known)
+    is_same = len(before) == len(after) and all(map(same_size, before, after))
+    tokens = None if is_same else reader.regroup(Lead.TOKEN, (), after)
+    if not is_same and (tokens is None or tokens.num_dims != len(after) - 1):
+        raise CannotChunk("combined tokens are reshaped before they leave the region", call.node)
+    return value
+
+
+def _view_lead(reader: Reader, lead: Lead, source: Sequence[Size], target: Sequence[Size], call: Call) -> Lead:
+    if _is_untouched(lead, source, target):
+        return lead
+    regrouped = reader.regroup(_named(reader, lead, source), source, target)
+    if regrouped is None:
+        raise CannotChunk(
+            f"reshape {tuple(source)} -> {tuple(target)} mixes {lead.in_words} with other dims", call.node
+        )
+    return regrouped
+
+
+def _is_untouched(lead: Lead, source: Sequence[Size], target: Sequence[Size]) -> bool:
+    """Whether a reshape leaves the dimensions of the lead alone."""
+    leading = list(zip(source, target, strict=False))[: lead.num_dims]
+    return len(leading) == lead.num_dims and all(same_size(a, b) for a, b in leading)
+
+
+def _named(reader: Reader, lead: Lead, source: Sequence[Size]) -> Lead:
+    """The lead with a name for each dimension that was expanded."""
+    groups = list(lead.groups)
+    for place, group in enumerate(groups):
+        if not group and not same_size(source[place], 1):
+            groups[place] = _repeated_atom(reader, source[place], is_first=place == 0) or "?"
+    return Lead(*groups)
+
+
+def _repeated_atom(reader: Reader, count: Size, *, is_first: bool) -> str | None:
+    """What tokens repeated `count` times stand for; in front of the tokens experts are likelier than choices."""
+    sizes: dict[str, Size | None] = {"k": reader.frame.top_k, "e": reader.num_experts or reader.frame.num_experts}
+    for atom in "ek" if is_first else "ke":
+        size = sizes[atom]
+        if size is not None and same_size(count, size):
+            return atom
+    shape = () if reader.slots is None else reader.slots.shape
+    return next((str(dim) for dim, size in enumerate(shape) if same_size(count, size)), None)
+
+
+def _whole_lead(reader: Reader, value: Ids | Mask, source: Sequence[Size], target: Sequence[Size], call: Call) -> Lead:
+    """Of integers or masks: all their dimensions are lead, and dimensions of one may be added behind."""
+    if not target and same_size(reader.frame.num_rows, 1):
+        return value.lead
+    is_untouched = _is_untouched(value.lead, source, target)
+    lead = value.lead if is_untouched else reader.regroup(_named(reader, value.lead, source), source, target)
+    trailing = () if lead is None else target[lead.num_dims :]
+    if lead is None or not all(same_size(size, 1) for size in trailing):
+        what = f"index tensor of {value.names!r}" if isinstance(value, Ids) else "a mask"
+        raise CannotChunk(f"{what} reshaped to {tuple(target)}", call.node)
+    return Lead(*lead.groups, *[""] * len(trailing))
+
+
+def static(size: Size, call: Call) -> int:
+    number = static_size(size)
+    if number is None:
+        raise CannotChunk(f"an inner dimension is symbolic: {size}", call.node)
+    return number
+
+
+def _expand(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Expand inside a row; [T,1,...] -> [T,K,...] repeats a token for each of its choices (or experts)."""
+    value, source, target = args[0], call.shape(), call.out.shape
+    if isinstance(value, Fill):
+        return value
+    if isinstance(value, (Ids, Mask)):
+        return replace(value, lead=Lead(*[""] * (len(target) - len(source)), *value.lead.groups))
+    rows = reader.as_rows(value, call)
+    if rows.lead is Lead.NONE:
+        return replace(rows, expr=reader.emit(aten.expand.default, rows.expr, list(target)))
+    lead, expr = Lead(*[""] * (len(target) - len(source)), *rows.lead.groups), rows.expr
+    first = len(target) - len(source) + rows.lead.num_dims
+    repeats_tokens = Lead(rows.lead.atoms) is Lead.TOKEN and len(source) > rows.lead.num_dims + 1
+    if repeats_tokens and same_size(source[rows.lead.num_dims], 1) and not same_size(target[first], 1):
+        lead, expr = Lead(*lead.groups, ""), reader.emit(aten.select.int, expression_of(rows, call), 1, 0)
+        source = [*source[: rows.lead.num_dims], *source[rows.lead.num_dims + 1 :]]
+    rest = [static(size, call) for size in target[lead.num_dims :]]
+    if expr is None or list(source[rows.lead.num_dims :]) == rest:
+        return replace(rows, lead=lead, expr=expr)
+    return replace(rows, lead=lead, expr=reader.emit(aten.expand.default, expr, [-1, *rest]))
+
+
+def _repeat(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Tokens repeated for every expert, [T,H] -> [E*T,H] or [E,T,H]; places repeated for every column."""
+    value, source = args[0], call.shape()
+    if isinstance(value, (Ids, Mask)):
+        if len(args[1]) == len(source) and same_size(call.out.shape[0], source[0]):
+            return value
+        raise CannotChunk(f"an index repeated {args[1]} times", call.node)
+    rows = reader.as_rows(value, call)
+    num_new = len(args[1]) - len(source)
+    groups = [""] * num_new + list(rows.lead.groups)
+    counts, inner = args[1][: len(groups)], args[1][len(groups) :]
+    if rows.lead is Lead.NONE or any(count != 1 for count in inner):
+        raise CannotChunk(f"repeat {args[1]} other than of whole rows", call.node)
+    for place, count in enumerate(counts):
+        if same_size(count, 1) or not groups[place]:
+            continue
+        atom = _repeated_atom(reader, count, is_first=True)
+        if atom is None or atom in rows.lead.atoms:
+            raise CannotChunk(f"rows repeated {count} times, neither top-k nor the number of experts", call.node)
+        groups[place] = atom + groups[place]
+    return replace(rows, lead=Lead(*groups))
+
+
+def _permute(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    num_dims = len(args[1])
+    return _reordered(reader, args[0], [dim % num_dims for dim in args[1]], call)
+
+
+def _transpose(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    order = list(range(call.ndim))
+    left, right = args[1], args[2]
+    order[left], order[right] = order[right], order[left]
+    return _reordered(reader, args[0], order, call)
+
+
+def _t(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    if isinstance(args[0], (Leaf, Rows)):
+        matrix = reader.as_parameter(args[0], call)
+        if matrix.lead is Lead.NONE:
+            return replace(matrix, expr=reader.emit(call.target, matrix.expr))
+    return _reordered(reader, args[0], [1, 0][: call.ndim], call)
+
+
+def _reordered(reader: Reader, value: Any, order: list[int], call: Call) -> Any:
+    if isinstance(value, (Ids, Mask)):
+        if len(order) != value.lead.num_dims:
+            raise CannotChunk(f"permute {order} moves the routed dimensions", call.node)
+        return replace(value, lead=Lead(*(value.lead.groups[dim] for dim in order)))
+    if isinstance(value, Fill):
+        return value
+    rows = reader.as_rows(value, call)
+    num_lead = rows.lead.num_dims
+    if rows.expr is None and num_lead == len(order):
+        return replace(rows, lead=Lead(*(rows.lead.groups[dim] for dim in order)))
+    if sorted(order[:num_lead]) != list(range(num_lead)):
+        raise CannotChunk(f"permute {order} moves the routed dimensions", call.node)
+    lead = Lead(*(rows.lead.groups[dim] for dim in order[:num_lead]))
+    if rows.lead is Lead.NONE:
+        return replace(rows, expr=reader.emit(aten.permute.default, rows.expr, order))
+    inner = [0, *(dim - num_lead + 1 for dim in order[num_lead:])]
+    if inner == sorted(inner):
+        return replace(rows, lead=lead)
+    return replace(rows, lead=lead, expr=_permuted(reader, rows, inner, call))
+
+
+def _permuted(reader: Reader, rows: Rows, inner: list[int], call: Call) -> fx.Node:
+    """The permuted expression; a parameter is permuted before the row dimension is put in front of it."""
+    expr = expression_of(rows, call)
+    if expr.target is not aten.unsqueeze.default or rows.per_row or expr.args[1] != 0:
+        return reader.emit(aten.permute.default, expr, inner)
+    permuted = reader.emit(aten.permute.default, expr.args[0], [dim - 1 for dim in inner[1:]])
+    return reader.emit(aten.unsqueeze.default, permuted, 0)
+
+
+def _unsqueeze(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    value, num_dims = args[0], call.ndim
+    dim = args[1] + num_dims if args[1] < 0 else args[1]
+    if isinstance(value, Combined):
+        return still_combined(reader, call, value)
+    if isinstance(value, Fill):
+        return value
+    is_index = isinstance(value, (Ids, Mask))
+    rows = value if is_index else reader.as_rows(value, call)
+    if is_index or dim < rows.lead.num_dims or rows.expr is None:
+        padded = Lead(*rows.lead.groups, *[""] * max(0, dim - rows.lead.num_dims))
+        return replace(rows, lead=padded.inserting(dim))
+    return replace(rows, expr=reader.emit(aten.unsqueeze.default, rows.expr, inner_dim(rows, dim, num_dims, call)))
+
+
+def _squeeze(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    value, source = args[0], call.shape()
+    dims = list(args[1]) if isinstance(args[1], (list, tuple)) else [args[1]]
+    if isinstance(value, Combined):
+        return still_combined(reader, call, value)
+    if isinstance(value, (Fill, Counts)):
+        return value
+    if isinstance(value, Coordinates):
+        is_column = len(value.names) == 1 and call.ndim == 1
+        return Ids(value.names[0], Lead.SORTED, copy=value.copy) if is_column else value
+    value = value if isinstance(value, (Ids, Mask)) else reader.as_rows(value, call)
+    if len(source) == call.ndim:
+        return value
+    for dim in sorted((dim % len(source) for dim in dims), reverse=True):
+        if same_size(source[dim], 1):
+            value = dropped(reader, value, dim)
+    return value
+
+
+def dropped(reader: Reader, value: Any, dim: int) -> Any:
+    """`value` without its dimension `dim` of size one; an atom of that size goes to its neighbour."""
+    groups = list(value.lead.groups)
+    if dim >= len(groups):
+        if value.expr is None:
+            return value
+        inner = dim - len(groups) + 1 if groups else dim
+        return replace(value, expr=reader.emit(aten.select.int, value.expr, inner, 0))
+    atom = groups.pop(dim)
+    if atom and groups:
+        place = max(0, dim - 1)
+        groups[place] = groups[place] + atom if dim else atom + groups[place]
+    return replace(value, lead=Lead(*groups))
+
+
+RULES: dict[Any, Rule] = {
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten.expand.default: _expand,
+    aten.repeat.default: _repeat,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.t.default: _t,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+}

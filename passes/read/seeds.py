@@ -1,0 +1,124 @@
+"""Seeds: integer routing decisions, and the frames in which they may be read.
+
+A seed is the indices of a top-k or an arg-max, integers looked up in a table by integers (hash routing), or an integer
+[T,K] input where experts are compiled alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from memfine_fx.passes.dataflow import is_int_tensor, node_value, same_size, static_size, target_name, tensor_of
+from memfine_fx.passes.read.frame import Frame
+
+__all__ = ["frames_of", "is_router", "is_seed", "masked", "reframed"]
+
+_ROUTERS = frozenset("topk argmax max argmin min".split())
+_INDEXING = frozenset("getitem index_select embedding gather".split())
+_GLUE = frozenset("to view reshape contiguous long int clone detach unsqueeze squeeze flatten".split())
+
+
+def is_seed(node: fx.Node) -> bool:
+    """Whether a node is a routing decision."""
+    return is_int_tensor(node) and (_is_chosen(node) or _is_table_lookup(node) or _is_index_input(node))
+
+
+def is_router(seed: fx.Node) -> bool:
+    """Whether a seed without experts deserves a line in the report; maxima of scores do not."""
+    source = seed.args[0] if seed.args else None
+    return target_name(seed) == "argmax" or (isinstance(source, fx.Node) and target_name(source) == "topk")
+
+
+def frames_of(seed: fx.Node) -> list[Frame]:
+    """The ways to read a seed's shape, likelier ones first: [T,K] or [B,S,K]; [T] or [B,S] with one choice a token."""
+    num_dims = tensor_of(seed).ndim
+    if _is_chosen(seed):
+        ways = [num_dims == _scores(seed).ndim] if num_dims else []
+    else:
+        ways = [True] * (num_dims >= 2) + [False] * (num_dims <= 2 and not _is_index_input(seed))
+    frames = [_frame(seed, has_choices) for has_choices in ways]
+    return [frame for frame in frames if frame is not None]
+
+
+def reframed(frame: Frame, node: fx.Node) -> Frame:
+    """The frame of integers for each token, or each of its choices, that were made from an index."""
+    root, value = node, tensor_of(node)
+    while target_name(root) in _GLUE and root.args and isinstance(root.args[0], fx.Node):
+        root = root.args[0]
+    is_own = is_seed(root) and _is_distinct(root) and same_size(tensor_of(root).shape[-1], value.shape[-1])
+    has_choices = value.ndim > len(frame.token_shape)
+    top_k = int(value.shape[-1]) if has_choices else 1
+    return replace(
+        frame, index=node, has_choices=has_choices, top_k=top_k, is_distinct=is_own or top_k == 1,
+        is_top_k=is_own and frame.is_top_k,
+    )  # fmt: skip
+
+
+def masked(frame: Frame, node: fx.Node) -> Frame:
+    """The frame of a mask [T,K,E] with dropped choices: a dropped one names no expert."""
+    num_experts = static_size(tensor_of(node).shape[-1])
+    return replace(frame, index=node, is_mask=True, is_top_k=False, num_experts=num_experts)
+
+
+def _frame(seed: fx.Node, has_choices: bool) -> Frame | None:
+    value = tensor_of(seed)
+    shape = tuple(value.shape)
+    if has_choices and free_unbacked_symbols(shape[-1]):
+        return None  # how many are chosen is decided by the data
+    top_k = int(shape[-1]) if has_choices else 1  # a guard where it is symbolic: K belongs to the architecture
+    tokens = shape[:-1] if has_choices else shape
+    num_experts = static_size(_scores(seed).shape[-1]) if _is_chosen(seed) else None
+    return Frame(
+        index=seed,
+        token_shape=tokens,
+        top_k=top_k,
+        has_choices=has_choices,
+        is_distinct=top_k == 1 or (_is_chosen(seed) and _is_distinct(seed)),
+        num_experts=num_experts,
+        is_top_k=_is_chosen(seed),
+    )
+
+
+def _is_chosen(node: fx.Node) -> bool:
+    if target_name(node) in ("argmax", "argmin"):
+        return True
+    source = node.args[0] if target_name(node) == "getitem" and node.args else None
+    is_second = len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] == 1
+    return isinstance(source, fx.Node) and is_second and target_name(source) in _ROUTERS
+
+
+def _scores(seed: fx.Node) -> torch.Tensor:
+    """What was chosen from."""
+    source = seed.args[0]
+    assert isinstance(source, fx.Node)
+    chosen_from = source.args[0] if target_name(seed) == "getitem" else source
+    assert isinstance(chosen_from, fx.Node)
+    return tensor_of(chosen_from)
+
+
+def _is_distinct(seed: fx.Node) -> bool:
+    """Whether a token's choices are surely different experts: they are one top-k along the last dimension."""
+    source = seed.args[0] if seed.args else None
+    if not _is_chosen(seed) or not isinstance(source, fx.Node) or target_name(source) != "topk":
+        return False
+    dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", -1)
+    return dim in (-1, tensor_of(seed).ndim - 1)
+
+
+def _is_table_lookup(node: fx.Node) -> bool:
+    """Integers looked up by integers in a table from outside the graph: hash routing."""
+    if target_name(node) not in _INDEXING or len(node.all_input_nodes) != 2:
+        return False
+    tables = [source for source in node.all_input_nodes if source.op in ("placeholder", "get_attr")]
+    return bool(tables) and all(map(is_int_tensor, node.all_input_nodes))
+
+
+def _is_index_input(node: fx.Node) -> bool:
+    """Whether a node may be the expert index of experts compiled alone; what is embedded is a token."""
+    value = node_value(node)
+    is_input = node.op == "placeholder" and isinstance(value, torch.Tensor) and value.ndim == 2
+    return is_input and not any(target_name(user) == "embedding" for user in node.users)

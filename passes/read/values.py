@@ -1,0 +1,239 @@
+"""The lattice: what a tensor of functional ATen is, seen from the routing of one layer.
+
+One value per tensor. What the routing is about is a pair (token, choice), an *assignment*; a value says for every entry
+of its tensor which assignment it belongs to (`lead`, and `copy` inside a loop over experts) and, for floats, which
+expression of one expert's rows computes it. Order is bookkeeping: gathering and sorting change the lead, never the
+expression.
+
+    Leaf      from outside, its role decided by the first use           Ids       integers that name something
+    Fill      one number everywhere                                     Mask      whether the routing names an expert
+    Counts    rows per expert, or where they end                        Rows      floats, row by row
+    Partial   results of some copies of a loop, put together so far     Combined  rows summed to their tokens: the exit
+    Taken     what a partial sum held at a copy's places                Unknown   not provable, and why
+
+Rules (`rules/`) give values to results; nothing here decides what an operation means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from memfine_fx.errors import CannotChunk
+from memfine_fx.passes.read.leads import Lead
+
+__all__ = [
+    "ALL",
+    "Combined",
+    "Coordinates",
+    "Copy",
+    "Counts",
+    "Fill",
+    "Ids",
+    "Leaf",
+    "Mask",
+    "Partial",
+    "Rows",
+    "Taken",
+    "Unknown",
+    "is_dispatched",
+    "merged",
+]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Which assignments a value is about: those of one expert, of one of a token's choices, or both; all by default.
+
+    Args:
+        expert, choice: numbers, or None where it is about all of them.
+        order: in which order an expert's routed rows stand: as the tokens ("t"), as choices before tokens ("kt"), as an
+            unstable sort left them ("sort"); "" for values that are not routed rows in expert order.
+    """
+
+    expert: int | None = None
+    choice: int | None = None
+    order: str = ""
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is about every expert and every choice."""
+        return self.expert is None and self.choice is None
+
+    @property
+    def unordered(self) -> Copy:
+        """The same of values that are no routed rows."""
+        return Copy(self.expert, self.choice)
+
+
+ALL = Copy()
+
+
+def merged(left: Copy, right: Copy) -> Copy | None:
+    """What two values that meet are about together; None where they contradict each other."""
+    pairs = ((left.expert, right.expert), (left.choice, right.choice), (left.order or None, right.order or None))
+    if any(a is not None and b is not None and a != b for a, b in pairs):
+        return None
+    expert, choice, order = (b if a is None else a for a, b in pairs)
+    return Copy(expert, choice, order or "")  # type: ignore[arg-type]  # numbers first, then a string
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor from outside the region, at this node of Dynamo's graph; the first use decides its role.
+
+    `why` tells what could not be proved of one that the routing reaches.
+    """
+
+    node: fx.Node
+    why: CannotChunk | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """No proof holds here.
+
+    Args:
+        refusal: where the proof stopped and why.
+        is_dispatched: whether rows or weights of experts are in it, so that it cannot be left outside the region.
+    """
+
+    refusal: CannotChunk
+    is_dispatched: bool
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A tensor of one value (None: uninitialised) that something is written into."""
+
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Integers that name something about the assignments in their lead.
+
+    Args:
+        names: what each entry names, in atoms: "e" its expert, "tk" its flat position t*K + k, "t" its token, "k" its
+            choice, "b" or "s" its token's coordinate, "r" its place in expert order, "#" just 0, 1, 2, ...
+        lead: every dimension of the tensor.
+        is_iota: whether they stand in order, 0 .. n-1.
+        copy: whose places they are, in a loop.
+    """
+
+    names: str
+    lead: Lead
+    is_iota: bool = False
+    copy: Copy = ALL
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Numbers or truths that are one where the routing names the expert, zero elsewhere (or the other way round).
+
+    Args:
+        lead: every dimension; experts are one of them, or `copy.expert` is a number.
+        copy: what it is about.
+        is_negated: whether it is zero where the expert is named.
+        is_part: whether it may be zero for named experts too (dropped tokens).
+    """
+
+    lead: Lead
+    copy: Copy = ALL
+    is_negated: bool = False
+    is_part: bool = False
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a mask of one expert holds, [R, number of its dimensions]; `names` tells each column's."""
+
+    names: tuple[str, ...]
+    copy: Copy
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rows of every expert, [E] (or of one: `expert`); where they end, with `are_ends`."""
+
+    are_ends: bool = False
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A float tensor, row by row.
+
+    Args:
+        lead: leading dimensions; the others are in the expression.
+        expr: node of the expert function: [R, rest...], or [1, rest...] where `per_row` is False (an expert's
+            parameter, the same for all its rows); for Lead.NONE the tensor itself. None where no expression of one
+            row gives it (a softmax over experts): then only `off` is known.
+        per_row: whether rows of one expert may differ.
+        off: with a dense lead, or about one expert of every token: the value of each entry whose token did not choose
+            that expert; None where it is not one known number.
+        copy: which assignments it is about.
+        is_dispatched: whether it is part of what the experts compute, so that it cannot be left outside the region.
+    """
+
+    lead: Lead
+    expr: fx.Node | None
+    per_row: bool = True
+    off: float | None = None
+    copy: Copy = ALL
+    is_dispatched: bool = False
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The exit: rows summed back to their tokens.
+
+    Args:
+        expr: one contribution, [R,H].
+        base: outer node that they are added to, or None.
+    """
+
+    expr: fx.Node
+    base: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Results of some copies of a loop's body, put together so far.
+
+    Args:
+        lead: where rows are put, each in its own place; None where they are summed to their tokens.
+        parts: of each copy, in the order in which they came: the copy, its results, and the node of Dynamo's graph that
+            put them there.
+        base: outer node that the first was added to, or None for zeros.
+    """
+
+    lead: Lead | None
+    parts: tuple[tuple[Copy, fx.Node, fx.Node], ...]
+    base: fx.Node | None
+
+    @property
+    def node(self) -> fx.Node:
+        """Where the last of them was put there."""
+        return self.parts[-1][2]
+
+    @property
+    def copies(self) -> set[Copy]:
+        return {copy.unordered for copy, _, _ in self.parts}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a sum held at the places of a copy, and what was added since."""
+
+    sum: Any
+    names: tuple[str, ...]
+    copy: Copy
+    added: Rows | None = None
+
+
+def is_dispatched(value: Any) -> bool:
+    """Whether a value is part of what the experts compute."""
+    return isinstance(value, (Combined, Partial)) or getattr(value, "is_dispatched", False) is True

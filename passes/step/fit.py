@@ -1,0 +1,356 @@
+"""Fit: what forward keeps for backward so that a step stays within its budget in the least time.
+
+Terms
+    full    functorch's plain partition, and each region keeps all that pays: nothing dense is computed again
+    spare   what steps without a budget have (`spare`): elementwise work and a few matmuls are computed again
+    lean    elementwise work is computed again freely, matmuls and attentions too, and regions keep nothing
+
+1. Checkpoints of the model are a wish to save memory; the budget says how much is wanted, so their tags go (except
+   where a policy of the user demands something), and the full partition is tried.
+2. If it does not fit, the planner asks for the step's peak under other choices. The answers come from records of the
+   three partitions, edited (`memory.edits`), so that no graph is partitioned to ask. To full and to spare, what regions
+   keep is added; to lean, dense results too. What spare and lean compute again is counted.
+3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept.
+4. If nothing fits, it is lean or spare, whichever holds less; fewer rows a chunk have to do the rest. Lean need not be
+   the smaller: in gpt_oss, whose attention is written out, it is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memfine_fx.compat.functorch import recomputing_elementwise
+from memfine_fx.memory.edits import Pair, keeping_in_region, keeping_results, sized
+from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.passes.step.dense_results import DenseResult, dense_results, is_attention, must_save
+from memfine_fx.passes.step.keep import keep_choices, keep_in_regions
+from memfine_fx.passes.step.partitioned import Partition
+from memfine_fx.passes.step.spare import cheapest, spared
+from memfine_fx.plan.cost import DeviceRates
+from memfine_fx.plan.keeping import Keepable, StepChoice, choose_step, ranked
+from memfine_fx.records import Keep
+
+__all__ = ["StepBudget", "fit"]
+
+_ATTEMPTS = 3
+_WITHOUT_RANDOM_STATE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""The CPU's attention knows no dropout and is computed again where that saves bytes, wished or not; a wish would make
+the partitioner save a random state for it, for nothing."""
+
+
+class StepBudget(Protocol):
+    """What a graph's step may use, and what it would."""
+
+    @property
+    def available_bytes(self) -> int:
+        """For the step's peak, beyond what is there before it."""
+        ...
+
+    @property
+    def rates(self) -> DeviceRates: ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Values of the graph's symbols in the captured call."""
+        ...
+
+    def add_hints(self, graph: fx.Graph) -> None:
+        """Learn the values of symbols that no input has."""
+        ...
+
+    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
+        """Bytes of the whole step with this forward and backward; rows a chunk, or as many as time asks for."""
+        ...
+
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        """Counts its time, without that of stages within it."""
+        ...
+
+    def rows_choices(self) -> Sequence[tuple[int | None, float]]:
+        """(rows, seconds slower than with the first), most rows first."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A partition that choices start from: its record, what can be added to it, seconds it takes beyond full.
+
+    `partition` has nothing added; of full there is none, because the one that was made keeps all that pays.
+    """
+
+    kind: Literal["full", "spare", "lean"]
+    partition: Partition | None
+    pair: Pair
+    ranking: list[Keepable]
+    seconds: float
+
+    def with_kept(self, count: int) -> Pair:
+        pair = self.pair
+        for one in self.ranking[:count]:
+            if one.keep == "nothing":
+                pair = keeping_results(pair, one.storages)
+            else:
+                pair = keeping_in_region(pair, one.name, one.keep, one.num_bytes)
+        return pair
+
+
+def fit(
+    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], budget: StepBudget
+) -> Partition:
+    """The partition for a budget, see above.
+
+    Args:
+        gm: the joint graph; it is not changed but for the tags of the model's checkpoints.
+        num_forward_outputs: results of the joint graph that are forward's.
+        partition: (copy of `gm` in which things are tagged, decision) -> partition.
+        budget: see `StepBudget`.
+    """
+    _drop_wishes(gm.graph)
+    budget.add_hints(gm.graph)
+    partition = functools.partial(_with_hints, partition, budget)
+    with budget.timed("fit"):
+        available = budget.available_bytes
+        regions = _region_keepables(gm.graph, budget.rates)
+    full_module, added = _with_regions(gm, _keeps(regions))
+    full = partition(full_module, decision=_described(_keeps(regions), gm.graph))
+    if budget.peak(full.forward_memory, full.backward_memory, None) <= available:
+        return replace(full, keeps_all=True)
+    with budget.timed("fit"):
+        tried = functools.partial(_timed, partition, budget)
+        return _fit_less(gm, num_forward_outputs, tried, budget, regions, _without(_sized(full, budget), added))
+
+
+def _with_hints(
+    partition: Callable[..., Partition], budget: StepBudget, gm: fx.GraphModule, decision: str = ""
+) -> Partition:
+    """A partition; what it computes again may bring symbols that the joint graph lacks (states of random numbers)."""
+    found = partition(gm, decision=decision)
+    budget.add_hints(found.forward.graph)
+    budget.add_hints(found.backward.graph)
+    return found
+
+
+def _timed(
+    partition: Callable[..., Partition], budget: StepBudget, gm: fx.GraphModule, decision: str = ""
+) -> Partition:
+    """A partition beyond the first, which a compilation without a budget makes too."""
+    with budget.timed("further partitions"):
+        return partition(gm, decision=decision)
+
+
+def _fit_less(
+    gm: fx.GraphModule,
+    num_forward_outputs: int,
+    partition: Callable[..., Partition],
+    budget: StepBudget,
+    regions: list[Keepable],
+    plain: Pair,
+) -> Partition:
+    """Where not all that pays can be kept; `plain` is the full partition without what regions keep."""
+    results = dense_results(gm.graph, num_forward_outputs)
+    spare = spared(_copied(gm), results, partition, of_regions=_described_regions({}, gm.graph))
+    lean = _lean(gm, partition, results)
+    bases = _bases(gm, results, plain, spare, lean, regions, budget)
+    for base, choice in itertools.islice(_by_time(bases, budget), _ATTEMPTS):
+        chosen = _realized(gm, partition, base, choice, results)
+        if budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows) <= budget.available_bytes:
+            return chosen
+    smallest_rows = budget.rows_choices()[-1][0]
+    return min((lean, spare), key=lambda one: budget.peak(one.forward_memory, one.backward_memory, smallest_rows))
+
+
+def _bases(
+    gm: fx.GraphModule,
+    results: Sequence[DenseResult],
+    plain: Pair,
+    spare: Partition,
+    lean: Partition,
+    regions: list[Keepable],
+    budget: StepBudget,
+) -> list[_Base]:
+    """Full, spare and lean, each with what is not kept in it."""
+    spare_pair, lean_pair = _sized(spare, budget), _sized(lean, budget)
+    dense = _dense_keepables(gm.graph, results, lean_pair[1], budget.rates)
+
+    def rewritten(pair: Pair) -> float:
+        return max(0, _written(pair) - _written(plain)) * 2 / budget.rates.copy_bytes
+
+    again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
+    return [
+        _Base("full", None, plain, ranked(regions), 0.0),
+        _Base("spare", spare, spare_pair, ranked(regions), rewritten(spare_pair) + again),
+        _Base("lean", lean, lean_pair, ranked([*dense, *regions]), rewritten(lean_pair)),
+    ]
+
+
+def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, StepChoice]]:
+    """The best choice from each base, fastest first, each followed by the same with less kept."""
+    found: list[tuple[_Base, StepChoice]] = []
+    for base in bases:
+        peaks = functools.lru_cache(maxsize=None)(functools.partial(_peak_of, base, budget))
+        choice = choose_step(base.ranking, budget.rows_choices(), peaks, budget.available_bytes)
+        if choice is not None:
+            found.append((base, choice))
+    found.sort(key=lambda one: one[0].seconds + one[1].seconds)
+    return [retry for base, choice in found for retry in ((base, choice), (base, _with_less(choice)))]
+
+
+def _with_less(choice: StepChoice) -> StepChoice:
+    return StepChoice(choice.num_kept * 3 // 4, choice.rows, choice.seconds, choice.peak_bytes)
+
+
+def _peak_of(base: _Base, budget: StepBudget, count: int, rows: int | None) -> int:
+    return budget.peak(*base.with_kept(count), rows)
+
+
+def _realized(
+    gm: fx.GraphModule,
+    partition: Callable[..., Partition],
+    base: _Base,
+    choice: StepChoice,
+    results: Sequence[DenseResult],
+) -> Partition:
+    if base.partition is not None and choice.num_kept == 0:
+        return base.partition
+    kept, left = base.ranking[: choice.num_kept], base.ranking[choice.num_kept :]
+    keeps = _keeps(kept)
+    module, _ = _with_regions(gm, keeps)
+    if base.kind == "full":
+        return partition(module, decision=_described(keeps, gm.graph))
+    if base.kind == "spare":
+        return spared(module, results, partition, of_regions=_described_regions(keeps, gm.graph))
+    dropped = {one.name for one in left if one.keep == "nothing"}
+    num_dense = sum(one.keep == "nothing" for one in base.ranking)
+    decision = (
+        f"{num_dense - len(dropped)} of {num_dense} dense results are kept, the others computed again in backward"
+    )
+    saved = {one.name for one in kept if one.keep == "nothing"}
+    return _leaned(module, partition, saved, results, f"{decision}; {_described_regions(keeps, gm.graph)}")
+
+
+def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[DenseResult]) -> Partition:
+    decision = f"no dense result is kept, all are computed again in backward; {_described_regions({}, gm.graph)}"
+    return _leaned(_copied(gm), partition, set(), results, decision)
+
+
+def _leaned(
+    module: fx.GraphModule,
+    partition: Callable[..., Partition],
+    saved: set[str],
+    results: Sequence[DenseResult],
+    decision: str,
+) -> Partition:
+    wanted = {result.name for result in results} - saved
+    for node in module.graph.nodes:
+        if node.name in saved and is_attention(node):
+            must_save(node)
+        elif node.name in wanted and node.target is not _WITHOUT_RANDOM_STATE:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    with recomputing_elementwise():
+        return partition(module, decision=decision)
+
+
+def _region_keepables(joint: fx.Graph, rates: DeviceRates) -> list[Keepable]:
+    """What regions may keep, each choice beyond the smaller ones of its region."""
+    choices = keep_choices(joint)
+    last = choices[-1].site if choices else ""
+    found: list[Keepable] = []
+    before = {choice.site: (0, 0.0, float("inf")) for choice in choices}  # bytes, seconds, seconds a byte
+    for choice in choices:
+        num_bytes = choice.row_bytes * choice.num_rows
+        had_bytes, had_seconds, had_ratio = before[choice.site]
+        # NOTE: keeping costs a copy in forward, one read and one write. Operands spare backward one write of what it
+        # then reads, because the kernel that makes them again reads its arguments anyway: measured, they do not pay.
+        # Rows that came from other ranks are kept where they came to: what they spare is coming again.
+        if choice.keep != "operands":
+            products = choice.flops / rates.flops_at(choice.num_rows / choice.num_experts)
+            copied = 2 * choice.copied_row_bytes * choice.num_rows / rates.copy_bytes
+            spared = products + choice.travel_seconds - copied
+        else:
+            spared = had_seconds - 2 * (num_bytes - had_bytes) / rates.copy_bytes
+        more_bytes, more_seconds = num_bytes - had_bytes, spared - had_seconds
+        ratio = min(had_ratio, more_seconds / max(1, more_bytes))
+        before[choice.site] = (num_bytes, spared, ratio)
+        found.append(Keepable(choice.site, more_bytes, ratio * more_bytes, choice.site == last, choice.keep))
+    return found
+
+
+def _dense_keepables(
+    joint: fx.Graph, results: Sequence[DenseResult], backward: GraphMemory, rates: DeviceRates
+) -> list[Keepable]:
+    """Dense results that the lean backward computes again."""
+    made = {one.name for one in backward.allocations if not one.is_input}
+    nodes = {node.name: node for node in joint.nodes}
+    found = []
+    for result in results:
+        node = nodes[result.name]
+        names = (node.name, *(user.name for user in node.users))
+        storages = tuple(name for name in names if name in made)
+        if storages:
+            seconds = result.flops / rates.peak_flops
+            found.append(Keepable(result.name, result.num_bytes, seconds, result.is_in_last_layer, storages=storages))
+    return found
+
+
+def _keeps(kept: Sequence[Keepable]) -> dict[str, Keep]:
+    """Site -> the largest of its choices that is kept and pays."""
+    return {one.name: one.keep for one in kept if one.keep != "nothing" and one.seconds > 0}
+
+
+def _with_regions(gm: fx.GraphModule, keeps: Mapping[str, Keep]) -> tuple[fx.GraphModule, set[str]]:
+    """A copy in which regions keep, and the names of what they keep."""
+    module = _copied(gm)
+    return module, keep_in_regions(module.graph, keeps)
+
+
+def _described(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
+    return f"nothing dense is computed again; {_described_regions(keeps, joint)}"
+
+
+def _described_regions(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
+    if not keeps:
+        return "regions keep nothing"
+    num_regions = len({choice.site for choice in keep_choices(joint)})
+    counts = [(keep, sum(one == keep for one in keeps.values())) for keep in ("received", "projections", "operands")]
+    named = {"received": "the rows that come from other ranks"}
+    return ", ".join(
+        f"{count} of {num_regions} regions keep {named.get(keep, f'their {keep}')}" for keep, count in counts if count
+    )
+
+
+def _sized(partition: Partition, budget: StepBudget) -> Pair:
+    return sized(partition.forward_memory, budget.sizes), sized(partition.backward_memory, budget.sizes)
+
+
+def _without(pair: Pair, names: set[str]) -> Pair:
+    """The record without these storages, and regions that keep nothing."""
+    forward, backward = (memory.without(names) for memory in pair)
+    return forward, backward
+
+
+def _written(pair: Pair) -> int:
+    return sum(int(one.num_bytes) for memory in pair for one in memory.allocations if not one.is_input)
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in nodes of its own, under the same names."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(gm, graph)
+
+
+def _drop_wishes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.meta.get("recompute") in (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.PREFER_SAVE):
+            del node.meta["recompute"]

@@ -1,0 +1,150 @@
+"""Keep: regions of a joint graph whose forward keeps something for their backward.
+
+Before:  out = memfine::experts(hidden, weight, order, offsets, params, site)
+         grads = memfine::experts_backward(grad, hidden, ..., site, wanted)
+After:   out, *kept = memfine::experts_keeping(hidden, ..., site, wanted, keep)
+         grads = memfine::experts_backward_kept(grad, hidden, ..., site, wanted, kept, keep)
+
+The choice comes from the plan of the step. It is made on the joint graph, after differentiation, because only there
+both ops are in sight, and differently for each layer. What is kept is saved by the partitioner, never computed again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.compat.tensors import FakeTensor, tree_map
+from memfine_fx.passes.step.dense_results import must_save
+from memfine_fx.records import Keep
+from memfine_fx.runtime.params import group_params
+from memfine_fx.runtime.store import lookup
+
+__all__ = ["KeepChoice", "keep_choices", "keep_in_regions"]
+
+_KEEPS: tuple[Keep, ...] = ("projections", "operands")
+_KEEPS_OF_RANKS: tuple[Keep, ...] = ("received", *_KEEPS)
+_META_OF_ARGUMENTS = ("val", "tensor_meta", "eager_input_vals")
+_FORWARD, _BACKWARD = torch.ops.memfine.experts.default, torch.ops.memfine.experts_backward.default
+
+
+@dataclass(frozen=True)
+class KeepChoice:
+    """What one region may keep.
+
+    Args:
+        site: its key.
+        keep: how much.
+        row_bytes: of each routed row.
+        copied_row_bytes: of these, what forward has to write beyond what it writes anyway.
+        num_rows, num_experts: N of the captured call, E.
+        flops: of the matmuls that backward is spared, in the captured call.
+        travel_seconds: of the rows that need not come to this rank again.
+    """
+
+    site: str
+    keep: Keep
+    row_bytes: int
+    copied_row_bytes: int
+    num_rows: int
+    num_experts: int
+    flops: int
+    travel_seconds: float = 0.0
+
+
+def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
+    """The choices of every region with a backward, smaller ones first."""
+    choices = []
+    for forward, backward in _pairs(joint).values():
+        site, wanted = backward.args[6], backward.args[7]
+        region = lookup(site)
+        flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
+        num_rows = _hint(forward.args[2].meta["val"].shape[0])
+        arrived, travel_seconds = 0, 0.0
+        if region.exchange is not None:
+            arrived = _arriving_row_bytes(forward)
+            travel_seconds = arrived * num_rows / region.exchange.bandwidth
+        row_bytes = 0
+        for keep in _KEEPS if region.exchange is None else _KEEPS_OF_RANKS:
+            bodies = region.bodies.keeping(keep, flags)
+            if bodies is not None and arrived + bodies.row_bytes > row_bytes:
+                row_bytes = arrived + bodies.row_bytes
+                flops = bodies.flops_per_row * num_rows
+                sizes = (row_bytes, bodies.row_bytes, num_rows, region.num_experts)
+                choices.append(KeepChoice(site, keep, *sizes, flops, travel_seconds))
+    return choices
+
+
+def _arriving_row_bytes(forward: fx.Node) -> int:
+    """Of a row with its routing weight, as it comes from another rank."""
+    hidden, weight = forward.args[:2]
+    assert isinstance(hidden, fx.Node)
+    rows = hidden.meta["val"]
+    num_bytes = int(rows.shape[1]) * int(rows.dtype.itemsize)
+    return num_bytes + (int(weight.meta["val"].dtype.itemsize) if isinstance(weight, fx.Node) else 0)
+
+
+def keep_in_regions(joint: fx.Graph, keeps: Mapping[str, Keep]) -> set[str]:
+    """Rewrite the regions of these sites in place; names of the nodes that hold what is kept."""
+    names: set[str] = set()
+    for site, (forward, backward) in _pairs(joint).items():
+        if keeps.get(site, "nothing") != "nothing":
+            names |= _rewrite(joint, forward, backward, keeps[site])
+    return names
+
+
+def _pairs(joint: fx.Graph) -> dict[str, tuple[Any, Any]]:
+    """Site -> its forward and backward node, where there is one of each."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in joint.nodes:
+        if node.target is _FORWARD:
+            found.setdefault(node.args[5], []).append(node)
+        elif node.target is _BACKWARD:
+            found.setdefault(node.args[6], []).append(node)
+    pairs = {site: nodes for site, nodes in found.items() if [one.target for one in nodes] == [_FORWARD, _BACKWARD]}
+    return {site: (nodes[0], nodes[1]) for site, nodes in pairs.items()}
+
+
+def _flags(wanted: Any, kinds: Any, num_experts: int) -> tuple[bool, ...]:
+    return (wanted[0], wanted[1], *map(any, group_params(wanted[2:], kinds, num_experts)))
+
+
+def _rewrite(joint: fx.Graph, forward: fx.Node, backward: fx.Node, keep: Keep) -> set[str]:
+    with joint.inserting_before(forward):
+        both = _call(joint, forward, torch.ops.memfine.experts_keeping.default, *forward.args, backward.args[7], keep)
+        out, *kept = (_call(joint, forward, operator.getitem, both, place) for place in range(len(both.meta["val"])))
+    must_save(both)
+    with joint.inserting_before(backward):
+        target = torch.ops.memfine.experts_backward_kept.default
+        gradients = _call(joint, backward, target, *backward.args, kept, keep)
+    forward.replace_all_uses_with(out)
+    backward.replace_all_uses_with(gradients)
+    joint.erase_node(forward)
+    joint.erase_node(backward)
+    return {node.name for node in kept}
+
+
+def _call(joint: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A call that stands where `like` does, with its fake result."""
+    node = joint.call_function(target, args)
+    node.meta.update({key: value for key, value in like.meta.items() if key not in _META_OF_ARGUMENTS})
+    values = tree_map(lambda leaf: leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf, args)
+    if target is operator.getitem:
+        node.meta["val"] = values[0][values[1]]
+        return node
+    fake_mode = next(leaf for leaf in values if isinstance(leaf, FakeTensor)).fake_mode
+    with fake_mode, torch.no_grad():
+        node.meta["val"] = target(*values)
+    return node
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if not isinstance(size, torch.SymInt):
+        return size
+    return 1 if size.node.hint is None else int(size.node.hint)

@@ -1,0 +1,156 @@
+"""Partition: what the backward of a graph with chunked regions finds saved, and what it computes again.
+
+AOT autograd splits one joint graph into forward and backward with functorch's min-cut partitioner. This pass
+stands in front of it and says, by tags, what it must not decide otherwise:
+
+* the index arrays of a region are saved: routing is never redone, under nobody's checkpoint policy;
+* a head's gradients, which its forward makes, are saved;
+* the experts' output is never computed again, because no backward of a region reads it: where something after
+  a checkpointed layer reads it (the final norm), it is saved;
+* in checkpointed layers that hold a region, the output of fused attention is saved: one [T,H] tensor buys back the
+  recomputation whose cost grows with the square of the sequence. A policy of the user that demands recomputation
+  (MUST_RECOMPUTE) is obeyed.
+
+Without a budget and without checkpoints of the model's own, elementwise work is computed again: see `spare`. With a
+budget of bytes it also decides how much of the dense part (projections, attention, head) and of the regions is computed
+again: see `fit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+import memfine_fx.runtime.head
+import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.compat import functorch
+from memfine_fx.compat.functorch import min_cut_partition, random_state_ops
+from memfine_fx.compat.inductor import CustomPartitionerFn, get_hash_for_files
+from memfine_fx.compat.operators import OpOverload
+from memfine_fx.compat.tensors import tree_leaves
+from memfine_fx.memory.graph_peak import read_graph
+from memfine_fx.passes.normalize import fake_mode_of
+from memfine_fx.passes.step.dense_results import is_attention, must_save
+from memfine_fx.passes.step.fit import StepBudget, fit
+from memfine_fx.passes.step.partitioned import Partition
+from memfine_fx.passes.step.spare import spare
+
+__all__ = ["Partition", "StepPartitioner"]
+
+_FILES = (
+    *(
+        str(Path(__file__).with_name(f"{name}.py"))
+        for name in ("partition", "partitioned", "spare", "fit", "dense_results")
+    ),
+    functorch.__file__,
+)
+_NEVER_RECOMPUTED = (
+    torch.ops.memfine.route.default,
+    torch.ops.memfine.route_shared.default,
+    torch.ops.memfine.experts.default,
+    torch.ops.memfine.head_loss.default,
+)
+
+
+class StepPartitioner(CustomPartitionerFn):
+    """The partitioner of graphs that hold chunked regions.
+
+    Args:
+        is_fused: whether the compiler behind fuses elementwise chains, for the estimates.
+        budget: what the step may use; None without a budget.
+        report: told the partition that was chosen.
+        key: what `fits` depends on, as text: part of the identity of compiled code.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_fused: bool = True,
+        budget: StepBudget | None = None,
+        report: Callable[[Partition], None] | None = None,
+        key: str = "",
+    ) -> None:
+        self._is_fused = is_fused
+        self._budget = budget
+        self._report = report
+        self._key = key
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        _save_what_is_dear(gm.graph)
+        partition = functools.partial(_partition, joint_inputs, kwargs, self._is_fused)
+        num_outputs = kwargs["num_fwd_outputs"]
+        if self._budget is not None:
+            chosen = fit(gm, num_outputs, partition, self._budget)
+        else:
+            spared = spare(gm, num_outputs, partition) if self._is_fused else None
+            chosen = partition(gm) if spared is None else spared
+        if self._report is not None:
+            self._report(chosen)
+        return chosen.forward, chosen.backward
+
+    def uuid(self) -> Any:
+        return get_hash_for_files(_FILES, self._key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepPartitioner:
+        """Inductor copies and pickles its options; only what identifies the partitioner goes along."""
+        return StepPartitioner(is_fused=self._is_fused, key=self._key)
+
+
+def _partition(
+    joint_inputs: Sequence[object],
+    options: dict[str, Any],
+    is_fused: bool,
+    gm: fx.GraphModule,
+    decision: str = "",
+) -> Partition:
+    forward, backward = min_cut_partition(gm, joint_inputs, **options)
+    for one in (forward, backward):
+        _give_values(one.graph)
+    return Partition(
+        forward,
+        backward,
+        read_graph(forward.graph, is_fused=is_fused),
+        read_graph(backward.graph, is_fused=is_fused, frees_inputs=freed_inputs(backward.graph)),
+        decision,
+    )
+
+
+def _give_values(graph: fx.Graph) -> None:
+    """Results of operations that save or set a random state, which the partitioner leaves without values."""
+    with_state = random_state_ops()
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in with_state or "val" in node.meta:
+            continue
+        place = next(place for place, one in enumerate(node.args) if isinstance(one, OpOverload))
+        args, kwargs = fx.map_arg((node.args[place + 1 :], node.kwargs), lambda source: source.meta["val"])
+        fake_mode = fake_mode_of(tree_leaves((args, kwargs)))
+        with fake_mode or contextlib.nullcontext(), torch.no_grad():
+            result = node.args[place](*args, **kwargs)
+        states = [user.meta.get("val") for user in node.users if user.args[1:] == (0,)]
+        node.meta["val"] = (*states[:1], result) if node.target is with_state[0] else result
+
+
+def freed_inputs(backward: fx.Graph) -> list[str]:
+    """Inputs of a backward graph that nobody else holds: saved tensors and tangents, not the model's own inputs."""
+    names = [str(node.target) for node in backward.nodes if node.op == "placeholder"]
+    return [name for name in names if not name.startswith("primals_")]
+
+
+def _save_what_is_dear(graph: fx.Graph) -> None:
+    with_regions = {
+        node.meta.get("ac_graph_id") for node in graph.nodes if node.target is torch.ops.memfine.experts.default
+    }
+    for node in graph.nodes:
+        is_asked = node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
+        is_dear = is_asked and node.meta.get("ac_graph_id") in with_regions and is_attention(node)
+        if node.target in _NEVER_RECOMPUTED or is_dear:
+            must_save(node)

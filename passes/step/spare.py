@@ -1,0 +1,76 @@
+"""Spare: without a budget, forward keeps for backward only what it would cost time to compute again.
+
+Elementwise work is computed again freely, inside the kernels of backward that read it. Matmuls and attentions are kept,
+but for those that free most bytes per FLOP: they may add a small share to the FLOPs of the dense part (`_SHARE`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memfine_fx.compat.functorch import recomputing_elementwise
+from memfine_fx.passes.step.dense_results import DenseResult, dense_results, is_attention, must_save
+from memfine_fx.passes.step.partitioned import Partition
+
+__all__ = ["cheapest", "spare", "spared"]
+
+_SHARE = 0.02
+_STEP_PER_FORWARD = 3
+"""Backward takes two products for each of forward's."""
+
+
+def spare(gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition]) -> Partition | None:
+    """The partition of a joint graph without a budget, or None where the model's own checkpoints decide.
+
+    Args:
+        gm: the joint graph; what must be saved or computed again is tagged in it.
+        num_forward_outputs: results of the joint graph that are forward's.
+        partition: (graph, decision) -> partition.
+    """
+    if any("ac_graph_id" in node.meta for node in gm.graph.nodes):
+        return None
+    return spared(gm, dense_results(gm.graph, num_forward_outputs), partition)
+
+
+def spared(
+    gm: fx.GraphModule,
+    results: Sequence[DenseResult],
+    partition: Callable[..., Partition],
+    *,
+    of_regions: str = "",
+) -> Partition:
+    """The same, whatever the model's checkpoints are.
+
+    Args:
+        gm: as above.
+        results: its dense results.
+        partition: as above.
+        of_regions: what was decided for them, in words.
+    """
+    again = {result.name for result in cheapest(results)}
+    for node in gm.graph.nodes:
+        if node.name in again:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        elif is_attention(node):
+            must_save(node)
+    decision = (
+        f"elementwise work is computed again in backward, and {len(again)} of {len(results)} dense results that cost "
+        f"least for their bytes" + (f"; {of_regions}" if of_regions else "")
+    )
+    with recomputing_elementwise():
+        return partition(gm, decision=decision)
+
+
+def cheapest(results: Sequence[DenseResult]) -> list[DenseResult]:
+    """Those given up first, as far as their share of the FLOPs goes."""
+    left = _SHARE * _STEP_PER_FORWARD * sum(result.flops for result in results)
+    chosen = []
+    for result in reversed(results):
+        left -= result.flops
+        if left < 0:
+            break
+        chosen.append(result)
+    return chosen

@@ -1,0 +1,92 @@
+"""`import memfine_fx` makes backend="memfine" known, whatever the order of imports, and stays light."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMPILE = """
+compiled = torch.compile(lambda x: x * 2 + 1, backend="memfine", options={"inner_backend": "eager"})
+print(float(compiled(torch.tensor(3.0))))
+"""
+
+
+def run_python(source: str, folder: Path) -> str:
+    """Output of a fresh interpreter that sees this checkout and no installed entry point runs first."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import torch, memfine_fx", "import torch, torch._dynamo, memfine_fx", "import memfine_fx, torch._dynamo, torch"],
+)
+def test_the_backend_is_known_before_and_after_dynamo_loads(imports: str, tmp_path: Path) -> None:
+    registered = """
+import torch._dynamo.backends.registry as registry
+assert registry._COMPILER_FNS["memfine"] is __import__("memfine_fx.compiler.entry").compiler.entry.memfine
+"""
+    assert run_python(imports + registered + COMPILE, tmp_path) == "7.0"
+
+
+def test_registering_again_changes_nothing(tmp_path: Path) -> None:
+    source = """
+import sys, torch, memfine_fx
+from memfine_fx.compiler.registration import register_backend
+register_backend()
+num_finders = len(sys.meta_path)
+register_backend()
+assert len(sys.meta_path) == num_finders
+import torch._dynamo
+known = dict(torch._dynamo.backends.registry._COMPILER_FNS)
+register_backend()
+assert torch._dynamo.backends.registry._COMPILER_FNS == known
+assert len(sys.meta_path) == num_finders - 1
+print("same")
+"""
+    assert run_python(source, tmp_path) == "same"
+
+
+def test_the_import_loads_neither_dynamo_nor_inductor(tmp_path: Path) -> None:
+    source = """
+import sys, memfine_fx
+heavy = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "networkx")
+heavy += ("memfine_fx.compiler.pipeline",)
+print([name for name in heavy if name in sys.modules])
+"""
+    assert run_python(source, tmp_path) == "[]"
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("imports", ["import accelerate, memfine_fx", "import memfine_fx, accelerate"])
+def test_accelerate_takes_the_name(imports: str, tmp_path: Path) -> None:
+    """What `TrainingArguments(torch_compile_backend="memfine")` asks of it."""
+    pytest.importorskip("accelerate")
+    source = """
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+assert TorchDynamoPlugin(backend="memfine").to_kwargs()["backend"] == "memfine"
+assert DynamoBackend("INDUCTOR") is DynamoBackend.INDUCTOR
+assert "MEMFINE" in DynamoBackend.list()
+print("taken")
+"""
+    assert run_python(imports + source, tmp_path) == "taken"
+
+
+def test_the_import_does_not_load_sympy(tmp_path: Path) -> None:
+    """It is most of what an import of the whole package takes; whoever compiles anything loads it."""
+    source = """
+import sys, torch
+before = "sympy" in sys.modules
+import memfine_fx
+print(before or "sympy" not in sys.modules)
+"""
+    assert run_python(source, tmp_path) == "True"

@@ -1,0 +1,86 @@
+"""Which partition a budget gets: the fastest of those that fit, or else the one that holds least."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import sympy
+import torch
+from torch import fx
+
+from memfine_fx.memory.liveness import Allocation, GraphMemory
+from memfine_fx.passes.step.fit import fit
+from memfine_fx.passes.step.partitioned import Partition
+from memfine_fx.plan.cost import DeviceRates
+
+
+def holding(num_bytes: int) -> GraphMemory:
+    return GraphMemory((Allocation("buffer", sympy.Integer(num_bytes), 0, 1),), (), 1)
+
+
+class Budget:
+    """Counts what partitions hold."""
+
+    rates = DeviceRates(((32, 1e9), (2048, 1e9)), copy_bytes=1e10, launch_seconds=1e-6)
+    sizes: dict[str, int] = {}  # noqa: RUF012  # as a property of the protocol it may not be a ClassVar
+
+    def __init__(self, available_bytes: int) -> None:
+        self.available_bytes = available_bytes
+
+    def add_hints(self, graph: fx.Graph) -> None: ...
+
+    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
+        return max(sum(one.bytes_at({})) for one in (forward, backward))
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        yield
+
+    def rows_choices(self) -> list[tuple[int | None, float]]:
+        return [(None, 0.0), (64, 1.0)]
+
+
+def joint_graph() -> fx.GraphModule:
+    """One dense result that backward wants."""
+    graph = fx.Graph()
+    tokens = graph.placeholder("tokens")
+    product = graph.call_function(torch.ops.aten.mm.default, (tokens, tokens))
+    graph.output((product, product))
+    for node in (tokens, product):
+        node.meta["val"] = torch.empty(4, 4)
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize(("lean", "spared", "chosen"), [(300, 200, "elementwise"), (200, 300, "no dense result")])
+def test_where_nothing_fits_the_smaller_partition_is_taken(lean: int, spared: int, chosen: str) -> None:
+    decisions: list[str] = []
+
+    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+        decisions.append(decision)
+        held = lean if decision.startswith("no dense result") else spared if decision.startswith("element") else 400
+        return Partition(gm, gm, holding(held), holding(held), decision)
+
+    found = fit(joint_graph(), 1, partition, Budget(1))
+
+    assert found.decision.startswith(chosen)
+    assert len(decisions) == 3
+
+
+@pytest.mark.parametrize(
+    ("available", "chosen", "num_partitions"),
+    [(450, "nothing dense", 1), (350, "elementwise work", 3), (250, "no dense result", 3)],
+)
+def test_what_steps_without_a_budget_have_is_taken_before_more_is_computed_again(
+    available: int, chosen: str, num_partitions: int
+) -> None:
+    decisions: list[str] = []
+
+    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+        decisions.append(decision)
+        held = 400 if decision.startswith("nothing dense") else 300 if decision.startswith("element") else 200
+        return Partition(gm, gm, holding(held), holding(held), decision)
+
+    assert fit(joint_graph(), 1, partition, Budget(available)).decision.startswith(chosen)
+    assert len(decisions) == num_partitions

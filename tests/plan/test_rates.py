@@ -1,0 +1,45 @@
+"""Rates of the device: measured once, read from the file afterwards, whatever is compiling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memfine_fx.plan import rates
+from memfine_fx.plan.rates import device_rates
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEMFINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(rates, "_LIMIT_S", 0.0)
+    device_rates.cache_clear()
+    return tmp_path / "cache"
+
+
+def test_rates_are_measured_once_and_kept(folder: Path) -> None:
+    with FakeTensorMode():  # as inside a compilation, where products of fake tensors take no time
+        rates = device_rates("cpu", torch.float32)
+    assert all(1e6 < rate < 1e15 for _, rate in rates.matmul_flops)
+    assert [rate for _, rate in rates.matmul_flops] == sorted(rate for _, rate in rates.matmul_flops)
+    (file,) = folder.iterdir()
+    device_rates.cache_clear()
+    assert device_rates("cpu", torch.float32) == rates
+    assert [file] == list(folder.iterdir())
+
+
+def test_a_broken_file_is_measured_again(folder: Path) -> None:
+    device_rates("cpu", torch.float32)
+    (file,) = folder.iterdir()
+    file.write_text("{}")
+    device_rates.cache_clear()
+    assert device_rates("cpu", torch.float32).copy_bytes > 0
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEMFINE_CACHE", str(tmp_path / "file" / "below"))
+    assert device_rates("cpu", torch.float32).launch_seconds > 0
