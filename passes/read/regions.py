@@ -109,6 +109,8 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
             return None  # two decisions, put together, are one index
         try:
             region = _reading(body, frame, later, frames)
+            if region is None and later:  # the next decision may be the same router's, of the same experts
+                region = _reading(body, frame, _after_first(body, later), frames)
         except _Refused as refusal:
             refused = refused or refusal
             continue
@@ -121,10 +123,15 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
     if region is not None:
         return region
     if refused is not None:
-        return Refusal(provenance(refused.where), refused.refusal.reason, refused.refusal.node)
+        refusal = refused.refusal
+        return Refusal(provenance(refused.where), refusal.reason, refusal.node)
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
         return None
     return lonely_seed(body.flow, seed)
+
+
+def _after_first(body: _Body, later: set[fx.Node]) -> set[fx.Node]:
+    return later - {min(later, key=body.flow.position.__getitem__)}
 
 
 def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]) -> MoERegion | None:
@@ -358,7 +365,7 @@ def _cut(flow: Dataflow, reader: Reader, exit_node: fx.Node, roots: set[fx.Node]
 def _checked(body: _Body, region: MoERegion) -> MoERegion:
     cut, flow = region.cut, body.flow
     inside = set(cut.nodes)
-    _check_floats_stay_inside(cut, inside)
+    _check_floats_stay_inside(cut, flow, inside)
     _check_mutations(cut, flow, inside)
     _check_written_insides(cut, flow, inside)
     modes = _uniform_modes(cut, body.modes)
@@ -370,12 +377,14 @@ def _checked(body: _Body, region: MoERegion) -> MoERegion:
     return region
 
 
-def _check_floats_stay_inside(cut: Cut, inside: set[fx.Node]) -> None:
+def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
+    """What is written in place up to the exit is read after it as the exit, see `_check_written_insides`."""
+    replaced = {cut.exit, *flow.mutations.get(cut.exit, ())}
     num_tokens = None if cut.expert_index is None else tensor_of(cut.expert_index).shape[0]
     for node in cut.nodes:
         outside_users = [user for user in node.users if user not in inside and not is_only_asserted(user)]
         is_routed = is_float_tensor(node) and (num_tokens is None or _is_routed(node, num_tokens))
-        if node is not cut.exit and outside_users and is_routed:
+        if node not in replaced and outside_users and is_routed:
             raise CannotChunk(f"routed rows are also used outside the region, by {outside_users[0]}", node)
 
 
