@@ -111,15 +111,15 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
             region = _reading(body, frame, later, frames)
             if region is None and later:  # the next decision may be the same router's, of the same experts
                 region = _reading(body, frame, _after_first(body, later), frames)
-        except _Refused as refusal:
-            refused = refused or refusal
+        except _Refused as stopped:
+            refused = refused or stopped
             continue
         if region is not None:
             return region
     try:
         region = _in_slots(body, frames[0], later) if frames else None
-    except _Refused as refusal:
-        refused, region = refused or refusal, None
+    except _Refused as stopped:
+        refused, region = refused or stopped, None
     if region is not None:
         return region
     if refused is not None:
