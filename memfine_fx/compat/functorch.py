@@ -1,9 +1,10 @@
-"""AOT autograd: its settings, its partitioner, and the saved tensors that a backward may write over."""
+"""AOT autograd: its settings, its partitioner, and the tensors that a backward may write over or drop."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ __all__ = [
     "ELEMENTWISE",
     "PARTITIONER",
     "RANDOM_STATES",
+    "TANGENTS",
     "compile_on_aot_autograd",
     "compiling_regions",
+    "frees_tangents",
     "min_cut_partition",
     "random_state_ops",
     "recomputing_elementwise",
@@ -82,6 +85,15 @@ def _donated_idxs() -> list[int] | None:
     return get_donated_idxs()
 
 
+def frees_tangents() -> bool:
+    """Whether a backward may drop its tangents, the gradients of its graph's results, while it runs.
+
+    Since torch 2.13 autograd hands them over in a list, which compiled code empties (`boxed_grads_call`). Before, it
+    holds them until the backward returns, also those that are zeros for a result whose gradient nobody gave.
+    """
+    return hasattr(torch.autograd.Function, "boxed_grads_call") and TANGENTS.holds()
+
+
 def min_cut_partition(
     joint: fx.GraphModule, inputs: Sequence[object], **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -139,6 +151,33 @@ def _check_donated() -> None:
     context.fw_metadata = SimpleNamespace(bw_donated_idxs=positions)
     with tracing(context):
         expect(_donated_idxs() is positions, "the list that is given is not AOT autograd's own")
+
+
+def _check_tangents() -> None:
+    """A gradient that is taken out of the list is gone, where autograd gives a list."""
+    dropped: list[bool] = []
+
+    class Doubled(torch.autograd.Function):
+        boxed_grads_call = True
+
+        @staticmethod
+        def forward(context: Any, factor: torch.Tensor) -> torch.Tensor:
+            return factor * 2
+
+        @staticmethod
+        def backward(context: Any, *given: Any) -> Any:
+            (gradients,) = given
+            gradient = gradients.pop()
+            result, reference = gradient * 2, weakref.ref(gradient)
+            del gradient
+            dropped.append(reference() is None)
+            return result
+
+    if not hasattr(torch.autograd.Function, "boxed_grads_call"):
+        return  # nothing is relied upon: tangents count to the end of backward
+    probe = torch.ones(1, requires_grad=True)
+    (Doubled.apply(probe) * 3).backward()  # type: ignore[no-untyped-call]
+    expect(dropped == [True], "autograd holds a gradient that a backward has dropped")
 
 
 def _check_partitioner() -> None:
@@ -205,6 +244,15 @@ DONATED = Hook(
     loss="A second backward through one forward (retain_graph=True, two losses) is refused by torch, with an error; "
     "a single one is as before.",
     check=_check_donated,
+)
+TANGENTS = Hook(
+    name="torch.autograd.Function.boxed_grads_call",
+    host="torch",
+    purpose="counting the gradients of a graph's results no longer than backward needs them, since torch 2.13",
+    seen=("2.11", "2.15"),
+    loss="The gradients of a graph's results count until its backward ends, so a memory_budget may compute more again, "
+    "or ask for smaller chunks, than it has to.",
+    check=_check_tangents,
 )
 PARTITIONER = Hook(
     name="torch._functorch.partitioners.min_cut_rematerialization_partition",

@@ -30,7 +30,7 @@ from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.step.fit import StepBudget
 from memfine_fx.passes.step.kernel_order import KernelOrder
-from memfine_fx.passes.step.partition import StepPartitioner, freed_inputs
+from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.region_distance import RegionDistance
 
@@ -107,9 +107,9 @@ def _compile_and_read(
 ) -> Any:
     """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
     is_backward = bool(kwargs.get("is_backward"))
-    freed = freed_inputs(graph_module.graph) if is_backward else []
+    counted = counted_inputs(graph_module.graph) if is_backward else None
     compiled: Any = compile_inner(graph_module, inputs, **kwargs)
-    memory = read_wrapper(wrapper_of(compiled), graph_module.graph, freed)
+    memory = read_wrapper(wrapper_of(compiled), graph_module.graph, counted)
     step.add_hints(graph_module.graph)
     if memory is not None:
         if is_backward:

@@ -11,7 +11,7 @@ Arguments are the caller's and count nothing. Sizes are sympy expressions in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -20,7 +20,7 @@ from torch import fx
 
 from memfine_fx.compat.operators import OpOverload, op_name, qualified_name
 from memfine_fx.memory.kernel_scratch import scratch_bytes
-from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
+from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
 from memfine_fx.memory.sizes import size_expr
 
 __all__ = ["live_peaks", "peak_bytes_at", "read_graph", "tensor_bytes"]
@@ -56,18 +56,19 @@ def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
     return peaks
 
 
-def read_graph(graph: fx.Graph, *, is_fused: bool, frees_inputs: Iterable[str] = ()) -> GraphMemory:
+def read_graph(graph: fx.Graph, *, is_fused: bool, inputs: CountedInputs | None = None) -> GraphMemory:
     """What a forward or backward graph would hold, before it is compiled; an estimate to plan by.
 
     Args:
         graph: ATen with `meta["val"]`, chunked regions as calls of their ops.
         is_fused: whether Inductor will fuse pointwise chains.
-        frees_inputs: names of inputs that nobody else holds, freed after their last reader.
+        inputs: those that count; none where it is None.
     """
-    freed = set(frees_inputs)
+    inputs = inputs or CountedInputs()
+    counted = {*inputs.freed, *inputs.held}
     owners = _owners(graph, is_fused)
     for node in graph.nodes:
-        if node.op == "placeholder" and str(node.target) in freed and _is_tensor(node):
+        if node.op == "placeholder" and str(node.target) in counted and _is_tensor(node):
             owners[node] = node
         elif _is_tuple(node):
             owners[node] = None
@@ -81,8 +82,10 @@ def read_graph(graph: fx.Graph, *, is_fused: bool, frees_inputs: Iterable[str] =
         made_by = owner.args[0] if _is_element(owner) else owner
         assert isinstance(made_by, fx.Node)
         start = 0 if owner.op == "placeholder" else position[made_by]
-        stop = None if reader.op == "output" else position[reader] + 1
-        allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, owner.op == "placeholder"))
+        is_input = owner.op == "placeholder"
+        outlives = reader.op == "output" or (is_input and str(owner.target) in inputs.held)
+        stop = None if outlives else position[reader] + 1
+        allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, is_input))
     for node, place in position.items():
         if scratch := scratch_bytes(node):
             allocations.append(Allocation(f"scratch of {_name(node.target)}", scratch, place, place + 1))

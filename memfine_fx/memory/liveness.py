@@ -18,7 +18,7 @@ import sympy
 
 from memfine_fx.records import Keep
 
-__all__ = ["OP_PHASES", "Allocation", "Call", "GraphMemory", "Peak", "Phase", "call_of"]
+__all__ = ["OP_PHASES", "Allocation", "Call", "CountedInputs", "GraphMemory", "Peak", "Phase", "call_of"]
 
 Phase = Literal["route", "forward", "backward", "head"]
 
@@ -43,6 +43,19 @@ class Allocation:
     start: int
     stop: int | None
     is_input: bool = False
+
+
+@dataclass(frozen=True)
+class CountedInputs:
+    """Inputs of a graph, by name, whose bytes are the run's; all others are the caller's and count nothing.
+
+    Args:
+        freed: nobody else holds them; they go after their last reader.
+        held: somebody else holds them for as long as the graph runs.
+    """
+
+    freed: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class GraphMemory:
     """One graph's allocations and calls.
 
     Args:
-        allocations: storages, in the order in which they are made; inputs that the run frees first.
+        allocations: storages, in the order in which they are made; inputs that count first.
         calls: chunked regions, in order.
         num_positions: length of the run.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import sympy
@@ -22,7 +22,7 @@ from torch import fx
 from memfine_fx.compat.inductor import WRAPPERS
 from memfine_fx.compat.operators import OpOverload
 from memfine_fx.memory.kernel_scratch import scratch_bytes
-from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, GraphMemory, call_of
+from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
 from memfine_fx.memory.sizes import size_expr
 
 __all__ = ["read_wrapper"]
@@ -35,7 +35,7 @@ class _Unreadable(Exception):
     """The wrapper has a form that is not known."""
 
 
-def read_wrapper(source: str, graph: fx.Graph, frees_inputs: Iterable[str] = ()) -> GraphMemory | None:
+def read_wrapper(source: str, graph: fx.Graph, inputs: CountedInputs | None = None) -> GraphMemory | None:
     """The timeline of a compiled graph; None, with a `CompatibilityWarning`, if its wrapper cannot be read.
 
     A graph that calls nothing is never compiled and has no wrapper: None, and nothing is lost.
@@ -43,14 +43,15 @@ def read_wrapper(source: str, graph: fx.Graph, frees_inputs: Iterable[str] = ())
     Args:
         source: the wrapper's Python source.
         graph: the FX graph it was compiled from, with `meta["val"]`.
-        frees_inputs: names of inputs that nobody else holds (tensors saved for backward, tangents); they are
-            alive from the start and freed where the wrapper drops them.
+        inputs: those that count (tensors saved for backward, tangents); they are alive from the start, and freed
+            where the wrapper drops them if nobody else holds them. None where it is None.
     """
     if not source and not any(node.op.startswith("call_") for node in graph.nodes):
         return None
+    inputs = inputs or CountedInputs()
     try:
         body = _call_body(ast.parse(source))
-        reader = _Reader(_bytes_of_ops(graph), _input_bytes(graph, set(frees_inputs)))
+        reader = _Reader(_bytes_of_ops(graph), _input_bytes(graph, inputs.freed), _input_bytes(graph, inputs.held))
         for statement in _flatten(body):
             reader.read(statement)
         return reader.finish()
@@ -97,7 +98,7 @@ def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
     return calls
 
 
-def _input_bytes(graph: fx.Graph, names: set[str]) -> dict[str, sympy.Expr]:
+def _input_bytes(graph: fx.Graph, names: Collection[str]) -> dict[str, sympy.Expr]:
     placeholders = {str(node.target): node.meta.get("val") for node in graph.nodes if node.op == "placeholder"}
     return {name: _tensor_bytes(value) for name, value in placeholders.items() if name in names}
 
@@ -134,14 +135,18 @@ class _Storage:
 class _Reader:
     """Walks the statements; knows which names hold which storages."""
 
-    def __init__(self, ops: dict[str, list[_OpBytes]], inputs: dict[str, sympy.Expr]) -> None:
+    def __init__(
+        self, ops: dict[str, list[_OpBytes]], freed: dict[str, sympy.Expr], held: dict[str, sympy.Expr]
+    ) -> None:
         self._ops = {name: iter(calls) for name, calls in ops.items()}
         self._storages: list[_Storage] = []
         self._held: dict[str, list[_Storage]] = {}  # a name holds one storage, or all results of an op
         self._calls: list[Call] = []
         self._position = 0
-        for name, num_bytes in inputs.items():
+        for name, num_bytes in freed.items():
             self._hold(name, [self._new(name, num_bytes, is_input=True)])
+        for name, num_bytes in held.items():  # under no name of the wrapper, which can drop none of them
+            self._new(name, num_bytes, is_input=True)
 
     def read(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):

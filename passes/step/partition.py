@@ -31,18 +31,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 import memfine_fx.runtime.head
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compat import functorch
-from memfine_fx.compat.functorch import min_cut_partition, random_state_ops
+from memfine_fx.compat.functorch import frees_tangents, min_cut_partition, random_state_ops
 from memfine_fx.compat.inductor import CustomPartitionerFn, get_hash_for_files
 from memfine_fx.compat.operators import OpOverload
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.memory.graph_peak import read_graph
+from memfine_fx.memory.liveness import CountedInputs
 from memfine_fx.passes.normalize import fake_mode_of
 from memfine_fx.passes.step.dense_results import is_attention, must_save
 from memfine_fx.passes.step.fit import StepBudget, fit
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.spare import spare
 
-__all__ = ["Partition", "StepPartitioner"]
+__all__ = ["Partition", "StepPartitioner", "counted_inputs"]
 
 _FILES = (
     *(
@@ -119,7 +120,7 @@ def _partition(
         forward,
         backward,
         read_graph(forward.graph, is_fused=is_fused),
-        read_graph(backward.graph, is_fused=is_fused, frees_inputs=freed_inputs(backward.graph)),
+        read_graph(backward.graph, is_fused=is_fused, inputs=counted_inputs(backward.graph)),
         decision,
     )
 
@@ -139,10 +140,13 @@ def _give_values(graph: fx.Graph) -> None:
         node.meta["val"] = (*states[:1], result) if node.target is with_state[0] else result
 
 
-def freed_inputs(backward: fx.Graph) -> list[str]:
-    """Inputs of a backward graph that nobody else holds: saved tensors and tangents, not the model's own inputs."""
+def counted_inputs(backward: fx.Graph) -> CountedInputs:
+    """Inputs of a backward graph that are not the model's own: saved tensors go with their last reader, and tangents
+    do too where autograd lets go of them."""
     names = [str(node.target) for node in backward.nodes if node.op == "placeholder"]
-    return [name for name in names if not name.startswith("primals_")]
+    counted = [name for name in names if not name.startswith("primals_")]
+    held = [] if frees_tangents() else [name for name in counted if name.startswith("tangents_")]
+    return CountedInputs(tuple(name for name in counted if name not in held), tuple(held))
 
 
 def _save_what_is_dear(graph: fx.Graph) -> None:

@@ -83,6 +83,11 @@ def breaks_switchable_experts(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(module.PreTrainedModel, "_can_set_experts_implementation")
 
 
+def holds_gradients(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.autograd.Function, "boxed_grads_call", False, raising=False)  # is none before torch 2.13
+    patch.setattr(functorch, "weakref", types.SimpleNamespace(ref=lambda tensor: lambda: tensor))
+
+
 _partition = torch._functorch.partitioners.min_cut_rematerialization_partition
 _autograd: Any = torch._C._autograd
 _keeps = "_get_current_graph_task_keep_graph"
@@ -112,6 +117,7 @@ BREAKS: dict[Hook, Break] = {
         torch._functorch.partitioners, "min_cut_rematerialization_partition", blind_to_policies
     ),
     functorch.RANDOM_STATES: lacking(torch._prims.rng_prims, "run_with_rng_state"),
+    functorch.TANGENTS: holds_gradients,
     inductor.COMPILER: lacking(torch._inductor.config, "custom_partitioner_fn"),
     inductor.KERNELS: lacking(torch._inductor.config, "_post_fusion_custom_pass"),
     inductor.TRACING: having(torch._guards.TracingContext, "try_get", staticmethod(lambda: None)),
@@ -228,6 +234,13 @@ OPTIONAL = [
     (functorch.AUTOGRAD_CACHE, "aot_eager"),
     (functorch.DONATED, "aot_eager"),
     (functorch.RANDOM_STATES, "aot_eager"),
+    pytest.param(
+        functorch.TANGENTS,
+        "aot_eager",
+        marks=pytest.mark.skipif(
+            not hasattr(torch.autograd.Function, "boxed_grads_call"), reason="never asked before torch 2.13"
+        ),
+    ),
     (shapes.HINTS, "aot_eager"),
     pytest.param(autograd.KEPT_GRAPHS, "inductor", marks=pytest.mark.slow),
     pytest.param(functorch.DONATED, "inductor", marks=pytest.mark.slow),

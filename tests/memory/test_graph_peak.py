@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memfine_fx.memory.graph_peak import live_peaks, peak_bytes_at
+from memfine_fx.memory.graph_peak import live_peaks, peak_bytes_at, read_graph
+from memfine_fx.memory.liveness import CountedInputs
 from memfine_fx.passes.tracing import TensorSpec, trace_rows
 
 SIDE = 8
@@ -144,3 +145,26 @@ def test_a_graph_that_allocates_nothing_peaks_at_zero() -> None:
 def test_every_result_of_a_call_with_several_is_counted() -> None:
     traced = make_fx(lambda x: torch.ops.aten.max.dim(x, 1), tracing_mode="fake")(torch.randn(6, SIDE))
     assert peak_bytes_at(live_peaks(traced.graph, is_fused=False), {}) == 6 * (4 + 8)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (None, [0, 0, 64, 128, 64]),
+        (CountedInputs(freed=("saved", "tangents_1")), [128, 128, 192, 192, 64]),
+        (CountedInputs(freed=("saved",), held=("tangents_1",)), [128, 128, 192, 256, 128]),
+    ],
+    ids=["the caller's", "freed", "held"],
+)
+def test_inputs_that_count_are_alive_from_the_start_and_those_that_are_held_to_the_end(
+    inputs: CountedInputs | None, expected: list[int]
+) -> None:
+    graph = fx.Graph()
+    saved, tangent = graph.placeholder("saved"), graph.placeholder("tangents_1")
+    product = graph.call_function(torch.ops.aten.mm.default, (tangent, saved))
+    gradient = graph.call_function(torch.ops.aten.mm.default, (product, saved))
+    graph.output((gradient,))
+    for node in (saved, tangent, product, gradient):
+        node.meta["val"] = torch.empty(4, 4)
+    memory = read_graph(graph, is_fused=False, inputs=inputs)
+    assert memory.live_bytes({}, lambda call: 0) == expected

@@ -10,16 +10,16 @@ from torch._functorch import config as functorch_config
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.errors import CompatibilityWarning
-from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.memory.liveness import CountedInputs, GraphMemory
 from memfine_fx.memory.wrapper_code import read_wrapper
 
 HEAD = "def call(self, args):\n    s0, saved, primals_1 = args\n    args.clear()\n"
 S0 = sympy.Symbol("s0", integer=True, positive=True)
 
 
-def read(lines: str, graph: fx.Graph | None = None, frees: tuple[str, ...] = ()) -> GraphMemory:
+def read(lines: str, graph: fx.Graph | None = None, inputs: CountedInputs | None = None) -> GraphMemory:
     source = HEAD + "".join(f"    {line}\n" for line in lines.strip().splitlines())
-    memory = read_wrapper(source, graph or fx.Graph(), frees)
+    memory = read_wrapper(source, graph or fx.Graph(), inputs)
     assert memory is not None
     return memory
 
@@ -79,8 +79,17 @@ def test_saved_inputs_are_alive_from_the_start_and_inputs_of_the_user_count_noth
     graph = fx.Graph()
     for name, shape in (("saved", (4, 4)), ("primals_1", (100,))):
         graph.placeholder(name).meta["val"] = torch.empty(shape)
-    memory = read("del primals_1\ndel saved\nreturn ()", graph, ("saved",))
+    memory = read("del primals_1\ndel saved\nreturn ()", graph, CountedInputs(("saved",)))
     assert live(memory) == [64, 0, 0]
+
+
+def test_inputs_that_somebody_else_holds_are_alive_to_the_end_whatever_the_wrapper_drops_or_renames() -> None:
+    graph = fx.Graph()
+    for name in ("saved", "tangents_1", "tangents_2"):
+        graph.placeholder(name).meta["val"] = torch.empty(4, 4)
+    lines = "buf0 = tangents_1; del tangents_1\ndel saved\ndel buf0\nreturn ()"
+    memory = read(lines, graph, CountedInputs(freed=("saved",), held=("tangents_1", "tangents_2")))
+    assert live(memory) == [192, 192, 128, 128, 128]
 
 
 def test_cuda_sizes_are_rounded_to_the_allocators_blocks() -> None:

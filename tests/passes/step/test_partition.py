@@ -17,8 +17,9 @@ from torch.utils.checkpoint import (
 )
 
 import memfine_fx
+from memfine_fx.memory.liveness import CountedInputs
 from memfine_fx.passes.step import partition as partition_module
-from memfine_fx.passes.step.partition import Partition, StepPartitioner
+from memfine_fx.passes.step.partition import Partition, StepPartitioner, counted_inputs
 from tests.helpers import HIDDEN, GatheredMoE, hidden_states
 
 Graphs = list[tuple[fx.GraphModule, fx.GraphModule]]
@@ -115,6 +116,18 @@ def test_attention_without_a_region_is_left_to_its_checkpoint(partitions: Graphs
     train(Both())
     ((_, backward),) = partitions
     assert attentions(backward) == 1
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_tangents_count_to_the_end_of_backward_where_autograd_holds_them(
+    frees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition_module, "frees_tangents", lambda: frees)
+    graph = fx.Graph()
+    for name in ("primals_1", "mul", "tangents_1", "tangents_2"):
+        graph.placeholder(name)
+    tangents = ("tangents_1", "tangents_2")
+    assert counted_inputs(graph) == (CountedInputs(("mul", *tangents)) if frees else CountedInputs(("mul",), tangents))
 
 
 def test_two_partitioners_of_equal_options_share_compiled_code() -> None:
