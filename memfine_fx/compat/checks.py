@@ -130,6 +130,7 @@ def _failure_of(check: Callable[[], None]) -> str | None:
     and gradient modes belong to their thread.
     """
     found: list[str] = []
+    _begin_fake_tensors()
 
     def run() -> None:
         try:
@@ -141,6 +142,18 @@ def _failure_of(check: Callable[[], None]) -> str | None:
     thread.start()
     thread.join()
     return found[0] if found else None
+
+
+def _begin_fake_tensors() -> None:
+    """Have this thread be the first to use fake tensors, if none did.
+
+    NOTE: torch 2.11 built for CUDA crashes on a machine without GPU at the next fake tensor of any thread, once the
+    thread that first entered a fake mode has ended.
+    """
+    from memfine_fx.compat.tensors import FakeTensorMode
+
+    with FakeTensorMode():
+        pass
 
 
 def _version_of(host: str) -> str:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import importlib.util
+import subprocess
 import sys
 import threading
 import types
@@ -336,3 +337,11 @@ def test_an_optimized_model_under_another_torch_warns_once_and_runs(
 def test_a_tested_torch_warns_of_nothing(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     checks.warn_outside_tested_range()
+
+
+def test_hooks_are_all_asked_in_a_process_that_made_no_fake_tensor() -> None:
+    """torch 2.11 crashed in the second thread that made one, where the first had ended."""
+    asked = subprocess.run([sys.executable, "-m", "memfine_fx.compat"], capture_output=True, text=True, check=False)
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+    assert {line.split()[0] for line in asked.stdout.splitlines()} <= {"holds", "absent"}
+    assert len(asked.stdout.splitlines()) == len(HOOKS)
