@@ -15,8 +15,6 @@ __all__ = ["Message", "messages"]
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("memfine_fx", "passes", "models")
-NOT_ASKED = Path("passes") / "read"
-"""Its refusals reach nobody before the pipeline asks this reader."""
 HOLE = "…"
 
 _ERRORS = frozenset(
@@ -31,7 +29,7 @@ _KINDS = {
     "warning": "warning",
     "append": "note",
 }
-_TEXT_PLACES = {"Refusal": 1, "HeadRefusal": 1}
+_TEXT_PLACES = {"CannotChunk": 1, "Refusal": 2, "HeadRefusal": 2}
 _RETURNING = {
     "_switch": "note",
     "_record": "verification",
@@ -43,7 +41,7 @@ _RETURNING = {
 _OWN_TEXT = frozenset({"BudgetInfeasible", "ChunkOutOfMemory", "ExchangeFailed", "MissingPackage"})
 """Errors whose text is made in their class, not where they are raised."""
 _HANDED_ON = frozenset(
-    {"refusal.reason", "message", "'\\n'.join(problems)", "f'{where}: {message}'", "f'memfine: {error}'"}
+    {"refusal.details", "message", "'\\n'.join(problems)", "f'{where}: {message}'", "f'memfine: {error}'"}
 )
 """Expressions that hold a message found elsewhere."""
 
@@ -56,11 +54,13 @@ class Message:
         kind: the error's class, or "refusal", "warning", "note", "command line".
         text: as written, an ellipsis for each part that is known only at run time.
         source: file in which it is made, relative to the root.
+        reason: name of a refusal's `errors.Reason`.
     """
 
     kind: str
     text: str
     source: str
+    reason: str = ""
 
 
 def messages(root: Path = ROOT) -> list[Message]:
@@ -74,8 +74,8 @@ def messages(root: Path = ROOT) -> list[Message]:
     for path in _sources(root):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         source = path.relative_to(root).as_posix()
-        for kind, text in _of_tree(tree, source):
-            found.setdefault((kind, text), Message(kind, text, source))
+        for kind, text, reason in _of_tree(tree, source):
+            found.setdefault((kind, text), Message(kind, text, source, reason))
     return list(found.values())
 
 
@@ -83,13 +83,12 @@ def _sources(root: Path) -> Iterator[Path]:
     """Python files, those under the links `memfine_fx/passes` and `memfine_fx/models` once."""
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
-            if path.is_relative_to(root / NOT_ASKED):
-                continue
             if path.resolve() == root.resolve() / path.relative_to(root):
                 yield path
 
 
-def _of_tree(tree: ast.Module, source: str) -> Iterator[tuple[str, str]]:
+def _of_tree(tree: ast.Module, source: str) -> Iterator[tuple[str, str, str]]:
+    """Kind, text and reason of each message."""
     for node, scope, owner in _scopes(tree):
         kind, expression = _made(node, scope, owner)
         if expression is None or ast.unparse(expression) in _HANDED_ON:
@@ -97,7 +96,8 @@ def _of_tree(tree: ast.Module, source: str) -> Iterator[tuple[str, str]]:
         texts = [" ".join(text.split()) for text in _texts(expression, [scope, tree])]
         if not texts and kind not in _RETURNING.values():
             raise LookupError(f"{source}:{expression.lineno}: cannot read the message {ast.unparse(expression)!r}")
-        yield from ((kind, text) for text in texts if text)
+        reason = _reason(node)
+        yield from ((kind, text, reason) for text in texts if text)
 
 
 def _scopes(tree: ast.Module) -> list[tuple[ast.AST, ast.AST, str]]:
@@ -124,6 +124,12 @@ def _made(node: ast.AST, scope: ast.AST, owner: str) -> tuple[str, ast.expr | No
     return _called(node, owner) if isinstance(node, ast.Call) else ("", None)
 
 
+def _reason(node: ast.AST) -> str:
+    """Which `Reason` a call names."""
+    named = (ast.unparse(one) for one in node.args) if isinstance(node, ast.Call) else ()
+    return next((name.removeprefix("Reason.") for name in named if name.startswith("Reason.")), "")
+
+
 def _returns_messages(scope: ast.AST) -> bool:
     """Whether a function is one of those that return messages."""
     return isinstance(scope, ast.FunctionDef) and scope.name in _RETURNING
@@ -134,6 +140,8 @@ def _called(call: ast.Call, owner: str) -> tuple[str, ast.expr | None]:
     name = called.rsplit(".", 1)[-1]
     words = {word.arg: word.value for word in call.keywords}
     if called == "super().__init__":
+        if _reason(call):
+            return "refusal", call.args[1]
         return (owner, call.args[0]) if owner in _OWN_TEXT else ("", None)
     if called == "print":
         return "command line", call.args[0] if _is_complaint(call, words) else None

@@ -10,7 +10,8 @@ An entry's title and advice are written in the page, by hand. A comment behind t
     kind: warning
     -->
 
-A message belongs to the first entry that has one of its words or its source, and its kind where the entry has kinds.
+A message belongs to the first entry that has one of its words or its source, and its kind where the entry has kinds. A
+refusal belongs to the entry that names its `errors.Reason` (`reason: TOKENS_INTERACT`).
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class Entry:
     words: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, comment: str) -> Entry:
-        found: dict[str, list[str]] = {"word": [], "source": [], "kind": []}
+        found: dict[str, list[str]] = {"word": [], "source": [], "kind": [], "reason": []}
         for line in comment.splitlines():
             key, _, value = line.partition(": ")
             found[key].append(value)
@@ -48,6 +50,8 @@ class Entry:
     def holds(self, message: Message) -> bool:
         if self.kinds and message.kind not in self.kinds:
             return False
+        if message.reason:
+            return message.reason in self.reasons
         return message.source.startswith(self.sources or ("\0",)) or any(word in message.text for word in self.words)
 
 
@@ -55,7 +59,7 @@ def entries_of(text: str) -> list[Entry]:
     """The page's entries with messages, in order.
 
     Raises:
-        KeyError: a line of a comment is no word, source or kind.
+        KeyError: a line of a comment is no word, source, kind or reason.
     """
     return [Entry.of(comment) for _, comment in _BLOCK.findall(text)]
 

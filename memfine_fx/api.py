@@ -71,7 +71,7 @@ def optimize(
         ConfigError: an argument is malformed.
         BudgetInfeasible: at the first step, when no plan fits; names the smallest budget that would.
 
-    Source: MemFine (arXiv 2511.21431); the rows axis is described in docs/design.md.
+    Source: MemFine (arXiv 2511.21431); the rows axis is described in docs/design/runtime.md.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"optimize expects a torch.nn.Module, got {type(model).__name__}")

@@ -7,6 +7,7 @@ the user's graph stays as it was.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,97 @@ __all__ = [
     "MemfineError",
     "MissingPackage",
     "RanksDisagree",
+    "Reason",
 ]
+
+
+class Reason(enum.Enum):
+    """Why something stays as it was written; the value is what a user can do about it, in one sentence.
+
+    docs/troubleshooting.md lists under each what exactly can have been seen.
+    """
+
+    NO_EXPERTS = (
+        "nothing to do if this choice picks no experts (sampling, attention, lookups); if it does, a graph break hides "
+        "them, and TORCH_LOGS=graph_breaks shows it"
+    )
+    GRAPH_BREAK = (
+        "something between the router and the experts cannot be captured: TORCH_LOGS=graph_breaks shows what; "
+        "in transformers, model.set_experts_implementation('grouped_mm') is captured whole"
+    )
+    EXPERTS_ARE_VECTORS = (
+        "one vector an expert leaves no matmul to run per expert (product-key retrieval); experts that are stored flat "
+        "are raised as parameters [E,in,out]"
+    )
+    EXPERTS_CHOOSE_TOKENS = (
+        "nothing to do where the picked tokens meet one dense block or attention; experts that choose tokens are "
+        "raised when their weights are stacked, [E,in,out], and multiplied by bmm or einsum"
+    )
+    CHOSEN_FOR_SEQUENCES = "run each expert on its own sequences, or repeat the choice for every token, [T] ids"
+    UNKNOWN_SPELLING = "see docs/coverage.md for the spellings that are raised"
+    INDEX_NOT_FOLLOWED = (
+        "what an index names was lost: sort by expert id, count with bincount or histc, gather by the sorted order; "
+        "see docs/coverage.md for the spellings that are raised"
+    )
+    ROWS_NOT_FOLLOWED = (
+        "the order or shape of routed rows was lost here; a layer that keeps its rows apart and is refused is worth a "
+        "report with its code"
+    )
+    COMBINE_NOT_FOLLOWED = (
+        "add each token's rows to zeros [T,H] (index_add, scatter_add), or undo the sort and sum over the choices"
+    )
+    RESULTS_APART = (
+        "only layers that add up a token's experts are chunked; experts whose results stay apart (attention experts, a "
+        "result per head) run as written"
+    )
+    ROWS_LEAVE = (
+        "what reads the routed rows keeps all of them alive, so chunks would save nothing: read the combined output"
+    )
+    TOKENS_INTERACT = (
+        "rows must be independent: a sum, norm or running count over tokens makes chunks depend on one another"
+    )
+    NOT_PROVED_ZERO = (
+        "an expert that a token did not choose must add exactly zero: weigh its results by weights that are zero there"
+    )
+    EXPERTS_DIFFER = "experts must be the same computation with weights of their own to share one loop"
+    LAYOUTS_DIFFER = "experts of one width and layout share one loop; these do not"
+    RANDOM_NUMBERS = (
+        "a recomputed chunk would draw others: move dropout behind the combined output, or set it to 0 in the experts"
+    )
+    GRADIENTS_STOP = "gradients through a detached value cannot be recomputed in chunks: detach outside the experts"
+    MODES_CHANGE = "enter autocast or no_grad around the whole MoE layer, not inside it"
+    OTHER_GRADIENTS = (
+        "your layer runs as it was; take what changes gradients out of the experts, or report it with this line"
+    )
+    OPAQUE = (
+        "an autograd.Function or checkpoint between dispatch and combine is not looked into: put it around the layer"
+    )
+    WRITTEN_IN_PLACE = "write into a new tensor instead of an input of the experts"
+    NO_RULE = "an operation inside the experts is not known to treat rows one by one; please report it"
+    UNREADABLE = (
+        "the graph lacks shapes or could not be run on fake tensors; MEMFINE_DUMP=folder writes it for a report"
+    )
+    NOT_LIFTED = "such experts run one by one in each chunk, with the same results"
+    SHARED_DISPATCH = "the other region is chunked; give this one a dispatch of its own"
+    SHARDED = "with expert_parallel, tables reach the experts unchanged and the model leaves moving rows to memfine_fx"
+    VERIFICATION_FAILED = "a rewrite gave other numbers than your model: please report it with this line"
+    INTERNAL_ERROR = "your model runs as it was; please report it with this line"
+    HEAD_UNKNOWN = (
+        "a head is chunked where the loss is a mean or sum of cross entropy in float32 over labels, of logits that a "
+        "projection makes"
+    )
+    LOSS_PER_TOKEN = "reduction='mean' or 'sum' lets the loss be computed chunk by chunk"
+    LOGITS_RETURNED = (
+        "memfine_fx.Config(returns_logits=False) gives them up in training: the output's logits are then None"
+    )
+    LOGITS_USED = (
+        "what reads all logits needs all of them at once: take it out of the training step, or compute it now and then"
+    )
+    NO_GRADIENTS_WANTED = "nothing: logits are given up in training only"
+
+    @property
+    def hint(self) -> str:
+        return self.value
 
 
 class MemfineError(Exception):
@@ -52,14 +143,16 @@ class CannotChunk(MemfineError):
     """A region cannot be rewritten.
 
     Args:
-        reason: what was seen and what was expected, in words.
+        reason: of which kind, which says what a user can do.
+        details: what was seen and what was expected, in words.
         node: the graph node (its text) where the proof stopped, if there is one.
     """
 
-    def __init__(self, reason: str, node: object | None = None) -> None:
+    def __init__(self, reason: Reason, details: str, node: object | None = None) -> None:
         self.reason = reason
+        self.details = details
         self.node = None if node is None else str(node)
-        super().__init__(reason if node is None else f"{reason} [at {node}]")
+        super().__init__(details if node is None else f"{details} [at {node}]")
 
 
 class LeftoverShapes(MemfineError):

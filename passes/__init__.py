@@ -1,8 +1,7 @@
 """The compiler's passes: from a traced graph to chunked expert loops.
 
-Reading finds candidate regions, normalises them, raises them to an `MoERegion` with the one file of `families/` that
-knows the spelling, and proves that the expert function is row-wise. Then rooms: `head` finds language models' heads,
-`lower` puts a chunked call in a region's place, `verify` compares the two, `step` says what forward keeps for backward.
+`read` finds the regions of a graph and writes their expert functions, `head` finds language models' heads, `lower`
+puts a chunked call in a region's place, `verify` compares the two, `step` says what forward keeps for backward.
 Passes take a valid FX graph and leave a valid one; what they cannot handle they refuse, with the reason and the node.
 What they may import is a table in tests/test_layers.py.
 """

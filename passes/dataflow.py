@@ -1,7 +1,7 @@
 """Data flow of a traced graph, with the edges that FX does not draw.
 
 An in-place operation changes its target for every later reader, but FX only links it to the readers of its
-own result. `Dataflow` adds those edges (through views too), so that slices and dominators are true.
+own result. `Dataflow` adds those edges (through views too), so that slices are true.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import operator
 import os
 import re
 from collections.abc import Iterable
-from functools import cached_property
 
 import networkx as nx
 import torch
@@ -29,7 +28,7 @@ __all__ = [
     "is_float_tensor",
     "is_int_tensor",
     "is_only_asserted",
-    "is_top_k_index",
+    "is_same_view",
     "node_value",
     "provenance",
     "same_size",
@@ -145,10 +144,21 @@ def target_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def is_top_k_index(node: fx.Node | None) -> bool:
-    """Whether these are the indices that a top-k gave: in range, and distinct for a token."""
-    source = node.args[0] if node is not None and target_name(node) == "getitem" else None
-    return isinstance(source, fx.Node) and target_name(source) == "topk"
+def is_same_view(left: fx.Node, right: fx.Node) -> bool:
+    """Whether two outer nodes are the same view of the same tensor."""
+    if left is right:
+        return True
+    if left.op not in ("call_function", "call_method") or target_name(left) not in _SAME_VIEWS:
+        return False
+    if (left.op, left.target, left.kwargs) != (right.op, right.target, right.kwargs):
+        return False
+    return len(left.args) == len(right.args) and all(
+        is_same_view(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b
+        for a, b in zip(left.args, right.args, strict=True)
+    )
+
+
+_SAME_VIEWS = frozenset("view reshape transpose permute t getattr unflatten".split())
 
 
 def provenance(node: fx.Node) -> Where:
@@ -206,22 +216,6 @@ class Dataflow:
 
     def ancestors(self, sinks: Iterable[fx.Node]) -> set[fx.Node]:
         return set().union(*(nx.ancestors(self.digraph, sink) for sink in sinks))
-
-    def post_dominators(self, node: fx.Node) -> list[fx.Node]:
-        """Every node that all paths from `node` to the graph's output pass, nearest first."""
-        chain = []
-        while node in self._immediate_post_dominators:
-            above = self._immediate_post_dominators[node]
-            if above is None or above is node:
-                break
-            chain.append(above)
-            node = above
-        return chain
-
-    @cached_property
-    def _immediate_post_dominators(self) -> dict[fx.Node, fx.Node | None]:
-        output = next(iter(reversed(self.graph.nodes)))
-        return dict(nx.immediate_dominators(self.digraph.reverse(copy=False), output))
 
     def _build(self) -> None:
         members: dict[fx.Node, list[fx.Node]] = {}

@@ -16,13 +16,12 @@ from torch import Tensor, fx, nn
 
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value
-from memfine_fx.passes.find import find_candidates
 from memfine_fx.passes.lower import region as lower
 from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
-from memfine_fx.passes.normalize import outline
-from memfine_fx.passes.raising import raise_region
+from memfine_fx.passes.read.outline import outline
+from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.tracing import TensorSpec
-from memfine_fx.records import Candidate, ExpertFunction, MoERegion, ParamKind, Refusal
+from memfine_fx.records import ExpertFunction, MoERegion, ParamKind, Refusal
 
 HIDDEN = 8
 WIDTH = 16
@@ -109,28 +108,34 @@ def hidden_for(layer: TinyMoE, num_tokens: int = 13) -> Tensor:
     return hidden_states(num_tokens, layer.up.dtype)
 
 
-def only_candidate(graph_module: fx.GraphModule) -> Candidate:
-    (candidate,) = [found for found in find_candidates(graph_module) if isinstance(found, Candidate)]
-    return candidate
+def only_region(graph_module: fx.GraphModule) -> MoERegion:
+    """The one region of a graph.
+
+    Raises:
+        CannotChunk: it is refused.
+    """
+    (found,) = read_regions(graph_module)
+    if isinstance(found, Refusal):
+        raise CannotChunk(found.reason, found.details, found.node)
+    return found
 
 
 def refusals_of(graph_module: fx.GraphModule) -> list[Refusal]:
-    return [found for found in find_candidates(graph_module) if isinstance(found, Refusal)]
+    return [found for found in read_regions(graph_module) if isinstance(found, Refusal)]
 
 
 def raised(layer: TinyMoE, *, num_tokens: int = 13, dynamic: bool = True) -> MoERegion:
-    return raise_region(only_candidate(capture(layer, hidden_for(layer, num_tokens), dynamic=dynamic)))
+    return only_region(capture(layer, hidden_for(layer, num_tokens), dynamic=dynamic))
 
 
 def refusal_reason(layer: TinyMoE) -> str:
-    """The reason why a layer's only candidate is refused; its graph must stay as it was."""
+    """The reason why a layer's only region is refused; its graph must stay as it was."""
     graph_module = capture(layer, hidden_for(layer))
     before = graph_module.code, str(graph_module.graph)
-    candidate = only_candidate(graph_module)
     with pytest.raises(CannotChunk) as caught:
-        raise_region(candidate)
+        only_region(graph_module)
     assert (graph_module.code, str(graph_module.graph)) == before
-    return caught.value.reason
+    return caught.value.details
 
 
 def insert_identity(graph_module: fx.GraphModule, region: MoERegion, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memfine_fx.errors import BudgetInfeasible, CannotChunk, ConfigError, DoubleBackwardError, MemfineError
+from memfine_fx.errors import BudgetInfeasible, CannotChunk, ConfigError, DoubleBackwardError, MemfineError, Reason
 
 
 def test_an_infeasible_budget_says_what_would_fit_and_what_fills_it() -> None:
@@ -22,14 +22,14 @@ def test_an_infeasible_budget_carries_its_numbers() -> None:
 
 
 def test_a_refusal_names_its_node() -> None:
-    error = CannotChunk("rows meet", "softmax_1")
+    error = CannotChunk(Reason.TOKENS_INTERACT, "rows meet", "softmax_1")
     assert str(error) == "rows meet [at softmax_1]"
-    assert (error.reason, error.node) == ("rows meet", "softmax_1")
+    assert (error.reason, error.details, error.node) == (Reason.TOKENS_INTERACT, "rows meet", "softmax_1")
 
 
 def test_a_refusal_without_a_node_is_its_reason() -> None:
-    error = CannotChunk("rows meet")
-    assert (str(error), error.reason, error.node) == ("rows meet", "rows meet", None)
+    error = CannotChunk(Reason.TOKENS_INTERACT, "rows meet")
+    assert (str(error), error.details, error.node) == ("rows meet", "rows meet", None)
 
 
 @pytest.mark.parametrize(

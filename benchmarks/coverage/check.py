@@ -20,7 +20,7 @@ from benchmarks.coverage.packages import PackagedLayer
 from benchmarks.coverage.rows import EAGER_FACTOR, NOT_INSTALLED, TOLERANCE, CoverageRow, PackageRow
 from benchmarks.coverage.spellings import SPELLINGS
 from memfine_fx.demo.tiny import TinyModel, names_experts, tiny_model
-from memfine_fx.errors import ConfigError
+from memfine_fx.errors import ConfigError, Reason
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.runtime import op
 
@@ -105,7 +105,7 @@ def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
     row = dataclasses.replace(
         row,
         num_graphs=report.num_graphs,
-        num_found=num_raised + sum(not _is_lonely(region.reason) for region in refused),
+        num_found=num_raised + sum(region.refused_for != Reason.NO_EXPERTS.name for region in refused),
         num_raised=num_raised,
         worst_error=errors[worst],
         worst_name=worst,
@@ -168,10 +168,6 @@ def _num_chunked_calls(optimized: torch.nn.Module, tiny: TinyModel) -> int:
     with mock.patch.object(op, "run_forward", wraps=op.run_forward) as run_forward, torch.no_grad():
         _called(optimized, tiny, tiny.inputs)
     return int(run_forward.call_count)
-
-
-def _is_lonely(reason: str) -> bool:
-    return "no expert matmul depends on it" in reason
 
 
 def _num_expert_layers(module: torch.nn.Module) -> int:

@@ -9,8 +9,8 @@ from torch import fx
 from memfine_fx.compiler.captured_graph import LoweredRegion
 from memfine_fx.errors import LeftoverShapes
 from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, provenance
-from memfine_fx.passes.loops.harmless import is_harmless_marker
-from memfine_fx.passes.loops.marker import LOOP_MARKERS
+from memfine_fx.passes.read.harmless import is_harmless_marker
+from memfine_fx.passes.read.marker import LOOP_MARKERS
 from memfine_fx.records import Refusal
 
 __all__ = ["check_leftover_shapes"]
@@ -28,6 +28,6 @@ def check_leftover_shapes(body: fx.GraphModule, outcomes: Sequence[LoweredRegion
         is_unproved = node.target in LOOP_MARKERS and not (has_loop and is_harmless_marker(node))
         is_left = is_unproved or (not has_loop and has_unbacked_shape(node))
         if node not in swallowed and is_left and not is_only_asserted(node):
-            refusals = [one.reason for one in outcomes if isinstance(one, Refusal)]
+            refusals = [one.details for one in outcomes if isinstance(one, Refusal)]
             reason = f"; refused: {'; '.join(refusals)}" if refusals else ""
             raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")

@@ -1,4 +1,4 @@
-"""The pipeline: capture -> find -> raise -> plan -> lower -> compile, as one readable function.
+"""The pipeline: capture -> read -> check -> plan -> lower -> compile, as one readable function.
 
 Dynamo hands over one torch-level graph at a time, with symbolic shapes; bodies of higher-order ops (gradient
 checkpointing) are graphs of their own inside it. Each stage returns records; a refusal at any stage leaves

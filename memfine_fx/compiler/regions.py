@@ -1,4 +1,4 @@
-"""A body's regions through find, raise, check, plan and lower; `heads` does the same for its heads."""
+"""A body's regions through read, check, plan and lower; `heads` does the same for its heads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
 from memfine_fx.compiler.leftovers import check_leftover_shapes
 from memfine_fx.compiler.session import Session, next_site
 from memfine_fx.config import Config
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.dataflow import tensor_of
-from memfine_fx.passes.dispatch_masks import ExposedIds, conceal, expose
-from memfine_fx.passes.find import find_candidates
 from memfine_fx.passes.lower.arguments import argument_specs, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.lower.lift import can_lift
@@ -25,10 +23,11 @@ from memfine_fx.passes.lower.region import lower_region
 from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, sharded_experts, tell_why_gathered
 from memfine_fx.passes.lower.terms import num_tokens_hint, num_tokens_of, region_bytes
 from memfine_fx.passes.modes import modes_at
-from memfine_fx.passes.raising import raise_region
+from memfine_fx.passes.read.dropped import drop_unread_ids
+from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.verify.gradient_check import check_gradients
 from memfine_fx.plan.budget import choose_plan
-from memfine_fx.records import Candidate, Modes, MoERegion, Refusal
+from memfine_fx.records import Modes, MoERegion, Refusal
 from memfine_fx.report.roles import region_graph
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
@@ -46,30 +45,28 @@ class BodyRegions:
         body: the graph itself, or that of a higher-order op in it.
         modes: in which it begins.
         outcomes: its regions and refusals, in graph order.
-        exposed: what `dispatch_masks.expose` put in, to be taken out again.
     """
 
     body: fx.GraphModule
     modes: Modes
     outcomes: list[LoweredRegion | Refusal]
-    exposed: list[ExposedIds]
 
 
 def plan_regions(body: fx.GraphModule, modes: Modes, session: Session, record: CapturedGraph) -> BodyRegions:
-    """The regions of one body, each with the op's counterpart; but for masks that became ids, the graph is as it was.
+    """The regions of one body, each with the op's counterpart; but for ids of masks, the graph is as it was.
 
     Raises:
         LeftoverShapes: see `leftovers`.
     """
-    exposed = expose(body)
-    with session.timed("find"):
-        candidates = find_candidates(body, modes)
-    outcomes = _disjoint([_raise_and_plan(candidate, session, record) for candidate in candidates])
+    with session.timed("read"):
+        found = read_regions(body, modes)
+    at = modes_at(body.graph, modes)
+    outcomes = _disjoint([_checked_and_planned(one, at, session, record) for one in found])
     if not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):
         outcomes = [*own_exchanges(body.graph), *outcomes]
     if session.capture_flags:
         check_leftover_shapes(body, outcomes)
-    return BodyRegions(body, modes, outcomes, exposed)
+    return BodyRegions(body, modes, outcomes)
 
 
 def lower_regions(found: BodyRegions, session: Session) -> None:
@@ -77,39 +74,40 @@ def lower_regions(found: BodyRegions, session: Session) -> None:
     for outcome in reversed(found.outcomes):  # last first: a region may feed the next one
         if isinstance(outcome, LoweredRegion):
             _lower(found.body, outcome.region, outcome.live, session)
-    conceal(found.body, found.exposed)
+    drop_unread_ids(found.body)
     if not session.is_dry:
         refusals = [outcome for outcome in found.outcomes if isinstance(outcome, Refusal)]
         tell_why_gathered(found.body.graph, refusals)
 
 
-def _raise_and_plan(candidate: Candidate | Refusal, session: Session, record: CapturedGraph) -> LoweredRegion | Refusal:
-    """One candidate through raise and plan; nothing has touched the graph when either refuses."""
-    if isinstance(candidate, Refusal):
-        return candidate
+def _checked_and_planned(
+    region: MoERegion | Refusal, modes: dict[fx.Node, Modes], session: Session, record: CapturedGraph
+) -> LoweredRegion | Refusal:
+    """One region as it will be lowered; nothing has touched the graph when it is refused."""
+    if isinstance(region, Refusal):
+        return region
     try:
-        with session.timed("raise"):
-            region = raise_region(candidate)
         with session.timed("plan"):
             bodies = _bodies(region, session.config)
             bodies.backward(wanted_gradients(region, bodies))  # traces it, which the check would else be timed for
         with session.timed("check"):
-            uncompared = _check(region, bodies, candidate, session.config)
+            uncompared = _check(region, bodies, modes[region.cut.exit], session.config)
         with session.timed("plan"):
             region, live = _plan(region, bodies, session, record)
         graph = region_graph(region) if session.is_dry else None
         return LoweredRegion(region, live, num_tokens_hint(region), graph=graph, uncompared=uncompared)
     except CannotChunk as refusal:
-        return Refusal(candidate.where, refusal.reason, refusal.node)
+        return Refusal(region.where, refusal.reason, refusal.details, refusal.node)
     except Exception as error:  # NOTE: a bug of ours must not take down a model that compiles without us
-        log.warning("memfine_fx failed on %s; the region stays as it was", candidate.where, exc_info=True)
-        return Refusal(candidate.where, f"internal error, please report it: {type(error).__name__}: {error}")
+        log.warning("memfine_fx failed on %s; the region stays as it was", region.where, exc_info=True)
+        return Refusal(
+            region.where, Reason.INTERNAL_ERROR, f"internal error, please report it: {type(error).__name__}: {error}"
+        )
 
 
-def _check(region: MoERegion, bodies: ExpertBodies, candidate: Candidate, config: Config) -> str:
+def _check(region: MoERegion, bodies: ExpertBodies, modes: Modes, config: Config) -> str:
     """See `passes.verify.gradient_check`; an expert's own body stands for one over several experts."""
     one = _build_bodies(region, config, takes_group=False) if bodies.takes_group else bodies
-    modes = modes_at(candidate.graph_module.graph, candidate.start)[region.cut.exit]
     return check_gradients(region, one, modes)
 
 
@@ -120,7 +118,9 @@ def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | R
     for outcome in outcomes:
         nodes = set(outcome.region.cut.nodes) if isinstance(outcome, LoweredRegion) else set()
         if isinstance(outcome, LoweredRegion) and nodes & taken:
-            result.append(Refusal(outcome.region.where, "it shares its dispatch with another region"))
+            result.append(
+                Refusal(outcome.region.where, Reason.SHARED_DISPATCH, "it shares its dispatch with another region")
+            )
         else:
             taken |= nodes
             result.append(outcome)

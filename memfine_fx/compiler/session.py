@@ -30,7 +30,6 @@ from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_
 from memfine_fx.records import Refusal, Where
 from memfine_fx.records.heads import HeadRefusal
 from memfine_fx.records.verification import VerifyReport
-from memfine_fx.report.hints import hint_for
 from memfine_fx.report.logs import set_up_logs
 from memfine_fx.report.reports import HeadReport, RegionReport, Report, StepReport
 from memfine_fx.runtime.store import lookup
@@ -52,7 +51,7 @@ class Session:
         notes: what was changed on the model or in Dynamo to capture it, for the report.
         holds_compiled: whether what it compiled lives no longer than itself: Dynamo never lets go of code that it
             compiled for a model, so what it is given holds nothing.
-        stage_seconds: wall time spent in each stage of the pipeline ("find", "raise", "plan", ...).
+        stage_seconds: wall time spent in each stage of the pipeline ("read", "check", "plan", ...).
     """
 
     config: Config
@@ -303,7 +302,7 @@ class Session:
         verified = tuple(verification for graph in self._graphs for verification in graph.verifications)
         failed = {(verification.where, f"verification failed: {verification.failure}") for verification in verified}
         refused = [outcome for outcome in self.outcomes if isinstance(outcome, Refusal)]
-        return VerifyReport(verified, tuple(one for one in refused if (one.where, one.reason) not in failed))
+        return VerifyReport(verified, tuple(one for one in refused if (one.where, one.details) not in failed))
 
     def _latest_heads(self) -> list[LoweredHead | HeadRefusal]:
         """The heads of `_latest_graphs`, one for each place in the source."""
@@ -384,7 +383,14 @@ def _place(outcome: LoweredRegion | Refusal) -> object:
 def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
     """What is known of one region or refusal now."""
     if isinstance(outcome, Refusal):
-        return RegionReport("refused", outcome.where, outcome.reason, node=outcome.node, hint=hint_for(outcome.reason))
+        return RegionReport(
+            "refused",
+            outcome.where,
+            outcome.details,
+            node=outcome.node,
+            refused_for=outcome.reason.name,
+            hint=outcome.reason.hint,
+        )
     region, live = outcome.region, outcome.live
     return RegionReport(
         "chunked",
@@ -409,7 +415,9 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
 def head_report(head: LoweredHead | HeadRefusal) -> HeadReport:
     """What is known of one head or refusal now."""
     if isinstance(head, HeadRefusal):
-        return HeadReport("refused", head.where, head.reason, node=head.node, hint=hint_for(head.reason))
+        return HeadReport(
+            "refused", head.where, head.details, node=head.node, refused_for=head.reason.name, hint=head.reason.hint
+        )
     live = head.live
     return HeadReport(
         "chunked",

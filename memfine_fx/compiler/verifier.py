@@ -1,4 +1,4 @@
-"""Between raise and lower: verify the regions of one captured graph, and refuse those that do not pass."""
+"""Between check and lower: verify the regions of one captured graph, and refuse those that do not pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
 from memfine_fx.compiler.regions import BodyRegions
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.modes import modes_at
 from memfine_fx.passes.verify.head import cut_of_head, verify_head
 from memfine_fx.passes.verify.real_run import Recorded, record_regions
@@ -108,7 +108,7 @@ def _verify_head(head: LoweredHead, recorded: Recorded | str | None, modes: Mode
 def _judged_head(head: LoweredHead, verification: RegionVerification) -> LoweredHead | HeadRefusal:
     if verification.has_passed:
         return replace(head, verification=verification)
-    return HeadRefusal(head.region.where, f"verification failed: {verification.failure}")
+    return HeadRefusal(head.region.where, Reason.VERIFICATION_FAILED, f"verification failed: {verification.failure}")
 
 
 def _is_raised(outcome: LoweredRegion | Refusal) -> bool:
@@ -140,4 +140,4 @@ def _verify(outcome: LoweredRegion, recorded: Recorded | str | None, modes: Mode
 def _judged(outcome: LoweredRegion, verification: RegionVerification) -> LoweredRegion | Refusal:
     if verification.has_passed:
         return replace(outcome, verification=verification)
-    return Refusal(outcome.region.where, f"verification failed: {verification.failure}")
+    return Refusal(outcome.region.where, Reason.VERIFICATION_FAILED, f"verification failed: {verification.failure}")

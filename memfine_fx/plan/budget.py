@@ -42,7 +42,7 @@ __all__ = [
 _SCALAR_BYTES = 64
 """Left free for what autograd makes outside the graphs: the loss's gradient and its like."""
 _ESTIMATE_MARGIN = 1.02
-"""What an estimate made before compilation may be short of the compiled code (docs/design.md, "The step's peak")."""
+"""What an estimate made before compilation may be short of the compiled code (docs/design/memory.md)."""
 
 
 class SessionState(Protocol):

@@ -16,8 +16,8 @@ from memfine_fx.records import ChunkPlan
 __all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "plan_region"]
 
 KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
-"""Rows a chunk at which time stops falling; docs/design.md, "The throughput knee", has the measurement (CPU) and
-the reasoning where it is not measured yet (CUDA)."""
+"""Rows a chunk at which time stops falling; docs/design/plan.md, "The throughput knee", has the measurement (CPU)
+and the reasoning where it is not measured yet (CUDA)."""
 LEAST_ROWS = 64
 """Rows below which no budget pushes a chunk: smaller expert matmuls cost time and no longer save memory, since what is
 alive beside so small a chunk decides the peak."""

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from torch import fx
 
+from memfine_fx.errors import Reason
+
 __all__ = [
-    "Candidate",
     "ChunkPlan",
     "Cut",
     "ExpertFunction",
@@ -71,7 +72,7 @@ class Modes:
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to cut a region out of a graph: its index, its exit and everything between.
+    """Where a region is in its graph: its index, its exit and everything between.
 
     Args:
         expert_index: integer node of the tokens' experts, stays outside: [T,K], or [B,S,K] where tokens were
@@ -80,7 +81,6 @@ class Cut:
         nodes: the nodes inside, in graph order, `exit` last.
         inputs: the nodes outside that the inside reads.
         num_token_dims: how many leading dimensions of the index are tokens.
-        has_dense_weights: whether inputs made from the index are weights of every expert, [T,E].
     """
 
     expert_index: fx.Node | None
@@ -88,22 +88,6 @@ class Cut:
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     num_token_dims: int = 1
-    has_dense_weights: bool = False
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Expert matmuls that depend on one integer routing decision, with the cuts worth trying in order.
-
-    `start` holds the modes (autocast, gradients) in which the graph begins.
-    """
-
-    graph_module: fx.GraphModule
-    seed: fx.Node
-    expert_ops: tuple[fx.Node, ...]
-    cuts: tuple[Cut, ...]
-    where: Where
-    start: Modes
 
 
 @dataclass(frozen=True)
@@ -111,7 +95,8 @@ class Refusal:
     """A region (or a seed without one) that stays as it was, and why."""
 
     where: Where
-    reason: str
+    reason: Reason
+    details: str
     node: str | None = None
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from memfine_fx.errors import Reason
 from memfine_fx.records import Where
 
 __all__ = ["HeadDims", "HeadLoss", "HeadPlan", "HeadRefusal", "HeadRegion", "RowMove"]
@@ -102,7 +103,8 @@ class HeadRefusal:
     """A cross-entropy whose logits stay as they were, and why."""
 
     where: Where
-    reason: str
+    reason: Reason
+    details: str
     node: str | None = None
 
 

@@ -102,7 +102,9 @@ class VerifyReport:
         num_passed = sum(region.has_passed for region in self.regions)
         head = f"memfine_fx: {num_passed} of {len(self.regions)} rewritten regions verified"
         lines = [f"  {region}" for region in self.regions]
-        return "\n".join([head, *lines, *(f"  refused  {refusal.where}: {refusal.reason}" for refusal in self.refused)])
+        return "\n".join(
+            [head, *lines, *(f"  refused  {refusal.where}: {refusal.details}" for refusal in self.refused)]
+        )
 
     def to_json(self) -> str:
         """The report as a JSON document."""

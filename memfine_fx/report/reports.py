@@ -26,7 +26,7 @@ __all__ = ["HeadReport", "RegionReport", "Report"]
 
 def _refused(what: str, reason: str, node: str | None, hint: str) -> str:
     at = f" [node {node}]" if node else ""
-    return f"refused  {what}: {reason}{at}" + (f"\n           hint: {hint}" if hint else "")
+    return f"refused  {what}: {reason}{at}" + f"\n           hint: {hint}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class RegionReport:
         body_key: content hash of the expert bodies; equal for layers that share them.
         node: the graph node where a proof stopped.
         verified_error: worst relative error that `verify` saw, None where it was not asked for.
-        hint: what can be done about a refusal, "" where the reason says it all.
+        refused_for: name of the `errors.Reason`, "" if chunked.
+        hint: what can be done about a refusal.
         graph: the region with its router, from `explain`; see `picture`.
         uncompared: why its gradients could not be compared with autograd's when it was compiled, "" where they agree.
     """
@@ -69,6 +70,7 @@ class RegionReport:
     body_key: str | None = None
     node: str | None = None
     verified_error: float | None = None
+    refused_for: str = ""
     hint: str = ""
     graph: RegionGraph | None = None
     uncompared: str = ""
@@ -112,7 +114,8 @@ class HeadReport:
         drops_logits: whether the model's output has None in the place of its logits.
         verified_error: worst relative error that `verify` saw, None where it was not asked for.
         node: the graph node that stood against it.
-        hint: what can be done about a refusal, "" where the reason says it all.
+        refused_for: name of the `errors.Reason`, "" if chunked.
+        hint: what can be done about a refusal.
     """
 
     status: Literal["chunked", "refused"]
@@ -125,6 +128,7 @@ class HeadReport:
     drops_logits: bool = False
     verified_error: float | None = None
     node: str | None = None
+    refused_for: str = ""
     hint: str = ""
 
     def __str__(self) -> str:

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from memfine_fx.passes.dataflow import Dataflow, node_value, target_name
-from memfine_fx.passes.find import GROUPED_MATMULS, MATMULS
+from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
+from memfine_fx.passes.read.pulling import MATMULS
 from memfine_fx.records import MoERegion
 from memfine_fx.report.picture import PictureNode, RegionGraph, Role
 

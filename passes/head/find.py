@@ -24,7 +24,7 @@ from torch import fx
 
 from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.config import Config
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import (
     is_only_asserted,
     node_value,
@@ -65,13 +65,15 @@ def find_heads(graph: fx.Graph, config: Config, *, is_body: bool = False) -> lis
             continue
         try:
             if is_body:
-                raise CannotChunk("it is inside of a checkpoint or another function captured whole", node)
+                raise CannotChunk(
+                    Reason.OPAQUE, "it is inside of a checkpoint or another function captured whole", node
+                )
             head = _raise_head(node, vocab, config)
             if config.chunks_head is None and vocab <= _AMPLIFICATION * head.dims.hidden:
                 continue
             found.append(head)
         except CannotChunk as refusal:
-            found.append(HeadRefusal(provenance(node), refusal.reason, refusal.node))
+            found.append(HeadRefusal(provenance(node), refusal.reason, refusal.details, refusal.node))
     return found
 
 
@@ -149,12 +151,18 @@ def _loss_options(loss: fx.Node) -> HeadLoss:
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, loss.args, strict=False)) | loss.kwargs
     if given.get("weight") is not None:
-        raise CannotChunk("the loss weighs classes", loss)
+        raise CannotChunk(Reason.HEAD_UNKNOWN, "the loss weighs classes", loss)
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        raise CannotChunk("the loss is asked for by size_average and reduce, which torch has deprecated", loss)
+        raise CannotChunk(
+            Reason.HEAD_UNKNOWN, "the loss is asked for by size_average and reduce, which torch has deprecated", loss
+        )
     reduction = given.get("reduction", "mean")
     if reduction not in ("mean", "sum"):
-        raise CannotChunk(f"the loss has reduction={reduction!r}: every token's loss has a gradient of its own", loss)
+        raise CannotChunk(
+            Reason.LOSS_PER_TOKEN,
+            f"the loss has reduction={reduction!r}: every token's loss has a gradient of its own",
+            loss,
+        )
     smoothing = 0.0 if is_nll else _number(given.get("label_smoothing", 0.0), loss)
     ignored = _number(given.get("ignore_index", -100), loss)
     return HeadLoss("mean" if reduction == "mean" else "sum", int(ignored), smoothing)
@@ -165,30 +173,34 @@ def _number(value: Any, user: fx.Node) -> float:
     if isinstance(value, fx.Node):
         value = node_value(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise CannotChunk("a factor of the logits or an option of the loss is no constant", user)
+        raise CannotChunk(Reason.HEAD_UNKNOWN, "a factor of the logits or an option of the loss is no constant", user)
     return float(value)
 
 
 def _argument(node: fx.Node, place: int, name: str) -> fx.Node:
     value = node.args[place] if place < len(node.args) else node.kwargs.get(name)
     if not isinstance(value, fx.Node) or not isinstance(node_value(value), torch.Tensor):
-        raise CannotChunk(f"argument {name!r} is no tensor of the graph", node)
+        raise CannotChunk(Reason.HEAD_UNKNOWN, f"argument {name!r} is no tensor of the graph", node)
     return value
 
 
 def _check_labels(labels: fx.Node, logits: fx.Node) -> None:
     value, of_logits = tensor_of(labels), tensor_of(logits)
     if value.dtype is not torch.int64:
-        raise CannotChunk("targets are probabilities of classes, not labels", labels)
+        raise CannotChunk(Reason.HEAD_UNKNOWN, "targets are probabilities of classes, not labels", labels)
     if value.ndim != of_logits.ndim - 1:
-        raise CannotChunk(f"labels of {value.ndim} dimensions for logits of {of_logits.ndim}", labels)
+        raise CannotChunk(
+            Reason.HEAD_UNKNOWN, f"labels of {value.ndim} dimensions for logits of {of_logits.ndim}", labels
+        )
 
 
 def _past_log_softmax(node: fx.Node, way: _Way) -> tuple[_Way, fx.Node]:
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     ndim = tensor_of(node).ndim
     if target_name(node) != "log_softmax" or not isinstance(dim, int) or dim % ndim != 1:
-        raise CannotChunk("nll_loss reads something other than a log_softmax over the vocabulary", node)
+        raise CannotChunk(
+            Reason.HEAD_UNKNOWN, "nll_loss reads something other than a log_softmax over the vocabulary", node
+        )
     return replace(way, nodes=(node,)), _argument(node, 0, "input")
 
 
@@ -196,11 +208,13 @@ def _walk_back(node: fx.Node, way: _Way, vocab: int) -> tuple[_Way, fx.Node]:
     """The whole way, and the projection at its beginning."""
     while not _is_projection(node):
         if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
-            raise CannotChunk(f"the logits are made by {target_name(node)}, not by a projection", node)
+            raise CannotChunk(
+                Reason.HEAD_UNKNOWN, f"the logits are made by {target_name(node)}, not by a projection", node
+            )
         way, source = _step_back(node, way, vocab)
         way, node = replace(way, nodes=(*way.nodes, node)), source
     if way.class_dim != -1:
-        raise CannotChunk("the vocabulary is not the last dimension of the projection", node)
+        raise CannotChunk(Reason.HEAD_UNKNOWN, "the vocabulary is not the last dimension of the projection", node)
     return replace(way, nodes=(*way.nodes, node)), node
 
 
@@ -221,20 +235,24 @@ def _step_back(node: fx.Node, way: _Way, vocab: int) -> tuple[_Way, fx.Node]:
             return replace(way, moves=(RowMove("index", node.args[1]), *way.moves)), source
         if name in ("view", "reshape", "flatten"):
             return replace(way, moves=(_reshape_of(node, name), *way.moves)), source
-    raise CannotChunk(f"{name} on the way of the logits to the loss is not known to treat tokens one by one", node)
+    raise CannotChunk(
+        Reason.HEAD_UNKNOWN,
+        f"{name} on the way of the logits to the loss is not known to treat tokens one by one",
+        node,
+    )
 
 
 def _past_factor(node: fx.Node, way: _Way, name: str) -> tuple[_Way, fx.Node]:
     left, right = node.args
     tensors = [one for one in (left, right) if isinstance(one, fx.Node) and isinstance(node_value(one), torch.Tensor)]
     if len(tensors) != 1:
-        raise CannotChunk(f"{name} of the logits with another tensor", node)
+        raise CannotChunk(Reason.HEAD_UNKNOWN, f"{name} of the logits with another tensor", node)
     is_division = "div" in name
     if is_division and tensors[0] is not left:
-        raise CannotChunk("a number is divided by the logits", node)
+        raise CannotChunk(Reason.HEAD_UNKNOWN, "a number is divided by the logits", node)
     factor = _number(right if tensors[0] is left else left, node)
     if is_division and factor == 0:
-        raise CannotChunk("the logits are divided by zero", node)
+        raise CannotChunk(Reason.HEAD_UNKNOWN, "the logits are divided by zero", node)
     return way.scaled(1 / factor if is_division else factor), tensors[0]
 
 
@@ -268,12 +286,12 @@ def _reshape_of(node: fx.Node, name: str) -> RowMove:
     """The shape without its last entry; a flattening of leading dimensions has one entry left."""
     if name == "flatten":
         if tensor_of(node).ndim != 2:
-            raise CannotChunk("flatten keeps more than tokens and vocabulary apart", node)
+            raise CannotChunk(Reason.HEAD_UNKNOWN, "flatten keeps more than tokens and vocabulary apart", node)
         return RowMove("reshape", (-1,))
     given = node.args[1:] if len(node.args) > 1 else (node.kwargs.get("shape", node.kwargs.get("size", ())),)
     shape = tuple(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else tuple(given)
     if len(shape) != tensor_of(node).ndim:
-        raise CannotChunk("the shape of a reshape is not written out", node)
+        raise CannotChunk(Reason.HEAD_UNKNOWN, "the shape of a reshape is not written out", node)
     return RowMove("reshape", shape[:-1])
 
 
@@ -312,13 +330,13 @@ def _operands(projection: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bo
 
 def _check_operands(hidden: fx.Node, weight: fx.Node, bias: fx.Node | None, logits: torch.Tensor) -> None:
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise CannotChunk(f"logits are {logits.dtype}; the loss is computed in float32", hidden)
+        raise CannotChunk(Reason.HEAD_UNKNOWN, f"logits are {logits.dtype}; the loss is computed in float32", hidden)
     for node in (hidden, weight, *(() if bias is None else (bias,))):
         value = tensor_of(node)
         if type(value) is not torch.nn.Parameter and type(value) is not FakeTensor:
-            raise CannotChunk(f"an operand of the projection is a {type(value).__name__}", node)
+            raise CannotChunk(Reason.HEAD_UNKNOWN, f"an operand of the projection is a {type(value).__name__}", node)
         if static_size(value.shape[-1]) is None:
-            raise CannotChunk("the size of an operand of the projection is not known", node)
+            raise CannotChunk(Reason.HEAD_UNKNOWN, "the size of an operand of the projection is not known", node)
 
 
 def _outer_results(
@@ -337,11 +355,17 @@ def _outer_results(
             result = _result_of(node, user)
             if result is None:
                 where = provenance(user)
-                raise CannotChunk(f"the logits are used elsewhere, by {target_name(user)} at {where}", user)
+                raise CannotChunk(
+                    Reason.LOGITS_USED, f"the logits are used elsewhere, by {target_name(user)} at {where}", user
+                )
             if keeps_logits:
-                raise CannotChunk("the logits are returned beside the loss", node)
+                raise CannotChunk(Reason.LOGITS_RETURNED, "the logits are returned beside the loss", node)
             if not is_trained:
-                raise CannotChunk("the logits are returned, as no gradients are wanted in this graph", node)
+                raise CannotChunk(
+                    Reason.NO_GRADIENTS_WANTED,
+                    "the logits are returned, as no gradients are wanted in this graph",
+                    node,
+                )
             returned.append(result)
     return tuple(returned)
 

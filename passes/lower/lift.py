@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.tensors import tree_leaves
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
 from memfine_fx.records import ExpertFunction
 
@@ -95,7 +95,7 @@ class _LiftInterpreter(fx.Interpreter):
             return self._view(target, args, kwargs)
         plain = [self._per_row(value) for value in args]
         if any(isinstance(leaf, _Table) for leaf in tree_leaves((plain, kwargs))):
-            raise CannotChunk(f"{target} of several parameters cannot be lifted over experts")
+            raise CannotChunk(Reason.NOT_LIFTED, f"{target} of several parameters cannot be lifted over experts")
         return super().call_function(target, tuple(plain), kwargs)
 
     def _per_row(self, value: Any) -> Any:
@@ -103,7 +103,7 @@ class _LiftInterpreter(fx.Interpreter):
         if not isinstance(value, _Table):
             return value
         if value.tensor.ndim < 2 or value.tensor.shape[1] != 1:
-            raise CannotChunk("a parameter without a broadcast row dimension cannot be lifted")
+            raise CannotChunk(Reason.NOT_LIFTED, "a parameter without a broadcast row dimension cannot be lifted")
         return value.tensor.squeeze(1)[self._group]
 
     def _view(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -118,4 +118,4 @@ class _LiftInterpreter(fx.Interpreter):
                 raw = [value.tensor if isinstance(value, _Table) else value for value in args]
                 return _Table(target(*raw, **kwargs))
             return target(self._per_row(args[0]), *args[1:], **kwargs)
-        raise CannotChunk(f"{target} of a parameter cannot be lifted over experts")
+        raise CannotChunk(Reason.NOT_LIFTED, f"{target} of a parameter cannot be lifted over experts")

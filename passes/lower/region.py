@@ -31,7 +31,7 @@ def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str, *, 
 
     Args:
         graph_module: the graph that holds the region.
-        region: from `raise_region` on this graph.
+        region: from `read_regions` on this graph.
         site: key of the registered live region.
         shares_counts: whether its experts live on several ranks.
     """
@@ -109,8 +109,12 @@ def _routing_weight(call: Call, region: MoERegion, index: fx.Node) -> fx.Node | 
         columns = [call(torch.reshape, column, (-1,)) for column in region.weight_columns]
         weights = call(torch.stack, columns, 1)
     else:
-        weights = _flat(call, region.routing_weight, region.dims.num_experts)
-    return call(torch.gather, weights, 1, call(torch.ops.aten.to.dtype, index, torch.int64))
+        width = static_size(tensor_of(region.routing_weight).shape[-1])
+        weights = _flat(call, region.routing_weight, width or region.dims.num_experts)
+    ids = call(torch.ops.aten.to.dtype, index, torch.int64)
+    if region.weight_columns and region.drops_out_of_range:  # the weight of a dropped row is read, but never used
+        ids = call(torch.clamp, ids, 0, len(region.weight_columns) - 1)
+    return call(torch.gather, weights, 1, ids)
 
 
 def _shaped_as(call: Call, rows: fx.Node, exit_node: fx.Node, tokens: fx.Node) -> fx.Node:

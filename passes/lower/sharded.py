@@ -17,7 +17,7 @@ from torch import fx
 
 import memfine_fx.expert_parallel.shard  # noqa: F401  # registers the ops
 from memfine_fx.config import Axis
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.expert_parallel.groups import registered
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.sharded import ShardedExperts
@@ -40,7 +40,7 @@ def sharded_experts(region: MoERegion, body_key: str, axis: Axis) -> tuple[MoERe
     """The region on this rank's experts, and their exchange; as it was, and None, where experts are not sharded.
 
     Args:
-        region: from `raise_region`.
+        region: from `read_regions`.
         body_key: content hash of its bodies, which every rank must share.
         axis: along which it is cut, which they share too.
 
@@ -60,7 +60,9 @@ def sharded_experts(region: MoERegion, body_key: str, axis: Axis) -> tuple[MoERe
         return region, None
     for node, path in paths.items():
         if path[0].target not in _WHOLES:
-            raise CannotChunk("experts are sharded, but this parameter of theirs is computed from whole tables", node)
+            raise CannotChunk(
+                Reason.SHARDED, "experts are sharded, but this parameter of theirs is computed from whole tables", node
+            )
     (key,) = {source.args[-3] for source in sources}
     assert isinstance(key, str)
     ranks = registered(key)
@@ -94,7 +96,7 @@ def _reason(name: str, refusals: Sequence[Refusal]) -> str:
         return "code outside of any region reads it"
     shared = [_num_shared(name, one.where.module) for one in refusals]
     nearest = [one for one, number in zip(refusals, shared, strict=True) if number == max(shared)]
-    return "; ".join(f"{one.where} was refused: {one.reason}" for one in nearest)
+    return "; ".join(f"{one.where} was refused: {one.details}" for one in nearest)
 
 
 def _num_shared(name: str, module: str) -> int:
@@ -106,7 +108,9 @@ def _num_shared(name: str, module: str) -> int:
 def own_exchanges(graph: fx.Graph) -> list[Refusal]:
     """A refusal for a graph whose code exchanges rows between ranks itself; nothing where it does not."""
     exchanges = (node for node in graph.nodes if node.op.startswith("call_") and "all_to_all" in target_name(node))
-    return [Refusal(provenance(node), OWN_EXCHANGE, str(node)) for node in itertools.islice(exchanges, 1)]
+    return [
+        Refusal(provenance(node), Reason.SHARDED, OWN_EXCHANGE, str(node)) for node in itertools.islice(exchanges, 1)
+    ]
 
 
 def _path_from_table(node: fx.Node) -> list[fx.Node]:

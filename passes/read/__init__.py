@@ -4,7 +4,8 @@ In     one graph with recorded fake values, and the modes in which it starts.
 Out    a region (`records.MoERegion`) for each routing decision whose experts were understood, else why not.
 Idea   what a routing decision reaches runs once as functional ATen on fake tensors; every call gets one value of one
        lattice (`values`) by one table of rules (`rules`); the region is read off where tokens are complete again.
-Never  changes the graph, knows of bytes or plans, or matches a spelling: spellings fall out of the rules.
+Never  changes what the graph computes (ids of a mask may be written into it, see `dropped`), knows of bytes or plans,
+       or matches a spelling: spellings fall out of the rules.
 
-    seeds -> normal_form -> reader + rules -> expressions -> regions
+    seeds -> normal_form -> reader + rules -> expressions -> regions -> removable
 """

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from memfine_fx.compat.tensors import tree_flatten
-from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import node_value, static_size
+from memfine_fx.compat.tensors import tree_flatten, tree_leaves
+from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.passes.dataflow import is_same_view, node_value, static_size
 from memfine_fx.passes.read.values import Copy
 from memfine_fx.records import ParamKind
 
@@ -61,7 +61,7 @@ class RowsDiffer(CannotChunk):
     """
 
     def __init__(self, leaves: Sequence[fx.Node], node: object) -> None:
-        super().__init__("experts take their rows from different tensors", node)
+        super().__init__(Reason.EXPERTS_DIFFER, "experts take their rows from different tensors", node)
         self.leaves = tuple(leaves)
 
 
@@ -76,7 +76,13 @@ class Expressions:
         self._anchor = self._graph.call_function(tuple)
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add one call; undoing an unsqueeze gives back what it wrapped."""
+        """Add one call; undoing an unsqueeze gives back what it wrapped.
+
+        Raises:
+            CannotChunk: an argument is a symbolic number, which an expert function could not be given.
+        """
+        if any(isinstance(leaf, torch.SymInt) for leaf in tree_leaves((args, kwargs))):
+            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a symbolic number enters row data")
         source = args[0] if args else None
         if target in _UNWRAP and isinstance(source, fx.Node) and source.target is aten.unsqueeze.default:
             wrapped, dim = source.args
@@ -93,7 +99,9 @@ class Expressions:
         """
         known = self.slots.get(self._inputs[one]) if one in self._inputs else None
         if known is not None and known.kind != "shared":
-            raise CannotChunk("an expert's parameter is also used outside the loop over experts", one.outer)
+            raise CannotChunk(
+                Reason.EXPERTS_DIFFER, "an expert's parameter is also used outside the loop over experts", one.outer
+            )
         if one not in self._inputs:
             with self._graph.inserting_before(self._anchor):
                 self._inputs[one] = self._graph.placeholder(f"input_{len(self._inputs)}")
@@ -123,7 +131,9 @@ class Expressions:
         num_experts = 1 + max(copy.expert or 0 for copy in copies)
         for walk in walks[num_experts:]:
             if walk.met != walks[walk.copy.expert or 0].met:
-                raise CannotChunk(f"expert {walk.copy.expert} differs between a token's choices", node)
+                raise CannotChunk(
+                    Reason.EXPERTS_DIFFER, f"expert {walk.copy.expert} differs between a token's choices", node
+                )
         for placeholder in walks[0].met:
             self._give_slot(placeholder, [walk.met[placeholder] for walk in walks[:num_experts]], node)
         return results[0]
@@ -141,22 +151,24 @@ class Expressions:
     def _give_slot(self, placeholder: fx.Node, members: list[Input], node: fx.Node) -> None:
         roles = {one.role for one in members}
         outers = tuple(one.outer for one in members)
+        if placeholder in self.slots and len(set(members)) == 1:
+            return  # copies were put together before, and this is what stands for all of them since
         if roles == {"rows"}:
             if len(set(outers)) > 1:
                 raise RowsDiffer(list(dict.fromkeys(outers)), node)
             return
         if roles == {"column"} and len(members) > 1:
             if [one.expert for one in members] != list(range(len(members))):
-                raise CannotChunk("an expert has several weight columns, or another's", node)
+                raise CannotChunk(Reason.EXPERTS_DIFFER, "an expert has several weight columns, or another's", node)
             self.columns = outers
             return
-        if roles == {"weight"} and len(set(outers)) == 1:
+        if roles == {"weight"} and all(is_same_view(outers[0], outer) for outer in outers):
             return
         self._set_slot(placeholder, _slot(members, roles, outers, node), node)
 
     def _set_slot(self, placeholder: fx.Node, slot: Slot, node: fx.Node) -> None:
         if self.slots.setdefault(placeholder, slot) != slot:
-            raise CannotChunk("a parameter stands in two slots", node)
+            raise CannotChunk(Reason.EXPERTS_DIFFER, "a parameter stands in two slots", node)
 
     def finish(self, result: fx.Node, order: Sequence[fx.Node]) -> fx.GraphModule:
         """The function that returns `result`, its arguments being these placeholders."""
@@ -193,17 +205,18 @@ def _reached(result: fx.Node) -> Iterator[fx.Node]:
 
 def _slot(members: list[Input], roles: set[Role], outers: tuple[fx.Node, ...], node: fx.Node) -> Slot:
     if roles == {"entry"}:
-        if len(set(outers)) == 1 and [one.expert for one in members] == list(range(len(members))):
+        is_one_table = all(is_same_view(outers[0], outer) for outer in outers)  # each expert may view it anew
+        if is_one_table and [one.expert for one in members] == list(range(len(members))):
             return Slot("expert", outers[:1])
-        raise CannotChunk("an expert reads another expert's entry of a table", node)
+        raise CannotChunk(Reason.EXPERTS_DIFFER, "an expert reads another expert's entry of a table", node)
     if roles != {"whole"}:
-        raise CannotChunk("some experts read a table, others tensors of their own", node)
+        raise CannotChunk(Reason.EXPERTS_DIFFER, "some experts read a table, others tensors of their own", node)
     if len(set(outers)) == 1:
         if any(static_size(size) is None for size in _tensor(outers[0]).shape):
-            raise CannotChunk("the experts read all tokens at once", node)
+            raise CannotChunk(Reason.EXPERTS_DIFFER, "the experts read all tokens at once", node)
         return Slot("shared", outers[:1])
     if len(set(map(_layout, outers))) > 1:
-        raise CannotChunk("the experts' parameters differ in shape, strides or dtype", node)
+        raise CannotChunk(Reason.LAYOUTS_DIFFER, "the experts' parameters differ in shape, strides or dtype", node)
     return Slot("each", outers)
 
 
@@ -237,7 +250,11 @@ class _Walk:
             known = self._visited.get(a)
             if known is not None:
                 if known is not b:
-                    raise CannotChunk(f"experts 0 and {self.copy.expert} share intermediate results differently", a)
+                    raise CannotChunk(
+                        Reason.EXPERTS_DIFFER,
+                        f"experts 0 and {self.copy.expert} share intermediate results differently",
+                        a,
+                    )
                 continue
             self._visited[a] = b
             pending.extend(reversed(list(self._inputs(a, b))))
@@ -258,4 +275,6 @@ class _Walk:
                 raise self._differ()
 
     def _differ(self) -> CannotChunk:
-        return CannotChunk(f"experts 0 and {self.copy.expert} compute different things", self._node)
+        return CannotChunk(
+            Reason.EXPERTS_DIFFER, f"experts 0 and {self.copy.expert} compute different things", self._node
+        )

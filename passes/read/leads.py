@@ -94,10 +94,12 @@ def join(left: Lead, right: Lead, size_of: Callable[[str], Size]) -> Lead | None
     """The lead of a broadcast of two tensors with equally many leading dimensions, or None if rows would meet."""
     groups = []
     for a, b in zip(left.groups, right.groups, strict=True):
-        if a and b and without_ones(a, size_of) != without_ones(b, size_of):
+        if a and b and a != b and without_ones(a, size_of) != without_ones(b, size_of):
             return None
         groups.append(max(a, b, key=len))
-    return Lead(*groups)
+    lead = Lead(*groups)
+    again = [atom for atom in set(lead.atoms) - {"?"} if lead.atoms.count(atom) > 1]
+    return None if without_ones("".join(again), size_of) else lead  # [T,1] and [1,T]: every token with every other
 
 
 def regroup(lead: Lead, shape: Sequence[Size], size_of: Callable[[str], Size]) -> Lead | None:

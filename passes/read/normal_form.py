@@ -22,7 +22,7 @@ from memfine_fx.compat.autograd import enable_python_dispatcher
 from memfine_fx.compat.functional import Listening, functional_value
 from memfine_fx.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, tree_leaves
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import node_value, target_name
 from memfine_fx.passes.modes import Modes, enter_autocast
 
@@ -170,7 +170,7 @@ class NormalForm:
             raise
         except RUN_ERRORS as error:
             reason = str(error).strip().partition("\n")[0]
-            raise CannotChunk(f"retracing {target_name(node)} failed: {reason}", node) from error
+            raise CannotChunk(Reason.UNREADABLE, f"retracing {target_name(node)} failed: {reason}", node) from error
 
     def _argument(self, node: fx.Node) -> Any:
         value = self.result(node)
@@ -195,14 +195,17 @@ def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
             return _batched_matmul(args[0], args[1])
         return getattr(args[0], str(target))(*args[1:], **kwargs)
     if node.op != "call_function" or isinstance(target, HigherOrderOperator) or not callable(target):
-        raise CannotChunk(f"the region holds a {node.op} node", node)
+        raise CannotChunk(Reason.OPAQUE, f"the region holds a {node.op} node", node)
     if name in GROUPED_MATMULS:
         return _grouped(node, args, kwargs)
+    if name == "setitem" and _puts_rows(*args):
+        args[0].index_put_((args[1],), args[2])
+        return None
     is_einsum = name == "einsum" and isinstance(args[0], str) and not torch.is_autocast_enabled(_device_type(args))
     if is_einsum and "->" in args[0] and "." not in args[0]:
         return einsum(args[0], list(args[1] if isinstance(args[1], (tuple, list)) else args[1:]))
     if name in _DROPOUTS and _draws(args, kwargs):
-        raise CannotChunk("random numbers are drawn inside the experts (dropout)", node)
+        raise CannotChunk(Reason.RANDOM_NUMBERS, "random numbers are drawn inside the experts (dropout)", node)
     if name == "matmul" and len(args) == 2 and not kwargs and args[0].ndim >= 2 and args[1].ndim >= 3:
         return _batched_matmul(args[0], args[1])
     return target(*args, **kwargs)
@@ -216,6 +219,12 @@ def _draws(args: Any, kwargs: Any) -> bool:
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", True)
     return bool(training) and p != 0
+
+
+def _puts_rows(written: object, index: object, rows: object) -> bool:
+    """Whether rows are written at integers; Python's own way takes off leading dimensions of one, which T = 1 has."""
+    is_at_places = isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32)
+    return isinstance(written, torch.Tensor) and is_at_places and isinstance(rows, torch.Tensor)
 
 
 def _batched_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -253,9 +262,15 @@ def grouped_arguments(
     rows = named.get("rows", named.get("input", named.get("self", named.get("mat_a"))))
     table = named.get("table", named.get("weight", named.get("mat2", named.get("mat_b"))))
     if rows is None or table is None or named.get("offs") is None:
-        raise CannotChunk("grouped matmul without offsets is a plain batched matmul, not routed rows", target)
+        raise CannotChunk(
+            Reason.UNREADABLE, "grouped matmul without offsets is a plain batched matmul, not routed rows", target
+        )
     if rows.ndim != 2 or table.ndim != 3:
-        raise CannotChunk(f"grouped matmul of {rows.ndim}-D by {table.ndim}-D; expected rows [N,H] by [E,H,F]", target)
+        raise CannotChunk(
+            Reason.UNREADABLE,
+            f"grouped matmul of {rows.ndim}-D by {table.ndim}-D; expected rows [N,H] by [E,H,F]",
+            target,
+        )
     if named.get("bias") is not None:
-        raise CannotChunk("grouped matmul with a bias argument", target)
+        raise CannotChunk(Reason.UNREADABLE, "grouped matmul with a bias argument", target)
     return rows, table, named["offs"], named.get("out_dtype") or rows.dtype

@@ -31,7 +31,7 @@ from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
 if TYPE_CHECKING:
     from memfine_fx.passes.read.frame import Frame
 
-__all__ = ["MATMULS", "Pulling", "is_parameter_view"]
+__all__ = ["LOOKED_BEHIND", "MATMULS", "Pulling", "is_parameter_view"]
 
 MATMULS = frozenset("mm bmm matmul addmm baddbmm einsum linear __matmul__ dot".split())
 _VIEWS = frozenset("transpose permute unsqueeze squeeze view reshape to t contiguous expand float bfloat16".split())
@@ -41,6 +41,8 @@ _TRANSPOSES = frozenset("getattr t T mT transpose permute".split())
 _COPIES = frozenset("repeat_interleave repeat expand expand_as tile".split())
 _FACTORIES = frozenset("arange zeros ones empty full tensor".split())
 _LIKE_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split())
+LOOKED_BEHIND = _VIEWS | _ENTRIES | _SPLITS | _TRANSPOSES | _COPIES | _FACTORIES | _LIKE_FACTORIES
+"""Calls behind which reading looks when it decides what a leaf is, or whether to pull it."""
 
 
 class Pulling:

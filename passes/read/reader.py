@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.tensors import tree_leaves, tree_map
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size
 from memfine_fx.passes.modes import Modes
 from memfine_fx.passes.read.expressions import Input, RowsDiffer
@@ -249,7 +249,8 @@ class Reader(Roles):
         is_choice = value.lead is self.frame.lead and value.lead.num_dims == tensor.ndim and value.copy.is_all
         if is_choice and value.off is None:
             return Leaf(node)
-        if value.expr is None or (value.off is None and self._pulling.is_tokens(tensor)):
+        is_column = tensor.ndim > value.lead.num_dims + 1 and same_size(tensor.shape[-1], 1)  # of a bmm: no tokens
+        if value.expr is None or (value.off is None and self._pulling.is_tokens(tensor) and not is_column):
             return Leaf(node) if value.off is None else self._rooted(value, tensor, node)
         return value
 
@@ -257,13 +258,17 @@ class Reader(Roles):
         """Weights that are known at unchosen entries only: from here on they are this node."""
         if value.copy.expert is not None and value.copy.choice is None:
             expr = self.expressions.input(Input("column", node, value.copy.expert))
-        elif value.lead.is_dense and value.lead.num_dims == tensor.ndim and "k" not in value.lead.atoms:
+        elif value.lead.num_dims == tensor.ndim and self._has_weights_of_experts(value.lead):
             expr = self.expressions.input(Input("weight", node, is_gathered=True))
         else:
             return Leaf(node)
         for _ in range(tensor.ndim - value.lead.num_dims):
             expr = self.emit(aten.unsqueeze.default, expr, 1)
         return replace(value, expr=expr)
+
+    def _has_weights_of_experts(self, lead: Lead) -> bool:
+        """[T,E], as such weights are gathered; turned ones, [E,T], are read as something else."""
+        return lead.groups[-1:] == ("e",) and self.is_all_tokens(lead.without(lead.num_dims - 1))
 
     def _is_one_vector_a_token(self, tensor: torch.Tensor) -> bool:
         """Whether combined tokens are [T,H] or [B,S,H] now, without a dimension of one in between."""
@@ -284,7 +289,7 @@ class Reader(Roles):
         if self.frame.top_k != 1 or not value.is_dispatched or not value.per_row or not value.copy.is_all:
             return False
         is_tokens = bool(value.lead.groups) and set(value.lead.atoms) <= set("tbsk") and "" not in value.lead.groups
-        has_columns = len(value.lead.groups) in (1, 2) and tensor.ndim == value.lead.num_dims + 1
+        has_columns = tensor.ndim == value.lead.num_dims + 1 and tensor.ndim in (2, len(self.frame.token_shape) + 1)
         return is_tokens and has_columns and bool(self.expert_nodes) and not self._has_experts_behind(node)
 
     def _finish_sums(self, output: fx.Node | None) -> None:
@@ -325,9 +330,9 @@ class Reader(Roles):
             dispatched = any(map(is_dispatched, operands))
             return Unknown(next((one for one in unknown if one.is_dispatched), unknown[0]).refusal, dispatched)
         if rule is None and torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
-            raise CannotChunk("random numbers are drawn inside the experts (dropout)", call.node)
+            raise CannotChunk(Reason.RANDOM_NUMBERS, "random numbers are drawn inside the experts (dropout)", call.node)
         if rule is None:
-            raise CannotChunk(f"no row-wise rule for {call.target}", call.node)
+            raise CannotChunk(Reason.NO_RULE, f"no row-wise rule for {call.target}", call.node)
         return rule(self, call, args, kwargs)
 
     def _unknown(self, refusal: CannotChunk, operands: Sequence[Any], target: Any = None) -> Unknown:
@@ -363,7 +368,7 @@ class Reader(Roles):
         if node is not None and not isinstance(node_value(node), torch.Tensor) and node.target is not operator.setitem:
             node = None  # one of several results: only what takes it out names it
         if known is None and node is None:
-            return Unknown(CannotChunk("a tensor that is made in passing"), False)
+            return Unknown(CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a tensor that is made in passing"), False)
         is_leaf = known is None or isinstance(known[1], Leaf)
         if node is not None and is_leaf:  # Dynamo records one tensor for several nodes where a cast does nothing
             known = tensor, Leaf(node, None if known is None else known[1].why)

@@ -9,34 +9,35 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from memfine_fx.errors import CannotChunk, MemfineError
+from memfine_fx.errors import CannotChunk, MemfineError, Reason
 from memfine_fx.passes.dataflow import (
     Dataflow,
     has_unbacked_rows,
     is_float_tensor,
-    is_only_asserted,
+    is_int_tensor,
     node_value,
     provenance,
-    same_size,
     static_size,
     target_name,
     tensor_of,
     written_node,
 )
-from memfine_fx.passes.lonely import chooses_for_sequences, lonely_seed, sequence_choice
-from memfine_fx.passes.modes import Modes, gradient_stop, modes_at
+from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.read.dropped import insert_ids
+from memfine_fx.passes.read.equal import KnownRegion, repeated
 from memfine_fx.passes.read.expressions import Expressions, Input, RowsDiffer, Slot
 from memfine_fx.passes.read.frame import Exit, Frame
+from memfine_fx.passes.read.lonely import chooses_for_sequences, lonely_seed, sequence_choice
 from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
 from memfine_fx.passes.read.pulling import MATMULS, behind_views
 from memfine_fx.passes.read.reader import Reader
+from memfine_fx.passes.read.removable import check_removable
 from memfine_fx.passes.read.rules import RULES, pointwise_rule
 from memfine_fx.passes.read.seeds import frames_of, is_router, is_seed, masked, reframed
 from memfine_fx.passes.read.values import Combined, Rows
@@ -65,7 +66,7 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     outcomes: list[MoERegion | Refusal] = []
     for seed in seeds:
         taken = {one.expert_index for one in outcomes if isinstance(one, MoERegion)}
-        outcome = _guarded(body, seed, taken)
+        outcome = _guarded(_repeated, body, seed, taken) or _guarded(_outcome, body, seed, taken)
         if outcome is not None:
             outcomes.append(outcome)
     return [*outcomes, *map(sequence_choice, chosen_by_input)]
@@ -78,6 +79,20 @@ class _Body:
     flow: Dataflow
     modes: dict[fx.Node, Modes]
     seeds: frozenset[fx.Node]
+    known: list[KnownRegion] = field(default_factory=list)
+
+    def knows(self, seed: fx.Node, region: MoERegion, where: fx.Node) -> MoERegion:
+        """The region, which other layers may repeat from now on."""
+        self.known.append(KnownRegion(seed, region, where))
+        return region
+
+
+class _NoExperts(CannotChunk):
+    """What is combined is not made of tokens and parameters of experts: a lookup, or a spelling that is not known."""
+
+    def __init__(self, node: fx.Node) -> None:
+        details = "no token-indexed input or no expert parameters reach the output"
+        super().__init__(Reason.UNKNOWN_SPELLING, details, node)
 
 
 class _Refused(Exception):
@@ -88,15 +103,32 @@ class _Refused(Exception):
         self.refusal, self.where = refusal, where
 
 
-def _guarded(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegion | Refusal | None:
+def _guarded(
+    read: Callable[..., MoERegion | Refusal | None], body: _Body, seed: fx.Node, taken: set[fx.Node | None]
+) -> MoERegion | Refusal | None:
     try:
-        return _outcome(body, seed, taken)
+        return read(body, seed, taken)
     except MemfineError:
         raise
     except Exception as error:  # NOTE: a bug of ours must not take down a model that compiles without us
         log.warning("memfine_fx failed to read what %s chooses; it stays as it was", seed, exc_info=True)
-        reason = f"internal error, please report it: {type(error).__name__}: {error}"
-        return Refusal(provenance(seed), reason, str(seed))
+        details = f"internal error, please report it: {type(error).__name__}: {error}"
+        return Refusal(provenance(seed), Reason.INTERNAL_ERROR, details, str(seed))
+
+
+def _repeated(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegion | None:
+    """The region of a layer that repeats one that was read, latest first; None where none does."""
+    for known in reversed(body.known):
+        found = repeated(known, seed, body.flow, body.modes)
+        if found is None or found.region.expert_index in taken:
+            continue
+        try:
+            region = check_removable(found.region, body.flow, body.modes)
+        except CannotChunk:
+            return None  # read it: what is around it may be no obstacle to another exit
+        body.known.append(found)
+        return region
+    return None
 
 
 def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegion | Refusal | None:
@@ -108,23 +140,23 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
         if frame.index in taken:
             return None  # two decisions, put together, are one index
         try:
-            region = _reading(body, frame, later, frames)
-            if region is None and later:  # the next decision may be the same router's, of the same experts
-                region = _reading(body, frame, _after_first(body, later), frames)
+            found = _reading(body, frame, later, frames)
+            if found is None and later:  # the next decision may be the same router's, of the same experts
+                found = _reading(body, frame, _after_first(body, later), frames)
         except _Refused as stopped:
             refused = refused or stopped
             continue
-        if region is not None:
-            return region
+        if found is not None:
+            return body.knows(seed, *found)
     try:
-        region = _in_slots(body, frames[0], later) if frames else None
+        found = _in_slots(body, frames[0], later) if frames else None
     except _Refused as stopped:
-        refused, region = refused or stopped, None
-    if region is not None:
-        return region
+        refused, found = refused or stopped, None
+    if found is not None:
+        return body.knows(seed, *found)
     if refused is not None:
         refusal = refused.refusal
-        return Refusal(provenance(refused.where), refusal.reason, refusal.node)
+        return Refusal(provenance(refused.where), refusal.reason, refusal.details, refusal.node)
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
         return None
     return lonely_seed(body.flow, seed)
@@ -134,9 +166,10 @@ def _after_first(body: _Body, later: set[fx.Node]) -> set[fx.Node]:
     return later - {min(later, key=body.flow.position.__getitem__)}
 
 
-def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]) -> MoERegion | None:
-    """One frame read, again where results of experts were taken for tokens; None where it leads to no experts.
+def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]) -> tuple[MoERegion, fx.Node] | None:
+    """The region of one frame and the node that reports name; None where it leads to no experts.
 
+    It is read again where results of experts were taken for tokens.
     What was made of the index without a proof may be the index that counts: its frames are added to `frames`.
     """
     forced: frozenset[fx.Node] = frozenset()
@@ -145,10 +178,11 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
         try:
             found = reader.read(later)
             if found is not None:
-                return _checked(body, _routed(body, reader, found))
+                region = check_removable(_routed(body, reader, found), body.flow, body.modes)
+                return region, _first_matmul(region.cut, reader)
             _add_frames(frame, reader, frames)
             if _expert_nodes(body, reader):
-                raise (reader.refusals or [CannotChunk(_APART, frame.index)])[0]
+                raise (reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0]
             return None
         except RowsDiffer as differ:
             more = forced | _between(body.flow, differ.leaves)
@@ -157,8 +191,13 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
             forced = more
         except CannotChunk as refusal:
             _add_frames(frame, reader, frames)
+            if isinstance(refusal, _NoExperts) and not _expert_nodes(body, reader):
+                return None
             raise _Refused(refusal, _where(body, reader)) from refusal
-    raise _Refused(CannotChunk("experts take their rows from results of each other", frame.index), frame.index)
+    raise _Refused(
+        CannotChunk(Reason.ROWS_NOT_FOLLOWED, "experts take their rows from results of each other", frame.index),
+        frame.index,
+    )
 
 
 _APART = "the experts' results do not meet in one [T,H] tensor"
@@ -171,14 +210,40 @@ def _add_frames(frame: Frame, reader: Reader, frames: list[Frame]) -> None:
     frames.extend(masked(frame, node) for node in reversed(reader.masks) if node not in known)
 
 
-def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> MoERegion | None:
-    """The region between rows in their experts' slots; None where there are no slots."""
+def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> tuple[MoERegion, fx.Node] | None:
+    """As `_reading`, of the region between rows in their experts' slots; None where there are no slots."""
     reader = Reader(body.flow, body.modes, frame, RULES, pointwise_rule)
     try:
-        found = reader.read_slots(body.flow.descendants([frame.index]), later)
-        return None if found is None else _checked(body, _slotted(body, reader, *found))
+        reached = body.flow.descendants([frame.index])
+        found = reader.read_slots(reached, later)
+        if found is None or not _is_combined(found[0], reached):
+            return None  # a layer for each part of any tensor looks the same
+        region = check_removable(_slotted(body, reader, *found), body.flow, body.modes)
+        return region, _first_matmul(region.cut, reader)
     except CannotChunk as refusal:
         raise _Refused(refusal, _where(body, reader)) from refusal
+
+
+def _is_combined(results: fx.Node, reached: set[fx.Node]) -> bool:
+    """Whether results in slots meet weights or a mask of the routing in a product, or are picked by its index."""
+    pending = [results]
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            others = [source for source in user.all_input_nodes if source is not node and source in reached]
+            is_picked = target_name(user) in _PICKS and any(map(is_int_tensor, others))
+            if is_picked or (target_name(user) in _PRODUCTS and others):
+                return True
+            if target_name(user) in _KEEP_SLOTS:
+                pending.append(user)
+    return False
+
+
+_PICKS = frozenset("getitem index_select gather take_along_dim index_add index_add_ scatter_add scatter_add_".split())
+_PRODUCTS = frozenset("einsum matmul bmm mm __matmul__ mul __mul__ mul_ __rmul__".split())
+_KEEP_SLOTS = frozenset(
+    "view reshape permute transpose to contiguous type_as movedim flatten unflatten squeeze mul __mul__ cat pad".split()
+)
 
 
 def _between(flow: Dataflow, leaves: Sequence[fx.Node]) -> frozenset[fx.Node]:
@@ -222,9 +287,11 @@ def _routed(body: _Body, reader: Reader, found: Exit) -> MoERegion:
     num_token_dims = len(frame.token_shape)
     hidden, out = tensor_of(inputs.hidden), tensor_of(written_node(found.node))
     if hidden.ndim not in (2, num_token_dims + 1):
-        raise CannotChunk(f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", inputs.hidden)
+        raise CannotChunk(Reason.UNREADABLE, f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", inputs.hidden)
     if out.ndim not in (2, num_token_dims + 1):
-        raise CannotChunk("the exit holds rows of several dimensions, not yet one vector a token", found.node)
+        raise CannotChunk(
+            Reason.RESULTS_APART, "the exit holds rows of several dimensions, not yet one vector a token", found.node
+        )
     return _record(body, reader, cut, inputs, expr, base, None)
 
 
@@ -232,7 +299,7 @@ def _slotted(body: _Body, reader: Reader, node: fx.Node, rows: Rows) -> MoERegio
     assert rows.expr is not None and reader.slots is not None
     inputs = _Inputs.of(reader.expressions, rows.expr, node)
     if inputs.hidden is not reader.slots.root or inputs.weight is not None:
-        raise CannotChunk("rows leave the experts in other slots than they came in", node)
+        raise CannotChunk(Reason.RESULTS_APART, "rows leave the experts in other slots than they came in", node)
     cut = _cut(body.flow, reader, node, set(inputs.outers))
     return _record(
         body, reader, cut, inputs, rows.expr, None, SlotLayout(reader.slots.expert_dim, len(reader.slots.shape))
@@ -268,15 +335,15 @@ class _Inputs:
         weights = [placeholder for placeholder, one in found.items() if one.role in ("weight", "column")]
         if len(weights) > 1:
             names = " and ".join(str(found[placeholder].outer) for placeholder in weights[:2])
-            raise CannotChunk(f"two routing weights, {names}; expected one", node)
+            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"two routing weights, {names}; expected one", node)
         params = [placeholder for placeholder in found if placeholder not in (*rows, *weights)]
         slots = tuple(_slot_of(expressions, placeholder, found[placeholder], node) for placeholder in params)
         if not rows or not any(slot.kind != "shared" for slot in slots):
-            raise CannotChunk("no token-indexed input or no expert parameters reach the output", node)
+            raise _NoExperts(node)
         weight = found[weights[0]] if weights else None
         is_column = weight is not None and weight.role == "column"
         if is_column and not expressions.columns:
-            raise CannotChunk("a weight of one expert stands for all", node)
+            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a weight of one expert stands for all", node)
         columns = expressions.columns if is_column else ()
         return _Inputs((*rows, *weights, *params), outers.pop(), weight, columns, slots)
 
@@ -286,7 +353,7 @@ def _slot_of(expressions: Expressions, placeholder: fx.Node, one: Input, node: f
     if known is not None:
         return known
     if one.role == "entry":
-        raise CannotChunk("one entry of a table stands for all experts'", node)
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "one entry of a table stands for all experts'", node)
     return Slot("expert" if one.role == "table" else "shared", (one.outer,))
 
 
@@ -303,9 +370,9 @@ def _record(
     hidden = tensor_of(inputs.hidden)
     hidden_size = static_size(hidden.shape[-1])
     if hidden_size is None:
-        raise CannotChunk(f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", inputs.hidden)
+        raise CannotChunk(Reason.UNREADABLE, f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", inputs.hidden)
     if num_experts is None:
-        raise CannotChunk("no token-indexed input or no expert parameters reach the output", cut.exit)
+        raise _NoExperts(cut.exit)
     num_tokens = frame.num_tokens if slots is None else math.prod(hidden.shape[:-1])
     family = "slots" if slots is not None else _family(reader, cut.exit)
     weight = inputs.weight
@@ -324,7 +391,7 @@ def _record(
             str(num_tokens), hidden_size, num_experts, frame.top_k if slots is None else 1,
             reader.widths[-1] if reader.widths else None,
         ),
-        where=provenance(_where(body, reader)),
+        where=provenance(_first_matmul(cut, reader)),
         drops_out_of_range=family in ("grouped", "loops") and not reader.counts_past_the_last,
         base=base,
         gathers_weight=is_gathered,
@@ -335,8 +402,14 @@ def _record(
 
 def _family(reader: Reader, node: fx.Node) -> str:
     if not reader.families:
-        raise CannotChunk("no known spelling of experts", node)
+        raise CannotChunk(Reason.UNKNOWN_SPELLING, "no known spelling of experts", node)
     return next(iter(reader.families))
+
+
+def _first_matmul(cut: Cut, reader: Reader) -> fx.Node:
+    """Of the experts, in graph order: what the report names."""
+    names = (node for node in cut.nodes if node in reader.expert_nodes or target_name(node) in MATMULS)
+    return next(names, cut.exit)
 
 
 def _where(body: _Body, reader: Reader) -> fx.Node:
@@ -357,93 +430,3 @@ def _cut(flow: Dataflow, reader: Reader, exit_node: fx.Node, roots: set[fx.Node]
     inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
     index = None if reader.slots is not None else reader.frame.index
     return Cut(index, exit_node, nodes, tuple(inputs), len(reader.frame.token_shape))
-
-
-# Whether it may be taken out of the graph.
-
-
-def _checked(body: _Body, region: MoERegion) -> MoERegion:
-    cut, flow = region.cut, body.flow
-    inside = set(cut.nodes)
-    _check_floats_stay_inside(cut, flow, inside)
-    _check_mutations(cut, flow, inside)
-    _check_written_insides(cut, flow, inside)
-    modes = _uniform_modes(cut, body.modes)
-    if torch.is_grad_enabled() and not modes.disables_grad:
-        node = gradient_stop(cut.nodes, flow)
-        if node is not None:
-            name = target_name(node).removeprefix("_get_").removesuffix("_attr")
-            raise CannotChunk(f"{name} stops gradients inside the region, which a chunk's backward would not", node)
-    return region
-
-
-def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
-    """What is written in place up to the exit is read after it as the exit, see `_check_written_insides`."""
-    replaced = {cut.exit, *flow.mutations.get(cut.exit, ())}
-    num_tokens = None if cut.expert_index is None else tensor_of(cut.expert_index).shape[0]
-    for node in cut.nodes:
-        outside_users = [user for user in node.users if user not in inside and not is_only_asserted(user)]
-        is_routed = is_float_tensor(node) and (num_tokens is None or _is_routed(node, num_tokens))
-        if node not in replaced and outside_users and is_routed:
-            raise CannotChunk(f"routed rows are also used outside the region, by {outside_users[0]}", node)
-
-
-def _is_routed(node: fx.Node, num_tokens: int | torch.SymInt) -> bool:
-    value = node_value(node)
-    return isinstance(value, torch.Tensor) and value.ndim > 1 and not same_size(value.shape[0], num_tokens)
-
-
-def _uniform_modes(cut: Cut, modes: dict[fx.Node, Modes]) -> Modes:
-    """The modes of all nodes that compute with floats; they must agree for one op to stand for them."""
-    expected = modes[cut.exit]
-    for node in cut.nodes:
-        if is_float_tensor(node) and modes[node] != expected:
-            raise CannotChunk("autocast or gradient mode changes inside the region", node)
-    return expected
-
-
-def _check_written_insides(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
-    """What is written in place may be read after the region only as the exit itself (see `lower`)."""
-    replaced = {cut.exit, *flow.mutations.get(cut.exit, ())}
-    last = flow.position[cut.exit]
-    for alias in flow.aliases(cut.exit):
-        late = [user for user in alias.users if user not in inside and flow.position[user] > last]
-        if alias not in replaced and late and flow.position[alias] < last:
-            raise CannotChunk("another view of the combined output is read after the experts", late[0])
-    roots = {flow.root(node) for node in inside}
-    for mutation, targets in flow.mutations.items():
-        is_outside = mutation not in inside and flow.position[mutation] < last
-        if is_outside and any(flow.root(target) in roots for target in targets):
-            _refuse_unless_before(cut, flow, mutation, roots & {flow.root(target) for target in targets})
-
-
-def _refuse_unless_before(cut: Cut, flow: Dataflow, mutation: fx.Node, roots: set[fx.Node]) -> None:
-    """A write into an input's storage before the region reads it is ordinary; any other is not ours to order."""
-    inputs = {flow.root(node) for node in cut.inputs}
-    reads = [flow.position[node] for node in cut.nodes if any(flow.root(s) in roots for s in node.all_input_nodes)]
-    if not roots <= inputs or flow.position[mutation] > min(reads, default=-1):
-        raise CannotChunk("something outside writes into a tensor of the region", mutation)
-
-
-def _check_mutations(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
-    """Nothing inside may write to an input, and no input may change between dispatch and exit."""
-    inputs = {flow.root(node): node for node in cut.inputs}
-    first, last = flow.position[cut.nodes[0]], flow.position[cut.exit]
-    for mutation, targets in flow.mutations.items():
-        if not first <= flow.position[mutation] <= last:
-            continue
-        for target in targets:
-            written = inputs.get(flow.root(target))
-            if written is None:
-                continue
-            if mutation is cut.exit and flow.root(target).op in ("call_function", "call_method"):
-                continue  # the exit adds to what it is given, and is all that is read of it afterwards
-            is_before_use = mutation not in inside and flow.position[mutation] <= _first_read(cut, flow, written)
-            if not is_before_use:
-                raise CannotChunk(f"{written} is changed in place between dispatch and combine", mutation)
-
-
-def _first_read(cut: Cut, flow: Dataflow, node: fx.Node) -> int:
-    aliases = {alias for alias in cut.inputs if flow.root(alias) is flow.root(node)}
-    readers = [flow.position[user] for alias in aliases for user in alias.users if user in set(cut.nodes)]
-    return min(readers, default=flow.position[cut.exit])

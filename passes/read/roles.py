@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value, same_size, static_size
 from memfine_fx.passes.read.expressions import Expressions, Input
@@ -60,13 +60,15 @@ class Roles:
         if atom == "e":
             num_experts = frame.num_experts if self.num_experts is None else self.num_experts
             if num_experts is None:
-                raise CannotChunk("how many experts there are is not known yet")
+                raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "how many experts there are is not known yet")
             return num_experts
         if atom == "s":
             return frame.token_shape[1] if len(frame.token_shape) == 2 else 1
         sizes = {"t": frame.num_tokens, "b": frame.token_shape[0], "k": frame.top_k, "r": frame.num_rows}
         if atom not in sizes:
-            raise CannotChunk("something repeated is neither a token's choices nor the experts")
+            raise CannotChunk(
+                Reason.ROWS_NOT_FOLLOWED, "something repeated is neither a token's choices nor the experts"
+            )
         return sizes[atom]
 
     def regroup(self, lead: Lead, source: Sequence[Size], target: Sequence[Size]) -> Lead | None:
@@ -108,7 +110,11 @@ class Roles:
     def check_num_experts(self, num_experts: int, call: Call | None = None) -> None:
         if self.num_experts not in (None, num_experts):
             node = None if call is None else call.node
-            raise CannotChunk(f"tables of {self.num_experts} and of {num_experts} experts in one region", node)
+            raise CannotChunk(
+                Reason.ROWS_NOT_FOLLOWED,
+                f"tables of {self.num_experts} and of {num_experts} experts in one region",
+                node,
+            )
         self.num_experts = num_experts
 
     def note_experts(self, call: Call, family: str, width: Size | None = None) -> None:
@@ -136,7 +142,9 @@ class Roles:
                 raise value.why or refusal from refusal
         if isinstance(value, Unknown):
             raise value.refusal
-        raise CannotChunk(f"{type(value).__name__.lower()} {value} used as row data", call.node)
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, f"{type(value).__name__.lower()} {value} used as row data", call.node
+        )
 
     def whole(self, value: Partial) -> Rows:
         """A sum of results that is complete because something reads it.
@@ -151,7 +159,11 @@ class Roles:
         copies = [Copy(expert, choice) for choice in choices for expert in range(num_experts)]
         missing = [copy.expert for copy in copies if copy not in by_copy]
         if missing:
-            raise CannotChunk(f"expert {missing[0]} of {num_experts} does not write its results back", value.node)
+            raise CannotChunk(
+                Reason.RESULTS_APART,
+                f"expert {missing[0]} of {num_experts} does not write its results back",
+                value.node,
+            )
         results = [by_copy[copy] for copy in copies]
         num_alike = self.expressions.num_alike(copies, results, value.node)
         if value.lead is None and 1 < num_alike < len(copies) and list(by_copy) == copies:
@@ -186,12 +198,16 @@ class Roles:
         if isinstance(value, Rows) and value.lead.groups[:1] == ("e",) and not value.per_row:
             return value
         if not isinstance(value, Leaf):
-            raise CannotChunk("expected a table of expert parameters, [E,...], from outside the region", call.node)
+            raise CannotChunk(
+                Reason.ROWS_NOT_FOLLOWED,
+                "expected a table of expert parameters, [E,...], from outside the region",
+                call.node,
+            )
         table = node_value(value.node)
         assert isinstance(table, torch.Tensor)
         num_experts = static_size(table.shape[0])
         if num_experts is None:
-            raise CannotChunk(f"number of experts is symbolic: {table.shape[0]}", call.node)
+            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"number of experts is symbolic: {table.shape[0]}", call.node)
         self.check_num_experts(num_experts, call)
         expr = self.expressions.input(Input("table", value.node))
         return Rows(Lead.EXPERT, self.emit(aten.unsqueeze.default, expr, 0), per_row=False, is_dispatched=True)
@@ -242,7 +258,11 @@ class Roles:
         value, frame = node_value(outer), self.frame
         assert isinstance(value, torch.Tensor)
         if not is_float_tensor(outer):
-            raise CannotChunk(f"an integer tensor from outside the region, {outer}, used as row data", call.node)
+            raise CannotChunk(
+                Reason.ROWS_NOT_FOLLOWED,
+                f"an integer tensor from outside the region, {outer}, used as row data",
+                call.node,
+            )
         is_param = isinstance(value, torch.nn.Parameter)
         is_choice = _has_shape(value, (*frame.token_shape, frame.top_k)) or (
             frame.top_k == 1 and _has_shape(value, frame.token_shape)
@@ -258,7 +278,9 @@ class Roles:
             return self.as_table(Leaf(outer), call)
         if any(static_size(size) is None for size in value.shape):
             raise CannotChunk(
-                f"an input of symbolic shape {tuple(value.shape)} is neither tokens nor weights", call.node
+                Reason.ROWS_NOT_FOLLOWED,
+                f"an input of symbolic shape {tuple(value.shape)} is neither tokens nor weights",
+                call.node,
             )
         return Rows(Lead.NONE, self.expressions.input(Input("whole", outer)), per_row=False)
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import is_int_tensor, node_value, same_size, static_size, target_name, tensor_of
 from memfine_fx.passes.read.frame import Frame
 
@@ -69,6 +70,8 @@ def _frame(seed: fx.Node, has_choices: bool) -> Frame | None:
     shape = tuple(value.shape)
     if has_choices and free_unbacked_symbols(shape[-1]):
         return None  # how many are chosen is decided by the data
+    if has_choices and not _belongs_to_architecture(shape[-1]):
+        return _frame(seed, has_choices=False)  # a capacity: experts choose so many tokens
     top_k = int(shape[-1]) if has_choices else 1  # a guard where it is symbolic: K belongs to the architecture
     tokens = shape[:-1] if has_choices else shape
     num_experts = static_size(_scores(seed).shape[-1]) if _is_chosen(seed) else None
@@ -81,6 +84,11 @@ def _frame(seed: fx.Node, has_choices: bool) -> Frame | None:
         num_experts=num_experts,
         is_top_k=_is_chosen(seed),
     )
+
+
+def _belongs_to_architecture(size: int | torch.SymInt) -> bool:
+    """Whether a size is a number or a symbol of its own, which K is, and not computed from others."""
+    return bool(size_expr(size).is_number or size_expr(size).is_symbol)
 
 
 def _is_chosen(node: fx.Node) -> bool:

@@ -50,7 +50,8 @@ class Copy:
     Args:
         expert, choice: numbers, or None where it is about all of them.
         order: in which order an expert's routed rows stand: as the tokens ("t"), as choices before tokens ("kt"), as an
-            unstable sort left them ("sort"); "" for values that are not routed rows in expert order.
+            unstable sort of the one or the other left them ("t sort", "kt sort"); "" for values that are not routed
+            rows in expert order.
     """
 
     expert: int | None = None
@@ -236,4 +237,6 @@ class Taken:
 
 def is_dispatched(value: Any) -> bool:
     """Whether a value is part of what the experts compute."""
+    if isinstance(value, Taken):
+        return value.added is not None
     return isinstance(value, (Combined, Partial)) or getattr(value, "is_dispatched", False) is True

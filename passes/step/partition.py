@@ -37,7 +37,7 @@ from memfine_fx.compat.operators import OpOverload
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import CountedInputs
-from memfine_fx.passes.normalize import fake_mode_of
+from memfine_fx.passes.read.normal_form import fake_mode_of
 from memfine_fx.passes.step.dense_results import is_attention, must_save
 from memfine_fx.passes.step.fit import StepBudget, fit
 from memfine_fx.passes.step.partitioned import Partition

@@ -31,7 +31,7 @@ from torch import Tensor, fx
 
 from memfine_fx.compat.autograd import run_without_modes, without_autocast, without_saved_tensor_hooks
 from memfine_fx.compat.tensors import tree_leaves
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import node_value, static_size
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.passes.verify.region import Forms, Tensors, errors_of, run_step
@@ -86,6 +86,7 @@ def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
     found = _known[key]
     if found.difference:
         raise CannotChunk(
+            Reason.OTHER_GRADIENTS,
             f"in chunks it would have other gradients than autograd finds in the layer as written: {found.difference}",
             region.cut.exit,
         )

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.lower.head import lower_head
 from memfine_fx.passes.modes import enter_autocast
-from memfine_fx.passes.normalize import outline_with_map
+from memfine_fx.passes.read.outline import outline_with_map
 from memfine_fx.passes.verify.real_run import Recorded
 from memfine_fx.passes.verify.region import (
     SMALL_CHUNKS,

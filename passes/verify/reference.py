@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from memfine_fx.compat.tensors import tree_map
-from memfine_fx.passes.normalize import grouped_arguments, is_grouped_matmul
+from memfine_fx.passes.read.normal_form import grouped_arguments, is_grouped_matmul
 
 __all__ = ["ExactRun"]
 

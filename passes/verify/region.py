@@ -24,12 +24,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import node_value
-from memfine_fx.passes.loops.roll import is_same_view
+from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.passes.dataflow import is_same_view, node_value
 from memfine_fx.passes.lower.region import lower_region
 from memfine_fx.passes.modes import enter_autocast
-from memfine_fx.passes.normalize import outline_with_map
+from memfine_fx.passes.read.outline import outline_with_map
 from memfine_fx.passes.verify.real_run import Recorded
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.records import ChunkPlan, Modes, MoERegion
@@ -235,7 +234,7 @@ def _translated(region: MoERegion, env: dict[fx.Node, Any]) -> MoERegion:
     def translate(value: Any) -> Any:
         if isinstance(value, fx.Node):
             if value not in env:
-                raise CannotChunk("the region refers to a node outside its cut", value)
+                raise CannotChunk(Reason.OPAQUE, "the region refers to a node outside its cut", value)
             return env[value]
         if isinstance(value, (tuple, list)):
             return type(value)(map(translate, value))

@@ -13,7 +13,7 @@ from memfine_fx.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```(python|shell)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#:]+\.(?:md|png|svg))")
-_PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+_PAGES = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -63,5 +63,5 @@ def test_every_page_and_figure_that_a_page_links_to_exists(page: str) -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = re.findall(r": ([a-z_]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    listed = re.findall(r": ([a-z_/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(listed) == _PAGES

@@ -10,7 +10,8 @@ import memfine_fx.errors
 from benchmarks.messages import Message, messages
 from benchmarks.troubleshooting import PAGE, entries_of, filled
 
-_TEXT = "### Seen\n\nDo this.\n\n<!-- messages\nword: first\nkind: refusal\n-->\n\n- refusal: `old`\n\n## Next\n"
+_ENTRY = "<!-- messages\nword: first\nreason: NO_RULE\nkind: refusal\n-->"
+_TEXT = f"### Seen\n\nDo this.\n\n{_ENTRY}\n\n- refusal: `old`\n\n## Next\n"
 
 
 def test_the_page_is_what_the_source_says() -> None:
@@ -21,8 +22,12 @@ def test_the_page_is_what_the_source_says() -> None:
 
 
 def test_every_error_class_is_on_the_page() -> None:
-    kinds = {message.kind for message in messages()} | {"CannotChunk", "CompatibilityWarning"}  # refusals; a warning
+    kinds = {message.kind for message in messages()} | {"CannotChunk", "Reason", "CompatibilityWarning"}
     assert set(memfine_fx.errors.__all__) <= kinds
+
+
+def test_every_reason_is_on_the_page() -> None:
+    assert {message.reason for message in messages()} - {""} == set(memfine_fx.errors.Reason.__members__)
 
 
 def test_lists_are_written_anew_and_nothing_else() -> None:
@@ -50,11 +55,17 @@ def test_messages_are_found_however_they_are_made(tmp_path: Path) -> None:
         "    if seen:\n"
         "        reason = 'second'\n"
         "    warnings.warn('third ' + (f'a {seen}' if seen else 'b'), stacklevel=2)\n"
-        "    return Refusal(node, reason)\n"
+        "    return Refusal(node, Reason.NO_RULE, reason)\n"
     )
     found = messages(tmp_path)
-    assert Message("refusal", "…: first", "passes/one.py") in found
+    assert Message("refusal", "…: first", "passes/one.py", "NO_RULE") in found
     assert {message.text for message in found} == {"…: first", "second", "third a …", "third b"}
+
+
+def test_a_refusal_belongs_to_the_entry_of_its_reason_whatever_its_words() -> None:
+    assert "- refusal: `other`" in filled(_TEXT, [Message("refusal", "other", "passes/one.py", "NO_RULE")])
+    with pytest.raises(LookupError, match="has no entry"):
+        filled(_TEXT, [Message("refusal", "first", "passes/one.py", "OPAQUE")])
 
 
 def test_a_message_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_config_flags_are_back_after_an_interrupt_in_the_compiler() -> None:
     config = memfine_fx.Config(inner_backend="eager", rows_per_chunk=5)
     model = memfine_fx.optimize(Noisy(), config=config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memfine_fx.compiler.regions.find_candidates", interrupt)
+        patch.setattr("memfine_fx.compiler.regions.read_regions", interrupt)
         besides = ["buffer", "attribute .", "entries ._buffers", "attribute norm", "generator"]
         with untouched(model, besides=besides), pytest.raises(KeyboardInterrupt):
             model(torch.randn(6, HIDDEN))

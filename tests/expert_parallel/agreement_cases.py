@@ -19,11 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import memfine_fx
 from memfine_fx.compiler.optimized import optimized_call
-from memfine_fx.errors import BudgetInfeasible, CannotChunk, RanksDisagree
+from memfine_fx.errors import BudgetInfeasible, RanksDisagree, Reason
 from memfine_fx.models._experts import GatedExperts
 from memfine_fx.passes.lower.bodies import bodies_for
-from memfine_fx.passes.raising import raise_region
-from memfine_fx.records import ChunkPlan
+from memfine_fx.passes.read.regions import read_regions
+from memfine_fx.records import ChunkPlan, Refusal
 from tests.expert_parallel.fault_cases import EXPERTS, HIDDEN, ROWS, TOKENS, TOP_K, WIDTH, Told, layer, run_layer
 
 NUM_LAYERS = 2
@@ -181,14 +181,17 @@ def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def _refusing(does_here: bool) -> Iterator[None]:
     """The last layer is compiled again, and refused where `does_here`; a rank 0 that differs keeps its graph."""
 
-    def refuse(candidate: Any) -> Any:
-        if does_here and candidate.where.module == f"layers.{NUM_LAYERS - 1}.experts":
-            raise CannotChunk(REASON)
-        return raise_region(candidate)
+    def refuse(*body: Any) -> Any:
+        last = f"layers.{NUM_LAYERS - 1}.experts"
+        found = read_regions(*body)
+        return [
+            Refusal(one.where, Reason.ROWS_NOT_FOLLOWED, REASON) if does_here and one.where.module == last else one
+            for one in found
+        ]
 
     if does_here:
         torch._dynamo.reset()
-    with mock.patch("memfine_fx.compiler.regions.raise_region", refuse):
+    with mock.patch("memfine_fx.compiler.regions.read_regions", refuse):
         yield
     if does_here:
         torch._dynamo.reset()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx
 
+from memfine_fx.errors import Reason
 from memfine_fx.expert_parallel.gathering import OUTSIDE
 from memfine_fx.passes.lower.sharded import tell_why_gathered
 from memfine_fx.records import Refusal, Where
@@ -107,5 +108,11 @@ def test_a_table_is_gathered_because_of_the_refusal_nearest_to_it(refusals: tupl
     graph = fx.Graph()
     arguments = (graph.placeholder("own"), 4, "group", "layers.1.experts.down_proj", OUTSIDE)
     table = graph.call_function(torch.ops.memfine.all_experts.default, arguments)
-    tell_why_gathered(graph, [Refusal(Where(module), f"reason {number}") for number, module in enumerate(refusals)])
+    tell_why_gathered(
+        graph,
+        [
+            Refusal(Where(module), Reason.ROWS_NOT_FOLLOWED, f"reason {number}")
+            for number, module in enumerate(refusals)
+        ],
+    )
     assert table.args == (*arguments[:-1], reason)

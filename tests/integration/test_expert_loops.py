@@ -158,7 +158,7 @@ class MixedExperts(nn.Module):
 
     def __init__(self, *after: nn.Module) -> None:
         super().__init__()
-        self.gate = nn.Linear(16, 2)
+        self.gate = nn.Linear(16, len(after))
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), one) for one in after)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -171,11 +171,11 @@ class MixedExperts(nn.Module):
 
 
 def test_of_experts_that_differ_those_before_the_first_other_one_are_chunked() -> None:
-    model = MixedExperts(nn.ReLU(), nn.Tanh())
+    model = MixedExperts(nn.ReLU(), nn.ReLU(), nn.Tanh())
     optimized = optimized_copy(model)
     assert_same_step(optimized, model, hidden_states(9))
     (region,) = memfine_fx.report(optimized).regions
-    assert region.dims is not None and region.dims.num_experts == 1
+    assert region.dims is not None and region.dims.num_experts == 2
 
 
 @pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")

@@ -12,11 +12,10 @@ import torch
 import memfine_fx
 from memfine_fx.cli import main
 from memfine_fx.demo.tiny import tiny_causal_lm
-from memfine_fx.errors import MemfineError
+from memfine_fx.errors import MemfineError, Reason
 from memfine_fx.plan import front
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.records import Where
-from memfine_fx.report.hints import hint_for
 
 
 def tokens() -> dict[str, torch.Tensor]:
@@ -141,12 +140,11 @@ def test_the_string_backend_has_a_report_too() -> None:
     assert report.regions[0].plan is not None and report.regions[0].plan.rows_per_chunk == 7
 
 
-@pytest.mark.parametrize(
-    "reason", ["topk: its indices leave the captured graph", "no row-wise rule for aten.cumprod", "internal error, x"]
-)
-def test_a_refusal_comes_with_a_hint(reason: str) -> None:
-    region = memfine_fx.RegionReport("refused", Where(), reason, hint=hint_for(reason))
-    assert region.hint and f"hint: {region.hint}" in str(region)
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_has_a_hint_of_its_own(reason: Reason) -> None:
+    region = memfine_fx.RegionReport("refused", Where(), "what was seen", hint=reason.hint)
+    assert len(reason.hint.split()) > 3 and f"hint: {reason.hint}" in str(region)
+    assert Reason.__members__[reason.name].name == reason.name, "two reasons share one hint"
 
 
 def test_a_choice_without_experts_is_a_line_with_its_source() -> None:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfine_fx
-from memfine_fx.passes import raising
 from memfine_fx.passes.lower import bodies
-from memfine_fx.passes.rowwise import ROWWISE_RULES
+from memfine_fx.passes.read import removable
+from memfine_fx.passes.read.rules import RULES
 from memfine_fx.passes.verify import gradient_check
 from memfine_fx.passes.verify.shrinkage import narrow_widths
 from tests.integration.comparison import assert_same_step, optimized_copy
@@ -43,8 +43,8 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def detach_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host in which no reading shows what stops gradients."""
-    monkeypatch.setattr(raising, "gradient_stop", lambda nodes, flow: None)
-    monkeypatch.setitem(ROWWISE_RULES, torch.ops.aten.detach.default, ROWWISE_RULES[torch.ops.aten.alias.default])
+    monkeypatch.setattr(removable, "gradient_stop", lambda nodes, flow: None)
+    monkeypatch.setitem(RULES, torch.ops.aten.detach.default, RULES[torch.ops.aten.alias.default])
 
 
 @pytest.fixture

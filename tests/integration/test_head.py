@@ -254,7 +254,7 @@ def test_with_inductor_the_prediction_is_the_measured_peak(checkpoints: bool) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_inductors_auto_chunker_takes_sizes_that_are_fixed_and_refuses_symbolic_ones(dynamic: bool) -> None:
-    """Why heads are always chunked by ours; when this fails, docs/design.md has to be written anew."""
+    """Why heads are always chunked by ours; when this fails, docs/design/head.md has to be written anew."""
     from torch._inductor import config, metrics
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

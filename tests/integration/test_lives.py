@@ -323,7 +323,7 @@ LIVES: tuple[Script, ...] = (
 _CHANGES_THE_MODEL = (checkpointed_midway, checkpointed_and_accumulated)
 _BEGINS_WITH_ANOTHER_LENGTH = (longer_first, of_many_lengths, accumulated_with_other_lengths, all_at_once)
 """A graph is partitioned for the length of its first call, and keeps that partition while it keeps the budget: what is
-kept at another length may be less, or more, than a fresh process would choose (docs/design.md, limits)."""
+kept at another length may be less, or more, than a fresh process would choose (docs/design/plan.md, limits)."""
 
 
 def lived(script: Script, budget: int | None, dtype: torch.dtype, inner: Any = "aot_eager") -> Life:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memfine_fx
-from memfine_fx.passes.rowwise import ROWWISE_RULES
+from memfine_fx.passes.read.rules import RULES
 from tests.integration.comparison import assert_same_step, optimized_copy, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
@@ -243,9 +243,12 @@ class MergedLoRA(Gathered):
         return torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1)
 
 
-CHUNKED = [Gathered, InPlaceCombine, SharedMatrix, ScalarParameter, WeightOnInput, MergedLoRA, DetachedTable]
+CHUNKED = [
+    Gathered, InPlaceCombine, InPlaceCombineOntoOther, SharedMatrix, ScalarParameter, WeightOnInput, MergedLoRA,
+    DetachedTable,
+]  # fmt: skip
 REFUSED = [
-    InPlaceCombineOntoOther, StraightThrough, NoGradScale, NoGradExperts, DetachedWeight, DetachedGatheredTable,
+    StraightThrough, NoGradScale, NoGradExperts, DetachedWeight, DetachedGatheredTable,
     ScaledAddmm, SumOverAll, MaxOverAll,
 ]  # fmt: skip
 EITHER = [InputChangedBetween, DetachedRows]
@@ -277,7 +280,7 @@ def test_what_must_not_be_chunked_is_refused_with_a_reason(case: Callable[[], nn
 @pytest.fixture
 def detach_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retraced as torch 2.15 does it: a `detach` looks like an alias, whatever the version at hand."""
-    monkeypatch.setitem(ROWWISE_RULES, torch.ops.aten.detach.default, ROWWISE_RULES[torch.ops.aten.alias.default])
+    monkeypatch.setitem(RULES, torch.ops.aten.detach.default, RULES[torch.ops.aten.alias.default])
 
 
 @pytest.mark.usefixtures("detach_leaves_no_trace")

@@ -59,8 +59,7 @@ ENTRIES: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "verify": lambda model, hidden: memfine_fx.verify(model, hidden, config=CONFIG),
 }
 STAGES = {
-    "find": "memfine_fx.compiler.regions:find_candidates",
-    "raise": "memfine_fx.compiler.regions:raise_region",
+    "read": "memfine_fx.compiler.regions:read_regions",
     "plan": "memfine_fx.compiler.regions:bodies_for",
     "plan of the call": "memfine_fx.runtime.store:LiveRegion.plan_for",
     "inner compile": "memfine_fx.compiler.compiled_graph:compile_with_regions",
@@ -121,7 +120,7 @@ def test_failures_leave_nothing_changed(entry: str, stage: str, failure: BaseExc
         run_quietly(lambda: ENTRIES[entry](model, hidden))
 
 
-@pytest.mark.parametrize(("stage", "entry"), [("find", "explain"), ("backward op", "explain and measure")])
+@pytest.mark.parametrize(("stage", "entry"), [("read", "explain"), ("backward op", "explain and measure")])
 def test_an_interrupt_leaves_nothing_changed(stage: str, entry: str) -> None:
     model, hidden = net(), torch.randn(12, HIDDEN, requires_grad=True)
     failure = KeyboardInterrupt("injected")

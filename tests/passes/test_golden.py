@@ -70,7 +70,7 @@ def _outcomes(session: Session) -> list[str]:
             lines = [f"    {line}" for line in code_of(outcome.region.expert_fn.graph_module)]
             texts.append("\n".join([f"expert function ({outcome.region.family})", *lines]))
         else:
-            texts.append(f"refused: {outcome.reason}")
+            texts.append(f"refused: {outcome.details}")
     return [re.sub(r"[0-9a-f]{16}/\d+", "SITE", text) for text in texts]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.passes.loops.marker import count_rows, put_rows, rows_of
+from memfine_fx.passes.read.marker import count_rows, put_rows, rows_of
 
 __all__ = ["NAMES", "PREFIX", "count", "every_expert", "every_index", "exists", "guarded", "part", "put", "take"]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
-from memfine_fx.passes.loops.marker import ROWS_OF
 from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.marker import ROWS_OF
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Reader, Rule
-from memfine_fx.passes.read.rules.pointwise import Operand, align, expression_of, pointwise
+from memfine_fx.passes.read.rules.pointwise import Operand, align, check_about, expression_of, pointwise
 from memfine_fx.passes.read.values import ALL, Coordinates, Fill, Ids, Leaf, Mask, Partial, Rows, Taken, merged
 
 __all__ = ["RULES", "scattered"]
@@ -32,15 +32,15 @@ def _compared(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         if call.target in (aten.eq.Scalar, aten.ne.Scalar):
             copy = merged(value.copy, replace(ALL, expert=number))
             if copy is None:
-                raise CannotChunk("one expert's ids are compared with another", call.node)
+                raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "one expert's ids are compared with another", call.node)
             return Mask(value.lead, copy, is_negated=call.target is aten.ne.Scalar)
-        raise CannotChunk("ids compared by size", call.node)
+        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "ids compared by size", call.node)
     if isinstance(value, Mask):
         if number == _THRESHOLDS.get(call.target):
             return value
         if call.target is aten.eq.Scalar and number == 0:
             return replace(value, is_negated=not value.is_negated)
-        raise CannotChunk(f"a mask compared with {number}", call.node)
+        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, f"a mask compared with {number}", call.node)
     return pointwise(reader, call, args, kwargs)
 
 
@@ -51,12 +51,12 @@ def _equal(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if ids is None or other is None:
         return pointwise(reader, call, args, kwargs)
     if not other.is_iota or other.names == "e":
-        raise CannotChunk("ids compared with other ids", call.node)
+        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "ids compared with other ids", call.node)
     mine = Lead(*[""] * (call.ndim - ids.lead.num_dims), *ids.lead.groups)
     groups = [""] * (call.ndim - other.lead.num_dims) + list(other.lead.groups)
     places = [place for place, group in enumerate(groups) if group]
     if len(places) != 1 or mine.groups[places[0]]:
-        raise CannotChunk("ids compared with a range along their own dimension", call.node)
+        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "ids compared with a range along their own dimension", call.node)
     return Mask(mine.with_group(places[0], "e"), ids.copy, is_negated=call.target is aten.ne.Tensor)
 
 
@@ -77,7 +77,7 @@ def _both(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 def _wide_lead(mask: Mask, call: Call) -> Lead:
     lead = Lead(*[""] * (call.ndim - mask.lead.num_dims), *mask.lead.groups)
     if any(not group and not same_size(size, 1) for group, size in zip(lead.groups, call.out.shape, strict=True)):
-        raise CannotChunk("a mask is widened by what it meets", call.node)
+        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "a mask is widened by what it meets", call.node)
     return lead
 
 
@@ -109,12 +109,13 @@ def _where_named(
     """Rows where the mask names the expert, `off` elsewhere."""
     copy = merged(mask.copy, rows.copy)
     if copy is None:
-        raise CannotChunk("weights of different experts meet", call.node)
+        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "weights of different experts meet", call.node)
     stand_in = Rows(mask.lead, rows.expr, copy=mask.copy)
     if rows.expr is None:
-        raise CannotChunk("a mask meets weights that mix a token's choices", call.node)
+        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "a mask meets weights that mix a token's choices", call.node)
     operands = [Operand(stand_in, of_mask), Operand(rows, of_rows)]
     lead, expressions = align(reader, operands, call.ndim, call)
+    check_about(copy, lead, call)
     are_rows = call.ndim > lead.num_dims and copy.expert is not None
     return Rows(lead, expressions[1], rows.per_row, off, copy, rows.is_dispatched or are_rows)
 
@@ -134,7 +135,7 @@ def _where(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             return _where_named(reader, call, mask, rows, call.args[places[0]], call.args[places[1]], off)
     off = _constant(other) if not isinstance(other, Rows) else other.off
     if not call.out.dtype.is_floating_point:
-        raise CannotChunk("integers chosen by a mask", call.node)
+        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "integers chosen by a mask", call.node)
     return Rows(Lead(*[""] * (call.ndim - mask.lead.num_dims), *mask.lead.groups), None, off=off, copy=mask.copy)
 
 
@@ -148,7 +149,9 @@ def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> A
     dim = call.args[1] % call.ndim
     is_dense = ids.names == "e" and dim == call.ndim - 1 and ids.lead.num_dims == call.ndim
     if not is_dense or not isinstance(base, Fill) or base.value is None or call.kwargs.get("reduce"):
-        raise CannotChunk("a scatter other than by expert into a constant tensor of all experts", call.node)
+        raise CannotChunk(
+            Reason.INDEX_NOT_FOLLOWED, "a scatter other than by expert into a constant tensor of all experts", call.node
+        )
     lead = ids.lead.with_group(dim, "e")
     number = _constant(values)
     is_sum = call.target is aten.scatter_add.default
@@ -166,7 +169,9 @@ def _guarded(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """What an expert was skipped for must be its own mask or places."""
     value = args[0]
     if not isinstance(value, (Mask, Ids, Coordinates, Rows)) or value.copy.expert is None:
-        raise CannotChunk("an expert is skipped for another reason than that it has no rows", call.node)
+        raise CannotChunk(
+            Reason.INDEX_NOT_FOLLOWED, "an expert is skipped for another reason than that it has no rows", call.node
+        )
     return value
 
 
@@ -179,7 +184,9 @@ def _added(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             added = reader.as_rows(rows, call)
             joint = merged(held.copy, added.copy)
             if held.added is not None or joint is None or added.copy.expert is None:
-                raise CannotChunk("other rows than the expert's own are added to its places", call.node)
+                raise CannotChunk(
+                    Reason.INDEX_NOT_FOLLOWED, "other rows than the expert's own are added to its places", call.node
+                )
             return replace(held, added=added)
         is_zero = held == Fill(0.0) or (type(held) is int and held == 0)
         if is_zero and isinstance(rows, (Rows, Partial)) and _has_shape_of(call, 1 - place):
@@ -212,16 +219,20 @@ def _summed(reader: Reader, call: Call, args: Args) -> Partial:
             base = value.base or base
         elif isinstance(value, Rows) and value.copy.expert is not None and value.off == 0:
             if not reader.is_all_tokens(value.lead):
-                raise CannotChunk("results of experts for other than all tokens are summed", call.node)
+                raise CannotChunk(
+                    Reason.INDEX_NOT_FOLLOWED, "results of experts for other than all tokens are summed", call.node
+                )
             parts.append((value.copy, expression_of(value, call), call.node))
         elif isinstance(value, Leaf) and base is None and _has_shape_of(call, place):
             base = value.node
         else:
             # What reads a sum that is complete ends the walk here.
             whole = [reader.as_rows(one, call) for one in args[:2]]
-            raise CannotChunk(f"rows of {len(whole)} kinds meet in a sum over experts", call.node)
+            raise CannotChunk(
+                Reason.INDEX_NOT_FOLLOWED, f"rows of {len(whole)} kinds meet in a sum over experts", call.node
+            )
     if len({copy for copy, _, _ in parts}) < len(parts):
-        raise CannotChunk("an expert's results are added twice", call.node)
+        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "an expert's results are added twice", call.node)
     reader.note_experts(call, "loops")
     return Partial(None, tuple(parts), base)
 

@@ -17,12 +17,13 @@ import torch
 from torch import fx
 
 import memfine_fx.passes.read.normal_form  # noqa: F401  # registers the operations that stay whole
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.read.leads import Lead, Size
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Reader, Rule
-from memfine_fx.passes.read.rules.pointwise import combine_over, expression_of, joint_copy
+from memfine_fx.passes.read.rules.pointwise import expression_of, joint_copy
+from memfine_fx.passes.read.rules.reductions import combine_over
 from memfine_fx.passes.read.values import Copy, Counts, Leaf, Mask, Partial, Rows, merged
 
 __all__ = ["RULES"]
@@ -38,10 +39,16 @@ def _grouped_mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     reader.note_experts(call, "grouped", call.shape(1)[1])
     table = reader.as_table(args[1], call)
     if args[2] != Counts(are_ends=True):
-        unproved = CannotChunk("grouped matmul whose offsets are not the ends of the experts' rows", call.node)
+        unproved = CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, "grouped matmul whose offsets are not the ends of the experts' rows", call.node
+        )
         raise getattr(args[2], "why", None) or unproved
     if rows.lead is not Lead.SORTED or not rows.copy.is_all:
-        raise CannotChunk(f"grouped matmul of rows that are {rows.lead.in_words}, not sorted by expert", call.node)
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED,
+            f"grouped matmul of rows that are {rows.lead.in_words}, not sorted by expert",
+            call.node,
+        )
     expr = reader.emit(aten.mm.default, rows.expr, reader.matrix_of(table))
     return replace(rows, expr=expr, off=None, is_dispatched=True)
 
@@ -52,7 +59,11 @@ def _mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     bias = [reader.as_parameter(value, call) for value in args[:-2]]
     is_supported = rows.per_row and matrix.lead is Lead.NONE and rows.lead.num_dims == 1 and not kwargs
     if not is_supported or any(value.lead is not Lead.NONE for value in bias):
-        raise CannotChunk(f"matmul of {rows.lead.in_words} by {matrix.lead.in_words}, or with scaling", call.node)
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED,
+            f"matmul of {rows.lead.in_words} by {matrix.lead.in_words}, or with scaling",
+            call.node,
+        )
     extra = [value.expr for value in bias]
     dispatched = rows.is_dispatched or matrix.is_dispatched or rows.copy.expert is not None
     if rows.copy.expert is not None or matrix.is_dispatched:
@@ -71,7 +82,9 @@ def _bmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         result = product(reader, call, left, right)
         if result is not None:
             return result
-    raise CannotChunk(f"no known spelling of experts: bmm of {_words(left)} by {_words(right)}", call.node)
+    raise CannotChunk(
+        Reason.UNKNOWN_SPELLING, f"no known spelling of experts: bmm of {_words(left)} by {_words(right)}", call.node
+    )
 
 
 def _words(value: Any) -> str:
@@ -89,7 +102,7 @@ def _gathered(reader: Reader, call: Call, left: Any, right: Any) -> Rows | None:
         return None
     left_shape, right_shape = call.shape(0), call.shape(1)
     rows, table = (right, left) if right.per_row else (left, right)
-    copy = joint_copy([rows, table], call)
+    copy = joint_copy([rows, table], lead, call)
     if right.per_row and same_size(right_shape[2], 1):
         matrix = reader.emit(aten.t.default, reader.matrix_of(left))
         vector = reader.emit(aten.squeeze.dim, right.expr, 2)
@@ -99,7 +112,11 @@ def _gathered(reader: Reader, call: Call, left: Any, right: Any) -> Rows | None:
         vector = reader.emit(aten.squeeze.dim, left.expr, 1)
         width, out_dim = left_shape[2], 1
     else:
-        raise CannotChunk(f"bmm of {tuple(left_shape)} by {tuple(right_shape)}: a row is not a vector", call.node)
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED,
+            f"bmm of {tuple(left_shape)} by {tuple(right_shape)}: a row is not a vector",
+            call.node,
+        )
     reader.note_experts(call, "gathered", width)
     product = reader.emit(aten.mm.default, vector, matrix)
     return Rows(lead, reader.emit(aten.unsqueeze.default, product, out_dim), copy=copy, is_dispatched=True)
@@ -150,11 +167,11 @@ def _weighed(reader: Reader, call: Call, weights: Any, rows: Any) -> Any:
 def _baddbmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     product = _dense(reader, call.dropping_first(), args[1], args[2])
     if product is None:
-        raise CannotChunk("baddbmm of other than all experts' rows and weights", call.node)
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "baddbmm of other than all experts' rows and weights", call.node)
     bias = reader.as_table(args[0], call)
     shape = call.shape(0)
     if kwargs or len(shape) != 3 or not same_size(shape[1], 1):
-        raise CannotChunk("baddbmm with scaling, or of a bias that is not [E,1,F]", call.node)
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "baddbmm with scaling, or of a bias that is not [E,1,F]", call.node)
     row = reader.emit(aten.select.int, bias.expr, 1, 0)
     return replace(product, expr=reader.emit(aten.add.Tensor, product.expr, row), off=None)
 
@@ -179,13 +196,13 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     inputs, _, output = equation.partition("->")
     letters = inputs.split(",")
     if any(len(set(own)) != len(own) for own in letters):
-        raise CannotChunk(f"einsum {equation} takes a diagonal", call.node)
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} takes a diagonal", call.node)
     terms = [_term(reader, call, own, value) for own, value in zip(letters, values, strict=True)]
     leads = set("".join(term.lead for term in terms))
     shapes = [tensor.shape for tensor in call.args[1]]
     terms = [_led(reader, term, shape, leads) for term, shape in zip(terms, shapes, strict=True)]
     groups = _groups(reader, terms, equation, call)
-    copy = joint_copy([term.rows for term in terms], call)
+    copy = joint_copy([term.rows for term in terms], Lead(*groups.values()), call)
     lead = "".join(letter for letter in output if letter in groups)
     summed = [letter for letter in groups if letter not in output]
     offs = [term.rows.off for term in terms]
@@ -194,7 +211,9 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return _outside(reader, terms, Lead(*(groups[letter] for letter in output)), summed, groups, off, copy)
     inner = output[len(lead) :]
     if not output.startswith(lead) or any(letter in groups for term in terms for letter in term.inner):
-        raise CannotChunk(f"einsum {equation} moves or contracts routed dimensions", call.node)
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} moves or contracts routed dimensions", call.node
+        )
     if any(term.rows.lead is not Lead.NONE and not term.rows.per_row for term in terms):
         reader.note_experts(call, _family(reader, "einsum"))
     expr = _on_one_row(reader, [term for term in terms if not term.is_one], inner)
@@ -204,7 +223,7 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if not summed:
         return result
     if len(summed) > 1:
-        raise CannotChunk(f"einsum {equation} sums over several routed dimensions", call.node)
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} sums over several routed dimensions", call.node)
     full = Lead(*result.lead.groups, groups[summed[0]])
     return combine_over(reader, replace(result, lead=full), full.num_dims - 1, expr, call)
 
@@ -253,8 +272,17 @@ def _groups(reader: Reader, terms: list[_Term], equation: str, call: Call) -> di
         for letter, group in zip(term.lead, term.rows.lead.groups, strict=True):
             joint = reader.joined(Lead(groups.get(letter, "")), Lead(group))
             if joint is None:
-                raise CannotChunk(f"einsum {equation}: rows in different orders meet along {letter}", call.node)
+                raise CannotChunk(
+                    Reason.ROWS_NOT_FOLLOWED,
+                    f"einsum {equation}: rows in different orders meet along {letter}",
+                    call.node,
+                )
             groups[letter] = joint.groups[0]
+    whole = Lead(*groups.values())
+    if reader.joined(whole, whole) is None:
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, f"einsum {equation}: rows of different tokens, choices or experts meet", call.node
+        )
     return groups
 
 

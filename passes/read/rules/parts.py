@@ -11,13 +11,21 @@ from typing import Any
 
 import torch
 
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size, static_size
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Reader, Rule
 from memfine_fx.passes.read.rules.moves import dropped, static, still_combined
-from memfine_fx.passes.read.rules.pointwise import Operand, align, along_dim, expression_of, inner_dim, joint_copy
+from memfine_fx.passes.read.rules.pointwise import (
+    Operand,
+    align,
+    along_dim,
+    along_routed,
+    expression_of,
+    inner_dim,
+    joint_copy,
+)
 from memfine_fx.passes.read.values import (
     ALL,
     Combined,
@@ -67,7 +75,7 @@ def _one_of(reader: Reader, call: Call, value: Any, dim: int, place: Any) -> Any
     if not group or group == "entry":
         return dropped(reader, value, dim)
     if type(place) is not int or group not in ("e", "k"):
-        raise CannotChunk(f"works along the routed dimension {dim}, so rows are not independent", call.node)
+        raise along_routed(dim, call)
     copy = _about(value.copy, group, place % static(call.shape()[dim], call), call)
     return replace(value, lead=value.lead.without(dim), copy=copy)
 
@@ -75,7 +83,7 @@ def _one_of(reader: Reader, call: Call, value: Any, dim: int, place: Any) -> Any
 def _about(copy: Copy, group: str, place: int, call: Call) -> Copy:
     known = copy.expert if group == "e" else copy.choice
     if known is not None:
-        raise CannotChunk("one entry of what is about one expert already", call.node)
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "one entry of what is about one expert already", call.node)
     return replace(copy, expert=place) if group == "e" else replace(copy, choice=place)
 
 
@@ -99,7 +107,7 @@ def _slice(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             return replace(value, lead=value.lead.with_group(dim, ""), copy=copy)
         if isinstance(value, Mask) and group == "e" and start == 0 and is_forward:
             return value  # what names the others is never read
-        raise CannotChunk(f"works along the routed dimension {dim}, so rows are not independent", call.node)
+        raise along_routed(dim, call)
     return along_dim(1, default=0)(reader, call, args, kwargs)
 
 
@@ -138,17 +146,19 @@ def _parts_of_lead(reader: Reader, call: Call, value: Any, dim: int) -> list[Any
     if group in ("e", "k"):
         is_unbound = call.target is aten.unbind.int
         if not is_unbound and not all(static_size(part.shape[dim]) == 1 for part in call.out):
-            raise CannotChunk("several experts' rows are taken at once", call.node)
+            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "several experts' rows are taken at once", call.node)
         lead = value.lead.without(dim) if is_unbound else value.lead.with_group(dim, "")
         return [
             replace(value, lead=lead, copy=_about(value.copy, group, place, call)) for place in range(len(call.out))
         ]
     sizes = call.args[1] if call.target is aten.split_with_sizes.default else ()
     if not reader.are_counts(sizes):
-        raise CannotChunk(f"works along the routed dimension {dim}, so rows are not independent", call.node)
+        raise along_routed(dim, call)
     if value.lead is not Lead.SORTED or not value.copy.is_all:
         raise CannotChunk(
-            f"split by the experts' counts, but rows are {value.lead.in_words}, not sorted by expert", call.node
+            Reason.ROWS_NOT_FOLLOWED,
+            f"split by the experts' counts, but rows are {value.lead.in_words}, not sorted by expert",
+            call.node,
         )
     return [replace(value, copy=replace(value.copy, expert=place)) for place in range(len(call.out))]
 
@@ -172,7 +182,7 @@ def _cat(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         if takes_new_dim and lead.num_dims and reader.is_all_tokens(lead) | _is_slots(lead):
             return _side_by_side(reader, rows, dim, is_stack, call)
     if is_stack:
-        raise CannotChunk("rows are stacked beside each other", call.node)
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "rows are stacked beside each other", call.node)
     return _joined(reader, call, rows, dim)
 
 
@@ -186,7 +196,9 @@ def _all_places(places: list[Any], dim: int, call: Call) -> Ids:
     in_order = [place.copy.expert for place in places] == list(range(len(places)))
     same = {(place.names, place.lead, place.copy.choice, place.copy.order) for place in places}
     if not in_order or len(same) > 1 or first.lead is not Lead.SORTED or first.copy.choice is not None or dim:
-        raise CannotChunk("an index concatenated of other than all experts' places in order", call.node)
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, "an index concatenated of other than all experts' places in order", call.node
+        )
     return Ids(first.names, first.lead, first.is_iota, Copy(order=first.copy.order))
 
 
@@ -194,9 +206,13 @@ def _sorted_rows(reader: Reader, rows: list[Rows], call: Call) -> Rows:
     experts = [one.copy.expert for one in rows]
     orders, choices = {one.copy.order for one in rows}, {one.copy.choice for one in rows}
     if len(orders) > 1 or choices != {None}:
-        raise CannotChunk("experts' results stand in different orders", call.node)
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "experts' results stand in different orders", call.node)
     if experts != list(range(len(rows))):
-        raise CannotChunk("experts' results are concatenated in another order than that of their rows", call.node)
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED,
+            "experts' results are concatenated in another order than that of their rows",
+            call.node,
+        )
     copies = [Copy(expert) for expert in range(len(rows))]
     expr = reader.expressions.unify(copies, [expression_of(one, call) for one in rows], call.node)
     reader.check_num_experts(len(rows), call)
@@ -207,7 +223,11 @@ def _side_by_side(reader: Reader, rows: list[Rows], dim: int, is_stack: bool, ca
     """[T,...] of every expert as [T,E,...]."""
     experts = [one.copy.expert for one in rows]
     if experts != list(range(len(rows))) and any(expert is not None for expert in experts):
-        raise CannotChunk("experts' results are put side by side in another order than that of the experts", call.node)
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED,
+            "experts' results are put side by side in another order than that of the experts",
+            call.node,
+        )
     copies = [Copy(expert) for expert in range(len(rows))]
     lead = rows[0].lead.inserting(dim, "e") if is_stack else rows[0].lead.with_group(dim, "e")
     off = 0.0 if all(one.off == 0 for one in rows) else None
@@ -225,12 +245,12 @@ def _side_by_side(reader: Reader, rows: list[Rows], dim: int, is_stack: bool, ca
 def _joined(reader: Reader, call: Call, rows: list[Rows], dim: int) -> Rows:
     operands = [Operand(one, tensor) for one, tensor in zip(rows, call.args[0], strict=True)]
     if len({one.per_row for one in rows}) > 1:
-        raise CannotChunk("rows and parameters concatenated", call.node)
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "rows and parameters concatenated", call.node)
     lead, expressions = align(reader, operands, call.ndim, call)
     inner = inner_dim(Rows(lead, expressions[0]), dim, call.ndim, call)
     off = 0.0 if all(one.off == 0 for one in rows) else None
     expr = reader.emit(aten.cat.default, expressions, inner)
-    return Rows(lead, expr, rows[0].per_row, off, joint_copy(rows, call), any(map(is_dispatched, rows)))
+    return Rows(lead, expr, rows[0].per_row, off, joint_copy(rows, lead, call), any(map(is_dispatched, rows)))
 
 
 RULES: dict[Any, Rule] = {

@@ -10,7 +10,6 @@ then the entries are constants, so no gradient leaves through them either.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +20,12 @@ from torch import fx
 from memfine_fx.compat.autograd import run_without_modes
 from memfine_fx.compat.operators import OpOverload
 from memfine_fx.compat.tensors import tree_flatten, tree_unflatten
-from memfine_fx.errors import CannotChunk
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.rules.constants import check_fills, number_of
 from memfine_fx.passes.read.values import (
     ALL,
     Combined,
@@ -37,11 +37,21 @@ from memfine_fx.passes.read.values import (
     Mask,
     Partial,
     Rows,
-    Taken,
     merged,
 )
 
-__all__ = ["RULES", "Operand", "align", "along_dim", "combine_over", "inner_dim", "joint_copy", "pointwise_rule"]
+__all__ = [
+    "RULES",
+    "Operand",
+    "align",
+    "along_dim",
+    "along_routed",
+    "cast",
+    "check_about",
+    "inner_dim",
+    "joint_copy",
+    "pointwise_rule",
+]
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -69,7 +79,9 @@ def pointwise(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     tensors = tree_flatten((call.args, call.kwargs))[0]
     refused = next((value for value in values if isinstance(value, (Ids, Combined, Counts))), None)
     if refused is not None:
-        raise CannotChunk(f"{type(refused).__name__.lower()} {refused} used as row data", call.node)
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, f"{type(refused).__name__.lower()} {refused} used as row data", call.node
+        )
     led = _about_choices(reader, call, values, tensors)
     if led is not None:
         return _outside(call, led, values, spec, tensors)
@@ -80,18 +92,24 @@ def pointwise(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     }
     lead, expressions = align(reader, list(operands.values()), call.ndim, call)
     by_place = dict(zip(operands, expressions, strict=True))
-    leaves = [by_place.get(place, _number(value, call)) for place, value in enumerate(values)]
+    check_fills(values, tensors, call)
+    leaves = [by_place.get(place, number_of(reader, value, call)) for place, value in enumerate(values)]
     new_args, new_kwargs = tree_unflatten(leaves, spec)
     rows = [operand.rows for operand in operands.values()]
     expr = reader.emit(call.target, *new_args, **new_kwargs)
     off = _off(call.target, values, spec, {place: one.tensor.dtype for place, one in operands.items()})
-    copy = joint_copy(rows, call)
+    copy = joint_copy(rows, lead, call)
     dispatched = any(one.is_dispatched for one in rows) or (copy.expert is not None and len(rows) > 1)
     return Rows(lead, expr, any(one.per_row for one in rows), off, copy, dispatched)
 
 
-def joint_copy(rows: Sequence[Rows], call: Call) -> Copy:
+def joint_copy(rows: Sequence[Rows], lead: Lead, call: Call) -> Copy:
     """Which assignments rows that meet are about.
+
+    Args:
+        rows: what meets.
+        lead: of the result.
+        call: for refusals.
 
     Raises:
         CannotChunk: about different experts, or in different orders.
@@ -101,9 +119,18 @@ def joint_copy(rows: Sequence[Rows], call: Call) -> Copy:
         joint = merged(copy, one.copy)
         if joint is None or (one.lead is Lead.SORTED and copy.order and one.copy.expert != copy.expert):
             experts = sorted({part.copy.expert for part in rows if part.copy.expert is not None})
-            raise CannotChunk(f"rows of experts {experts} meet before they are combined", call.node)
+            raise CannotChunk(
+                Reason.ROWS_NOT_FOLLOWED, f"rows of experts {experts} meet before they are combined", call.node
+            )
         copy = joint
+    check_about(copy, lead, call)
     return copy
+
+
+def check_about(copy: Copy, lead: Lead, call: Call) -> None:
+    """Refuse one expert's entries that meet every expert's, or one choice's that meet all of a token's."""
+    if (copy.expert is not None and "e" in lead.atoms) or (copy.choice is not None and "k" in lead.atoms):
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "entries of one expert or choice meet those of all", call.node)
 
 
 def _about_choices(
@@ -122,8 +149,9 @@ def _about_choices(
         joint = merged(copy, one.copy)
         joined = reader.joined(lead, Lead(*[""] * (call.ndim - len(own)), *own))
         if joint is None or joined is None:
-            raise CannotChunk("weights of different experts or tokens meet", call.node)
+            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "weights of different experts or tokens meet", call.node)
         lead, copy = joined, joint
+    check_about(copy, lead, call)
     has_features = any(
         not group and not same_size(size, 1) for group, size in zip(lead.groups, call.out.shape, strict=True)
     )
@@ -143,22 +171,13 @@ def _outside(call: Call, about: tuple[Lead, Copy], values: list[Any], spec: Any,
     return Rows(lead, None, True, _off(call.target, offs, spec, dtypes), copy)
 
 
-def _number(value: Any, call: Call) -> Any:
-    """An argument that is no row data, as it goes into the expert function."""
-    if isinstance(value, torch.SymInt):
-        raise CannotChunk(f"a symbolic number {value} enters row data", call.node)
-    if isinstance(value, Taken):
-        raise CannotChunk("what the output holds enters row data", call.node)
-    if not isinstance(value, Fill):
-        return value
-    if value.value is None:
-        raise CannotChunk("an uninitialised tensor used as row data", call.node)
-    return value.value
-
-
 def expression_of(rows: Rows, call: Call) -> fx.Node:
     if rows.expr is None:
-        raise CannotChunk("weights that mix a token's choices meet rows in the middle of an operation", call.node)
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED,
+            "weights that mix a token's choices meet rows in the middle of an operation",
+            call.node,
+        )
     return rows.expr
 
 
@@ -169,7 +188,7 @@ def align(reader: Reader, operands: Sequence[Operand], out_dims: int, call: Call
         CannotChunk: rows of different tokens, choices or experts would meet.
     """
     routed = [one for one in operands if one.rows.lead is not Lead.NONE]
-    num_lead = max((out_dims - one.tensor.ndim + _num_led(one) for one in routed), default=0)
+    num_lead = max((out_dims - one.tensor.ndim + _num_led(reader, one) for one in routed), default=0)
     operands = [_shortened(reader, one, num_lead - (out_dims - one.tensor.ndim), call) for one in operands]
     lead = Lead(*[""] * num_lead)
     expressions = []
@@ -180,17 +199,22 @@ def align(reader: Reader, operands: Sequence[Operand], out_dims: int, call: Call
         own, expression = _with_lead_dims(reader, operand, num_lead, out_dims, call)
         joint = reader.joined(lead, own)
         if joint is None:
-            raise CannotChunk(f"rows in different orders meet: {lead.in_words} and {own.in_words}", call.node)
+            raise CannotChunk(
+                Reason.ROWS_NOT_FOLLOWED,
+                f"rows in different orders meet: {lead.in_words} and {own.in_words}",
+                call.node,
+            )
         lead = joint
         expressions.append(expression)
     return lead, expressions
 
 
-def _num_led(operand: Operand) -> int:
+def _num_led(reader: Reader, operand: Operand) -> int:
     """Dimensions of a lead, less those of size one at its end, which may as well stand inside a row."""
     groups = operand.rows.lead.groups
+    ones = ("", "k") if reader.frame.top_k == 1 else ("",)  # one choice a token: [T,1] weights are also [N,1]
     num_dims = len(groups)
-    while num_dims and not groups[num_dims - 1] and same_size(operand.tensor.shape[num_dims - 1], 1):
+    while num_dims and groups[num_dims - 1] in ones and same_size(operand.tensor.shape[num_dims - 1], 1):
         num_dims -= 1
     return num_dims
 
@@ -213,7 +237,9 @@ def _with_lead_dims(reader: Reader, operand: Operand, num_lead: int, out_dims: i
     for size in shape[own.num_dims : own.num_dims + num_lead - len(groups)]:
         if not same_size(size, 1):
             raise CannotChunk(
-                f"broadcasting {own.in_words} rows of shape {tuple(shape)} into {out_dims}-D mixes rows", call.node
+                Reason.TOKENS_INTERACT,
+                f"broadcasting {own.in_words} rows of shape {tuple(shape)} into {out_dims}-D mixes rows",
+                call.node,
             )
         expression = reader.emit(aten.select.int, expression, 1, 0)
     return Lead(*groups, *[""] * (num_lead - len(groups))), expression
@@ -225,7 +251,9 @@ def _inner_part(reader: Reader, operand: Operand, num_inner: int, call: Call) ->
     for size in operand.tensor.shape[: max(0, operand.tensor.ndim - num_inner)]:
         if not same_size(size, 1):
             raise CannotChunk(
-                f"a tensor that is not routed varies along the routed dimension ({operand.tensor.ndim}-D)", call.node
+                Reason.TOKENS_INTERACT,
+                f"a tensor that is not routed varies along the routed dimension ({operand.tensor.ndim}-D)",
+                call.node,
             )
         expression = reader.emit(aten.select.int, expression, 0, 0)
     return expression
@@ -255,13 +283,18 @@ def _off(target: Any, values: Sequence[Any], spec: Any, dtypes: dict[int, torch.
     return run_without_modes(constant)
 
 
+def along_routed(dim: int, call: Call) -> CannotChunk:
+    details = f"works along the routed dimension {dim}, so rows are not independent"
+    return CannotChunk(Reason.TOKENS_INTERACT, details, call.node)
+
+
 def inner_dim(rows: Rows, dim: int, num_dims: int, call: Call) -> int:
     """Position in the expression of dimension `dim` of the tensor; the routed ones are off limits."""
     dim = dim + num_dims if dim < 0 else dim
     if rows.lead is Lead.NONE:
         return dim
     if dim < rows.lead.num_dims:
-        raise CannotChunk(f"works along the routed dimension {dim}, so rows are not independent", call.node)
+        raise along_routed(dim, call)
     return dim - rows.lead.num_dims + 1
 
 
@@ -274,7 +307,7 @@ def along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] =
         dim = args[position] if len(args) > position else kwargs.get(name, default)
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
         if not dims or None in dims:
-            raise CannotChunk("a reduction over all dimensions mixes rows", call.node)
+            raise CannotChunk(Reason.TOKENS_INTERACT, "a reduction over all dimensions mixes rows", call.node)
         inner = [inner_dim(rows, one, num_dims, call) for one in dims]
         new_args = list(args)
         new_args[0] = expression_of(rows, call)
@@ -300,75 +333,7 @@ _ZERO_ALONG_DIM = frozenset(
 )  # fmt: skip
 
 
-def reduced(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
-    """sum, mean, max: inside a row; over a token's choices or all experts, which combines rows; of masks."""
-    wanted = call.argument(1, "dim")
-    keeps_dim = bool(call.argument(2, "keepdim", False))
-    if wanted is None or wanted == []:
-        raise CannotChunk("a reduction over all dimensions mixes rows", call.node)
-    num_dims = call.args[0].ndim
-    dims = [dim % num_dims for dim in (wanted if isinstance(wanted, (list, tuple)) else [wanted])]
-    value = args[0]
-    if isinstance(value, Mask):
-        return _mask_reduced(reader, call, value, dims, keeps_dim)
-    rows = reader.as_rows(value, call)
-    is_lead = len(dims) == 1 and dims[0] < rows.lead.num_dims
-    if is_lead and not rows.is_dispatched:
-        return _over_lead(reader, call, rows, dims[0], keeps_dim)
-    if call.target is aten.sum.dim_IntList and is_lead:
-        return combine_over(reader, rows, dims[0], _cast(reader, expression_of(rows, call), kwargs.get("dtype")), call)
-    return along_dim(1)(reader, call, args, kwargs)
-
-
-def _mask_reduced(reader: Reader, call: Call, mask: Mask, dims: list[int], keeps_dim: bool) -> Any:
-    """any, sum or max over a token's choices; a sum over tokens counts."""
-    groups = [mask.lead.groups[dim] for dim in dims]
-    left = [group for place, group in enumerate(mask.lead.groups) if place not in dims]
-    is_sum = call.target is aten.sum.dim_IntList
-    if mask.is_negated or mask.is_part:
-        raise CannotChunk("a mask of what was not chosen, or was dropped, is summed", call.node)
-    if is_sum and left == ["e"] and reader.covers_choices(Lead(*groups)):
-        return Counts()
-    if is_sum and left == ["e"] and reader.is_same("".join(groups), "t") and reader.frame.is_distinct:
-        return Counts()
-    if groups != ["k"]:
-        raise CannotChunk(f"works along the routed dimension {dims[0]}, so rows are not independent", call.node)
-    _check_distinct(reader, call)
-    kept = ["" if place in dims else group for place, group in enumerate(mask.lead.groups)]
-    return replace(mask, lead=Lead(*(kept if keeps_dim else left)))
-
-
-def _check_distinct(reader: Reader, call: Call) -> None:
-    if not reader.frame.is_distinct:
-        raise CannotChunk("a token may name an expert twice here, but its mask counts it once", call.node)
-
-
-def _over_lead(reader: Reader, call: Call, rows: Rows, dim: int, keeps_dim: bool) -> Rows:
-    """Weights summed over a token's choices; any other reduction over choices or experts."""
-    group = rows.lead.groups[dim]
-    lead = rows.lead.with_group(dim, "") if keeps_dim else rows.lead.without(dim)
-    is_chosen_sum = call.target is aten.sum.dim_IntList and group == "k" and rows.off == 0
-    is_one_of_each = is_chosen_sum and reader.frame.is_distinct and ("e" in lead.atoms or rows.copy.expert is not None)
-    return replace(rows, lead=lead, off=0.0 if is_chosen_sum else None, expr=rows.expr if is_one_of_each else None)
-
-
-def combine_over(reader: Reader, rows: Rows, dim: int, expr: fx.Node, call: Call) -> Combined:
-    """The sum of rows over dimension `dim` of their lead.
-
-    Raises:
-        CannotChunk: it sums over something else than a token's choices, or over experts that it did not choose.
-    """
-    group, others = rows.lead.groups[dim], rows.lead.without(dim)
-    if group not in ("k", "e") or not reader.is_all_tokens(others) or not rows.copy.is_all:
-        raise CannotChunk(f"works along the routed dimension {dim}, so rows are not independent", call.node)
-    if group == "e" and rows.off != 0:
-        raise CannotChunk(
-            "sum over all experts of results that are not proved zero where a token chose others", call.node
-        )
-    return Combined(expr)
-
-
-def _cast(reader: Reader, expr: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+def cast(reader: Reader, expr: fx.Node, dtype: torch.dtype | None) -> fx.Node:
     return expr if dtype is None else reader.emit(aten._to_copy.default, expr, dtype=dtype)
 
 
@@ -377,60 +342,23 @@ def _to_copy(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(value, (Ids, Counts)):
         is_exact = dtype in (None, torch.float32, torch.float64, torch.int32, torch.int64)
         if not is_exact:
-            raise CannotChunk(f"indices cast to {dtype} may not survive", call.node)
+            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"indices cast to {dtype} may not survive", call.node)
         return value
     if isinstance(value, (Mask, Fill)):
         return value
     rows = reader.as_rows(value, call)
-    return rows if rows.expr is None else replace(rows, expr=_cast(reader, rows.expr, dtype))
+    return rows if rows.expr is None else replace(rows, expr=cast(reader, rows.expr, dtype))
 
 
 def same(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     return args[0]
 
 
-def _layer_norm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Normalisation over the last dimensions; the statistics it also returns are not kept."""
-    rows = reader.as_rows(args[0], call)
-    num_inner = call.args[0].ndim - rows.lead.num_dims
-    if rows.lead is Lead.NONE or len(args[1]) > num_inner:
-        raise CannotChunk("a norm over the routed dimensions mixes rows", call.node)
-    scales = [None if value is None else reader.as_rows(value, call) for value in args[2:4]]
-    if any(scale is not None and scale.lead is not Lead.NONE for scale in scales):
-        raise CannotChunk("a norm whose weight differs between rows", call.node)
-    exprs = [None if scale is None else scale.expr for scale in scales]
-    whole = reader.emit(call.target, expression_of(rows, call), args[1], *exprs, *args[4:])
-    first = replace(rows, expr=reader.emit(operator.getitem, whole, 0), off=None)
-    return [first, Fill(None), Fill(None)]
-
-
-def _softmax(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Inside a row; over all experts of weights that are minus infinity where a token chose others, zero there."""
-    value = args[0]
-    rows = value if isinstance(value, Rows) else None
-    if rows is None or rows.is_dispatched or not rows.lead.is_dense:
-        return along_dim(1)(reader, call, args, kwargs)
-    dim = args[1] % call.ndim
-    is_masked = dim < rows.lead.num_dims and rows.lead.groups[dim] == "e" and rows.off == -torch.inf
-    return replace(rows, expr=None, off=0.0 if is_masked else None)
-
-
 RULES: dict[Any, Rule] = {
     aten._to_copy.default: _to_copy,
     aten.alias.default: same,
     aten.clone.default: same,
-    aten.contiguous.default: same,
     aten.detach.default: same,  # what stops gradients is read in Dynamo's graph
-    aten.lift_fresh_copy.default: same,
-    aten.lift_fresh.default: same,
-    aten._softmax.default: _softmax,
-    aten.softmax.int: _softmax,
-    aten.amax.default: reduced,
     aten.amin.default: along_dim(1, default=()),
-    aten.any.dim: reduced,
-    aten.any.dims: reduced,
     aten.glu.default: along_dim(1),
-    aten.native_layer_norm.default: _layer_norm,
-    aten.sum.dim_IntList: reduced,
-    aten.mean.dim: reduced,
 }

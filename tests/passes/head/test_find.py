@@ -159,7 +159,7 @@ def of_no_projection(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
 def test_a_refusal_names_reason_and_source_line(loss: Callable[[Head, Tensor, Tensor], object], reason: str) -> None:
     (refusal,) = found_in(loss)
     assert isinstance(refusal, HeadRefusal)
-    assert reason in refusal.reason
+    assert reason in refusal.details
     assert "test_find.py:" in refusal.where.source
 
 
@@ -174,7 +174,7 @@ def test_returned_logits_can_be_given_up_where_gradients_are_wanted(
     with torch.no_grad():
         (refusal,) = found_in(loss, given_up)
     assert isinstance(refusal, HeadRefusal)
-    assert "no gradients are wanted" in refusal.reason
+    assert "no gradients are wanted" in refusal.details
 
 
 def test_only_large_vocabularies_are_heads_by_default() -> None:

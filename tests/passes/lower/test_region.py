@@ -12,10 +12,9 @@ from torch import Tensor, fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.passes.dataflow import target_name
-from memfine_fx.passes.find import find_candidates
 from memfine_fx.passes.lower.region import lower_region
-from memfine_fx.passes.raising import raise_region
-from memfine_fx.records import Candidate, ChunkPlan, MoERegion
+from memfine_fx.passes.read.regions import read_regions
+from memfine_fx.records import ChunkPlan, MoERegion
 from memfine_fx.runtime import store
 from memfine_fx.runtime.store import LiveRegion, register
 from tests.helpers import (
@@ -29,7 +28,7 @@ from tests.helpers import (
     hidden_states,
     insert_identity,
     largest_error,
-    only_candidate,
+    only_region,
 )
 
 SITE = "test_lower/0"
@@ -41,7 +40,7 @@ MEMFINE_OPS = (torch.ops.memfine.route.default, torch.ops.memfine.experts.defaul
 def captured(layer: TinyMoE) -> tuple[fx.GraphModule, MoERegion]:
     """A graph and its region, which is live under SITE: lowering asks the op for the shape of its result."""
     graph_module = capture(layer, hidden_for(layer))
-    region = raise_region(only_candidate(graph_module))
+    region = only_region(graph_module)
     register_live(layer, region)
     return graph_module, region
 
@@ -109,7 +108,7 @@ def test_new_nodes_carry_values_and_provenance() -> None:
 def test_a_lowered_graph_holds_no_candidate(make: Callable[[], TinyMoE]) -> None:
     graph_module, region = captured(make())
     lower_region(graph_module, region, SITE)
-    assert not [found for found in find_candidates(graph_module) if isinstance(found, Candidate)]
+    assert not [found for found in read_regions(graph_module) if isinstance(found, MoERegion)]
 
 
 def test_a_lowered_layer_gives_nothing_to_lower_when_it_is_captured_again() -> None:
@@ -119,7 +118,7 @@ def test_a_lowered_layer_gives_nothing_to_lower_when_it_is_captured_again() -> N
     lower_region(graph_module, region, SITE)
     again = capture(lambda hidden: run(graph_module, layer, hidden), hidden_states())
     assert any(target_name(node) == "experts" for node in again.graph.nodes)
-    assert not [found for found in find_candidates(again) if isinstance(found, Candidate)]
+    assert not [found for found in read_regions(again) if isinstance(found, MoERegion)]
 
 
 def test_a_lowered_graph_computes_the_same() -> None:
@@ -152,7 +151,7 @@ def test_what_others_read_of_the_region_stays() -> None:
 def test_a_region_that_feeds_another_is_lowered_after_it() -> None:
     layers = [GatheredMoE(), GatheredMoE()]
     graph_module = capture(torch.nn.Sequential(*layers), hidden_states())
-    regions = [raise_region(found) for found in find_candidates(graph_module) if isinstance(found, Candidate)]
+    regions = [found for found in read_regions(graph_module) if isinstance(found, MoERegion)]
     for place, region in reversed(list(enumerate(regions))):
         register_live(layers[place], region, site=f"{SITE}{place}")
         lower_region(graph_module, region, f"{SITE}{place}")

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.loops.marker import put_rows, rows_of
+from memfine_fx.passes.read.marker import put_rows, rows_of
 from memfine_fx.records import MoERegion
-from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, capture, code_of, hidden_states
-from tests.passes.read.reading import only_region
+from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, capture, code_of, hidden_states, only_region
 
 Body = Callable[["Loop", Tensor, Tensor, Tensor, int], Tensor]
 

@@ -1,7 +1,8 @@
-"""From a candidate to the canonical record, or a refusal that names why; the graph stays as it was."""
+"""From a graph to the record of its experts, or a refusal that names why; the graph stays as it was."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,12 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import memfine_fx
+from memfine_fx import Config
 from memfine_fx.errors import CannotChunk
 from memfine_fx.models import DeepseekConfig, DeepseekMoE
 from memfine_fx.passes.dataflow import target_name
 from memfine_fx.records import RegionDims
-from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, GatheredMoE, GroupedMoE, TinyMoE, capture, code_of, hidden_states
-from tests.passes.read.reading import only_region, raised, refusal_reason
+from tests.helpers import (
+    HIDDEN,
+    NUM_EXPERTS,
+    WIDTH,
+    GatheredMoE,
+    GroupedMoE,
+    TinyMoE,
+    capture,
+    code_of,
+    hidden_states,
+    only_region,
+    raised,
+    refusal_reason,
+)
+from tests.integration.comparison import assert_same_step
 
 
 @pytest.mark.parametrize(("make", "family"), [(GatheredMoE, "gathered"), (GroupedMoE, "grouped")])
@@ -322,8 +338,12 @@ class TopOneWithoutDivision(GroupedMoE):
 
 
 @pytest.mark.parametrize("num_tokens", [13, 2])
-def test_choices_before_tokens_are_raised(num_tokens: int) -> None:
-    assert raised(ChoiceMajor(), num_tokens=num_tokens, dynamic=False).dims.top_k == 2
+def test_choices_before_tokens_are_chunked_exactly(num_tokens: int) -> None:
+    layer = ChoiceMajor()
+    optimized = memfine_fx.optimize(copy.deepcopy(layer), config=Config(inner_backend="eager", rows_per_chunk=5))
+    assert_same_step(optimized, layer, {"hidden": hidden_states(num_tokens)})
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked"
 
 
 def test_one_choice_indexed_by_the_permutation_itself_is_raised() -> None:

@@ -13,8 +13,17 @@ from memfine_fx.models import DeepseekConfig, DeepseekMoE
 from memfine_fx.passes.dataflow import node_value, target_name
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.records import MoERegion
-from tests.helpers import HIDDEN, GatheredMoE, GroupedMoE, TinyMoE, capture, hidden_for, hidden_states
-from tests.passes.read.reading import only_region, refusals_of
+from tests.helpers import (
+    HIDDEN,
+    GatheredMoE,
+    GroupedMoE,
+    TinyMoE,
+    capture,
+    hidden_for,
+    hidden_states,
+    only_region,
+    refusals_of,
+)
 
 
 def names(nodes: object) -> list[str]:
@@ -101,14 +110,14 @@ def test_an_unrelated_top_k_is_one_refusal_line() -> None:
         return best * index.float()
 
     (refusal,) = read_regions(capture(function, hidden_states()))
-    assert refusal.reason == "topk: no expert matmul depends on it"  # type: ignore[union-attr]  # a refusal
+    assert refusal.details == "topk: no expert matmul depends on it"  # type: ignore[union-attr]  # a refusal
     assert refusal.where.source.startswith(__file__)
 
 
 def test_indices_that_leave_the_graph_are_explained() -> None:
     linear = nn.Linear(HIDDEN, HIDDEN)
     (refusal,) = refusals_of(capture(lambda hidden: linear(hidden).topk(2, dim=-1), hidden_states()))
-    assert refusal.reason == "topk: its indices leave the captured graph (a graph break before the experts?)"
+    assert refusal.details == "topk: its indices leave the captured graph (a graph break before the experts?)"
 
 
 def test_a_dispatch_by_mask_is_raised() -> None:
@@ -134,7 +143,7 @@ def test_tokens_picked_for_experts_are_told_from_experts_picked_for_tokens() -> 
         return out
 
     (refusal,) = refusals_of(capture(function, hidden_states()))
-    assert refusal.reason == "topk: it picks tokens, not an expert for each token"
+    assert refusal.details == "topk: it picks tokens, not an expert for each token"
 
 
 def test_a_maximum_that_scales_the_results_does_not_own_grouped_experts() -> None:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memfine_fx.records import MoERegion
-from tests.helpers import WIDTH, GatheredMoE, largest_error, naive_combine
-from tests.passes.read.reading import raised, refusal_reason
+from tests.helpers import WIDTH, GatheredMoE, largest_error, naive_combine, raised, refusal_reason
 
 HALF = WIDTH // 2
 ACROSS_ROWS = "works along the routed dimension 0, so rows are not independent"
@@ -41,6 +40,7 @@ PROVED: dict[str, Callable[[Tensor], Tensor]] = {
     "columns by a full row slice": lambda rows: torch.cat([rows[:, :HALF], rows[:, HALF:].tanh()], dim=-1),
     "heads": lambda rows: rows.view(-1, 4, 4).transpose(1, 2).reshape(-1, WIDTH),
     "where": lambda rows: torch.where(rows > 0, rows, 0.1 * rows),
+    "where with a number": lambda rows: torch.where(rows > 0, rows, 0.25),
     "cast there and back": lambda rows: rows.to(torch.float64).sigmoid().to(torch.float32),
     "in place on its own rows": lambda rows: rows.clone().mul_(2).add_(1),
     "expand inside a row": lambda rows: rows * rows.sum(dim=-1, keepdim=True).expand(-1, WIDTH).sigmoid(),

@@ -1,0 +1,138 @@
+"""Lonely seeds: routing decisions that no expert matmul was found for, and what they are instead.
+
+Told apart by what reads the chosen indices: a graph break, a mask, rows of a table (experts of one vector each, or
+stored flat), rows of activations (tokens picked for experts, keys for queries), or nothing of this kind (sampling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from memfine_fx.errors import Reason
+from memfine_fx.passes.dataflow import (
+    Dataflow,
+    has_unbacked_rows,
+    is_float_tensor,
+    is_int_tensor,
+    node_value,
+    provenance,
+    target_name,
+)
+from memfine_fx.records import Refusal
+
+__all__ = ["chooses_for_sequences", "lonely_seed", "sequence_choice"]
+
+_PICKS = frozenset("getitem index_select embedding gather take_along_dim".split())
+_VIEWS = frozenset("view reshape transpose permute unsqueeze squeeze to contiguous type_as".split())
+_MATMULS = frozenset("mm bmm matmul einsum linear __matmul__".split())
+
+
+def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
+    """The refusal of a seed without experts: what was looked for, and what it is."""
+    users = {target_name(user) for user in seed.users}
+    source = seed.args[0] if target_name(seed) == "getitem" else None
+    name = target_name(source) if isinstance(source, fx.Node) else target_name(seed)
+    picks = list(_picks(flow, seed))
+    where, node = provenance(seed), str(seed)
+    if "output" in users:
+        return Refusal(
+            where,
+            Reason.GRAPH_BREAK,
+            f"{name}: its indices leave the captured graph (a graph break before the experts?)",
+            node,
+        )
+    if any(map(_is_of_vectors, picks)):
+        return Refusal(
+            where, Reason.EXPERTS_ARE_VECTORS, f"{name}: its experts are rows of a table, which is not raised", node
+        )
+    if any(map(_is_of_activations, picks)):
+        return Refusal(
+            where, Reason.EXPERTS_CHOOSE_TOKENS, f"{name}: it picks tokens, not an expert for each token", node
+        )
+    if users & {"one_hot", "eq", "where", "nonzero", "__eq__"}:
+        return Refusal(
+            where,
+            Reason.UNKNOWN_SPELLING,
+            f"{name}: dispatch by mask or one-hot without a table of expert weights is not raised yet",
+            node,
+        )
+    return Refusal(where, Reason.NO_EXPERTS, f"{name}: no expert matmul depends on it", node)
+
+
+def _picks(flow: Dataflow, seed: fx.Node) -> Iterator[fx.Node]:
+    """Where the indices, themselves or as other integers, pick entries of a tensor of floats."""
+    pending, seen = [seed], {seed}
+    while pending:
+        for user in sorted(pending.pop().users, key=flow.position.__getitem__):
+            if user in seen:
+                continue
+            seen.add(user)
+            if is_int_tensor(user):
+                pending.append(user)
+            elif target_name(user) in _PICKS and is_float_tensor(user):
+                yield user
+
+
+def _is_of_vectors(pick: fx.Node) -> bool:
+    """Whether rows of a table of parameters meet something computed, not a weight, in a matmul."""
+    table = pick.args[0]
+    if target_name(pick) == "embedding" and not _is_parameter(table):
+        table = pick.args[1]
+    weight = node_value(table) if isinstance(table, fx.Node) else None
+    if not isinstance(weight, torch.nn.Parameter) or weight.ndim != 2:
+        return False
+    matmuls = [user for node in _views_of(pick) for user in node.users if target_name(user) in _MATMULS]
+    return any(not _is_parameter(operand) for one in matmuls for operand in one.all_input_nodes if operand is not pick)
+
+
+def _views_of(node: fx.Node) -> Iterator[fx.Node]:
+    yield node
+    for user in node.users:
+        if target_name(user) in _VIEWS and user.args and user.args[0] is node:
+            yield from _views_of(user)
+
+
+def _is_of_activations(pick: fx.Node) -> bool:
+    """Whether whole rows are taken out of something that is no parameter, and not numbers per choice."""
+    source, value = pick.args[0], node_value(pick)
+    is_computed = isinstance(source, fx.Node) and is_float_tensor(source) and not _is_parameter(source)
+    return is_computed and isinstance(value, torch.Tensor) and _width(value) > 1 and not has_unbacked_rows(pick)
+
+
+def _width(value: torch.Tensor) -> int:
+    width = value.shape[-1] if value.ndim > 1 else 1
+    return width if isinstance(width, int) else 2
+
+
+def _is_parameter(node: object) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node_value(node), torch.nn.Parameter)
+
+
+def chooses_for_sequences(node: fx.Node) -> bool:
+    """Whether a 1-D integer input is compared with several numbers: a mask of whole sequences for each expert."""
+    value = node_value(node)
+    if node.op != "placeholder" or not is_int_tensor(node) or not isinstance(value, torch.Tensor) or value.ndim != 1:
+        return False
+    comparisons = [user for view in _views_of(node) for user in view.users if target_name(user) in ("eq", "__eq__")]
+    numbers = {user.args[1] for user in comparisons if len(user.args) > 1 and isinstance(user.args[1], int)}
+    return len(numbers) > 1 and any(_is_of_rank(user) for user in comparisons)
+
+
+def _is_of_rank(comparison: fx.Node) -> bool:
+    """Whether a comparison stands broadcastable before tokens and features."""
+    value = node_value(comparison)
+    return isinstance(value, torch.Tensor) and value.ndim == 3
+
+
+def sequence_choice(node: fx.Node) -> Refusal:
+    """The refusal of experts that an input chooses, one for each sequence."""
+    first = next(iter(node.users), node)
+    return Refusal(
+        provenance(first),
+        Reason.CHOSEN_FOR_SEQUENCES,
+        f"{node.name}: an input chooses one expert for all tokens of a sequence",
+        str(node),
+    )

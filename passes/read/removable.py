@@ -1,0 +1,127 @@
+"""Whether a region that was read may be taken out of its graph: what is around it, not what is in it.
+
+Its routed rows must be read by nobody else, nothing may write into what it reads or holds while it runs, one autocast
+and one gradient mode must hold for all of it, and nothing in it may stop gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.passes.dataflow import (
+    Dataflow,
+    is_float_tensor,
+    is_only_asserted,
+    node_value,
+    same_size,
+    target_name,
+    tensor_of,
+)
+from memfine_fx.passes.modes import gradient_stop
+from memfine_fx.records import Cut, Modes, MoERegion
+
+__all__ = ["check_removable"]
+
+
+def check_removable(region: MoERegion, flow: Dataflow, modes_at: dict[fx.Node, Modes]) -> MoERegion:
+    """The region itself.
+
+    Raises:
+        CannotChunk: a call in its place would change what the graph computes, or its gradients.
+    """
+    cut = region.cut
+    inside = set(cut.nodes)
+    _check_floats_stay_inside(cut, flow, inside)
+    _check_mutations(cut, flow, inside)
+    _check_written_insides(cut, flow, inside)
+    modes = _uniform_modes(cut, modes_at)
+    if torch.is_grad_enabled() and not modes.disables_grad:
+        node = gradient_stop(cut.nodes, flow)
+        if node is not None:
+            name = target_name(node).removeprefix("_get_").removesuffix("_attr")
+            raise CannotChunk(
+                Reason.GRADIENTS_STOP,
+                f"{name} stops gradients inside the region, which a chunk's backward would not",
+                node,
+            )
+    return region
+
+
+def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
+    """What is written in place up to the exit is read after it as the exit, see `_check_written_insides`."""
+    replaced = {cut.exit, *flow.mutations.get(cut.exit, ())}
+    num_tokens = None if cut.expert_index is None else tensor_of(cut.expert_index).shape[0]
+    for node in cut.nodes:
+        outside_users = [user for user in node.users if user not in inside and not is_only_asserted(user)]
+        is_routed = is_float_tensor(node) and (num_tokens is None or _is_routed(node, num_tokens))
+        if node not in replaced and outside_users and is_routed:
+            raise CannotChunk(
+                Reason.ROWS_LEAVE, f"routed rows are also used outside the region, by {outside_users[0]}", node
+            )
+
+
+def _is_routed(node: fx.Node, num_tokens: int | torch.SymInt) -> bool:
+    value = node_value(node)
+    return isinstance(value, torch.Tensor) and value.ndim > 1 and not same_size(value.shape[0], num_tokens)
+
+
+def _uniform_modes(cut: Cut, modes: dict[fx.Node, Modes]) -> Modes:
+    """The modes of all nodes that compute with floats; they must agree for one op to stand for them."""
+    expected = modes[cut.exit]
+    for node in cut.nodes:
+        if is_float_tensor(node) and modes[node] != expected:
+            raise CannotChunk(Reason.MODES_CHANGE, "autocast or gradient mode changes inside the region", node)
+    return expected
+
+
+def _check_written_insides(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
+    """What is written in place may be read after the region only as the exit itself (see `lower`)."""
+    replaced = {cut.exit, *flow.mutations.get(cut.exit, ())}
+    last = flow.position[cut.exit]
+    for alias in flow.aliases(cut.exit):
+        late = [user for user in alias.users if user not in inside and flow.position[user] > last]
+        if alias not in replaced and late and flow.position[alias] < last:
+            raise CannotChunk(
+                Reason.RESULTS_APART, "another view of the combined output is read after the experts", late[0]
+            )
+    roots = {flow.root(node) for node in inside}
+    for mutation, targets in flow.mutations.items():
+        is_outside = mutation not in inside and flow.position[mutation] < last
+        if is_outside and any(flow.root(target) in roots for target in targets):
+            _refuse_unless_before(cut, flow, mutation, roots & {flow.root(target) for target in targets})
+
+
+def _refuse_unless_before(cut: Cut, flow: Dataflow, mutation: fx.Node, roots: set[fx.Node]) -> None:
+    """A write into an input's storage before the region reads it is ordinary; any other is not ours to order."""
+    inputs = {flow.root(node) for node in cut.inputs}
+    reads = [flow.position[node] for node in cut.nodes if any(flow.root(s) in roots for s in node.all_input_nodes)]
+    if not roots <= inputs or flow.position[mutation] > min(reads, default=-1):
+        raise CannotChunk(Reason.WRITTEN_IN_PLACE, "something outside writes into a tensor of the region", mutation)
+
+
+def _check_mutations(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
+    """Nothing inside may write to an input, and no input may change between dispatch and exit."""
+    inputs = {flow.root(node): node for node in cut.inputs}
+    first, last = flow.position[cut.nodes[0]], flow.position[cut.exit]
+    for mutation, targets in flow.mutations.items():
+        if not first <= flow.position[mutation] <= last:
+            continue
+        for target in targets:
+            written = inputs.get(flow.root(target))
+            if written is None:
+                continue
+            if mutation is cut.exit and flow.root(target).op in ("call_function", "call_method"):
+                continue  # the exit adds to what it is given, and is all that is read of it afterwards
+            is_before_use = mutation not in inside and flow.position[mutation] <= _first_read(cut, flow, written)
+            if not is_before_use:
+                raise CannotChunk(
+                    Reason.WRITTEN_IN_PLACE, f"{written} is changed in place between dispatch and combine", mutation
+                )
+
+
+def _first_read(cut: Cut, flow: Dataflow, node: fx.Node) -> int:
+    aliases = {alias for alias in cut.inputs if flow.root(alias) is flow.root(node)}
+    readers = [flow.position[user] for alias in aliases for user in alias.users if user in set(cut.nodes)]
+    return min(readers, default=flow.position[cut.exit])

@@ -1,0 +1,55 @@
+"""Constant tensors among rows: they enter the expert function as numbers, where that means the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.passes.dataflow import same_size
+from memfine_fx.passes.read.normal_form import Call
+from memfine_fx.passes.read.reader import Reader
+from memfine_fx.passes.read.values import Fill, Taken
+
+__all__ = ["check_fills", "number_of"]
+
+aten = torch.ops.aten
+
+
+def check_fills(values: Sequence[Any], tensors: Sequence[Any], call: Call) -> None:
+    """Constant tensors become numbers: refuse those that make rows wider, or of another dtype, than numbers would."""
+    pairs = [(value, one) for value, one in zip(values, tensors, strict=True) if isinstance(one, torch.Tensor)]
+    rows = [tensor for value, tensor in pairs if not isinstance(value, Fill)]
+    if not rows or len(rows) == len(pairs):
+        return
+    dtypes = {one.dtype for _, one in pairs if one.ndim} | {one.dtype for one in rows}
+    is_as_wide = all(
+        any(same_size(size, one.shape[dim]) for one in rows if -dim <= one.ndim)
+        for dim, size in ((dim, call.out.shape[dim]) for dim in range(-call.ndim, 0))
+    )
+    if not is_as_wide or _promoted(dtypes) is not _promoted({one.dtype for one in rows}):
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, "a constant tensor makes rows wider, or of another dtype", call.node
+        )
+
+
+def _promoted(dtypes: set[torch.dtype]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def number_of(reader: Reader, value: Any, call: Call) -> Any:
+    """An argument that is no row data, as it goes into the expert function."""
+    if isinstance(value, torch.SymInt):
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"a symbolic number {value} enters row data", call.node)
+    if isinstance(value, Taken):
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "what the output holds enters row data", call.node)
+    if not isinstance(value, Fill):
+        return value
+    if value.value is None:
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "an uninitialised tensor used as row data", call.node)
+    if call.target is aten.where.self:  # it takes no number in the place of a tensor
+        return reader.emit(aten.scalar_tensor.default, value.value, dtype=call.out.dtype, device=call.out.device)
+    return value.value

@@ -1,0 +1,134 @@
+"""Rules of reductions and norms: inside a row, over a token's choices or all experts, and of masks."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.normal_form import Call
+from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.rules.pointwise import along_dim, along_routed, cast, expression_of
+from memfine_fx.passes.read.values import Combined, Counts, Fill, Mask, Rows
+
+__all__ = ["RULES", "combine_over"]
+
+aten = torch.ops.aten
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def reduced(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """sum, mean, max: inside a row; over a token's choices or all experts, which combines rows; of masks."""
+    wanted = call.argument(1, "dim")
+    keeps_dim = bool(call.argument(2, "keepdim", False))
+    if wanted is None or wanted == []:
+        raise CannotChunk(Reason.TOKENS_INTERACT, "a reduction over all dimensions mixes rows", call.node)
+    num_dims = call.args[0].ndim
+    dims = [dim % num_dims for dim in (wanted if isinstance(wanted, (list, tuple)) else [wanted])]
+    value = args[0]
+    if isinstance(value, Mask):
+        return _mask_reduced(reader, call, value, dims, keeps_dim)
+    rows = reader.as_rows(value, call)
+    is_lead = len(dims) == 1 and dims[0] < rows.lead.num_dims
+    if is_lead and not rows.is_dispatched:
+        return _over_lead(reader, call, rows, dims[0], keeps_dim)
+    if call.target is aten.sum.dim_IntList and is_lead:
+        return combine_over(reader, rows, dims[0], cast(reader, expression_of(rows, call), kwargs.get("dtype")), call)
+    return along_dim(1)(reader, call, args, kwargs)
+
+
+def _mask_reduced(reader: Reader, call: Call, mask: Mask, dims: list[int], keeps_dim: bool) -> Any:
+    """any, sum or max over a token's choices; a sum over tokens counts."""
+    groups = [mask.lead.groups[dim] for dim in dims]
+    left = [group for place, group in enumerate(mask.lead.groups) if place not in dims]
+    is_sum = call.target is aten.sum.dim_IntList
+    if mask.is_negated or mask.is_part:
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, "a mask of what was not chosen, or was dropped, is summed", call.node
+        )
+    if is_sum and left == ["e"] and reader.covers_choices(Lead(*groups)):
+        return Counts()
+    if is_sum and left == ["e"] and reader.is_same("".join(groups), "t") and reader.frame.is_distinct:
+        return Counts()
+    if groups != ["k"]:
+        raise along_routed(dims[0], call)
+    _check_distinct(reader, call)
+    kept = ["" if place in dims else group for place, group in enumerate(mask.lead.groups)]
+    return replace(mask, lead=Lead(*(kept if keeps_dim else left)))
+
+
+def _check_distinct(reader: Reader, call: Call) -> None:
+    if not reader.frame.is_distinct:
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, "a token may name an expert twice here, but its mask counts it once", call.node
+        )
+
+
+def _over_lead(reader: Reader, call: Call, rows: Rows, dim: int, keeps_dim: bool) -> Rows:
+    """Weights summed over a token's choices; any other reduction over choices or experts."""
+    group = rows.lead.groups[dim]
+    lead = rows.lead.with_group(dim, "") if keeps_dim else rows.lead.without(dim)
+    is_chosen_sum = call.target is aten.sum.dim_IntList and group == "k" and rows.off == 0
+    is_one_of_each = is_chosen_sum and reader.frame.is_distinct and ("e" in lead.atoms or rows.copy.expert is not None)
+    return replace(rows, lead=lead, off=0.0 if is_chosen_sum else None, expr=rows.expr if is_one_of_each else None)
+
+
+def combine_over(reader: Reader, rows: Rows, dim: int, expr: fx.Node, call: Call) -> Combined:
+    """The sum of rows over dimension `dim` of their lead.
+
+    Raises:
+        CannotChunk: it sums over something else than a token's choices, or over experts that it did not choose.
+    """
+    group, others = rows.lead.groups[dim], rows.lead.without(dim)
+    if group not in ("k", "e") or not reader.is_all_tokens(others) or not rows.copy.is_all:
+        raise along_routed(dim, call)
+    if group == "e" and rows.off != 0:
+        raise CannotChunk(
+            Reason.NOT_PROVED_ZERO,
+            "sum over all experts of results that are not proved zero where a token chose others",
+            call.node,
+        )
+    return Combined(expr)
+
+
+def _layer_norm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Normalisation over the last dimensions; the statistics it also returns are not kept."""
+    rows = reader.as_rows(args[0], call)
+    num_inner = call.args[0].ndim - rows.lead.num_dims
+    if rows.lead is Lead.NONE or len(args[1]) > num_inner:
+        raise CannotChunk(Reason.TOKENS_INTERACT, "a norm over the routed dimensions mixes rows", call.node)
+    scales = [None if value is None else reader.as_rows(value, call) for value in args[2:4]]
+    if any(scale is not None and scale.lead is not Lead.NONE for scale in scales):
+        raise CannotChunk(Reason.TOKENS_INTERACT, "a norm whose weight differs between rows", call.node)
+    exprs = [None if scale is None else scale.expr for scale in scales]
+    whole = reader.emit(call.target, expression_of(rows, call), args[1], *exprs, *args[4:])
+    first = replace(rows, expr=reader.emit(operator.getitem, whole, 0), off=None)
+    return [first, Fill(None), Fill(None)]
+
+
+def _softmax(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Inside a row; over all experts of weights that are minus infinity where a token chose others, zero there."""
+    value = args[0]
+    rows = value if isinstance(value, Rows) else None
+    if rows is None or rows.is_dispatched or not rows.lead.is_dense:
+        return along_dim(1)(reader, call, args, kwargs)
+    dim = args[1] % call.ndim
+    is_masked = dim < rows.lead.num_dims and rows.lead.groups[dim] == "e" and rows.off == -torch.inf
+    return replace(rows, expr=None, off=0.0 if is_masked else None)
+
+
+RULES: dict[Any, Rule] = {
+    aten._softmax.default: _softmax,
+    aten.amax.default: reduced,
+    aten.any.dim: reduced,
+    aten.any.dims: reduced,
+    aten.sum.dim_IntList: reduced,
+    aten.mean.dim: reduced,
+    aten.native_layer_norm.default: _layer_norm,
+}
