@@ -17,6 +17,7 @@ __all__ = [
     "op_name",
     "qualified_name",
     "schema_arguments",
+    "without_write",
 ]
 
 
@@ -35,6 +36,15 @@ def schema_arguments(target: OpOverload) -> list[Any]:
     return list(target._schema.arguments)
 
 
+def without_write(target: OpOverload) -> OpOverload | None:
+    """The overload that gives in a new tensor what this one writes; itself where it writes nothing, None if none is."""
+    if not target._schema.is_mutable:
+        return target
+    packet = getattr(getattr(torch.ops, target.namespace), op_name(target).removesuffix("_"), None)
+    found = getattr(packet, target._overloadname, None)
+    return found if isinstance(found, OpOverload) and not found._schema.is_mutable else None
+
+
 def _check_schemas() -> None:
     add, add_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
     expect(isinstance(add, OpOverload) and isinstance(torch.ops.aten.add, OpOverloadPacket), f"add is a {type(add)}")
@@ -43,6 +53,7 @@ def _check_schemas() -> None:
     written = [one.alias_info is not None and one.alias_info.is_write for one in schema_arguments(add_)]
     expect(written == [True, False, False], f"add_ writes {written}")
     expect(schema_arguments(add)[0].alias_info is None, "add writes its argument")
+    expect(without_write(add_) is add and without_write(add) is add, "add_ without its write is not add")
 
 
 SCHEMAS = Hook(

@@ -20,7 +20,7 @@ from torch import fx
 
 from memfine_fx.compat.autograd import enable_python_dispatcher
 from memfine_fx.compat.functional import Listening, functional_value
-from memfine_fx.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
+from memfine_fx.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket, without_write
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, tree_leaves
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import node_value, target_name
@@ -180,7 +180,8 @@ class NormalForm:
         if self._running is None or not isinstance(target, OpOverload) or target.namespace == "prim":
             return
         self._held.append(out)  # values are kept by identity, so results must stay alive
-        self._tell(Call(target, args, kwargs, out, self._running))
+        # What torch's own code writes below functionalization (rms_norm's `add_`) is a new value of the same tensor.
+        self._tell(Call(without_write(target) or target, args, kwargs, out, self._running))
 
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:

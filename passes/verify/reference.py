@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from memfine_fx.compat.operators import op_name
 from memfine_fx.compat.tensors import tree_map
+from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.read.normal_form import grouped_arguments, is_grouped_matmul
 
 __all__ = ["ExactRun"]
@@ -25,7 +27,13 @@ _CASTS = frozenset(("to", "type", "float", "double", "half", "bfloat16"))
 class ExactRun(fx.Interpreter):
     """Interprets a region on fp64 inputs; differentiable."""
 
+    def run_node(self, node: fx.Node) -> Any:
+        self._running = node
+        return super().run_node(node)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if op_name(target) == "rms_norm" or getattr(target, "__name__", "") == "rms_norm":
+            args, kwargs = self._with_eps(*args, **kwargs)
         if not is_grouped_matmul(target):
             args, kwargs = tree_map(_wide_dtype, (args, kwargs))
             if target is aten._softmax.default:
@@ -36,6 +44,15 @@ class ExactRun(fx.Interpreter):
         pieces = [rows[start:end] @ table[group] for group, (start, end) in enumerate(pairwise(bounds[:-1]))]
         rest = rows.new_zeros(rows.shape[0] - bounds[-2], table.shape[-1])
         return torch.cat([*pieces, rest])
+
+    def _with_eps(
+        self, rows: Tensor, shape: Any, weight: Any = None, eps: float | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of rms_norm: without an eps it takes the dtype's, which is another in fp64."""
+        (source, *_) = self._running.all_input_nodes
+        recorded = node_value(source)
+        dtype = recorded.dtype if isinstance(recorded, Tensor) else torch.float32
+        return (rows, shape, weight, torch.finfo(dtype).eps if eps is None else eps), {}
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         is_cast = target in _CASTS and isinstance(args[0], Tensor) and args[0].is_floating_point()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfine_fx
+from benchmarks.coverage.spellings import SPELLINGS
 from memfine_fx.passes.lower import bodies
 from memfine_fx.passes.read import removable
 from memfine_fx.passes.read.rules import RULES
@@ -197,3 +198,12 @@ def test_widths_are_divided_by_their_common_factor(
     widths: list[int], counts: list[int], narrow: dict[int, int]
 ) -> None:
     assert narrow_widths(widths, counts) == narrow
+
+
+def test_an_eps_of_the_dtype_is_that_of_the_layer_and_not_of_the_comparison() -> None:
+    """An RMSNorm without eps takes the dtype's, and the layer is compared in fp64, on a few features only."""
+    layer, hidden = SPELLINGS["experts, normed"]()
+    optimized = optimized_copy(layer, rows_per_chunk=5)
+    optimized(hidden)
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked" and not region.uncompared

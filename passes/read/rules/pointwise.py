@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.autograd import run_without_modes
-from memfine_fx.compat.operators import OpOverload
+from memfine_fx.compat.operators import OpOverload, without_write
 from memfine_fx.compat.tensors import tree_flatten, tree_unflatten
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
@@ -60,8 +60,9 @@ Kwargs = dict[str, Any]
 
 def pointwise_rule(target: Any) -> Rule | None:
     """The shared rule for operations that ATen tags pointwise, or None."""
-    is_overload = isinstance(target, OpOverload)
-    if not is_overload or torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
+    if not isinstance(target, OpOverload) or without_write(target) is not target:  # an expert function writes nothing
+        return None
+    if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     return pointwise
 
