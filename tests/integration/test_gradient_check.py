@@ -203,7 +203,8 @@ def test_widths_are_divided_by_their_common_factor(
 def test_an_eps_of_the_dtype_is_that_of_the_layer_and_not_of_the_comparison() -> None:
     """An RMSNorm without eps takes the dtype's, and the layer is compared in fp64, on a few features only."""
     layer, hidden = SPELLINGS["experts, normed"]()
-    optimized = optimized_copy(layer, rows_per_chunk=5)
+    config = memfine_fx.Config(inner_backend="eager", rows_per_chunk=5)
+    optimized = memfine_fx.optimize(layer, config=config)
     optimized(hidden)
     (region,) = memfine_fx.report(optimized).regions
     assert region.status == "chunked" and not region.uncompared
