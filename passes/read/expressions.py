@@ -113,6 +113,11 @@ class Expressions:
         reached = set(_reached(result))
         return {node: one for one, node in self._inputs.items() if node in reached}
 
+    def is_of_one_expert(self, result: fx.Node) -> bool:
+        """Whether an expression reads one entry of a table, no other expert having been put beside it."""
+        found = self.inputs_of(result).items()
+        return any(one.role == "entry" and placeholder not in self.slots for placeholder, one in found)
+
     def unify(self, copies: Sequence[Copy], results: Sequence[fx.Node], node: fx.Node) -> fx.Node:
         """The expression of all copies, written with copy 0's; what its parameters stand for goes to `slots`.
 

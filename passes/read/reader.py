@@ -250,7 +250,8 @@ class Reader(Roles):
         if is_choice and value.off is None:
             return Leaf(node)
         is_column = tensor.ndim > value.lead.num_dims + 1 and same_size(tensor.shape[-1], 1)  # of a bmm: no tokens
-        if value.expr is None or (value.off is None and self._pulling.is_tokens(tensor) and not is_column):
+        is_tokens = value.off is None and self._pulling.is_tokens(tensor) and not is_column
+        if value.expr is None or (is_tokens and not self._pulling.wants(node, self.ran, self.flow.position[node])):
             return Leaf(node) if value.off is None else self._rooted(value, tensor, node)
         return value
 
@@ -290,7 +291,8 @@ class Reader(Roles):
             return False
         is_tokens = bool(value.lead.groups) and set(value.lead.atoms) <= set("tbsk") and "" not in value.lead.groups
         has_columns = tensor.ndim == value.lead.num_dims + 1 and tensor.ndim in (2, len(self.frame.token_shape) + 1)
-        return is_tokens and has_columns and bool(self.expert_nodes) and not self._has_experts_behind(node)
+        ends = is_tokens and has_columns and bool(self.expert_nodes) and not self._has_experts_behind(node)
+        return ends and value.expr is not None and not self.expressions.is_of_one_expert(value.expr)
 
     def _finish_sums(self, output: fx.Node | None) -> None:
         """A sum that nothing but the graph's output reads is complete."""

@@ -134,6 +134,10 @@ class Roles:
         if isinstance(value, Rows):
             return value
         if isinstance(value, Partial):
+            if value.node is call.node:  # the node's own result is something else
+                raise CannotChunk(
+                    Reason.RESULTS_APART, "a sum over experts is read by the operation that makes it", call.node
+                )
             return self.whole(value)
         if isinstance(value, Leaf):
             try:
@@ -153,7 +157,7 @@ class Roles:
             CannotChunk: results of some copies are missing, or copies differ.
             Exit: it is the exit.
         """
-        by_copy = {copy.unordered: expr for copy, expr, _ in value.parts}
+        by_copy = {copy.unordered: expr for copy, expr in value.parts}
         choices = range(self.frame.top_k) if next(iter(by_copy)).choice is not None else (None,)
         num_experts = 1 + max(copy.expert or 0 for copy in by_copy)
         copies = [Copy(expert, choice) for choice in choices for expert in range(num_experts)]
@@ -166,8 +170,9 @@ class Roles:
             )
         results = [by_copy[copy] for copy in copies]
         num_alike = self.expressions.num_alike(copies, results, value.node)
-        if value.lead is None and 1 < num_alike < len(copies) and list(by_copy) == copies:
-            return self.whole(replace(value, parts=value.parts[:num_alike]))  # the others add to these experts' sum
+        alike = value.first(num_alike) if value.lead is None and num_alike > 1 and list(by_copy) == copies else None
+        if alike is not None:
+            return self.whole(alike)  # the others add to these experts' sum
         expr = self.expressions.unify(copies, results, value.node)
         self.num_experts = num_experts
         if value.lead is None:

@@ -206,23 +206,29 @@ class Partial:
 
     Args:
         lead: where rows are put, each in its own place; None where they are summed to their tokens.
-        parts: of each copy, in the order in which they came: the copy, its results, and the node of Dynamo's graph that
-            put them there.
-        base: outer node that the first was added to, or None for zeros.
+        parts: of each copy, in the order in which they came: the copy and its results.
+        base: outer node that they are added to, or None for zeros.
+        node: of Dynamo's graph, which holds all this.
+        before: what `node` added to; None where it began.
     """
 
     lead: Lead | None
-    parts: tuple[tuple[Copy, fx.Node, fx.Node], ...]
+    parts: tuple[tuple[Copy, fx.Node], ...]
     base: fx.Node | None
-
-    @property
-    def node(self) -> fx.Node:
-        """Where the last of them was put there."""
-        return self.parts[-1][2]
+    node: fx.Node
+    before: Partial | None = field(default=None, compare=False, repr=False)
 
     @property
     def copies(self) -> set[Copy]:
-        return {copy.unordered for copy, _, _ in self.parts}
+        return {copy.unordered for copy, _ in self.parts}
+
+    def first(self, num_parts: int) -> Partial | None:
+        """The sum when it held so many parts, if a node of its own held that."""
+        later, sum_then = self, self.before
+        while sum_then is not None and len(sum_then.parts) > num_parts:
+            later, sum_then = sum_then, sum_then.before
+        is_held = sum_then is not None and len(sum_then.parts) == num_parts and sum_then.node is not later.node
+        return sum_then if is_held else None
 
 
 @dataclass(frozen=True)

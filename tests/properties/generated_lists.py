@@ -41,6 +41,7 @@ class ListRecipe:
         store: experts as "modules", as entries of "lists" of parameters, or of "stacks" [E,in,out].
         scores: "softmax" before the top-k, "renormed" to a sum of one, "after" it, or "sigmoid".
         weighs_input: the routing weight scales what an expert reads, not what it gives.
+        residual: what results are added to: "zeros", tokens "before" the first or "after" the last of them, or "both".
         dtype: of weights and tokens.
     """
 
@@ -55,6 +56,7 @@ class ListRecipe:
     dtype: torch.dtype
     num_experts: int
     top_k: int
+    residual: str = "zeros"
 
 
 class GeneratedList(nn.Module):
@@ -112,7 +114,10 @@ class GeneratedList(nn.Module):
     def forward(self, hidden: Tensor, logits: Tensor) -> Tensor:
         index, weight = self._route(logits)
         result: Tensor = getattr(self, f"_{self.recipe.take}")(hidden, index, weight)
-        return result
+        return hidden + result if self.recipe.residual in ("after", "both") else result
+
+    def _start(self, hidden: Tensor) -> Tensor:
+        return hidden * 2 if self.recipe.residual in ("before", "both") else torch.zeros_like(hidden)
 
     def _add(self, out: Tensor, token: Tensor, rows: Tensor) -> Tensor:
         if self.recipe.combine == "index_add":
@@ -123,14 +128,14 @@ class GeneratedList(nn.Module):
         return out
 
     def _where(self, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden)
+        out = self._start(hidden)
         for expert in range(self.recipe.num_experts):
             token, choice = torch.where(index == expert)
             out = self._add(out, token, self._weighed(expert, hidden[token], weight[token, choice, None]))
         return out
 
     def _guarded(self, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden)
+        out = self._start(hidden)
         for expert in range(self.recipe.num_experts):
             token, choice = torch.where(index == expert)
             if token.numel() == 0:
@@ -139,7 +144,7 @@ class GeneratedList(nn.Module):
         return out
 
     def _one_hot(self, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden)
+        out = self._start(hidden)
         mask = F.one_hot(index, num_classes=self.recipe.num_experts).permute(2, 1, 0)
         for expert in range(self.recipe.num_experts):
             choice, token = torch.where(mask[expert])
@@ -147,7 +152,7 @@ class GeneratedList(nn.Module):
         return out
 
     def _nonzero(self, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden)
+        out = self._start(hidden)
         for expert in range(self.recipe.num_experts):
             token, choice = (index == expert).nonzero(as_tuple=True)
             rows = hidden.index_select(0, token)
@@ -155,7 +160,7 @@ class GeneratedList(nn.Module):
         return out
 
     def _mask(self, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden)
+        out = self._start(hidden)
         for expert in range(self.recipe.num_experts):
             own = (index == expert).any(dim=-1)
             share = (weight * (index == expert)).sum(dim=-1)
@@ -163,7 +168,7 @@ class GeneratedList(nn.Module):
         return out
 
     def _guarded_mask(self, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden)
+        out = self._start(hidden)
         for expert in range(self.recipe.num_experts):
             own = (index == expert).any(dim=-1)
             if own.any():
@@ -200,7 +205,7 @@ class GeneratedList(nn.Module):
 
     def _every(self, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         gates = torch.zeros(hidden.shape[0], self.recipe.num_experts, dtype=weight.dtype).scatter(1, index, weight)
-        out = torch.zeros_like(hidden)
+        out = self._start(hidden)
         for expert in range(self.recipe.num_experts):
             out = out + self._weighed(expert, hidden, gates[:, expert, None])
         return out

@@ -38,7 +38,11 @@ def recipes(draw: st.DrawFn) -> ListRecipe:
         dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16))),
         num_experts=num_experts,
         top_k=min(draw(st.integers(1, num_experts)), num_experts - is_dense),  # K = E: see the test below
+        residual=draw(st.sampled_from(("zeros", "zeros", "before", "after", "both"))),
     )
+    is_in_place = recipe.combine in ("add", "index_add")
+    if is_in_place and recipe.residual in ("before", "both"):  # written expert by expert: refused
+        recipe = dataclasses.replace(recipe, residual="after")
     has_constant_weight = recipe.top_k == 1 and recipe.scores == "renormed"  # w / w: its gradient is rounding alone
     return dataclasses.replace(recipe, scores="softmax") if has_constant_weight else recipe
 
@@ -79,6 +83,15 @@ FOUND: dict[str, ListRecipe] = {
     ),
     "results put back by the order that sorted them": dataclasses.replace(_PLAIN, take="split", combine="put"),
     "a token is its only assignment": dataclasses.replace(_PLAIN, take="flat", combine="sum", top_k=1),
+    "tokens added to what all experts gave": dataclasses.replace(_PLAIN, residual="after"),
+    "tokens added before and after": dataclasses.replace(_PLAIN, take="every", combine="sum", residual="both"),
+    "weights [T,1] sorted and split": dataclasses.replace(_PLAIN, take="split", combine="index_add", top_k=1),
+    "entries of tables with K = 1": dataclasses.replace(
+        _PLAIN, take="stacked", combine="gather", store="stacks", num_experts=2, top_k=1
+    ),
+    "a bias behind a weight that a mask took": dataclasses.replace(
+        _PLAIN, take="mask", combine="add", store="lists", has_bias=True, weighs_input=True
+    ),
 }
 
 

@@ -177,6 +177,9 @@ FOUND = {
     "einsum of tokens [T,1,H] by [T,1,H,F]": dataclasses.replace(
         _PLAIN, product="einsum", gate="none", activation="identity", weighs="inner", num_experts=2, top_k=1
     ),
+    "two projections of tokens [T,1,H] with K = 1": dataclasses.replace(
+        _PLAIN, weight_layout="out_in", gate="separate", top_k=1
+    ),
     "a shared vector over the rows of K = 1": dataclasses.replace(
         _PLAIN, weighs="inner", has_bias=True, norm="rms", num_experts=2, top_k=1
     ),

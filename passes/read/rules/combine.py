@@ -167,13 +167,16 @@ def _grown(reader: Reader, call: Call, base: Any, which: Named, rows: Rows, *, s
         if not (base == Fill(0.0) or isinstance(base, Partial)):
             raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "rows are added to other than tokens", call.node)
     target = None if sums else lead
-    before = base if isinstance(base, Partial) else Partial(target, (), _base_of(reader, call, base, sums))
-    if before.lead is not target or which.copy.unordered in before.copies:
+    before = base if isinstance(base, Partial) else None
+    if before is not None and (before.lead is not target or which.copy.unordered in before.copies):
         raise CannotChunk(
             Reason.COMBINE_NOT_FOLLOWED, f"expert {expert} is written back twice, or in two ways", call.node
         )
     reader.note_experts(call, "loops")
-    return replace(before, parts=(*before.parts, (which.copy, expression_of(rows, call), call.node)))
+    part = which.copy, expression_of(rows, call)
+    if before is None:
+        return Partial(target, (part,), _base_of(reader, call, base, sums), call.node)
+    return Partial(target, (*before.parts, part), before.base, call.node, before)
 
 
 def _base_of(reader: Reader, call: Call, base: Any, sums: bool) -> fx.Node | None:
@@ -213,8 +216,10 @@ def _put_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             call.node,
         )
     reader.note_experts(call, "loops")
-    before = () if isinstance(base, Fill) else base.parts
-    return Partial(Lead.SORTED, (*before, (rows.copy, expression_of(rows, call), call.node)), None)
+    part = rows.copy, expression_of(rows, call)
+    if isinstance(base, Fill):
+        return Partial(Lead.SORTED, (part,), None, call.node)
+    return Partial(Lead.SORTED, (*base.parts, part), None, call.node, base)
 
 
 RULES: dict[Any, Rule] = {

@@ -153,7 +153,15 @@ def _picked(reader: Reader, call: Call, source: Any, dim: int, indices: list[Any
             Reason.INDEX_NOT_FOLLOWED, f"gathering {source.lead.in_words} as if it were {expected}", call.node
         )
     groups = (*source.lead.groups[:dim], *which.lead.groups, *source.lead.groups[dim + len(which.names) :])
-    return _moved(source, Lead(*groups), which, call)
+    return _without_led_choice(reader, _moved(source, Lead(*groups), which, call))
+
+
+def _without_led_choice(reader: Reader, value: Any) -> Any:
+    """Routed rows name their choice already: where K = 1 has left it a dimension behind them, that is one of columns."""
+    is_led = isinstance(value, Rows) and value.lead is Lead("r", "k") and reader.frame.top_k == 1
+    if not is_led or value.expr is None:
+        return value
+    return replace(value, lead=Lead.SORTED, expr=reader.emit(aten.unsqueeze.default, value.expr, 1))
 
 
 def _with_led_ones(reader: Reader, call: Call, source: Any, num_dims: int) -> Any:
@@ -180,7 +188,8 @@ def _moved(source: Any, lead: Lead, which: Named, call: Call) -> Any:
     picks_expert = "e" in which.names
     if picks_expert and source.lead.is_dense:
         return replace(source, lead=lead, copy=copy, off=None)
-    return replace(source, lead=lead, copy=copy, is_dispatched=source.is_dispatched or picks_expert)
+    off = None if which.copy.expert is not None and which.lead is Lead.SORTED else source.off  # chosen entries alone
+    return replace(source, lead=lead, copy=copy, off=off, is_dispatched=source.is_dispatched or picks_expert)
 
 
 def _leaf_for(reader: Reader, call: Call, source: Leaf, names: tuple[str, ...]) -> Any:

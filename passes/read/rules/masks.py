@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
@@ -14,7 +15,7 @@ from memfine_fx.passes.read.marker import ROWS_OF
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import Operand, align, check_about, expression_of, pointwise
-from memfine_fx.passes.read.values import ALL, Coordinates, Fill, Ids, Leaf, Mask, Partial, Rows, Taken, merged
+from memfine_fx.passes.read.values import ALL, Coordinates, Copy, Fill, Ids, Leaf, Mask, Partial, Rows, Taken, merged
 
 __all__ = ["RULES", "scattered"]
 
@@ -211,30 +212,36 @@ def _sums_experts(args: Args) -> bool:
 
 
 def _summed(reader: Reader, call: Call, args: Args) -> Partial:
-    parts: list[Any] = []
-    base = None
+    parts: list[tuple[Copy, fx.Node]] = []
+    bases: list[fx.Node] = []
+    before = None
     for place, value in enumerate(args[:2]):
         if isinstance(value, Partial) and value.lead is None:
             parts.extend(value.parts)
-            base = value.base or base
+            bases += [] if value.base is None else [value.base]
+            before = before or value
         elif isinstance(value, Rows) and value.copy.expert is not None and value.off == 0:
             if not reader.is_all_tokens(value.lead):
                 raise CannotChunk(
                     Reason.INDEX_NOT_FOLLOWED, "results of experts for other than all tokens are summed", call.node
                 )
-            parts.append((value.copy, expression_of(value, call), call.node))
-        elif isinstance(value, Leaf) and base is None and _has_shape_of(call, place):
-            base = value.node
+            parts.append((value.copy, expression_of(value, call)))
+        elif isinstance(value, Leaf) and _has_shape_of(call, place):
+            bases.append(value.node)
         else:
-            # What reads a sum that is complete ends the walk here.
-            whole = [reader.as_rows(one, call) for one in args[:2]]
-            raise CannotChunk(
-                Reason.INDEX_NOT_FOLLOWED, f"rows of {len(whole)} kinds meet in a sum over experts", call.node
-            )
-    if len({copy for copy, _, _ in parts}) < len(parts):
+            raise _no_sum(reader, call, args)
+    if len(bases) > 1:
+        raise _no_sum(reader, call, args)
+    if len({copy for copy, _ in parts}) < len(parts):
         raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "an expert's results are added twice", call.node)
     reader.note_experts(call, "loops")
-    return Partial(None, tuple(parts), base)
+    return Partial(None, tuple(parts), bases[0] if bases else None, call.node, before)
+
+
+def _no_sum(reader: Reader, call: Call, args: Args) -> CannotChunk:
+    """Why two values are no sum of experts' results; what reads a sum that is complete ends the walk here."""
+    whole = [reader.as_rows(one, call) for one in args[:2]]
+    return CannotChunk(Reason.INDEX_NOT_FOLLOWED, f"rows of {len(whole)} kinds meet in a sum over experts", call.node)
 
 
 RULES: dict[Any, Rule] = {

@@ -293,7 +293,7 @@ def _fill_combined(value: Combined, out: Tensor, claims: Claims) -> None:
 
 
 def _fill_partial(value: Partial, out: Tensor, claims: Claims) -> None:
-    parts = [(copy, expr) for copy, expr, _ in value.parts]
+    parts = value.parts
     if value.lead is None:
         _add_up(out, value.base, parts, claims)
         return
