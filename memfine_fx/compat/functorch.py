@@ -27,6 +27,7 @@ __all__ = [
     "min_cut_partition",
     "random_state_ops",
     "recomputing_elementwise",
+    "run_boxed",
     "take_donated",
 ]
 
@@ -133,6 +134,14 @@ def compile_on_aot_autograd(
 
     compiler = aot_autograd(fw_compiler=boxed_nop, bw_compiler=backward_nop, partition_fn=partitioner)
     return compiler(graph_module, list(inputs))
+
+
+def run_boxed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """A graph as AOT autograd calls compiled code: one operator at a time, arguments in one list, which it empties."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    call: Callable[[list[Any]], Any] = boxed_nop(graph_module, list(inputs))
+    return call
 
 
 def _check_settings(*names: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from memfine_fx.compat.checks import Hook, expect
 from memfine_fx.compat.tensors import FakeTensorMode
 
 __all__ = [
+    "CODE",
     "COMPILER",
     "KERNELS",
     "TRACING",
@@ -33,6 +35,7 @@ __all__ = [
     "pass_options",
     "region_operator",
     "wrapper_of",
+    "written_code",
 ]
 
 SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
@@ -118,6 +121,35 @@ def wrapper_of(compiled: Any) -> str:
     return (getattr(compiled, "source_code", "") or "") if WRAPPERS.holds() else ""
 
 
+def written_code(graph_module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> str:
+    """The Python that Inductor would write for a graph; nothing is built and nothing can run. "" where it wrote none.
+
+    Args:
+        options: as AOT autograd gives them to `compile_inner`.
+    """
+    if not CODE.holds():
+        return ""
+    from torch._inductor import config, graph
+
+    written: list[str] = []
+
+    def stop(lowering: Any) -> Any:
+        written.append(lowering.codegen()[0].value)
+        raise _CodeIsWritten
+
+    with config.patch(fx_graph_cache=False), unittest.mock.patch.object(graph.GraphLowering, "compile_to_module", stop):
+        try:
+            compile_inner(graph_module, inputs, **options)
+        except Exception:  # NOTE: how Inductor wraps what is raised inside differs by version
+            if not written:
+                raise
+    return written[0] if written else ""
+
+
+class _CodeIsWritten(Exception):
+    """Nothing behind the code is wanted."""
+
+
 def region_operator(kernel: Any) -> str:
     """ "memfine::experts" of a kernel of Inductor's schedule that calls an operator, "" of any other."""
     operation = getattr(getattr(kernel, "node", None), "op_overload", None)
@@ -167,6 +199,22 @@ def _check_wrappers() -> None:
     expect("source_code" in CompiledFxGraph.__annotations__, "compiled graphs hold no source")
 
 
+def _check_code() -> None:
+    from torch._inductor.graph import GraphLowering
+
+    for name in ("codegen", "compile_to_module"):
+        expect(callable(getattr(GraphLowering, name, None)), f"Inductor's graphs have no {name}")
+
+
+CODE = Hook(
+    name="torch._inductor.graph.GraphLowering.compile_to_module",
+    host="torch",
+    purpose="reading what Inductor would write for a model that is never built (`memfine fit`)",
+    seen=("2.13", "2.13"),
+    loss="`memfine fit` counts from a graph's operations, not from Inductor's code: its peaks may be off by a few "
+    "percent.",
+    check=_check_code,
+)
 COMPILER = Hook(
     name="torch._inductor.compile_fx.compile_fx",
     host="torch",

@@ -51,12 +51,15 @@ class CapturedGraph:
         outcomes: its regions and refusals.
         step: its memory, of the latest of its partitions that ran.
         heads: its heads, and losses whose logits stayed whole.
+        foreseen: what it would hold under the smallest budget that works ("least") and under one that nothing exceeds
+            ("most"), estimated from the graph's operations; only where nothing is built.
     """
 
     outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)
     step: GraphStep = field(default_factory=GraphStep)
     verifications: list[RegionVerification] = field(default_factory=list)
     heads: list[LoweredHead | HeadRefusal] = field(default_factory=list)
+    foreseen: dict[str, GraphStep] = field(default_factory=dict)
     _parameters: tuple[WeakIdRef, ...] = ()
     _places: tuple[int, ...] = ()  # of parameters among the inputs
     _is_known: bool = False

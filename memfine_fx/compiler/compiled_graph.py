@@ -28,11 +28,12 @@ from torch import fx
 from memfine_fx.compat.inductor import captured_inputs, compiling_again
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.captured_graph import CapturedGraph
-from memfine_fx.compiler.inner import compile_with_regions
+from memfine_fx.compiler.inner import Foresees, compile_with_regions, record_plain, take_estimate
 from memfine_fx.compiler.session import Session
 from memfine_fx.errors import BudgetInfeasible
-from memfine_fx.memory.step import GraphStep
+from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.passes.dataflow import node_value, tensor_of
+from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.plan.budget import GraphBudget, budget_of_graph, device_of, fits_unbounded, refusal_of, situation_of
 from memfine_fx.plan.runs import Run, Situation
 from memfine_fx.runtime.store import MOST_PLANS
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 _MOST_PARTITIONS = 4
 """Of one graph at a time: without and with gradients there, short and long sequences."""
+_BOUNDLESS = 1 << 62
+"""Bytes that no step exceeds."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,10 @@ class CompiledGraph:
         record: CapturedGraph,
     ) -> None:
         self._session, self._record = session, record
-        hidden = tensor_of(record.lowered[0].region.hidden)
+        hidden = _tokens_of(record, graph_module.graph)
         self._sizes = _sizes_of_inputs(graph_module.graph)
         record.step.sizes.update({size.name: size.hint for size in self._sizes})
-        budget = budget_of_graph(session, record, inputs, hidden)
+        budget = budget_of_graph(session, record, inputs, hidden) if record.lowered else None
         pristine = None if budget is None else copy.deepcopy(graph_module)
         self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}  # by situation; compiling forgets them
         self._partitions = [self._compile(graph_module, inputs, record.step, budget)]
@@ -121,7 +124,8 @@ class CompiledGraph:
             self._record.input_bytes(args),
             is_limited=session.config.memory_budget is not None,
         )
-        compiled = self._partitions[0] if self._again is None else self._chosen(run, self._again)
+        again = None if session.records else self._again  # what is only recorded is refused by who reads it
+        compiled = self._partitions[0] if again is None else self._chosen(run, again)
         self._take(run, compiled)
         results = compiled.run(*args)
         session.history.note_results(run, results, args)
@@ -227,6 +231,8 @@ class CompiledGraph:
                     session.situation = situation_of(session, run)
                 yield
 
+        if not self._record.lowered:
+            return _Compiled(step, record_plain(graph_module, inputs, session.records, step, in_backward), 0)
         compiled = compile_with_regions(
             graph_module,
             inputs,
@@ -237,10 +243,28 @@ class CompiledGraph:
             in_backward=in_backward,
             partitioned=partitioned,
             mode=session.mode,
+            records=session.records,
+            foresees=self._foresees(step) if session.records else None,
         )
         members = {*session.history.members(), self._record}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
         return _Compiled(step, compiled, persistent, () if budget is None else budget.situation.key[1:])
+
+    def _foresees(self, step: GraphStep) -> Foresees:
+        """The smallest budget and one that nothing exceeds, in the place of the session's own."""
+        hidden = tensor_of(self._record.lowered[0].region.hidden)
+        beside = RunMemory(step, dict(step.sizes))
+        budgets = {
+            name: GraphBudget(self._session, Situation(beside, available), hidden)
+            for name, available in (("least", 0), ("most", _BOUNDLESS))
+        }
+
+        def told(name: str, partition: Partition) -> None:
+            foreseen = GraphStep(step.regions, step.sizes, heads=step.heads)
+            take_estimate(foreseen, lambda: None, partition)
+            self._record.foreseen[name] = foreseen
+
+        return budgets, told
 
     def _take(self, run: Run, compiled: _Compiled) -> None:
         """Plans are made for this run until another begins."""
@@ -251,6 +275,14 @@ class CompiledGraph:
         """More is known of a partition's memory than before."""
         self._refusals.clear()
         self._session.forget_plans()
+
+
+def _tokens_of(record: CapturedGraph, graph: fx.Graph) -> torch.Tensor:
+    """Tokens of a region or head, for device and dtype; of a graph that is only recorded, what it is given first."""
+    if record.lowered:
+        return tensor_of(record.lowered[0].region.hidden)
+    values = (node_value(node) for node in graph.nodes if node.op == "placeholder")
+    return next((one for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()), torch.empty(0))
 
 
 def _again(graph_module: fx.GraphModule, inputs: Sequence[Any], hidden: torch.Tensor) -> _Again | None:

@@ -8,7 +8,7 @@ not there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,16 +16,20 @@ from torch import fx
 
 from memfine_fx.compat.autograd import is_graph_kept
 from memfine_fx.compat.dynamo import plain_compiler
-from memfine_fx.compat.functorch import compile_on_aot_autograd, compiling_regions, take_donated
+from memfine_fx.compat.functorch import compile_on_aot_autograd, compiling_regions, run_boxed, take_donated
 from memfine_fx.compat.inductor import (
+    CustomPartitionerFn,
     compile_inner,
     compile_on_inductor,
     mark_boxed,
     mode_options,
     pass_options,
     wrapper_of,
+    written_code,
 )
+from memfine_fx.compiler.session import Records
 from memfine_fx.config import Config
+from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.step.fit import StepBudget
@@ -34,8 +38,9 @@ from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.region_distance import RegionDistance
 
-__all__ = ["BackwardContext", "compile_plain", "compile_with_regions"]
+__all__ = ["BackwardContext", "Foresees", "compile_plain", "compile_with_regions", "record_plain", "take_estimate"]
 
+Foresees = tuple[Mapping[str, StepBudget], Callable[[str, Partition], None]]
 BackwardContext = Callable[[bool], AbstractContextManager[None]]
 
 
@@ -64,6 +69,8 @@ def compile_with_regions(
     in_backward: BackwardContext,
     partitioned: Callable[[], None] = lambda: None,
     mode: str | None = None,
+    records: Records = "",
+    foresees: Foresees | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph whose regions were lowered.
 
@@ -76,12 +83,14 @@ def compile_with_regions(
         in_backward: what each run of the backward happens in; told whether it keeps the graph.
         partitioned: called when the graph is partitioned and an estimate of its memory is there.
         mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
+        records: what is read of the graph where nothing is to be built: see `Session`.
+        foresees: other budgets, and what is told the partitions that they would choose.
     """
     inputs = list(example_inputs)
     partitioner = StepPartitioner(
         is_fused=config.inner_backend == "inductor",
         budget=budget,
-        report=functools.partial(_take_estimate, step, partitioned),
+        report=functools.partial(take_estimate, step, partitioned),
         key=f"{config.memory_budget} {config.axis} {config.rows_per_chunk} {config.tokens_per_chunk}",
     )
     if config.inner_backend == "aot_eager":
@@ -90,8 +99,10 @@ def compile_with_regions(
                 graph_module, inputs, partitioner, functools.partial(_backward_call, (), in_backward)
             )
         return unfused
-    options = mode_options(mode) | pass_options(partitioner, RegionDistance(), KernelOrder())
-    inner_compile = functools.partial(_compile_and_read, step, changed, in_backward)
+    chosen = partitioner if foresees is None else _Foreseeing(partitioner, *foresees)
+    options = mode_options(mode) | pass_options(chosen, RegionDistance(), KernelOrder())
+    compile_one = functools.partial(_read_alone, records) if records else _compile_and_read
+    inner_compile = functools.partial(compile_one, step, changed, in_backward)
     with compiling_regions():
         compiled: Callable[..., Any] = compile_on_inductor(graph_module, inputs, options, inner_compile)
     return compiled
@@ -120,6 +131,93 @@ def _compile_and_read(
     return _backward_call(take_donated(), in_backward, compiled) if is_backward else compiled
 
 
+def record_plain(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    records: Records,
+    step: GraphStep,
+    in_backward: BackwardContext,
+) -> Callable[..., Any]:
+    """What torch.compile makes of a graph that is none of ours, read and not built; the graph runs, on fake tensors.
+
+    Args:
+        records: what is read: see `Session`.
+        step: told what forward and backward hold.
+        in_backward: what each run of the backward happens in.
+    """
+    inner_compile = functools.partial(_read_alone, records, step, lambda: None, in_backward)
+    compiled: Callable[..., Any]
+    with compiling_regions():  # a hit in AOT autograd's cache would read nothing
+        compiled = compile_on_inductor(graph_module, list(example_inputs), {}, inner_compile)
+    return compiled
+
+
+class _Foreseeing(CustomPartitionerFn):
+    """A partitioner that first tells what other budgets would choose for the same joint graph.
+
+    Args:
+        chosen: whose partition is compiled.
+        budgets: the others, by name.
+        told: of (name, partition).
+    """
+
+    def __init__(
+        self, chosen: StepPartitioner, budgets: Mapping[str, StepBudget], told: Callable[[str, Partition], None]
+    ) -> None:
+        self._chosen, self._budgets, self._told = chosen, budgets, told
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        for name, budget in self._budgets.items():
+            other = StepPartitioner(budget=budget, report=functools.partial(self._told, name))
+            other(fx.GraphModule(gm, _copied(gm.graph)), joint_inputs, **kwargs)
+        return self._chosen(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        return self._chosen.uuid()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Foreseeing:
+        return self  # it is never kept: what is only read is not cached
+
+
+def _read_alone(
+    records: Records,
+    step: GraphStep,
+    changed: Callable[[], None],
+    in_backward: BackwardContext,
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    **kwargs: Any,
+) -> Any:
+    """What a graph would hold, read; the graph as AOT autograd made it runs in the place of compiled code."""
+    is_backward = bool(kwargs.get("is_backward"))
+    counted = counted_inputs(graph_module.graph) if is_backward else None
+    unchanged = fx.GraphModule(graph_module, _copied(graph_module.graph))
+    memory = None
+    if records == "code":
+        memory = read_wrapper(written_code(graph_module, inputs, **kwargs), graph_module.graph, counted)
+    step.add_hints(graph_module.graph)
+    if memory is None:
+        memory = read_graph(unchanged.graph, is_fused=True, inputs=counted)
+    if is_backward:
+        step.backward = memory
+    else:
+        step.forward = memory
+    changed()
+    run = run_boxed(unchanged, inputs)
+    return _backward_call(take_donated(), in_backward, run) if is_backward else run
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """The same graph in nodes of its own: Inductor rewrites the one that it is given."""
+    copied = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = copied.node_copy(node, copies.__getitem__)
+    return copied
+
+
 def _backward_call(
     donated: Sequence[int], in_backward: BackwardContext, compiled: Callable[[list[Any]], Any]
 ) -> Callable[[list[Any]], Any]:
@@ -140,7 +238,8 @@ def _backward_call(
     return mark_boxed(call)
 
 
-def _take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: Partition) -> None:
+def take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: Partition) -> None:
+    """A partition was made: what it would hold is the step's record until there is a better one."""
     step.forward, step.backward = partition.forward_memory, partition.backward_memory
     step.decision, step.keeps_all = partition.decision, partition.keeps_all
     step.add_hints(partition.forward.graph)

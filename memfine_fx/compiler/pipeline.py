@@ -52,6 +52,8 @@ def _compile(
 ) -> Callable[..., Any]:
     config = session.config
     dump_graph(graph_module, session, "captured")
+    if session.is_plain:
+        return CompiledGraph(graph_module, example_inputs, session, record).__call__
     found = [plan_regions(body, modes, session, record) for body, modes in list(called_bodies(graph_module))]
     with session.timed("heads"):
         record.heads.extend(plan_heads(graph_module, session, record))
@@ -65,6 +67,6 @@ def _compile(
     tell_found(graph_module, session, record)
     if session.is_dry:
         return graph_module
-    if not record.lowered or config.inner_backend == "eager":
+    if not session.records and (not record.lowered or config.inner_backend == "eager"):
         return compile_plain(graph_module, example_inputs, config.inner_backend, session.mode)
     return CompiledGraph(graph_module, example_inputs, session, record).__call__

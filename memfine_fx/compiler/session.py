@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,7 +24,7 @@ from memfine_fx.config import Config
 from memfine_fx.memory.measure import MemoryTrace
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
-from memfine_fx.memory.step import peak_expression, step_peak
+from memfine_fx.memory.step import GraphStep, RunMemory, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_of
 from memfine_fx.records import Refusal, Where
@@ -34,9 +34,12 @@ from memfine_fx.report.logs import set_up_logs
 from memfine_fx.report.reports import HeadReport, RegionReport, Report, StepReport
 from memfine_fx.runtime.store import lookup
 
-__all__ = ["Session", "head_report", "next_site", "open_session", "outcome_report", "sessions"]
+__all__ = ["Records", "Session", "head_report", "next_site", "open_session", "outcome_report", "sessions"]
 
 log = logging.getLogger(__name__)
+
+Records = Literal["", "graph", "code"]
+"""See `Session`."""
 
 
 @dataclass(eq=False)
@@ -46,6 +49,9 @@ class Session:
     Args:
         config: its options.
         is_dry: analyse only; graphs run as captured (`explain`).
+        records: what is compiled is read and not built, and graphs run on fake tensors (`fit`): the record of the
+            "code" that Inductor would write, or of the "graph" alone, which is quicker; "" where code is built.
+        is_plain: graphs stay as torch.compile alone would have them; only where they are recorded.
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
@@ -58,6 +64,8 @@ class Session:
     is_dry: bool = False
     mode: str | None = None
     holds_compiled: bool = False
+    records: Records = ""
+    is_plain: bool = False
     has_warned: bool = False
     has_warned_of_failure: bool = False
     capture_flags: tuple[str, ...] = ()
@@ -158,6 +166,15 @@ class Session:
             there = sum(static_terms(parameters, optimizers).values())
             self._persistent = key, there + foreseen_state_bytes(parameters, optimizers)
         return self._persistent[1]
+
+    def latest_runs(self) -> tuple[RunMemory, ...]:
+        """Of the latest step that trained, one for each graph that ran."""
+        return tuple(run.memory for run in self.history.latest_pass(self._graphs))
+
+    def foreseen_of(self, step: GraphStep, plan: str) -> GraphStep:
+        """The same graph under another budget (see `CapturedGraph`); as it is where no budget changes it."""
+        found = (graph.foreseen for graph in self._graphs if graph.step is step)
+        return next((foreseen[plan] for foreseen in found if plan in foreseen), step)
 
     def static_terms(self) -> dict[str, int]:
         """Bytes by term of what was there before the latest step that trained."""
@@ -344,11 +361,17 @@ def sessions() -> list[Session]:
 
 
 def open_session(
-    config: Config, *, is_dry: bool = False, mode: str | None = None, holds_compiled: bool = False
+    config: Config,
+    *,
+    is_dry: bool = False,
+    mode: str | None = None,
+    holds_compiled: bool = False,
+    records: Records = "",
+    is_plain: bool = False,
 ) -> Session:
     set_up_logs()
     warn_outside_tested_range()
-    session = Session(config, is_dry, mode, holds_compiled)
+    session = Session(config, is_dry, mode, holds_compiled, records, is_plain)
     with _lock:
         number = next(_session_numbers)
         if number == 0:

@@ -26,6 +26,7 @@ import torch._prims.rng_prims
 import torch.amp.autocast_mode
 import torch.utils._python_dispatch
 from torch._dynamo.backends import registry
+from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch.fx.experimental import _config as shape_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -119,6 +120,7 @@ BREAKS: dict[Hook, Break] = {
     ),
     functorch.RANDOM_STATES: lacking(torch._prims.rng_prims, "run_with_rng_state"),
     functorch.TANGENTS: holds_gradients,
+    inductor.CODE: lacking(GraphLowering, "compile_to_module"),
     inductor.COMPILER: lacking(torch._inductor.config, "custom_partitioner_fn"),
     inductor.KERNELS: lacking(torch._inductor.config, "_post_fusion_custom_pass"),
     inductor.TRACING: having(torch._guards.TracingContext, "try_get", staticmethod(lambda: None)),
