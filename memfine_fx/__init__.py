@@ -7,7 +7,7 @@ finds the MoE regions of an unmodified model, rewrites them into chunked loops w
 chunks from a symbolic memory model, and compiles with Inductor (MemFine, arXiv 2511.21431).
 """
 
-from memfine_fx.api import explain, log_scalars, optimize, report, scalars, verify
+from memfine_fx.api import explain, fit, log_scalars, optimize, report, scalars, verify
 from memfine_fx.compiler.optimized import restored as _restored  # noqa: F401  # pickles of models name it here
 from memfine_fx.compiler.registration import register_backend as _register_backend
 from memfine_fx.config import Config
@@ -36,6 +36,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "explain",
+    "fit",
     "log_scalars",
     "optimize",
     "report",

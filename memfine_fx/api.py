@@ -1,11 +1,11 @@
-"""`optimize`, `explain`, `verify`, `report`, `scalars`: thin; the pipeline is in `compiler.pipeline`."""
+"""`optimize`, `explain`, `fit`, `verify`, `report`, `scalars`: thin; the pipeline is in `compiler.pipeline`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -24,8 +24,10 @@ from memfine_fx.report.training_log import ScalarWriter, scalars_of
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
     from memfine_fx.compiler.session import Session
     from memfine_fx.expert_parallel.groups import ExpertGroup, MeshOrGroup
+    from memfine_fx.fitting.report import FitReport
+    from memfine_fx.fitting.setup import OptimizerName, Train
 
-__all__ = ["explain", "log_scalars", "optimize", "report", "scalars", "verify"]
+__all__ = ["explain", "fit", "log_scalars", "optimize", "report", "scalars", "verify"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
@@ -123,6 +125,69 @@ def explain(
         compiled(*args, **kwargs)
         _plan_dry_run(session)
         return session.report()
+
+
+def fit(
+    model_or_config: object,
+    *,
+    memory: MemoryBudget = None,
+    batch: int = 1,
+    seq: int = 4096,
+    train: Train = "full",
+    lora_r: int = 16,
+    targets: Sequence[str] = (),
+    dtype: str = "bf16",
+    optimizer: OptimizerName = "adamw",
+    master_weights: bool = False,
+    checkpointing: bool = False,
+    memory_budget: MemoryBudget = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    has_even_routing: bool = False,
+    config: Config | None = None,
+) -> FitReport:
+    """Whether a causal language model trains within so many bytes, from its config: nothing is allocated or run.
+
+    The model is made of fake tensors and goes the way of a real one; what would be compiled is read and not built.
+    Sizes of kernels are those of a CPU; with device="cuda" what the device takes beside a step is added as stated
+    constants, which nobody of us has measured.
+
+    Args:
+        model_or_config: a transformers config; a folder with one, a config.json, a model type with its default sizes,
+            a name on the hub; a callable that makes a module which takes input_ids and labels; or such a module.
+        memory: bytes of the device, as "80GiB" or an int; None asks for the bytes alone.
+        batch, seq: sequences, and tokens of each.
+        train: "full", or "lora" by PEFT.
+        lora_r, targets: rank of the adapters, and names of the linear layers that get one; () for all but the head.
+        dtype: of parameters: "fp32", "bf16" or "fp16". A module, or what a callable makes, keeps its own.
+        optimizer: "adamw" or "sgd" (without momentum), as torch has them.
+        master_weights: fp32 copies of low-precision parameters, which the optimizer works on.
+        checkpointing: gradient checkpointing of the layers.
+        memory_budget: what `optimize` would be given.
+        device: where the model would train.
+        has_even_routing: experts get equal numbers of rows; otherwise one expert may get a row of every token.
+        config: options of `optimize`.
+
+    Returns:
+        The answer; `fits`, `least`, `most`, `line`, `str(report)`, `to_json()`.
+
+    Raises:
+        ConfigError: the config cannot be read, lacks a field or has sizes that cannot be.
+        MissingPackage: transformers or PEFT is needed and not installed.
+    """
+    from memfine_fx.fitting.answer import answer
+    from memfine_fx.fitting.setup import Setup
+
+    setup = Setup(
+        batch, seq, train, lora_r, tuple(targets), dtype, optimizer, master_weights, checkpointing, memory_budget
+    )
+    return answer(
+        model_or_config,
+        setup,
+        memory=memory,
+        device=device,
+        has_even_routing=has_even_routing,
+        config=_merged(config),
+    )
 
 
 def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **kwargs: Any) -> VerifyReport:

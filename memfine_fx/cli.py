@@ -1,4 +1,4 @@
-"""`memfine demo | explain | plan | bench`."""
+"""`memfine demo | explain | fit | plan | bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.api import explain
+from memfine_fx.api import explain, fit
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.planning.command import FORMER_NAMES, PLANNERS
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="memfine", description="Chunked, recomputing MoE training for PyTorch.")
-    commands = parser.add_subparsers(required=True, metavar="demo | explain | plan | bench")
+    commands = parser.add_subparsers(required=True, metavar="demo | explain | fit | plan | bench")
 
     demo = commands.add_parser("demo", help="train a small Qwen3-MoE three ways and compare memory, time and loss")
     demo.add_argument("--steps", type=int, default=8)
@@ -59,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--measure", action="store_true", help="also run a step and measure its peak")
     shown.add_argument("--plot", metavar="FILE", help="draw the measured step's memory (png, svg, pdf); measures")
     shown.set_defaults(run=_explain)
+
+    _add_fit(commands)
 
     plan = commands.add_parser(
         "plan",
@@ -83,6 +85,52 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("bench", help="the benchmark harness (from a source checkout); see memfine bench --help")
     return parser
+
+
+def _add_fit(commands: Any) -> None:
+    fitted = commands.add_parser("fit", help="whether a model trains within so many bytes, from its config alone")
+    fitted.add_argument(
+        "model", help="a folder, a config.json, a model type, a hub name, or path/to/file.py:factory of a module"
+    )
+    fitted.add_argument("--memory", help="of the device, e.g. 80GiB")
+    fitted.add_argument("--batch", type=int, default=1)
+    fitted.add_argument("--seq", type=int, default=4096)
+    fitted.add_argument("--train", choices=("full", "lora"), default="full")
+    fitted.add_argument("--lora-r", type=int, default=16)
+    fitted.add_argument("--targets", nargs="+", default=(), help="linear layers with adapters; all but the head")
+    fitted.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
+    fitted.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    fitted.add_argument("--master-weights", action="store_true", help="fp32 copies that the optimizer works on")
+    fitted.add_argument("--checkpointing", action="store_true")
+    fitted.add_argument("--budget", help="what optimize would be given, e.g. 60GiB")
+    fitted.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="where it would train")
+    fitted.add_argument("--even-routing", action="store_true", help="experts get equal numbers of rows")
+    fitted.add_argument("--json", action="store_true")
+    fitted.set_defaults(run=_fit)
+
+
+def _fit(options: argparse.Namespace) -> int:
+    """Status 0 where it fits or no memory was given, 1 where it does not."""
+    path, _, name = options.model.rpartition(":")
+    source = _factory(path, name) if path.endswith(".py") and Path(path).exists() else options.model
+    report = fit(
+        source,
+        memory=options.memory,
+        batch=options.batch,
+        seq=options.seq,
+        train=options.train,
+        lora_r=options.lora_r,
+        targets=options.targets,
+        dtype=options.dtype,
+        optimizer=options.optimizer,
+        master_weights=options.master_weights,
+        checkpointing=options.checkpointing,
+        memory_budget=options.budget,
+        device=options.device,
+        has_even_routing=options.even_routing,
+    )
+    print(report.to_json() if options.json else report)
+    return 1 if report.fits is False else 0
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -35,8 +35,9 @@ KNOWS = {
     "capture": "passes.read",  # only the markers that it writes into expert loops, for the reader to find
     "compiler": "records memory runtime plan passes.read passes.head passes.lower passes.step "
     "passes.verify report capture",
+    "fitting": "memory plan compiler capture",
     "planning": "memory",
-    "api": "records memory expert_parallel report capture compiler",
+    "api": "records memory expert_parallel report capture compiler fitting",
     "__init__": "records report compiler api",
     "demo": "memory report __init__",
     "integrations": "report api",

@@ -1,0 +1,148 @@
+"""A model's peaks by plan, batch and sequence length, without recording anything again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memfine_fx.config import Config, parse_budget
+from memfine_fx.fitting.recording import RecordedStep
+from memfine_fx.fitting.setup import OptimizerBytes, Setup
+from memfine_fx.fitting.stretch import PARTS, Moment, moments_of, stretched
+from memfine_fx.memory.region_bytes import ChunkSize
+from memfine_fx.memory.step import RunMemory, SizeOf
+from memfine_fx.plan.budget import unbounded_rows
+from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
+from memfine_fx.plan.rows import LEAST_ROWS
+
+__all__ = ["Analysis", "StaticBytes", "StepTotal", "largest"]
+
+_TOKEN_BYTES = 8
+_NUM_INPUTS = 2  # tokens and labels
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """What is there in every step: parameters (of them those that are trained), buffers, and the optimizer's."""
+
+    parameters: int
+    trained: int
+    buffers: int
+    optimizer: OptimizerBytes
+
+
+@dataclass(frozen=True)
+class StepTotal:
+    """The most bytes of a whole step.
+
+    Args:
+        where: "forward", "backward" or "optimizer step".
+        terms: (name, bytes), largest first; they add up to `num_bytes`.
+    """
+
+    where: str
+    terms: tuple[tuple[str, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.terms)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What `record_step` found, and how often the repeated layers stand in the model.
+
+    Args:
+        records: one, of the whole model; or two, of three and of four repeats.
+        repeats: of the model.
+        static: its bytes, of the whole model.
+        has_even_routing: rows are spread evenly over experts; otherwise one expert gets a row of every token.
+    """
+
+    records: tuple[RecordedStep, ...]
+    repeats: int
+    static: StaticBytes
+    setup: Setup
+    config: Config
+    has_even_routing: bool = False
+
+    def total(self, plan: str, batch: int, seq: int, rows: int | None = None) -> StepTotal:
+        """The peak of a whole step.
+
+        Args:
+            plan: "least" or "most"; "asked" where the model was recorded whole.
+            rows: a chunk may have; None for as many as the plan has.
+        """
+        rows = LEAST_ROWS if plan == "least" and rows is None else rows
+        found = [
+            moments_of(runs, self._size_of(runs, rows))
+            for runs in (one.sized(plan, batch, seq) for one in self.records)
+        ]
+        if len(found) == 1:
+            moments = [moment for stretches in found[0] for moment in stretches]
+            peak = max(moments, key=lambda one: one.num_bytes)
+        else:
+            peak = stretched(found[0], found[1], self.repeats)
+        return self._with_static(peak, batch, seq)
+
+    def asked(self, batch: int, seq: int) -> StepTotal:
+        """Under the setup's own budget: chunks as large as it allows.
+
+        The smallest chunks' peak is given where not even these keep it.
+        """
+        budget = parse_budget(self.setup.budget)
+        free = self.total("asked", batch, seq)
+        if budget is None or free.num_bytes <= budget:
+            return free
+        smallest = self.total("asked", batch, seq, LEAST_ROWS)
+        if smallest.num_bytes > budget:
+            return smallest
+        most = self.setup.batch * self.setup.seq
+        rows = largest(LEAST_ROWS, most, lambda one: self.total("asked", batch, seq, one).num_bytes <= budget)
+        return self.total("asked", batch, seq, rows)
+
+    def _size_of(self, runs: tuple[RunMemory, ...], rows: int | None) -> SizeOf:
+        steps = [run.step for run in runs]
+
+        def size_of(site: str, num_tokens: int) -> ChunkSize:
+            head = next((step.heads[site] for step in steps if site in step.heads), None)
+            if head is not None:
+                knee = self.config.tokens_per_head_chunk or knee_tokens(head.terms)
+                return ChunkSize(LEAST_TOKENS if rows is not None else knee)
+            terms = next(step.regions[site] for step in steps if site in step.regions).terms("nothing")
+            wanted = unbounded_rows(self.config, terms, num_tokens)
+            wanted = wanted if rows is None else min(rows, wanted)
+            if terms.takes_group:
+                return ChunkSize(wanted)
+            # a chunk is of one expert, which has at most one row of each token
+            of_expert = -(-num_tokens * terms.top_k // terms.num_experts) if self.has_even_routing else num_tokens
+            return ChunkSize(min(wanted, of_expert), stages=of_expert > wanted)
+
+        return size_of
+
+    def _with_static(self, peak: Moment, batch: int, seq: int) -> StepTotal:
+        static, optimizer = self.static, self.static.optimizer
+        always = {
+            "parameters": static.parameters,
+            "fp32 copies of parameters": optimizer.masters,
+            "optimizer state": optimizer.state,
+            "inputs and buffers": static.buffers + _NUM_INPUTS * _TOKEN_BYTES * batch * seq,
+        }
+        within = StepTotal(peak.where, _sorted(always | dict(zip(PARTS, peak.parts, strict=True))))
+        stepping = {"gradients": static.trained, "working set of the optimizer": optimizer.working}
+        after = StepTotal("optimizer step", _sorted(always | stepping))
+        return max(within, after, key=lambda one: one.num_bytes)
+
+
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number between two that fits, where `low` does and what is larger fits less; by bisection."""
+    if fits(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _sorted(terms: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(((name, one) for name, one in terms.items() if one), key=lambda term: -term[1]))

@@ -1,0 +1,164 @@
+"""From a config to a model of fake tensors, in train mode: nothing is allocated and no weights are downloaded."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfine_fx.compat.tensors import FakeTensorMode
+from memfine_fx.errors import ConfigError, MissingPackage
+from memfine_fx.fitting.setup import Setup
+
+__all__ = ["fake_model", "loaded_config"]
+
+_MISSING = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
+
+
+def loaded_config(source: object) -> Any:
+    """A transformers config from a folder, a config.json, a model type or a hub name; other things as they are.
+
+    Raises:
+        ConfigError: it is none of these, or its file is malformed.
+        MissingPackage: transformers is not installed.
+    """
+    if not isinstance(source, (str, Path)):
+        return source
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingPackage("transformers", "hf", "reading a model's config") from error
+    path = Path(source)
+    if path.is_dir() or path.suffix == ".json":
+        return _config_of_file(path / "config.json" if path.is_dir() else path)
+    known: Any = transformers.CONFIG_MAPPING
+    if str(source) in known:
+        return known[str(source)]()
+    auto: Any = transformers.AutoConfig
+    try:
+        return auto.from_pretrained(str(source))
+    except (OSError, ValueError, KeyError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError(
+            f"{str(source)!r} is no folder, no config.json, no model type of transformers {transformers.__version__}, "
+            f"and no config of this name could be loaded: {reason}"
+        ) from error
+
+
+def _config_of_file(path: Path) -> Any:
+    import transformers
+
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no readable config: {error}") from error
+    model_type = fields.pop("model_type", None) if isinstance(fields, dict) else None
+    if model_type is None:
+        raise ConfigError(f"{path} lacks the field 'model_type'")
+    auto: Any = transformers.AutoConfig
+    try:
+        return auto.for_model(model_type, **fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}, model_type={model_type!r}: {error}") from error
+
+
+def fake_model(source: object, setup: Setup, mode: FakeTensorMode) -> torch.nn.Module:
+    """The model of a config, of a factory or of a module, made of this mode's tensors; in train mode.
+
+    Args:
+        source: a transformers config, a callable that makes a module, or a module, which is left as it is.
+
+    Raises:
+        ConfigError: it cannot be made; the message names the field where one is to blame.
+    """
+    model = _of_module(source, mode) if isinstance(source, torch.nn.Module) else _made(source, setup, mode)
+    if setup.checkpointing:
+        _checkpoint(model)
+    if setup.train == "lora":
+        with mode:
+            model = _with_adapters(model, setup)
+    return model.train()
+
+
+def _made(source: Any, setup: Setup, mode: FakeTensorMode) -> torch.nn.Module:
+    try:
+        with mode:
+            if callable(source) and not hasattr(source, "model_type"):
+                model = source()
+            else:
+                _check_sizes(source)
+                model = _of_config(source, setup.torch_dtype)
+    except AttributeError as error:
+        found = _MISSING.search(str(error))
+        if found is None:
+            raise
+        raise ConfigError(f"{found[1]} lacks the field {found[2]!r}, which the model reads") from error
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"the model cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"the factory returned {type(model).__name__}; expected a module")
+    return model
+
+
+def _of_config(config: Any, dtype: torch.dtype) -> Any:
+    import transformers
+
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    auto: Any = transformers.AutoModelForCausalLM
+    return auto.from_config(config, dtype=dtype)
+
+
+def _of_module(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """A copy on fake tensors; the module itself may be on any device, meta too."""
+    memo: dict[int, Any] = {}
+    with mode:
+        for one in module.parameters():
+            fake = torch.empty(one.shape, dtype=one.dtype)
+            memo[id(one)] = torch.nn.Parameter(fake, requires_grad=one.requires_grad)
+        for buffer in module.buffers():
+            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    copied: torch.nn.Module = copy.deepcopy(module, memo)
+    return copied
+
+
+def _check_sizes(config: Any) -> None:
+    """Sizes that no model can have, which would fail later under other names."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not hasattr(text, "model_type"):
+        raise ConfigError(f"{type(config).__name__} is no config of transformers and makes no module")
+    heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    if heads and kv_heads and heads % kv_heads:
+        raise ConfigError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+    top_k = getattr(text, "num_experts_per_tok", None)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        experts = getattr(text, name, None)
+        if isinstance(experts, int) and isinstance(top_k, int) and experts and top_k > experts:
+            raise ConfigError(f"num_experts_per_tok={top_k} exceeds {name}={experts}")
+
+
+def _checkpoint(model: Any) -> None:
+    enable: Callable[..., object] | None = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ConfigError(f"checkpointing=True: {type(model).__name__} offers no gradient_checkpointing_enable")
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _with_adapters(model: Any, setup: Setup) -> torch.nn.Module:
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise MissingPackage("peft", "trainers", "LoRA adapters") from error
+    targets = list(setup.targets) or "all-linear"
+    try:
+        config = peft.LoraConfig(r=setup.lora_r, target_modules=targets, task_type="CAUSAL_LM")
+        adapted: torch.nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ConfigError(f"targets={list(setup.targets)}: {error}") from error
+    return adapted

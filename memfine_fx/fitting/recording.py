@@ -1,0 +1,101 @@
+"""One training step on fake tensors through the real pipeline, and what it would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from memfine_fx.capture.implementation import switch_experts
+from memfine_fx.compat.nn import plain_call
+from memfine_fx.compat.tensors import FakeTensorMode
+from memfine_fx.compiler.optimized import captured
+from memfine_fx.compiler.session import Records, Session, open_session
+from memfine_fx.config import Config
+from memfine_fx.errors import ConfigError, MemfineError
+from memfine_fx.fitting.setup import Setup
+from memfine_fx.memory.step import RunMemory
+
+__all__ = ["PLANS", "RecordedStep", "record_step"]
+
+PLANS = ("least", "most")
+"""Of the smallest budget that works, and of one that nothing exceeds."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """What a step would hold.
+
+    Args:
+        runs: of its graphs, by plan: "asked" is that of the setup's own budget (or of none).
+        batch, seq: names of these sizes among the graphs' symbols; "" where a size is fixed.
+        chunked: layers whose experts are chunked.
+        refused: (where, why) of what stays as it was written.
+        decision: of the plan that was asked for, in words.
+    """
+
+    runs: Mapping[str, tuple[RunMemory, ...]]
+    batch: str
+    seq: str
+    chunked: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...]
+    decision: str
+
+    def sized(self, plan: str, batch: int, seq: int) -> tuple[RunMemory, ...]:
+        """The runs of a plan at another batch and sequence length."""
+        sizes = {name: size for name, size in ((self.batch, batch), (self.seq, seq)) if name}
+        return tuple(replace(run, sizes={**run.sizes, **sizes}) for run in self.runs[plan])
+
+
+def record_step(
+    model: torch.nn.Module, setup: Setup, mode: FakeTensorMode, config: Config, records: Records
+) -> RecordedStep:
+    """Forward and backward of a fake model as a causal language model.
+
+    Args:
+        model: of this mode's tensors.
+        config: options of `optimize`.
+        records: see `Session`.
+
+    Raises:
+        ConfigError: the step fails for these sizes.
+        MemfineError: nothing of it could be captured.
+    """
+    # NOTE: a size of 1 is no symbol, and equal sizes are one symbol. Records hold for all sizes, so others stand in.
+    batch = max(2, setup.batch)
+    seq = setup.seq + 1 if setup.seq == batch else setup.seq
+    session = open_session(config, holds_compiled=True, records=records)
+    with mode:
+        tokens = torch.zeros(batch, seq, dtype=torch.long)
+        session.notes.extend(switch_experts(model))
+        call = captured(model, plain_call(model), session, fullgraph=False, dynamic=True)
+        try:
+            call(input_ids=tokens, labels=tokens).loss.backward()
+        except MemfineError:
+            raise
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+            first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+            raise ConfigError(f"a step of the model fails: {type(error).__name__}: {first}") from error
+    return _recorded(session, batch, seq)
+
+
+def _recorded(session: Session, batch: int, seq: int) -> RecordedStep:
+    passed = session.latest_runs()
+    if not any(run.step.forward is not None for run in passed):
+        raise MemfineError("nothing of the model could be captured as a graph; TORCH_LOGS=graph_breaks shows why")
+    runs = {"asked": passed}
+    for plan in PLANS:
+        runs[plan] = tuple(replace(run, step=session.foreseen_of(run.step, plan)) for run in passed)
+    values = {name: size for run in passed for name, size in run.sizes.items()}
+    report = session.report()
+    refused = [(str(one.where), one.reason) for one in report.regions if one.status == "refused"]
+    refused += [(f"head {one.where}", one.reason) for one in report.heads if one.status == "refused"]
+    return RecordedStep(
+        runs,
+        next((name for name, size in values.items() if size == batch), ""),
+        next((name for name, size in values.items() if size == seq), ""),
+        tuple(one.where.module or str(one.where) for one in report.regions if one.status == "chunked"),
+        tuple(refused),
+        "" if report.step is None else report.step.decision,
+    )

@@ -1,0 +1,152 @@
+"""The answer of `fit`, in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from memfine_fx.fitting.analysis import StepTotal
+from memfine_fx.fitting.cuda_terms import CudaTerm
+from memfine_fx.fitting.setup import Setup
+
+__all__ = ["Change", "FitReport"]
+
+_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the setup, the smallest budget with it, and whether it would fit then; None without a memory."""
+
+    what: str
+    least_bytes: int
+    fits: bool | None
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """Whether a model trains within so many bytes, and what takes them.
+
+    Args:
+        model: what it was asked of, with the number of parameters.
+        setup: how it is trained.
+        memory_bytes: of the device, None where none was given.
+        asked: the step under the setup's own budget, or without one; None where only budgets could be answered.
+        least: the same under the smallest budget that works.
+        most: the same where nothing is computed again.
+        longest_seq, largest_batch: with which the smallest budget fits in the memory, the other as it is; 0 for none.
+        cuda_terms: what the device takes beyond, unmeasured; () on a CPU.
+        chunked: layers whose experts are chunked.
+        refused: (where, why) of what is counted as it was written.
+        decision: what the asked plan computes again, in words.
+        how: what was analysed, in words.
+        changes: what would need less, best first; only where it does not fit.
+    """
+
+    model: str
+    setup: Setup
+    memory_bytes: int | None
+    asked: StepTotal | None
+    least: StepTotal
+    most: StepTotal
+    longest_seq: int
+    largest_batch: int
+    cuda_terms: tuple[CudaTerm, ...]
+    chunked: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...]
+    decision: str
+    how: str
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def beside_bytes(self) -> int:
+        """What the device takes beyond the step."""
+        return sum(term.num_bytes for term in self.cuda_terms)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether some budget works within the memory; None where no memory was given."""
+        if self.memory_bytes is None:
+            return None
+        return self.least.num_bytes + self.beside_bytes <= self.memory_bytes
+
+    @property
+    def shown(self) -> StepTotal:
+        """The step that is described: as it is asked for where that is known and fits, else under the least budget."""
+        if self.asked is None:
+            return self.least
+        limit = self.memory_bytes
+        is_too_much = limit is not None and self.asked.num_bytes + self.beside_bytes > limit
+        return self.least if is_too_much else self.asked
+
+    @property
+    def line(self) -> str:
+        """What to write in a training script; "" where nothing fits."""
+        if self.fits is False:
+            return ""
+        if self.memory_bytes is None:
+            budget = max(self.least.num_bytes, self.most.num_bytes)
+        else:
+            budget = self.memory_bytes - self.beside_bytes
+        return f'memfine_fx.optimize(model, memory_budget="{budget // (1 << 20)}MiB")'
+
+    def to_json(self) -> str:
+        """Everything above as one JSON object; sizes are bytes."""
+        fields: dict[str, Any] = asdict(self)
+        for name in ("asked", "least", "most"):
+            total = getattr(self, name)
+            if total is not None:
+                fields[name] = {"num_bytes": total.num_bytes, "where": total.where, "terms": dict(total.terms)}
+        return json.dumps({"fits": self.fits, "line": self.line, **fields}, indent=2)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._answer(), *self._terms(), *self._budgets(), *self._beside()])
+
+    def _answer(self) -> list[str]:
+        shown, setup = self.shown, self.setup
+        kind = "LoRA" if setup.train == "lora" else "full"
+        what = f"{self.model}, {kind} training in {setup.dtype}, {setup.batch} x {setup.seq:,} tokens"
+        needs = shown.num_bytes + self.beside_bytes
+        peak = f"its peak is {_readable(needs)}, in the {shown.where}"
+        if self.fits is None:
+            return [f"{what}: {peak}"]
+        plan = "" if shown is self.asked else " under the smallest budget"
+        verdict = "fits" if self.fits else "does not fit"
+        return [f"{what}: {verdict} in {_readable(self.memory_bytes or 0)}{plan}; {peak}"]
+
+    def _terms(self) -> list[str]:
+        lines = [f"  {num_bytes:>18,} B  {name}" for name, num_bytes in self.shown.terms]
+        lines += [
+            f"  {term.num_bytes:>18,} B  {term.name} (CUDA, unmeasured: {term.source})" for term in self.cuda_terms
+        ]
+        return lines
+
+    def _budgets(self) -> list[str]:
+        lines = [
+            f"smallest budget that works: {_readable(self.least.num_bytes)} ({self.least.num_bytes:,} B)",
+            f"budget that computes nothing again: {_readable(self.most.num_bytes)} ({self.most.num_bytes:,} B)",
+        ]
+        if self.memory_bytes is not None:
+            lines.append(
+                f"within the memory: sequences of up to {self.longest_seq:,} tokens at batch {self.setup.batch}, "
+                f"or a batch of up to {self.largest_batch:,} at {self.setup.seq:,} tokens"
+            )
+        if self.line:
+            lines.append(f"use: {self.line}")
+        for change in self.changes:
+            verdict = "" if change.fits is None else ": fits" if change.fits else ": still too much"
+            lines.append(f"with {change.what} the smallest budget is {_readable(change.least_bytes)}{verdict}")
+        return lines
+
+    def _beside(self) -> list[str]:
+        lines = [f"{len(self.chunked)} of the analysed layers are chunked; {self.how}"]
+        if self.decision and self.shown is self.asked:
+            lines.append(self.decision)
+        lines += [f"counted as it was written: {where}: {why}" for where, why in self.refused]
+        return lines
+
+
+def _readable(num_bytes: int) -> str:
+    unit, size = next(((unit, size) for unit, size in _UNITS if num_bytes >= size), ("B", 1))
+    return f"{num_bytes / size:.2f} {unit}"

@@ -1,0 +1,146 @@
+"""The most bytes of a step of many equal layers, from the records of three and of four of them.
+
+Terms
+    stretch      the positions of one graph's record between two calls of chunked experts, the later one included
+    moment       the most live bytes of a stretch, and of what
+    from front   the first, second, ... stretch; from back: the last, the last but one, ...
+
+Why this is exact where layers are equal. Live bytes at a position are a sum over storages. Between a model of n and of
+n + 1 equal layers, a position of the k-th layer counted from the front (or from the back) differs by what one more
+layer keeps, no more and no less: so its bytes are linear in n. Over the layers of one model, bytes at the same position
+of the k-th layer are linear in k, so the largest stand in the first or in the last layer. Both are among those that the
+shorter model has, so extending each of its moments by the difference to the longer one, and taking the largest, gives
+the peak for any number. `is_even` holds a record to the assumption: every layer must keep the same.
+
+The plan without a budget does not keep it: it computes again what costs least of the whole step's FLOPs, the head's
+among them, so how much a layer keeps depends on how many there are. The plans that keep all or nothing do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from memfine_fx.memory.liveness import Call, GraphMemory
+from memfine_fx.memory.step import RunMemory, SizeOf
+
+__all__ = ["PARTS", "SHORT", "Moment", "is_even", "moments_of", "stretched"]
+
+PARTS = ("gradients", "kept for backward", "working set of experts", "working set of the head", "passing tensors")
+SHORT = 3
+"""Units of the shorter record. With two of them the first and the last are neighbours, and what is kept between them is
+not what is kept between others."""
+_GRADIENTS, _KEPT, _EXPERTS, _HEAD, _PASSING = range(len(PARTS))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The most live bytes of a stretch.
+
+    Args:
+        where: "forward" or "backward".
+        parts: bytes by `PARTS`.
+    """
+
+    where: str
+    parts: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts)
+
+    def extended(self, longer: Moment, times: int) -> Moment:
+        """By so many times the difference to another one."""
+        pairs = zip(self.parts, longer.parts, strict=True)
+        return Moment(self.where, tuple(mine + times * (other - mine) for mine, other in pairs))
+
+
+def moments_of(runs: Sequence[RunMemory], size_of: SizeOf) -> list[list[Moment]]:
+    """For each graph's forward and backward the moments of its stretches, in order."""
+    found = []
+    for run in runs:
+        workspace = run.step.workspace(size_of, run.values)
+        for where, memory in (("forward", run.step.forward), ("backward", run.step.backward)):
+            if memory is not None:
+                beside = run.saved_bytes, run.later_gradient_bytes if where == "backward" else 0
+                found.append(_moments(memory, where, run.values, workspace, beside))
+    return found
+
+
+def stretched(shorts: list[list[Moment]], longs: list[list[Moment]], repeats: int) -> Moment:
+    """The peak of a step with so many repeats, from its moments with `SHORT` and with one more of them."""
+    candidates: list[Moment] = []
+    for short, long in zip(shorts, longs, strict=True):
+        from_front = max(1, 2 * len(short) - len(long))  # all but the last unit's
+        places = [*range(from_front), *(-1 - place for place in range((len(short) + 1) // 2))]
+        candidates += [short[place].extended(long[place], repeats - SHORT) for place in places]
+    return max(candidates, key=lambda one: one.num_bytes)
+
+
+def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
+    """Whether one more unit keeps for backward what each before it keeps, in every graph of a step.
+
+    Args:
+        short, long: the same step with n units and with n + 1.
+    """
+    if len(short) != len(long):
+        return False
+    for one, other in zip(short, long, strict=True):
+        if one.step.forward is None or other.step.forward is None:
+            return False
+        kept, more = (
+            _kept_at_calls(memory, run) for memory, run in ((one.step.forward, one), (other.step.forward, other))
+        )
+        unit = len(more) - len(kept)
+        if unit < 1 or more[: len(kept) - unit] != kept[: len(kept) - unit]:
+            return False
+        gaps = [later - earlier for earlier, later in zip(more, more[unit:], strict=False)]
+        inner = gaps[: len(gaps) - unit]  # the last unit may keep less: its backward begins at once
+        if any(gap != inner[place % unit] for place, gap in enumerate(inner)):
+            return False
+    return True
+
+
+def _kept_at_calls(memory: GraphMemory, run: RunMemory) -> list[int]:
+    live = _live(memory, "forward", run.values, lambda call: 0)
+    return [live[place][_KEPT] for place in _places(memory)]
+
+
+def _moments(
+    memory: GraphMemory, where: str, values: dict[str, int], workspace: Callable[[Call], int], beside: tuple[int, int]
+) -> list[Moment]:
+    live = _live(memory, where, values, workspace)
+    ends = [*_places(memory), memory.num_positions - 1]
+    begins = [0, *(end + 1 for end in ends)]
+    found = []
+    for begin, end in zip(begins, ends, strict=False):
+        parts = list(max(live[begin : end + 1], key=sum, default=(0,) * len(PARTS)))
+        parts[_KEPT] += beside[0]
+        parts[_GRADIENTS] += beside[1]
+        found.append(Moment(where, tuple(parts)))
+    return found
+
+
+def _places(memory: GraphMemory) -> list[int]:
+    """Where chunked experts run."""
+    return [call.position for call in memory.calls if call.phase in ("forward", "backward")]
+
+
+def _live(
+    memory: GraphMemory, where: str, values: dict[str, int], workspace: Callable[[Call], int]
+) -> list[tuple[int, ...]]:
+    """Live bytes by `PARTS` at each position."""
+    changes = [[0] * len(PARTS) for _ in range(memory.num_positions + 1)]
+    for one, num_bytes in zip(memory.allocations, memory.bytes_at(values), strict=True):
+        part = _KEPT if one.is_input else _PASSING
+        if one.stop is None and not one.is_input:
+            part = _GRADIENTS if where == "backward" else _KEPT
+        changes[one.start][part] += num_bytes
+        if one.stop is not None:
+            changes[one.stop][part] -= num_bytes
+    sums = accumulate(changes, lambda total, change: [a + b for a, b in zip(total, change, strict=True)])
+    live = [list(one) for one in sums][: memory.num_positions]
+    for call in memory.calls:
+        live[call.position][_HEAD if call.phase == "head" else _EXPERTS] += workspace(call)
+    return [tuple(one) for one in live]

@@ -1,0 +1,141 @@
+"""`fit`: bad input is named, the answer adds up, and a real step takes what was said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memfine_fx
+from memfine_fx.cli import main
+from memfine_fx.errors import ConfigError
+from memfine_fx.memory.measure import trace_memory
+
+TINY: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    moe_intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=512,
+    num_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=1024,
+    use_cache=False,
+)
+
+
+def config_of(model_type: str = "qwen3_moe", **overrides: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.CONFIG_MAPPING[model_type](**{**TINY, **overrides})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (dict(num_key_value_heads=3), "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        (dict(num_experts_per_tok=9), "num_experts_per_tok=9 exceeds num_experts=8"),
+    ],
+)
+def test_sizes_that_cannot_be_are_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        memfine_fx.fit(config_of(**given))
+
+
+def test_a_field_that_the_model_reads_and_the_config_lacks_is_named() -> None:
+    config = config_of()
+
+    def factory() -> torch.nn.Module:
+        return torch.nn.Linear(config.hidden_size, config.no_such_width)
+
+    with pytest.raises(ConfigError, match="Qwen3MoeConfig lacks the field 'no_such_width', which the model reads"):
+        memfine_fx.fit(factory)
+
+
+def test_an_unknown_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"'no_such_family' is no folder, no config\.json, no model type"):
+        memfine_fx.fit("no_such_family")
+
+
+def test_a_config_file_without_a_model_type_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="lacks the field 'model_type'"):
+        memfine_fx.fit(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (dict(batch=0), "batch=0 must be a positive int"),
+        (dict(seq=1), "seq=1: a language model's loss needs two tokens"),
+        (dict(dtype="int4"), "dtype='int4' is unknown"),
+        (dict(optimizer="adam9"), "optimizer='adam9' is unknown"),
+        (dict(memory=0.5), "memory=0.5: there is no device"),
+        (dict(memory_budget=0.5), "budget=0.5: there is no device"),
+        (dict(device="tpu"), "device='tpu' is unknown"),
+    ],
+)
+def test_a_setup_that_cannot_be_is_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        memfine_fx.fit(object(), **given)
+
+
+def test_what_is_no_model_is_named() -> None:
+    with pytest.raises(ConfigError, match="object is no config of transformers and makes no module"):
+        memfine_fx.fit(object())
+
+
+def real_step(config: Any, *, batch: int, seq: int, dtype: torch.dtype, budget: Any = None) -> int:
+    """Peak of a real training step: all tokens alike, so that each of K experts gets a row of every token."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config, dtype=dtype).train()
+    memfine_fx.optimize(model, dynamic=True, memory_budget=budget)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    tokens = torch.full((batch, seq), 7)
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    there = sum(one.nbytes for one in (*model.parameters(), *model.buffers(), tokens, tokens))
+    there += sum(one.nbytes for state in optimizer.state.values() for one in state.values())
+    return there + trace_memory(step, torch.device("cpu")).peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_real_step_takes_what_was_said(dtype: str) -> None:
+    config = config_of()
+    report = memfine_fx.fit(config, batch=2, seq=256, dtype=dtype)
+    assert report.asked is not None
+    measured = real_step(config, batch=2, seq=256, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    assert 0.99 * measured <= report.asked.num_bytes <= 1.02 * measured
+    assert sum(num_bytes for _, num_bytes in report.asked.terms) == report.asked.num_bytes
+    assert report.least.num_bytes <= 1.02 * report.asked.num_bytes
+
+
+def test_the_command_answers_and_says_by_its_status_whether_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_of().save_pretrained(tmp_path)
+    given = ["fit", str(tmp_path), "--batch", "2", "--seq", "64", "--dtype", "fp32", "--device", "cpu", "--json"]
+    assert main([*given, "--memory", "64MiB"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["fits"] is True
+    assert shown["asked"]["num_bytes"] == sum(shown["asked"]["terms"].values())
+    assert shown["line"] == 'memfine_fx.optimize(model, memory_budget="64MiB")'
+    assert shown["longest_seq"] > 64
+    assert len(shown["chunked"]) == 2

@@ -1,0 +1,112 @@
+"""Peaks of many equal layers from three and four of them, on records made by hand and on those of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import sympy
+
+from memfine_fx.config import Config
+from memfine_fx.demo.model import ModelSizes
+from memfine_fx.fitting.recording import PLANS, RecordedStep, record_step
+from memfine_fx.fitting.setup import Setup
+from memfine_fx.fitting.stack import find_stack, shortened
+from memfine_fx.fitting.stretch import Moment, is_even, moments_of, stretched
+from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
+from memfine_fx.memory.region_bytes import ChunkSize
+from memfine_fx.memory.step import GraphStep, RunMemory
+from tests.fitting.models import fake_mode, qwen3_moe
+
+KEPT, PASSING, HEAD, GRADIENT = 10, 7, 100, 25
+
+
+def size_of(site: str, num_tokens: int) -> ChunkSize:
+    return ChunkSize(1)
+
+
+def step_of(num_layers: int, *, gradient: int = GRADIENT, odd: int = 0) -> RunMemory:
+    """Each layer keeps something and runs experts; in backward each leaves a gradient. Four positions a layer."""
+    forward, backward = [], []
+    last = 4 * num_layers
+    for layer in range(num_layers):
+        begin, back = 4 * layer, 4 * (num_layers - 1 - layer) + 1
+        kept = sympy.Integer(KEPT + (odd if layer == 1 else 0))
+        forward.append(Allocation(f"kept {layer}", kept, begin, None))
+        forward.append(Allocation(f"passing {layer}", sympy.Integer(PASSING), begin + 1, begin + 3))
+        backward.append(Allocation(f"kept {layer}", kept, 0, back + 3, is_input=True))
+        backward.append(Allocation(f"gradient {layer}", sympy.Integer(gradient), back + 2, None))
+    forward.append(Allocation("head", sympy.Integer(HEAD), last, last + 1))
+    backward.append(Allocation("head", sympy.Integer(HEAD), 0, 1))
+    calls = [Call(4 * layer + 2, str(layer), "forward") for layer in range(num_layers)]
+    back_calls = [Call(4 * layer + 3, str(layer), "backward") for layer in range(num_layers)]
+    step = GraphStep(
+        forward=GraphMemory(tuple(forward), tuple(calls), last + 1),
+        backward=GraphMemory(tuple(backward), tuple(back_calls), last + 1),
+    )
+    return RunMemory(step, {})
+
+
+def peak_of(runs: list[RunMemory]) -> int:
+    return max(moment.num_bytes for stretches in moments_of(runs, size_of) for moment in stretches)
+
+
+@pytest.mark.parametrize("gradient", [1, 10, 25])
+@pytest.mark.parametrize("num_layers", [5, 6, 48])
+def test_a_longer_step_peaks_where_its_own_record_does(num_layers: int, gradient: int) -> None:
+    """Small gradients put the peak at the head, large ones at the end of backward."""
+    shorts, longs = (moments_of([step_of(number, gradient=gradient)], size_of) for number in (3, 4))
+    expected = peak_of([step_of(num_layers, gradient=gradient)])
+    assert stretched(shorts, longs, num_layers).num_bytes == expected
+
+
+def test_the_peak_moves_to_the_end_of_backward_only_in_a_longer_step() -> None:
+    shorts, longs = (moments_of([step_of(number)], size_of) for number in (3, 4))
+    short_peak = max((one for stretches in shorts for one in stretches), key=lambda one: one.num_bytes)
+    assert short_peak.parts[0] == 0
+    assert stretched(shorts, longs, 48).parts[0] == 48 * GRADIENT
+
+
+def test_layers_that_keep_the_same_are_even() -> None:
+    assert is_even([step_of(3)], [step_of(4)])
+
+
+def test_a_layer_that_keeps_more_is_not_even() -> None:
+    assert not is_even([step_of(3, odd=1)], [step_of(4, odd=1)])
+
+
+def test_steps_of_as_many_layers_are_not_even() -> None:
+    assert not is_even([step_of(3)], [step_of(3)])
+
+
+def test_a_moment_is_extended_by_the_difference() -> None:
+    assert Moment("forward", (1, 2, 0, 0, 5)).extended(Moment("forward", (1, 4, 0, 0, 5)), 3).parts == (1, 8, 0, 0, 5)
+
+
+@pytest.mark.slow
+def test_six_layers_of_a_model_peak_as_three_and_four_of_them_say() -> None:
+    setup, sizes = Setup(batch=2, seq=256, dtype="fp32"), dataclasses.replace(SIZES, layers=8)
+
+    def recorded(num_layers: int) -> RecordedStep:
+        mode = fake_mode()
+        model = qwen3_moe(sizes, mode)
+        stack = find_stack(model)
+        assert stack is not None and (stack.begin, stack.unit, stack.repeats) == (0, 1, 8)
+        shortened(model, stack, num_layers)
+        return record_step(model, setup, mode, Config(), "graph")
+
+    short, long, whole = (recorded(number) for number in (3, 4, 6))
+    for plan in PLANS:
+        assert is_even(short.runs[plan], long.runs[plan])
+        shorts, longs = (moments_of(one.runs[plan], size_of_whole) for one in (short, long))
+        peak = max(one.num_bytes for each in moments_of(whole.runs[plan], size_of_whole) for one in each)
+        assert stretched(shorts, longs, 6).num_bytes == peak
+
+
+def size_of_whole(site: str, num_tokens: int) -> ChunkSize:
+    return ChunkSize(num_tokens)
+
+
+SIZES = ModelSizes(
+    layers=2, hidden=64, width=64, experts=8, top_k=2, heads=4, kv_heads=2, head_dim=16, vocab=256, positions=1024
+)
