@@ -116,13 +116,13 @@ def real_step(config: Any, *, batch: int, seq: int, dtype: torch.dtype, budget: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_real_step_takes_what_was_said(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "most"), [("fp32", 1.02), ("bf16", 1.03)])
+def test_a_real_step_takes_what_was_said(dtype: str, most: float) -> None:
     config = config_of()
     report = memfine_fx.fit(config, batch=2, seq=256, dtype=dtype)
     assert report.asked is not None
     measured = real_step(config, batch=2, seq=256, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
-    assert 0.99 * measured <= report.asked.num_bytes <= 1.02 * measured
+    assert 0.99 * measured <= report.asked.num_bytes <= most * measured
     assert sum(num_bytes for _, num_bytes in report.asked.terms) == report.asked.num_bytes
     assert report.least.num_bytes <= 1.02 * report.asked.num_bytes
 
