@@ -37,20 +37,22 @@ token."""
 
 @dataclass(frozen=True)
 class Input:
-    """What a placeholder stands for; `expert` is an entry's or a column's."""
+    """What a placeholder stands for; `expert` is an entry's or a column's, `dim` the dimension of a table's experts."""
 
     role: Role
     outer: fx.Node
     expert: int | None = None
     is_gathered: bool = False
+    dim: int = 0
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter of the expert function: how an expert finds it, and the outer nodes that hold it."""
+    """A parameter of the expert function: how an expert finds it, the outer nodes that hold it, a table's `dim`."""
 
     kind: ParamKind
     nodes: tuple[fx.Node, ...]
+    dim: int = 0
 
 
 class RowsDiffer(CannotChunk):

@@ -7,6 +7,7 @@ turns these into another shape is taken inside, so that it is not alive for all 
     entries of parameters                      W[e], W.unbind()[e], W[e].T: the whole table is the parameter then
     copies of tokens                           repeat_interleave(x, K), x.expand(E, T, H), x.unsqueeze(1)
     results that vary over experts or choices  einsum(x, W) of experts that run on all tokens
+    tables that are computed                   W + scaling * B @ A: they need exist one expert at a time only
 """
 
 from __future__ import annotations
@@ -52,9 +53,14 @@ class Pulling:
         flow: of Dynamo's graph.
         frame: sizes of the routing.
         forced: nodes that look like tokens but run as part of the region.
+        expands_tables: whether computed tables of parameters are read as leaves, whole, all the same.
     """
 
-    def __init__(self, flow: Dataflow, frame: Frame, forced: frozenset[fx.Node]) -> None:
+    def __init__(
+        self, flow: Dataflow, frame: Frame, forced: frozenset[fx.Node], *, expands_tables: bool = False
+    ) -> None:
+        self.computed_tables: dict[fx.Node, None] = {}
+        self._expands_tables = expands_tables
         self._flow = flow
         self._frame = frame
         self._forced = forced
@@ -73,9 +79,20 @@ class Pulling:
         value = node_value(node)
         if isinstance(value, (tuple, list)):
             return any(isinstance(one, torch.Tensor) for one in value) and self._splits_leaf(node)
-        if not isinstance(value, torch.Tensor) or not is_float_tensor(node) or self.is_made_of_parameters(node):
+        if not isinstance(value, torch.Tensor) or not is_float_tensor(node):
             return False
+        if self.is_made_of_parameters(node):
+            return self._is_computed_table(node, value)
         return target_name(node) in _COPIES or self._is_turned(node) or not self._has_plain_role(value)
+
+    def _is_computed_table(self, node: fx.Node, value: torch.Tensor) -> bool:
+        """[E,...] matrices that are no view of a parameter, unless they are to be read whole."""
+        num_experts = static_size(value.shape[0]) if value.ndim >= 3 else None
+        is_table = num_experts is not None and num_experts > 1 and self._frame.num_experts in (None, num_experts)
+        if not is_table or self._expands_tables or is_parameter_view(node):
+            return False
+        self.computed_tables[node] = None
+        return True
 
     def is_tokens(self, value: torch.Tensor) -> bool:
         """[T,...] or [B,S,...], with more behind it."""

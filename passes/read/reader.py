@@ -56,6 +56,7 @@ class Reader(Roles):
         rules: by overload.
         fallback: rule for overloads not among them, or None.
         forced: nodes that run as part of the region although they look like tokens.
+        expands_tables: whether computed tables of parameters stay outside, to be read whole.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class Reader(Roles):
         rules: dict[Any, Rule],
         fallback: Callable[[Any], Rule | None],
         forced: frozenset[fx.Node] = frozenset(),
+        *,
+        expands_tables: bool = False,
     ) -> None:
-        super().__init__(flow, frame, forced)
+        super().__init__(flow, frame, forced, expands_tables=expands_tables)
         self.refusals: list[CannotChunk] = []
         self.indices: list[fx.Node] = []
         self.masks: list[fx.Node] = []
@@ -76,6 +79,11 @@ class Reader(Roles):
         self._rules, self._fallback = rules, fallback
         self._values: dict[int, tuple[torch.Tensor, Any]] = {}
         self._form = NormalForm(flow.graph, modes, self._told)
+
+    @property
+    def has_computed_tables(self) -> bool:
+        """Whether tables were read as something that is computed expert by expert."""
+        return bool(self._pulling.computed_tables)
 
     # The walks.
 
