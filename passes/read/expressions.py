@@ -25,9 +25,12 @@ from memfine_fx.passes.dataflow import is_same_view, node_value, static_size
 from memfine_fx.passes.read.values import Copy
 from memfine_fx.records import ParamKind
 
-__all__ = ["Expressions", "Input", "Role", "RowsDiffer", "Slot"]
+__all__ = ["FLAT", "Expressions", "Input", "Role", "RowsDiffer", "Slot"]
 
 aten = torch.ops.aten
+
+FLAT = -1
+"""In place of a table's dimension of experts: they stand one behind the other in all of the tensor."""
 
 Role = Literal["rows", "weight", "table", "entry", "whole", "column"]
 """What an outer node is to the experts: the tokens; a weight for each choice ([T,K]) or for each expert ([T,E]), see

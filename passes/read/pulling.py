@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from memfine_fx.compat.bitsandbytes import DEQUANTIZE_4BIT
+from memfine_fx.compat.operators import qualified_name
 from memfine_fx.passes.dataflow import (
     Dataflow,
     is_float_tensor,
@@ -32,7 +34,7 @@ from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
 if TYPE_CHECKING:
     from memfine_fx.passes.read.frame import Frame
 
-__all__ = ["LOOKED_BEHIND", "MATMULS", "Pulling", "is_parameter_view"]
+__all__ = ["LOOKED_BEHIND", "MATMULS", "Pulling", "is_dequantized", "is_parameter_view"]
 
 MATMULS = frozenset("mm bmm matmul addmm baddbmm einsum linear __matmul__ dot".split())
 _VIEWS = frozenset("transpose permute unsqueeze squeeze view reshape to t contiguous expand float bfloat16".split())
@@ -81,7 +83,7 @@ class Pulling:
             return any(isinstance(one, torch.Tensor) for one in value) and self._splits_leaf(node)
         if not isinstance(value, torch.Tensor) or not is_float_tensor(node):
             return False
-        if self.is_made_of_parameters(node):
+        if is_dequantized(node) or self.is_made_of_parameters(node):
             return self._is_computed_table(node, value)
         return target_name(node) in _COPIES or self._is_turned(node) or not self._has_plain_role(value)
 
@@ -162,7 +164,9 @@ class Pulling:
         """Whether parameters alone are in it (and integers: a range of experts)."""
         known = self._of_parameters.get(node)
         if known is None:
-            if node.op in ("placeholder", "get_attr"):
+            if is_dequantized(node):
+                known = True
+            elif node.op in ("placeholder", "get_attr"):
                 known = isinstance(node_value(node), torch.nn.Parameter) or not is_float_tensor(node)
                 known = known and not (is_int_tensor(node) and node.op == "placeholder")
             else:
@@ -228,6 +232,11 @@ def _dim_taken_apart(node: fx.Node, value: torch.Tensor) -> int | None:
     places = place if isinstance(place, tuple) else (place,)
     is_entry = all(one == slice(None) for one in places[:-1]) and type(places[-1]) is int
     return len(places) - 1 if is_entry else None
+
+
+def is_dequantized(node: fx.Node) -> bool:
+    """Whether a library's operator makes a tensor of packed numbers here."""
+    return qualified_name(node.target) == DEQUANTIZE_4BIT
 
 
 def behind_views(node: fx.Node) -> fx.Node:

@@ -28,6 +28,7 @@ from memfine_fx.passes.read.expressions import Input, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame, Slots
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call, NormalForm
+from memfine_fx.passes.read.pulling import is_dequantized
 from memfine_fx.passes.read.roles import Roles
 from memfine_fx.passes.read.values import (
     Combined,
@@ -173,7 +174,7 @@ class Reader(Roles):
         is_slots = self.slots is not None and node is self.slots.root
         if is_slots or self._form.holds(node) or not self._pulling.wants(node, self.ran, at):
             return
-        for source in node.all_input_nodes:
+        for source in node.all_input_nodes if not is_dequantized(node) else ():  # packed numbers have no role in rows
             self._pull(source, at)
         self._operand_values(node)
         self.ran[node] = None

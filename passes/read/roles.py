@@ -15,7 +15,7 @@ from torch import fx
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value, same_size, static_size
-from memfine_fx.passes.read.expressions import Expressions, Input
+from memfine_fx.passes.read.expressions import FLAT, Expressions, Input
 from memfine_fx.passes.read.frame import Exit, Frame, Slots
 from memfine_fx.passes.read.leads import Lead, Size, join, regroup, without_ones
 from memfine_fx.passes.read.normal_form import Call
@@ -191,6 +191,19 @@ class Roles:
         if isinstance(value, Leaf) and self._pulling.is_made_of_parameters(value.node):
             return Rows(Lead.NONE, self.expressions.input(Input("whole", value.node)), per_row=False)
         return self.as_rows(value, call)
+
+    def part_of_table(self, value: Leaf, num_experts: int, call: Call) -> fx.Node:
+        """An expert's part, flat, of a tensor in which experts stand one behind the other.
+
+        Raises:
+            CannotChunk: it is not contiguous, so that the parts are no views.
+        """
+        tensor = node_value(value.node)
+        assert isinstance(tensor, torch.Tensor)
+        if not tensor.is_contiguous():
+            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "packed parts of experts that are not contiguous", call.node)
+        self.check_num_experts(num_experts, call)
+        return self.expressions.input(Input("table", value.node, dim=FLAT))
 
     def is_parameter(self, value: Any) -> bool:
         """Whether a value is made of parameters alone."""

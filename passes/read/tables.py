@@ -4,6 +4,9 @@
                                                 back = movedim(first, 0, 2)            inside the region
                                                 product = einsum("ore,eri->eoi", back, A)
 
+    table = dequantize(packed, scales)          first = reshape(packed, (E, -1))
+                                                back = reshape(first, packed.shape)
+
 The runtime takes an expert's entry of a table along its first dimension; gradients go through the view into B.
 """
 
@@ -17,6 +20,7 @@ from torch import fx
 
 from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.passes.dataflow import tensor_of
+from memfine_fx.passes.read.expressions import FLAT
 from memfine_fx.records import Cut, MoERegion
 
 __all__ = ["move_tables", "restore_tables"]
@@ -49,8 +53,12 @@ def _with_first(region: MoERegion, place: int, dim: int) -> MoERegion:
     table, cut = region.params[place], region.cut
     readers = [node for node in cut.nodes if table in node.all_input_nodes]
     with table.graph.inserting_before(readers[0]):
-        first = _view(table, torch.movedim, dim, 0)
-        back = _view(first, torch.movedim, 0, dim)
+        if dim == FLAT:
+            first = _view(table, torch.reshape, (region.dims.num_experts, -1))
+            back = _view(first, torch.reshape, tuple(tensor_of(table).shape))
+        else:
+            first = _view(table, torch.movedim, dim, 0)
+            back = _view(first, torch.movedim, 0, dim)
     back.meta[_BACK] = True
     for node in readers:
         node.replace_input_with(table, back)
@@ -58,7 +66,7 @@ def _with_first(region: MoERegion, place: int, dim: int) -> MoERegion:
     return replace(region, params=params, cut=_with_back(cut, readers[0], first, back))
 
 
-def _view(source: fx.Node, target: Any, *args: int) -> fx.Node:
+def _view(source: fx.Node, target: Any, *args: Any) -> fx.Node:
     """A view's node, with its fake value: trained where the source is, whatever mode the compiler is in."""
     value = tensor_of(source)
     assert isinstance(value, FakeTensor)

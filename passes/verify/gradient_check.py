@@ -33,7 +33,7 @@ from torch import Tensor, fx
 from memfine_fx.compat.autograd import run_without_modes, without_autocast, without_saved_tensor_hooks
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import node_value, static_size
+from memfine_fx.passes.dataflow import is_int_tensor, node_value, static_size
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.passes.verify.region import Forms, Tensors, errors_of, run_step
 from memfine_fx.passes.verify.shrinkage import narrow_graph, narrow_widths
@@ -224,7 +224,12 @@ def _symbols(nodes: Iterable[fx.Node]) -> list[sympy.Symbol]:
 
 
 def _narrow_widths(region: MoERegion) -> dict[int, int]:
-    """Of the tokens and of the parameters; E, K and sizes that are numbers by chance stay."""
+    """Of the tokens and of the parameters; E, K and sizes that are numbers by chance stay.
+
+    None where parameters are packed: what says how wide they are unpacked is no size of a tensor that comes in.
+    """
+    if any(is_int_tensor(node) for node in region.params):
+        return {}
     inner: list[int] = []
     counts = [region.dims.num_experts, region.dims.top_k]
     for node in region.cut.inputs:
