@@ -26,7 +26,7 @@ def caching_hooks(model: torch.nn.Module) -> list[tuple[MutableMapping[int, Any]
     functions = {getattr(sys.modules.get(_MODULE), name, None) for name in _HOOKS} - {None}
     if not functions:
         return []
-    found = [
+    found: list[tuple[MutableMapping[int, Any], int]] = [
         (hooks, key)
         for module in model.modules()
         for hooks in (module._forward_pre_hooks, module._forward_hooks)
@@ -45,7 +45,7 @@ def _check_cache() -> None:
     parametrize.replace_parameter_4bit(module, "weight")
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     expect(len(hooks) == 2 and all(getattr(parametrize, name) in hooks for name in _HOOKS), f"its hooks are {hooks}")
-    expect(torch.equal(module.weight, module.weight), "two reads differ")  # type: ignore[arg-type]  # a tensor
+    expect(torch.equal(module.weight, module.weight), "two reads differ")
     name = torch.ops.bitsandbytes.dequantize_4bit.default._schema.name
     expect(name == DEQUANTIZE_4BIT, f"its operator is called {name}")
 

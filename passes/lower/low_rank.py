@@ -100,13 +100,13 @@ def _is_matrix(argument: Any) -> bool:
 
 
 def _is_number(argument: Any) -> bool:
-    return not isinstance(argument, fx.Node) or argument.meta["val"].numel() == 1
+    return not isinstance(argument, fx.Node) or bool(argument.meta["val"].numel() == 1)
 
 
 def _pays(matrix: fx.Node) -> bool:
     out, width = matrix.meta["val"].shape
     ranks = [product.args[1].meta["val"].shape[0] for product in _products(matrix)]  # type: ignore[union-attr]
-    return 4 * sum(ranks) * (out + width) <= out * width
+    return bool(4 * sum(ranks) * (out + width) <= out * width)
 
 
 class _Product:

@@ -61,7 +61,8 @@ class Pulling:
     def __init__(
         self, flow: Dataflow, frame: Frame, forced: frozenset[fx.Node], *, expands_tables: bool = False
     ) -> None:
-        self.computed_tables: dict[fx.Node, None] = {}
+        self.computed_tables: dict[fx.Node, str] = {}
+        """Tables that are to be computed expert by expert; why not, or ""."""
         self._expands_tables = expands_tables
         self._flow = flow
         self._frame = frame
@@ -93,7 +94,7 @@ class Pulling:
         is_table = num_experts is not None and num_experts > 1 and self._frame.num_experts in (None, num_experts)
         if not is_table or self._expands_tables or is_parameter_view(node):
             return False
-        self.computed_tables[node] = None
+        self.computed_tables.setdefault(node, "")
         return True
 
     def is_tokens(self, value: torch.Tensor) -> bool:

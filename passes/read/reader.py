@@ -84,7 +84,12 @@ class Reader(Roles):
     @property
     def has_computed_tables(self) -> bool:
         """Whether tables were read as something that is computed expert by expert."""
-        return bool(self._pulling.computed_tables)
+        return any(not why for why in self._pulling.computed_tables.values())
+
+    @property
+    def why_expanded(self) -> str:
+        """Why a table that is computed was read whole all the same, "" where none was."""
+        return next(filter(None, self._pulling.computed_tables.values()), "")
 
     # The walks.
 
@@ -182,9 +187,18 @@ class Reader(Roles):
             self._form.run(node)
         except RowsDiffer:
             raise
-        except CannotChunk:
-            return  # it stays a leaf
+        except CannotChunk as refusal:
+            self._note_leaf(node, refusal)
+            return
         self._settle(node, is_pulled=True)
+        for value in self._operands_at(node):
+            if isinstance(value, Leaf):
+                self._note_leaf(node, value.why)
+
+    def _note_leaf(self, node: fx.Node, why: CannotChunk | None) -> None:
+        """A node that was pulled stays a leaf; of a computed table it will be said why."""
+        if node in self._pulling.computed_tables:
+            self._pulling.computed_tables[node] = str(why or "its operation is not followed")
 
     def _place_slots(self, node: fx.Node, reached: set[fx.Node]) -> None:
         """Where experts' weights meet a tensor that the routing fills, or it is taken apart expert by expert."""
@@ -208,11 +222,10 @@ class Reader(Roles):
         )
 
     def _operand_values(self, node: fx.Node) -> list[Any]:
-        return [
-            self._value_of(tensor, source)
-            for source in node.all_input_nodes
-            for tensor in self._form.tensors(self._form.result(source))
-        ]
+        return [value for source in node.all_input_nodes for value in self._operands_at(source)]
+
+    def _operands_at(self, node: fx.Node) -> list[Any]:
+        return [self._value_of(tensor, node) for tensor in self._form.tensors(self._form.result(node))]
 
     def _settle(self, node: fx.Node, *, is_pulled: bool = False) -> None:
         """At the end of a node: leaves again, exits, written tensors."""

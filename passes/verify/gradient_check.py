@@ -337,7 +337,7 @@ class _ExactBodies:
     def __init__(self, bodies: Bodies, widths: Mapping[int, int]) -> None:
         self._bodies, self._widths = bodies, widths
         self.key, self.has_weight, self.param_kinds = bodies.key, bodies.has_weight, bodies.param_kinds
-        self.takes_group = bodies.takes_group
+        self.takes_group, self.num_factored = bodies.takes_group, bodies.num_factored
         self.out_width = widths.get(bodies.out_width, bodies.out_width)
 
     def forward(self) -> ForwardBody:

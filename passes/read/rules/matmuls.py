@@ -241,24 +241,34 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _einsum_of_tables(reader: Reader, call: Call, letters: list[str], values: list[Any], output: str) -> Rows:
-    """einsum("o r e, e r i -> e o i", B, A): experts stand where the output's first letter does, in any dimension."""
+    """einsum("o r e, e r i -> e o i", B, A): experts stand where the output's first letter does, in any dimension; a
+    factor without that letter is the same for all of them."""
     expert, inner = output[:1], output[1:]
-    if any(own.count(expert) != 1 or len(own) != 3 for own in letters) or len(inner) != 2:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "an einsum of tables other than of two matrices each", call.node)
-    matrices = {}
-    for own, value in zip(letters, values, strict=True):
-        table = reader.as_table(value, call, own.index(expert))
-        if isinstance(value, Rows) and own[0] != expert:
-            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a computed table whose experts do not come first", call.node)
-        matrices[own.replace(expert, "")] = reader.matrix_of(table)
-    sides = [next(((own, own[0] != one) for own in matrices if one in own), None) for one in inner]
-    if len(matrices) != 2 or None in sides or sides[0][0] == sides[1][0]:  # type: ignore[index]  # None is asked first
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "an einsum of tables that is no product of matrices", call.node)
-    (left, left_is_turned), (right, right_is_first) = sides  # type: ignore[misc]  # neither is None
-    one = reader.emit(aten.t.default, matrices[left]) if left_is_turned else matrices[left]
-    other = matrices[right] if right_is_first else reader.emit(aten.t.default, matrices[right])
+    parts = [own.replace(expert, "") for own in letters]
+    contracted = set(parts[0]) & set(parts[1])
+    is_product = all(len(part) == 2 for part in parts) and len(contracted) == 1 and len(inner) == 2
+    if not is_product or set(inner) != set("".join(parts)) - contracted:
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, f"einsum {call.args[0]} of tables is no product of two matrices each", call.node
+        )
+    matrices = [
+        _factor_of_table(reader, call, value, own.find(expert)) for own, value in zip(letters, values, strict=True)
+    ]
+    ordered = sorted(zip(parts, matrices, strict=True), key=lambda pair: inner[0] not in pair[0])
+    (left, one), (right, other) = ordered
+    one = one if left[0] == inner[0] else reader.emit(aten.t.default, one)
+    other = other if right[1] == inner[1] else reader.emit(aten.t.default, other)
     product = reader.emit(aten.unsqueeze.default, reader.emit(aten.mm.default, one, other), 0)
     return Rows(Lead.EXPERT, product, per_row=False, is_dispatched=True)
+
+
+def _factor_of_table(reader: Reader, call: Call, value: Any, dim: int) -> fx.Node:
+    """An expert's matrix of an operand whose experts stand in dimension `dim`, or all experts' where that is -1."""
+    if dim < 0:
+        return reader.matrix_of(reader.as_parameter(value, call))
+    if dim and isinstance(value, Rows):
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a computed table whose experts do not come first", call.node)
+    return reader.matrix_of(reader.as_table(value, call, dim))
 
 
 def _term(reader: Reader, call: Call, letters: str, value: Any) -> _Term:
