@@ -172,4 +172,4 @@ def _swaps(view: fx.Node) -> bool:
         order[left], order[right] = order[right], order[left]  # type: ignore[index]  # ints
     else:
         order.reverse()
-    return order.index(num_dims - 1) != num_dims - 1
+    return bool(order.index(num_dims - 1) != num_dims - 1)

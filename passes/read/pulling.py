@@ -237,7 +237,8 @@ def _dim_taken_apart(node: fx.Node, value: torch.Tensor) -> int | None:
 
 def is_dequantized(node: fx.Node) -> bool:
     """Whether a library's operator makes a tensor of packed numbers here."""
-    return qualified_name(node.target) == DEQUANTIZE_4BIT
+    target = getattr(node.target, "default", node.target)  # an operator may be called by its packet
+    return qualified_name(target) == DEQUANTIZE_4BIT
 
 
 def behind_views(node: fx.Node) -> fx.Node:

@@ -183,9 +183,9 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
             found = reader.read(later)
             if found is not None:
                 region = check_removable(_routed(body, reader, found), body.flow, body.modes)
-                return replace(
-                    region, makes_tables=reader.has_computed_tables, why_expanded=expanded or reader.why_expanded
-                ), _first_matmul(region.cut, reader)
+                why = expanded or reader.why_expanded
+                region = replace(region, makes_tables=reader.has_computed_tables, why_expanded=why)
+                return region, _first_matmul(region.cut, reader)
             if reader.has_computed_tables:
                 expanded = str((reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0])
                 continue

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memfine_fx.compat.operators import OpOverload, op_name
+from memfine_fx.compat.operators import OpOverload, OpOverloadPacket, op_name
 from memfine_fx.compat.tensors import tree_map
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.read.normal_form import grouped_arguments, is_grouped_matmul
@@ -35,7 +35,7 @@ class ExactRun(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if op_name(target) == "rms_norm" or getattr(target, "__name__", "") == "rms_norm":
             args, kwargs = self._with_eps(*args, **kwargs)
-        if isinstance(target, OpOverload) and target.namespace not in _NAMESPACES:
+        if isinstance(target, (OpOverload, OpOverloadPacket)) and str(target).split(".")[0] not in _NAMESPACES:
             args, kwargs = tree_map(_single, (args, kwargs))  # a library's kernel knows the dtypes it was written for
             return _widened(super().call_function(target, args, kwargs))
         if not is_grouped_matmul(target):
