@@ -6,7 +6,6 @@ What the library itself makes of real layers is in tests/trainers/test_quantized
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Sequence
 
 import pytest
@@ -17,8 +16,7 @@ import memfine_fx
 from memfine_fx.memory.measure import trace_memory
 from tests.integration.comparison import assert_same_step, optimized_copy
 
-E, K, H, WIDTH, T, BLOCK = 16, 2, 32, 64, 24, 64
-CODE = torch.linspace(-1, 1, 16)
+E, K, H, WIDTH, T = 16, 2, 64, 64, 24
 
 if importlib.util.find_spec("bitsandbytes") is None:
 
@@ -26,8 +24,8 @@ if importlib.util.find_spec("bitsandbytes") is None:
     def dequantize_4bit(
         packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
-        numbers = torch.stack((packed.reshape(-1) >> 4, packed.reshape(-1) & 15), dim=1).reshape(-1).int()
-        scaled = CODE[numbers].view(-1, blocksize) * absmax.float().view(-1, 1)
+        numbers = torch.stack((packed.reshape(-1) >> 4, packed.reshape(-1) & 15), dim=1)
+        scaled = (numbers.reshape(-1, blocksize) / 7.5 - 1) * absmax.float().view(-1, 1)
         return scaled.reshape(list(shape)).to(dtype)
 
     @dequantize_4bit.register_fake
@@ -43,21 +41,21 @@ else:
 class Quantized(nn.Module):
     """Experts whose first table is in 4 bits, with an adapter on it if asked."""
 
-    def __init__(self, *, width: int = WIDTH, rank: int = 0) -> None:
+    def __init__(self, *, rank: int = 0, block_size: int = 64) -> None:
         super().__init__()
         self.gate = nn.Linear(H, E, bias=False)
-        self.width = width
-        num = E * width * H
+        self.block_size = block_size
+        num = E * WIDTH * H
         self.up = nn.Parameter(torch.randint(0, 256, (num // 2, 1), dtype=torch.uint8), requires_grad=False)
-        self.register_buffer("absmax", torch.rand(math.ceil(num / BLOCK)) / 5)
-        self.down = nn.Parameter(torch.randn(E, H, width) / 8, requires_grad=False)
+        self.register_buffer("absmax", torch.rand(num // block_size) / 5)
+        self.down = nn.Parameter(torch.randn(E, H, WIDTH) / 8, requires_grad=False)
         self.a = nn.Parameter(torch.randn(E, rank, H) / 6) if rank else None
-        self.b = nn.Parameter(torch.randn(E, width, rank)) if rank else None
+        self.b = nn.Parameter(torch.randn(E, WIDTH, rank)) if rank else None
 
     def table(self) -> Tensor:
         with torch.no_grad():
             table: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-                self.up, self.absmax, BLOCK, "nf4", [E, self.width, H], torch.float32
+                self.up, self.absmax, self.block_size, "nf4", [E, WIDTH, H], torch.float32
             )
         return table if self.a is None or self.b is None else table + self.b @ self.a
 
@@ -81,10 +79,10 @@ def test_a_table_in_4_bits_is_made_one_expert_at_a_time(rank: int) -> None:
     assert not trace.has_allocation_of(4 * E * WIDTH * H // 8)
 
 
-def test_blocks_across_borders_of_experts_make_the_table_whole() -> None:
-    layer = Quantized(width=3)  # 96 numbers an expert, blocks of 64
+def test_blocks_across_rows_make_the_table_whole() -> None:
+    layer = Quantized(block_size=128)
     optimized = optimized_copy(layer, rows_per_chunk=8)
     assert_same_step(optimized, layer, {"hidden": torch.randn(T, H)})
     (region,) = memfine_fx.report(optimized).regions
     assert region.status == "chunked"
-    assert "blocks of 64 numbers lie across the borders of experts with 96" in region.why_expanded
+    assert "blocks of 128 numbers lie across the borders of rows of 64" in region.why_expanded

@@ -1,7 +1,8 @@
 """Quantized tables: each library's operator that makes a table of numbers is one rule.
 
 An expert's entry depends on its own part of the packed numbers and of their scales alone, where these are stored one
-expert behind the other and no block of numbers with one scale lies across a border.
+expert behind the other and no block of numbers with one scale lies across a border. NOTE: bitsandbytes' CPU kernel
+gives other numbers where a row is shorter than a block (0.50), so rows must be whole blocks.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def _dequantize_4bit(reader: Reader, call: Call, args: tuple[Any, ...], kwargs: 
         raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"a tensor {tuple(shape)} in 4 bits is no table", call.node)
     num_experts, num_each = int(shape[0]), math.prod(shape[1:])
     num_bytes, num_scales = call.args[0].numel() * call.args[0].element_size(), call.args[1].numel()
-    is_split = num_each % block_size == 0 and num_each % (2 * call.args[0].element_size()) == 0
+    is_split = shape[-1] % block_size == 0 and num_each % (2 * call.args[0].element_size()) == 0
     if not is_split or 2 * num_bytes != num_experts * num_each or num_scales * block_size != num_experts * num_each:
         raise CannotChunk(
             Reason.ROWS_NOT_FOLLOWED,
-            f"blocks of {block_size} numbers lie across the borders of experts with {num_each}",
+            f"blocks of {block_size} numbers lie across the borders of rows of {shape[-1]}",
             call.node,
         )
     own = [reader.part_of_table(leaf, num_experts, call) for leaf in (packed, absmax)]
