@@ -55,7 +55,7 @@ def _with_first(region: MoERegion, place: int, dim: int) -> MoERegion:
     with table.graph.inserting_before(readers[0]):
         if dim == FLAT:
             first = _view(table, torch.reshape, (region.dims.num_experts, -1))
-            back = _view(first, torch.reshape, tuple(tensor_of(table).shape))
+            back = _view(first, torch.reshape, tuple(map(int, tensor_of(table).shape)))
         else:
             first = _view(table, torch.movedim, dim, 0)
             back = _view(first, torch.movedim, 0, dim)
