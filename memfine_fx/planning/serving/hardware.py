@@ -95,7 +95,7 @@ def accelerators(path: Path | None = None) -> dict[str, Accelerator]:
 
 
 def _load(path: Path) -> dict[str, Accelerator]:
-    loaded = read_mapping(path, "a mapping from an accelerator's name to its fields")
+    loaded = read_mapping(path, "the accelerators", "a mapping from an accelerator's name to its fields")
     if not all(isinstance(fields, dict) for fields in loaded.values()):
         raise ConfigError(f"{path}: expected a mapping from an accelerator's name to its fields")
     return {

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from memfine_fx.errors import ConfigError
+from memfine_fx.planning.files import write_text
 from memfine_fx.planning.training.faults import goodput_curve
 from memfine_fx.planning.training.pipeline import timeline
 from memfine_fx.planning.training.plan import Plan
@@ -101,11 +102,10 @@ def write_figures(
     plan: Plan, folder: Path, front: tuple[Candidate, ...] = (), found: Study | None = None
 ) -> list[Path]:
     """Write every figure as an SVG file named after its title; returns the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for title, svg in figures(plan, front, found).items():
         path = folder / f"{title.lower().replace(' ', '_')}.svg"
-        path.write_text(svg)
+        write_text(path, svg, "the figure")
         written.append(path)
     return written
 

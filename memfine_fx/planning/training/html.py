@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 
+from memfine_fx.planning.files import write_text
 from memfine_fx.planning.training.figures import figures
 from memfine_fx.planning.training.plan import Plan
 from memfine_fx.planning.training.reliability_report import reliability_text
@@ -77,7 +78,7 @@ def write_html(plan: Plan, path: Path, front: tuple[Candidate, ...] = (), found:
         found: sweeps, where there were any.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     arch, system = plan.request.arch, plan.request.system
     title = f"{arch.name} on {plan.strategy.gpus:,} {system.name}"
@@ -104,14 +105,14 @@ def write_html(plan: Plan, path: Path, front: tuple[Candidate, ...] = (), found:
     for framework, launch in (("Megatron-LM", plan.megatron), ("torchtitan", plan.torchtitan)):
         body.append(f"<h3>{framework}</h3><pre>{escape(str(launch))}</pre>")
     body.append("<h2>All the numbers</h2>" + _details("The report as text", plan_text(plan, layers=True)))
-    path.write_text(
+    page = (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body><main>\n"
         + "\n".join(body)
-        + "\n</main></body></html>\n",
-        encoding="utf-8",
+        + "\n</main></body></html>\n"
     )
+    write_text(path, page, "the page")
 
 
 def _cards(plan: Plan) -> str:

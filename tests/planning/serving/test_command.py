@@ -66,6 +66,11 @@ def test_users_device_joins_the_pool(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"pool": {"H100": {"devices": 8, "prise": 3}}}, "pool.H100.prise: Extra inputs are not permitted (got 3)"),
         ({"number": "INT7"}, "number: String should match pattern"),
         ({"model": "nope"}, "unknown model 'nope'"),
+        ({"sizes": []}, "request.sizes: Tuple should have at least 1 item"),
+        (
+            {"pool": {"H100": {"devices": 8, "price": 2}, "H200": {"devices": 8}}},
+            "request.pool: Value error, expected a price for every accelerator or for none; none for H200",
+        ),
     ],
 )
 def test_bad_task_is_named_by_field(changed: dict[str, object], message: str, tmp_path: Path) -> None:
