@@ -36,7 +36,8 @@ class Accelerator(BaseModel):
         memory_fraction, link_fraction: of the bandwidths that are reached.
         layer_overhead_us: of launching a layer, and of each of its exchanges.
         block_tokens: tokens in a page of its KV cache.
-        sources, checked: where the figures are from, and which fields were read there.
+        sources, checked: where the figures should be found; and by field ("tflops.FP8" for one of several) where they
+            were read.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,7 +57,7 @@ class Accelerator(BaseModel):
     layer_overhead_us: float = Field(default=20.0, ge=0)
     block_tokens: int = Field(default=16, ge=1)
     sources: tuple[str, ...] = ()
-    checked: tuple[str, ...] = ()
+    checked: dict[str, str] = {}
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -113,5 +114,9 @@ def _of_system(sys: System, calibration: Calibration) -> Accelerator:
         gemm_fraction={number: calibration.gemm(sys.generation, number) for number in sys.tflops},
         memory_fraction=calibration.memory,
         link_fraction=calibration.network,
+        checked={
+            name.replace("nvlink_domain", "domain").replace("nvlink", "domain"): page
+            for name, page in sys.checked.items()
+        },
         **{name: getattr(sys, name) for name in shared},
     )

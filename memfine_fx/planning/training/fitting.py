@@ -59,9 +59,7 @@ def leave_one_group_out(runs: Sequence[Run], start: Calibration) -> dict[str, Ca
     runs = [run for run in runs if run.calibrates]
     values = _values(start, known)
     jacobian = approx_fprime(values, _residuals, _STEP, runs, known)
-    return {
-        group: _fit_without(group, runs, values, jacobian, known) for group in sorted({run.group for run in runs})
-    }
+    return {group: _fit_without(group, runs, values, jacobian, known) for group in sorted({run.group for run in runs})}
 
 
 def _fit_without(
