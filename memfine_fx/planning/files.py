@@ -21,7 +21,7 @@ _Record = TypeVar("_Record", bound=BaseModel)
 def read_text(path: Path, what: str) -> str:
     """The text of a file; ConfigError says that `what` cannot be read, and why."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets begin their files with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise ConfigError(f"cannot read {what} {path}: {reason}") from error

@@ -127,8 +127,8 @@ def trace(model: nn.Module, example: Tensor) -> Traced:
     Raises:
         ConfigError: the example has no batch, torch.export cannot trace the model, or its output is no single tensor.
     """
-    if not example.ndim:
-        raise ConfigError("the example is a tensor without dimensions; expected the batch as its first one")
+    if not example.ndim or not len(example):
+        raise ConfigError(f"the example has the shape {list(example.shape)}; expected a batch as its first dimension")
     # What a model with another number of arguments raises is a TypeError.
     failures: tuple[type[Exception], ...] = (RuntimeError, TypeError, *compile_failures())
     try:

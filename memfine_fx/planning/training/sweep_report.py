@@ -146,7 +146,7 @@ def draw_speed(axes: Any, swept: Sweep) -> None:
         label = " ".join([*(f"{name}{size}" for name, size in sizes.items() if size > 1), f"ZeRO{s.zero}"])
         if label != shown:
             place = (point.value, point.speed)
-            axes.annotate(label, place, (-2, 6), textcoords="offset points", fontsize=8, rotation=35)
+            axes.annotate(label, place, (-2, 6), textcoords="offset points", fontsize=8, rotation=60)
             shown = label
 
 

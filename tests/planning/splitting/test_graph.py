@@ -153,5 +153,6 @@ def test_constant_result_and_example_without_a_batch_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="returns the constant 2; expected one tensor"):
         trace(Size(), torch.randn(2, 3))
-    with pytest.raises(ConfigError, match="without dimensions; expected the batch"):
-        trace(nn.Identity(), torch.tensor(1.0))
+    for example in (torch.tensor(1.0), torch.zeros(0, 3)):
+        with pytest.raises(ConfigError, match=r"the example has the shape \[.*\]; expected a batch"):
+            trace(nn.Identity(), example)

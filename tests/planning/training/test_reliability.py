@@ -212,6 +212,19 @@ def test_json_log_brings_its_own_cluster(tmp_path: Path) -> None:
         read_history(str(path), nodes=2, days=1)
 
 
+def test_misspelt_field_of_a_json_log_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps({"node": 16, "events": []}))
+    with pytest.raises(ConfigError, match=r"log\.json: log\.node: nothing reads this field; did you mean nodes\?"):
+        read_history(str(path), days=2)
+
+
+def test_log_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.csv", [(0, "a", "gpu", 1, "x"), (48, "b", "gpu", 1, "x")])
+    path.write_text("\ufeff" + path.read_text().replace(",", ", "), encoding="utf-8")
+    assert [event.node for event in read_history(str(path), nodes=9).events] == ["a", "b"]
+
+
 def test_published_causes_of_llama_3_add_up() -> None:
     history = published_histories()["llama3"]
     planned = sum(cause.count for cause in history.causes if cause.planned)
@@ -271,6 +284,7 @@ def test_history_alone_is_assessed(tmp_path: Path, capsys: pytest.CaptureFixture
         ("--history llama3 --failure-rate 1e-5", "both give the rate of failures"),
         ("--history-nodes 8", "belong to --history FILE"),
         ("--history megascale", "does not say how long it was observed"),
+        ("--history llama3 --history-nodes 8", "has its own nodes and days"),
     ],
 )
 def test_flags_of_a_history_that_contradict_are_refused(
