@@ -135,8 +135,8 @@ def draw_speed(axes: Any, swept: Sweep) -> None:
     axes.plot(values, [point.speed for point in points], marker="o", color="#2a7f9e")
     _log_axis(axes, swept, values)
     axes.set_ylabel("useful tokens/s/GPU")
-    # Room for the slanted names of the strategies.
-    axes.set_ylim(0, 1.5 * max(point.speed for point in points))
+    # Room above the line for the names of the strategies, each from where it begins to win.
+    axes.set_ylim(0, 1.6 * max(point.speed for point in points))
     axes.margins(x=0.12)
     shown = ""
     for point in points:
@@ -145,8 +145,9 @@ def draw_speed(axes: Any, swept: Sweep) -> None:
         sizes = {"TP": s.tp, "PP": s.pp, "EP": s.ep}
         label = " ".join([*(f"{name}{size}" for name, size in sizes.items() if size > 1), f"ZeRO{s.zero}"])
         if label != shown:
-            place = (point.value, point.speed)
-            axes.annotate(label, place, (-2, 6), textcoords="offset points", fontsize=8, rotation=60)
+            axes.axvline(point.value, color="#9db4be", linestyle=":", linewidth=1)
+            place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+            axes.text(point.value, 0.98, label, fontsize=8, **place)
             shown = label
 
 
