@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.files import read_json, read_text, refuse_misspelt, validated
@@ -35,6 +35,8 @@ __all__ = ["Cause", "Event", "History", "published_histories", "read_history"]
 _DATA = Path(__file__).parent / "data" / "histories.json"
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Size = Annotated[int, Field(ge=1)]
+_ROUNDED = 1.01
+"""Parts of a downtime may be rounded up, each on its own."""
 
 
 class Event(BaseModel):
@@ -51,6 +53,13 @@ class Event(BaseModel):
     detection: _Seconds | None = None
     restart: _Seconds | None = None
     repair: _Seconds | None = None
+
+    @model_validator(mode="after")
+    def _parts_of_the_downtime(self) -> Event:
+        parts = (self.detection or 0.0) + (self.restart or 0.0)
+        if parts > self.downtime * _ROUNDED:
+            raise ValueError(f"detection and restart add up to {parts:g} s of a downtime of {self.downtime:g} s")
+        return self
 
     @property
     def seconds(self) -> float:

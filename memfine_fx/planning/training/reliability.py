@@ -190,8 +190,11 @@ def fault_model(reliability: Reliability, base: FaultModel, at: Literal["mean", 
     rate = {"mean": total.per_node_hour, "low": total.low, "high": total.high}[at]
     detection, restart = reliability.mean_of("detection"), reliability.mean_of("restart")
     downtime, repair = reliability.mean_of("downtime"), reliability.mean_of("repair")
-    if downtime is not None and detection is None and restart is None:
-        detection, restart = 0.0, downtime  # a log without the split: all of it stops the job alike
+    if downtime is not None:
+        # Detection and restart are the downtime's parts; without the split all of it stops the job alike.
+        if restart is None:
+            restart = max(0.0, downtime - (detection or 0.0))
+        detection = max(0.0, downtime - restart) if detection is None else detection
     known: dict[str, Any] = {"detection": detection, "restart": restart, "repair": repair}
     known["needs_node"] = reliability.needs_node
     return replace(

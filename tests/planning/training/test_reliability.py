@@ -117,6 +117,22 @@ def test_log_without_the_split_counts_all_of_the_downtime(tmp_path: Path) -> Non
     assert (model.detection, model.restart, model.needs_node) == (0.0, 700.0, FaultModel().needs_node)
 
 
+@pytest.mark.parametrize(
+    ("column", "values", "parts"), [("detection", "100", (100, 500)), ("restart", "400", (200, 400))]
+)
+def test_part_of_the_downtime_that_a_log_lacks_is_the_rest_of_it(
+    column: str, values: str, parts: tuple[float, float], tmp_path: Path
+) -> None:
+    found = log(tmp_path, [(1, "a", "gpu", 600, "ECC")] * 2, extra=f",{column}", values=[values] * 2)
+    model = fault_model(found, FaultModel())
+    assert (model.detection, model.restart) == parts
+
+
+def test_parts_that_exceed_the_downtime_are_named_with_their_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"log\.csv:2: row: .*detection and restart add up to 700 s of a .* 600 s"):
+        log(tmp_path, [(1, "a", "gpu", 600, "ECC")], extra=",detection,restart", values=["200,500"])
+
+
 def test_events_of_one_cause_at_once_are_one_incident_that_takes_several_nodes(tmp_path: Path) -> None:
     rows: list[Row] = [(50, f"r1n{i}", "power", 3600, "feed") for i in range(4)]
     rows += [(50, "x", "gpu", 600, "ECC"), (80, "y", "gpu", 600, "ECC"), (80.05, "y", "gpu", 600, "lost")]
