@@ -49,7 +49,7 @@ pre.lines{white-space:pre-wrap;overflow-wrap:anywhere}
 summary{cursor:pointer;color:var(--accent);padding:.4rem 0}
 @media(max-width:700px){main{padding:1rem .8rem 2rem}h1{font-size:1.25rem}.card b{font-size:1.1rem}
 .cards{grid-template-columns:1fr 1fr}
-th,td{padding:.3rem .2rem;font-size:.72rem}td:last-child{white-space:normal;overflow-wrap:anywhere}}
+th,td{padding:.3rem .2rem;font-size:.72rem}td:last-child{white-space:normal;overflow-wrap:anywhere;font-size:.64rem}}
 @media print{details{display:none}}
 """
 _SECTIONS = (
