@@ -72,6 +72,7 @@ docs: setup  ## build the documentation strictly, into build/site
 
 figures: setup  ## draw the figures of docs/ that come from the package itself
 	$(BIN)/python -m benchmarks.docs_figures
+	$(BIN)/python -m benchmarks.cluster_figures
 
 lint: setup  ## ruff check and format check
 	$(BIN)/ruff check .

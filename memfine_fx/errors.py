@@ -83,6 +83,7 @@ class Reason(enum.Enum):
     )
     GRADIENTS_STOP = "gradients through a detached value cannot be recomputed in chunks: detach outside the experts"
     MODES_CHANGE = "enter autocast or no_grad around the whole MoE layer, not inside it"
+    OTHER_OUTPUT = "your layer runs as it was; please report it with this line and the layer's code"
     OTHER_GRADIENTS = (
         "your layer runs as it was; take what changes gradients out of the experts, or report it with this line"
     )

@@ -28,6 +28,7 @@ from memfine_fx.capture.buckets import kept_whole
 from memfine_fx.capture.flags import CapturingCall
 from memfine_fx.capture.implementation import switch_experts
 from memfine_fx.capture.output_recorders import RecordedOutputs
+from memfine_fx.capture.quantized import UncachedTables
 from memfine_fx.capture.ranks import captured_on_ranks
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
@@ -193,11 +194,12 @@ def captured(
     captures_loops = session.config.captures_loops
     compiled = CapturingCall(model, compile_with, note) if captures_loops else compile_with((), lambda: None)
     recorded, adapters = RecordedOutputs(model), TracedAdapters(model)
+    uncached = UncachedTables(model)
     session.notes.extend(adapters.notes)
 
     @functools.wraps(compiled)
     def call_prepared(*args: Any, **kwargs: Any) -> Any:
-        with recorded.prepared(kwargs), adapters.installed(), kept_whole():
+        with recorded.prepared(kwargs), adapters.installed(), uncached.installed(), kept_whole():
             return compiled(*args, **kwargs)
 
     return call_prepared

@@ -25,6 +25,7 @@ from memfine_fx.passes.lower.terms import num_tokens_hint, num_tokens_of, region
 from memfine_fx.passes.modes import modes_at
 from memfine_fx.passes.read.dropped import drop_unread_ids
 from memfine_fx.passes.read.regions import read_regions
+from memfine_fx.passes.read.tables import restore_tables
 from memfine_fx.passes.verify.gradient_check import check_gradients
 from memfine_fx.plan.budget import choose_plan
 from memfine_fx.records import Modes, MoERegion, Refusal
@@ -75,6 +76,7 @@ def lower_regions(found: BodyRegions, session: Session) -> None:
         if isinstance(outcome, LoweredRegion):
             _lower(found.body, outcome.region, outcome.live, session)
     drop_unread_ids(found.body)
+    restore_tables(found.body)
     if not session.is_dry:
         refusals = [outcome for outcome in found.outcomes if isinstance(outcome, Refusal)]
         tell_why_gathered(found.body.graph, refusals)

@@ -27,7 +27,7 @@ from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, st
 from memfine_fx.memory.step import GraphStep, RunMemory, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_of
-from memfine_fx.records import Refusal, Where
+from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.records.heads import HeadRefusal
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.logs import set_up_logs
@@ -432,6 +432,8 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
         verified_error=_verified_error(outcome),
         graph=outcome.graph,
         uncompared=outcome.uncompared,
+        makes_tables=_made_tables(region, live.bodies.num_factored),
+        why_expanded=outcome.region.why_expanded,
     )
 
 
@@ -453,6 +455,13 @@ def head_report(head: LoweredHead | HeadRefusal) -> HeadReport:
         drops_logits=bool(head.region.results),
         verified_error=_verified_error(head),
     )
+
+
+def _made_tables(region: MoERegion, num_factored: int) -> str:
+    """How tables that are computed are made, "" where none is."""
+    if not region.makes_tables:
+        return ""
+    return "each expert's tables made when it runs" + (", low-rank terms factor by factor" if num_factored else "")
 
 
 def _verified_error(outcome: LoweredRegion | LoweredHead) -> float | None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from memfine_fx.errors import ConfigError
 
-__all__ = ["problem_texts", "read_json", "read_mapping", "read_text", "refuse_misspelt", "validated"]
+__all__ = ["problem_texts", "read_json", "read_mapping", "read_text", "refuse_misspelt", "validated", "write_text"]
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
@@ -21,10 +21,19 @@ _Record = TypeVar("_Record", bound=BaseModel)
 def read_text(path: Path, what: str) -> str:
     """The text of a file; ConfigError says that `what` cannot be read, and why."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets begin their files with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise ConfigError(f"cannot read {what} {path}: {reason}") from error
+
+
+def write_text(path: Path, text: str, what: str) -> None:
+    """Write a file, with the folders above it; ConfigError says that `what` cannot be written, and why."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {what} {path}: {error.strerror}") from error
 
 
 def read_json(path: Path, what: str) -> Any:
@@ -35,11 +44,12 @@ def read_json(path: Path, what: str) -> Any:
         raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
 
 
-def read_mapping(path: Path, what: str) -> dict[str, Any]:
+def read_mapping(path: Path, what: str, expected: str) -> dict[str, Any]:
     """The mapping in a YAML or JSON file.
 
     Args:
-        what: the file holds, for the message.
+        what: the file is, for the message: "the task".
+        expected: what it should hold: "the fields model and rate".
 
     Raises:
         ConfigError: it cannot be read, or holds something else.
@@ -49,7 +59,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML or JSON: {error}") from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: expected {what}, got {type(loaded).__name__}")
+        raise ConfigError(f"{path}: expected {expected}, got {type(loaded).__name__}")
     return loaded
 
 

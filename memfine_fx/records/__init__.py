@@ -158,6 +158,10 @@ class MoERegion:
         weight_columns: where it is not one tensor but every expert's own column, [T] or [T,1]: those, in order.
         slots: how `hidden` and the output are laid out where rows stand in their experts' slots; then there is
             neither index nor weight, and T is the number of slots.
+        expert_dims: the dimension of experts in each of `params`; () once it is the first in all (`read.tables`).
+        makes_tables: whether tables are computed, each expert's when it runs.
+        why_expanded: why tables that are computed (base weights and an adapter's product) are computed whole, ahead of
+            the experts; "" where each expert's is made when it runs, or where none is computed.
     """
 
     cut: Cut
@@ -174,6 +178,9 @@ class MoERegion:
     gathers_weight: bool = False
     weight_columns: tuple[fx.Node, ...] = ()
     slots: SlotLayout | None = None
+    expert_dims: tuple[int, ...] = ()
+    makes_tables: bool = False
+    why_expanded: str = ""
 
 
 @dataclass(frozen=True)

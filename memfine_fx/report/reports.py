@@ -53,6 +53,8 @@ class RegionReport:
         hint: what can be done about a refusal.
         graph: the region with its router, from `explain`; see `picture`.
         uncompared: why its gradients could not be compared with autograd's when it was compiled, "" where they agree.
+        makes_tables: where tables are computed (adapters, quantized weights): how each expert's is made when it runs.
+        why_expanded: why such tables are computed whole, ahead of the experts; "" where they are not.
     """
 
     status: Literal["chunked", "refused"]
@@ -74,6 +76,8 @@ class RegionReport:
     hint: str = ""
     graph: RegionGraph | None = None
     uncompared: str = ""
+    makes_tables: str = ""
+    why_expanded: str = ""
 
     def __str__(self) -> str:
         if self.status == "refused":
@@ -84,6 +88,10 @@ class RegionReport:
         sizes = f"T={tokens} H={dims.hidden} E={dims.num_experts} K={dims.top_k} F={dims.expert_width}"
         verified = "" if self.verified_error is None else f", verified to {self.verified_error:.1e}"
         line = f"chunked  {self.where}: {self.family}, {sizes}{verified}"
+        if self.makes_tables:
+            line += f", {self.makes_tables}"
+        if self.why_expanded:
+            line += f", its tables computed whole ({self.why_expanded})"
         if self.uncompared:
             line += f", gradients not compared when it was compiled ({self.uncompared})"
         if self.plan is None:

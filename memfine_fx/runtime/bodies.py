@@ -146,6 +146,8 @@ class Bodies(Protocol):
     out_width: int
     contribution_dtype: torch.dtype
     takes_group: bool
+    num_factored: int
+    """How many of its matmuls meet a low-rank term of their matrix factor by factor."""
 
     def forward(self) -> ForwardBody: ...
 

@@ -35,6 +35,7 @@ from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.lower.fold_weight import fold_weight
 from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row
 from memfine_fx.passes.lower.lift import lift_over_experts
+from memfine_fx.passes.lower.low_rank import split_low_rank
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
 from memfine_fx.records import ExpertFunction, Keep, ParamKind
 from memfine_fx.runtime.bodies import (
@@ -110,7 +111,9 @@ class ExpertBodies:
         self.param_kinds: tuple[ParamKind, ...] = expert_fn.param_kinds
         self.takes_group = takes_group
         self._inner = inner
-        self._function, self.is_folded = _prepare(expert_fn, specs, folds_weight and expert_fn.has_weight)
+        self._function, self.is_folded, self.num_factored = _prepare(
+            expert_fn, specs, folds_weight and expert_fn.has_weight
+        )
         result = _outputs(self._function.graph_module)[0].meta["val"]
         self.out_width = int(result.shape[1])
         self.contribution_dtype: torch.dtype = result.dtype
@@ -206,12 +209,13 @@ class _Vjp:
         return (value, *pullback(grad)) if self.returns_value else tuple(pullback(grad))
 
 
-def _prepare(expert_fn: ExpertFunction, specs: Sequence[TensorSpec], folds: bool) -> tuple[TracedBody, bool]:
+def _prepare(expert_fn: ExpertFunction, specs: Sequence[TensorSpec], folds: bool) -> tuple[TracedBody, bool, int]:
+    """The function as it is compiled; whether its weight was folded, and how many low-rank sums were taken apart."""
     traced = trace_rows(expert_fn.graph_module, specs)
-    if not expert_fn.has_weight or not folds:
-        return traced, False
-    weight = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"][1]
-    return traced, fold_weight(traced.graph_module, weight)
+    placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
+    is_folded = folds and fold_weight(traced.graph_module, placeholders[1])
+    num_factored = split_low_rank(traced.graph_module)  # after: a weight is folded into what a single matmul reads
+    return traced, is_folded, num_factored
 
 
 def _outputs(graph_module: fx.GraphModule) -> list[fx.Node]:

@@ -25,9 +25,12 @@ from memfine_fx.passes.dataflow import is_same_view, node_value, static_size
 from memfine_fx.passes.read.values import Copy
 from memfine_fx.records import ParamKind
 
-__all__ = ["Expressions", "Input", "Role", "RowsDiffer", "Slot"]
+__all__ = ["FLAT", "Expressions", "Input", "Role", "RowsDiffer", "Slot"]
 
 aten = torch.ops.aten
+
+FLAT = -1
+"""In place of a table's dimension of experts: they stand one behind the other in all of the tensor."""
 
 Role = Literal["rows", "weight", "table", "entry", "whole", "column"]
 """What an outer node is to the experts: the tokens; a weight for each choice ([T,K]) or for each expert ([T,E]), see
@@ -37,20 +40,22 @@ token."""
 
 @dataclass(frozen=True)
 class Input:
-    """What a placeholder stands for; `expert` is an entry's or a column's."""
+    """What a placeholder stands for; `expert` is an entry's or a column's, `dim` the dimension of a table's experts."""
 
     role: Role
     outer: fx.Node
     expert: int | None = None
     is_gathered: bool = False
+    dim: int = 0
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter of the expert function: how an expert finds it, and the outer nodes that hold it."""
+    """A parameter of the expert function: how an expert finds it, the outer nodes that hold it, a table's `dim`."""
 
     kind: ParamKind
     nodes: tuple[fx.Node, ...]
+    dim: int = 0
 
 
 class RowsDiffer(CannotChunk):

@@ -7,6 +7,7 @@ turns these into another shape is taken inside, so that it is not alive for all 
     entries of parameters                      W[e], W.unbind()[e], W[e].T: the whole table is the parameter then
     copies of tokens                           repeat_interleave(x, K), x.expand(E, T, H), x.unsqueeze(1)
     results that vary over experts or choices  einsum(x, W) of experts that run on all tokens
+    tables that are computed                   W + scaling * B @ A: they need exist one expert at a time only
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from memfine_fx.compat.bitsandbytes import DEQUANTIZE_4BIT
+from memfine_fx.compat.operators import qualified_name
 from memfine_fx.passes.dataflow import (
     Dataflow,
     is_float_tensor,
@@ -31,7 +34,7 @@ from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
 if TYPE_CHECKING:
     from memfine_fx.passes.read.frame import Frame
 
-__all__ = ["LOOKED_BEHIND", "MATMULS", "Pulling", "is_parameter_view"]
+__all__ = ["LOOKED_BEHIND", "MATMULS", "Pulling", "is_dequantized", "is_parameter_view"]
 
 MATMULS = frozenset("mm bmm matmul addmm baddbmm einsum linear __matmul__ dot".split())
 _VIEWS = frozenset("transpose permute unsqueeze squeeze view reshape to t contiguous expand float bfloat16".split())
@@ -52,9 +55,15 @@ class Pulling:
         flow: of Dynamo's graph.
         frame: sizes of the routing.
         forced: nodes that look like tokens but run as part of the region.
+        expands_tables: whether computed tables of parameters are read as leaves, whole, all the same.
     """
 
-    def __init__(self, flow: Dataflow, frame: Frame, forced: frozenset[fx.Node]) -> None:
+    def __init__(
+        self, flow: Dataflow, frame: Frame, forced: frozenset[fx.Node], *, expands_tables: bool = False
+    ) -> None:
+        self.computed_tables: dict[fx.Node, str] = {}
+        """Tables that are to be computed expert by expert; why not, or ""."""
+        self._expands_tables = expands_tables
         self._flow = flow
         self._frame = frame
         self._forced = forced
@@ -73,9 +82,20 @@ class Pulling:
         value = node_value(node)
         if isinstance(value, (tuple, list)):
             return any(isinstance(one, torch.Tensor) for one in value) and self._splits_leaf(node)
-        if not isinstance(value, torch.Tensor) or not is_float_tensor(node) or self.is_made_of_parameters(node):
+        if not isinstance(value, torch.Tensor) or not is_float_tensor(node):
             return False
+        if is_dequantized(node) or self.is_made_of_parameters(node):
+            return self._is_computed_table(node, value)
         return target_name(node) in _COPIES or self._is_turned(node) or not self._has_plain_role(value)
+
+    def _is_computed_table(self, node: fx.Node, value: torch.Tensor) -> bool:
+        """[E,...] matrices that are no view of a parameter, unless they are to be read whole."""
+        num_experts = static_size(value.shape[0]) if value.ndim >= 3 else None
+        is_table = num_experts is not None and num_experts > 1 and self._frame.num_experts in (None, num_experts)
+        if not is_table or self._expands_tables or is_parameter_view(node):
+            return False
+        self.computed_tables.setdefault(node, "")
+        return True
 
     def is_tokens(self, value: torch.Tensor) -> bool:
         """[T,...] or [B,S,...], with more behind it."""
@@ -145,7 +165,9 @@ class Pulling:
         """Whether parameters alone are in it (and integers: a range of experts)."""
         known = self._of_parameters.get(node)
         if known is None:
-            if node.op in ("placeholder", "get_attr"):
+            if is_dequantized(node):
+                known = True
+            elif node.op in ("placeholder", "get_attr"):
                 known = isinstance(node_value(node), torch.nn.Parameter) or not is_float_tensor(node)
                 known = known and not (is_int_tensor(node) and node.op == "placeholder")
             else:
@@ -211,6 +233,12 @@ def _dim_taken_apart(node: fx.Node, value: torch.Tensor) -> int | None:
     places = place if isinstance(place, tuple) else (place,)
     is_entry = all(one == slice(None) for one in places[:-1]) and type(places[-1]) is int
     return len(places) - 1 if is_entry else None
+
+
+def is_dequantized(node: fx.Node) -> bool:
+    """Whether a library's operator makes a tensor of packed numbers here."""
+    target = getattr(node.target, "default", node.target)  # an operator may be called by its packet
+    return qualified_name(target) == DEQUANTIZE_4BIT
 
 
 def behind_views(node: fx.Node) -> fx.Node:

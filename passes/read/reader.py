@@ -28,6 +28,7 @@ from memfine_fx.passes.read.expressions import Input, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame, Slots
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call, NormalForm
+from memfine_fx.passes.read.pulling import is_dequantized
 from memfine_fx.passes.read.roles import Roles
 from memfine_fx.passes.read.values import (
     Combined,
@@ -56,6 +57,7 @@ class Reader(Roles):
         rules: by overload.
         fallback: rule for overloads not among them, or None.
         forced: nodes that run as part of the region although they look like tokens.
+        expands_tables: whether computed tables of parameters stay outside, to be read whole.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class Reader(Roles):
         rules: dict[Any, Rule],
         fallback: Callable[[Any], Rule | None],
         forced: frozenset[fx.Node] = frozenset(),
+        *,
+        expands_tables: bool = False,
     ) -> None:
-        super().__init__(flow, frame, forced)
+        super().__init__(flow, frame, forced, expands_tables=expands_tables)
         self.refusals: list[CannotChunk] = []
         self.indices: list[fx.Node] = []
         self.masks: list[fx.Node] = []
@@ -76,6 +80,16 @@ class Reader(Roles):
         self._rules, self._fallback = rules, fallback
         self._values: dict[int, tuple[torch.Tensor, Any]] = {}
         self._form = NormalForm(flow.graph, modes, self._told)
+
+    @property
+    def has_computed_tables(self) -> bool:
+        """Whether tables were read as something that is computed expert by expert."""
+        return any(not why for why in self._pulling.computed_tables.values())
+
+    @property
+    def why_expanded(self) -> str:
+        """Why a table that is computed was read whole all the same, "" where none was."""
+        return next(filter(None, self._pulling.computed_tables.values()), "")
 
     # The walks.
 
@@ -165,7 +179,7 @@ class Reader(Roles):
         is_slots = self.slots is not None and node is self.slots.root
         if is_slots or self._form.holds(node) or not self._pulling.wants(node, self.ran, at):
             return
-        for source in node.all_input_nodes:
+        for source in node.all_input_nodes if not is_dequantized(node) else ():  # packed numbers have no role in rows
             self._pull(source, at)
         self._operand_values(node)
         self.ran[node] = None
@@ -173,9 +187,18 @@ class Reader(Roles):
             self._form.run(node)
         except RowsDiffer:
             raise
-        except CannotChunk:
-            return  # it stays a leaf
+        except CannotChunk as refusal:
+            self._note_leaf(node, refusal)
+            return
         self._settle(node, is_pulled=True)
+        for value in self._operands_at(node):
+            if isinstance(value, Leaf):
+                self._note_leaf(node, value.why)
+
+    def _note_leaf(self, node: fx.Node, why: CannotChunk | None) -> None:
+        """A node that was pulled stays a leaf; of a computed table it will be said why."""
+        if node in self._pulling.computed_tables:
+            self._pulling.computed_tables[node] = str(why or "its operation is not followed")
 
     def _place_slots(self, node: fx.Node, reached: set[fx.Node]) -> None:
         """Where experts' weights meet a tensor that the routing fills, or it is taken apart expert by expert."""
@@ -199,11 +222,10 @@ class Reader(Roles):
         )
 
     def _operand_values(self, node: fx.Node) -> list[Any]:
-        return [
-            self._value_of(tensor, source)
-            for source in node.all_input_nodes
-            for tensor in self._form.tensors(self._form.result(source))
-        ]
+        return [value for source in node.all_input_nodes for value in self._operands_at(source)]
+
+    def _operands_at(self, node: fx.Node) -> list[Any]:
+        return [self._value_of(tensor, node) for tensor in self._form.tensors(self._form.result(node))]
 
     def _settle(self, node: fx.Node, *, is_pulled: bool = False) -> None:
         """At the end of a node: leaves again, exits, written tensors."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -38,8 +38,9 @@ from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
 from memfine_fx.passes.read.pulling import MATMULS, behind_views
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
-from memfine_fx.passes.read.rules import RULES, pointwise_rule
+from memfine_fx.passes.read.rules import RULES, shared_rule
 from memfine_fx.passes.read.seeds import frames_of, is_router, is_seed, masked, reframed
+from memfine_fx.passes.read.tables import move_tables
 from memfine_fx.passes.read.values import Combined, Rows
 from memfine_fx.records import Cut, ExpertFunction, MoERegion, Refusal, RegionDims, SlotLayout
 
@@ -55,7 +56,7 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     """Regions of one graph, in graph order, and a refusal for each routing decision whose experts are not raised.
 
     Bodies of higher-order ops are graphs of their own: call this on each, with the modes in which it starts. The graph
-    is not changed.
+    is not changed, but for ids of masks and views of tables (`dropped`, `tables`).
     """
     nodes = graph_module.graph.nodes
     seeds = [node for node in nodes if is_seed(node)]
@@ -69,6 +70,7 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
         outcome = _guarded(_repeated, body, seed, taken) or _guarded(_outcome, body, seed, taken)
         if outcome is not None:
             outcomes.append(outcome)
+    outcomes = [move_tables(one) if isinstance(one, MoERegion) else one for one in outcomes]
     return [*outcomes, *map(sequence_choice, chosen_by_input)]
 
 
@@ -169,17 +171,24 @@ def _after_first(body: _Body, later: set[fx.Node]) -> set[fx.Node]:
 def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]) -> tuple[MoERegion, fx.Node] | None:
     """The region of one frame and the node that reports name; None where it leads to no experts.
 
-    It is read again where results of experts were taken for tokens.
+    It is read again where results of experts were taken for tokens, and where tables that are computed cannot be
+    followed expert by expert.
     What was made of the index without a proof may be the index that counts: its frames are added to `frames`.
     """
     forced: frozenset[fx.Node] = frozenset()
+    expanded = ""
     for _ in range(_MOST_READINGS):
-        reader = Reader(body.flow, body.modes, frame, RULES, pointwise_rule, forced)
+        reader = Reader(body.flow, body.modes, frame, RULES, shared_rule, forced, expands_tables=bool(expanded))
         try:
             found = reader.read(later)
             if found is not None:
                 region = check_removable(_routed(body, reader, found), body.flow, body.modes)
+                why = expanded or reader.why_expanded
+                region = replace(region, makes_tables=reader.has_computed_tables, why_expanded=why)
                 return region, _first_matmul(region.cut, reader)
+            if reader.has_computed_tables:
+                expanded = str((reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0])
+                continue
             _add_frames(frame, reader, frames)
             if _expert_nodes(body, reader):
                 raise (reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0]
@@ -190,6 +199,9 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
                 raise _Refused(differ, _where(body, reader)) from differ
             forced = more
         except CannotChunk as refusal:
+            if reader.has_computed_tables:
+                expanded = str(refusal)
+                continue
             _add_frames(frame, reader, frames)
             if isinstance(refusal, _NoExperts) and not _expert_nodes(body, reader):
                 return None
@@ -212,7 +224,7 @@ def _add_frames(frame: Frame, reader: Reader, frames: list[Frame]) -> None:
 
 def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> tuple[MoERegion, fx.Node] | None:
     """As `_reading`, of the region between rows in their experts' slots; None where there are no slots."""
-    reader = Reader(body.flow, body.modes, frame, RULES, pointwise_rule)
+    reader = Reader(body.flow, body.modes, frame, RULES, shared_rule)
     try:
         reached = body.flow.descendants([frame.index])
         found = reader.read_slots(reached, later)
@@ -354,7 +366,7 @@ def _slot_of(expressions: Expressions, placeholder: fx.Node, one: Input, node: f
         return known
     if one.role == "entry":
         raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "one entry of a table stands for all experts'", node)
-    return Slot("expert" if one.role == "table" else "shared", (one.outer,))
+    return Slot("expert", (one.outer,), one.dim) if one.role == "table" else Slot("shared", (one.outer,))
 
 
 def _record(
@@ -397,6 +409,7 @@ def _record(
         gathers_weight=is_gathered,
         weight_columns=inputs.columns,
         slots=slots,
+        expert_dims=tuple(slot.dim for slot in inputs.slots for _ in slot.nodes),
     )  # fmt: skip
 
 

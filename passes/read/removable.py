@@ -71,9 +71,16 @@ def _uniform_modes(cut: Cut, modes: dict[fx.Node, Modes]) -> Modes:
     """The modes of all nodes that compute with floats; they must agree for one op to stand for them."""
     expected = modes[cut.exit]
     for node in cut.nodes:
-        if is_float_tensor(node) and modes[node] != expected:
+        if is_float_tensor(node) and modes[node] != expected and not _is_constant(node, modes[node], expected):
             raise CannotChunk(Reason.MODES_CHANGE, "autocast or gradient mode changes inside the region", node)
     return expected
+
+
+def _is_constant(node: fx.Node, modes: Modes, expected: Modes) -> bool:
+    """Whether gradients are switched off where there are none: a frozen table that is dequantized under no_grad."""
+    sources = [node_value(source) for source in node.all_input_nodes]
+    is_frozen = not any(isinstance(value, torch.Tensor) and value.requires_grad for value in sources)
+    return is_frozen and modes.autocast == expected.autocast
 
 
 def _check_written_insides(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:

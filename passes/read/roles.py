@@ -15,7 +15,7 @@ from torch import fx
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value, same_size, static_size
-from memfine_fx.passes.read.expressions import Expressions, Input
+from memfine_fx.passes.read.expressions import FLAT, Expressions, Input
 from memfine_fx.passes.read.frame import Exit, Frame, Slots
 from memfine_fx.passes.read.leads import Lead, Size, join, regroup, without_ones
 from memfine_fx.passes.read.normal_form import Call
@@ -34,9 +34,12 @@ class Roles:
         flow: of Dynamo's graph; not changed.
         frame: where the walk starts.
         forced: nodes that run as part of the region although they look like tokens.
+        expands_tables: whether computed tables are read whole.
     """
 
-    def __init__(self, flow: Dataflow, frame: Frame, forced: frozenset[fx.Node]) -> None:
+    def __init__(
+        self, flow: Dataflow, frame: Frame, forced: frozenset[fx.Node], *, expands_tables: bool = False
+    ) -> None:
         self.flow = flow
         self.frame = frame
         self.expressions = Expressions()
@@ -48,7 +51,7 @@ class Roles:
         self.counted: dict[object, int] = {}
         self.counts_past_the_last = False
         self.expert_nodes: dict[fx.Node, None] = {}
-        self._pulling = Pulling(flow, frame, forced)
+        self._pulling = Pulling(flow, frame, forced, expands_tables=expands_tables)
         self._end = len(flow.position)
 
     def size_of(self, atom: str) -> Size:
@@ -189,6 +192,25 @@ class Roles:
             return Rows(Lead.NONE, self.expressions.input(Input("whole", value.node)), per_row=False)
         return self.as_rows(value, call)
 
+    def part_of_table(self, value: Leaf, num_experts: int, call: Call) -> fx.Node:
+        """An expert's part, flat, of a tensor in which experts stand one behind the other.
+
+        Raises:
+            CannotChunk: it is not contiguous, so that the parts are no views.
+        """
+        tensor = node_value(value.node)
+        assert isinstance(tensor, torch.Tensor)
+        if not tensor.is_contiguous():
+            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "packed parts of experts that are not contiguous", call.node)
+        self.check_num_experts(num_experts, call)
+        return self.expressions.input(Input("table", value.node, dim=FLAT))
+
+    def is_parameter(self, value: Any) -> bool:
+        """Whether a value is made of parameters alone."""
+        if isinstance(value, Leaf):
+            return self._pulling.is_made_of_parameters(value.node)
+        return isinstance(value, Rows) and not value.per_row
+
     def as_tokens(self, value: Any, call: Call) -> Rows:
         """A value as a table with one entry a token."""
         if not isinstance(value, Leaf):
@@ -198,8 +220,8 @@ class Roles:
         has_dims = len(self.frame.token_shape) == 2 and tensor.ndim > 2 and _starts_with(tensor, self.frame.token_shape)
         return Rows(Lead("b", "s") if has_dims else Lead.TOKEN, self.expressions.input(Input("rows", value.node)))
 
-    def as_table(self, value: Any, call: Call) -> Rows:
-        """A value as a table of one entry per expert, [E,...]."""
+    def as_table(self, value: Any, call: Call, dim: int = 0) -> Rows:
+        """A value as a table of one entry per expert, which a leaf may hold along any dimension."""
         if isinstance(value, Rows) and value.lead.groups[:1] == ("e",) and not value.per_row:
             return value
         if not isinstance(value, Leaf):
@@ -210,11 +232,11 @@ class Roles:
             )
         table = node_value(value.node)
         assert isinstance(table, torch.Tensor)
-        num_experts = static_size(table.shape[0])
+        num_experts = static_size(table.shape[dim])
         if num_experts is None:
-            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"number of experts is symbolic: {table.shape[0]}", call.node)
+            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"number of experts is symbolic: {table.shape[dim]}", call.node)
         self.check_num_experts(num_experts, call)
-        expr = self.expressions.input(Input("table", value.node))
+        expr = self.expressions.input(Input("table", value.node, dim=dim))
         return Rows(Lead.EXPERT, self.emit(aten.unsqueeze.default, expr, 0), per_row=False, is_dispatched=True)
 
     def entry(self, value: Leaf, place: int, call: Call) -> Rows | None:

@@ -1,16 +1,17 @@
 """Check gradients: a raised region's backward against autograd through the region as captured, on a few tokens.
 
-The proof of gradients is the reading of the captured graph. This is another one behind it, for what a host's next
-version may spell in a way that nobody has read: it runs once for every kind of layer, when that is first compiled.
+The proof of outputs and gradients is the reading of the captured graph. This is another one behind it, for what a
+host's next version may spell in a way that nobody has read, and for what was read wrong: it runs once for every kind
+of layer, when that is first compiled.
 
 Steps:
 1. outline the region, and lower a copy of the outline (`region.Forms`);
 2. make inputs: a few tokens where sizes are symbols, K different experts a token, random floats in fp64. Widths are
    divided by a common factor in both forms (`shrinkage`) where real ones would take more than `_SMALL_BYTES`;
 3. run both in fp64 (`reference`), the rewritten form with the very graphs that its chunks compile;
-4. outputs agree and gradients do not: refuse. Outputs differ, or a form does not run: narrow widths or made-up inputs
-   may be the reason, so the next larger sizes are tried, up to `_MOST_BYTES`, and then it is said that nothing was
-   compared.
+4. outputs agree and gradients do not: refuse. Outputs differ, or a form does not run: narrow widths may be the reason,
+   so the next larger sizes are tried, up to `_MOST_BYTES`. Then outputs that differed are a refusal too, and of forms
+   that never ran it is said that nothing was compared.
 
 Nothing is left changed: no global random state is drawn from, no tensor of the model is read.
 """
@@ -32,7 +33,7 @@ from torch import Tensor, fx
 from memfine_fx.compat.autograd import run_without_modes, without_autocast, without_saved_tensor_hooks
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import node_value, static_size
+from memfine_fx.passes.dataflow import is_int_tensor, node_value, static_size
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.passes.verify.region import Forms, Tensors, errors_of, run_step
 from memfine_fx.passes.verify.shrinkage import narrow_graph, narrow_widths
@@ -55,10 +56,11 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class _Found:
-    """Why a region could not be compared, or how its gradients differ; both "" where they agree."""
+    """Why a region could not be compared, or how its output or gradients differ; all "" where they agree."""
 
     uncompared: str = ""
     difference: str = ""
+    other_output: str = ""
 
 
 def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
@@ -73,7 +75,7 @@ def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
         "" where they agree or no gradient is wanted, else why they could not be compared.
 
     Raises:
-        CannotChunk: they differ.
+        CannotChunk: they differ, or the outputs do.
     """
     if modes.disables_grad or not torch.is_grad_enabled():
         return ""
@@ -84,6 +86,12 @@ def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
         if key not in _known:
             _known[key] = _found(region, bodies, modes)
     found = _known[key]
+    if found.other_output:
+        raise CannotChunk(
+            Reason.OTHER_OUTPUT,
+            f"in chunks it would have another output than the layer as written: {found.other_output}",
+            region.cut.exit,
+        )
     if found.difference:
         raise CannotChunk(
             Reason.OTHER_GRADIENTS,
@@ -138,7 +146,7 @@ def _description(value: object) -> object:
 def _compared(forms: Forms, bodies: Bodies) -> _Found:
     if not forms.wants_grad:
         return _Found()
-    reason = "its sizes are too large"
+    reason, other_output = "its sizes are too large", ""
     for sizes in _choices(forms.region):
         inputs = _Inputs(forms.region, sizes)
         if inputs.num_bytes > _MOST_BYTES:
@@ -151,14 +159,15 @@ def _compared(forms: Forms, bodies: Bodies) -> _Found:
             reason = _in_words(error)
             continue
         errors = errors_of(rewritten, original)
-        if not errors.pop("output") <= _TOLERANCE:
-            reason = "made-up inputs gave another output"
+        off = errors.pop("output")
+        if not off <= _TOLERANCE:
+            other_output = f"off by {off:.1e} relative on made-up inputs"
             continue
         worst = max(errors, key=lambda name: errors[name], default="")
         if worst and not errors[worst] <= _TOLERANCE:
             return _Found(difference=f"{worst} differs by {errors[worst]:.1e} relative")
         return _Found()
-    return _Found(reason)
+    return _Found(other_output=other_output) if other_output else _Found(reason)
 
 
 def _run(forms: Forms, bodies: Bodies, inputs: _Inputs, widths: Mapping[int, int]) -> tuple[Tensors, Tensors]:
@@ -215,7 +224,12 @@ def _symbols(nodes: Iterable[fx.Node]) -> list[sympy.Symbol]:
 
 
 def _narrow_widths(region: MoERegion) -> dict[int, int]:
-    """Of the tokens and of the parameters; E, K and sizes that are numbers by chance stay."""
+    """Of the tokens and of the parameters; E, K and sizes that are numbers by chance stay.
+
+    None where parameters are packed: what says how wide they are unpacked is no size of a tensor that comes in.
+    """
+    if any(is_int_tensor(node) for node in region.params):
+        return {}
     inner: list[int] = []
     counts = [region.dims.num_experts, region.dims.top_k]
     for node in region.cut.inputs:
@@ -300,7 +314,9 @@ class _Inputs:
         table = torch.zeros(choices.shape[0], num_experts, dtype=torch.float64, device="cpu").scatter(1, choices, 1.0)
         if node in self._region.weight_columns:
             return table[:, self._region.weight_columns.index(node)].reshape(shape).to(value.device)
-        is_table = shape[-1:] == (num_experts,) and math.prod(shape) == table.numel()
+        if self._region.gathers_weight and node is self._region.routing_weight:  # a router may know further experts
+            table = torch.nn.functional.pad(table, (0, shape[-1] - num_experts))
+        is_table = shape[-1:] == table.shape[-1:] and math.prod(shape) == table.numel()
         return table.reshape(shape).to(value.device) if is_table and node is not self._region.hidden else None
 
 
@@ -321,7 +337,7 @@ class _ExactBodies:
     def __init__(self, bodies: Bodies, widths: Mapping[int, int]) -> None:
         self._bodies, self._widths = bodies, widths
         self.key, self.has_weight, self.param_kinds = bodies.key, bodies.has_weight, bodies.param_kinds
-        self.takes_group = bodies.takes_group
+        self.takes_group, self.num_factored = bodies.takes_group, bodies.num_factored
         self.out_width = widths.get(bodies.out_width, bodies.out_width)
 
     def forward(self) -> ForwardBody:

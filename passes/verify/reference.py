@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memfine_fx.compat.operators import op_name
+from memfine_fx.compat.operators import OpOverload, OpOverloadPacket, op_name
 from memfine_fx.compat.tensors import tree_map
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.read.normal_form import grouped_arguments, is_grouped_matmul
@@ -21,6 +21,7 @@ from memfine_fx.passes.read.normal_form import grouped_arguments, is_grouped_mat
 __all__ = ["ExactRun"]
 
 aten = torch.ops.aten
+_NAMESPACES = ("aten", "prims", "memfine", "transformers")
 _CASTS = frozenset(("to", "type", "float", "double", "half", "bfloat16"))
 
 
@@ -34,6 +35,9 @@ class ExactRun(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if op_name(target) == "rms_norm" or getattr(target, "__name__", "") == "rms_norm":
             args, kwargs = self._with_eps(*args, **kwargs)
+        if isinstance(target, (OpOverload, OpOverloadPacket)) and str(target).split(".")[0] not in _NAMESPACES:
+            args, kwargs = tree_map(_single, (args, kwargs))  # a library's kernel knows the dtypes it was written for
+            return _widened(super().call_function(target, args, kwargs))
         if not is_grouped_matmul(target):
             args, kwargs = tree_map(_wide_dtype, (args, kwargs))
             if target is aten._softmax.default:
@@ -63,6 +67,10 @@ class ExactRun(fx.Interpreter):
 
 def _wide_dtype(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def _single(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype is torch.float64 else value
 
 
 def _asks_for_integers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

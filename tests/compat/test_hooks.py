@@ -36,6 +36,7 @@ import memfine_fx
 from memfine_fx.compat import (
     accelerate,
     autograd,
+    bitsandbytes,
     checks,
     chunking,
     distributed,
@@ -130,6 +131,7 @@ BREAKS: dict[Hook, Break] = {
     nn.COMPILED_CALLS: having(torch.nn.Module, "__call__", lambda module, *args: module.forward(*args)),
     nn.HOOKS_AFTER_GRADIENT: having(torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None)),
     operators.SCHEMAS: having(operators, "qualified_name", lambda target: "aten::other"),
+    bitsandbytes.TABLE_CACHE: without_module("bitsandbytes.nn.parametrize"),
     peft.WRAPPERS: without_module("peft"),
     shapes.SYMBOLS: lacking(ShapeEnv, "create_symintnode"),
     functional.FUNCTIONAL_TENSORS: having(functional, "functional_value", lambda tensor: tensor.clone()),

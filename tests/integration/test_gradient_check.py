@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import memfine_fx
 from benchmarks.coverage.spellings import SPELLINGS
@@ -17,7 +18,9 @@ from memfine_fx.passes.lower import bodies
 from memfine_fx.passes.read import removable
 from memfine_fx.passes.read.rules import RULES
 from memfine_fx.passes.verify import gradient_check
+from memfine_fx.passes.verify import region as region_forms
 from memfine_fx.passes.verify.shrinkage import narrow_widths
+from memfine_fx.records import MoERegion
 from tests.integration.comparison import assert_same_step, optimized_copy
 from tests.integration.test_semantics_kept import (
     DetachedGatheredTable,
@@ -137,6 +140,22 @@ def test_a_broken_derivative_of_the_expert_is_refused(monkeypatch: pytest.Monkey
     optimized = optimized_copy(model, rows_per_chunk=3)
     assert_same_step(optimized, model, {"x": torch.randn(10, H)})
     assert "d l_x_ differs by 1.0e-02 relative" in reason_of(optimized)
+
+
+def test_another_output_than_the_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As reading a graph wrong would give it: a residual that is added twice was such a case."""
+    lowered = region_forms.lower_region
+
+    def off_by_a_residual(graph_module: fx.GraphModule, region: MoERegion, site: str) -> None:
+        lowered(graph_module, replace(region, base=region.hidden), site)
+
+    monkeypatch.setattr(region_forms, "lower_region", off_by_a_residual)
+    model = Gathered()
+    optimized = optimized_copy(model, rows_per_chunk=3)
+    assert_same_step(optimized, model, {"x": torch.randn(10, H)})
+    assert "another output than the layer as written: off by" in reason_of(optimized)
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.refused_for == "OTHER_OUTPUT"
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

@@ -1,4 +1,4 @@
-"""Serving and splitting stay apart from the compiler: nothing of its passes, runtime or capture is imported."""
+"""Serving and splitting stay apart from the compiler, and small."""
 
 import subprocess
 import sys
@@ -21,6 +21,12 @@ def test_annex_names_no_module_of_the_compiler(room: str) -> None:
     for folder in ("serving", "splitting"):
         for path in (root / folder).rglob("*.py"):
             assert f"memfine_fx.{room}" not in path.read_text(), path
+
+
+@pytest.mark.parametrize("folder", ["serving", "splitting"])
+def test_siblings_stay_small(folder: str) -> None:
+    root = Path(memfine_fx.planning.__file__).parent / folder
+    assert sum(len(path.read_text().splitlines()) for path in root.rglob("*.py")) <= 1200
 
 
 @pytest.mark.slow

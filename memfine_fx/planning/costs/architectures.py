@@ -17,6 +17,10 @@ from memfine_fx.errors import ConfigError
 __all__ = ["Architecture", "LatentAttention", "LayerKind"]
 
 
+_POSITIVE = ("layers", "hidden", "vocab", "heads", "kv_heads", "head_dim")
+_COUNTS = ("ffn", "experts", "top_k", "moe_ffn", "shared_ffn")
+
+
 @dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head widths.
@@ -80,10 +84,8 @@ class Architecture:
     expert_clamp: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {"layers": self.layers, "hidden": self.hidden, "vocab": self.vocab, "heads": self.heads}
-        for name, value in (sizes | {"kv_heads": self.kv_heads, "head_dim": self.head_dim}).items():
-            if value < 1:
-                raise ConfigError(f"architecture {self.name}: {name}={value}; expected a positive integer")
+        self._check_signs()
+        self._check_layers()
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"architecture {self.name}: heads={self.heads} is no multiple of kv_heads={self.kv_heads}"
@@ -95,6 +97,29 @@ class Architecture:
             )
         if len(self.moe_layers) < self.layers and self.ffn < 1:
             raise ConfigError(f"architecture {self.name}: it has dense layers, but ffn={self.ffn}")
+
+    def _check_signs(self) -> None:
+        positive = {name: getattr(self, name) for name in _POSITIVE}
+        if self.latent:
+            positive |= {name: value for name, value in vars(self.latent).items() if name != "q_lora_rank"}
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        counts |= {f"windows[{index}]": window for index, window in enumerate(self.windows)}
+        for found, least, kind in ((positive, 1, "positive"), (counts, 0, "non-negative")):
+            for name, value in found.items():
+                if value < least:
+                    raise ConfigError(f"architecture {self.name}: {name}={value}; expected a {kind} integer")
+
+    def _check_layers(self) -> None:
+        """The layers that are named exist, and experts that are given lie in some of them."""
+        where = f"architecture {self.name}"
+        if self.windows and len(self.windows) != self.layers:
+            raise ConfigError(f"{where}: {len(self.windows)} attention windows for {self.layers} layers")
+        outside = [index for index in self.moe_layers if not 0 <= index < self.layers]
+        if outside or len(set(self.moe_layers)) != len(self.moe_layers):
+            shown = ", ".join(map(str, outside or self.moe_layers))
+            raise ConfigError(f"{where}: moe_layers {shown}: expected different indices from 0 to {self.layers - 1}")
+        if self.experts and not self.moe_layers:
+            raise ConfigError(f"{where}: experts={self.experts}, but none of its {self.layers} layers holds them")
 
     @property
     def is_moe(self) -> bool:

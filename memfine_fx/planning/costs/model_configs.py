@@ -213,9 +213,12 @@ def _from_json(path: Path) -> Architecture:
 
 def _from_mapping(fields: Mapping[str, Any], name: str, where: str) -> Architecture:
     """Read either form: transformers' field names, or the short ones of data/architectures.json."""
-    if "layers" not in fields or "hidden" not in fields:
+    if "layers" in fields and "hidden" in fields:
+        return architecture_from_sizes(name, fields, where)
+    try:
         return architecture_from_config(SimpleNamespace(**fields), name=name)
-    return architecture_from_sizes(name, fields, where)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _from_model_type(model_type: str) -> Architecture:
@@ -259,16 +262,26 @@ def _first(config: object, model: str, *names: str) -> int:
 
 
 def _moe_layers(config: object, layers: int) -> tuple[int, ...]:
-    listed = getattr(config, "moe_layers", None)
-    if isinstance(listed, (list, tuple)) and all(isinstance(index, int) for index in listed):
-        return tuple(listed)
+    listed = _indices(config, "moe_layers")
+    if listed is not None:
+        return listed
     types = getattr(config, "mlp_layer_types", None)
     if isinstance(types, (list, tuple)) and len(types) == layers:
         return tuple(index for index, kind in enumerate(types) if kind != "dense")
     first = _optional(config, "first_k_dense_replace")
     step = _optional(config, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq") or 1
-    dense = set(getattr(config, "mlp_only_layers", None) or ())
+    dense = set(_indices(config, "mlp_only_layers") or ())
     return tuple(i for i in range(first, layers) if (i + 1) % step == 0 and i not in dense)
+
+
+def _indices(config: object, name: str) -> tuple[int, ...] | None:
+    listed = getattr(config, name, None)
+    if listed is None:
+        return None
+    if not isinstance(listed, (list, tuple)) or not all(type(index) is int for index in listed):
+        model = getattr(config, "model_type", "the model")
+        raise ConfigError(f"the config of {model}: {name}={listed!r}; expected a list of layer indices")
+    return tuple(listed)
 
 
 def _shared_width(config: object, moe_ffn: int) -> int:

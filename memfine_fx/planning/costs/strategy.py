@@ -178,12 +178,28 @@ def check(arch: Architecture, sys: System, strategy: Strategy) -> None:
     for name in ("gpus", "tp", "pp", "vp", "cp", "ep", "micro_batch", "global_batch", "seq", "chunks"):
         if getattr(s, name) < 1:
             raise StrategyError(f"{name}={getattr(s, name)} must be a positive integer", f"{name}=1")
+    _check_format(sys, s)
+    _check_inside(arch, s)
+    _check_pipeline(arch, s)
+    _check_batch(arch, s)
+    _check_experts(arch, s)
+    for name in ("offload_layers", "recompute_layers"):
+        value = getattr(s, name)
+        if value is not None and not 0 <= value <= arch.layers:
+            raise StrategyError(f"{name}={value} of {arch.layers} layers", f"{name}={min(max(0, value), arch.layers)}")
+
+
+def _check_format(sys: System, s: Strategy) -> None:
     if s.precision not in PRECISIONS:
         raise StrategyError(f"unknown precision {s.precision!r}", ", ".join(_precisions_of(sys)))
     if s.numbers.matmul not in sys.tflops:
         raise StrategyError(f"{sys.name} has no {s.numbers.matmul} units", ", ".join(_precisions_of(sys)))
     if s.zero not in (0, 1, 2, 3):
         raise StrategyError(f"zero={s.zero} is no ZeRO stage", "zero=1")
+
+
+def _check_inside(arch: Architecture, s: Strategy) -> None:
+    """What tensor and context parallelism divide."""
     _divides("tp", s.tp, "attention heads", arch.heads)
     if arch.latent is None and max(s.tp, arch.kv_heads) % min(s.tp, arch.kv_heads):
         raise StrategyError(
@@ -193,6 +209,9 @@ def check(arch: Architecture, sys: System, strategy: Strategy) -> None:
     _divides("cp", s.cp, "sequence length", s.seq)
     if s.is_sequence_parallel:
         _divides("tp", s.tp, "tokens of a micro-batch", s.local_tokens)
+
+
+def _check_pipeline(arch: Architecture, s: Strategy) -> None:
     if s.pp * s.vp > arch.layers + 2:
         raise StrategyError(
             f"pp*vp={s.pp}*{s.vp} makes more stages than the {arch.layers} layers (with embedding and head)",
@@ -200,6 +219,10 @@ def check(arch: Architecture, sys: System, strategy: Strategy) -> None:
         )
     if s.vp > 1 and s.pp == 1:
         raise StrategyError(f"vp={s.vp} interleaves a pipeline, but pp=1", "vp=1")
+
+
+def _check_batch(arch: Architecture, s: Strategy) -> None:
+    """GPUs are divided into replicas, the batch among them, micro-batches into the pipeline's groups."""
     shard = s.tp * s.pp * s.cp
     if s.gpus % shard:
         raise StrategyError(
@@ -218,11 +241,6 @@ def check(arch: Architecture, sys: System, strategy: Strategy) -> None:
             f"({s.micro_batches})",
             f"global_batch={groups * s.pp * per_step}",
         )
-    _check_experts(arch, s)
-    for name in ("offload_layers", "recompute_layers"):
-        value = getattr(s, name)
-        if value is not None and not 0 <= value <= arch.layers:
-            raise StrategyError(f"{name}={value} of {arch.layers} layers", f"{name}={min(max(0, value), arch.layers)}")
 
 
 def _nearest_shard(arch: Architecture, s: Strategy) -> str:

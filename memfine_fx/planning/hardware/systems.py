@@ -36,6 +36,8 @@ class System(BaseModel):
         host_link_gb_per_s: GPU to host memory.
         storage_gb_per_s_per_gpu: share of the checkpoint storage's bandwidth.
         cpu: kind of host, which decides how fast kernels are launched.
+        sources, checked: where the figures should be found; and by field ("tflops.FP8" for one of several) where they
+            were read.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,6 +57,7 @@ class System(BaseModel):
     host_link_gb_per_s: _Positive
     storage_gb_per_s_per_gpu: _Positive = 0.1
     sources: tuple[str, ...] = ()
+    checked: dict[str, str] = {}
 
     def __hash__(self) -> int:
         return hash(self.name)

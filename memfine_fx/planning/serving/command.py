@@ -31,7 +31,9 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     )
     parser.add_argument("--request", type=Path, default=_EXAMPLE, help="YAML or JSON; an example is built in")
     parser.add_argument("--rate", type=float, help="requests per second instead of the file's")
-    parser.add_argument("--accelerators", type=Path, help="YAML or JSON of further devices, as data/vendors.yaml")
+    parser.add_argument(
+        "--accelerators", type=Path, help="YAML or JSON of further devices, as hardware/data/vendors.yaml"
+    )
     parser.add_argument("--check", action="store_true", help="compare the model with published ratios instead")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)

@@ -1,88 +1,27 @@
-"""Accelerators of several vendors as serving sees them; the only place here that knows the training planner's records.
+"""Accelerators as serving sees them: those of every vendor, and NVIDIA's from the training planner's systems.
 
-NVIDIA's come from its systems and its fitted fractions; the others from data/vendors.yaml with their sources, and a
-user's YAML or JSON file of that form adds or replaces some. A bad field is named with its file.
+The only place here that knows those systems and the fractions of their rates that were fitted to training runs.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from memfine_fx.errors import ConfigError
 from memfine_fx.planning.costs.architectures import Architecture, mean_context
 from memfine_fx.planning.costs.calibration import Calibration, fitted
 from memfine_fx.planning.costs.model_configs import architecture
-from memfine_fx.planning.files import read_mapping, validated
 from memfine_fx.planning.hardware.systems import System, builtin_systems
+from memfine_fx.planning.hardware.vendors import Accelerator, builtin_accelerators, load_accelerators
 
 __all__ = ["Accelerator", "Architecture", "accelerators", "architecture", "mean_context"]
-
-_DATA = Path(__file__).parent / "data" / "vendors.yaml"
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Fraction = Annotated[float, Field(gt=0, le=1)]
-NumberFormat = Literal["FP16", "BF16", "FP8", "FP4"]
-
-
-class Accelerator(BaseModel):
-    """One device with its links. Rates are dense; bandwidths are bytes/1e9 per second, per device and direction.
-
-    Args:
-        domain, domain_gb_per_s: devices that reach each other over the scale-up link, and its bandwidth.
-        gemm_fraction: of the peak rate that large products reach, by number format.
-        memory_fraction, link_fraction: of the bandwidths that are reached.
-        layer_overhead_us: of launching a layer, and of each of its exchanges.
-        block_tokens: tokens in a page of its KV cache.
-        sources, checked: where the figures are from, and which fields were read there.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    vendor: str
-    tflops: dict[NumberFormat, _Positive] = Field(min_length=1)
-    memory_gib: _Positive
-    memory_gb_per_s: _Positive
-    domain: int = Field(ge=1)
-    domain_gb_per_s: _Positive
-    network_gb_per_s: _Positive
-    host_link_gb_per_s: _Positive
-    gemm_fraction: dict[NumberFormat, _Fraction] = {}
-    memory_fraction: _Fraction = 0.7
-    link_fraction: _Fraction = 0.75
-    layer_overhead_us: float = Field(default=20.0, ge=0)
-    block_tokens: int = Field(default=16, ge=1)
-    sources: tuple[str, ...] = ()
-    checked: tuple[str, ...] = ()
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def flops_per_s(self, number: str) -> float:
-        """Reached FLOP/s; formats that it lacks run in 16 bits.
-
-        Raises:
-            ConfigError: it has neither.
-        """
-        for name in (number, "BF16", "FP16"):
-            for known, tflops in self.tflops.items():
-                if known == name:
-                    return tflops * 1e12 * self.gemm_fraction.get(known, 0.6)
-        raise ConfigError(f"{self.name} has no {number} rate; known: {', '.join(self.tflops)}")
-
-    @property
-    def memory_bytes_per_s(self) -> float:
-        return self.memory_gb_per_s * 1e9 * self.memory_fraction
 
 
 @cache
 def _builtin() -> dict[str, Accelerator]:
     calibration = fitted()
     nvidia = {name: _of_system(one, calibration) for name, one in builtin_systems().items()}
-    return nvidia | _load(_DATA)
+    return nvidia | builtin_accelerators()
 
 
 def accelerators(path: Path | None = None) -> dict[str, Accelerator]:
@@ -91,17 +30,7 @@ def accelerators(path: Path | None = None) -> dict[str, Accelerator]:
     Raises:
         ConfigError: the file cannot be read, or a field is bad.
     """
-    return _builtin() | (_load(path) if path else {})
-
-
-def _load(path: Path) -> dict[str, Accelerator]:
-    loaded = read_mapping(path, "a mapping from an accelerator's name to its fields")
-    if not all(isinstance(fields, dict) for fields in loaded.values()):
-        raise ConfigError(f"{path}: expected a mapping from an accelerator's name to its fields")
-    return {
-        str(name): validated(Accelerator, {**fields, "name": str(name)}, f"{path}: {name}")
-        for name, fields in loaded.items()
-    }
+    return _builtin() | (load_accelerators(path) if path else {})
 
 
 def _of_system(sys: System, calibration: Calibration) -> Accelerator:
@@ -113,5 +42,9 @@ def _of_system(sys: System, calibration: Calibration) -> Accelerator:
         gemm_fraction={number: calibration.gemm(sys.generation, number) for number in sys.tflops},
         memory_fraction=calibration.memory,
         link_fraction=calibration.network,
+        checked={
+            name.replace("nvlink_domain", "domain").replace("nvlink", "domain"): page
+            for name, page in sys.checked.items()
+        },
         **{name: getattr(sys, name) for name in shared},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from memfine_fx.planning.files import read_mapping, validated
 
@@ -50,6 +50,14 @@ class Share(BaseModel):
     price: _Positive = 1.0
 
 
+def _priced_alike(pool: dict[str, Share]) -> dict[str, Share]:
+    """A price that is left out would count as 1 beside prices in money."""
+    unpriced = [name for name, share in pool.items() if "price" not in share.model_fields_set]
+    if 0 < len(unpriced) < len(pool):
+        raise ValueError(f"expected a price for every accelerator or for none; none for {', '.join(unpriced)}")
+    return pool
+
+
 class Request(BaseModel):
     """A planning task.
 
@@ -66,9 +74,9 @@ class Request(BaseModel):
     rate: _Positive
     lengths: tuple[Lengths, ...] = Field(min_length=1)
     targets: Targets
-    pool: dict[str, Share] = Field(min_length=1)
-    sizes: tuple[Annotated[int, Field(ge=1)], ...] = (1, 2, 4, 8)
-    stages: tuple[Annotated[int, Field(ge=1)], ...] = (1, 2)
+    pool: Annotated[dict[str, Share], Field(min_length=1), AfterValidator(_priced_alike)]
+    sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 2, 4, 8), min_length=1)
+    stages: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 2), min_length=1)
     number: str = Field(default="BF16", pattern="^(FP16|BF16|FP8|FP4)$")
     cache_bytes: _Positive = 2.0
     expert_alpha: float = Field(default=0.0, ge=0)
@@ -76,5 +84,5 @@ class Request(BaseModel):
 
 def load_request(path: Path, rate: float | None = None) -> Request:
     """The task of a YAML or JSON file, with another rate if one is given; ConfigError names every bad field."""
-    loaded = read_mapping(path, "the fields model, rate, lengths, targets and pool")
+    loaded = read_mapping(path, "the task", "the fields model, rate, lengths, targets and pool")
     return validated(Request, loaded if rate is None else {**loaded, "rate": rate}, f"{path}: request")

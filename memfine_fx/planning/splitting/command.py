@@ -72,6 +72,11 @@ def _leakage(path: Path | None, fleet: Fleet, traced: Traced, cuts: Sequence[Cut
     missing = [cut.node for cut in cuts if cut.node not in fleet.leakage]
     if fleet.leakage and missing:
         raise ConfigError(f"fleet file: leakage has no value for the cuts {', '.join(missing)}")
+    unknown = sorted(set(fleet.leakage) - {cut.node for cut in cuts})
+    if unknown:
+        raise ConfigError(
+            f"fleet file: leakage.{unknown[0]}: the model has no such cut; it has {', '.join(cut.node for cut in cuts)}"
+        )
     bounded = [device.name for device in fleet.devices if device.max_leakage < 1]
     if bounded and missing:
         raise ConfigError(
@@ -84,7 +89,7 @@ def _leakage(path: Path | None, fleet: Fleet, traced: Traced, cuts: Sequence[Cut
 def _samples(path: Path, traced: Traced) -> Tensor:
     try:
         loaded = torch.load(path)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise ConfigError(f"--attack {path}: cannot be read as a tensor saved by torch.save") from error
     example = traced.input.meta["val"]
     expected = f"{example.dtype} [num, {', '.join(str(size) for size in example.shape[1:])}]"

@@ -125,9 +125,12 @@ def trace(model: nn.Module, example: Tensor) -> Traced:
     """The graph of `model(example)`; the example's first dimension is the batch.
 
     Raises:
-        ConfigError: torch.export cannot trace the model, or its output is no single tensor.
+        ConfigError: the example has no batch, torch.export cannot trace the model, or its output is no single tensor.
     """
-    failures: tuple[type[Exception], ...] = (RuntimeError, *compile_failures())
+    if not example.ndim or not len(example):
+        raise ConfigError(f"the example has the shape {list(example.shape)}; expected a batch as its first dimension")
+    # What a model with another number of arguments raises is a TypeError.
+    failures: tuple[type[Exception], ...] = (RuntimeError, TypeError, *compile_failures())
     try:
         with _quiet():
             # Functional form: what an operator in place changes is data flow only there.
@@ -196,9 +199,10 @@ def _result(graph: Graph) -> Node:
     """The single tensor that the graph returns."""
     returned = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
     flat = [one for one in tree_leaves(returned) if one is not None]
-    if len(flat) != 1 or not isinstance(flat[0], Node):
-        raise ConfigError(f"the model returns {len(flat)} values; expected one tensor (wrap it to return the logits)")
-    return flat[0]
+    if len(flat) == 1 and isinstance(flat[0], Node):
+        return flat[0]
+    got = f"{len(flat)} values" if len(flat) != 1 else f"the constant {flat[0]!r}"
+    raise ConfigError(f"the model returns {got}; expected one tensor (wrap it to return the logits)")
 
 
 def _dominators(traced: Traced) -> list[Node]:

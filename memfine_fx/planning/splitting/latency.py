@@ -17,6 +17,7 @@ User files are checked field by field; an error names the file and the field.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.files import read_mapping, validated
@@ -64,13 +65,20 @@ class Server(BaseModel):
     link_bytes_per_s: _Positive
 
 
+def _named_apart(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    twice = [name for name, count in Counter(device.name for device in devices).items() if count > 1]
+    if twice:
+        raise ValueError(f"expected names that differ; {', '.join(twice)} is given more than once")
+    return devices
+
+
 class Fleet(BaseModel):
     """A server with its devices, and optionally the leakage of each cut by the name of its graph node."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     server: Server
-    devices: tuple[Device, ...] = Field(min_length=1)
+    devices: Annotated[tuple[Device, ...], Field(min_length=1), AfterValidator(_named_apart)]
     leakage: dict[str, Annotated[float, Field(ge=0, le=1)]] = {}
 
 
@@ -135,4 +143,4 @@ def seconds(one: Offers, position: int, server_share: float, link_share: float) 
 
 def load_fleet(path: Path) -> Fleet:
     """The fleet of a YAML or JSON file; ConfigError names every bad field."""
-    return validated(Fleet, read_mapping(path, "the fields server and devices"), f"{path}: fleet")
+    return validated(Fleet, read_mapping(path, "the fleet", "the fields server and devices"), f"{path}: fleet")

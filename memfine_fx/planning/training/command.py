@@ -97,6 +97,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--bad-share", type=float, default=0.16, help="bad iterations of the table routing")
     parser.add_argument("--percentile", type=float, default=99.9, help="of iterations that must fit in memory")
     parser.add_argument("--tokens", type=float, default=15.0, help="trillions of tokens to train on (default 15)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help=f"any other field of the strategy, such as overlap_tp=false: {', '.join(_settable())}",
+    )
+    parser.add_argument("--runs", type=Path, help="predict the published runs of this file instead")
+    _add_failures(parser)
+    _add_output(parser)
+    return parser
+
+
+def _add_failures(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--failure-rate", type=float, help="per GPU and hour (default that of arXiv 2407.21783)")
     parser.add_argument("--restart", type=float, help="s until the job is back (default 420, or the history's)")
     parser.add_argument("--detection", type=float, help="s until a failure is noticed (default 120, or the history's)")
@@ -109,13 +123,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--history-nodes", type=int, help="nodes of the logged cluster, failed or not")
     parser.add_argument("--history-days", type=float, help="days that the log observed")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help=f"any other field of the strategy, such as overlap_tp=false: {', '.join(_settable())}",
-    )
+    parser.add_argument("--checkpoint", choices=("asynchronous", "blocking"), default="asynchronous")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sweep",
         nargs="+",
@@ -124,7 +135,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="what matters: tables and figures over factors, one at a time, such as gpus=64:16384 seq=4096:65536:5 "
         f"ep=1,8,64; factors: {', '.join(FACTORS)}",
     )
-    parser.add_argument("--checkpoint", choices=("asynchronous", "blocking"), default="asynchronous")
     parser.add_argument(
         "--cost",
         choices=("base", "optimised", "faults"),
@@ -135,8 +145,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html", type=Path, help="write the report with figures")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the figures as SVG files")
-    parser.add_argument("--runs", type=Path, help="predict the published runs of this file instead")
-    return parser
 
 
 def _request(options: argparse.Namespace, reliability: Reliability | None) -> Request:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.costs.strategy import Strategy
@@ -287,26 +288,17 @@ def fewest_spares(cost: CheckpointCost, faults: FaultModel, gpus: int, lost: flo
 
 
 def best_interval(cost: CheckpointCost, faults: FaultModel, gpus: int) -> Goodput:
-    """The interval with the highest goodput, found by golden section on its logarithm."""
+    """The interval with the highest goodput, searched on its logarithm."""
     mtbf = faults.mtbf(gpus)
     if math.isinf(mtbf):
         return goodput(max(86_400.0, 100 * cost.blocking), cost, faults, gpus)
     low, high = math.log(max(1.0, cost.durable)), math.log(max(10.0, 50 * mtbf))
     if low >= high:
         return goodput(math.exp(low), cost, faults, gpus)
-    ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = (goodput(math.exp(x), cost, faults, gpus).fraction for x in (left, right))
-    for _ in range(80):
-        if at_left > at_right:
-            high, right, at_right = right, left, at_left
-            left = high - ratio * (high - low)
-            at_left = goodput(math.exp(left), cost, faults, gpus).fraction
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + ratio * (high - low)
-            at_right = goodput(math.exp(right), cost, faults, gpus).fraction
-    return goodput(math.exp((low + high) / 2), cost, faults, gpus)
+    found = minimize_scalar(
+        lambda log: -goodput(math.exp(log), cost, faults, gpus).fraction, bounds=(low, high), options={"xatol": 1e-5}
+    )
+    return goodput(math.exp(found.x), cost, faults, gpus)
 
 
 def days_to(tokens: float, tokens_per_s: float, fraction: float) -> float:

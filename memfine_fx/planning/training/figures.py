@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from memfine_fx.errors import ConfigError
+from memfine_fx.planning.files import write_text
 from memfine_fx.planning.training.faults import goodput_curve
 from memfine_fx.planning.training.pipeline import timeline
 from memfine_fx.planning.training.plan import Plan
@@ -29,7 +30,7 @@ _SIZE = (4.6, 3.4)
 _NAMED = 6
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "font.size": 9,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -101,11 +102,10 @@ def write_figures(
     plan: Plan, folder: Path, front: tuple[Candidate, ...] = (), found: Study | None = None
 ) -> list[Path]:
     """Write every figure as an SVG file named after its title; returns the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for title, svg in figures(plan, front, found).items():
         path = folder / f"{title.lower().replace(' ', '_')}.svg"
-        path.write_text(svg)
+        write_text(path, svg, "the figure")
         written.append(path)
     return written
 
@@ -168,7 +168,7 @@ def _goodput_parts(axes: Any, plan: Plan) -> None:
     axes.set_xlabel("% of the wall-clock")
 
 
-def _stacked(axes: Any, labels: list[str], stacks: list[dict[str, float]], unit: str) -> None:
+def _stacked(axes: Any, labels: list[str], stacks: list[dict[str, float]], unit: str, num_ranks: int) -> None:
     totals: dict[str, float] = {}
     for stack in stacks:
         for name, value in stack.items():
@@ -183,18 +183,18 @@ def _stacked(axes: Any, labels: list[str], stacks: list[dict[str, float]], unit:
     rest = np.array([sum(stack.get(name, 0.0) for name in ordered[_NAMED:]) for stack in stacks])
     if rest.max() > 0:
         axes.bar(labels, rest, bottom=bottom, label="other", color="#9aa5ab")
-    axes.set_xlabel("pipeline rank")
+    axes.set_xlabel("pipeline rank" if num_ranks == len(labels) else f"pipeline rank, {len(labels)} of {num_ranks}")
     axes.set_ylabel(unit)
 
 
 def _legend_below(axes: Any) -> None:
-    axes.figure.legend(loc="outside lower center", ncols=2, fontsize=7, frameon=False)
+    axes.figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
 
 
 def _time_bars(axes: Any, plan: Plan) -> None:
     shown = plan.loaded.stages[:_SHOWN_STAGES]
     stacks = [{name: 1e3 * seconds for name, seconds in stage.parts} for stage in shown]
-    _stacked(axes, [str(stage.rank) for stage in shown], stacks, "ms")
+    _stacked(axes, [str(stage.rank) for stage in shown], stacks, "ms", len(plan.loaded.stages))
     _legend_below(axes)
 
 
@@ -202,7 +202,7 @@ def _memory_bars(axes: Any, plan: Plan) -> None:
     shown = plan.ranks[:_SHOWN_STAGES]
     stacks = [{name: num_bytes / 1e9 for name, num_bytes in rank.terms} for rank in shown]
     labels = [str(rank.rank) for rank in shown]
-    _stacked(axes, labels, stacks, "GB, balanced routing")
+    _stacked(axes, labels, stacks, "GB, balanced routing", len(plan.ranks))
     axes.axhline(plan.usable_bytes / 1e9, color="black", linestyle="--", linewidth=1, label="usable")
     if plan.request.arch.is_moe:
         load, rows = loads(plan.request, plan.strategy), balanced_rows(plan.request.arch, plan.strategy)
@@ -246,26 +246,26 @@ def _risk(axes: Any, plan: Plan) -> None:
     axes.axhline(plan.usable_bytes / 1e9, color="black", linestyle="--", linewidth=1, label="usable")
     axes.set_xlabel("percentile of iterations")
     axes.set_ylabel("peak, GB")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=8)
 
 
 def _interval(axes: Any, plan: Plan) -> None:
     best = plan.faults.best
     intervals = np.geomspace(max(1.0, best.interval / 20), best.interval * 50, 80)
     curve = goodput_curve(intervals, plan.faults.cost, plan.faults.model, plan.request.gpus)
-    axes.semilogx(intervals, [point.fraction for point in curve])
+    axes.semilogx(intervals, [100 * point.fraction for point in curve])
     axes.axvline(best.interval, linestyle="-", color="black", linewidth=1, label="best")
     axes.axvline(plan.faults.young_s, linestyle=":", color="tab:red", label="Young")
     axes.axvline(plan.faults.daly_s, linestyle="--", color="tab:orange", label="Daly")
     axes.set_xlabel("s of work between checkpoints")
-    axes.set_ylabel("goodput")
-    axes.legend(fontsize=7)
+    axes.set_ylabel("goodput, %")
+    axes.legend(fontsize=8)
 
 
 def _sensitivity(axes: Any, plan: Plan) -> None:
     factors = [factor for factor, _ in plan.faults.sensitivity]
-    axes.semilogx(factors, [result.fraction for _, result in plan.faults.sensitivity], marker="o")
+    axes.semilogx(factors, [100 * result.fraction for _, result in plan.faults.sensitivity], marker="o")
     axes.set_xticks(factors, [f"{factor:g}x" for factor in factors])
     axes.minorticks_off()
     axes.set_xlabel("failure rate, as a multiple of the assumed one")
-    axes.set_ylabel("goodput at the best interval")
+    axes.set_ylabel("goodput at the best interval, %")

@@ -1,4 +1,4 @@
-"""Fits the calibration to measured runs: maximum a posteriori, Gauss-Newton on logarithms.
+"""Fits the calibration to measured runs: maximum a posteriori, least squares on logarithms.
 
 Residuals are log(predicted / measured) over the runs' spread and log(value / median) over each prior's spread, so
 numbers that no run informs stay at their prior, and a few runs cannot push one to an absurd value.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import approx_fprime, least_squares
 
 from memfine_fx.planning.costs.calibration import CALIBRATION_FILE, Calibration, Prior, priors
 from memfine_fx.planning.training.runs import Run, published_runs
@@ -20,13 +21,14 @@ from memfine_fx.planning.training.step import step_time
 __all__ = ["Fit", "fit", "leave_one_group_out", "predict"]
 
 _SPREAD = {"iteration": 0.05, "dense": 0.06, "MoE": 0.12}
-_STEP = 0.01
+_STEP = 1e-3
+_CLOSE = 1e-4
 _MODULE = "memfine_fx.planning.training.fitting"
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted calibration and how many Gauss-Newton steps it took."""
+    """A fitted calibration and how many steps it took."""
 
     calibration: Calibration
     steps: int
@@ -38,53 +40,36 @@ def predict(run: Run, calibration: Calibration) -> float:
     return time.seconds if run.kind == "iteration" else time.tokens_per_s_per_gpu
 
 
-def fit(runs: Sequence[Run], start: Calibration | None = None, steps: int = 8) -> Fit:
-    """The most probable calibration given `runs` and the priors."""
+def fit(runs: Sequence[Run], start: Calibration | None = None, steps: int = 40) -> Fit:
+    """The most probable calibration given `runs` and the priors, in at most `steps` steps."""
     known = priors()
     runs = [run for run in runs if run.calibrates]
     values = _values(start or Calibration(), known)
-    taken = 0
-    while taken < steps:
-        taken += 1
-        change = _gauss_newton(values, runs, known)
-        values = values + np.clip(change, -0.5, 0.5)
-        if float(np.abs(change).max()) < 1e-3:
-            break
-    return Fit(_calibration(values, known), taken)
+    found = least_squares(_residuals, values, args=(runs, known), diff_step=_STEP, max_nfev=steps)
+    return Fit(_calibration(found.x, known), found.nfev)
 
 
-def leave_one_group_out(runs: Sequence[Run], start: Calibration, steps: int = 6) -> dict[str, Calibration]:
+def leave_one_group_out(runs: Sequence[Run], start: Calibration) -> dict[str, Calibration]:
     """For each group, the calibration fitted without its runs.
 
-    One Jacobian, taken at `start` over all runs, serves all groups (chord iterations): in logarithms the model is
-    nearly linear, and each step's residuals are exact.
+    One Jacobian, taken at `start` over all runs, serves all groups: in logarithms the model is nearly linear, and each
+    step's residuals are exact.
     """
     known = priors()
     runs = [run for run in runs if run.calibrates]
-    jacobian = _jacobian(_values(start, known), runs, known)
-    return {
-        group: _fit_without(group, runs, _values(start, known), jacobian, known, steps)
-        for group in sorted({run.group for run in runs})
-    }
+    values = _values(start, known)
+    jacobian = approx_fprime(values, _residuals, _STEP, runs, known)
+    return {group: _fit_without(group, runs, values, jacobian, known) for group in sorted({run.group for run in runs})}
 
 
 def _fit_without(
-    group: str,
-    runs: Sequence[Run],
-    values: NDArray[np.float64],
-    jacobian: NDArray[np.float64],
-    known: Sequence[Prior],
-    steps: int,
+    group: str, runs: Sequence[Run], values: NDArray[np.float64], jacobian: NDArray[np.float64], known: Sequence[Prior]
 ) -> Calibration:
     kept = [run for run in runs if run.group != group]
     rows = [index for index, run in enumerate(runs) if run.group != group]
     rows += list(range(len(runs), len(jacobian)))
-    for _ in range(steps):
-        change = np.linalg.lstsq(jacobian[rows], -_residuals(values, kept, known), rcond=None)[0]
-        values = values + np.clip(change, -0.5, 0.5)
-        if float(np.abs(change).max()) < 3e-3:
-            break
-    return _calibration(values, known)
+    found = least_squares(_residuals, values, args=(kept, known), jac=lambda *_: jacobian[rows], xtol=_CLOSE)
+    return _calibration(found.x, known)
 
 
 def _values(calibration: Calibration, known: Sequence[Prior]) -> NDArray[np.float64]:
@@ -104,24 +89,9 @@ def _residuals(values: NDArray[np.float64], runs: Sequence[Run], known: Sequence
     return np.array(timed + believed)
 
 
-def _gauss_newton(values: NDArray[np.float64], runs: Sequence[Run], known: Sequence[Prior]) -> NDArray[np.float64]:
-    here = _residuals(values, runs, known)
-    return np.asarray(np.linalg.lstsq(_jacobian(values, runs, known), -here, rcond=None)[0], dtype=np.float64)
-
-
-def _jacobian(values: NDArray[np.float64], runs: Sequence[Run], known: Sequence[Prior]) -> NDArray[np.float64]:
-    here = _residuals(values, runs, known)
-    columns = []
-    for index in range(len(values)):
-        moved = values.copy()
-        moved[index] += _STEP
-        columns.append((_residuals(moved, runs, known) - here) / _STEP)
-    return np.stack(columns, axis=1)
-
-
 def write_calibration() -> str:
     """Fit to all packaged runs and write data/calibration.json; returns what was written."""
-    found = fit(published_runs(), steps=40).calibration
+    found = fit(published_runs()).calibration
     values = {prior.name: round(getattr(found, prior.name), 5) for prior in priors()}
     note = f"Fitted to the packaged runs by python -m {_MODULE}; the others stay at their defaults."
     text = json.dumps({"note": note, "values": values}, indent=1)

@@ -18,13 +18,14 @@ A log names only nodes that failed, so the number of nodes comes from outside; a
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.files import read_json, read_text, refuse_misspelt, validated
@@ -34,6 +35,8 @@ __all__ = ["Cause", "Event", "History", "published_histories", "read_history"]
 _DATA = Path(__file__).parent / "data" / "histories.json"
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Size = Annotated[int, Field(ge=1)]
+_ROUNDED = 1.01
+"""Parts of a downtime may be rounded up, each on its own."""
 
 
 class Event(BaseModel):
@@ -50,6 +53,13 @@ class Event(BaseModel):
     detection: _Seconds | None = None
     restart: _Seconds | None = None
     repair: _Seconds | None = None
+
+    @model_validator(mode="after")
+    def _parts_of_the_downtime(self) -> Event:
+        parts = (self.detection or 0.0) + (self.restart or 0.0)
+        if parts > self.downtime * _ROUNDED:
+            raise ValueError(f"detection and restart add up to {parts:g} s of a downtime of {self.downtime:g} s")
+        return self
 
     @property
     def seconds(self) -> float:
@@ -148,9 +158,11 @@ def read_history(
 
     Raises:
         ConfigError: the file cannot be read, a field is missing or of another kind (named by line), or the number of
-            nodes is not known.
+            nodes is not known, or given for a published history, which has its own.
     """
     if source in published_histories():
+        if nodes is not None or days is not None:
+            raise ConfigError(f"the published history {source} has its own nodes and days; give neither")
         return published_histories()[source]
     path = Path(source)
     if path.suffix not in (".csv", ".json"):
@@ -163,28 +175,37 @@ def read_history(
     if not events:
         raise ConfigError(f"{path}: expected at least one event")
     events.sort(key=lambda event: event.seconds)
-    nodes, days = nodes or log.nodes, days or log.days
+    nodes = _checked_nodes(path, events, nodes or log.nodes)
+    given = days or log.days
+    remarks = () if given else ("The observed time is taken from the first event to the last and one gap more.",)
+    days = _checked_days(path, events, given)
+    return History(path.name, nodes, log.gpus_per_node or gpus_per_node, days, tuple(events), remarks=remarks)
+
+
+def _checked_nodes(path: Path, events: Sequence[Event], nodes: int | None) -> int:
     failed = len({event.node for event in events})
     if nodes is None:
         raise ConfigError(f"{path}: {failed} nodes failed, but how many are there? Give the number of nodes")
     if nodes < failed:
         raise ConfigError(f"{path}: {failed} nodes failed, which is more than the {nodes} nodes given")
+    return nodes
+
+
+def _checked_days(path: Path, events: Sequence[Event], days: float | None) -> float:
     span = (events[-1].seconds - events[0].seconds) / 86_400
-    remarks = []
     if days is None:
         if span == 0:
             raise ConfigError(f"{path}: one moment only; give the number of days that were observed")
         # n events span n - 1 gaps.
-        days = span * len(events) / (len(events) - 1)
-        remarks.append("The observed time is taken from the first event to the last and one gap more.")
+        return span * len(events) / (len(events) - 1)
     if days < span:
         raise ConfigError(f"{path}: the events span {span:.1f} days, which is more than the {days:g} days given")
-    return History(path.name, nodes, log.gpus_per_node or gpus_per_node, days, tuple(events), remarks=tuple(remarks))
+    return days
 
 
 def _csv_rows(path: Path) -> list[Any]:
     """Rows by column name; an empty cell is absent."""
-    rows = list(csv.DictReader(read_text(path, "the history").splitlines()))
+    rows = list(csv.DictReader(read_text(path, "the history").splitlines(), skipinitialspace=True))
     for line, row in enumerate(rows, start=2):
         if None in row:
             raise ConfigError(f"{path}:{line}: more cells than the header has columns")
@@ -193,7 +214,11 @@ def _csv_rows(path: Path) -> list[Any]:
 
 def _json_log(path: Path) -> _Log:
     loaded = read_json(path, "the history")
-    return _Log(events=loaded) if isinstance(loaded, list) else validated(_Log, loaded, f"{path}: log")
+    if isinstance(loaded, list):
+        return _Log(events=loaded)
+    log = validated(_Log, loaded, f"{path}: log")
+    refuse_misspelt(loaded, _Log.model_fields, f"{path}: log")
+    return log
 
 
 def _event(row: object, where: str) -> Event:

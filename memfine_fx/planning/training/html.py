@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 
+from memfine_fx.planning.files import write_text
 from memfine_fx.planning.training.figures import figures
 from memfine_fx.planning.training.plan import Plan
 from memfine_fx.planning.training.reliability_report import reliability_text
@@ -44,9 +45,11 @@ th,td{text-align:right;padding:.35rem .6rem;border-bottom:1px solid var(--line);
 th:last-child,td:last-child{text-align:left}
 tr.best td{font-weight:600;background:var(--tint)}
 pre{background:var(--tint);padding:.8rem;overflow-x:auto;font-size:.8rem;line-height:1.45;border-radius:4px}
+pre.lines{white-space:pre-wrap;overflow-wrap:anywhere}
 summary{cursor:pointer;color:var(--accent);padding:.4rem 0}
 @media(max-width:700px){main{padding:1rem .8rem 2rem}h1{font-size:1.25rem}.card b{font-size:1.1rem}
-.cards{grid-template-columns:1fr 1fr}}
+.cards{grid-template-columns:1fr 1fr}
+th,td{padding:.3rem .2rem;font-size:.72rem}td:last-child{white-space:normal;overflow-wrap:anywhere;font-size:.64rem}}
 @media print{details{display:none}}
 """
 _SECTIONS = (
@@ -77,7 +80,7 @@ def write_html(plan: Plan, path: Path, front: tuple[Candidate, ...] = (), found:
         found: sweeps, where there were any.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     arch, system = plan.request.arch, plan.request.system
     title = f"{arch.name} on {plan.strategy.gpus:,} {system.name}"
@@ -102,16 +105,16 @@ def write_html(plan: Plan, path: Path, front: tuple[Candidate, ...] = (), found:
             body.append(_details("The tables", study_text(found)))
     body.append("<h2>Launch</h2>")
     for framework, launch in (("Megatron-LM", plan.megatron), ("torchtitan", plan.torchtitan)):
-        body.append(f"<h3>{framework}</h3><pre>{escape(str(launch))}</pre>")
+        body.append(f"<h3>{framework}</h3><pre class=lines>{escape(str(launch))}</pre>")
     body.append("<h2>All the numbers</h2>" + _details("The report as text", plan_text(plan, layers=True)))
-    path.write_text(
+    page = (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body><main>\n"
         + "\n".join(body)
-        + "\n</main></body></html>\n",
-        encoding="utf-8",
+        + "\n</main></body></html>\n"
     )
+    write_text(path, page, "the page")
 
 
 def _cards(plan: Plan) -> str:
@@ -126,10 +129,10 @@ def _cards(plan: Plan) -> str:
         (f"{loaded.seconds:,.2f} s", "a step", False),
         (days, f"days to {plan.tokens / 1e12:g} T tokens", days == "never"),
         (f"{best.fraction:.1%}", "goodput after failures", best.fraction < 0.5),
-        (f"{tightest / 1e9:,.1f} GB", f"peak of {plan.usable_bytes / 1e9:,.1f} usable, balanced", not fits),
+        (f"{tightest / 1e9:,.1f} GB", f"peak memory of {plan.usable_bytes / 1e9:,.1f} GB usable, balanced", not fits),
         (
             f"{risk.per_thousand:.1%}",
-            f"run out of memory in 1,000 iterations, {plan.request.routing.kind}",
+            f"chance to run out of memory in 1,000 iterations, {plan.request.routing.kind} routing",
             risk.per_iteration > 0,
         ),
         (f"{best.interval / 60:,.0f} min", "between checkpoints", False)
@@ -168,7 +171,7 @@ def _failures(plan: Plan) -> str:
     f, best = plan.faults, plan.faults.best
     lines = [
         f"<p>An interruption every {best.mtbf / 3600:,.1f} h; a checkpoint of {f.cost.num_bytes / 1e12:.2f} TB every "
-        f"{best.interval / 60:.0f} minutes stops training for {f.cost.blocking:.1f} s; {f.model.spares} spare nodes. "
+        f"{best.interval / 60:.0f} minutes stops training for {f.cost.blocking:.1f} s; spare nodes: {f.model.spares}. "
         f"Simulated event by event: {f.simulated:.1%} goodput.</p>"
     ]
     if plan.request.reliability:

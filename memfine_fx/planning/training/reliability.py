@@ -12,11 +12,15 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
+
+from scipy.optimize import brentq
+from scipy.special import betainc, gammainc, gammaincinv
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.training.faults import FaultModel
@@ -41,6 +45,8 @@ _REJECT_EXPONENTIAL = 3.841
 """95% point of chi-square with one degree of freedom."""
 _FEWEST_GAPS = 8
 _TAIL = 0.025
+_SHAPES = (0.05, 20.0)
+_MOST_COUNTED = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -184,8 +190,11 @@ def fault_model(reliability: Reliability, base: FaultModel, at: Literal["mean", 
     rate = {"mean": total.per_node_hour, "low": total.low, "high": total.high}[at]
     detection, restart = reliability.mean_of("detection"), reliability.mean_of("restart")
     downtime, repair = reliability.mean_of("downtime"), reliability.mean_of("repair")
-    if downtime is not None and detection is None and restart is None:
-        detection, restart = 0.0, downtime  # a log without the split: all of it stops the job alike
+    if downtime is not None:
+        # Detection and restart are the downtime's parts; without the split all of it stops the job alike.
+        if restart is None:
+            restart = max(0.0, downtime - (detection or 0.0))
+        detection = max(0.0, downtime - restart) if detection is None else detection
     known: dict[str, Any] = {"detection": detection, "restart": restart, "repair": repair}
     known["needs_node"] = reliability.needs_node
     return replace(
@@ -198,29 +207,24 @@ def fault_model(reliability: Reliability, base: FaultModel, at: Literal["mean", 
 
 
 def poisson_bounds(count: int) -> tuple[float, float]:
-    """Exact 95% bounds of a Poisson mean of which `count` was seen."""
-    low = 0.0 if count == 0 else _bisect(lambda mean: 1 - _poisson_below(count - 1, mean), _TAIL, 0.0, float(count))
-    high = _bisect(lambda mean: 1 - _poisson_below(count, mean), 1 - _TAIL, float(count), 2.0 * count + 20.0)
-    return low, high
+    """Exact 95% bounds of a Poisson mean of which `count` was seen: quantiles of two gamma distributions."""
+    low = float(gammaincinv(count, _TAIL)) if count else 0.0
+    return low, float(gammaincinv(count + 1, 1 - _TAIL))
 
 
 def predicted_count(seen: int, hours: float, other_hours: float) -> tuple[int, int]:
     """95% bounds of what another cluster of the same rate counts in `other_hours`, when `seen` were in `hours`.
 
-    Gamma-Poisson with Jeffreys' prior, so that both the rate's uncertainty and the other count's noise are in it.
+    Gamma-Poisson with Jeffreys' prior, so that both the rate's uncertainty and the other count's noise are in it: a
+    negative binomial, whose distribution function is an incomplete beta function.
     """
-    r, p = seen + 0.5, hours / (hours + other_hours)
-    low = high = 0
-    cumulated, count = 0.0, 0
-    log_term = r * math.log(p)
-    while cumulated < 1 - _TAIL:
-        cumulated += math.exp(log_term)
-        if cumulated < _TAIL:
-            low = count + 1
-        high = count
-        log_term += math.log((r + count) / (count + 1) * (1 - p))
-        count += 1
-    return low, high
+    shape, chance = seen + 0.5, hours / (hours + other_hours)
+
+    def smallest(probability: float) -> int:
+        counts = range(_MOST_COUNTED)
+        return bisect_left(counts, probability, key=lambda count: float(betainc(shape, count + 1, chance)))
+
+    return smallest(_TAIL), smallest(1 - _TAIL)
 
 
 def fit_gaps(gaps: Sequence[float], censored: float = 0.0) -> Gaps | None:
@@ -242,7 +246,9 @@ def fit_gaps(gaps: Sequence[float], censored: float = 0.0) -> Gaps | None:
         weighted = sum(power * math.log(end) for power, end in zip(powers, ends, strict=True))
         return weighted / sum(powers) - 1 / shape - mean_log
 
-    shape = _bisect(slope, 0.0, 0.05, 20.0)
+    # Gaps all alike have no finite shape, gaps in bursts without end have none above 0.
+    low, high = _SHAPES
+    shape = low if slope(low) > 0 else high if slope(high) < 0 else float(brentq(slope, low, high))
     # Log-likelihoods at their maxima; the Weibull's powers are relative to the mean logarithm.
     exponential = len(gaps) * (math.log(len(gaps) / sum(ends)) - 1)
     scale_power = sum(math.exp(shape * (math.log(end) - mean_log)) for end in ends) / len(gaps)
@@ -255,36 +261,6 @@ def fit_gaps(gaps: Sequence[float], censored: float = 0.0) -> Gaps | None:
 def _rate(component: str, count: int, hours: float) -> Rate:
     low, high = poisson_bounds(count)
     return Rate(component, count, count / hours, low / hours, high / hours)
-
-
-def _poisson_below(count: int, mean: float) -> float:
-    """Chance of at most `count` at a mean."""
-    if mean == 0:
-        return 1.0
-    # From the largest term down and up: where both ends are far from the mean they vanish.
-    mode = min(count, int(mean))
-    total = largest = math.exp(mode * math.log(mean) - mean - math.lgamma(mode + 1))
-    term = largest
-    for at in range(mode, 0, -1):
-        term *= at / mean
-        total += term
-        if term < 1e-18 * total:
-            break
-    term = largest
-    for at in range(mode + 1, count + 1):
-        term *= mean / at
-        total += term
-        if term < 1e-18 * total:
-            break
-    return min(1.0, total)
-
-
-def _bisect(rising: Callable[[float], float], target: float, low: float, high: float) -> float:
-    """Where a rising function reaches the target."""
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < target else (low, middle)
-    return (low + high) / 2
 
 
 def _incidents(events: Sequence[Event]) -> list[list[Event]]:
@@ -343,6 +319,6 @@ def _repeats(history: History, incidents: Sequence[list[Event]]) -> tuple[Repeat
         # Pairs of hits in one place; alike places make each pair meet with chance 1/places.
         seen = sum(count * (count - 1) // 2 for count in Counter(names).values())
         expected = len(names) * (len(names) - 1) / 2 / places
-        chance = 1 - _poisson_below(seen - 1, expected) if seen else 1.0
+        chance = float(gammainc(seen, expected)) if seen else 1.0
         found.append(Repeats(what, seen, expected, chance))
     return tuple(found)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.costs.architectures import Architecture
-from memfine_fx.planning.costs.model_configs import architecture, architecture_from_sizes, builtin_architectures
+from memfine_fx.planning.costs.model_configs import architecture, architecture_from_sizes
 from memfine_fx.planning.costs.strategy import Strategy, check, with_fields
 from memfine_fx.planning.files import read_json, refuse_misspelt, validated
 from memfine_fx.planning.hardware.systems import System, system, system_from_fields
@@ -120,10 +120,10 @@ def _runs(loaded: object, source: str) -> tuple[Run, ...]:
         tables[name] = kind() if loaded.get(name) is None else loaded[name]
         if not isinstance(tables[name], kind):
             raise ConfigError(f"{source}: {name}: expected a {kind.__name__}, got {type(tables[name]).__name__}")
+    refuse_misspelt(loaded, _TABLES, f"{source}: runs")
     own = {
         name: architecture_from_sizes(name, fields, f"{source}: architectures.{name}")
         for name, fields in tables["architectures"].items()
-        if name not in builtin_architectures()
     }
     systems = {name: system_from_fields(name, fields, Path(source)) for name, fields in tables["systems"].items()}
     found = []
@@ -140,6 +140,8 @@ def _runs(loaded: object, source: str) -> tuple[Run, ...]:
             except ConfigError as error:
                 raise ConfigError(f"{where} ({row.model} on {row.system}): {error}") from None
             found.append(run)
+    if not found:
+        raise ConfigError(f"{source}: expected at least one run in throughput or iteration_time")
     return tuple(found)
 
 

@@ -159,7 +159,7 @@ def parse_factor(text: str) -> tuple[str, tuple[float, ...]]:
     if separator == ",":
         return name, tuple(sorted(set(numbers)))
     low, high, count = numbers[0], numbers[1], int(numbers[2]) if len(numbers) == 3 else 0
-    if len(numbers) > 3 or high < low or count == 1:
+    if len(numbers) > 3 or high < low or count == 1 or numbers[2:] not in ([], [count]):
         raise ConfigError(f"--sweep {text}: expected {name}=LOW:HIGH or {name}=LOW:HIGH:COUNT, low before high")
     count = count or min(_POINTS, 1 + max(1, round(math.log2(high / low))))
     values = [low * (high / low) ** (index / (count - 1)) for index in range(count)]

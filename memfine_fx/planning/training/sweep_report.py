@@ -10,6 +10,26 @@ from memfine_fx.planning.training.sweep import FACTORS, PRODUCTIVE, Point, Study
 __all__ = ["draw_elasticities", "draw_range", "draw_shares", "draw_speed", "study_json", "study_text"]
 
 _SHOWN_SHARES = 6
+_PRODUCTIVE = "products, attention, head"
+_COLOURS = {
+    _PRODUCTIVE: "#c9dce4",
+    "memory-bound kernels": "#7f8c93",
+    "recomputation": "#e0a030",
+    "waiting for the host": "#9467bd",
+    "pipeline bubble": "#8c564b",
+    "pipeline sends": "#c49c94",
+    "exposed TP communication": "#2ca02c",
+    "exposed CP communication": "#98df8a",
+    "exposed EP communication": "#1f77b4",
+    "FSDP gathers": "#17a2b8",
+    "gradient reduction": "#5f9ea0",
+    "weight gather": "#9edae5",
+    "optimizer": "#bcbd22",
+    "offload": "#dbdb8d",
+    "failures": "#c2553a",
+    "other": "#e4e8eb",
+}
+"""A loss has one colour in every figure, so that figures can be compared."""
 
 
 def study_text(found: Study) -> str:
@@ -115,17 +135,19 @@ def draw_speed(axes: Any, swept: Sweep) -> None:
     axes.plot(values, [point.speed for point in points], marker="o", color="#2a7f9e")
     _log_axis(axes, swept, values)
     axes.set_ylabel("useful tokens/s/GPU")
-    # Room for the slanted names of the strategies.
-    axes.set_ylim(0, 1.5 * max(point.speed for point in points))
+    # Room above the line for the names of the strategies, each from where it begins to win.
+    axes.set_ylim(0, 1.6 * max(point.speed for point in points))
     axes.margins(x=0.12)
     shown = ""
     for point in points:
         assert point.best is not None
         s = point.best.strategy
-        label = f"TP{s.tp} PP{s.pp}" + (f" EP{s.ep}" if s.ep > 1 else "") + f" ZeRO{s.zero}"
+        sizes = {"TP": s.tp, "PP": s.pp, "EP": s.ep}
+        label = " ".join([*(f"{name}{size}" for name, size in sizes.items() if size > 1), f"ZeRO{s.zero}"])
         if label != shown:
-            place = (point.value, point.speed)
-            axes.annotate(label, place, (-2, 6), textcoords="offset points", fontsize=7, rotation=35)
+            axes.axvline(point.value, color="#9db4be", linestyle=":", linewidth=1)
+            place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+            axes.text(point.value, 0.98, label, fontsize=8, **place)
             shown = label
 
 
@@ -139,11 +161,12 @@ def draw_shares(axes: Any, swept: Sweep) -> None:
     rows = [[sum(table.get(name, 0.0) for name in PRODUCTIVE) for table in tables]]
     rows += [[table.get(name, 0.0) for table in tables] for name in largest]
     rows.append([1 - sum(column) for column in zip(*rows, strict=True)])
-    axes.stackplot(values, rows, labels=["products, attention, head", *largest, "other"])
+    names = [_PRODUCTIVE, *largest, "other"]
+    axes.stackplot(values, rows, labels=names, colors=[_COLOURS[name] for name in names])
     _log_axis(axes, swept, values)
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of the wall-clock")
-    axes.figure.legend(loc="outside lower center", ncols=2, fontsize=7, frameon=False)
+    axes.figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
 
 
 def _log_axis(axes: Any, swept: Sweep, values: list[float]) -> None:

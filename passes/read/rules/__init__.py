@@ -10,10 +10,15 @@ from typing import Any
 
 from memfine_fx.passes.read.reader import Rule
 from memfine_fx.passes.read.rules import combine, indices, masks, matmuls, moves, parts, pointwise, reductions
+from memfine_fx.passes.read.rules.quantized import quantized_rule
 
-__all__ = ["RULES", "pointwise_rule"]
+__all__ = ["RULES", "shared_rule"]
 
-pointwise_rule = pointwise.pointwise_rule
+
+def shared_rule(target: Any) -> Rule | None:
+    """The rule of an overload that is not in the table: of what is pointwise, or dequantizes; else None."""
+    return pointwise.pointwise_rule(target) or quantized_rule(target)
+
 
 RULES: dict[Any, Rule] = {}
 for _module in (pointwise, reductions, moves, parts, indices, masks, matmuls, combine):

@@ -157,7 +157,7 @@ def _picked(reader: Reader, call: Call, source: Any, dim: int, indices: list[Any
 
 
 def _without_led_choice(reader: Reader, value: Any) -> Any:
-    """Routed rows name their choice already: where K = 1 has left it a dimension behind them, that is one of columns."""
+    """Routed rows name their choice already: the dimension that K = 1 has left it behind them is one of columns."""
     is_led = isinstance(value, Rows) and value.lead is Lead("r", "k") and reader.frame.top_k == 1
     if not is_led or value.expr is None:
         return value

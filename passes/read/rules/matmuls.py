@@ -75,6 +75,8 @@ def _mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 def _bmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     left, right = args[:2]
+    if reader.is_parameter(left) and reader.is_parameter(right):
+        return _product_of_tables(reader, call, reader.as_table(left, call), reader.as_table(right, call))
     if isinstance(left, (Rows, Partial)) or isinstance(right, (Rows, Partial)):
         left = left if isinstance(left, Leaf) else reader.as_rows(left, call)
         right = right if isinstance(right, Leaf) else reader.as_rows(right, call)
@@ -85,6 +87,14 @@ def _bmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     raise CannotChunk(
         Reason.UNKNOWN_SPELLING, f"no known spelling of experts: bmm of {_words(left)} by {_words(right)}", call.node
     )
+
+
+def _product_of_tables(reader: Reader, call: Call, left: Rows, right: Rows) -> Rows:
+    """Each expert's matrix times another of its own: the low-rank product of an adapter."""
+    if left.lead is not Lead.EXPERT or right.lead is not Lead.EXPERT:
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a product of other than two tables [E,...]", call.node)
+    product = reader.emit(aten.mm.default, reader.matrix_of(left), reader.matrix_of(right))
+    return replace(left, expr=reader.emit(aten.unsqueeze.default, product, 0))
 
 
 def _words(value: Any) -> str:
@@ -197,6 +207,8 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     letters = inputs.split(",")
     if any(len(set(own)) != len(own) for own in letters):
         raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} takes a diagonal", call.node)
+    if len(values) == 2 and all(map(reader.is_parameter, values)):
+        return _einsum_of_tables(reader, call, letters, values, output)
     terms = [_term(reader, call, own, value) for own, value in zip(letters, values, strict=True)]
     leads = set("".join(term.lead for term in terms))
     shapes = [tensor.shape for tensor in call.args[1]]
@@ -226,6 +238,37 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} sums over several routed dimensions", call.node)
     full = Lead(*result.lead.groups, groups[summed[0]])
     return combine_over(reader, replace(result, lead=full), full.num_dims - 1, expr, call)
+
+
+def _einsum_of_tables(reader: Reader, call: Call, letters: list[str], values: list[Any], output: str) -> Rows:
+    """einsum("o r e, e r i -> e o i", B, A): experts stand where the output's first letter does, in any dimension; a
+    factor without that letter is the same for all of them."""
+    expert, inner = output[:1], output[1:]
+    parts = [own.replace(expert, "") for own in letters]
+    contracted = set(parts[0]) & set(parts[1])
+    is_product = all(len(part) == 2 for part in parts) and len(contracted) == 1 and len(inner) == 2
+    if not is_product or set(inner) != set("".join(parts)) - contracted:
+        raise CannotChunk(
+            Reason.ROWS_NOT_FOLLOWED, f"einsum {call.args[0]} of tables is no product of two matrices each", call.node
+        )
+    matrices = [
+        _factor_of_table(reader, call, value, own.find(expert)) for own, value in zip(letters, values, strict=True)
+    ]
+    ordered = sorted(zip(parts, matrices, strict=True), key=lambda pair: inner[0] not in pair[0])
+    (left, one), (right, other) = ordered
+    one = one if left[0] == inner[0] else reader.emit(aten.t.default, one)
+    other = other if right[1] == inner[1] else reader.emit(aten.t.default, other)
+    product = reader.emit(aten.unsqueeze.default, reader.emit(aten.mm.default, one, other), 0)
+    return Rows(Lead.EXPERT, product, per_row=False, is_dispatched=True)
+
+
+def _factor_of_table(reader: Reader, call: Call, value: Any, dim: int) -> fx.Node:
+    """An expert's matrix of an operand whose experts stand in dimension `dim`, or all experts' where that is -1."""
+    if dim < 0:
+        return reader.matrix_of(reader.as_parameter(value, call))
+    if dim and isinstance(value, Rows):
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a computed table whose experts do not come first", call.node)
+    return reader.matrix_of(reader.as_table(value, call, dim))
 
 
 def _term(reader: Reader, call: Call, letters: str, value: Any) -> _Term:

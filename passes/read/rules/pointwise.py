@@ -362,4 +362,5 @@ RULES: dict[Any, Rule] = {
     aten.detach.default: same,  # what stops gradients is read in Dynamo's graph
     aten.amin.default: along_dim(1, default=()),
     aten.glu.default: along_dim(1),
+    aten.linalg_vector_norm.default: along_dim(2, default=()),
 }

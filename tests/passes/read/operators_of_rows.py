@@ -95,6 +95,11 @@ OPERATORS: Database = {
         claims(Rows, lambda r: F.glu(flat_rows(r), -1)),
         refused(ACROSS, lambda r: F.glu(flat_rows(r), 0)),
     ],
+    aten.linalg_vector_norm.default: [
+        claims(Rows, lambda r: torch.linalg.vector_norm(flat_rows(r), dim=-1, keepdim=True)),
+        refused(ACROSS, lambda r: torch.linalg.vector_norm(flat_rows(r), dim=0)),
+        refused(ALL_DIMS, lambda r: torch.linalg.vector_norm(flat_rows(r))),
+    ],
     aten.native_layer_norm.default: [
         claims(Rows, lambda r: F.layer_norm(sorted_rows(r), (HIDDEN,), r.gain)),
         claims(Rows, lambda r: F.layer_norm(flat_rows(r).view(-1, K, WIDTH), (WIDTH,))),

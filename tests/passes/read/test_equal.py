@@ -34,9 +34,9 @@ def read(graph_module: fx.GraphModule, *, is_shared: bool = True) -> tuple[list[
     walks: list[Reader] = []
     made = Reader.__init__
 
-    def noted(self: Reader, *args: Any) -> None:
+    def noted(self: Reader, *args: Any, **kwargs: Any) -> None:
         walks.append(self)
-        made(self, *args)
+        made(self, *args, **kwargs)
 
     with mock.patch.object(Reader, "__init__", noted):
         if is_shared:

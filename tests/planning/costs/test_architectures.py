@@ -97,3 +97,25 @@ def test_size_of_another_kind_in_a_config_is_named(value: object, tmp_path: Path
     path.write_text(json.dumps(sizes | {"model_type": "mine", "num_experts": value}))
     with pytest.raises(ConfigError, match=r"the config of mine: num_experts=.*; expected an integer"):
         architecture(str(path))
+
+
+SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+EXPERTS = {"intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"intermediate_size": -5}, "ffn=-5; expected a non-negative integer"),
+        (EXPERTS | {"mlp_only_layers": 3}, "mlp_only_layers=3; expected a list of layer indices"),
+        (EXPERTS | {"moe_layers": [0, 9]}, "moe_layers 9: expected different indices from 0 to 3"),
+        (EXPERTS | {"first_k_dense_replace": 9}, "experts=8, but none of its 4 layers holds them"),
+        (EXPERTS | {"kv_lora_rank": 16}, "qk_nope_head_dim=0; expected a positive integer"),
+        (EXPERTS | {"sliding_window": -1}, r"windows\[0\]=-1; expected a non-negative integer"),
+    ],
+)
+def test_size_that_cannot_be_is_named_with_its_file(fields: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SIZES | {"model_type": "mine"} | fields))
+    with pytest.raises(ConfigError, match=rf"config\.json: .*mine: {message}"):
+        architecture(str(path))

@@ -10,7 +10,7 @@ import yaml
 
 from memfine_fx.errors import ConfigError
 from memfine_fx.planning.serving.command import add_parser, run
-from memfine_fx.planning.serving.hardware import accelerators
+from memfine_fx.planning.serving.hardware import Accelerator, accelerators
 from memfine_fx.planning.serving.validation import compare
 
 TASK = {
@@ -66,6 +66,11 @@ def test_users_device_joins_the_pool(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"pool": {"H100": {"devices": 8, "prise": 3}}}, "pool.H100.prise: Extra inputs are not permitted (got 3)"),
         ({"number": "INT7"}, "number: String should match pattern"),
         ({"model": "nope"}, "unknown model 'nope'"),
+        ({"sizes": []}, "request.sizes: Tuple should have at least 1 item"),
+        (
+            {"pool": {"H100": {"devices": 8, "price": 2}, "H200": {"devices": 8}}},
+            "request.pool: Value error, expected a price for every accelerator or for none; none for H200",
+        ),
     ],
 )
 def test_bad_task_is_named_by_field(changed: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -88,7 +93,32 @@ def test_every_device_has_its_sources_and_says_what_was_checked() -> None:
     assert {"H100", "H200", "B200", "MI300X", "MI355X", "Ascend-910B", "Gaudi-3"} <= set(known)
     for one in known.values():
         assert one.sources, one.name
-        assert set(one.checked) <= set(type(one).model_fields)
+        assert {name.split(".")[0] for name in one.checked} <= set(type(one).model_fields)
+        assert all(one.checked.values())
+
+
+FIGURES = ("tflops", "memory_gib", "memory_gb_per_s", "domain", "domain_gb_per_s", "network_gb_per_s",
+           "host_link_gb_per_s")  # fmt: skip
+
+
+def unchecked(one: Accelerator) -> list[str]:
+    formats = [f"tflops.{number}" for number in one.tflops]
+    names = FIGURES if not any(name in one.checked for name in formats) else (*formats, *FIGURES[1:])
+    return [name for name in names if name not in one.checked]
+
+
+def test_page_names_every_figure_that_nobody_read() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.count(" | ") == 1]
+    written = {name: fields.split(", ") for name, fields in rows if name in accelerators()}
+    assert written == {name: unchecked(one) or ["none"] for name, one in accelerators().items()}
+
+
+def test_page_prints_the_ratios_that_the_model_gives() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text()
+    for one in compare():
+        checked = "yes" if one.checked else "no"
+        assert f"| {one.published:.3g} | {one.predicted:.2f} | {one.miss:+.0%} | {checked} | {one.name} |" in page
 
 
 def test_published_ratios_are_met_as_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:

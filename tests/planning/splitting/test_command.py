@@ -79,6 +79,11 @@ def changed(device: dict[str, object]) -> dict[str, object]:
         ({"server": FLEET["server"]}, "devices: Field required"),
         ({**FLEET, "leakage": {"relu": 2}}, "leakage.relu: Input should be less than or equal to 1 (got 2)"),
         ({**FLEET, "leakage": {"relu": 0.5}}, "leakage has no value for the cuts input"),
+        (
+            {**FLEET, "leakage": {"input_1": 1, "linear": 1, "relu": 1, "linear_1": 0, "linear_2": 0}},
+            "leakage.linear: the model has no such cut",
+        ),
+        ({**FLEET, "devices": FLEET["devices"] * 2}, "expected names that differ; slow, fast is given more than once"),
         (changed({"max_leakage": 0.5}), "device slow: max_leakage needs the cuts' leakage; pass --attack"),
         ([], "expected the fields server and devices, got list"),
     ],
@@ -93,6 +98,14 @@ def test_too_few_samples_are_named(tmp_path: Path) -> None:
     samples = tmp_path / "samples.pt"
     torch.save(torch.randn(7, 64), samples)
     with pytest.raises(ConfigError, match=r"samples\.pt: 7 samples; expected at least 8"):
+        plan("--fleet", written(tmp_path, FLEET), "--attack", str(samples))
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensor"])
+def test_samples_that_are_no_tensor_are_named(content: bytes, tmp_path: Path) -> None:
+    samples = tmp_path / "samples.pt"
+    samples.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"samples\.pt: cannot be read as a tensor"):
         plan("--fleet", written(tmp_path, FLEET), "--attack", str(samples))
 
 

@@ -135,3 +135,24 @@ def test_what_cannot_be_traced_is_named() -> None:
 
     with pytest.raises(ConfigError, match=r"torch\.export cannot trace Branch"):
         trace(Branch(), torch.randn(2, 3))
+
+
+def test_model_of_two_arguments_is_named() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    with pytest.raises(ConfigError, match=r"torch\.export cannot trace Two: missing a required argument: 'y'"):
+        trace(Two(), torch.randn(2, 3))
+
+
+def test_constant_result_and_example_without_a_batch_are_refused() -> None:
+    class Size(nn.Module):
+        def forward(self, x: Tensor) -> int:
+            return x.shape[0]
+
+    with pytest.raises(ConfigError, match="returns the constant 2; expected one tensor"):
+        trace(Size(), torch.randn(2, 3))
+    for example in (torch.tensor(1.0), torch.zeros(0, 3)):
+        with pytest.raises(ConfigError, match=r"the example has the shape \[.*\]; expected a batch"):
+            trace(nn.Identity(), example)

@@ -8,6 +8,7 @@ import pytest
 
 from memfine_fx.cli import main
 
+FITS = "--model llama3_8b --gpus 8 --tp 1 --pp 1 --zero 3 --recompute full"
 FIXED = "plan training --model qwen3_30b_a3b --gpus 16 --tp 1 --pp 2 --ep 8 --global-batch 64".split()
 
 
@@ -62,6 +63,8 @@ def test_page_needs_nothing_from_elsewhere_and_fits_a_phone(tmp_path: Path) -> N
         ("--model llama3_8b --gpus 8 --set overlap_tp=maybe", "overlap_tp is true or false"),
         ("--model llama3_8b --gpus 8 --set attention=slow", "is none of flash, unfused; nearest valid: attention=f"),
         ("--runs nowhere.json", "cannot read the runs file nowhere.json"),
+        (f"{FITS} --html /dev/null/plan.html", "cannot write the page /dev/null/plan.html: "),
+        (f"{FITS} --figures /dev/null", "cannot write the figure /dev/null/where_a_step_goes.svg: "),
     ],
 )
 def test_bad_input_is_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

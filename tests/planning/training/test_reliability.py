@@ -117,6 +117,22 @@ def test_log_without_the_split_counts_all_of_the_downtime(tmp_path: Path) -> Non
     assert (model.detection, model.restart, model.needs_node) == (0.0, 700.0, FaultModel().needs_node)
 
 
+@pytest.mark.parametrize(
+    ("column", "values", "parts"), [("detection", "100", (100, 500)), ("restart", "400", (200, 400))]
+)
+def test_part_of_the_downtime_that_a_log_lacks_is_the_rest_of_it(
+    column: str, values: str, parts: tuple[float, float], tmp_path: Path
+) -> None:
+    found = log(tmp_path, [(1, "a", "gpu", 600, "ECC")] * 2, extra=f",{column}", values=[values] * 2)
+    model = fault_model(found, FaultModel())
+    assert (model.detection, model.restart) == parts
+
+
+def test_parts_that_exceed_the_downtime_are_named_with_their_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"log\.csv:2: row: .*detection and restart add up to 700 s of a .* 600 s"):
+        log(tmp_path, [(1, "a", "gpu", 600, "ECC")], extra=",detection,restart", values=["200,500"])
+
+
 def test_events_of_one_cause_at_once_are_one_incident_that_takes_several_nodes(tmp_path: Path) -> None:
     rows: list[Row] = [(50, f"r1n{i}", "power", 3600, "feed") for i in range(4)]
     rows += [(50, "x", "gpu", 600, "ECC"), (80, "y", "gpu", 600, "ECC"), (80.05, "y", "gpu", 600, "lost")]
@@ -212,6 +228,19 @@ def test_json_log_brings_its_own_cluster(tmp_path: Path) -> None:
         read_history(str(path), nodes=2, days=1)
 
 
+def test_misspelt_field_of_a_json_log_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps({"node": 16, "events": []}))
+    with pytest.raises(ConfigError, match=r"log\.json: log\.node: nothing reads this field; did you mean nodes\?"):
+        read_history(str(path), days=2)
+
+
+def test_log_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.csv", [(0, "a", "gpu", 1, "x"), (48, "b", "gpu", 1, "x")])
+    path.write_text("\ufeff" + path.read_text().replace(",", ", "), encoding="utf-8")
+    assert [event.node for event in read_history(str(path), nodes=9).events] == ["a", "b"]
+
+
 def test_published_causes_of_llama_3_add_up() -> None:
     history = published_histories()["llama3"]
     planned = sum(cause.count for cause in history.causes if cause.planned)
@@ -271,6 +300,7 @@ def test_history_alone_is_assessed(tmp_path: Path, capsys: pytest.CaptureFixture
         ("--history llama3 --failure-rate 1e-5", "both give the rate of failures"),
         ("--history-nodes 8", "belong to --history FILE"),
         ("--history megascale", "does not say how long it was observed"),
+        ("--history llama3 --history-nodes 8", "has its own nodes and days"),
     ],
 )
 def test_flags_of_a_history_that_contradict_are_refused(

@@ -62,6 +62,8 @@ def test_null_and_absent_are_refused_where_there_is_no_default(name: str, tmp_pa
     ("content", "message"),
     [
         ([], "expected an object with lists of runs, got list"),
+        ({}, "expected at least one run in throughput or iteration_time"),
+        ({"througput": [DENSE]}, r"runs\.througput: nothing reads this field; did you mean throughput\?"),
         ({"throughput": {}}, "throughput: expected a list, got dict"),
         ({"throughput": [7]}, r"throughput\[0\]: Input should be"),
         ({"throughput": [DENSE | {"model": "nope"}]}, r"throughput\[0\] \(nope on H100\): unknown model 'nope'"),
@@ -85,6 +87,11 @@ def test_null_and_absent_are_refused_where_there_is_no_default(name: str, tmp_pa
 def test_bad_file_is_refused_where_it_is_read(content: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, content)
+
+
+def test_model_of_the_file_goes_before_a_built_in_one_of_its_name(tmp_path: Path) -> None:
+    (run,) = load(tmp_path, {"architectures": {"llama3_8b": SIZES}, "throughput": [DENSE]})
+    assert run.arch.layers == 4
 
 
 def test_null_sizes_of_a_models_own_are_its_defaults(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_factor_is_read_as_its_values(text: str, values: tuple[float, ...]) -> N
         ("mtbf=0:5", "values of mtbf are positive numbers"),
         ("ep=64:1", "low before high"),
         ("ep=1:2:3:4", "low before high"),
+        ("bandwidth=1:2:2.5", "low before high"),
     ],
 )
 def test_bad_factor_is_refused(text: str, message: str) -> None:

@@ -1,0 +1,162 @@
+"""What matters for three models on a cluster: the table and the two figures of docs/cluster.md.
+
+    python -m benchmarks.cluster_figures
+
+One study a model (`memfine plan training --sweep`): every factor of `STUDIES` alone, the strategy chosen anew at every
+value. Printed is the table, and for each factor where its bottlenecks take over; drawn are, a column a model, how far
+each factor moves the useful speed with the elasticities, and the best strategy over the number of GPUs with where the
+time goes. A few minutes; no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.readme import ROOT
+from memfine_fx.planning.costs.model_configs import architecture
+from memfine_fx.planning.hardware.systems import system
+from memfine_fx.planning.training.faults import FaultModel
+from memfine_fx.planning.training.routing import Routing
+from memfine_fx.planning.training.sweep import FACTORS, Study, Sweep, parse_factor, study
+from memfine_fx.planning.training.sweep_report import draw_elasticities, draw_range, draw_shares, draw_speed
+from memfine_fx.planning.training.tuner import Request, tune
+
+__all__ = ["STUDIES", "Question", "answered", "asked", "draw", "table", "takeovers"]
+
+_SIZE = (15.0, 9.5)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, its GPUs and format, and the factors that are varied around its plan."""
+
+    model: str
+    gpus: int
+    precision: str
+    factors: tuple[str, ...]
+
+
+_SHARED = ("seq=4096:65536", "memory=40:160", "bandwidth=12.5:200", "mtbf=5000:80000")
+STUDIES = (
+    Question("llama3_70b", 256, "BF16", ("gpus=64:16384", "tp=1:8", "nvlink=112:900", *_SHARED)),
+    Question("qwen3_235b_a22b", 256, "BF16", ("gpus=64:16384", "ep=1:128", "chunks=1:8", *_SHARED)),
+    Question("deepseek_v3", 1024, "FP8-CS", ("gpus=256:16384", "ep=1:64", "chunks=1:8", *_SHARED)),
+)
+_ELASTICITIES = ("flops", "bandwidth", "hbm", "host time a launch")
+
+
+def asked(question: Question) -> Request:
+    """The request that the command makes of it: 8 sequences of 4,096 tokens a GPU, the paper's table of routing."""
+    arch = architecture(question.model)
+    return Request(
+        arch,
+        system("H100"),
+        question.gpus,
+        8 * question.gpus,
+        4096,
+        question.precision,
+        Routing("table" if arch.is_moe else "balanced"),
+        FaultModel(spares=math.ceil(0.02 * question.gpus / 8)),
+    )
+
+
+def answered(question: Question) -> Study:
+    request = asked(question)
+    return study(request, [parse_factor(text) for text in question.factors], tune(request).best.strategy)
+
+
+def table(studies: Iterable[tuple[Question, Study]]) -> str:
+    """Markdown: over each factor's range, the lowest and highest useful speed relative to the plan's."""
+    studies = list(studies)
+    lines = [
+        "| factor | " + " | ".join(f"{question.model}, {question.gpus:,} GPUs" for question, _ in studies) + " |",
+        "|---" * (len(studies) + 1) + "|",
+        "| plan | " + " | ".join(_plan(found) for _, found in studies) + " |",
+    ]
+    swept = [{one.factor: one for one in found.sweeps} for _, found in studies]
+    for name in dict.fromkeys(name for each in swept for name in each):
+        lines.append(f"| {name} | " + " | ".join(_gain(each.get(name)) for each in swept) + " |")
+    for name in _ELASTICITIES:
+        values = [next(one.value for one in found.elasticities if one.factor == name) for _, found in studies]
+        lines.append(f"| elasticity of {name} | " + " | ".join(f"{value:.2f}" for value in values) + " |")
+    return "\n".join(lines)
+
+
+def _plan(found: Study) -> str:
+    base = found.sweeps[0].base
+    assert base.best is not None
+    return f"{base.best.strategy.label()}: {base.speed:,.0f}"
+
+
+def _gain(swept: Sweep | None) -> str:
+    if swept is None:
+        return ""
+    low, high = swept.gain
+    values = [point.value for point in swept.points if point.best]
+    return f"{low:.2f} to {high:.2f} ({values[0]:,.6g} to {values[-1]:,.6g})"
+
+
+def takeovers(question: Question, found: Study) -> str:
+    """Where the largest loss becomes another one, and where another strategy wins, factor by factor."""
+    lines = [question.model]
+    for swept in found.sweeps:
+        losses = "; ".join(f"{name} from {value:,.6g}" for value, name in swept.takeovers)
+        lines.append(f"  {swept.factor} ({FACTORS[swept.factor]}): {losses}")
+        shown = ""
+        for point in swept.points:
+            label = point.best.strategy.label() if point.best else "nothing fits"
+            if label != shown:
+                lines.append(f"    {point.value:,.6g}: {label}, {point.speed:,.0f} tokens/s/GPU")
+            shown = label
+    return "\n".join(lines)
+
+
+def draw(path: Path, columns: Sequence[tuple[str, Callable[[Any], None], Callable[[Any], None]]]) -> None:
+    """A picture of two rows: a column a model, of its title and two drawings."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE, dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    cells = figure.subfigures(2, len(columns), squeeze=False)
+    for column, (title, upper, lower) in enumerate(columns):
+        for row, drawing in enumerate((upper, lower)):
+            axes = cells[row, column].subplots()
+            drawing(axes)
+            if row == 0:
+                axes.set_title(title, fontsize=11)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    folder = parser.parse_args().out
+    studies = [(question, answered(question)) for question in STUDIES]
+    print(table(studies))
+    for question, found in studies:
+        print("\n" + takeovers(question, found))
+    titles = [f"{question.model}, {question.gpus:,} H100, {question.precision}" for question, _ in studies]
+    found = [each for _, each in studies]
+    draw(
+        folder / "cluster_factors.png",
+        [(t, _of(draw_range, s), _of(draw_elasticities, s)) for t, s in zip(titles, found, strict=True)],
+    )
+    scales = [next(swept for swept in each.sweeps if swept.factor == "gpus") for each in found]
+    draw(
+        folder / "cluster_scale.png",
+        [(t, _of(draw_speed, s), _of(draw_shares, s)) for t, s in zip(titles, scales, strict=True)],
+    )
+
+
+def _of(drawing: Callable[[Any, Any], None], data: object) -> Callable[[Any], None]:
+    return lambda axes: drawing(axes, data)
+
+
+if __name__ == "__main__":
+    main()

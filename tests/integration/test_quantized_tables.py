@@ -1,0 +1,88 @@
+"""Tables in 4 bits, by an operator of bitsandbytes' name and arguments that is written here where it is not installed.
+
+What the library itself makes of real layers is in tests/trainers/test_quantized.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfine_fx
+from memfine_fx.memory.measure import trace_memory
+from tests.integration.comparison import assert_same_step, optimized_copy
+
+E, K, H, WIDTH, T = 16, 2, 64, 64, 24
+
+if importlib.util.find_spec("bitsandbytes") is None:
+
+    @torch.library.custom_op("bitsandbytes::dequantize_4bit", mutates_args=())
+    def dequantize_4bit(
+        packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        numbers = torch.stack((packed.reshape(-1) >> 4, packed.reshape(-1) & 15), dim=1)
+        scaled = (numbers.reshape(-1, blocksize) / 7.5 - 1) * absmax.float().view(-1, 1)
+        return scaled.reshape(list(shape)).to(dtype)
+
+    @dequantize_4bit.register_fake
+    def _(
+        packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        return absmax.new_empty(list(shape), dtype=dtype)
+
+else:
+    import bitsandbytes  # noqa: F401  # registers the operator
+
+
+class Quantized(nn.Module):
+    """Experts whose first table is in 4 bits, with an adapter on it if asked."""
+
+    def __init__(self, *, rank: int = 0, block_size: int = 64) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, E, bias=False)
+        self.block_size = block_size
+        num = E * WIDTH * H
+        self.up = nn.Parameter(torch.randint(0, 256, (num // 2, 1), dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("absmax", torch.rand(num // block_size) / 5)
+        self.down = nn.Parameter(torch.randn(E, H, WIDTH) / 8, requires_grad=False)
+        self.a = nn.Parameter(torch.randn(E, rank, H) / 6) if rank else None
+        self.b = nn.Parameter(torch.randn(E, WIDTH, rank)) if rank else None
+
+    def table(self) -> Tensor:
+        with torch.no_grad():
+            table: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+                self.up, self.absmax, self.block_size, "nf4", [E, WIDTH, H], torch.float32
+            )
+        return table if self.a is None or self.b is None else table + self.b @ self.a
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, index = self.gate(hidden).softmax(-1).topk(K)
+        ids, rows = index.reshape(-1), hidden.repeat_interleave(K, dim=0)
+        inner = torch.bmm(self.table()[ids], rows.unsqueeze(-1)).relu()
+        rows = torch.bmm(self.down[ids], inner).squeeze(-1) * weight.reshape(-1, 1)
+        return rows.view(-1, K, H).sum(1)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_table_in_4_bits_is_made_one_expert_at_a_time(rank: int) -> None:
+    layer, hidden = Quantized(rank=rank), torch.randn(T, H)
+    optimized = optimized_copy(layer, rows_per_chunk=8)
+    assert_same_step(optimized, layer, {"hidden": hidden})
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked" and not region.why_expanded and not region.uncompared, str(region)
+    optimized(hidden).sum().backward()  # compiles for tokens without gradients
+    trace = trace_memory(lambda: optimized(hidden).sum().backward(), torch.device("cpu"))
+    assert not trace.has_allocation_of(4 * E * WIDTH * H // 8)
+
+
+def test_blocks_across_rows_make_the_table_whole() -> None:
+    layer = Quantized(block_size=128)
+    optimized = optimized_copy(layer, rows_per_chunk=8)
+    assert_same_step(optimized, layer, {"hidden": torch.randn(T, H)})
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked"
+    assert "blocks of 128 numbers lie across the borders of rows of 64" in region.why_expanded

@@ -1,0 +1,92 @@
+"""Expert tables that bitsandbytes keeps in 4 bits, and LoRA of PEFT on expert tables: the memory of one expert's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfine_fx
+from memfine_fx.demo.tiny import tiny_causal_lm
+from memfine_fx.memory.measure import trace_memory
+from tests.integration.comparison import FP32_TOLERANCE, optimized_copy, relative_error
+
+NUM_EXPERTS, HIDDEN, WIDTH = 32, 64, 64
+SIZES = {
+    "num_experts": NUM_EXPERTS,
+    "num_local_experts": NUM_EXPERTS,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": WIDTH,
+}
+TABLE_BYTES = 4 * NUM_EXPERTS * HIDDEN * WIDTH
+
+pytestmark = pytest.mark.trainers
+
+
+def model() -> Any:
+    return tiny_causal_lm("qwen3_moe", **SIZES)
+
+
+def in_4_bits(**settings: Any) -> nn.Module:
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    whole = model().requires_grad_(False)
+    whole.model.embed_tokens.weight.requires_grad_(True)
+    for layer in whole.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            parametrize.replace_parameter_4bit(layer.mlp.experts, name, **settings)
+    return whole  # type: ignore[no-any-return]
+
+
+def with_lora(**settings: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = peft.get_peft_model(
+        model(), peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, **settings)
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return adapted  # type: ignore[no-any-return]
+
+
+def step(one: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    one.zero_grad()
+    loss: Tensor = one(**inputs).loss
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: in_4_bits(quant_type="nf4"),
+        lambda: in_4_bits(quant_type="fp4"),
+        lambda: in_4_bits(compress_statistics=True),
+        with_lora,
+        lambda: with_lora(use_rslora=True),
+    ],
+    ids=["nf4", "fp4", "nf4 twice", "LoRA", "rsLoRA"],
+)
+def test_one_experts_tables_exist_at_a_time(make: Any) -> None:
+    eager = make()
+    optimized = optimized_copy(copy.deepcopy(eager), rows_per_chunk=16)
+    tokens = torch.randint(1, 64, (2, 12))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    for _ in range(2):
+        assert relative_error(step(optimized, inputs), step(eager, inputs)) < FP32_TOLERANCE
+        for (name, ours), theirs in zip(optimized.named_parameters(), eager.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), name
+            if ours.grad is not None and theirs.grad is not None:
+                assert relative_error(ours.grad, theirs.grad) < FP32_TOLERANCE, name
+    regions = memfine_fx.report(optimized).regions
+    assert [one.status for one in regions] == ["chunked"] * 2
+    assert all(one.makes_tables and not one.why_expanded for one in regions)
+    cpu = torch.device("cpu")
+    assert trace_memory(lambda: step(eager, inputs), cpu).has_allocation_of(TABLE_BYTES)
+    assert not trace_memory(lambda: step(optimized, inputs), cpu).has_allocation_of(TABLE_BYTES // 8)
+    hooks = [hook for module in optimized.modules() for hook in module._forward_pre_hooks.values()]
+    assert "_nothing" not in {getattr(hook, "__name__", "") for hook in hooks}
