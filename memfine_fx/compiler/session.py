@@ -51,7 +51,6 @@ class Session:
         is_dry: analyse only; graphs run as captured (`explain`).
         records: what is compiled is read and not built, and graphs run on fake tensors (`fit`): the record of the
             "code" that Inductor would write, or of the "graph" alone, which is quicker; "" where code is built.
-        is_plain: graphs stay as torch.compile alone would have them; only where they are recorded.
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
@@ -65,7 +64,6 @@ class Session:
     mode: str | None = None
     holds_compiled: bool = False
     records: Records = ""
-    is_plain: bool = False
     has_warned: bool = False
     has_warned_of_failure: bool = False
     capture_flags: tuple[str, ...] = ()
@@ -367,11 +365,10 @@ def open_session(
     mode: str | None = None,
     holds_compiled: bool = False,
     records: Records = "",
-    is_plain: bool = False,
 ) -> Session:
     set_up_logs()
     warn_outside_tested_range()
-    session = Session(config, is_dry, mode, holds_compiled, records, is_plain)
+    session = Session(config, is_dry, mode, holds_compiled, records)
     with _lock:
         number = next(_session_numbers)
         if number == 0:

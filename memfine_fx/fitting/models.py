@@ -77,18 +77,20 @@ def fake_model(source: object, setup: Setup, mode: FakeTensorMode) -> torch.nn.M
     Raises:
         ConfigError: it cannot be made; the message names the field where one is to blame.
     """
-    model = _of_module(source, mode) if isinstance(source, torch.nn.Module) else _made(source, setup, mode)
+    meta = torch.device("meta")  # PEFT moves what it adds to its layer's device, which fake tensors do not allow
+    model = source if isinstance(source, torch.nn.Module) else _made(source, setup, meta)
+    model = _of_module(model, meta)
     if setup.checkpointing:
         _checkpoint(model)
     if setup.train == "lora":
-        with mode:
-            model = _with_adapters(model, setup)
-    return model.train()
+        model = _with_adapters(model, setup)
+    with mode:
+        return _of_module(model, torch.device("cpu")).train()
 
 
-def _made(source: Any, setup: Setup, mode: FakeTensorMode) -> torch.nn.Module:
+def _made(source: Any, setup: Setup, device: torch.device) -> torch.nn.Module:
     try:
-        with mode:
+        with device:
             if callable(source) and not hasattr(source, "model_type"):
                 model = source()
             else:
@@ -115,15 +117,14 @@ def _of_config(config: Any, dtype: torch.dtype) -> Any:
     return auto.from_config(config, dtype=dtype)
 
 
-def _of_module(module: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """A copy on fake tensors; the module itself may be on any device, meta too."""
+def _of_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """A copy whose tensors are on another device; the module itself may be on any, meta too."""
     memo: dict[int, Any] = {}
-    with mode:
-        for one in module.parameters():
-            fake = torch.empty(one.shape, dtype=one.dtype)
-            memo[id(one)] = torch.nn.Parameter(fake, requires_grad=one.requires_grad)
-        for buffer in module.buffers():
-            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    for one in module.parameters():
+        made = torch.empty(one.shape, dtype=one.dtype, device=device)
+        memo[id(one)] = torch.nn.Parameter(made, requires_grad=one.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     copied: torch.nn.Module = copy.deepcopy(module, memo)
     return copied
 
