@@ -15,7 +15,7 @@ from memfine_fx.errors import ConfigError
 from memfine_fx.fitting.analysis import Analysis, StaticBytes, largest
 from memfine_fx.fitting.cuda_terms import CUDA_TERMS, CudaTerm
 from memfine_fx.fitting.models import fake_model, loaded_config
-from memfine_fx.fitting.recording import PLANS, RecordedStep, record_step
+from memfine_fx.fitting.recording import RecordedStep, record_step
 from memfine_fx.fitting.report import Change, FitReport
 from memfine_fx.fitting.setup import OptimizerBytes, Setup, optimizer_bytes
 from memfine_fx.fitting.stack import Stack, find_stack, shortened
@@ -54,14 +54,12 @@ def analyse(source: object, setup: Setup, config: Config, *, has_even_routing: b
     config = dataclasses.replace(config, memory_budget=setup.budget)
     if stack is not None and setup.budget is None:
         pair = tuple(_recorded(source, setup, config, stack, repeats) for repeats in _REPEATS)
-        even = [plan for plan in PLANS if is_even(pair[0].runs[plan], pair[1].runs[plan])]
-        if "most" in even:
+        if is_even(pair[0].runs["most"], pair[1].runs["most"]):
             how = (
                 f"{stack.repeats} equal units of {stack.unit} layer(s) were analysed as {_REPEATS[0]} and "
-                f"{_REPEATS[1]}, from the graph's operations, and counted in full"
+                f"{_REPEATS[1]}, from the graph's operations, and counted in full. Under the smallest budget what a "
+                "layer keeps depends on how many there are, so that budget is an estimate"
             )
-            if "least" not in even:
-                how += ". Under the smallest budget these do not all keep the same, so that budget is an estimate"
             return Analysis(pair, stack.repeats, static, setup, config, has_even_routing), how
     mode = _mode()
     records: Records = "code" if stack is None else "graph"  # the code of many layers takes minutes to write

@@ -12,8 +12,9 @@ of the k-th layer are linear in k, so the largest stand in the first or in the l
 shorter model has, so extending each of its moments by the difference to the longer one, and taking the largest, gives
 the peak for any number. `is_even` holds a record to the assumption: every layer must keep the same.
 
-The plan without a budget does not keep it: it computes again what costs least of the whole step's FLOPs, the head's
-among them, so how much a layer keeps depends on how many there are. The plans that keep all or nothing do.
+The plan that keeps everything does so. The one of the smallest budget, and the one without a budget, do not: they
+compute again what costs least of the whole step's FLOPs, so how much a layer keeps depends on how many there are, and
+three and four of them may be even where six are not. What is extended of them is an estimate.
 """
 
 from __future__ import annotations
