@@ -15,9 +15,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocast, without_saved_tensor_hooks
 from memfine_fx.compat.shapes import symbolic_size
-from memfine_fx.compat.tensors import FakeTensorMode
+from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode
 
-__all__ = ["TensorSpec", "TracedBody", "contiguous_strides", "trace_rows"]
+__all__ = ["TensorSpec", "TracedBody", "add_call", "add_cast", "contiguous_strides", "is_transpose", "trace_rows"]
 
 _ROWS_HINT = 2053
 _GROUPS_HINT = 17
@@ -93,3 +93,34 @@ def _fake(spec: TensorSpec, num_rows: torch.SymInt, num_groups: torch.SymInt) ->
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[position + 1 :]) for position in range(len(shape)))
+
+
+def add_call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call at a traced graph's place of insertion, with its fake result, so that the graph stays valid."""
+    node = graph.call_function(target, args, kwargs)
+    values = [argument.meta["val"] if isinstance(argument, fx.Node) else argument for argument in args]
+    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    with mode, torch.no_grad():
+        node.meta["val"] = target(*values, **kwargs)
+    return node
+
+
+def add_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A node in another dtype, itself where it has that one."""
+    if node.meta["val"].dtype == dtype:
+        return node
+    return add_call(graph, torch.ops.aten._to_copy.default, node, dtype=dtype)
+
+
+def is_transpose(view: fx.Node) -> bool:
+    """Whether a node swaps the last dimension of a tensor [..,a,b] with another."""
+    aten, num_dims = torch.ops.aten, view.meta["val"].ndim
+    order = list(range(num_dims))
+    if view.target is aten.permute.default:
+        order = [dim % num_dims for dim in view.args[1]]  # type: ignore[union-attr]  # a list of ints
+    elif view.target is aten.transpose.int:
+        left, right = view.args[1:]
+        order[left], order[right] = order[right], order[left]  # type: ignore[index]  # ints
+    elif view.target is aten.t.default:
+        order.reverse()
+    return bool(order and order[-1] != num_dims - 1)

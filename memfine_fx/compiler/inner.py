@@ -30,6 +30,7 @@ from memfine_fx.compat.inductor import (
 from memfine_fx.compiler.session import Records
 from memfine_fx.config import Config
 from memfine_fx.memory.graph_peak import read_graph
+from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.step.fit import StepBudget
@@ -123,12 +124,16 @@ def _compile_and_read(
     memory = read_wrapper(wrapper_of(compiled), graph_module.graph, counted)
     step.add_hints(graph_module.graph)
     if memory is not None:
-        if is_backward:
-            step.backward = memory
-        else:
-            step.forward = memory
+        _record(step, is_backward, memory)
         changed()
     return _backward_call(take_donated(), in_backward, compiled) if is_backward else compiled
+
+
+def _record(step: GraphStep, is_backward: bool, memory: GraphMemory) -> None:
+    if is_backward:
+        step.backward = memory
+    else:
+        step.forward = memory
 
 
 def record_plain(
@@ -200,10 +205,7 @@ def _read_alone(
     step.add_hints(graph_module.graph)
     if memory is None:
         memory = read_graph(unchanged.graph, is_fused=True, inputs=counted)
-    if is_backward:
-        step.backward = memory
-    else:
-        step.forward = memory
+    _record(step, is_backward, memory)
     changed()
     run = run_boxed(unchanged, inputs)
     return _backward_call(take_donated(), in_backward, run) if is_backward else run

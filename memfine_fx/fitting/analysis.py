@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfine_fx.config import Config, parse_budget
@@ -13,9 +12,9 @@ from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory, SizeOf
 from memfine_fx.plan.budget import unbounded_rows
 from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
-from memfine_fx.plan.rows import LEAST_ROWS
+from memfine_fx.plan.rows import LEAST_ROWS, largest
 
-__all__ = ["Analysis", "StaticBytes", "StepTotal", "largest"]
+__all__ = ["Analysis", "StaticBytes", "StepTotal"]
 
 _TOKEN_BYTES = 8
 _NUM_INPUTS = 2  # tokens and labels
@@ -98,7 +97,7 @@ class Analysis:
         if smallest.num_bytes > budget:
             return smallest
         most = self.setup.batch * self.setup.seq
-        rows = largest(LEAST_ROWS, most, lambda one: self.total("asked", batch, seq, one).num_bytes <= budget)
+        rows = largest(LEAST_ROWS, most + 1, lambda one: self.total("asked", batch, seq, one).num_bytes <= budget)
         return self.total("asked", batch, seq, rows)
 
     def _size_of(self, runs: tuple[RunMemory, ...], rows: int | None) -> SizeOf:
@@ -132,16 +131,6 @@ class Analysis:
         stepping = {"gradients": static.trained, "working set of the optimizer": optimizer.working}
         after = StepTotal("optimizer step", _sorted(always | stepping))
         return max(within, after, key=lambda one: one.num_bytes)
-
-
-def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number between two that fits, where `low` does and what is larger fits less; by bisection."""
-    if fits(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _sorted(terms: dict[str, int]) -> tuple[tuple[str, int], ...]:

@@ -12,7 +12,7 @@ from memfine_fx.compat.tensors import FakeTensorMode, storage_id
 from memfine_fx.compiler.session import Records
 from memfine_fx.config import Config, MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
-from memfine_fx.fitting.analysis import Analysis, StaticBytes, largest
+from memfine_fx.fitting.analysis import Analysis, StaticBytes
 from memfine_fx.fitting.cuda_terms import CUDA_TERMS, CudaTerm
 from memfine_fx.fitting.models import fake_model, loaded_config
 from memfine_fx.fitting.recording import RecordedStep, record_step
@@ -20,6 +20,7 @@ from memfine_fx.fitting.report import Change, FitReport
 from memfine_fx.fitting.setup import OptimizerBytes, Setup, optimizer_bytes
 from memfine_fx.fitting.stack import Stack, find_stack, shortened
 from memfine_fx.fitting.stretch import SHORT, is_even
+from memfine_fx.plan.rows import largest
 
 __all__ = ["analyse", "answer"]
 
@@ -121,7 +122,7 @@ def _report(
 def _longest(available: int | None, most: int, needed: Callable[[int], int], least: int) -> int:
     if available is None or needed(least) > available:
         return 0
-    return largest(least, most, lambda one: needed(one) <= available)
+    return largest(least, most + 1, lambda one: needed(one) <= available)
 
 
 def _changes(report: FitReport, analysis: Analysis) -> tuple[Change, ...]:

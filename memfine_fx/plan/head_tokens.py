@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.head_bytes import HeadBytes
+from memfine_fx.plan.rows import largest
 from memfine_fx.records.heads import HeadPlan
 
 __all__ = ["LEAST_TOKENS", "knee_tokens", "plan_head"]
@@ -64,16 +65,8 @@ def plan_head(
             ]
             budget = available_bytes if budget_bytes is None else budget_bytes
             raise BudgetInfeasible(budget, budget + needed - available_bytes, terms)
-        rows = _largest(low, rows, lambda candidate: peak(candidate) <= available_bytes)
+        rows = largest(low, rows, lambda candidate: peak(candidate) <= available_bytes)
         reason = f"largest chunk with which the step keeps within {available_bytes:,} B"
     elif available_bytes is not None:
         reason = f"{reason}, within the budget"
     return HeadPlan(rows, head.peak(num_tokens, rows), reason)
-
-
-def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, between `low`, which does, and `high`, which does not."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

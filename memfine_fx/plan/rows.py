@@ -6,6 +6,7 @@ in R piece by piece, so the largest R that fits is found exactly by bisection ov
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping
 
 from memfine_fx.config import Axis
@@ -13,7 +14,7 @@ from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.region_bytes import RegionBytes, region_peak
 from memfine_fx.records import ChunkPlan
 
-__all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "plan_region"]
+__all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "largest", "plan_region"]
 
 KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
 """Rows a chunk at which time stops falling; docs/design/plan.md, "The throughput knee", has the measurement (CPU)
@@ -72,7 +73,7 @@ def plan_region(
         if total(low) > available_bytes:
             raise infeasible(terms_of(low), budget_bytes, available_bytes)
         rows, reason = (
-            _largest(low, rows, lambda candidate: total(candidate) <= available_bytes),
+            largest(low, rows, lambda candidate: total(candidate) <= available_bytes),
             (f"largest chunk with which the step keeps within {available_bytes:,} B"),
         )
     elif available_bytes is not None:
@@ -88,9 +89,6 @@ def infeasible(terms: Mapping[str, int], budget_bytes: int | None, available_byt
     return BudgetInfeasible(budget, budget + sum(terms.values()) - available_bytes, largest)
 
 
-def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, between `low`, which does, and `high`, which does not."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from `low`, which fits, to below `high` that fits, where more never fits better."""
+    return low + bisect.bisect_left(range(low + 1, high), True, key=lambda number: not fits(number))

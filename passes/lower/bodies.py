@@ -36,7 +36,7 @@ from memfine_fx.passes.lower.fold_weight import fold_weight
 from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row
 from memfine_fx.passes.lower.lift import lift_over_experts
 from memfine_fx.passes.lower.low_rank import split_low_rank
-from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
+from memfine_fx.passes.tracing import TensorSpec, TracedBody, is_transpose, trace_rows
 from memfine_fx.records import ExpertFunction, Keep, ParamKind
 from memfine_fx.runtime.bodies import (
     BackwardBody,
@@ -282,8 +282,7 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
     is_transposed = False
     while node.target in _TRANSPOSES and isinstance(node.args[0], fx.Node) and node.meta["val"].ndim == 2:
-        is_swap = node.target is aten.t.default or list(node.args[1:]) not in ([[0, 1]], [0, 0], [1, 1])
-        is_transposed ^= is_swap
+        is_transposed ^= is_transpose(node)
         node = node.args[0]
     return node, is_transposed
 

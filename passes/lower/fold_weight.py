@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfine_fx.passes.tracing import add_call, add_cast
+
 __all__ = ["fold_weight"]
 
 aten = torch.ops.aten
@@ -48,9 +50,9 @@ def fold_weight(expert_fn: fx.GraphModule, weight: fx.Node) -> bool:
     with graph.inserting_before(product):
         result = _weighted_matmul(graph, matmul, column)
         for bias in biases:
-            scaled = _call(graph, aten.mul.Tensor, bias, column)
-            result = _call(graph, aten.add.Tensor, result, scaled)
-        result = _cast(graph, result, product.meta["val"].dtype)
+            scaled = add_call(graph, aten.mul.Tensor, bias, column)
+            result = add_call(graph, aten.add.Tensor, result, scaled)
+        result = add_cast(graph, result, product.meta["val"].dtype)
     product.replace_all_uses_with(result)
     graph.eliminate_dead_code()
     expert_fn.recompile()
@@ -114,20 +116,5 @@ def _is_bias(node: fx.Node) -> bool:
 
 def _weighted_matmul(graph: fx.Graph, matmul: fx.Node, column: fx.Node) -> fx.Node:
     act, matrix = (_node(argument) for argument in matmul.args[:2])
-    scaled = _cast(graph, _call(graph, aten.mul.Tensor, act, column), act.meta["val"].dtype)
-    return _call(graph, aten.mm.default, scaled, matrix)
-
-
-def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    if node.meta["val"].dtype == dtype:
-        return node
-    return _call(graph, aten._to_copy.default, node, dtype=dtype)
-
-
-def _call(graph: fx.Graph, target: Any, *args: fx.Node, **kwargs: Any) -> fx.Node:
-    """A call with its fake result, so that the graph stays valid."""
-    node = graph.call_function(target, args, kwargs)
-    values = [argument.meta["val"] for argument in args]
-    with values[0].fake_mode:
-        node.meta["val"] = target(*values, **kwargs)
-    return node
+    scaled = add_cast(graph, add_call(graph, aten.mul.Tensor, act, column), act.meta["val"].dtype)
+    return add_call(graph, aten.mm.default, scaled, matrix)

@@ -15,10 +15,13 @@ factors are cheaper whatever an expert's rows number; elsewhere the function sta
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import fx
+
+from memfine_fx.passes.tracing import add_call, add_cast, is_transpose
 
 __all__ = ["split_low_rank"]
 
@@ -114,6 +117,7 @@ class _Product:
 
     def __init__(self, graph: fx.Graph, rows: fx.Node) -> None:
         self._graph = graph
+        self._call = functools.partial(add_call, graph)
         self._rows = rows
 
     def with_matrix(self, matrix: fx.Node, *, is_turned: bool) -> fx.Node:
@@ -122,7 +126,7 @@ class _Product:
             return self._call(aten.mm.default, self._rows, self._factor(matrix, is_turned))
         source = matrix.all_input_nodes[0]
         if matrix.target not in (aten.add.Tensor, aten.mul.Tensor, aten.mm.default):  # a cast or a view
-            return self.with_matrix(source, is_turned=is_turned ^ _swaps(matrix))
+            return self.with_matrix(source, is_turned=is_turned ^ is_transpose(matrix))
         if matrix.target is aten.add.Tensor:
             left, right = (self.with_matrix(term, is_turned=is_turned) for term in matrix.all_input_nodes)
             return self._call(aten.add.Tensor, left, right)
@@ -138,8 +142,7 @@ class _Product:
         assert isinstance(inner, fx.Node)
         product = self.with_matrix(inner, is_turned=is_turned)
         if isinstance(scale, fx.Node):
-            dtype = product.meta["val"].dtype
-            scale = self._call(aten._to_copy.default, self._call(aten.view.default, scale, []), dtype=dtype)
+            scale = add_cast(self._graph, self._call(aten.view.default, scale, []), product.meta["val"].dtype)
         return self._call(aten.mul.Tensor, product, scale)
 
     def _factor(self, matrix: fx.Node, is_turned: bool) -> fx.Node:
@@ -147,29 +150,5 @@ class _Product:
         dtype = self._rows.meta["val"].dtype
         while matrix.meta["val"].ndim > 2:
             matrix = self._call(aten.select.int, matrix, 0, 0)
-        if matrix.meta["val"].dtype != dtype:
-            matrix = self._call(aten._to_copy.default, matrix, dtype=dtype)
+        matrix = add_cast(self._graph, matrix, dtype)
         return self._call(aten.t.default, matrix) if is_turned else matrix
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self._graph.call_function(target, args, kwargs)
-        values = [argument.meta["val"] if isinstance(argument, fx.Node) else argument for argument in args]
-        with self._rows.meta["val"].fake_mode, torch.no_grad():
-            node.meta["val"] = target(*values, **kwargs)
-        return node
-
-
-def _swaps(view: fx.Node) -> bool:
-    """Whether a view of a matrix is its transpose."""
-    if view.target not in _TRANSPOSES:
-        return False
-    num_dims = view.meta["val"].ndim
-    order = list(range(num_dims))
-    if view.target is aten.permute.default:
-        order = [dim % num_dims for dim in view.args[1]]  # type: ignore[union-attr]  # a list of ints
-    elif view.target is aten.transpose.int:
-        left, right = view.args[1:]
-        order[left], order[right] = order[right], order[left]  # type: ignore[index]  # ints
-    else:
-        order.reverse()
-    return bool(order.index(num_dims - 1) != num_dims - 1)

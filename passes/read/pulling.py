@@ -84,7 +84,7 @@ class Pulling:
             return any(isinstance(one, torch.Tensor) for one in value) and self._splits_leaf(node)
         if not isinstance(value, torch.Tensor) or not is_float_tensor(node):
             return False
-        if is_dequantized(node) or self.is_made_of_parameters(node):
+        if self.is_made_of_parameters(node):
             return self._is_computed_table(node, value)
         return target_name(node) in _COPIES or self._is_turned(node) or not self._has_plain_role(value)
 

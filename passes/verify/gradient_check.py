@@ -226,7 +226,8 @@ def _symbols(nodes: Iterable[fx.Node]) -> list[sympy.Symbol]:
 def _narrow_widths(region: MoERegion) -> dict[int, int]:
     """Of the tokens and of the parameters; E, K and sizes that are numbers by chance stay.
 
-    None where parameters are packed: what says how wide they are unpacked is no size of a tensor that comes in.
+    No width is made narrower where parameters are packed: how wide they are unpacked is a number in the code, not
+    the size of a tensor that comes in.
     """
     if any(is_int_tensor(node) for node in region.params):
         return {}
