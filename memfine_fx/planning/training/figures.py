@@ -131,13 +131,15 @@ def _front(axes: Any, front: tuple[Candidate, ...]) -> None:
     axes.annotate(
         "chosen",
         (100 * best.headroom, best.step.tokens_per_s_per_gpu),
-        (10, -3),
+        (0, 10),
         textcoords="offset points",
+        ha="center",
         fontsize=8,
     )
     axes.set_xlabel("memory left in a bad iteration, %")
     axes.set_ylabel("tokens/s/GPU")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * max(speeds))  # the ring and its name are inside
+    axes.margins(x=0.1)
 
 
 def _terms(axes: Any, plan: Plan) -> None:
@@ -147,7 +149,7 @@ def _terms(axes: Any, plan: Plan) -> None:
     for row, (_, seconds) in enumerate(terms):
         axes.text(seconds, row, f" {seconds / step.seconds:.0%}", va="center", fontsize=8)
     axes.margins(x=0.12)
-    axes.set_xlabel(f"s of a step of {step.seconds:.2f} s, slowest stage")
+    axes.set_xlabel(f"s of a step of {step.seconds:.2f} s")
 
 
 def _goodput_parts(axes: Any, plan: Plan) -> None:
@@ -220,10 +222,12 @@ def _timeline(axes: Any, plan: Plan) -> None:
     events = timeline(
         [stage.forward_s for stage in stages], [stage.backward_s for stage in stages], s.vp, micro_batches
     )
+    colors = {"F": (0.2, 0.4, 0.8), "B": (0.2, 0.6, 0.3)}
+    for phase, name in (("F", "forward"), ("B", "backward")):
+        axes.barh(0, 0, color=colors[phase], label=name)  # the legend's alone: each event has a shade of its own
     for event in events:
         if event.rank < _SHOWN_STAGES:
-            shade = 0.35 + 0.5 * (event.chunk + 1) / s.vp
-            color = (0.2, 0.4, 0.8, shade) if event.phase == "F" else (0.2, 0.6, 0.3, shade)
+            color = (*colors[event.phase], 0.35 + 0.5 * (event.chunk + 1) / s.vp)
             axes.barh(
                 event.rank,
                 1e3 * (event.end - event.start),
@@ -234,8 +238,9 @@ def _timeline(axes: Any, plan: Plan) -> None:
             )
     axes.invert_yaxis()
     axes.set_yticks(range(min(len(stages), _SHOWN_STAGES)))
-    axes.set_xlabel(f"ms, {micro_batches} of {s.micro_batches} micro-batches; blue forward, green backward")
+    axes.set_xlabel(f"ms, {micro_batches} of {s.micro_batches} micro-batches")
     axes.set_ylabel("pipeline rank")
+    _legend_below(axes)
 
 
 def _risk(axes: Any, plan: Plan) -> None:
