@@ -244,18 +244,12 @@ _SMALL = {"dim": _HIDDEN, "num_experts": _EXPERTS, "hidden_dim": _WIDTH}
 
 _REFUSED = frozenset(
     {
-        "torchtitan, softmax",
-        "torchtitan, sigmoid in groups",
         "mixture-of-experts, both choices",
         "mixture-of-experts, second by chance",
         "mixture-of-experts, hierarchical",
         "st-moe-pytorch",
         "st-moe-pytorch, top 3",
         "fairscale",
-        "deepspeed, top 1",
-        "deepspeed, top 2",
-        "deepspeed, top 2, nothing dropped",
-        "deepspeed, top 3",
         "torchscale X-MoE, top 1",
         "pytorch-mixtures, top 2",
         "pytorch-mixtures, expert choice",

@@ -59,21 +59,38 @@ def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
             f"{name}: dispatch by mask or one-hot without a table of expert weights is not raised yet",
             node,
         )
+    if any(map(_is_output, _integers_of(flow, seed))):
+        return Refusal(
+            where,
+            Reason.GRAPH_BREAK,
+            f"{name}: what is made of its indices leaves the captured graph (a graph break before the experts?)",
+            node,
+        )
     return Refusal(where, Reason.NO_EXPERTS, f"{name}: no expert matmul depends on it", node)
 
 
 def _picks(flow: Dataflow, seed: fx.Node) -> Iterator[fx.Node]:
     """Where the indices, themselves or as other integers, pick entries of a tensor of floats."""
+    for node in _integers_of(flow, seed):
+        for user in node.users:
+            if target_name(user) in _PICKS and is_float_tensor(user):
+                yield user
+
+
+def _integers_of(flow: Dataflow, seed: fx.Node) -> Iterator[fx.Node]:
+    """The indices and the integers that are made of them."""
     pending, seen = [seed], {seed}
     while pending:
-        for user in sorted(pending.pop().users, key=flow.position.__getitem__):
-            if user in seen:
-                continue
-            seen.add(user)
-            if is_int_tensor(user):
+        node = pending.pop()
+        yield node
+        for user in sorted(node.users, key=flow.position.__getitem__):
+            if user not in seen and is_int_tensor(user):
+                seen.add(user)
                 pending.append(user)
-            elif target_name(user) in _PICKS and is_float_tensor(user):
-                yield user
+
+
+def _is_output(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
 
 
 def _is_of_vectors(pick: fx.Node) -> bool:

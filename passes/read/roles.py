@@ -252,8 +252,9 @@ class Roles:
         assert isinstance(tensor, torch.Tensor)
         if isinstance(tensor, torch.nn.Parameter) or not is_float_tensor(value.node):
             return None
-        if frame.has_choices and _has_shape(tensor, (*frame.token_shape, frame.top_k)):
-            return Rows(frame.lead, self.expressions.input(Input("weight", value.node)))
+        lead = self._lead_of_choices(tensor) if frame.has_choices else None
+        if lead is not None and lead.groups[-1] == "k":
+            return Rows(lead, self.expressions.input(Input("weight", value.node)))
         return self.weights_of_experts(
             value, self.num_experts or frame.num_experts if num_experts is None else num_experts
         )
@@ -282,7 +283,7 @@ class Roles:
 
     def _resolved(self, outer: fx.Node, call: Call) -> Rows:
         """The role that a leaf's shape gives it."""
-        value, frame = node_value(outer), self.frame
+        value = node_value(outer)
         assert isinstance(value, torch.Tensor)
         if not is_float_tensor(outer):
             raise CannotChunk(
@@ -291,12 +292,8 @@ class Roles:
                 call.node,
             )
         is_param = isinstance(value, torch.nn.Parameter)
-        is_choice = _has_shape(value, (*frame.token_shape, frame.top_k)) or (
-            frame.top_k == 1 and _has_shape(value, frame.token_shape)
-        )
-        if is_choice and not is_param:
-            has_choices = value.ndim > len(frame.token_shape)
-            lead = replace(frame, has_choices=has_choices).lead
+        lead = self._lead_of_choices(value)
+        if lead is not None and not is_param:
             return Rows(lead, self.expressions.input(Input("weight", outer)))
         if self._pulling.is_tokens(value) and not is_param:
             return self.as_tokens(Leaf(outer), call)
@@ -310,6 +307,15 @@ class Roles:
                 call.node,
             )
         return Rows(Lead.NONE, self.expressions.input(Input("whole", outer)), per_row=False)
+
+    def _lead_of_choices(self, tensor: torch.Tensor) -> Lead | None:
+        """Of a tensor with a number for each choice, in the index's shape or with all tokens in one dimension."""
+        frame = self.frame
+        if _has_shape(tensor, (*frame.token_shape, frame.top_k)):
+            return replace(frame, has_choices=True).lead
+        if frame.top_k == 1 and _has_shape(tensor, frame.token_shape):
+            return replace(frame, has_choices=False).lead
+        return Lead("t", "k") if _has_shape(tensor, (frame.num_tokens, frame.top_k)) else None
 
     def _has_experts_behind(self, node: fx.Node) -> bool:
         """Whether a later matmul of what stands here reads more that the routing decides."""

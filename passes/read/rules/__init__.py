@@ -16,8 +16,8 @@ __all__ = ["RULES", "shared_rule"]
 
 
 def shared_rule(target: Any) -> Rule | None:
-    """The rule of an overload that is not in the table: of what is pointwise, or dequantizes; else None."""
-    return pointwise.pointwise_rule(target) or quantized_rule(target)
+    """The rule of an overload that is not in the table: of what is pointwise, or a library's own; else None."""
+    return pointwise.pointwise_rule(target) or quantized_rule(target) or combine.library_rule(target)
 
 
 RULES: dict[Any, Rule] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfine_fx.compat.operators import qualified_name
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size, static_size
 from memfine_fx.passes.read.leads import Lead
@@ -22,7 +23,7 @@ from memfine_fx.passes.read.rules.masks import scattered
 from memfine_fx.passes.read.rules.pointwise import expression_of
 from memfine_fx.passes.read.values import ALL, Combined, Counts, Fill, Ids, Leaf, Partial, Rows, Taken, merged
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "library_rule"]
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -103,6 +104,13 @@ def _scatter(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "scatter_add other than of rows to tokens", call.node)
     which = Named((ids.names,), Lead(*ids.lead.groups[:1]), ids.copy)
     return _sum(reader, call, base, which, values) if is_sum else _put(reader, call, base, which, values)
+
+
+def _scatter_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """(base, index, rows): `scatter_add` along the first dimension as an operator of a library."""
+    base, ids, values = args
+    plain = Call(aten.scatter_add.default, (call.args[0], 0, *call.args[1:]), call.kwargs, call.out, call.node)
+    return _scatter(reader, plain, (base, 0, ids, values), kwargs)
 
 
 def _counted(reader: Reader, base: Any, values: Any, call: Call) -> Counts:
@@ -232,3 +240,9 @@ RULES: dict[Any, Rule] = {
     aten.scatter.value: _scatter,
     PUT_ROWS: _put_rows,
 }
+_LIBRARY_RULES: dict[str, Rule] = {"torchtitan::deterministic_scatter_add": _scatter_rows}
+
+
+def library_rule(target: Any) -> Rule | None:
+    """The rule of an operator that a library registers, whose overload exists only where that is imported, or None."""
+    return _LIBRARY_RULES.get(qualified_name(target))

@@ -120,6 +120,16 @@ def test_indices_that_leave_the_graph_are_explained() -> None:
     assert refusal.details == "topk: its indices leave the captured graph (a graph break before the experts?)"
 
 
+def test_what_is_made_of_indices_and_leaves_the_graph_is_explained() -> None:
+    linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def function(hidden: Tensor) -> Tensor:
+        return linear(hidden).argmax(-1) + 1
+
+    (refusal,) = refusals_of(capture(function, hidden_states()))
+    assert "what is made of its indices leaves the captured graph" in refusal.details
+
+
 def test_a_dispatch_by_mask_is_raised() -> None:
     gate, experts = nn.Linear(HIDDEN, 2), [nn.Linear(HIDDEN, HIDDEN) for _ in range(2)]
 
