@@ -39,7 +39,7 @@ from memfine_fx.passes.read.pulling import MATMULS, behind_views
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
 from memfine_fx.passes.read.rules import RULES, shared_rule
-from memfine_fx.passes.read.seeds import frames_of, is_router, is_seed, masked, reframed
+from memfine_fx.passes.read.seeds import frames_of, is_router, masked, reframed, seeds_of
 from memfine_fx.passes.read.tables import move_tables
 from memfine_fx.passes.read.values import Combined, Rows
 from memfine_fx.records import Cut, ExpertFunction, MoERegion, Refusal, RegionDims, SlotLayout
@@ -59,7 +59,7 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     is not changed, but for ids of masks and views of tables (`dropped`, `tables`).
     """
     nodes = graph_module.graph.nodes
-    seeds = [node for node in nodes if is_seed(node)]
+    seeds = seeds_of(graph_module.graph)
     chosen_by_input = [node for node in nodes if chooses_for_sequences(node)]
     if not seeds and not chosen_by_input:
         return []

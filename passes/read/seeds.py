@@ -16,7 +16,7 @@ from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import is_int_tensor, node_value, same_size, static_size, target_name, tensor_of
 from memfine_fx.passes.read.frame import Frame
 
-__all__ = ["frames_of", "is_router", "is_seed", "masked", "reframed"]
+__all__ = ["frames_of", "is_router", "masked", "reframed", "seeds_of"]
 
 _ROUTERS = frozenset("topk argmax max argmin min".split())
 _INDEXING = frozenset("getitem index_select embedding gather".split())
@@ -26,6 +26,22 @@ _GLUE = frozenset("to view reshape contiguous long int clone detach unsqueeze sq
 def is_seed(node: fx.Node) -> bool:
     """Whether a node is a routing decision."""
     return is_int_tensor(node) and (_is_chosen(node) or _is_table_lookup(node) or _is_index_input(node))
+
+
+def seeds_of(graph: fx.Graph) -> list[fx.Node]:
+    """Routing decisions in graph order.
+
+    An input that is first read behind a choice is none: where experts are compiled alone they come first, and labels,
+    integers [B,S] as an index may be, would be read with the whole model in front of the loss.
+    """
+    position = {node: place for place, node in enumerate(graph.nodes)}
+    seeds = [node for node in graph.nodes if is_seed(node)]
+    first = min((position[seed] for seed in seeds if not _is_index_input(seed)), default=len(position))
+    return [
+        seed
+        for seed in seeds
+        if not _is_index_input(seed) or min(map(position.__getitem__, seed.users), default=0) < first
+    ]
 
 
 def is_router(seed: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memfine_fx.models import DeepseekConfig, DeepseekMoE
 from memfine_fx.passes.dataflow import node_value, target_name
 from memfine_fx.passes.read.regions import read_regions
+from memfine_fx.passes.read.seeds import seeds_of
 from memfine_fx.records import MoERegion
 from tests.helpers import (
     HIDDEN,
@@ -95,6 +96,17 @@ def test_experts_compiled_alone_are_found_by_their_index_argument() -> None:
     graph_module = capture(layer.experts, hidden_states(), index, weight.detach())
     index_node = only_region(graph_module).expert_index
     assert index_node is not None and index_node.op == "placeholder"
+
+
+def test_labels_are_no_routing_decision() -> None:
+    layer, labels = GroupedMoE(), torch.randint(0, HIDDEN, (2, 8))
+
+    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(layer(hidden), labels.view(-1))
+
+    graph_module = capture(loss, hidden_for(layer, 16), labels)
+    (seed,) = seeds_of(graph_module.graph)
+    assert only_region(graph_module).expert_index is seed and seed.op != "placeholder"
 
 
 def test_a_dense_model_has_no_regions_and_no_refusals() -> None:
