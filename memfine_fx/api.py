@@ -216,6 +216,12 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
         return session.verify_report()
 
 
+_OF_EVERY_MODEL = (
+    "graphs of every model that was compiled by the backend's name with these options: FSDP2 hands them other tensors "
+    "than the model holds between its steps"
+)
+
+
 def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
     """The report of a model that was optimized, or compiled with backend="memfine" and has run.
 
@@ -228,12 +234,17 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
     if call is not None:
         return Report((), 0, has_run=False) if call.session is None else call.session.report(has_run=call.has_run)
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    from memfine_fx.capture.ranks import is_fully_sharded
     from memfine_fx.compiler.session import sessions
 
     for session in reversed(sessions()):
         of_model = None if session.is_dry else session.restricted_to(parameters)
         if of_model is not None:
             return of_model.report()
+    named = [one for one in sessions() if not (one.holds_compiled or one.is_dry)]
+    if named and isinstance(model, torch.nn.Module) and is_fully_sharded(model):
+        found = named[-1].report()
+        return dataclasses.replace(found, notes=(*found.notes, _OF_EVERY_MODEL))
     raise MemfineError(
         "nothing of this model has been compiled by memfine_fx: call memfine_fx.optimize(model) or "
         "torch.compile(model, backend='memfine') and run one step first"

@@ -11,7 +11,7 @@ import torch
 
 from memfine_fx.compat.dynamo import integers_as_constants
 
-__all__ = ["captured_on_ranks"]
+__all__ = ["captured_on_ranks", "is_fully_sharded"]
 
 
 def captured_on_ranks(model: torch.nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,18 +26,23 @@ def captured_on_ranks(model: torch.nn.Module, compiled: Callable[..., Any]) -> C
     """
     from memfine_fx.compat.shapes import every_size_captured
 
-    @functools.cache
-    def is_fully_sharded() -> bool:
-        from torch.distributed.fsdp import FSDPModule
-
-        return any(isinstance(module, FSDPModule) for module in model.modules())
+    is_sharded = functools.cache(functools.partial(is_fully_sharded, model))
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(every_size_captured())
-            if is_fully_sharded():
+            if is_sharded():
                 stack.enter_context(integers_as_constants())
             return compiled(*args, **kwargs)
 
     return call
+
+
+def is_fully_sharded(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 manages parameters of a model."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
