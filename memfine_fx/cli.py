@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from memfine_fx.api import explain
-from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.planning.command import FORMER_NAMES, PLANNERS
 from memfine_fx.planning.command import run as run_planner
@@ -94,7 +93,7 @@ def _demo(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     model, args, kwargs = _load(options.target, options.experts)
     is_measured = options.measure or options.plot is not None
-    report = explain(model, *args, measure=is_measured, config=Config(), **kwargs)
+    report = explain(model, *args, measure=is_measured, **kwargs)
     if options.plot is not None:
         report.plot(options.plot)
     print(report.to_json() if options.json else report)
