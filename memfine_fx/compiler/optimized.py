@@ -40,12 +40,13 @@ from memfine_fx.errors import MemfineError
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
     from memfine_fx.compiler.session import Session
 
-__all__ = ["OptimizedCall", "Options", "captured", "optimize_in_place", "optimized_call", "restored"]
+__all__ = ["OptimizedCall", "Options", "captured", "living_calls", "optimize_in_place", "optimized_call", "restored"]
 
 _ATTRIBUTE = "_memfine_call"
 _GETSTATE, _SETSTATE = "__getstate__", "__setstate__"
 _CALL = -1
 _lock = threading.RLock()
+_living: weakref.WeakSet[OptimizedCall] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,7 @@ class OptimizedCall:
         attributes = vars(self.model)
         attributes[_ATTRIBUTE], attributes[_GETSTATE] = self, self.state_of_model
         self._stand()
+        _living.add(self)
 
     def install_once_filled(self) -> None:
         """Install it in a model that copy or pickle is about to fill: parts of it exist after that."""
@@ -103,10 +105,14 @@ class OptimizedCall:
             attributes.setdefault(_GETSTATE, functools.partial(_state_of_part, part))
 
     @functools.cached_property
+    def parts(self) -> list[torch.nn.Module]:
+        """The model and its backbones."""
+        return [self.model, *backbones(self.model)]
+
+    @functools.cached_property
     def _stand_ins(self) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:
-        """The model and its backbones, with what is to stand in the places of their forwards."""
-        parts = [self.model, *backbones(self.model)]
-        return [(part, stand_in(part, self, place)) for place, part in enumerate(parts)]
+        """The parts, with what is to stand in the places of their forwards."""
+        return [(part, stand_in(part, self, place)) for place, part in enumerate(self.parts)]
 
     def prepare(self) -> Callable[..., Any]:
         """Open the session; once."""
@@ -231,6 +237,11 @@ def optimized_call(model: object) -> OptimizedCall | None:
     """The call of an optimized model, None of any other."""
     call = vars(model).get(_ATTRIBUTE) if isinstance(model, torch.nn.Module) else None
     return call if isinstance(call, OptimizedCall) and call.model is model else None
+
+
+def living_calls() -> list[OptimizedCall]:
+    """The calls of every optimized model that is alive."""
+    return list(_living)
 
 
 def captured(
