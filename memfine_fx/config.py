@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from memfine_fx.errors import ConfigError
 
-__all__ = ["Axis", "Config", "InnerBackend", "MemoryBudget", "parse_budget"]
+__all__ = ["Axis", "Config", "InnerBackend", "MemoryBudget", "budget_as_written", "parse_budget"]
 
 Axis = Literal["rows", "tokens"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
@@ -169,6 +169,11 @@ def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int |
             raise ConfigError(f"memory_budget={budget!r} is not understood; expected {accepted}")
         return num_bytes
     raise ConfigError(f"memory_budget={budget!r} is not a budget; expected {accepted}")
+
+
+def budget_as_written(text: str) -> MemoryBudget:
+    """A budget that was written as text: "0.8" and "123456" are numbers."""
+    return _number(text)
 
 
 def dump_folder() -> str | None:

@@ -9,16 +9,14 @@ from typing import Any
 
 from memfine_fx.compat.checks import Hook, expect
 
-__all__ = ["ACCELERATOR", "BACKENDS", "HAND_OVER", "MODULE", "add_backend", "hand_over_models"]
+__all__ = ["BACKENDS", "HAND_OVER", "add_backend", "hand_over_models"]
 
-ACCELERATOR = "accelerate.accelerator"
-MODULE = "accelerate.utils.dataclasses"
 _HANDS_OVER = "_memfine_hands_over"
 _NAME = "MEMFINE"
 
 
 def add_backend(dataclasses: Any) -> None:
-    """Make "memfine" one of accelerate's backends; `dataclasses` is its module `MODULE`. Twice changes nothing."""
+    """Make "memfine" one of accelerate's backends, in the module of its enumeration. Twice changes nothing."""
     backends = getattr(dataclasses, "DynamoBackend", None)
     if backends is None or _NAME in backends.__members__:
         return
@@ -39,7 +37,7 @@ def hand_over_models(accelerator: Any, optimize: Callable[[Any, Any], bool]) -> 
     By the name alone the backend sees what Dynamo has captured already; loops, adapters and recorders need more.
 
     Args:
-        accelerator: the module `ACCELERATOR`. Twice changes nothing.
+        accelerator: the module of that class. Twice changes nothing.
         optimize: (model, TorchDynamoPlugin) -> whether the model is optimized; if not, accelerate compiles it.
     """
     prepare_model = getattr(getattr(accelerator, "Accelerator", None), "prepare_model", None)

@@ -12,26 +12,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfine_fx.compat import accelerate, dynamo
-from memfine_fx.compat.loading import tell_when_loaded
+from memfine_fx.compat.loading import ACCELERATE_BACKENDS, ACCELERATOR, DYNAMO_BACKENDS, tell_when_loaded
 
 __all__ = ["register_backend"]
 
 
 def register_backend() -> None:
     """Make `backend="memfine"` known, now or when its readers load. Calling it again changes nothing."""
-    tell_when_loaded(dynamo.REGISTRY, _tell_dynamo)
-    tell_when_loaded(accelerate.MODULE, accelerate.add_backend)
-    tell_when_loaded(accelerate.ACCELERATOR, _tell_accelerator)
+    tell_when_loaded(DYNAMO_BACKENDS, _tell_dynamo)
+    tell_when_loaded(ACCELERATE_BACKENDS, _tell_accelerate)
+    tell_when_loaded(ACCELERATOR, _tell_accelerator)
 
 
 def _tell_dynamo(registry: Any) -> None:
+    from memfine_fx.compat import dynamo
     from memfine_fx.compiler.entry import memfine
 
     dynamo.register_backend(registry, memfine, "memfine")
 
 
+def _tell_accelerate(dataclasses: Any) -> None:
+    from memfine_fx.compat import accelerate
+
+    accelerate.add_backend(dataclasses)
+
+
 def _tell_accelerator(accelerator: Any) -> None:
+    from memfine_fx.compat import accelerate
+
     accelerate.hand_over_models(accelerator, _optimized)
 
 
@@ -41,6 +49,7 @@ def _optimized(model: Any, plugin: Any) -> bool:
     Raises:
         ConfigError: an option is malformed.
     """
+    from memfine_fx.compat import accelerate
     from memfine_fx.compat.nn import COMPILED_CALLS, has_compiled_call
     from memfine_fx.compiler.optimized import Options, optimize_in_place, optimized_call
     from memfine_fx.config import Config
