@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +155,14 @@ def test_bins_and_fixed_slices_exclude_each_other() -> None:
 
 def test_there_are_few_options() -> None:
     assert len(dataclasses.fields(Config)) <= 11
+
+
+def test_the_table_of_options_names_every_field() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    table = page[page.index("## Options") : page.index("## DDP")]
+    keys = re.findall(r"^\|[^|]*\| `(\w+)` \| `(\w+)=", table, re.MULTILINE)
+    assert [first for first, second in keys if first == second] == [first for first, _ in keys]
+    assert sorted(first for first, _ in keys) == sorted(field.name for field in dataclasses.fields(Config))
 
 
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
