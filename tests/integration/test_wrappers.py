@@ -253,8 +253,10 @@ def test_an_embedding_that_is_told_to_want_gradients_breaks_no_graph(is_late: bo
         output.requires_grad_(True)
 
     handles = [one.backbone.embedding.register_forward_hook(want_gradients) for one in (optimized, model)]
+    before = memfine_fx.report(optimized).num_graphs
     assert_same_step(optimized, model, tokens())
     assert chunked(optimized) == ["chunked"] * 2
+    assert memfine_fx.report(optimized).num_graphs - before <= 2, "the backbone in one graph, the head in another"
     assert optimized.backbone.embedding(tokens()["tokens"]).requires_grad, "outside of graphs too"
     handles[0].remove()
     assert not optimized.backbone.embedding(tokens()["tokens"]).requires_grad
