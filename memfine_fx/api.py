@@ -276,7 +276,7 @@ def _open_session(config: Config, *, is_dry: bool = False) -> Session:
 
 def _captured_forward(model: torch.nn.Module, session: Session) -> Callable[..., Any]:
     """The forward that a model would run without us, compiled in a session."""
-    return captured(model, [as_written(model)], session, fullgraph=False, dynamic=True)
+    return captured(model, [functools.partial(as_written, model)], session, fullgraph=False, dynamic=True)
 
 
 def _merged(config: Config | None, **given: Any) -> Config:

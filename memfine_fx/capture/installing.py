@@ -1,7 +1,7 @@
 """Methods that stand on modules for the time of calls.
 
 A call may be inside another of the same model, and threads call it at once: methods go in with the first call and out
-with the last. Where somebody else has set an attribute of that name, theirs stays; a stand-in of ours is nobody else.
+with the last. Where somebody else has set an attribute of that name, theirs stays.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-
-from memfine_fx.capture.standing import place_of
 
 __all__ = ["InstalledMethods"]
 
@@ -27,7 +25,6 @@ class InstalledMethods:
 
     def __init__(self, methods: Sequence[tuple[torch.nn.Module, str, Callable[..., object]]]) -> None:
         self.methods = [(module, name, types.MethodType(function, module)) for module, name, function in methods]
-        self._placed: list[tuple[torch.nn.Module, str, object]] = []
         self._num_calls = 0
         self._lock = threading.Lock()
 
@@ -40,14 +37,13 @@ class InstalledMethods:
         with self._lock:
             self._num_calls += 1
             if self._num_calls == 1:
-                self._placed = [(module, place_of(module, name), method) for module, name, method in self.methods]
-                for module, place, method in self._placed:
-                    vars(module).setdefault(place, method)
+                for module, name, method in self.methods:
+                    vars(module).setdefault(name, method)
         try:
             yield
         finally:
             with self._lock:
                 self._num_calls -= 1
-                for module, place, method in () if self._num_calls else self._placed:
-                    if vars(module).get(place) is method:
-                        del vars(module)[place]
+                for module, name, method in () if self._num_calls else self.methods:
+                    if vars(module).get(name) is method:
+                        del vars(module)[name]

@@ -9,9 +9,14 @@ call a *stand-in* is the `forward` of the model and of each backbone, as an attr
     model.forward(...)       the compiled forward of the model; whoever calls it has run the hooks
     backbone.forward(...)    the compiled forward of the backbone; `backbone(...)` gets there through its own hooks
 
-Inside a call of the model all of these run what was written, so that there is one compiled call and no second one in
-it: in eager code of the same thread by a list of what is under way, in what Dynamo traces by a flag that it guards. A
-model inside of code that somebody else compiles stays out of their graph, compiled by us.
+For the time of a call of the model its stand-ins are taken out, so that there is one compiled call and no second one in
+it, and Dynamo traces the forwards as written: with their own names for the inputs and their own guards. Where somebody
+has wrapped a stand-in, theirs stays, with ours in it. That one runs what was written: in eager code of the same thread
+by a list of what is under way, in what Dynamo traces by a flag that it guards. A model inside of code that somebody
+else compiles stays out of their graph, compiled by us.
+
+NOTE: a thread that calls `model.forward` itself while another is in a call of the same model finds no stand-in, and
+runs what was written without us; `model(...)` does not need one.
 """
 
 from __future__ import annotations
@@ -21,25 +26,24 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 __all__ = [
     "Arrivals",
+    "StandIns",
     "as_written",
     "backbones",
+    "behind",
     "is_compiled_inside",
     "is_own",
-    "place_of",
     "replaced_by",
-    "running",
     "stand_in",
     "state_as_written",
 ]
 
-_INSIDE = "_memfine_forward"
 _STANDS = "_memfine_stands"
 _NUMBER = "_memfine_number"
 _num_running = 0
@@ -56,8 +60,8 @@ _under_way = _UnderWay()
 
 
 @contextlib.contextmanager
-def running(model: torch.nn.Module) -> Iterator[None]:
-    """A call of a model is under way in this thread: its parts run as they are written, in one graph."""
+def _running(model: torch.nn.Module) -> Iterator[None]:
+    """A call of a model is under way in this thread."""
     global _num_running, _is_any_running
     _under_way.models.append(model)
     with _lock:
@@ -121,13 +125,75 @@ class Stand:
     theirs: Any
 
 
+@dataclass
+class _Stands:
+    """All stand-ins of a module.
+
+    Args:
+        records: of each, by its number.
+        num_calls: that are under way without the foremost.
+        taken: what stood there before them.
+    """
+
+    records: list[Stand] = field(default_factory=list)
+    num_calls: int = 0
+    taken: Any = None
+
+
+class StandIns:
+    """The stand-ins of a model and of models in it, which are taken out for the time of calls.
+
+    Args:
+        model: searched once; `structure.FoundAgain` searches again when modules were set in it.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._parts = [(module, vars(module)[_STANDS]) for module in model.modules() if _STANDS in vars(module)]
+
+    @contextlib.contextmanager
+    def taken_out(self) -> Iterator[None]:
+        """A call of the model is under way: its parts run as they are written, in one graph."""
+        with _running(self._model):
+            with _lock:
+                for module, stands in self._parts:
+                    _take_out(module, stands)
+            try:
+                yield
+            finally:
+                with _lock:
+                    for module, stands in self._parts:
+                        _put_back(module, stands)
+
+
+def _take_out(module: torch.nn.Module, stands: _Stands) -> None:
+    stands.num_calls += 1
+    attributes = vars(module)
+    number = _number(attributes.get("forward"))
+    if number is None or stands.num_calls > 1:
+        return
+    stands.taken = attributes.pop("forward")
+    if stands.records[number].theirs is not None:
+        attributes["forward"] = stands.records[number].theirs
+
+
+def _put_back(module: torch.nn.Module, stands: _Stands) -> None:
+    """Put a stand-in back after the last call; a forward that was set meanwhile stays."""
+    stands.num_calls -= 1
+    if stands.num_calls or stands.taken is None:
+        return
+    taken, stands.taken = stands.taken, None
+    if vars(module).get("forward") is stands.records[_numbered(taken)].theirs:
+        vars(module)["forward"] = taken
+
+
 def stand_in(module: torch.nn.Module, call: Arrivals, place: int) -> Callable[..., Any]:
     """A method for the place of a module's `forward`, and its record; not put there yet.
 
     Where one of ours stands, the new one has its record. Where somebody has wrapped ours, the new one stands before
     theirs, with a record of its own.
     """
-    stands: list[Stand] = vars(module).setdefault(_STANDS, [])
+    stands: list[Stand] = vars(module).setdefault(_STANDS, _Stands()).records
     there = vars(module).get("forward")
     number = _number(there)
     if number is None:
@@ -145,13 +211,11 @@ def _function(module: torch.nn.Module, number: int, theirs: Any) -> Callable[...
     """
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        one: Stand = self._memfine_stands[number]  # type: ignore[index, assignment]  # a list that nobody else names
+        stands: Any = self._memfine_stands
+        one: Stand = stands.records[number]
         is_inside = _is_any_running if torch.compiler.is_dynamo_compiling() else _is_under_way(one.call.model)
         if not is_inside:
             return one.call.arrive(one.place, *args, **kwargs)
-        installed = getattr(self, _INSIDE, None)
-        if installed is not None:
-            return installed(*args, **kwargs)
         if one.theirs is not None:
             return one.theirs(*args, **kwargs)
         return type(self).forward(self, *args, **kwargs)
@@ -185,24 +249,34 @@ def _number(forward: object) -> int | None:
     return number
 
 
+def _numbered(forward: object) -> int:
+    number = _number(forward)
+    assert number is not None, "a stand-in knows its record"
+    return number
+
+
 def as_written(module: torch.nn.Module) -> Callable[..., Any]:
     """The forward that a module would run without us."""
     forward: Callable[..., Any] = module.forward
-    number = _number(forward)
-    if number is None:
-        return forward
-    theirs: Callable[..., Any] | None = vars(module)[_STANDS][number].theirs
+    return forward if _number(forward) is None else behind(forward)
+
+
+def behind(stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward that runs inside of calls that arrive at a stand-in: while it is taken out, what stands there."""
+    module: torch.nn.Module = stand_in.__self__  # type: ignore[attr-defined]  # a method
+    stands: _Stands = vars(module)[_STANDS]
+    number = _numbered(stand_in)
+    if _number(stands.taken) == number:
+        return module.forward
+    theirs: Callable[..., Any] | None = stands.records[number].theirs
     return types.MethodType(type(module).forward, module) if theirs is None else theirs
 
 
 def is_own(module: torch.nn.Module, name: str) -> bool:
     """Whether a module has an attribute of this name for itself that somebody else has set."""
-    return name in vars(module) and not (name == "forward" and _number(vars(module)[name]) is not None)
-
-
-def place_of(module: torch.nn.Module, name: str) -> str:
-    """The attribute to set for a method that is to run inside of calls: behind the stand-in where one stands."""
-    return _INSIDE if name == "forward" and _number(vars(module).get(name)) is not None else name
+    there = vars(module).get(name)
+    number = _number(there) if name == "forward" else None
+    return there is not None if number is None else vars(module)[_STANDS].records[number].theirs is not None
 
 
 def replaced_by(model: torch.nn.Module) -> object | None:
@@ -213,10 +287,10 @@ def replaced_by(model: torch.nn.Module) -> object | None:
 
 def state_as_written(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """A module's state for its copies, without a stand-in: what it stands before is put back."""
-    rest = {name: value for name, value in state.items() if name not in (_STANDS, _INSIDE)}
+    rest = {name: value for name, value in state.items() if name != _STANDS}
     number = _number(state.get("forward"))
     if number is None:
         return rest
-    theirs = state[_STANDS][number].theirs
+    theirs = state[_STANDS].records[number].theirs
     del rest["forward"]
     return rest if theirs is None else rest | {"forward": theirs}

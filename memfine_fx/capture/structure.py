@@ -58,5 +58,7 @@ def _listen() -> None:
 
 
 def _note_set(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    """Count what is set; containers that traced code makes are no part of a model, and a count would be a guard."""
     global _num_set
-    _num_set += 1
+    if not torch.compiler.is_dynamo_compiling():
+        _num_set += 1

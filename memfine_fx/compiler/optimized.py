@@ -31,7 +31,7 @@ from memfine_fx.capture.input_gradients import WantedInputGradients
 from memfine_fx.capture.output_recorders import RecordedOutputs
 from memfine_fx.capture.quantized import UncachedTables
 from memfine_fx.capture.ranks import captured_on_ranks
-from memfine_fx.capture.standing import backbones, is_compiled_inside, running, stand_in, state_as_written
+from memfine_fx.capture.standing import StandIns, backbones, behind, is_compiled_inside, stand_in, state_as_written
 from memfine_fx.capture.structure import FoundAgain
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
@@ -129,7 +129,8 @@ class OptimizedCall:
         session = open_session(options.config, holds_compiled=True)
         if options.config.captures_loops:
             session.notes.extend(switch_experts(model))
-        calls = [*(forward for _, forward in self._stand_ins), plain_call(model)]
+        calls = [functools.partial(behind, forward) for _, forward in self._stand_ins]
+        calls.append(functools.partial(plain_call, model))
         call = captured(model, calls, session, fullgraph=options.fullgraph, dynamic=options.dynamic)
         self.session = session
         return captured_on_ranks(model, call) if options.on_ranks else call
@@ -247,7 +248,7 @@ def living_calls() -> list[OptimizedCall]:
 
 def captured(
     model: torch.nn.Module,
-    calls: Sequence[Callable[..., Any]],
+    calls: Sequence[Callable[[], Callable[..., Any]]],
     session: Session,
     *,
     fullgraph: bool,
@@ -257,7 +258,8 @@ def captured(
 
     Args:
         model: that is prepared for each call.
-        calls: of the model or of its backbones; each is compiled when it is first made.
+        calls: what gives a call of the model or of a backbone once the model is prepared for it. Each is compiled when
+            it is first made, by itself, so that Dynamo sees its own signature.
 
     Returns:
         (place in `calls`, arguments) -> what the call returns.
@@ -266,11 +268,19 @@ def captured(
     def compile_with(capture_flags: tuple[str, ...], note_compilation: Callable[[], None]) -> Callable[..., Any]:
         session.start_attempt(capture_flags)
         backend = _backend_of(session, note_compilation)
-        compiled: list[Callable[..., Any]] = [
-            torch.compile(call, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **_counted_alone())
-            for call in calls
-        ]
-        return lambda place, *args, **kwargs: compiled[place](*args, **kwargs)
+        compile_call = functools.partial(
+            torch.compile, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **_counted_alone()
+        )
+        compiled: dict[tuple[int, object], Callable[..., Any]] = {}
+
+        def run(place: int, *args: Any, **kwargs: Any) -> Any:
+            call = calls[place]()
+            of_call = place, getattr(call, "__func__", call)
+            if of_call not in compiled:
+                compiled[of_call] = compile_call(call)
+            return compiled[of_call](*args, **kwargs)
+
+        return run
 
     def note(capture_flags: tuple[str, ...], failure: str | None) -> None:
         if capture_flags and any(one.region.family == "loops" for one in session.lowered):
@@ -285,7 +295,7 @@ def captured(
     compiled = CapturingCall(model, compile_with, note) if captures_loops else compile_with((), lambda: None)
     recorded, adapters = FoundAgain(model, RecordedOutputs), FoundAgain(model, TracedAdapters)
     embeddings = FoundAgain(model, WantedInputGradients)
-    uncached = UncachedTables(model)
+    stand_ins, uncached = FoundAgain(model, StandIns), UncachedTables(model)
     session.notes.extend(adapters.current().notes)
 
     @functools.wraps(compiled)
@@ -293,7 +303,7 @@ def captured(
         embeddings.current().prepare()
         tables = adapters.current()
         with (
-            running(model),
+            stand_ins.current().taken_out(),
             recorded.current().prepared(kwargs),
             tables.installed(),
             uncached.installed(),
