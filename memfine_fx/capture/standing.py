@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
 
 __all__ = [
     "Arrivals",
@@ -82,19 +83,29 @@ def is_compiled_inside() -> bool:
 
 
 def backbones(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The parts below a model that hold most of its modules, each inside the one before; containers end the list."""
+    """The parts below a model that hold most of its modules and parameters, each inside the one before.
+
+    Containers end the list. A layer's shared expert may have most of its modules, but not of its parameters.
+    """
     found: list[torch.nn.Module] = []
-    largest, num_modules = _largest_part(model)
-    while largest is not None and not _is_container(largest) and 2 * num_modules > sum(1 for _ in model.modules()):
-        found.append(largest)
-        largest, num_modules = _largest_part(largest)
+    inside = _largest_part(model)
+    while inside is not None and not _is_container(inside) and _is_most(inside, model):
+        found.append(inside)
+        inside = _largest_part(inside)
     return found
 
 
-def _largest_part(module: torch.nn.Module) -> tuple[torch.nn.Module | None, int]:
-    sizes = [(sum(1 for _ in child.modules()), child) for child in module.children()]
-    size, largest = max(sizes, key=lambda one: one[0], default=(0, None))
-    return largest, size
+def _largest_part(module: torch.nn.Module) -> torch.nn.Module | None:
+    return max(module.children(), key=_num_modules, default=None)
+
+
+def _num_modules(module: torch.nn.Module) -> int:
+    return sum(1 for _ in module.modules())
+
+
+def _is_most(part: torch.nn.Module, whole: torch.nn.Module) -> bool:
+    sizes = [sum(0 if is_lazy(one) else one.numel() for one in module.parameters()) for module in (part, whole)]
+    return 2 * _num_modules(part) > _num_modules(whole) and 2 * sizes[0] >= sizes[1]
 
 
 def _is_container(module: torch.nn.Module) -> bool:

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import inspect
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +131,7 @@ class OptimizedCall:
         if options.config.captures_loops:
             session.notes.extend(switch_experts(model))
         calls = [functools.partial(behind, forward) for _, forward in self._stand_ins]
-        calls.append(functools.partial(plain_call, model))
+        calls.append(functools.partial(_traced_call, model))
         call = captured(model, calls, session, fullgraph=options.fullgraph, dynamic=options.dynamic)
         self.session = session
         return captured_on_ranks(model, call) if options.on_ranks else call
@@ -204,6 +205,20 @@ def optimize_in_place(model: torch.nn.Module, options: Options) -> None:
     call = OptimizedCall(model, options)
     call.prepare()
     call.install()
+
+
+def _traced_call(model: torch.nn.Module) -> Callable[..., Any]:
+    """The plain call of a model, which Dynamo captures from the model's forward on.
+
+    NOTE: it passes over frames of torch's own modules, and would capture each layer of a `Sequential` alone: those get
+    a frame before them.
+    """
+    is_of_torch = str(type(model).forward.__module__).startswith("torch.nn.")
+    return types.MethodType(_call_whole, model) if is_of_torch else plain_call(model)
+
+
+def _call_whole(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return plain_call(self)(*args, **kwargs)
 
 
 def _state_of_part(part: torch.nn.Module) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memfine_fx
+from memfine_fx.capture.standing import backbones
 from memfine_fx.models import MixtralConfig, MixtralMoE
 from tests.integration.comparison import assert_same_step
 
@@ -260,3 +261,85 @@ def test_an_embedding_that_is_told_to_want_gradients_breaks_no_graph(is_late: bo
     assert optimized.backbone.embedding(tokens()["tokens"]).requires_grad, "outside of graphs too"
     handles[0].remove()
     assert not optimized.backbone.embedding(tokens()["tokens"]).requires_grad
+
+
+def test_a_layer_that_is_the_whole_model_is_rewritten_where_its_forward_is_called() -> None:
+    model = Looping()
+    optimized = memfine_fx.optimize(copy.deepcopy(model), config=CONFIG)
+    assert_same_step(Wrapped(optimized), Wrapped(model), {"hidden": torch.randn(40, HIDDEN)})
+    assert [region.family for region in memfine_fx.report(optimized).regions] == ["loops"]
+
+
+class Wrapped(Wrapper):
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]  # a layer takes hidden states
+        return self.model.forward(hidden)  # type: ignore[no-any-return, operator]
+
+
+class Slicing(Backbone):
+    """Makes a container of its layers in every call, as transformers' models do."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.embedding(tokens)
+        for one in self.layers[:2]:
+            hidden = hidden + one(hidden)
+        return hidden
+
+
+def test_containers_that_a_call_makes_and_modules_set_elsewhere_compile_nothing_again() -> None:
+    model = memfine_fx.optimize(Slicing(), config=CONFIG)
+    model(**tokens())
+    num_graphs = memfine_fx.report(model).num_graphs
+    nn.Sequential(nn.Linear(2, 2)).add_module("more", nn.Linear(2, 2))
+    model(**tokens()), model.forward(**tokens())
+    after_forward = memfine_fx.report(model).num_graphs
+    model(**tokens()), model.forward(**tokens())
+    assert (num_graphs, after_forward) == (1, 2), "one graph for each place where calls arrive"
+    assert memfine_fx.report(model).num_graphs == after_forward
+
+
+class Watched(Model):
+    """Notes what its instance has for a forward while it runs, and fails if told to."""
+
+    seen: list[bool]
+    fails = False
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = self.backbone(tokens)
+        self.note()
+        return self.head(hidden) * scale
+
+    @torch.compiler.disable
+    def note(self) -> None:
+        self.seen.append(any("forward" in vars(one) for one in (self, self.backbone)))
+        if self.fails:
+            raise ZeroDivisionError
+
+
+def test_stand_ins_are_out_while_a_call_runs_and_back_after_it_also_if_it_fails() -> None:
+    optimized = memfine_fx.optimize(Watched(), config=CONFIG)
+    optimized.seen = []
+    before = optimized.forward, optimized.backbone.forward
+    optimized(**tokens()), optimized.forward(**tokens())
+    optimized.fails = True
+    with pytest.raises(ZeroDivisionError):
+        optimized(**tokens())
+    assert optimized.seen == [False] * 3
+    assert before == (optimized.forward, optimized.backbone.forward)
+    assert all("forward" in vars(one) for one in (optimized, optimized.backbone))
+
+
+class Shared(nn.Module):
+    """A layer whose shared expert has more modules than all the rest of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routed, self.shared = layer(), nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(6)))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.routed(hidden) + self.shared(hidden)  # type: ignore[no-any-return]
+
+
+def test_the_backbone_is_what_holds_the_parameters_too() -> None:
+    model = Shared()
+    assert backbones(model) == []
+    assert [type(one) for one in backbones(Model())] == [Backbone]
