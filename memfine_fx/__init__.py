@@ -5,22 +5,30 @@
 
 finds the MoE regions of an unmodified model, rewrites them into chunked loops with recomputation, sizes the
 chunks from a symbolic memory model, and compiles with Inductor (MemFine, arXiv 2511.21431).
+
+The import registers the backend and loads nothing else, torch neither; each name below is loaded when it is asked for.
 """
 
-from memfine_fx.api import explain, fit, log_scalars, optimize, report, scalars, verify
-from memfine_fx.compiler.optimized import restored as _restored  # noqa: F401  # pickles of models name it here
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from memfine_fx.compiler.registration import register_backend as _register_backend
-from memfine_fx.config import Config
-from memfine_fx.errors import (
-    BudgetInfeasible,
-    CannotChunk,
-    ChunkOutOfMemory,
-    ConfigError,
-    DoubleBackwardError,
-    MemfineError,
-)
-from memfine_fx.records.verification import RegionVerification, VerifyReport
-from memfine_fx.report.reports import RegionReport, Report
+
+if TYPE_CHECKING:
+    from memfine_fx.api import explain, fit, log_scalars, optimize, report, scalars, verify
+    from memfine_fx.config import Config
+    from memfine_fx.errors import (
+        BudgetInfeasible,
+        CannotChunk,
+        ChunkOutOfMemory,
+        ConfigError,
+        DoubleBackwardError,
+        MemfineError,
+    )
+    from memfine_fx.records.verification import RegionVerification, VerifyReport
+    from memfine_fx.report.reports import RegionReport, Report
 
 __all__ = [
     "BudgetInfeasible",
@@ -46,4 +54,40 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "api": "explain fit log_scalars optimize scalars verify",
+    "config": "Config",
+    "errors": "BudgetInfeasible CannotChunk ChunkOutOfMemory ConfigError DoubleBackwardError MemfineError",
+    "records.verification": "RegionVerification VerifyReport",
+    "report.reports": "RegionReport Report",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_restored":  # pickles of models name it here
+        return import_module("memfine_fx.compiler.optimized").restored
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'memfine_fx' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"memfine_fx.{_HOME_OF[name]}"), name)
+    return value
+
+
+class _Package(ModuleType):
+    """This package: `report` is the function, also once the room of that name is imported, which would set it."""
+
+    @property
+    def report(self) -> Any:
+        return import_module("memfine_fx.api").report
+
+    @report.setter
+    def report(self, room: ModuleType) -> None:
+        pass
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package
 _register_backend()

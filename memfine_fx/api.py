@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from memfine_fx.capture.implementation import switched_experts
+from memfine_fx.capture.standing import as_written
 from memfine_fx.capture.undo import ModelState
 from memfine_fx.compat.nn import COMPILED_CALLS, hooks_after_gradient
-from memfine_fx.compiler.optimized import OptimizedCall, Options, captured, optimized_call
+from memfine_fx.compiler.optimized import Options, captured, optimize_in_place, optimized_call
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
@@ -64,7 +66,8 @@ def optimize(
             only and rows travel to them in rounds of bounded size (docs/expert_parallel.md). A collective call. False
             keeps every expert on each rank; so does None once torch.distributed is initialized. Before, None is an
             error, because `torch.distributed.group.WORLD` is None then.
-        config: further options; `memory_budget`, `inner_backend` and `verify` given here override its fields.
+        config: further options; `memory_budget`, `inner_backend` and `verify` given here override its fields. Without
+            one, the options are those of the environment variable MEMFINE_OPTIONS.
 
     Returns:
         The same model.
@@ -87,9 +90,7 @@ def optimize(
         options = Options(chosen, fullgraph, dynamic is None or dynamic, on_ranks=True)  # ranks' own numbers of tokens
     else:
         options = Options(chosen, fullgraph, dynamic)
-    call = OptimizedCall(model, options)
-    call.prepare()
-    call.install()
+    optimize_in_place(model, options)
     return model
 
 
@@ -115,11 +116,11 @@ def explain(
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"explain expects a torch.nn.Module, got {type(model).__name__}")
-    session = _open_session(config or Config(), is_dry=not measure)
+    session = _open_session(config or Config.from_environment(), is_dry=not measure)
     with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
             session.notes.extend(stack.enter_context(switched_experts(model)))
-        compiled = captured(model, model.forward, session, fullgraph=False, dynamic=True)
+        compiled = functools.partial(_captured_forward(model, session), 0)
         if measure:
             return session.report(_measured_step(model, compiled, args, kwargs))
         compiled(*args, **kwargs)
@@ -208,11 +209,11 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"verify expects a torch.nn.Module, got {type(model).__name__}")
-    session = _open_session(dataclasses.replace(config or Config(), verify=True), is_dry=True)
+    session = _open_session(dataclasses.replace(config or Config.from_environment(), verify=True), is_dry=True)
     with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
             session.notes.extend(stack.enter_context(switched_experts(model)))
-        captured(model, model.forward, session, fullgraph=False, dynamic=True)(*args, **kwargs)
+        _captured_forward(model, session)(0, *args, **kwargs)
         return session.verify_report()
 
 
@@ -284,12 +285,17 @@ def _open_session(config: Config, *, is_dry: bool = False) -> Session:
     return open_session(config, is_dry=is_dry, holds_compiled=True)
 
 
+def _captured_forward(model: torch.nn.Module, session: Session) -> Callable[..., Any]:
+    """The forward that a model would run without us, compiled in a session."""
+    return captured(model, [functools.partial(as_written, model)], session, fullgraph=False, dynamic=True)
+
+
 def _merged(config: Config | None, **given: Any) -> Config:
     """The config with the fields that were given beside it; None is not given."""
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"config must be a memfine_fx.Config, got {type(config).__name__}")
     changes = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(config or Config(), **changes)
+    return dataclasses.replace(config or Config.from_environment(), **changes)
 
 
 def _check_no_group_is_meant() -> None:

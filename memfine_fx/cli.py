@@ -1,4 +1,4 @@
-"""`memfine demo | explain | fit | plan | bench`."""
+"""`memfine demo | explain | fit | verify | plan | bench`; what a command needs is imported when it runs, torch too."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from memfine_fx.api import explain, fit
-from memfine_fx.config import Config
-from memfine_fx.errors import ConfigError, MemfineError
+from memfine_fx import __version__
 from memfine_fx.planning.command import FORMER_NAMES, PLANNERS
 from memfine_fx.planning.command import run as run_planner
 
+if TYPE_CHECKING:
+    import torch
+
+    from memfine_fx.config import Config
+
 __all__ = ["main"]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["plan"] and arguments[1:2] and arguments[1] in (*PLANNERS, *FORMER_NAMES):
         return _run_planner(arguments[1:])
     options = _parser().parse_args(arguments)
+    from memfine_fx.errors import MemfineError
+
     try:
         return int(options.run(options))
     except MemfineError as error:
@@ -41,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="memfine", description="Chunked, recomputing MoE training for PyTorch.")
-    commands = parser.add_subparsers(required=True, metavar="demo | explain | fit | plan | bench")
+    parser.add_argument("--version", action="version", version=f"memfine {__version__}")
+    names = "demo | explain | fit | verify | plan" + (" | bench" if _is_checkout() else "")
+    commands = parser.add_subparsers(required=True, metavar=names)
 
     demo = commands.add_parser("demo", help="train a small Qwen3-MoE three ways and compare memory, time and loss")
     demo.add_argument("--steps", type=int, default=8)
@@ -58,9 +63,17 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--region", type=int, default=0, help="which chunked region to draw")
     shown.add_argument("--measure", action="store_true", help="also run a step and measure its peak")
     shown.add_argument("--plot", metavar="FILE", help="draw the measured step's memory (png, svg, pdf); measures")
+    _add_config(shown)
     shown.set_defaults(run=_explain)
 
     _add_fit(commands)
+
+    verified = commands.add_parser("verify", help="hold every rewrite of a model against what it replaces, in fp64")
+    verified.add_argument("target", help="hf:MODEL_TYPE (toy size) or path/to/file.py:factory")
+    verified.add_argument("--experts", help="transformers' experts implementation; its own default without")
+    verified.add_argument("--json", action="store_true")
+    _add_config(verified)
+    verified.set_defaults(run=_verify)
 
     plan = commands.add_parser(
         "plan",
@@ -70,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, default in (("tokens", 8192), ("hidden", 2048), ("width", 768), ("experts", 128), ("top-k", 8)):
         plan.add_argument(f"--{name}", type=int, default=default)
-    plan.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
+    plan.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     plan.add_argument("--budget", help="bytes the layer may use beyond parameters, e.g. 800MB")
     plan.add_argument("--axis", choices=("rows", "tokens"), default="rows")
     plan.add_argument("--rows", type=int, help="rows per chunk at most, instead of the planner's choice")
@@ -83,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--paper", action="store_true", help="MemFine's table and map of chunks by its closed form")
     plan.set_defaults(run=_plan)
 
-    commands.add_parser("bench", help="the benchmark harness (from a source checkout); see memfine bench --help")
+    if _is_checkout():
+        commands.add_parser("bench", help="the benchmark harness of this checkout; see memfine bench --help")
     return parser
 
 
@@ -111,6 +125,8 @@ def _add_fit(commands: Any) -> None:
 
 def _fit(options: argparse.Namespace) -> int:
     """Status 0 where it fits or no memory was given, 1 where it does not."""
+    from memfine_fx.api import fit
+
     path, _, name = options.model.rpartition(":")
     source = _factory(path, name) if path.endswith(".py") and Path(path).exists() else options.model
     report = fit(
@@ -133,6 +149,32 @@ def _fit(options: argparse.Namespace) -> int:
     return 1 if report.fits is False else 0
 
 
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--budget", help="peak bytes of a step: 20GiB, a number of bytes, or 0.8 of the device")
+    command.add_argument("--config", metavar="FILE.json", help="fields of memfine_fx.Config; else MEMFINE_OPTIONS")
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """Of --config, else of MEMFINE_OPTIONS; --budget overrides its budget."""
+    from memfine_fx.config import Config, budget_as_written
+    from memfine_fx.errors import ConfigError
+
+    fields: dict[str, Any] = {}
+    if options.config:
+        try:
+            fields = json.loads(Path(options.config).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--config {options.config}: {error}") from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"--config {options.config} must hold an object of fields, got {type(fields).__name__}")
+        if isinstance(fields.get("bins"), list):
+            fields["bins"] = tuple(fields["bins"])
+        fields.setdefault("config", Config())
+    if options.budget:
+        fields["memory_budget"] = budget_as_written(options.budget)
+    return Config.from_options(fields)
+
+
 def _demo(options: argparse.Namespace) -> int:
     from memfine_fx.demo.runner import run_demo
 
@@ -140,9 +182,12 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from memfine_fx.api import explain
+
+    config = _config(options)
     model, args, kwargs = _load(options.target, options.experts)
     is_measured = options.measure or options.plot is not None
-    report = explain(model, *args, measure=is_measured, config=Config(), **kwargs)
+    report = explain(model, *args, measure=is_measured, config=config, **kwargs)
     if options.plot is not None:
         report.plot(options.plot)
     print(report.to_json() if options.json else report)
@@ -151,12 +196,25 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _verify(options: argparse.Namespace) -> int:
+    """Status 1 if a rewrite differs from what it replaces."""
+    from memfine_fx.api import verify
+
+    config = _config(options)
+    model, args, kwargs = _load(options.target, options.experts)
+    found = verify(model, *args, config=config, **kwargs)
+    print(found.to_json() if options.json else found)
+    return 0 if found.has_passed else 1
+
+
 def _plan(options: argparse.Namespace) -> int:
     if options.paper:
         from memfine_fx.memory.published import render
 
         print(render())
         return 0
+    import torch
+
     from memfine_fx.compiler.swiglu import layer_bytes, layer_work
     from memfine_fx.plan.front import layer_front, read_measured
     from memfine_fx.plan.layer import LayerSizes, plan_layer, sweep_rows
@@ -168,7 +226,7 @@ def _plan(options: argparse.Namespace) -> int:
         expert_width=options.width,
         num_experts=options.experts,
         top_k=options.top_k,
-        dtype=_DTYPES[options.dtype],
+        dtype=getattr(torch, options.dtype),
         device=options.device,
     )
     region = layer_bytes(sizes)
@@ -201,6 +259,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _run_planner(arguments: list[str]) -> int:
+    from memfine_fx.errors import MemfineError
+
     try:
         return run_planner(arguments)
     except ImportError as missing:
@@ -211,8 +271,12 @@ def _run_planner(arguments: list[str]) -> int:
         return 2
 
 
+def _is_checkout() -> bool:
+    return Path("benchmarks/__main__.py").exists() and Path("pyproject.toml").exists()
+
+
 def _bench(arguments: list[str]) -> int:
-    if importlib.util.find_spec("benchmarks") is None or not Path("benchmarks/__main__.py").exists():
+    if not _is_checkout():
         print("memfine: bench runs from a source checkout: cd to it, then `memfine bench ...`", file=sys.stderr)
         return 2
     sys.path.insert(0, "")
@@ -231,6 +295,10 @@ def _load(target: str, experts: str | None) -> tuple[torch.nn.Module, tuple[Any,
 
     A factory returns a module, (module, inputs) with inputs a tensor, a tuple or a dict, or (module, *tensors).
     """
+    import torch
+
+    from memfine_fx.errors import ConfigError
+
     kind, _, name = target.partition(":")
     if kind == "hf" and name:
         from memfine_fx.demo.tiny import tiny_model
@@ -258,6 +326,8 @@ def _load(target: str, experts: str | None) -> tuple[torch.nn.Module, tuple[Any,
 
 
 def _factory(path: str, name: str) -> Callable[[], Any]:
+    from memfine_fx.errors import ConfigError
+
     spec = importlib.util.spec_from_file_location("memfine_explained", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -5,6 +5,7 @@ Environment variables are read here and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from memfine_fx.errors import ConfigError
 
-__all__ = ["Axis", "Config", "InnerBackend", "MemoryBudget", "parse_budget"]
+__all__ = ["Axis", "Config", "InnerBackend", "MemoryBudget", "budget_as_written", "parse_budget"]
 
 Axis = Literal["rows", "tokens"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
@@ -31,6 +32,8 @@ _UNITS = {
     "gi": 2**30,
     "ti": 2**40,
 }
+_OPTIONS = "MEMFINE_OPTIONS"
+_WORDS = {"true": True, "false": False, "none": None}
 _FLAGS = ("captures_loops", "returns_logits", "verify")
 _GONE = {
     "fold_weight": "it moved the routing weight before the last projection, which is now done wherever it is exact",
@@ -100,24 +103,37 @@ class Config:
     def from_options(options: Mapping[str, Any] | None) -> Config:
         """The config of `torch.compile(..., backend="memfine", options=...)`.
 
-        A ready `Config` may be passed under the key "config"; the other keys override its fields.
+        A ready `Config` may be passed under the key "config"; the other keys override its fields. Without one, fields
+        that are not given are those of MEMFINE_OPTIONS.
 
         Raises:
             ConfigError: an unknown key, an option of a former version (the message says what it did), or a malformed
                 value.
         """
         fields = dict(options or {})
-        base = fields.pop("config", None) or Config()
+        base = fields.pop("config", None) or Config.from_environment()
         if not isinstance(base, Config):
             raise ConfigError(f"options['config'] must be a memfine_fx.Config, got {type(base).__name__}")
-        known = {field.name for field in dataclasses.fields(Config)}
-        unknown = sorted(set(fields) - known)
-        gone = [name for name in unknown if name in _GONE]
-        if gone:
-            raise ConfigError(f"option {gone[0]!r} is gone: {_GONE[gone[0]]}; known: {sorted(known)}")
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r} for backend 'memfine'; known: {sorted(known)}")
+        _check_names(fields)
         return dataclasses.replace(base, **fields)
+
+    @staticmethod
+    def from_environment() -> Config:
+        """The config of MEMFINE_OPTIONS: what holds where no config is given in Python.
+
+        The variable is a list such as "memory_budget=20GiB,returns_logits=false,bins=1/2/4", by the names of the
+        fields; "none" stands for None. Without the variable all fields have their defaults.
+
+        Raises:
+            ConfigError: it is malformed; names the variable and says what would do.
+        """
+        text = os.environ.get(_OPTIONS, "")
+        try:
+            fields = dict(_named_value(entry) for entry in text.split(",") if entry.strip())
+            _check_names(fields)
+            return Config(**{name: _value(name, written) for name, written in fields.items()})
+        except ConfigError as error:
+            raise ConfigError(f"{_OPTIONS}={text!r}: {error}") from error
 
 
 def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int | None:
@@ -155,6 +171,11 @@ def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int |
     raise ConfigError(f"memory_budget={budget!r} is not a budget; expected {accepted}")
 
 
+def budget_as_written(text: str) -> MemoryBudget:
+    """A budget that was written as text: "0.8" and "123456" are numbers."""
+    return _number(text)
+
+
 def dump_folder() -> str | None:
     """Folder for numbered dumps of graphs as captured and as rewritten (MEMFINE_DUMP), or None."""
     return os.environ.get("MEMFINE_DUMP") or None
@@ -178,6 +199,39 @@ def log_names(known: tuple[str, ...]) -> list[str]:
 def cache_folder() -> str:
     """Folder for what is measured once a machine (MEMFINE_CACHE), in the user's cache by default."""
     return os.environ.get("MEMFINE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "memfine_fx")
+
+
+def _check_names(fields: Mapping[str, object]) -> None:
+    known = {field.name for field in dataclasses.fields(Config)}
+    unknown = sorted(set(fields) - known)
+    gone = [name for name in unknown if name in _GONE]
+    if gone:
+        raise ConfigError(f"option {gone[0]!r} is gone: {_GONE[gone[0]]}; known: {sorted(known)}")
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r} for backend 'memfine'; known: {sorted(known)}")
+
+
+def _named_value(entry: str) -> tuple[str, str]:
+    name, separator, value = (part.strip() for part in entry.partition("="))
+    if not separator or not name or not value:
+        raise ConfigError(f"{entry.strip()!r} is not NAME=VALUE; entries are separated by commas")
+    return name, value
+
+
+def _value(name: str, written: str) -> Any:
+    """What a field's value is written as, where texts stand for numbers, words and lists ("1/2/4")."""
+    if written.lower() in _WORDS:
+        return _WORDS[written.lower()]
+    if name == "bins":
+        return tuple(_number(size) for size in written.split("/"))
+    return _number(written)
+
+
+def _number(written: str) -> int | float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(written)
+    return written
 
 
 def _text_bytes(match: re.Match[str]) -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import memfine_fx
 from memfine_fx.config import Config, parse_budget
 from memfine_fx.errors import ConfigError
 
@@ -152,3 +155,54 @@ def test_bins_and_fixed_slices_exclude_each_other() -> None:
 
 def test_there_are_few_options() -> None:
     assert len(dataclasses.fields(Config)) <= 11
+
+
+def test_the_table_of_options_names_every_field() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    table = page[page.index("## Options") : page.index("## DDP")]
+    keys = re.findall(r"^\|[^|]*\| `(\w+)` \| `(\w+)=", table, re.MULTILINE)
+    assert [first for first, second in keys if first == second] == [first for first, _ in keys]
+    assert sorted(first for first, _ in keys) == sorted(field.name for field in dataclasses.fields(Config))
+
+
+def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "MEMFINE_OPTIONS", " memory_budget=20GiB, returns_logits=false,bins=1/2/4,rows_per_chunk=none,axis=tokens"
+    )
+    expected = Config(memory_budget="20GiB", returns_logits=False, bins=(1, 2, 4), axis="tokens")
+    assert Config.from_environment() == expected
+    assert Config.from_options(None) == expected
+    assert Config.from_options({"axis": "rows"}) == dataclasses.replace(expected, axis="rows")
+    assert Config.from_options({"config": Config()}) == Config(), "a config that is given is whole"
+
+
+@pytest.mark.parametrize(("text", "budget"), [("0.8", 0.8), ("123456", 123456), ("800MB", "800MB"), ("none", None)])
+def test_a_budget_of_the_environment_has_each_of_its_forms(
+    text: str, budget: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMFINE_OPTIONS", f"memory_budget={text}")
+    assert Config.from_environment().memory_budget == budget
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("colour=3", "unknown option 'colour'"),
+        ("patience=3", "option 'patience' is gone"),
+        ("memory_budget", "'memory_budget' is not NAME=VALUE"),
+        ("memory_budget=20 parsecs", "is not understood"),
+        ("returns_logits=yes", "Config.returns_logits must be a bool, got 'yes'"),
+        ("rows_per_chunk=-1", "must be a positive int"),
+        ("bins=4/2", "must be a tuple of rising positive ints"),
+        ("axis=columns", "expected one of"),
+    ],
+)
+def test_a_bad_value_of_the_environment_names_the_variable(
+    text: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMFINE_OPTIONS", text)
+    with pytest.raises(ConfigError, match=r"MEMFINE_OPTIONS=.*" + re.escape(said)):
+        Config.from_environment()
+    with pytest.raises(ConfigError, match="MEMFINE_OPTIONS"):
+        memfine_fx.optimize(torch.nn.Linear(2, 2))
+    memfine_fx.optimize(torch.nn.Linear(2, 2), config=Config())

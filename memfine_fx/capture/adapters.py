@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memfine_fx.capture.installing import InstalledMethods
+from memfine_fx.capture.standing import is_own
 from memfine_fx.compat.peft import active_adapters, updated_weight, wrapped_tables
 
 __all__ = ["TracedAdapters"]
@@ -23,13 +24,13 @@ class TracedAdapters:
     """The wrapped expert tables of a model.
 
     Args:
-        model: searched once; adapters added later are not seen.
+        model: searched once; `structure.FoundAgain` searches again when adapters were added.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         found = wrapped_tables(model)
-        self._methods = InstalledMethods([(one, "forward", _forward) for one in found if "forward" not in vars(one)])
-        self._num_left = sum("forward" in vars(one) for one in found)
+        self._methods = InstalledMethods([(one, "forward", _forward) for one in found if not is_own(one, "forward")])
+        self._num_left = sum(is_own(one, "forward") for one in found)
 
     @property
     def notes(self) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from memfine_fx.capture.source import RewrittenLoops
+from memfine_fx.capture.structure import FoundAgain
 from memfine_fx.capture.undo import Contents, Generators, ModelState
 from memfine_fx.compat.dynamo import CAPTURE_FLAGS, capturing_more, compile_failures
 from memfine_fx.errors import LeftoverShapes
@@ -72,7 +73,7 @@ class CapturingCall:
         self._model = model
         self._compile_with = compile_with
         self._on_settled = on_settled
-        self._rewritten = RewrittenLoops(model)
+        self._rewritten = FoundAgain(model, RewrittenLoops)
         self._place = 0
         self._is_settled = False
         self._failure: str | None = None
@@ -90,7 +91,7 @@ class CapturingCall:
                 self._compiled = self._compile_with(setting, self._note_compilation)
             if not setting:
                 return self._settled(self._compiled(*args, **kwargs))
-            with flags_set(setting), self._rewritten.installed(), self._calls.entered(self._begun()) as begun:
+            with flags_set(setting), self._rewritten.current().installed(), self._calls.entered(self._begun()) as begun:
                 try:
                     result = self._compiled(*args, **kwargs)
                 except _compile_failures() as failure:

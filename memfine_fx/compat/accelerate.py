@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 from memfine_fx.compat.checks import Hook, expect
 
-__all__ = ["BACKENDS", "MODULE", "add_backend"]
+__all__ = ["BACKENDS", "HAND_OVER", "add_backend", "hand_over_models"]
 
-MODULE = "accelerate.utils.dataclasses"
+_HANDS_OVER = "_memfine_hands_over"
 _NAME = "MEMFINE"
 
 
 def add_backend(dataclasses: Any) -> None:
-    """Make "memfine" one of accelerate's backends; `dataclasses` is its module `MODULE`. Twice changes nothing."""
+    """Make "memfine" one of accelerate's backends, in the module of its enumeration. Twice changes nothing."""
     backends = getattr(dataclasses, "DynamoBackend", None)
     if backends is None or _NAME in backends.__members__:
         return
@@ -28,8 +31,56 @@ def add_backend(dataclasses: Any) -> None:
         BACKENDS.give_up(f"{type(error).__name__}: {error}")
 
 
+def hand_over_models(accelerator: Any, optimize: Callable[[Any, Any], bool]) -> None:
+    """Let a model that accelerate would compile by our name be optimized in place instead, before it is wrapped.
+
+    By the name alone the backend sees what Dynamo has captured already; loops, adapters and recorders need more.
+
+    Args:
+        accelerator: the module of that class. Twice changes nothing.
+        optimize: (model, TorchDynamoPlugin) -> whether the model is optimized; if not, accelerate compiles it.
+    """
+    prepare_model = getattr(getattr(accelerator, "Accelerator", None), "prepare_model", None)
+    if prepare_model is None:
+        HAND_OVER.give_up("there is no Accelerator.prepare_model")
+        return
+    if hasattr(prepare_model, _HANDS_OVER):
+        return
+
+    @functools.wraps(prepare_model)
+    def prepare_optimized(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        plugin = getattr(self.state, "dynamo_plugin", None)
+        if plugin is None or plugin.backend.value != _NAME or not optimize(model, plugin):
+            return prepare_model(self, model, *args, **kwargs)
+        ours, plugin.backend = plugin.backend, type(plugin.backend)("NO")
+        try:
+            return prepare_model(self, model, *args, **kwargs)
+        finally:
+            plugin.backend = ours
+
+    setattr(prepare_optimized, _HANDS_OVER, True)
+    accelerator.Accelerator.prepare_model = prepare_optimized
+
+
+def _check_hand_over() -> None:
+    from types import SimpleNamespace
+
+    class Backend(StrEnum):
+        NO = "NO"
+        MEMFINE = _NAME
+
+    class Accelerator:
+        state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=Backend.MEMFINE))
+
+        def prepare_model(self, model: Any) -> Any:
+            return model, self.state.dynamo_plugin.backend
+
+    hand_over_models(SimpleNamespace(Accelerator=Accelerator), lambda model, plugin: True)
+    expect(Accelerator().prepare_model("model") == ("model", Backend.NO), "a model is compiled a second time")
+    expect(Accelerator.state.dynamo_plugin.backend is Backend.MEMFINE, "the next model is not handed over")
+
+
 def _check_backends() -> None:
-    from enum import StrEnum
     from types import SimpleNamespace
 
     class Names(StrEnum):
@@ -47,4 +98,13 @@ BACKENDS = Hook(
     loss='TrainingArguments(torch_compile_backend="memfine") is not known; memfine_fx.optimize(model) before the '
     "trainer is made works.",
     check=_check_backends,
+)
+HAND_OVER = Hook(
+    name="accelerate.Accelerator.prepare_model",
+    host="accelerate",
+    purpose='TrainingArguments(torch_compile_backend="memfine") that reaches as far as memfine_fx.optimize',
+    seen=("1.15", "1.15"),
+    loss='Models compiled by the name "memfine" through accelerate are not prepared before Dynamo captures them; '
+    "memfine_fx.optimize(model) before the trainer is made does it.",
+    check=_check_hand_over,
 )

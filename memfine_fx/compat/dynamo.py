@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.loading import DYNAMO_BACKENDS
 
 __all__ = [
     "BACKENDS",
@@ -19,7 +20,6 @@ __all__ = [
     "INTEGERS",
     "MODE_SWITCHES",
     "RECORDING",
-    "REGISTRY",
     "SEEN_BACKENDS",
     "capturing_more",
     "compile_failures",
@@ -33,7 +33,6 @@ __all__ = [
     "register_backend",
 ]
 
-REGISTRY = "torch._dynamo.backends.registry"
 _SWITCHES: dict[str, Literal["grad", "enter autocast", "exit autocast"]] = {
     "_set_grad_enabled": "grad",
     "_enter_autocast": "enter autocast",
@@ -170,7 +169,7 @@ def _check_seen_backends() -> None:
 
 
 def _check_backends() -> None:
-    registry = importlib.import_module(REGISTRY)
+    registry = importlib.import_module(DYNAMO_BACKENDS)
     expect(callable(registry.register_backend), "there is no register_backend")
     expect("memfine" in registry._COMPILER_FNS or "memfine" in registry.list_backends(), "memfine is not among them")
 

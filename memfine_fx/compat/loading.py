@@ -9,7 +9,11 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["tell_when_loaded"]
+__all__ = ["ACCELERATE_BACKENDS", "ACCELERATOR", "DYNAMO_BACKENDS", "tell_when_loaded"]
+
+DYNAMO_BACKENDS = "torch._dynamo.backends.registry"
+ACCELERATE_BACKENDS = "accelerate.utils.dataclasses"
+ACCELERATOR = "accelerate.accelerator"
 
 
 def tell_when_loaded(name: str, tell: Callable[[Any], None]) -> None:

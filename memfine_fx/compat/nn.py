@@ -12,6 +12,8 @@ from memfine_fx.compat.checks import Hook, expect
 __all__ = [
     "COMPILED_CALLS",
     "HOOKS_AFTER_GRADIENT",
+    "forward_hooks",
+    "has_compiled_call",
     "hooks_after_gradient",
     "own_buffers",
     "own_parameters",
@@ -31,6 +33,11 @@ def set_compiled_call(model: torch.nn.Module, call: Callable[..., Any] | None) -
     model._compiled_call_impl = call
 
 
+def has_compiled_call(model: torch.nn.Module) -> bool:
+    """Whether a module was compiled, in place or as what `torch.compile` returns."""
+    return model._compiled_call_impl is not None or hasattr(model, "_orig_mod")
+
+
 def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
     """Name -> parameter of a module itself, past any property of its class."""
     return module._parameters
@@ -39,6 +46,11 @@ def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter |
 def own_buffers(module: torch.nn.Module) -> dict[str, Any]:
     """Name -> buffer of a module itself; changing it changes the module."""
     return module._buffers
+
+
+def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """Where `register_forward_hook` puts its hooks, by the number of their handle; changing it changes them."""
+    return module._forward_hooks
 
 
 def hooks_after_gradient(parameter: torch.Tensor) -> dict[int, Any]:

@@ -16,9 +16,10 @@ import dataclasses
 import functools
 import inspect
 import threading
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +28,12 @@ from memfine_fx.capture.adapters import TracedAdapters
 from memfine_fx.capture.buckets import kept_whole
 from memfine_fx.capture.flags import CapturingCall
 from memfine_fx.capture.implementation import switch_experts
+from memfine_fx.capture.input_gradients import WantedInputGradients
 from memfine_fx.capture.output_recorders import RecordedOutputs
 from memfine_fx.capture.quantized import UncachedTables
 from memfine_fx.capture.ranks import captured_on_ranks
+from memfine_fx.capture.standing import StandIns, backbones, behind, is_compiled_inside, stand_in, state_as_written
+from memfine_fx.capture.structure import FoundAgain
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
 from memfine_fx.config import Config
@@ -38,11 +42,13 @@ from memfine_fx.errors import MemfineError
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
     from memfine_fx.compiler.session import Session
 
-__all__ = ["OptimizedCall", "captured", "optimized_call", "restored"]
+__all__ = ["OptimizedCall", "Options", "captured", "living_calls", "optimize_in_place", "optimized_call", "restored"]
 
 _ATTRIBUTE = "_memfine_call"
-_GETSTATE = "__getstate__"
+_GETSTATE, _SETSTATE = "__getstate__", "__setstate__"
+_CALL = -1
 _lock = threading.RLock()
+_living: weakref.WeakSet[OptimizedCall] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +83,38 @@ class OptimizedCall:
         self._compiled: Callable[..., Any] | None = None
 
     def install(self) -> None:
-        """Put the call in its place, and where copies of the model find it."""
+        """Put the call in its places, and where copies of the model find it."""
         set_compiled_call(self.model, self)
         attributes = vars(self.model)
         attributes[_ATTRIBUTE], attributes[_GETSTATE] = self, self.state_of_model
+        self._stand()
+        _living.add(self)
+
+    def install_once_filled(self) -> None:
+        """Install it in a model that copy or pickle is about to fill: parts of it exist after that."""
+        attributes = vars(self.model)
+        attributes[_ATTRIBUTE], attributes[_SETSTATE] = self, self._fill
+
+    def _fill(self, state: Any) -> None:
+        del vars(self.model)[_SETSTATE]
+        type(self.model).__setstate__(self.model, state)  # type: ignore[no-untyped-call]  # of nn.Module
+        self.install()
+
+    def _stand(self) -> None:
+        for part, forward in self._stand_ins:
+            attributes = vars(part)
+            attributes["forward"] = forward
+            attributes.setdefault(_GETSTATE, functools.partial(_state_of_part, part))
+
+    @functools.cached_property
+    def parts(self) -> list[torch.nn.Module]:
+        """The model and its backbones."""
+        return [self.model, *backbones(self.model)]
+
+    @functools.cached_property
+    def _stand_ins(self) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:
+        """The parts, with what is to stand in the places of their forwards."""
+        return [(part, stand_in(part, self, place)) for place, part in enumerate(self.parts)]
 
     def prepare(self) -> Callable[..., Any]:
         """Open the session; once."""
@@ -96,13 +130,32 @@ class OptimizedCall:
         session = open_session(options.config, holds_compiled=True)
         if options.config.captures_loops:
             session.notes.extend(switch_experts(model))
-        call = captured(model, plain_call(model), session, fullgraph=options.fullgraph, dynamic=options.dynamic)
+        calls = [functools.partial(behind, forward) for _, forward in self._stand_ins]
+        calls.append(functools.partial(_traced_call, model))
+        call = captured(model, calls, session, fullgraph=options.fullgraph, dynamic=options.dynamic)
         self.session = session
         return captured_on_ranks(model, call) if options.on_ranks else call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiled_inside():
+            return plain_call(self.model)(*args, **kwargs)
+        return self.arrive(_CALL, *args, **kwargs)
+
+    def arrive(self, place: int, *args: Any, **kwargs: Any) -> Any:
+        """One of the compiled calls: the forward of the model (0) or of a backbone, or the whole call (-1).
+
+        Where somebody else compiles code that calls the model, this stays out of their graph.
+        """
+        return self._outside_graphs(place, *args, **kwargs)
+
+    @functools.cached_property
+    def _outside_graphs(self) -> Callable[..., Any]:
+        run: Callable[..., Any] = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
+        return run
+
+    def _run(self, place: int, *args: Any, **kwargs: Any) -> Any:
         compiled = self._compiled or self.prepare()
-        result = compiled(*args, **kwargs)
+        result = compiled(place, *args, **kwargs)
         self.has_run = True
         session = self.session
         assert session is not None
@@ -127,7 +180,7 @@ class OptimizedCall:
         state: Any = type(self.model).__getstate__(self.model)  # type: ignore[no-untyped-call]  # of nn.Module
         if not isinstance(state, dict) or _GETSTATE not in state:
             return state
-        state = {name: value for name, value in state.items() if name != _GETSTATE}
+        state = _without_ours(self.model, state)
         if asks is copy.copy.__code__:
             del state[_ATTRIBUTE]
             warnings.warn(
@@ -147,13 +200,44 @@ class OptimizedCall:
         return restored, (self.model, changed, options.fullgraph, options.dynamic)
 
 
+def optimize_in_place(model: torch.nn.Module, options: Options) -> None:
+    """Open a session for a model and let its calls arrive there."""
+    call = OptimizedCall(model, options)
+    call.prepare()
+    call.install()
+
+
+def _traced_call(model: torch.nn.Module) -> Callable[..., Any]:
+    """The plain call of a model, which Dynamo captures from the model's forward on.
+
+    NOTE: it passes over frames of torch's own modules, and would capture each layer of a `Sequential` alone: those get
+    a frame before them.
+    """
+    is_of_torch = str(type(model).forward.__module__).startswith("torch.nn.")
+    return types.MethodType(_call_whole, model) if is_of_torch else plain_call(model)
+
+
+def _call_whole(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return plain_call(self)(*args, **kwargs)
+
+
+def _state_of_part(part: torch.nn.Module) -> Any:
+    """The state of a backbone for its copies: without what stands in it for the optimized model."""
+    state: Any = type(part).__getstate__(part)  # type: ignore[no-untyped-call]  # of nn.Module
+    return _without_ours(part, state) if isinstance(state, dict) else state
+
+
+def _without_ours(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state_as_written(module, state).items() if name != _GETSTATE}
+
+
 def restored(model: torch.nn.Module, fields: Mapping[str, Any], fullgraph: bool, dynamic: bool | None) -> OptimizedCall:
     """The call of a model that is being read from a pickle: builtin types only, so that one function is all it needs.
 
     Raises:
         ConfigError: it was optimized with an option that this version does not know.
     """
-    return _installed(model, Options(Config.from_options(fields), fullgraph, dynamic))
+    return _installed(model, Options(Config.from_options({"config": Config(), **fields}), fullgraph, dynamic))
 
 
 # NOTE: a pickle names this function by these, so it is read wherever the function lives by then. Never change them.
@@ -162,7 +246,7 @@ restored.__module__, restored.__name__, restored.__qualname__ = "memfine_fx", "_
 
 def _installed(model: torch.nn.Module, options: Options) -> OptimizedCall:
     call = OptimizedCall(model, options)
-    call.install()
+    call.install_once_filled()
     return call
 
 
@@ -172,15 +256,46 @@ def optimized_call(model: object) -> OptimizedCall | None:
     return call if isinstance(call, OptimizedCall) and call.model is model else None
 
 
+def living_calls() -> list[OptimizedCall]:
+    """The calls of every optimized model that is alive."""
+    return list(_living)
+
+
 def captured(
-    model: torch.nn.Module, call: Callable[..., Any], session: Session, *, fullgraph: bool, dynamic: bool | None
+    model: torch.nn.Module,
+    calls: Sequence[Callable[[], Callable[..., Any]]],
+    session: Session,
+    *,
+    fullgraph: bool,
+    dynamic: bool | None,
 ) -> Callable[..., Any]:
-    """`call` compiled in a session, under the capture flags that help."""
+    """Calls of a model compiled in a session, under the capture flags that help.
+
+    Args:
+        model: that is prepared for each call.
+        calls: what gives a call of the model or of a backbone once the model is prepared for it. Each is compiled when
+            it is first made, by itself, so that Dynamo sees its own signature.
+
+    Returns:
+        (place in `calls`, arguments) -> what the call returns.
+    """
 
     def compile_with(capture_flags: tuple[str, ...], note_compilation: Callable[[], None]) -> Callable[..., Any]:
         session.start_attempt(capture_flags)
         backend = _backend_of(session, note_compilation)
-        return torch.compile(call, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **_counted_alone())
+        compile_call = functools.partial(
+            torch.compile, backend=backend, fullgraph=fullgraph, dynamic=dynamic, **_counted_alone()
+        )
+        compiled: dict[tuple[int, object], Callable[..., Any]] = {}
+
+        def run(place: int, *args: Any, **kwargs: Any) -> Any:
+            call = calls[place]()
+            of_call = place, getattr(call, "__func__", call)
+            if of_call not in compiled:
+                compiled[of_call] = compile_call(call)
+            return compiled[of_call](*args, **kwargs)
+
+        return run
 
     def note(capture_flags: tuple[str, ...], failure: str | None) -> None:
         if capture_flags and any(one.region.family == "loops" for one in session.lowered):
@@ -193,14 +308,23 @@ def captured(
 
     captures_loops = session.config.captures_loops
     compiled = CapturingCall(model, compile_with, note) if captures_loops else compile_with((), lambda: None)
-    recorded, adapters = RecordedOutputs(model), TracedAdapters(model)
-    uncached = UncachedTables(model)
-    session.notes.extend(adapters.notes)
+    recorded, adapters = FoundAgain(model, RecordedOutputs), FoundAgain(model, TracedAdapters)
+    embeddings = FoundAgain(model, WantedInputGradients)
+    stand_ins, uncached = FoundAgain(model, StandIns), UncachedTables(model)
+    session.notes.extend(adapters.current().notes)
 
     @functools.wraps(compiled)
-    def call_prepared(*args: Any, **kwargs: Any) -> Any:
-        with recorded.prepared(kwargs), adapters.installed(), uncached.installed(), kept_whole():
-            return compiled(*args, **kwargs)
+    def call_prepared(place: int, *args: Any, **kwargs: Any) -> Any:
+        embeddings.current().prepare()
+        tables = adapters.current()
+        with (
+            stand_ins.current().taken_out(),
+            recorded.current().prepared(kwargs),
+            tables.installed(),
+            uncached.installed(),
+            kept_whole(),
+        ):
+            return compiled(place, *args, **kwargs)
 
     return call_prepared
 

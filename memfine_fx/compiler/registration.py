@@ -3,25 +3,62 @@
 An installed package is found by Dynamo through its entry point. A bare checkout has none, and accelerate (thus
 `TrainingArguments(torch_compile_backend="memfine")`) takes only names in an enumeration of its own. So both modules are
 watched: one that is loaded already is told now, the other right after it loads.
+
+A model that accelerate compiles by the name is optimized in place instead, because the backend alone comes too late for
+what has to be prepared before Dynamo captures anything.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from memfine_fx.compat import accelerate, dynamo
-from memfine_fx.compat.loading import tell_when_loaded
+from memfine_fx.compat.loading import ACCELERATE_BACKENDS, ACCELERATOR, DYNAMO_BACKENDS, tell_when_loaded
 
 __all__ = ["register_backend"]
 
 
 def register_backend() -> None:
     """Make `backend="memfine"` known, now or when its readers load. Calling it again changes nothing."""
-    tell_when_loaded(dynamo.REGISTRY, _tell_dynamo)
-    tell_when_loaded(accelerate.MODULE, accelerate.add_backend)
+    tell_when_loaded(DYNAMO_BACKENDS, _tell_dynamo)
+    tell_when_loaded(ACCELERATE_BACKENDS, _tell_accelerate)
+    tell_when_loaded(ACCELERATOR, _tell_accelerator)
 
 
 def _tell_dynamo(registry: Any) -> None:
+    from memfine_fx.compat import dynamo
     from memfine_fx.compiler.entry import memfine
 
     dynamo.register_backend(registry, memfine, "memfine")
+
+
+def _tell_accelerate(dataclasses: Any) -> None:
+    from memfine_fx.compat import accelerate
+
+    accelerate.add_backend(dataclasses)
+
+
+def _tell_accelerator(accelerator: Any) -> None:
+    from memfine_fx.compat import accelerate
+
+    accelerate.hand_over_models(accelerator, _optimized)
+
+
+def _optimized(model: Any, plugin: Any) -> bool:
+    """Whether a model is optimized after this, as the plugin's options say; not where a mode asks for the backend.
+
+    Raises:
+        ConfigError: an option is malformed.
+    """
+    from memfine_fx.compat import accelerate
+    from memfine_fx.compat.nn import COMPILED_CALLS, has_compiled_call
+    from memfine_fx.compiler.optimized import Options, optimize_in_place, optimized_call
+    from memfine_fx.config import Config
+
+    if optimized_call(model) is not None:
+        return True
+    if plugin.disable or has_compiled_call(model) or plugin.mode not in (None, "default"):
+        return False
+    if not (COMPILED_CALLS.holds() and accelerate.HAND_OVER.holds()):
+        return False
+    optimize_in_place(model, Options(Config.from_options(plugin.options), bool(plugin.fullgraph), plugin.dynamic))
+    return True

@@ -65,6 +65,7 @@ class Session:
     holds_compiled: bool = False
     records: Records = ""
     has_warned: bool = False
+    has_told: bool = False
     has_warned_of_failure: bool = False
     capture_flags: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
@@ -388,6 +389,10 @@ def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
     _stepped.add(optimizer)
     for session in list(owners):
         session.note_step(optimizer, is_first=is_first)
+    if is_first:
+        from memfine_fx.compiler.first_step import tell_of_first_step
+
+        tell_of_first_step(optimizer, list(owners))
 
 
 def next_site(body_key: str) -> str:

@@ -24,9 +24,10 @@ passes_log = logging.getLogger("memfine_fx.passes")
 def warn_without_regions(session: Session) -> None:
     """One clear warning when a compiled model holds no MoE region that was chunked: asked while the model runs.
 
-    Models compiled by the backend's name with equal options share a session; only the running one's graphs count.
+    Models compiled by the backend's name with equal options share a session; only the running one's graphs count. An
+    optimized model has a session of its own, and graphs that know its parameters by other names where they are sharded.
     """
-    part = session.without_regions(running_model())
+    part = session.without_regions(None if session.holds_compiled else running_model())
     if part is None:
         return
     report = part.report()

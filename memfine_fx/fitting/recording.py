@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -69,9 +70,9 @@ def record_step(
     with mode:
         tokens = torch.zeros(batch, seq, dtype=torch.long)
         session.notes.extend(switch_experts(model))
-        call = captured(model, plain_call(model), session, fullgraph=False, dynamic=True)
+        call = captured(model, [functools.partial(plain_call, model)], session, fullgraph=False, dynamic=True)
         try:
-            call(input_ids=tokens, labels=tokens).loss.backward()
+            call(0, input_ids=tokens, labels=tokens).loss.backward()
         except MemfineError:
             raise
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:

@@ -98,6 +98,7 @@ _ignores = "_set_params_and_buffers_to_ignore_for_model"
 _records = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 BREAKS: dict[Hook, Break] = {
     accelerate.BACKENDS: having(accelerate, "add_backend", lambda module: None),
+    accelerate.HAND_OVER: having(accelerate, "hand_over_models", lambda module, optimize: None),
     autograd.AUTOCAST: lacking(torch._C, "_DisableAutocast"),
     autograd.KEPT_GRAPHS: having(_autograd, _keeps, lambda: False),
     autograd.SAVED_TENSOR_HOOKS: having(_autograd, "_top_saved_tensors_default_hooks", lambda ignores: None),

@@ -90,3 +90,71 @@ import memfine_fx
 print(before or "sympy" not in sys.modules)
 """
     assert run_python(source, tmp_path) == "True"
+
+
+HAND_OVER = """
+import dataclasses, enum, sys, types, torch
+from torch import nn
+
+class Backend(enum.StrEnum):
+    NO = "NO"
+    MEMFINE = "MEMFINE"
+
+@dataclasses.dataclass
+class Plugin:
+    backend: Backend = Backend.MEMFINE
+    mode: str = "default"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: dict | None = None
+    disable: bool = False
+
+class Accelerator:
+    def __init__(self, **settings):
+        self.state = types.SimpleNamespace(dynamo_plugin=Plugin(**settings))
+    def prepare_model(self, model, device_placement=None):
+        return model, self.state.dynamo_plugin.backend.value
+
+module = sys.modules["accelerate.accelerator"] = types.ModuleType("accelerate.accelerator")
+module.Accelerator = Accelerator
+import memfine_fx
+from memfine_fx.compiler.optimized import optimized_call
+"""
+
+
+def test_a_model_that_accelerate_compiles_by_the_name_is_optimized_before(tmp_path: Path) -> None:
+    """A class like accelerate's: what it is asked, and that it compiles nothing itself."""
+    source = (
+        HAND_OVER
+        + """
+model = nn.Linear(2, 2)
+accelerator = Accelerator(options={"rows_per_chunk": 5})
+assert accelerator.prepare_model(model, device_placement=True) == (model, "NO")
+assert accelerator.state.dynamo_plugin.backend is Backend.MEMFINE
+call = optimized_call(model)
+assert call is not None and call.session.config.rows_per_chunk == 5
+accelerator.prepare_model(model)
+assert optimized_call(model) is call, "a model that is optimized already stays so"
+for settings in ({"backend": Backend.NO}, {"mode": "max-autotune-no-cudagraphs"}, {"disable": True}):
+    other, accelerator = nn.Linear(2, 2), Accelerator(**settings)
+    assert accelerator.prepare_model(other) == (other, accelerator.state.dynamo_plugin.backend.value)
+    assert optimized_call(other) is None
+compiled = torch.compile(nn.Linear(2, 2))
+assert Accelerator().prepare_model(compiled) == (compiled, "MEMFINE") and optimized_call(compiled) is None
+print("optimized")
+"""
+    )
+    assert run_python(source, tmp_path) == "optimized"
+
+
+def test_an_option_of_a_host_that_is_malformed_is_told_where_the_model_is_prepared(tmp_path: Path) -> None:
+    source = (
+        HAND_OVER
+        + """
+try:
+    Accelerator(options={"colour": 3}).prepare_model(nn.Linear(2, 2))
+except memfine_fx.ConfigError as error:
+    print(error)
+"""
+    )
+    assert "unknown option 'colour'" in run_python(source, tmp_path)

@@ -63,7 +63,7 @@ def test_loops_that_skip_experts_without_tokens(spelling: str, is_checkpointed: 
     tie(model), tie(optimized)
     assert_same_step_up_to_zeros(optimized, model, hidden_states(19))
     assert memfine_fx.report(optimized).num_chunked == 1
-    assert "forward" not in vars(optimized) and "run_hit" not in vars(layer)
+    assert "_memfine_forward" not in vars(optimized) and "run_hit" not in vars(layer)
 
 
 @pytest.mark.parametrize(("spelling", "top_k"), list(zip(SPELLINGS, (2, 3, 4, 2, 3, 4), strict=True)))

@@ -18,6 +18,7 @@ import torch
 from memfine_fx.capture.installing import InstalledMethods
 from memfine_fx.capture.source.helpers import NAMES, PREFIX
 from memfine_fx.capture.source.loops import rewrite_function
+from memfine_fx.capture.standing import is_own
 
 __all__ = ["RewrittenLoops"]
 
@@ -26,7 +27,7 @@ class RewrittenLoops:
     """The rewritten methods of a model's modules.
 
     Args:
-        model: searched once; later changes of its modules are not seen.
+        model: searched once; `structure.FoundAgain` searches again when modules were set in it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -36,7 +37,7 @@ class RewrittenLoops:
                 (module, name, function)
                 for module in model.modules()
                 for name, function in by_class[type(module)].items()
-                if name not in vars(module)
+                if not is_own(module, name)
             ]
         )
 

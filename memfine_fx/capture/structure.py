@@ -1,0 +1,64 @@
+"""What was found in a model, found again once its modules have changed: adapters may come after `optimize`.
+
+Walking thousands of modules in each call would cost milliseconds. Every module that is set as another's is announced to
+torch's hook for that, so a model is walked again only after something was set anywhere, and what was found is made
+again only where that changed this model.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+__all__ = ["FoundAgain"]
+
+FoundT = TypeVar("FoundT")
+_lock = threading.Lock()
+_num_set = 0
+
+
+class FoundAgain(Generic[FoundT]):
+    """What `find` gives for a model as it is now.
+
+    Args:
+        model: its modules are compared by identity and class.
+        find: called at once, and in the first `current` after a change.
+    """
+
+    def __init__(self, model: torch.nn.Module, find: Callable[[torch.nn.Module], FoundT]) -> None:
+        _listen()
+        self._model, self._find = model, find
+        self._num_set = _num_set
+        self._modules = _modules(model)
+        self._found = find(model)
+
+    def current(self) -> FoundT:
+        """What there is now; modules that were taken away, with none set in their place, are not noticed."""
+        if self._num_set != _num_set:
+            with _lock:
+                self._num_set = _num_set
+                modules = _modules(self._model)
+                if modules != self._modules:
+                    self._modules, self._found = modules, self._find(self._model)
+        return self._found
+
+
+def _modules(model: torch.nn.Module) -> list[tuple[int, type]]:
+    return [(id(module), type(module)) for module in model.modules()]
+
+
+@functools.cache
+def _listen() -> None:
+    register_module_module_registration_hook(_note_set)
+
+
+def _note_set(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    """Count what is set; containers that traced code makes are no part of a model, and a count would be a guard."""
+    global _num_set
+    if not torch.compiler.is_dynamo_compiling():
+        _num_set += 1
