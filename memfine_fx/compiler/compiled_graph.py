@@ -166,7 +166,7 @@ class CompiledGraph:
         """
         if persistent == one.persistent_bytes:
             return False
-        return not (one.step.keeps_all and fits_unbounded(self._session.config, self._situation(run, one)))
+        return not (one.step.keeps_all and fits_unbounded(self._session, self._situation(run, one)))
 
     def _situation(self, run: Run, one: _Compiled) -> Situation:
         run.memory = replace(run.memory, step=one.step)
@@ -178,7 +178,7 @@ class CompiledGraph:
             if len(self._refusals) >= MOST_PLANS:  # a generation has another length at each token
                 self._refusals.clear()
             device = device_of(self._record)
-            self._refusals[situation.key] = refusal_of(self._session.config, situation, device)
+            self._refusals[situation.key] = refusal_of(self._session, situation, device)
         return self._refusals[situation.key]
 
     def _made(self, run: Run, again: _Again) -> _Compiled:
@@ -194,7 +194,7 @@ class CompiledGraph:
         budget = GraphBudget(session, situation, again.hidden)
 
         def check() -> None:
-            refusal = refusal_of(session.config, situation, device_of(self._record))
+            refusal = refusal_of(session, situation, device_of(self._record))
             if refusal is not None:
                 self._refusals[key] = refusal
                 raise refusal

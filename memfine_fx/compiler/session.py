@@ -26,6 +26,7 @@ from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
 from memfine_fx.memory.step import GraphStep, RunMemory, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
+from memfine_fx.plan.peaks import SolvedPeaks
 from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_of
 from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.records.heads import HeadRefusal
@@ -76,6 +77,7 @@ class Session:
     _compiled: list[Callable[..., Any]] = field(default_factory=list)
     history: RunHistory = field(default_factory=RunHistory)
     situation: Situation | None = None  # of the run whose forward or backward is at work, or was last
+    peaks: SolvedPeaks = field(default_factory=SolvedPeaks)
     _persistent: tuple[frozenset[int], int] | None = None  # ids of members -> bytes, while nothing new is known
 
     @contextlib.contextmanager
@@ -230,6 +232,7 @@ class Session:
 
     def forget_plans(self) -> None:
         """Let every region plan again at its next call, because more is known of the step."""
+        self.peaks.forget()
         for outcome in self.outcomes:
             if isinstance(outcome, LoweredRegion):
                 outcome.live.forget_plans()

@@ -31,7 +31,16 @@ from memfine_fx.memory.liveness import Call, GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_workspace, workspace_expression
 from memfine_fx.records import Keep
 
-__all__ = ["GraphStep", "RegionMemory", "RunMemory", "StepPeak", "peak_expression", "step_peak", "value_at"]
+__all__ = [
+    "GraphStep",
+    "RegionMemory",
+    "RunMemory",
+    "StepPeak",
+    "peak_expression",
+    "step_peak",
+    "step_peak_bytes",
+    "value_at",
+]
 
 SizeOf = Callable[[str, int], ChunkSize]
 """(site, T) -> how large chunks are; the rows of a head's are tokens."""
@@ -51,12 +60,25 @@ def _value(expr: sympy.Expr, values: frozenset[tuple[sympy.Symbol, int]]) -> int
 class RegionMemory:
     """A region's byte terms by what it keeps, and T in the graph's symbols.
 
-    The terms are asked for again each time: bodies know theirs exactly once they are compiled.
+    Args:
+        terms: are made again where `revision` is another: bodies know their peaks exactly once they are compiled.
+        num_tokens: T.
+        axis: which way the region is chunked.
+        revision: a number that changes with the terms.
     """
 
     terms: Callable[[Keep], RegionBytes]
     num_tokens: sympy.Expr
     axis: Axis
+    revision: Callable[[], int] = lambda: 0
+    _known: dict[Keep, tuple[int, RegionBytes]] = field(default_factory=dict, compare=False)
+
+    def terms_now(self, keep: Keep) -> RegionBytes:
+        """The terms as far as they are known now, made once for each revision."""
+        revision = self.revision()
+        if keep not in self._known or self._known[keep][0] != revision:
+            self._known[keep] = revision, self.terms(keep)
+        return self._known[keep][1]
 
     def tokens_at(self, sizes: Mapping[str, int]) -> int:
         return value_at(self.num_tokens, sizes)
@@ -66,7 +88,7 @@ class RegionMemory:
         if call.phase != "forward" and call.phase != "backward":
             return 0
         num_tokens = self.tokens_at(sizes)
-        return region_workspace(self.terms(call.keep), num_tokens, size_of(num_tokens), self.axis, call.phase)
+        return region_workspace(self.terms_now(call.keep), num_tokens, size_of(num_tokens), self.axis, call.phase)
 
 
 @dataclass
@@ -189,6 +211,20 @@ def step_peak(runs: Iterable[RunMemory], size_of: SizeOf) -> StepPeak | None:
     return best
 
 
+def step_peak_bytes(runs: Iterable[RunMemory], size_of: SizeOf) -> int | None:
+    """The bytes of `step_peak` alone, which planning asks for often."""
+    best: int | None = None
+    for run in runs:
+        values = run.values
+        workspace = run.step.workspace(size_of, values)
+        for where, memory in (("forward", run.step.forward), ("backward", run.step.backward)):
+            if memory is None or run.step.forward is None:
+                continue
+            before = sum(num_bytes for _, num_bytes in _alive_beside(run, where))
+            best = max(best or 0, before + memory.peak_bytes(values, workspace))
+    return best
+
+
 def _alive_beside(run: RunMemory, where: str) -> tuple[tuple[str, int], ...]:
     terms = [("saved by earlier graphs", run.saved_bytes)]
     if where == "backward":
@@ -220,4 +256,4 @@ def _workspace_expression(run: RunMemory, size_of: SizeOf, call: Call) -> sympy.
     if region is None or (call.phase != "forward" and call.phase != "backward"):
         return 0
     size = size_of(call.site, region.tokens_at(run.values))
-    return workspace_expression(region.terms(call.keep), region.num_tokens, size, region.axis, call.phase)
+    return workspace_expression(region.terms_now(call.keep), region.num_tokens, size, region.axis, call.phase)

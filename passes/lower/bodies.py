@@ -120,6 +120,7 @@ class ExpertBodies:
         self._specs = specs
         if takes_group:
             self._function, self._specs = lift_over_experts(self._function, specs, expert_fn)
+        self._num_read = 0
         self._forward: ForwardBody | None = None
         self._backward: dict[tuple[bool, ...], BackwardBody] = {}
         self._keeping: dict[tuple[Keep, tuple[bool, ...]], KeepingBodies | None] = {}
@@ -127,7 +128,7 @@ class ExpertBodies:
     def forward(self) -> ForwardBody:
         with _lock:
             if self._forward is None:
-                self._forward = ForwardBody(_Compiled(self._function, self._inner))
+                self._forward = ForwardBody(_Compiled(self._function, self._inner, self._note_read))
             return self._forward
 
     def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
@@ -135,6 +136,14 @@ class ExpertBodies:
             if wanted not in self._backward:
                 self._backward[wanted] = self._build_backward(wanted)
             return self._backward[wanted]
+
+    @property
+    def revision(self) -> int:
+        """How many of its bodies were read so far: it grows whenever their peaks change."""
+        return self._num_read
+
+    def _note_read(self) -> None:
+        self._num_read += 1
 
     @property
     def flops_per_row(self) -> int:
@@ -164,7 +173,7 @@ class ExpertBodies:
         cut = cut_joint(trace_rows(function, self._backward_specs()), keep)
         if cut is None:
             return None
-        forward = ForwardBody(_Compiled(cut.forward, self._inner))
+        forward = ForwardBody(_Compiled(cut.forward, self._inner, self._note_read))
         return KeepingBodies(forward, self._backward_body(cut.backward, differentiated), cut.kept, cut.flops_per_row)
 
     def _differentiated(self, wanted: tuple[bool, ...]) -> tuple[int, ...]:
@@ -181,7 +190,7 @@ class ExpertBodies:
         weight_grad = _place(results, gradients.pop(1, None)) if self.has_weight else None
         param_grads = [_param_grad(results, gradients.get(num_lead + i)) for i in range(len(self.param_kinds))]
         _set_outputs(traced.graph_module, results)
-        return BackwardBody(_Compiled(traced, self._inner), rows_grad, weight_grad, tuple(param_grads))
+        return BackwardBody(_Compiled(traced, self._inner, self._note_read), rows_grad, weight_grad, tuple(param_grads))
 
     def _backward_specs(self) -> list[TensorSpec]:
         rows = self._specs[0]
@@ -339,10 +348,11 @@ class _Compiled:
     `peak_bytes` is an estimate from the graph, and read from the compiled code once that exists.
     """
 
-    def __init__(self, traced: TracedBody, inner: InnerBackend) -> None:
+    def __init__(self, traced: TracedBody, inner: InnerBackend, note_read: Callable[[], None]) -> None:
         _set_outputs(traced.graph_module, _outputs(traced.graph_module))
         self._traced = traced
         self._inner = inner
+        self._note_read = note_read
         self.peak_bytes = _peak(traced, inner)
         self.results_bytes = _results(traced)
         self._compiled: Callable[..., Sequence[torch.Tensor]] | None = None
@@ -376,4 +386,5 @@ class _Compiled:
         if memory is not None and all(str(symbol) in sizes for symbol in memory.symbols):
             peak = memory.peak_expression(lambda call: 0)
             self.peak_bytes = peak.subs({symbol: sizes[str(symbol)] for symbol in memory.symbols})
+            self._note_read()
         return compiled
