@@ -152,3 +152,9 @@ def test_bins_and_fixed_slices_exclude_each_other() -> None:
 
 def test_there_are_few_options() -> None:
     assert len(dataclasses.fields(Config)) <= 11
+
+
+@pytest.mark.parametrize(("budget", "has_budget"), [(None, False), ("least", False), ("20GiB", True), (0.5, True)])
+def test_least_is_a_plan_and_no_limit(budget: Any, has_budget: bool) -> None:
+    assert Config(memory_budget=budget).has_budget is has_budget
+    assert parse_budget("least", device_bytes=1000) is None

@@ -19,7 +19,7 @@ import sympy
 
 from memfine_fx.records import Keep
 
-__all__ = ["OP_PHASES", "Allocation", "Call", "CountedInputs", "GraphMemory", "Peak", "Phase", "call_of"]
+__all__ = ["OP_PHASES", "Allocation", "Call", "CountedInputs", "GraphMemory", "Peak", "Phase", "Workspace", "call_of"]
 
 Phase = Literal["route", "forward", "backward", "head"]
 
@@ -37,13 +37,14 @@ OP_PHASES: dict[str, Phase] = {
 
 @dataclass(frozen=True)
 class Allocation:
-    """A storage: who made it, its bytes, and the positions between which it lives."""
+    """A storage: who made it, its bytes, the positions between which it lives, and the region that keeps it, if any."""
 
     name: str
     num_bytes: sympy.Expr
     start: int
     stop: int | None
     is_input: bool = False
+    kept_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,22 @@ class GraphMemory:
         allocations = tuple(one for one in self.allocations if one.name not in names)
         return replace(self, allocations=allocations, calls=tuple(replace(one, keep="nothing") for one in self.calls))
 
+    def dropping(self, sites: frozenset[str]) -> GraphMemory:
+        """The record of a run in which these regions keep nothing, though the graph has room for it."""
+        if not sites:
+            return self
+        if sites not in self._dropping:
+            if len(self._dropping) >= _MOST_SIZES:
+                self._dropping.clear()
+            allocations = tuple(one for one in self.allocations if one.kept_by not in sites)
+            calls = tuple(replace(one, keep="nothing") if one.site in sites else one for one in self.calls)
+            self._dropping[sites] = replace(self, allocations=allocations, calls=calls)
+        return self._dropping[sites]
+
+    @functools.cached_property
+    def _dropping(self) -> dict[frozenset[str], GraphMemory]:
+        return {}
+
     def live_bytes(self, sizes: Mapping[str, int], workspace: Workspace) -> list[int]:
         """Live bytes at each position.
 
@@ -203,7 +220,7 @@ class GraphMemory:
             peaks.add(total + calls.get(position, sympy.Integer(0)))
         return sympy.Max(*_undominated(peaks)) if peaks else sympy.Integer(0)
 
-    @property
+    @functools.cached_property
     def left_bytes(self) -> sympy.Expr:
         """Bytes that outlive the run: results, and what a forward saves for its backward."""
         kept = (one.num_bytes for one in self.allocations if one.stop is None)

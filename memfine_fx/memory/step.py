@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "value_at",
 ]
 
+Direction = Literal["forward", "backward"]
 SizeOf = Callable[[str, int], ChunkSize]
 """(site, T) -> how large chunks are; the rows of a head's are tokens."""
 
@@ -102,6 +103,8 @@ class GraphStep:
         forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
         keeps_all: whether it computes nothing dense again and regions keep all that pays.
+        optional: seconds spared per byte by regions that keep something where a run has room for it (`plan.free`).
+        estimated: directions whose record is an estimate although exact ones come from compiled code.
     """
 
     regions: dict[str, RegionMemory] = field(default_factory=dict)
@@ -111,6 +114,8 @@ class GraphStep:
     decision: str = ""
     keeps_all: bool = False
     heads: dict[str, HeadMemory] = field(default_factory=dict)
+    optional: dict[str, float] = field(default_factory=dict)
+    estimated: set[Direction] = field(default_factory=set)
 
     def add_hints(self, graph: fx.Graph) -> None:
         """Values for symbols that no input's size is (a saved random state's length), as in the captured call."""
@@ -143,12 +148,6 @@ class GraphStep:
 
         return of_call
 
-    def left_bytes(self, sizes: Mapping[str, int]) -> int:
-        """What its forward saves for its backward."""
-        if self.forward is None:
-            return 0
-        return value_at(self.forward.left_bytes, sizes)
-
 
 @dataclass(frozen=True)
 class RunMemory:
@@ -159,12 +158,24 @@ class RunMemory:
         sizes: value of each of its inputs' symbols in this run.
         saved_bytes: by earlier runs whose backwards are still to come, when this one begins.
         later_gradient_bytes: new gradients that backwards of later runs have made when its own backward begins.
+        drops: sites of its regions that keep nothing in this run, though the graph has room for it.
     """
 
     step: GraphStep
     sizes: Mapping[str, int]
     saved_bytes: int = 0
     later_gradient_bytes: int = 0
+    drops: frozenset[str] = frozenset()
+
+    @property
+    def forward(self) -> GraphMemory | None:
+        """What its forward holds."""
+        return None if self.step.forward is None else self.step.forward.dropping(self.drops)
+
+    @property
+    def backward(self) -> GraphMemory | None:
+        """What its backward holds."""
+        return None if self.step.backward is None else self.step.backward.dropping(self.drops)
 
     @property
     def values(self) -> dict[str, int]:
@@ -174,7 +185,7 @@ class RunMemory:
     @property
     def left_bytes(self) -> int:
         """What its forward saves for its backward."""
-        return self.step.left_bytes(self.values)
+        return 0 if self.forward is None else value_at(self.forward.left_bytes, self.values)
 
 
 @dataclass(frozen=True)
@@ -199,7 +210,7 @@ def step_peak(runs: Iterable[RunMemory], size_of: SizeOf) -> StepPeak | None:
     for number, run in enumerate(known):
         values = run.values
         workspace = run.step.workspace(size_of, values)
-        for where, memory in (("forward", run.step.forward), ("backward", run.step.backward)):
+        for where, memory in (("forward", run.forward), ("backward", run.backward)):
             if memory is None:
                 continue
             before = _alive_beside(run, where)
@@ -217,7 +228,7 @@ def step_peak_bytes(runs: Iterable[RunMemory], size_of: SizeOf) -> int | None:
     for run in runs:
         values = run.values
         workspace = run.step.workspace(size_of, values)
-        for where, memory in (("forward", run.step.forward), ("backward", run.step.backward)):
+        for where, memory in (("forward", run.forward), ("backward", run.backward)):
             if memory is None or run.step.forward is None:
                 continue
             before = sum(num_bytes for _, num_bytes in _alive_beside(run, where))
@@ -241,8 +252,8 @@ def peak_expression(runs: Iterable[RunMemory], size_of: SizeOf) -> sympy.Expr:
     for run in runs:
         workspace = functools.partial(_workspace_expression, run, size_of)
         for memory, beside in (
-            (run.step.forward, run.saved_bytes),
-            (run.step.backward, run.saved_bytes + run.later_gradient_bytes),
+            (run.forward, run.saved_bytes),
+            (run.backward, run.saved_bytes + run.later_gradient_bytes),
         ):
             if memory is not None:
                 peaks.append(beside + memory.peak_expression(workspace))

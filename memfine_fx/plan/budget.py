@@ -18,6 +18,7 @@ from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.region_bytes import region_peak
 from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory, StepPeak, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates, rows_seconds
+from memfine_fx.plan.free import dropped_sites
 from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens, plan_head
 from memfine_fx.plan.peaks import SolvedPeaks, chunk_sizes, peak_of_run, unbounded_rows
 from memfine_fx.plan.rates import device_rates
@@ -34,6 +35,7 @@ __all__ = [
     "choose_head_plan",
     "choose_plan",
     "device_of",
+    "dropped_in",
     "fits_unbounded",
     "refusal_of",
     "situation_of",
@@ -83,14 +85,13 @@ def budget_bytes(config: Config, device: torch.device) -> int | None:
 def budget_of_graph(
     session: SessionState, graph: CalledGraph, inputs: Sequence[object], hidden: torch.Tensor
 ) -> GraphBudget | None:
-    """What a graph may use that is compiled for the call at hand, or None without a budget of the user: then nothing is
-    computed again that the model does not ask for, and regions keep nothing.
+    """What a graph may use that is compiled for the call at hand, or None without a budget of the user.
 
     Args:
         inputs: of the call.
         hidden: tokens of a region or head, for device and dtype.
     """
-    if session.config.memory_budget is None or budget_bytes(session.config, hidden.device) is None:
+    if not session.config.has_budget or budget_bytes(session.config, hidden.device) is None:
         return None
     opened = session.history.opened()
     members = [*session.history.members(), graph]
@@ -107,7 +108,7 @@ def budget_of_graph(
 
 def situation_of(session: SessionState, run: Run) -> Situation:
     """What plans of a run depend on now."""
-    if session.config.memory_budget is None:  # what an accelerator has free is asked when a plan is made, not each time
+    if not session.config.has_budget:  # what an accelerator has free is asked when a plan is made, not each time
         return Situation(run.memory, None)
     device = device_of(run.graph)
     there = run.gradient_bytes + sum(one.input_bytes for one in run.mates)
@@ -204,9 +205,10 @@ def choose_plan(
     Raises:
         BudgetInfeasible: not even `LEAST_ROWS` a chunk fit.
     """
-    config, keep = session.config, graph.step.keep_of(site)
+    config, situation = session.config, _situation_in(session, graph)
+    is_dropped = situation is not None and site in situation.memory.drops
+    keep = "nothing" if is_dropped else graph.step.keep_of(site)
     region = graph.step.regions[site].terms_now(keep)
-    situation = _situation_in(session, graph)
     solved = None if situation is None else session.peaks.peak_of(config, situation)
 
     def peak_terms(rows: int) -> dict[str, int]:
@@ -232,6 +234,20 @@ def choose_plan(
         peak_bytes=peak_bytes,
     )
     return replace(plan, keeps=keep)
+
+
+def dropped_in(session: SessionState, run: Run) -> frozenset[str]:
+    """Sites that keep nothing in a run, though its graph has room for it (`plan.free`).
+
+    Nothing is kept where the step's bytes are not known: records are estimates, or later runs of the step, whose peaks
+    what is kept here would add to, are expected.
+    """
+    step = run.memory.step
+    if not step.optional:
+        return frozenset()
+    if step.estimated or session.history.is_followed(run):
+        return frozenset(step.optional)
+    return session.peaks.dropped(session.config, run.memory, dropped_sites)
 
 
 def choose_head_plan(
@@ -302,7 +318,7 @@ def _situation_in(session: SessionState, graph: CalledGraph) -> Situation | None
 def _available_in(
     situation: Situation | None, session: SessionState, graph: CalledGraph, device: torch.device
 ) -> int | None:
-    if situation is not None and session.config.memory_budget is not None:
+    if situation is not None and session.config.has_budget:
         return situation.available_bytes
     if budget_bytes(session.config, device) is None:  # else every region would ask every parameter for its gradient
         return None

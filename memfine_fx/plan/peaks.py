@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from memfine_fx.config import Config
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes
-from memfine_fx.memory.step import GraphStep, StepPeak, step_peak, step_peak_bytes
+from memfine_fx.memory.step import GraphStep, RunMemory, StepPeak, step_peak, step_peak_bytes
 from memfine_fx.plan.head_tokens import knee_tokens
 from memfine_fx.plan.rows import wanted_rows
 from memfine_fx.plan.runs import Situation
@@ -28,6 +28,7 @@ class SolvedPeaks:
 
     num_solved: int = 0
     _peaks: dict[Hashable, dict[tuple[int | None, int | None], int | None]] = field(default_factory=dict)
+    _dropped: dict[Hashable, frozenset[str]] = field(default_factory=dict)
 
     def peak_of(self, config: Config, situation: Situation) -> Callable[[int | None, int | None], int | None]:
         """(rows, a head's tokens) -> bytes of the run's peak beyond what is there before it."""
@@ -45,9 +46,21 @@ class SolvedPeaks:
 
         return peak
 
+    def dropped(
+        self, config: Config, run: RunMemory, solve: Callable[[Config, RunMemory], frozenset[str]]
+    ) -> frozenset[str]:
+        """What `solve` finds for a run, once for each of its sizes and surroundings."""
+        key = (Situation(run, None).key, revision_of(run.step))
+        if key not in self._dropped:
+            if len(self._dropped) >= _MOST_SITUATIONS:
+                self._dropped.clear()
+            self._dropped[key] = solve(config, run)
+        return self._dropped[key]
+
     def forget(self) -> None:
         """More is known of a graph's memory than before."""
         self._peaks.clear()
+        self._dropped.clear()
 
 
 def revision_of(step: GraphStep) -> int:

@@ -6,6 +6,8 @@ for a chunk is freed before the next. In low precision the sums over a token's c
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +47,22 @@ class Kept:
         """Room for what a forward will keep; rows of dropped assignments are never written."""
         rows = order.shape[0]
         return Kept(bodies, [hidden.new_empty((rows, *one.shape), dtype=one.dtype) for one in bodies.kept])
+
+    @staticmethod
+    def hollow(bodies: KeepingBodies, rows: int) -> Kept:
+        """Tensors of the same shapes that hold nothing, for a run that keeps nothing: address space without memory.
+
+        They are never read. Whoever copies saved tensors (hooks of the user) finds zeros, and a crash nowhere.
+        """
+        return Kept(bodies, [_hollow((rows, *one.shape), one.dtype) for one in bodies.kept])
+
+
+def _hollow(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -121,6 +121,7 @@ class ExpertBodies:
         if takes_group:
             self._function, self._specs = lift_over_experts(self._function, specs, expert_fn)
         self._num_read = 0
+        self._joints: dict[tuple[bool, ...], TracedBody] = {}  # forward and vjp in one graph, cut for each choice
         self._forward: ForwardBody | None = None
         self._backward: dict[tuple[bool, ...], BackwardBody] = {}
         self._keeping: dict[tuple[Keep, tuple[bool, ...]], KeepingBodies | None] = {}
@@ -169,8 +170,10 @@ class ExpertBodies:
         if keep == "received":
             return KeepingBodies(self.forward(), self.backward(wanted), (), 0)
         differentiated = self._differentiated(wanted)
-        function = _Vjp(self._function.graph_module, differentiated, returns_value=True)
-        cut = cut_joint(trace_rows(function, self._backward_specs()), keep)
+        if wanted not in self._joints:
+            function = _Vjp(self._function.graph_module, differentiated, returns_value=True)
+            self._joints[wanted] = trace_rows(function, self._backward_specs())
+        cut = cut_joint(self._joints[wanted], keep)
         if cut is None:
             return None
         forward = ForwardBody(_Compiled(cut.forward, self._inner, self._note_read))

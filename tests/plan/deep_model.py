@@ -55,8 +55,13 @@ class DeepModel:
         yield
 
 
-def deep_model(num_layers: int, **options: object) -> DeepModel:
-    """A model of so many equal layers with a region each."""
+def deep_model(num_layers: int, *, has_room: bool = False, **options: object) -> DeepModel:
+    """A model of so many equal layers with a region each.
+
+    Args:
+        has_room: whether regions may keep something of each routed row.
+        options: of its config.
+    """
     model = DeepModel(GraphStep(), Config(**options))  # type: ignore[arg-type]
     sites = [f"body/{layer}" for layer in range(num_layers)]
 
@@ -65,8 +70,10 @@ def deep_model(num_layers: int, **options: object) -> DeepModel:
 
     for site in sites:
         model.step.regions[site] = RegionMemory(terms, TOKENS, "rows")
-    model.step.forward = _memory(sites, "forward")
-    model.step.backward = _memory(sites[::-1], "backward")
+    if has_room:
+        model.step.optional = dict.fromkeys(sites, 1.0)
+    model.step.forward = _memory(sites, "forward", has_room=has_room)
+    model.step.backward = _memory(sites[::-1], "backward", has_room=has_room)
     return model
 
 
@@ -101,8 +108,9 @@ LAYER = RegionBytes(
 )
 
 
-def _memory(sites: Sequence[str], phase: str) -> GraphMemory:
+def _memory(sites: Sequence[str], phase: str, *, has_room: bool) -> GraphMemory:
     """Layers one after another; each leaves one tensor and, in backward, its gradients."""
+    keep: Keep = "projections" if has_room else "nothing"
     allocations, calls, position = [], [], 0
     for site in sites:
         for place in range(_PER_LAYER):
@@ -111,6 +119,11 @@ def _memory(sites: Sequence[str], phase: str) -> GraphMemory:
             if phase == "backward" and place == 0:
                 size = sympy.Integer(LAYER.param_bytes)
             allocations.append(Allocation(f"{phase} {site} {place}", size, position + place, stop))
-        calls.append(Call(position + _PER_LAYER // 2, site, phase))  # type: ignore[arg-type]
+        middle = position + _PER_LAYER // 2
+        calls.append(Call(middle, site, phase, keep))  # type: ignore[arg-type]
+        if has_room:
+            start, stop = (middle, None) if phase == "forward" else (0, middle + 1)
+            kept = TOKENS * TOP_K * WIDTH * 4
+            allocations.append(Allocation(f"kept {site}", kept, start, stop, phase == "backward", site))
         position += _PER_LAYER
     return GraphMemory(tuple(allocations), tuple(calls), position + 3)
