@@ -42,6 +42,20 @@ class Kept:
     bodies: KeepingBodies
     tensors: Sequence[torch.Tensor] = ()
 
+    @property
+    def copied(self) -> Sequence[torch.Tensor]:
+        """Those that a body makes elsewhere."""
+        return [one for one, product in zip(self.tensors, self.bodies.given, strict=True) if product is None]
+
+    def give(self, arguments: Sequence[torch.Tensor], chunk: Chunk) -> list[torch.Tensor]:
+        """A chunk's part of those that are products of its arguments, made where they stay."""
+        parts = []
+        for tensor, product in zip(self.tensors, self.bodies.given, strict=True):
+            if product is not None:
+                parts.append(tensor[chunk.start : chunk.stop])
+                product.into(parts[-1], arguments)
+        return parts
+
     @staticmethod
     def empty(bodies: KeepingBodies, hidden: torch.Tensor, order: torch.Tensor) -> Kept:
         """Room for what a forward will keep; rows of dropped assignments are never written."""
@@ -108,13 +122,15 @@ def run_forward(
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
-    body, places = (bodies.forward(), ()) if kept is None else (kept.bodies.forward, kept.tensors)
+    body, places = (bodies.forward(), _NOTHING) if kept is None else (kept.bodies.forward, kept.copied)
     hidden = routed.hidden
     out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
 
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
-        contribution, *values = body.call(*routed.arguments(bodies, chunk, assignments, tokens))
+        arguments = routed.arguments(bodies, chunk, assignments, tokens)
+        taken = [] if kept is None else kept.give(arguments, chunk)
+        contribution, *values = body.call(*arguments, *taken)
         writes = [partial(_set_rows, *both, chunk) for both in zip(places, values, strict=True)]
         progress.complete([partial(_add_rows, out, tokens, contribution), *writes])
 

@@ -33,7 +33,7 @@ from memfine_fx.memory.graph_peak import live_peaks, tensor_bytes
 from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.lower.fold_weight import fold_weight
-from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row
+from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row, through_transposes
 from memfine_fx.passes.lower.lift import lift_over_experts
 from memfine_fx.passes.lower.low_rank import split_low_rank
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
@@ -51,7 +51,6 @@ from memfine_fx.runtime.bodies import (
 __all__ = ["ExpertBodies", "bodies_for", "num_body_compilations"]
 
 aten = torch.ops.aten
-_TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
 _cache: dict[str, ExpertBodies] = {}
 _lock = threading.RLock()
 _num_compilations = 0
@@ -177,7 +176,8 @@ class ExpertBodies:
         if cut is None:
             return None
         forward = ForwardBody(_Compiled(cut.forward, self._inner, self._note_read))
-        return KeepingBodies(forward, self._backward_body(cut.backward, differentiated), cut.kept, cut.flops_per_row)
+        backward = self._backward_body(cut.backward, differentiated)
+        return KeepingBodies(forward, backward, cut.kept, cut.flops_per_row, cut.given)
 
     def _differentiated(self, wanted: tuple[bool, ...]) -> tuple[int, ...]:
         """Which arguments of the function want their gradient."""
@@ -258,7 +258,7 @@ def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad |
     """Peel the last matmul off a parameter's gradient."""
     if gradient is None:
         return None
-    product, is_transposed = _through_transposes(gradient)
+    product, is_transposed = through_transposes(gradient)
     if product.target is not aten.mm.default:
         index = _place(results, _unrounded(gradient))
         assert index is not None
@@ -291,17 +291,8 @@ def _unrounded(gradient: fx.Node) -> fx.Node:
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def _through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    is_transposed = False
-    while node.target in _TRANSPOSES and isinstance(node.args[0], fx.Node) and node.meta["val"].ndim == 2:
-        is_swap = node.target is aten.t.default or list(node.args[1:]) not in ([[0, 1]], [0, 0], [1, 1])
-        is_transposed ^= is_swap
-        node = node.args[0]
-    return node, is_transposed
-
-
 def _operand(results: list[fx.Node], argument: Any) -> Operand:
-    node, is_transposed = _through_transposes(argument)
+    node, is_transposed = through_transposes(argument)
     if node.op == "placeholder":
         placeholders = [other for other in node.graph.nodes if other.op == "placeholder"]
         return Operand(True, placeholders.index(node), is_transposed)
