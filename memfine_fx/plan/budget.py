@@ -30,6 +30,7 @@ from memfine_fx.records.heads import HeadPlan
 __all__ = [
     "GraphBudget",
     "SessionState",
+    "automatic_bytes",
     "budget_bytes",
     "budget_of_graph",
     "choose_head_plan",
@@ -44,6 +45,7 @@ __all__ = [
 
 _SCALAR_BYTES = 64
 """Left free for what autograd makes outside the graphs: the loss's gradient and its like."""
+_LEAST_RESERVE = 1 << 30
 _ESTIMATE_MARGIN = 1.02
 """What an estimate made before compilation may be short of the compiled code (docs/design/memory.md)."""
 
@@ -71,15 +73,29 @@ class SessionState(Protocol):
 
 
 def budget_bytes(config: Config, device: torch.device) -> int | None:
-    """Bytes of the budget on this device; automatic means 0.9 of free CUDA memory, no limit on CPU."""
-    if isinstance(config.memory_budget, (int, str)):  # asked at every call: nothing of the device is needed
+    """Bytes of the budget on this device; without one, what a CUDA device has (`automatic_bytes`), no limit on CPU."""
+    if isinstance(config.memory_budget, (int, str)) and config.has_budget:  # asked at every call, nothing of the device
         return parse_budget(config.memory_budget)
     if device.type != "cuda":
         return parse_budget(config.memory_budget, _host_bytes())
     free, total = torch.cuda.mem_get_info(device)
-    if config.memory_budget is None:
-        return int(0.9 * (free + torch.cuda.memory_reserved(device)))
-    return parse_budget(config.memory_budget, total)
+    if config.has_budget:
+        return parse_budget(config.memory_budget, total)
+    return automatic_bytes(free, torch.cuda.memory_reserved(device), total)
+
+
+def automatic_bytes(free: int, own: int, total: int) -> int:
+    """Bytes that this process may use of a device: what others do not hold, less a reserve.
+
+    The reserve, a twentieth of the device and at least 1 GiB, is for what no allocator event shows: the libraries'
+    handles and workspaces, and gaps between blocks.
+
+    Args:
+        free: bytes that nobody holds.
+        own: bytes that this process holds for tensors, also those of its allocator's cache.
+        total: bytes of the device.
+    """
+    return max(0, free + own - max(_LEAST_RESERVE, total // 20))
 
 
 def budget_of_graph(
