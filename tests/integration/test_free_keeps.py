@@ -21,6 +21,7 @@ from memfine_fx.memory.step import step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.runs import Run
 from memfine_fx.runtime.loop import Kept
+from tests.integration.comparison import relative_error
 
 CPU = torch.device("cpu")
 SIZES = ModelSizes(
@@ -95,9 +96,19 @@ def test_what_is_free_is_kept_and_costs_no_byte_of_the_step(dtype: torch.dtype) 
     assert free["longer"] <= 1.001 * free["longer lean"]
     assert free["longer"] <= 1.02 * least["longer"]
     assert free["standard"] <= least["report"].step.peak.num_bytes
-    assert free["gradients"].keys() == least["gradients"].keys()
+    # NOTE: kernels around the experts are fused otherwise, and in low precision round elsewhere; what is kept is exact
+    # (see `test_one_compiled_graph_keeps_or_does_not`).
+    exact = reference(dtype)
     for name, gradient in free["gradients"].items():
-        assert torch.equal(gradient, least["gradients"][name]), name
+        error, leanest = relative_error(gradient, exact[name]), relative_error(least["gradients"][name], exact[name])
+        assert error <= max(1e-5, 1.25 * leanest), name
+
+
+def reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Gradients in fp32 of a model with the same weights."""
+    model = model_of(dtype).float()
+    step(model, batch(LENGTHS[dtype]))
+    return gradients(model)
 
 
 def test_reports_say_which_plan_it_was() -> None:
@@ -133,9 +144,9 @@ def dropping(monkeypatch: pytest.MonkeyPatch) -> Dropping:
     return Dropping(monkeypatch)
 
 
-def unfused(**options: Any) -> nn.Module:
+def unfused(dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
     torch.compiler.reset()
-    model = model_of(sizes=replace(SIZES, experts=4))
+    model = model_of(dtype, replace(SIZES, experts=4))
     memfine_fx.optimize(model, inner_backend="aot_eager", **options)
     return model
 
@@ -157,9 +168,12 @@ def under_hooks(model: nn.Module) -> None:
     loss.backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("run", [plainly, keeping_the_graph, under_hooks])
-def test_one_compiled_graph_keeps_or_does_not(dropping: Dropping, run: Callable[[nn.Module], None]) -> None:
-    model = unfused()
+def test_one_compiled_graph_keeps_or_does_not(
+    dropping: Dropping, run: Callable[[nn.Module], None], dtype: torch.dtype
+) -> None:
+    model = unfused(dtype)
     found = []
     for drops_all in (False, True):
         dropping.drops_all = drops_all
