@@ -71,11 +71,19 @@ class Kept:
         return Kept(bodies, [_hollow((rows, *one.shape), one.dtype) for one in bodies.kept])
 
 
+_pages: list[mmap.mmap] = []
+"""One stretch of address space for everything hollow: it is never written and never read, so all of it may be there."""
+
+
 def _hollow(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
-    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    num_bytes = count * dtype.itemsize
+    pages = next((one for one in _pages if len(one) >= num_bytes), None)
+    if pages is None:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _pages[:] = [pages]  # a smaller stretch goes with the last tensor in it
     return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 

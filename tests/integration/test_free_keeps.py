@@ -85,7 +85,8 @@ def num_keeping(report: memfine_fx.Report) -> int:
     return sum(region.plan is not None and region.plan.keeps != "nothing" for region in report.regions)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_free_is_kept_and_costs_no_byte_of_the_step(dtype: torch.dtype) -> None:
     (_, free), (_, least) = trained(None, dtype), trained("least", dtype)
     assert num_keeping(free["report"]) > 0
@@ -111,6 +112,7 @@ def reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
+@pytest.mark.slow
 def test_reports_say_which_plan_it_was() -> None:
     (_, free), (_, least) = trained(None, torch.float32), trained("least", torch.float32)
     count = num_keeping(free["report"])

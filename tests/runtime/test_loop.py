@@ -32,6 +32,9 @@ def with_shared(rows: Tensor, weight: Tensor, up: Tensor, down: Tensor, scale: T
     return (torch.relu(rows @ up * scale) @ down) * weight.unsqueeze(1)
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Case:
     """One layer's step: its function, inputs and plan."""
@@ -274,7 +277,19 @@ def test_a_kept_projection_is_made_nowhere_else() -> None:
     kept = Kept.empty(keeping, hidden, routed.order)
     chunks = chunks_of(routed, bodies, ChunkPlan("rows", 7, 0, 0, ""))
     with torch.no_grad():
-        trace = trace_memory(lambda: run_forward(routed, bodies, chunks, hidden.dtype, kept=kept), torch.device("cpu"))
+        trace = trace_memory(lambda: run_forward(routed, bodies, chunks, hidden.dtype, kept=kept), CPU)
     assert 7 * 2 * WIDTH * 4 not in trace.allocation_bytes
     (found,) = kept.tensors
     assert torch.equal(found, hidden[routed.order.long()] @ params[0][0])
+
+
+def test_what_is_hollow_has_its_shape_and_takes_no_memory() -> None:
+    bodies = bodies_of(swiglu, [torch.randn(1, HIDDEN, 2 * WIDTH), torch.randn(1, WIDTH, HIDDEN)], ("expert",) * 2)
+    keeping = bodies.keeping("projections", (True, True, True, True))
+    assert keeping is not None
+    made: list[Tensor] = []
+    trace = trace_memory(lambda: made.extend(Kept.hollow(keeping, rows).tensors[0] for rows in (5, 9, 0, 3)), CPU)
+    assert trace.peak_bytes == 0
+    assert [(one.shape, one.stride()) for one in made] == [((rows, 2 * WIDTH), (2 * WIDTH, 1)) for rows in (5, 9, 0, 3)]
+    assert len({one.untyped_storage()._cdata for one in made}) == 4  # outputs of an operation may not share a storage
+    assert not any(one.any() for one in made)
