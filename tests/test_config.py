@@ -206,3 +206,9 @@ def test_a_bad_value_of_the_environment_names_the_variable(
     with pytest.raises(ConfigError, match="MEMFINE_OPTIONS"):
         memfine_fx.optimize(torch.nn.Linear(2, 2))
     memfine_fx.optimize(torch.nn.Linear(2, 2), config=Config())
+
+
+@pytest.mark.parametrize(("budget", "has_budget"), [(None, False), ("least", False), ("20GiB", True), (0.5, True)])
+def test_least_is_a_plan_and_no_limit(budget: Any, has_budget: bool) -> None:
+    assert Config(memory_budget=budget).has_budget is has_budget
+    assert parse_budget("least", device_bytes=1000) is None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,17 @@ from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.passes.dataflow import node_value, tensor_of
 from memfine_fx.passes.step.partitioned import Partition
-from memfine_fx.plan.budget import GraphBudget, budget_of_graph, device_of, fits_unbounded, refusal_of, situation_of
+from memfine_fx.plan.budget import (
+    GraphBudget,
+    budget_of_graph,
+    device_of,
+    dropped_in,
+    fits_unbounded,
+    refusal_of,
+    situation_of,
+)
+from memfine_fx.plan.cost import DeviceRates
+from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.runs import Run, Situation
 from memfine_fx.runtime.store import MOST_PLANS
 
@@ -122,7 +133,7 @@ class CompiledGraph:
             self._record.step,
             sizes,
             self._record.input_bytes(args),
-            is_limited=session.config.memory_budget is not None,
+            is_limited=session.config.has_budget,
         )
         again = None if session.records else self._again  # what is only recorded is refused by who reads it
         compiled = self._partitions[0] if again is None else self._chosen(run, again)
@@ -166,7 +177,7 @@ class CompiledGraph:
         """
         if persistent == one.persistent_bytes:
             return False
-        return not (one.step.keeps_all and fits_unbounded(self._session.config, self._situation(run, one)))
+        return not (one.step.keeps_all and fits_unbounded(self._session, self._situation(run, one)))
 
     def _situation(self, run: Run, one: _Compiled) -> Situation:
         run.memory = replace(run.memory, step=one.step)
@@ -178,7 +189,7 @@ class CompiledGraph:
             if len(self._refusals) >= MOST_PLANS:  # a generation has another length at each token
                 self._refusals.clear()
             device = device_of(self._record)
-            self._refusals[situation.key] = refusal_of(self._session.config, situation, device)
+            self._refusals[situation.key] = refusal_of(self._session, situation, device)
         return self._refusals[situation.key]
 
     def _made(self, run: Run, again: _Again) -> _Compiled:
@@ -194,7 +205,7 @@ class CompiledGraph:
         budget = GraphBudget(session, situation, again.hidden)
 
         def check() -> None:
-            refusal = refusal_of(session.config, situation, device_of(self._record))
+            refusal = refusal_of(session, situation, device_of(self._record))
             if refusal is not None:
                 self._refusals[key] = refusal
                 raise refusal
@@ -239,6 +250,7 @@ class CompiledGraph:
             session.config,
             step,
             budget=budget,
+            rates=self._rates() if budget is None else None,
             changed=self._forget,
             in_backward=in_backward,
             partitioned=partitioned,
@@ -249,6 +261,18 @@ class CompiledGraph:
         members = {*session.history.members(), self._record}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
         return _Compiled(step, compiled, persistent, () if budget is None else budget.situation.key[1:])
+
+    def _rates(self) -> Callable[[], DeviceRates] | None:
+        """The device's, where regions may keep what leaves a step's peak where it is.
+
+        Not without compiled code, which the step's bytes are read from; and on an accelerator the device is the budget.
+        """
+        hidden = tensor_of(self._record.lowered[0].region.hidden)
+        config, records = self._session.config, self._session.records
+        is_asked = config.memory_budget is None and config.inner_backend == "inductor" and not records
+        if not is_asked or hidden.device.type != "cpu":
+            return None
+        return functools.partial(device_rates, hidden.device.type, hidden.dtype)
 
     def _foresees(self, step: GraphStep) -> Foresees:
         """The smallest budget and one that nothing exceeds, in the place of the session's own."""
@@ -269,7 +293,9 @@ class CompiledGraph:
     def _take(self, run: Run, compiled: _Compiled) -> None:
         """Plans are made for this run until another begins."""
         self._record.step = compiled.step
-        self._session.situation = self._situation(run, compiled)
+        run.memory = replace(run.memory, step=compiled.step)
+        run.memory = replace(run.memory, drops=dropped_in(self._session, run))
+        self._session.situation = situation_of(self._session, run)
 
     def _forget(self) -> None:
         """More is known of a partition's memory than before."""

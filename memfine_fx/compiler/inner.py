@@ -38,6 +38,7 @@ from memfine_fx.passes.step.kernel_order import KernelOrder
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.region_distance import RegionDistance
+from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["BackwardContext", "Foresees", "compile_plain", "compile_with_regions", "record_plain", "take_estimate"]
 
@@ -66,6 +67,7 @@ def compile_with_regions(
     step: GraphStep,
     *,
     budget: StepBudget | None,
+    rates: Callable[[], DeviceRates] | None,
     changed: Callable[[], None],
     in_backward: BackwardContext,
     partitioned: Callable[[], None] = lambda: None,
@@ -79,7 +81,7 @@ def compile_with_regions(
         graph_module, example_inputs: from Dynamo, rewritten.
         config: options; not with the inner backend "eager", which compiles nothing.
         step: told what forward and backward hold.
-        budget: see `StepPartitioner`.
+        budget, rates: see `StepPartitioner`.
         changed: called when more is known of the graph's memory than before.
         in_backward: what each run of the backward happens in; told whether it keeps the graph.
         partitioned: called when the graph is partitioned and an estimate of its memory is there.
@@ -91,6 +93,7 @@ def compile_with_regions(
     partitioner = StepPartitioner(
         is_fused=config.inner_backend == "inductor",
         budget=budget,
+        rates=rates,
         report=functools.partial(take_estimate, step, partitioned),
         key=f"{config.memory_budget} {config.axis} {config.rows_per_chunk} {config.tokens_per_chunk}",
     )
@@ -125,6 +128,7 @@ def _compile_and_read(
     step.add_hints(graph_module.graph)
     if memory is not None:
         _record(step, is_backward, memory)
+        step.estimated.discard("backward" if is_backward else "forward")
         changed()
     return _backward_call(take_donated(), in_backward, compiled) if is_backward else compiled
 
@@ -244,6 +248,8 @@ def take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: P
     """A partition was made: what it would hold is the step's record until there is a better one."""
     step.forward, step.backward = partition.forward_memory, partition.backward_memory
     step.decision, step.keeps_all = partition.decision, partition.keeps_all
+    step.optional = dict(partition.optional)
+    step.estimated = {"forward", "backward"}
     step.add_hints(partition.forward.graph)
     step.add_hints(partition.backward.graph)
     partitioned()

@@ -154,7 +154,7 @@ def _plan(
         context=session.situation_key,
     )
     register(live)
-    record.step.regions[site] = RegionMemory(terms_of, num_tokens_of(region), config.axis)
+    record.step.regions[site] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)
     return region, live
 
 

@@ -26,6 +26,8 @@ from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
 from memfine_fx.memory.step import GraphStep, RunMemory, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
+from memfine_fx.plan.free import describe_budget
+from memfine_fx.plan.peaks import SolvedPeaks
 from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_of
 from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.records.heads import HeadRefusal
@@ -77,6 +79,7 @@ class Session:
     _compiled: list[Callable[..., Any]] = field(default_factory=list)
     history: RunHistory = field(default_factory=RunHistory)
     situation: Situation | None = None  # of the run whose forward or backward is at work, or was last
+    peaks: SolvedPeaks = field(default_factory=SolvedPeaks)
     _persistent: tuple[frozenset[int], int] | None = None  # ids of members -> bytes, while nothing new is known
 
     @contextlib.contextmanager
@@ -231,6 +234,7 @@ class Session:
 
     def forget_plans(self) -> None:
         """Let every region plan again at its next call, because more is known of the step."""
+        self.peaks.forget()
         for outcome in self.outcomes:
             if isinstance(outcome, LoweredRegion):
                 outcome.live.forget_plans()
@@ -297,7 +301,8 @@ class Session:
         steps = {id(memory.step): memory.step for memory in memories}
         decision = "; ".join(step.decision for step in steps.values() if step.decision)
         expression = functools.partial(peak_expression, memories, self._largest_chunk)
-        return StepReport(tuple(self.static_terms().items()), peak, decision, expression)
+        budget = describe_budget(self.config, memories)
+        return StepReport(tuple(self.static_terms().items()), peak, decision, expression, budget)
 
     def _largest_chunk(self, site: str, num_tokens: int) -> ChunkSize:
         """The largest chunk of the latest step; before one has run, as many rows as there are routed rows."""

@@ -77,6 +77,7 @@ def read_graph(graph: fx.Graph, *, is_fused: bool, inputs: CountedInputs | None 
         elif _is_view(node):
             owners[node] = _view_source(node, owners)
     position = {node: place for place, node in enumerate(graph.nodes)}
+    keepers = _keepers(graph)
     allocations = []
     for owner, reader in _last_readers(graph, owners).items():
         made_by = owner.args[0] if _is_element(owner) else owner
@@ -85,7 +86,8 @@ def read_graph(graph: fx.Graph, *, is_fused: bool, inputs: CountedInputs | None 
         is_input = owner.op == "placeholder"
         outlives = reader.op == "output" or (is_input and str(owner.target) in inputs.held)
         stop = None if outlives else position[reader] + 1
-        allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, is_input))
+        kept_by = keepers.get(owner, "")
+        allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, is_input, kept_by))
     for node, place in position.items():
         if scratch := scratch_bytes(node):
             allocations.append(Allocation(f"scratch of {_name(node.target)}", scratch, place, place + 1))
@@ -100,6 +102,18 @@ def _calls(graph: fx.Graph) -> Iterator[Call]:
         phase = _PHASES.get(qualified_name(node.target))
         if phase is not None:
             yield call_of(place, phase, [argument for argument in node.args if isinstance(argument, str)])
+
+
+def _keepers(graph: fx.Graph) -> dict[fx.Node, str]:
+    """What regions keep for backward -> the site of its region, in a forward or a backward graph."""
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        name = qualified_name(node.target)
+        if name == "memfine::experts_keeping":
+            found |= {user: node.args[5] for user in node.users if _is_element(user) and user.args[1] != 0}
+        elif name == "memfine::experts_backward_kept":
+            found |= dict.fromkeys(node.args[8], node.args[6])
+    return found
 
 
 def _is_tuple(node: fx.Node) -> bool:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal, cast
 
 import sympy
 
 from memfine_fx.records import Keep
 
-__all__ = ["OP_PHASES", "Allocation", "Call", "CountedInputs", "GraphMemory", "Peak", "Phase", "call_of"]
+__all__ = ["OP_PHASES", "Allocation", "Call", "CountedInputs", "GraphMemory", "Peak", "Phase", "Workspace", "call_of"]
 
 Phase = Literal["route", "forward", "backward", "head"]
 
@@ -36,13 +37,14 @@ OP_PHASES: dict[str, Phase] = {
 
 @dataclass(frozen=True)
 class Allocation:
-    """A storage: who made it, its bytes, and the positions between which it lives."""
+    """A storage: who made it, its bytes, the positions between which it lives, and the region that keeps it, if any."""
 
     name: str
     num_bytes: sympy.Expr
     start: int
     stop: int | None
     is_input: bool = False
+    kept_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def call_of(position: int, phase: Phase, texts: Sequence[str]) -> Call:
 
 Workspace = Callable[[Call], int]
 """Bytes that a call of a region needs beyond what the graph shows."""
+_MOST_SIZES = 8
+"""Of which a record keeps its live bytes: batches of a few lengths, with and without gradients."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +111,42 @@ class GraphMemory:
     calls: tuple[Call, ...]
     num_positions: int
 
-    @property
+    @functools.cached_property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
         """Sizes that are not known before the run (batch, sequence), by name."""
-        found = {symbol for one in self.allocations for symbol in one.num_bytes.free_symbols}
+        found = {symbol for one in self._distinct for symbol in one.free_symbols}
         return tuple(sorted(found, key=str))
+
+    @functools.cached_property
+    def _distinct(self) -> tuple[sympy.Expr, ...]:
+        """Each size once: equal layers repeat theirs."""
+        return tuple(dict.fromkeys(one.num_bytes for one in self.allocations))
+
+    @functools.cached_property
+    def _resting_at(self) -> dict[tuple[int, ...], Sequence[int]]:
+        """Values of the symbols -> live bytes without any call's working set, of the latest sizes that were asked."""
+        return {}
 
     def without(self, names: Collection[str]) -> GraphMemory:
         """The record without the storages of these names, with regions that keep nothing."""
         allocations = tuple(one for one in self.allocations if one.name not in names)
         return replace(self, allocations=allocations, calls=tuple(replace(one, keep="nothing") for one in self.calls))
+
+    def dropping(self, sites: frozenset[str]) -> GraphMemory:
+        """The record of a run in which these regions keep nothing, though the graph has room for it."""
+        if not sites:
+            return self
+        if sites not in self._dropping:
+            if len(self._dropping) >= _MOST_SIZES:
+                self._dropping.clear()
+            allocations = tuple(one for one in self.allocations if one.kept_by not in sites)
+            calls = tuple(replace(one, keep="nothing") if one.site in sites else one for one in self.calls)
+            self._dropping[sites] = replace(self, allocations=allocations, calls=calls)
+        return self._dropping[sites]
+
+    @functools.cached_property
+    def _dropping(self) -> dict[frozenset[str], GraphMemory]:
+        return {}
 
     def live_bytes(self, sizes: Mapping[str, int], workspace: Workspace) -> list[int]:
         """Live bytes at each position.
@@ -125,19 +155,36 @@ class GraphMemory:
             sizes: value of each symbol, by name.
             workspace: bytes that a call of a region needs beyond what the graph shows.
         """
+        live = list(self.resting_bytes(sizes))
+        for call in self.calls:
+            live[call.position] += workspace(call)
+        return live
+
+    def resting_bytes(self, sizes: Mapping[str, int]) -> Sequence[int]:
+        """Live bytes at each position without any call's working set: what no choice of rows changes."""
+        key = self._values_of(sizes)
+        if key not in self._resting_at:
+            if len(self._resting_at) >= _MOST_SIZES:
+                self._resting_at.clear()
+            self._resting_at[key] = self._resting(sizes)
+        return self._resting_at[key]
+
+    def _resting(self, sizes: Mapping[str, int]) -> Sequence[int]:
         changes = [0] * (self.num_positions + 1)
         for allocation, num_bytes in zip(self.allocations, self.bytes_at(sizes), strict=True):
             changes[allocation.start] += num_bytes
             if allocation.stop is not None:
                 changes[allocation.stop] -= num_bytes
-        live: list[int] = []
-        total = 0
-        for change in changes[: self.num_positions]:
-            total += change
-            live.append(total)
+        return list(accumulate(changes[: self.num_positions]))
+
+    def peak_bytes(self, sizes: Mapping[str, int], workspace: Workspace) -> int:
+        """The bytes of `peak` alone, which planning asks for often: the calls are added to what is known at `sizes`."""
+        resting = self.resting_bytes(sizes)
+        working: dict[int, int] = {}
         for call in self.calls:
-            live[call.position] += workspace(call)
-        return live
+            working[call.position] = working.get(call.position, 0) + workspace(call)
+        during = (resting[position] + num_bytes for position, num_bytes in working.items())
+        return max((0, *resting, *during))
 
     def peak(self, sizes: Mapping[str, int], workspace: Workspace, *, num_terms: int = 8) -> Peak:
         """The peak at given sizes, with its largest terms."""
@@ -173,7 +220,7 @@ class GraphMemory:
             peaks.add(total + calls.get(position, sympy.Integer(0)))
         return sympy.Max(*_undominated(peaks)) if peaks else sympy.Integer(0)
 
-    @property
+    @functools.cached_property
     def left_bytes(self) -> sympy.Expr:
         """Bytes that outlive the run: results, and what a forward saves for its backward."""
         kept = (one.num_bytes for one in self.allocations if one.stop is None)
@@ -181,17 +228,18 @@ class GraphMemory:
 
     def bytes_at(self, sizes: Mapping[str, int]) -> Sequence[int]:
         """Bytes of each allocation, in order."""
-        exprs = [one.num_bytes for one in self.allocations]
-        symbols = self.symbols
-        if not symbols:
-            return [int(expr) for expr in exprs]
-        missing = [str(symbol) for symbol in symbols if str(symbol) not in sizes]
+        found: Sequence[Any] = self._distinct
+        if self.symbols:
+            found = _evaluator(self.symbols, self._distinct)(*self._values_of(sizes))
+        num_bytes = dict(zip(self._distinct, map(int, found), strict=True))
+        return [num_bytes[one.num_bytes] for one in self.allocations]
+
+    def _values_of(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        missing = [str(symbol) for symbol in self.symbols if str(symbol) not in sizes]
         if missing:
-            raise KeyError(f"no value for {missing[0]}; sizes are needed for {[str(symbol) for symbol in symbols]}")
-        distinct = tuple(dict.fromkeys(exprs))
-        values = _evaluator(symbols, distinct)(*(sizes[str(symbol)] for symbol in symbols))
-        found = dict(zip(distinct, map(int, values), strict=True))
-        return [found[expr] for expr in exprs]
+            names = [str(symbol) for symbol in self.symbols]
+            raise KeyError(f"no value for {missing[0]}; sizes are needed for {names}")
+        return tuple(sizes[str(symbol)] for symbol in self.symbols)
 
 
 @functools.lru_cache(maxsize=256)

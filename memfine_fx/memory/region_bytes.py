@@ -123,10 +123,13 @@ def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "r
     return max(forward, backward, key=lambda terms: sum(terms.values()))
 
 
+@functools.lru_cache(maxsize=4096)
 def region_workspace(
     region: RegionBytes, num_tokens: int, size: ChunkSize, axis: Axis, phase: Literal["forward", "backward"]
 ) -> int:
     """Bytes that one call of a region's op needs beyond its arguments and results, which the graph around shows.
+
+    Equal layers have equal terms, and plans of a step ask for the same sizes: each is computed once.
 
     Args:
         region: its byte terms.

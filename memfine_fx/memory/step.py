@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -31,8 +31,18 @@ from memfine_fx.memory.liveness import Call, GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_workspace, workspace_expression
 from memfine_fx.records import Keep
 
-__all__ = ["GraphStep", "RegionMemory", "RunMemory", "StepPeak", "peak_expression", "step_peak", "value_at"]
+__all__ = [
+    "GraphStep",
+    "RegionMemory",
+    "RunMemory",
+    "StepPeak",
+    "peak_expression",
+    "step_peak",
+    "step_peak_bytes",
+    "value_at",
+]
 
+Direction = Literal["forward", "backward"]
 SizeOf = Callable[[str, int], ChunkSize]
 """(site, T) -> how large chunks are; the rows of a head's are tokens."""
 
@@ -51,12 +61,25 @@ def _value(expr: sympy.Expr, values: frozenset[tuple[sympy.Symbol, int]]) -> int
 class RegionMemory:
     """A region's byte terms by what it keeps, and T in the graph's symbols.
 
-    The terms are asked for again each time: bodies know theirs exactly once they are compiled.
+    Args:
+        terms: are made again where `revision` is another: bodies know their peaks exactly once they are compiled.
+        num_tokens: T.
+        axis: which way the region is chunked.
+        revision: a number that changes with the terms.
     """
 
     terms: Callable[[Keep], RegionBytes]
     num_tokens: sympy.Expr
     axis: Axis
+    revision: Callable[[], int] = lambda: 0
+    _known: dict[Keep, tuple[int, RegionBytes]] = field(default_factory=dict, compare=False)
+
+    def terms_now(self, keep: Keep) -> RegionBytes:
+        """The terms as far as they are known now, made once for each revision."""
+        revision = self.revision()
+        if keep not in self._known or self._known[keep][0] != revision:
+            self._known[keep] = revision, self.terms(keep)
+        return self._known[keep][1]
 
     def tokens_at(self, sizes: Mapping[str, int]) -> int:
         return value_at(self.num_tokens, sizes)
@@ -66,7 +89,7 @@ class RegionMemory:
         if call.phase != "forward" and call.phase != "backward":
             return 0
         num_tokens = self.tokens_at(sizes)
-        return region_workspace(self.terms(call.keep), num_tokens, size_of(num_tokens), self.axis, call.phase)
+        return region_workspace(self.terms_now(call.keep), num_tokens, size_of(num_tokens), self.axis, call.phase)
 
 
 @dataclass
@@ -80,6 +103,8 @@ class GraphStep:
         forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
         keeps_all: whether it computes nothing dense again and regions keep all that pays.
+        optional: seconds spared per byte by regions that keep something where a run has room for it (`plan.free`).
+        estimated: directions whose record is an estimate although exact ones come from compiled code.
     """
 
     regions: dict[str, RegionMemory] = field(default_factory=dict)
@@ -89,6 +114,8 @@ class GraphStep:
     decision: str = ""
     keeps_all: bool = False
     heads: dict[str, HeadMemory] = field(default_factory=dict)
+    optional: dict[str, float] = field(default_factory=dict)
+    estimated: set[Direction] = field(default_factory=set)
 
     def add_hints(self, graph: fx.Graph) -> None:
         """Values for symbols that no input's size is (a saved random state's length), as in the captured call."""
@@ -121,12 +148,6 @@ class GraphStep:
 
         return of_call
 
-    def left_bytes(self, sizes: Mapping[str, int]) -> int:
-        """What its forward saves for its backward."""
-        if self.forward is None:
-            return 0
-        return value_at(self.forward.left_bytes, sizes)
-
 
 @dataclass(frozen=True)
 class RunMemory:
@@ -137,12 +158,24 @@ class RunMemory:
         sizes: value of each of its inputs' symbols in this run.
         saved_bytes: by earlier runs whose backwards are still to come, when this one begins.
         later_gradient_bytes: new gradients that backwards of later runs have made when its own backward begins.
+        drops: sites of its regions that keep nothing in this run, though the graph has room for it.
     """
 
     step: GraphStep
     sizes: Mapping[str, int]
     saved_bytes: int = 0
     later_gradient_bytes: int = 0
+    drops: frozenset[str] = frozenset()
+
+    @property
+    def forward(self) -> GraphMemory | None:
+        """What its forward holds."""
+        return None if self.step.forward is None else self.step.forward.dropping(self.drops)
+
+    @property
+    def backward(self) -> GraphMemory | None:
+        """What its backward holds."""
+        return None if self.step.backward is None else self.step.backward.dropping(self.drops)
 
     @property
     def values(self) -> dict[str, int]:
@@ -152,7 +185,7 @@ class RunMemory:
     @property
     def left_bytes(self) -> int:
         """What its forward saves for its backward."""
-        return self.step.left_bytes(self.values)
+        return 0 if self.forward is None else value_at(self.forward.left_bytes, self.values)
 
 
 @dataclass(frozen=True)
@@ -177,7 +210,7 @@ def step_peak(runs: Iterable[RunMemory], size_of: SizeOf) -> StepPeak | None:
     for number, run in enumerate(known):
         values = run.values
         workspace = run.step.workspace(size_of, values)
-        for where, memory in (("forward", run.step.forward), ("backward", run.step.backward)):
+        for where, memory in (("forward", run.forward), ("backward", run.backward)):
             if memory is None:
                 continue
             before = _alive_beside(run, where)
@@ -186,6 +219,20 @@ def step_peak(runs: Iterable[RunMemory], size_of: SizeOf) -> StepPeak | None:
             if best is None or num_bytes > best.num_bytes:
                 place = where if len(known) == 1 else f"{where} of graph {number}"
                 best = StepPeak(num_bytes, place, (*before, *peak.terms))
+    return best
+
+
+def step_peak_bytes(runs: Iterable[RunMemory], size_of: SizeOf) -> int | None:
+    """The bytes of `step_peak` alone, which planning asks for often."""
+    best: int | None = None
+    for run in runs:
+        values = run.values
+        workspace = run.step.workspace(size_of, values)
+        for where, memory in (("forward", run.forward), ("backward", run.backward)):
+            if memory is None or run.step.forward is None:
+                continue
+            before = sum(num_bytes for _, num_bytes in _alive_beside(run, where))
+            best = max(best or 0, before + memory.peak_bytes(values, workspace))
     return best
 
 
@@ -205,8 +252,8 @@ def peak_expression(runs: Iterable[RunMemory], size_of: SizeOf) -> sympy.Expr:
     for run in runs:
         workspace = functools.partial(_workspace_expression, run, size_of)
         for memory, beside in (
-            (run.step.forward, run.saved_bytes),
-            (run.step.backward, run.saved_bytes + run.later_gradient_bytes),
+            (run.forward, run.saved_bytes),
+            (run.backward, run.saved_bytes + run.later_gradient_bytes),
         ):
             if memory is not None:
                 peaks.append(beside + memory.peak_expression(workspace))
@@ -220,4 +267,4 @@ def _workspace_expression(run: RunMemory, size_of: SizeOf, call: Call) -> sympy.
     if region is None or (call.phase != "forward" and call.phase != "backward"):
         return 0
     size = size_of(call.site, region.tokens_at(run.values))
-    return workspace_expression(region.terms(call.keep), region.num_tokens, size, region.axis, call.phase)
+    return workspace_expression(region.terms_now(call.keep), region.num_tokens, size, region.axis, call.phase)

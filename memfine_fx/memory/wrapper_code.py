@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy
@@ -28,6 +28,8 @@ from memfine_fx.memory.sizes import size_expr
 __all__ = ["read_wrapper"]
 
 _PHASES = {f"torch.ops.memfine.{name}.default": phase for name, phase in OP_PHASES.items()}
+_KEEPING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_keeping", "experts_backward_kept"))
+_KEPT_ARGUMENT = 8  # of the latter: what the former kept
 _CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this
 
 
@@ -186,6 +188,10 @@ class _Reader:
             label = function.removeprefix("torch.ops.")
             op = next(self._ops[function])
             self._hold(name, [self._new(label, num_bytes) for num_bytes in op.results])
+            if function in _KEEPING:
+                _keep(self._held[name][1:], _texts(call))
+            elif function in _FINDING:
+                _keep(self._listed(call.args[_KEPT_ARGUMENT]), _texts(call))
             if op.scratch:
                 scratch = Allocation(f"scratch of {label}", op.scratch, self._position, self._position + 1)
                 self._storages.append(_Storage(scratch))
@@ -193,6 +199,11 @@ class _Reader:
                 self._calls.append(call_of(self._position, _PHASES[function], _texts(call)))
         elif name.startswith("buf"):
             raise _Unreadable(f"{name} = {function}(...)")
+
+    def _listed(self, names: ast.expr) -> list[_Storage]:
+        """Storages of the names in a list."""
+        found = names.elts if isinstance(names, ast.List) else []
+        return [one for name in found if isinstance(name, ast.Name) for one in self._held.get(name.id, [])]
 
     def _new(self, name: str, num_bytes: sympy.Expr, *, is_input: bool = False) -> _Storage:
         storage = _Storage(Allocation(name, num_bytes, self._position, None, is_input))
@@ -210,6 +221,11 @@ class _Reader:
             storage.names.discard(name)
             if not storage.names:
                 storage.allocation = replace(storage.allocation, stop=self._position)
+
+
+def _keep(storages: Iterable[_Storage], texts: Sequence[str]) -> None:
+    for storage in storages:
+        storage.allocation = replace(storage.allocation, kept_by=texts[0])
 
 
 def _requested_bytes(call: ast.Call, device_type: str) -> sympy.Expr:

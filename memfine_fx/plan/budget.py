@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
@@ -15,10 +15,12 @@ from torch import fx
 from memfine_fx.config import Config, parse_budget
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.liveness import GraphMemory
-from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_peak
-from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory, StepPeak, step_peak
+from memfine_fx.memory.region_bytes import region_peak
+from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory, StepPeak, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates, rows_seconds
+from memfine_fx.plan.free import dropped_sites
 from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens, plan_head
+from memfine_fx.plan.peaks import SolvedPeaks, chunk_sizes, peak_of_run, unbounded_rows
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.rows import LEAST_ROWS, infeasible, plan_region
 from memfine_fx.plan.runs import CalledGraph, Run, RunHistory, Situation, gradient_bytes
@@ -28,11 +30,13 @@ from memfine_fx.records.heads import HeadPlan
 __all__ = [
     "GraphBudget",
     "SessionState",
+    "automatic_bytes",
     "budget_bytes",
     "budget_of_graph",
     "choose_head_plan",
     "choose_plan",
     "device_of",
+    "dropped_in",
     "fits_unbounded",
     "refusal_of",
     "situation_of",
@@ -41,6 +45,7 @@ __all__ = [
 
 _SCALAR_BYTES = 64
 """Left free for what autograd makes outside the graphs: the loss's gradient and its like."""
+_LEAST_RESERVE = 1 << 30
 _ESTIMATE_MARGIN = 1.02
 """What an estimate made before compilation may be short of the compiled code (docs/design/memory.md)."""
 
@@ -52,11 +57,13 @@ class SessionState(Protocol):
         config: its options.
         history: the runs of its graphs.
         situation: of the run whose forward or backward is at work, or was last.
+        peaks: what was solved for its runs.
     """
 
     config: Config
     history: RunHistory
     situation: Situation | None
+    peaks: SolvedPeaks
 
     def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
         """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
@@ -66,28 +73,41 @@ class SessionState(Protocol):
 
 
 def budget_bytes(config: Config, device: torch.device) -> int | None:
-    """Bytes of the budget on this device; automatic means 0.9 of free CUDA memory, no limit on CPU."""
-    if isinstance(config.memory_budget, (int, str)):  # asked at every call: nothing of the device is needed
+    """Bytes of the budget on this device; without one, what a CUDA device has (`automatic_bytes`), no limit on CPU."""
+    if isinstance(config.memory_budget, (int, str)) and config.has_budget:  # asked at every call, nothing of the device
         return parse_budget(config.memory_budget)
     if device.type != "cuda":
         return parse_budget(config.memory_budget, _host_bytes())
     free, total = torch.cuda.mem_get_info(device)
-    if config.memory_budget is None:
-        return int(0.9 * (free + torch.cuda.memory_reserved(device)))
-    return parse_budget(config.memory_budget, total)
+    if config.has_budget:
+        return parse_budget(config.memory_budget, total)
+    return automatic_bytes(free, torch.cuda.memory_reserved(device), total)
+
+
+def automatic_bytes(free: int, own: int, total: int) -> int:
+    """Bytes that this process may use of a device: what others do not hold, less a reserve.
+
+    The reserve, a twentieth of the device and at least 1 GiB, is for what no allocator event shows: the libraries'
+    handles and workspaces, and gaps between blocks.
+
+    Args:
+        free: bytes that nobody holds.
+        own: bytes that this process holds for tensors, also those of its allocator's cache.
+        total: bytes of the device.
+    """
+    return max(0, free + own - max(_LEAST_RESERVE, total // 20))
 
 
 def budget_of_graph(
     session: SessionState, graph: CalledGraph, inputs: Sequence[object], hidden: torch.Tensor
 ) -> GraphBudget | None:
-    """What a graph may use that is compiled for the call at hand, or None without a budget of the user: then nothing is
-    computed again that the model does not ask for, and regions keep nothing.
+    """What a graph may use that is compiled for the call at hand, or None without a budget of the user.
 
     Args:
         inputs: of the call.
         hidden: tokens of a region or head, for device and dtype.
     """
-    if session.config.memory_budget is None or budget_bytes(session.config, hidden.device) is None:
+    if not session.config.has_budget or budget_bytes(session.config, hidden.device) is None:
         return None
     opened = session.history.opened()
     members = [*session.history.members(), graph]
@@ -104,7 +124,7 @@ def budget_of_graph(
 
 def situation_of(session: SessionState, run: Run) -> Situation:
     """What plans of a run depend on now."""
-    if session.config.memory_budget is None:  # what an accelerator has free is asked when a plan is made, not each time
+    if not session.config.has_budget:  # what an accelerator has free is asked when a plan is made, not each time
         return Situation(run.memory, None)
     device = device_of(run.graph)
     there = run.gradient_bytes + sum(one.input_bytes for one in run.mates)
@@ -145,9 +165,9 @@ class GraphBudget:
     def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
         step = self._step
         trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
-        size_of = _size_of(self._session.config, trial, rows, self._head_tokens(rows))
-        peak = step_peak([replace(self.situation.memory, step=trial, sizes=step.sizes)], size_of)
-        return 0 if peak is None else int(peak.num_bytes * _ESTIMATE_MARGIN)
+        size_of = chunk_sizes(self._session.config, trial, rows, self._head_tokens(rows))
+        peak = step_peak_bytes([replace(self.situation.memory, step=trial, sizes=step.sizes)], size_of)
+        return 0 if peak is None else int(peak * _ESTIMATE_MARGIN)
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         return self._session.timed(stage)
@@ -170,13 +190,13 @@ class GraphBudget:
         return max(LEAST_TOKENS, knee * rows // most)
 
     def _unbounded(self, region: RegionMemory) -> int:
-        return unbounded_rows(self._session.config, region.terms("nothing"), region.tokens_at(self.sizes))
+        return unbounded_rows(self._session.config, region.terms_now("nothing"), region.tokens_at(self.sizes))
 
     def _seconds(self, rows: int | None) -> float:
         """Of all regions of this graph in one step."""
         seconds = 0.0
         for region in self._step.regions.values():
-            terms = region.terms("nothing")
+            terms = region.terms_now("nothing")
             seconds += rows_seconds(
                 self.rates,
                 num_routed=max(1, region.tokens_at(self.sizes) * terms.top_k),
@@ -201,15 +221,21 @@ def choose_plan(
     Raises:
         BudgetInfeasible: not even `LEAST_ROWS` a chunk fit.
     """
-    config, keep = session.config, graph.step.keep_of(site)
-    region = graph.step.regions[site].terms(keep)
-    situation = _situation_in(session, graph)
+    config, situation = session.config, _situation_in(session, graph)
+    is_dropped = situation is not None and site in situation.memory.drops
+    keep = "nothing" if is_dropped else graph.step.keep_of(site)
+    region = graph.step.regions[site].terms_now(keep)
+    solved = None if situation is None else session.peaks.peak_of(config, situation)
 
     def peak_terms(rows: int) -> dict[str, int]:
         peak = None if situation is None else peak_of_run(config, situation, rows, LEAST_TOKENS)
         if peak is None:
             return region_peak(region, num_tokens, rows, config.axis)
         return _as_terms(peak)
+
+    def peak_bytes(rows: int) -> int:
+        found = None if solved is None else solved(rows, LEAST_TOKENS)
+        return sum(peak_terms(rows).values()) if found is None else found
 
     plan = plan_region(
         region,
@@ -221,8 +247,23 @@ def choose_plan(
         available_bytes=_available_in(situation, session, graph, device),
         min_rows=LEAST_ROWS,
         peak_terms=peak_terms,
+        peak_bytes=peak_bytes,
     )
     return replace(plan, keeps=keep)
+
+
+def dropped_in(session: SessionState, run: Run) -> frozenset[str]:
+    """Sites that keep nothing in a run, though its graph has room for it (`plan.free`).
+
+    Nothing is kept where the step's bytes are not known: records are estimates, or later runs of the step, whose peaks
+    what is kept here would add to, are expected.
+    """
+    step = run.memory.step
+    if not step.optional:
+        return frozenset()
+    if step.estimated or session.history.is_followed(run):
+        return frozenset(step.optional)
+    return session.peaks.dropped(session.config, run.memory, dropped_sites)
 
 
 def choose_head_plan(
@@ -234,12 +275,12 @@ def choose_head_plan(
         BudgetInfeasible: not even `LEAST_TOKENS` a chunk fit.
     """
     config, head = session.config, graph.step.heads[site].terms
-
     situation = _situation_in(session, graph)
+    solved = None if situation is None else session.peaks.peak_of(config, situation)
 
     def peak_bytes(rows: int) -> int:
-        peak = None if situation is None else peak_of_run(config, situation, LEAST_ROWS, rows)
-        return head.peak(tokens, rows) if peak is None else peak.num_bytes
+        found = None if solved is None else solved(LEAST_ROWS, rows)
+        return head.peak(tokens, rows) if found is None else found
 
     return plan_head(
         head,
@@ -252,63 +293,36 @@ def choose_head_plan(
     )
 
 
-def unbounded_rows(config: Config, region: RegionBytes, num_tokens: int) -> int:
-    """Rows a chunk (a slice's rows, on the tokens axis) that a plan without a budget has."""
-    return plan_region(
-        region,
-        num_tokens,
-        axis=config.axis,
-        rows_per_chunk=config.rows_per_chunk,
-        tokens_per_chunk=config.tokens_per_chunk,
-    ).rows_per_chunk
-
-
-def refusal_of(config: Config, situation: Situation, device: torch.device) -> BudgetInfeasible | None:
+def refusal_of(session: SessionState, situation: Situation, device: torch.device) -> BudgetInfeasible | None:
     """Why a run cannot keep the user's budget, even with the smallest chunks; None where it can."""
+    config = session.config
     available, budget = situation.available_bytes, budget_bytes(config, device)
     if available is None or budget is None:
         return None
     memory = situation.memory
     rows = [
-        unbounded_rows(config, region.terms("nothing"), region.tokens_at(memory.values))
+        unbounded_rows(config, region.terms_now("nothing"), region.tokens_at(memory.values))
         for region in memory.step.regions.values()
     ]
-    smallest = peak_of_run(config, situation, min(LEAST_ROWS, max(rows, default=1)), LEAST_TOKENS)
-    if smallest is None or smallest.num_bytes <= available:
+    fewest = min(LEAST_ROWS, max(rows, default=1))
+    smallest = session.peaks.peak_of(config, situation)(fewest, LEAST_TOKENS)
+    if smallest is None or smallest <= available:
         return None
-    return infeasible(_as_terms(smallest), budget, available)
+    peak = peak_of_run(config, situation, fewest, LEAST_TOKENS)
+    assert peak is not None, "a run of known bytes has a peak"
+    return infeasible(_as_terms(peak), budget, available)
 
 
-def fits_unbounded(config: Config, situation: Situation) -> bool:
+def fits_unbounded(session: SessionState, situation: Situation) -> bool:
     """Whether a run keeps its budget with as many rows a chunk as time asks for."""
-    peak = peak_of_run(config, situation, None, None)
-    return situation.available_bytes is None or peak is None or peak.num_bytes <= situation.available_bytes
+    available = situation.available_bytes
+    peak = None if available is None else session.peaks.peak_of(session.config, situation)(None, None)
+    return available is None or peak is None or peak <= available
 
 
 def device_of(graph: CalledGraph) -> torch.device:
     """Of its parameters."""
     return next((one.device for one in graph.alive_parameters()), torch.device("cpu"))
-
-
-def peak_of_run(config: Config, situation: Situation, rows: int | None, head_tokens: int | None) -> StepPeak | None:
-    """The peak of a run with so many rows (a head's tokens) a chunk; None where nothing is known of it yet."""
-    step = situation.memory.step
-    return step_peak([situation.memory], _size_of(config, step, rows, head_tokens))
-
-
-def _size_of(
-    config: Config, step: GraphStep, rows: int | None, head_tokens: int | None
-) -> Callable[[str, int], ChunkSize]:
-    """Rows by site: `rows` or `head_tokens` everywhere if given, else what a plan without a budget has."""
-
-    def size_of(site: str, num_tokens: int) -> ChunkSize:
-        if site in step.heads:
-            return ChunkSize(config.tokens_per_head_chunk or head_tokens or knee_tokens(step.heads[site].terms))
-        if rows is not None:
-            return ChunkSize(rows)
-        return ChunkSize(unbounded_rows(config, step.regions[site].terms("nothing"), num_tokens))
-
-    return size_of
 
 
 def _situation_in(session: SessionState, graph: CalledGraph) -> Situation | None:
@@ -320,8 +334,10 @@ def _situation_in(session: SessionState, graph: CalledGraph) -> Situation | None
 def _available_in(
     situation: Situation | None, session: SessionState, graph: CalledGraph, device: torch.device
 ) -> int | None:
-    if situation is not None and session.config.memory_budget is not None:
+    if situation is not None and session.config.has_budget:
         return situation.available_bytes
+    if budget_bytes(session.config, device) is None:  # else every region would ask every parameter for its gradient
+        return None
     members = [*session.history.members(), graph]
     return _available_bytes(session, device, members, gradient_bytes(members))
 

@@ -14,7 +14,7 @@ from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.region_bytes import RegionBytes, region_peak
 from memfine_fx.records import ChunkPlan
 
-__all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "largest", "plan_region"]
+__all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "largest", "plan_region", "wanted_rows"]
 
 KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
 """Rows a chunk at which time stops falling; docs/design/plan.md, "The throughput knee", has the measurement (CPU)
@@ -35,6 +35,7 @@ def plan_region(
     available_bytes: int | None = None,
     min_rows: int = LEAST_ROWS,
     peak_terms: Callable[[int], Mapping[str, int]] | None = None,
+    peak_bytes: Callable[[int], int] | None = None,
 ) -> ChunkPlan:
     """The plan of one region in one step.
 
@@ -48,25 +49,20 @@ def plan_region(
         min_rows: smallest chunk worth planning.
         peak_terms: bytes by term at the peak with R rows a chunk, increasing in R: of the whole step, or by
             default of the region alone.
+        peak_bytes: their sum, where it is known without them.
 
     Raises:
         BudgetInfeasible: not even `min_rows` a chunk fits.
     """
-    knee = region.at_most(KNEE_ROWS.get(region.device_type, KNEE_ROWS["cuda"]), num_tokens)
-    cuts_tokens = axis == "tokens" and region.travel is None
-    if cuts_tokens:  # at most one row of an expert a token, as top-k gives: rows are bounded by tokens
-        wanted = tokens_per_chunk or max(1, (rows_per_chunk or knee) // region.top_k)
-        rows, reason = max(1, min(wanted, num_tokens)), f"token slices of {wanted} (FCDA)"
-    elif rows_per_chunk is not None:
-        rows, reason = region.at_most(rows_per_chunk, num_tokens), "rows per chunk fixed by the config"
-    else:
-        rows, reason = knee, f"throughput knee of {region.device_type}"
+    rows, reason = wanted_rows(
+        region, num_tokens, axis=axis, rows_per_chunk=rows_per_chunk, tokens_per_chunk=tokens_per_chunk
+    )
 
     def terms_of(candidate: int) -> Mapping[str, int]:
         return region_peak(region, num_tokens, candidate, axis) if peak_terms is None else peak_terms(candidate)
 
     def total(candidate: int) -> int:
-        return sum(terms_of(candidate).values())
+        return sum(terms_of(candidate).values()) if peak_bytes is None else peak_bytes(candidate)
 
     if available_bytes is not None and total(rows) > available_bytes:
         low = min(min_rows, rows)
@@ -79,7 +75,29 @@ def plan_region(
     elif available_bytes is not None:
         reason = f"{reason}, within the budget"
     predicted = sum(region_peak(region, num_tokens, rows, axis).values())
-    return ChunkPlan(axis, rows, rows if cuts_tokens else 0, predicted, reason)
+    return ChunkPlan(axis, rows, rows if _cuts_tokens(region, axis) else 0, predicted, reason)
+
+
+def wanted_rows(
+    region: RegionBytes,
+    num_tokens: int,
+    *,
+    axis: Axis,
+    rows_per_chunk: int | None = None,
+    tokens_per_chunk: int | None = None,
+) -> tuple[int, str]:
+    """Rows a chunk (a slice's rows, on the tokens axis) without a budget, and why; arguments as in `plan_region`."""
+    knee = region.at_most(KNEE_ROWS.get(region.device_type, KNEE_ROWS["cuda"]), num_tokens)
+    if _cuts_tokens(region, axis):  # at most one row of an expert a token, as top-k gives: rows are bounded by tokens
+        wanted = tokens_per_chunk or max(1, (rows_per_chunk or knee) // region.top_k)
+        return max(1, min(wanted, num_tokens)), f"token slices of {wanted} (FCDA)"
+    if rows_per_chunk is not None:
+        return region.at_most(rows_per_chunk, num_tokens), "rows per chunk fixed by the config"
+    return knee, f"throughput knee of {region.device_type}"
+
+
+def _cuts_tokens(region: RegionBytes, axis: Axis) -> bool:
+    return axis == "tokens" and region.travel is None
 
 
 def infeasible(terms: Mapping[str, int], budget_bytes: int | None, available_bytes: int) -> BudgetInfeasible:

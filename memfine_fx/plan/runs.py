@@ -114,7 +114,7 @@ class Situation:
 
     def __post_init__(self) -> None:
         memory = self.memory
-        beside = (memory.saved_bytes, memory.later_gradient_bytes, self.available_bytes)
+        beside = (memory.saved_bytes, memory.later_gradient_bytes, self.available_bytes, memory.drops)
         object.__setattr__(self, "key", (id(memory.step), *sorted(memory.sizes.items()), *beside))
 
 
@@ -151,6 +151,11 @@ class RunHistory:
         run = Run(graph, memory, input_bytes, gradients, mates)
         mates.append(run)
         return run
+
+    def is_followed(self, run: Run) -> bool:
+        """Whether runs that save for a backward are expected after it in its pass, as they came the last time."""
+        number = sum(one.graph is run.graph for one in run.mates) - 1
+        return bool(self._followers.get(run.graph, {}).get(number))
 
     def note_results(self, run: Run, results: object, inputs: Sequence[object]) -> None:
         """The forward of a run returned."""

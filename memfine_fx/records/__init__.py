@@ -194,7 +194,7 @@ class ChunkPlan:
         predicted_bytes: peak of the region's own working set in backward: chunk temporaries, output and
             accumulators, index arrays and the expert weight gradients.
         reason: why this and not another.
-        keeps: what forward keeps for backward; fixed when the graph is compiled.
+        keeps: what forward keeps for backward: what the compiled graph has room for, or nothing.
     """
 
     axis: Literal["rows", "tokens"]

@@ -167,12 +167,14 @@ class StepReport:
         peak: beyond that; new gradients are among its terms.
         decision: what of the dense part is kept or computed again, "" where that was not asked.
         expression: makes the peak as a sympy expression in the sizes that vary.
+        budget: by which budget it was planned, in words.
     """
 
     static: tuple[tuple[str, int], ...]
     peak: StepPeak
     decision: str
     expression: Callable[[], sympy.Expr]
+    budget: str = ""
 
     @property
     def static_bytes(self) -> int:
@@ -187,7 +189,7 @@ class StepReport:
         terms.sort(key=lambda term: -term[1])
         head = f"  predicted peak of the step: {self.predicted_peak_bytes:,} B, in its {self.peak.where}"
         lines = [head, *(f"    {num_bytes:>16,} B  {name}" for name, num_bytes in terms)]
-        return [*lines, f"  {self.decision}"] if self.decision else lines
+        return [*lines, *(f"  {words}" for words in (self.decision, self.budget) if words)]
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,7 @@ class Report:
             fields["static_terms"] = dict(self.step.static)
             fields["peak_terms"] = [list(term) for term in self.step.peak.terms]
             fields["decision"] = self.step.decision
+            fields["budget"] = self.step.budget
         return json.dumps(fields, indent=2, default=_jsonable)
 
     def plot(self, path: str | Path) -> None:

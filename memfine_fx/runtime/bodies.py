@@ -19,6 +19,7 @@ __all__ = [
     "BackwardBody",
     "Bodies",
     "ForwardBody",
+    "GivenProduct",
     "KeepingBodies",
     "KeptTensor",
     "Operand",
@@ -61,6 +62,22 @@ class ProductGrad:
 
     left: Operand
     right: Operand
+
+
+@dataclass(frozen=True)
+class GivenProduct:
+    """left @ right of a body's arguments, and what is added to it; the loop multiplies straight into what is kept."""
+
+    left: Operand
+    right: Operand
+    added: Operand | None = None
+
+    def into(self, place: torch.Tensor, arguments: Sequence[torch.Tensor]) -> None:
+        left, right = self.left.value(arguments, ()), self.right.value(arguments, ())
+        if self.added is None:
+            torch.mm(left, right, out=place)
+        else:
+            torch.addmm(self.added.value(arguments, ()), left, right, out=place)
 
 
 @dataclass(frozen=True)
@@ -119,22 +136,32 @@ class KeptTensor:
 
 @dataclass(frozen=True)
 class KeepingBodies:
-    """A pair whose forward returns (contribution, *kept) and whose backward takes `kept` after its other arguments.
+    """A pair whose backward takes what is kept after its other arguments.
+
+    Its forward takes what is given, one of `given` that is not None, after its other arguments, and returns the
+    contribution and whatever else is kept.
 
     Args:
         forward, backward: as without keeping, but for what is kept.
         kept: the tensors, in order.
         flops_per_row: of the matmuls that backward is spared.
+        given: for each of `kept`, the product that it is, where the loop can make it where it stays.
     """
 
     forward: ForwardBody
     backward: BackwardBody
     kept: tuple[KeptTensor, ...]
     flops_per_row: int
+    given: tuple[GivenProduct | None, ...] = ()
 
     @property
     def row_bytes(self) -> int:
         return sum(one.row_bytes for one in self.kept)
+
+    @property
+    def copied_row_bytes(self) -> int:
+        """Of these, what is made in the body and written a second time."""
+        return sum(one.row_bytes for one, product in zip(self.kept, self.given, strict=True) if product is None)
 
 
 class Bodies(Protocol):

@@ -6,6 +6,8 @@ for a chunk is freed before the next. In low precision the sums over a token's c
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,11 +42,49 @@ class Kept:
     bodies: KeepingBodies
     tensors: Sequence[torch.Tensor] = ()
 
+    @property
+    def copied(self) -> Sequence[torch.Tensor]:
+        """Those that a body makes elsewhere."""
+        return [one for one, product in zip(self.tensors, self.bodies.given, strict=True) if product is None]
+
+    def give(self, arguments: Sequence[torch.Tensor], chunk: Chunk) -> list[torch.Tensor]:
+        """A chunk's part of those that are products of its arguments, made where they stay."""
+        parts = []
+        for tensor, product in zip(self.tensors, self.bodies.given, strict=True):
+            if product is not None:
+                parts.append(tensor[chunk.start : chunk.stop])
+                product.into(parts[-1], arguments)
+        return parts
+
     @staticmethod
     def empty(bodies: KeepingBodies, hidden: torch.Tensor, order: torch.Tensor) -> Kept:
         """Room for what a forward will keep; rows of dropped assignments are never written."""
         rows = order.shape[0]
         return Kept(bodies, [hidden.new_empty((rows, *one.shape), dtype=one.dtype) for one in bodies.kept])
+
+    @staticmethod
+    def hollow(bodies: KeepingBodies, rows: int) -> Kept:
+        """Tensors of the same shapes that hold nothing, for a run that keeps nothing: address space without memory.
+
+        They are never read. Whoever copies saved tensors (hooks of the user) finds zeros, and a crash nowhere.
+        """
+        return Kept(bodies, [_hollow((rows, *one.shape), one.dtype) for one in bodies.kept])
+
+
+_pages: list[mmap.mmap] = []
+"""One stretch of address space for everything hollow: it is never written and never read, so all of it may be there."""
+
+
+def _hollow(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    num_bytes = count * dtype.itemsize
+    pages = next((one for one in _pages if len(one) >= num_bytes), None)
+    if pages is None:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _pages[:] = [pages]  # a smaller stretch goes with the last tensor in it
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -90,13 +130,15 @@ def run_forward(
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
-    body, places = (bodies.forward(), ()) if kept is None else (kept.bodies.forward, kept.tensors)
+    body, places = (bodies.forward(), _NOTHING) if kept is None else (kept.bodies.forward, kept.copied)
     hidden = routed.hidden
     out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
 
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
-        contribution, *values = body.call(*routed.arguments(bodies, chunk, assignments, tokens))
+        arguments = routed.arguments(bodies, chunk, assignments, tokens)
+        taken = [] if kept is None else kept.give(arguments, chunk)
+        contribution, *values = body.call(*arguments, *taken)
         writes = [partial(_set_rows, *both, chunk) for both in zip(places, values, strict=True)]
         progress.complete([partial(_add_rows, out, tokens, contribution), *writes])
 

@@ -239,7 +239,8 @@ def experts_keeping(
     wanted: list[bool],
     keep: str,
 ) -> list[torch.Tensor]:
-    """The output of `memfine::experts`, and what is kept of every routed row, [N,...] each in expert order.
+    """The output of `memfine::experts`, what is kept of every routed row, [N,...] each in expert order, and [1] rows
+    that it was kept of: all, or none where the plan of this run has no room for it.
 
     Where experts live on several ranks it is kept of rows that came, of as many as this rank has routed rows itself.
 
@@ -247,8 +248,19 @@ def experts_keeping(
         wanted: which gradients backward will want, as in `memfine::experts_backward`.
         keep: a `records.Keep` other than "nothing".
     """
+    routed, rows = _routed(hidden, weight, order, offsets, params, site), order.shape[0]
+    if _is_dropped(site, hidden):
+        hollow = Kept.hollow(_keeping(site, wanted, keep), rows)
+        return [_forward(routed, site, None), *hollow.tensors, torch.zeros(1, dtype=torch.int64)]
     kept = _room(hidden, weight, order, site, wanted, keep)
-    return [_forward(_routed(hidden, weight, order, offsets, params, site), site, kept), *kept.tensors]
+    return [_forward(routed, site, kept), *kept.tensors, torch.full((1,), rows, dtype=torch.int64)]
+
+
+def _is_dropped(site: str, hidden: torch.Tensor) -> bool:
+    """Whether a region keeps nothing in this run, though its graph has room for it."""
+    region = lookup(site)
+    is_asked = region.exchange is None and hidden.device.type == "cpu"
+    return is_asked and region.plan_for(hidden.shape[0]).keeps == "nothing"
 
 
 @experts_keeping.register_fake
@@ -262,7 +274,8 @@ def _(
     wanted: list[bool],
     keep: str,
 ) -> list[torch.Tensor]:
-    return [_empty_output(hidden, site), *_room(hidden, weight, order, site, wanted, keep).tensors]
+    kept = _room(hidden, weight, order, site, wanted, keep)
+    return [_empty_output(hidden, site), *kept.tensors, torch.empty((1,), dtype=torch.int64, device="cpu")]
 
 
 @torch.library.custom_op(
@@ -287,7 +300,8 @@ def experts_backward_kept(
     keep: str,
 ) -> list[torch.Tensor]:
     """As `memfine::experts_backward`, with what `memfine::experts_keeping` kept."""
-    found = Kept(_keeping(site, wanted, keep), kept)
+    *tensors, num_kept = kept
+    found = Kept(_keeping(site, wanted, keep), tensors) if num_kept.item() else None
     return _backward(grad, _routed(hidden, weight, order, offsets, params, site), site, wanted, found)
 
 

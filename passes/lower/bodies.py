@@ -33,10 +33,10 @@ from memfine_fx.memory.graph_peak import live_peaks, tensor_bytes
 from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.lower.fold_weight import fold_weight
-from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row
+from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row, through_transposes
 from memfine_fx.passes.lower.lift import lift_over_experts
 from memfine_fx.passes.lower.low_rank import split_low_rank
-from memfine_fx.passes.tracing import TensorSpec, TracedBody, is_transpose, trace_rows
+from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
 from memfine_fx.records import ExpertFunction, Keep, ParamKind
 from memfine_fx.runtime.bodies import (
     BackwardBody,
@@ -51,7 +51,6 @@ from memfine_fx.runtime.bodies import (
 __all__ = ["ExpertBodies", "bodies_for", "num_body_compilations"]
 
 aten = torch.ops.aten
-_TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
 _cache: dict[str, ExpertBodies] = {}
 _lock = threading.RLock()
 _num_compilations = 0
@@ -120,6 +119,8 @@ class ExpertBodies:
         self._specs = specs
         if takes_group:
             self._function, self._specs = lift_over_experts(self._function, specs, expert_fn)
+        self._num_read = 0
+        self._joints: dict[tuple[bool, ...], TracedBody] = {}  # forward and vjp in one graph, cut for each choice
         self._forward: ForwardBody | None = None
         self._backward: dict[tuple[bool, ...], BackwardBody] = {}
         self._keeping: dict[tuple[Keep, tuple[bool, ...]], KeepingBodies | None] = {}
@@ -127,7 +128,7 @@ class ExpertBodies:
     def forward(self) -> ForwardBody:
         with _lock:
             if self._forward is None:
-                self._forward = ForwardBody(_Compiled(self._function, self._inner))
+                self._forward = ForwardBody(_Compiled(self._function, self._inner, self._note_read))
             return self._forward
 
     def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
@@ -135,6 +136,14 @@ class ExpertBodies:
             if wanted not in self._backward:
                 self._backward[wanted] = self._build_backward(wanted)
             return self._backward[wanted]
+
+    @property
+    def revision(self) -> int:
+        """How many of its bodies were read so far: it grows whenever their peaks change."""
+        return self._num_read
+
+    def _note_read(self) -> None:
+        self._num_read += 1
 
     @property
     def flops_per_row(self) -> int:
@@ -160,12 +169,15 @@ class ExpertBodies:
         if keep == "received":
             return KeepingBodies(self.forward(), self.backward(wanted), (), 0)
         differentiated = self._differentiated(wanted)
-        function = _Vjp(self._function.graph_module, differentiated, returns_value=True)
-        cut = cut_joint(trace_rows(function, self._backward_specs()), keep)
+        if wanted not in self._joints:
+            function = _Vjp(self._function.graph_module, differentiated, returns_value=True)
+            self._joints[wanted] = trace_rows(function, self._backward_specs())
+        cut = cut_joint(self._joints[wanted], keep)
         if cut is None:
             return None
-        forward = ForwardBody(_Compiled(cut.forward, self._inner))
-        return KeepingBodies(forward, self._backward_body(cut.backward, differentiated), cut.kept, cut.flops_per_row)
+        forward = ForwardBody(_Compiled(cut.forward, self._inner, self._note_read))
+        backward = self._backward_body(cut.backward, differentiated)
+        return KeepingBodies(forward, backward, cut.kept, cut.flops_per_row, cut.given)
 
     def _differentiated(self, wanted: tuple[bool, ...]) -> tuple[int, ...]:
         """Which arguments of the function want their gradient."""
@@ -181,7 +193,7 @@ class ExpertBodies:
         weight_grad = _place(results, gradients.pop(1, None)) if self.has_weight else None
         param_grads = [_param_grad(results, gradients.get(num_lead + i)) for i in range(len(self.param_kinds))]
         _set_outputs(traced.graph_module, results)
-        return BackwardBody(_Compiled(traced, self._inner), rows_grad, weight_grad, tuple(param_grads))
+        return BackwardBody(_Compiled(traced, self._inner, self._note_read), rows_grad, weight_grad, tuple(param_grads))
 
     def _backward_specs(self) -> list[TensorSpec]:
         rows = self._specs[0]
@@ -246,7 +258,7 @@ def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad |
     """Peel the last matmul off a parameter's gradient."""
     if gradient is None:
         return None
-    product, is_transposed = _through_transposes(gradient)
+    product, is_transposed = through_transposes(gradient)
     if product.target is not aten.mm.default:
         index = _place(results, _unrounded(gradient))
         assert index is not None
@@ -279,16 +291,8 @@ def _unrounded(gradient: fx.Node) -> fx.Node:
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def _through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    is_transposed = False
-    while node.target in _TRANSPOSES and isinstance(node.args[0], fx.Node) and node.meta["val"].ndim == 2:
-        is_transposed ^= is_transpose(node)
-        node = node.args[0]
-    return node, is_transposed
-
-
 def _operand(results: list[fx.Node], argument: Any) -> Operand:
-    node, is_transposed = _through_transposes(argument)
+    node, is_transposed = through_transposes(argument)
     if node.op == "placeholder":
         placeholders = [other for other in node.graph.nodes if other.op == "placeholder"]
         return Operand(True, placeholders.index(node), is_transposed)
@@ -338,10 +342,11 @@ class _Compiled:
     `peak_bytes` is an estimate from the graph, and read from the compiled code once that exists.
     """
 
-    def __init__(self, traced: TracedBody, inner: InnerBackend) -> None:
+    def __init__(self, traced: TracedBody, inner: InnerBackend, note_read: Callable[[], None]) -> None:
         _set_outputs(traced.graph_module, _outputs(traced.graph_module))
         self._traced = traced
         self._inner = inner
+        self._note_read = note_read
         self.peak_bytes = _peak(traced, inner)
         self.results_bytes = _results(traced)
         self._compiled: Callable[..., Sequence[torch.Tensor]] | None = None
@@ -375,4 +380,5 @@ class _Compiled:
         if memory is not None and all(str(symbol) in sizes for symbol in memory.symbols):
             peak = memory.peak_expression(lambda call: 0)
             self.peak_bytes = peak.subs({symbol: sizes[str(symbol)] for symbol in memory.symbols})
+            self._note_read()
         return compiled

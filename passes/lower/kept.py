@@ -11,6 +11,7 @@ Two choices beyond recomputing all:
                   themselves are gathered again, which reads as many bytes as keeping them would.
 
 Steps: find the kept nodes; cut the joint graph there into a forward that returns them and a backward that takes them.
+A product of the function's own arguments is not returned: the loop makes it where it stays, and forward takes it.
 A kept tensor has one row for each routed row and is contiguous; what is not so is computed again.
 """
 
@@ -25,11 +26,11 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.operators import op_name
-from memfine_fx.passes.tracing import TracedBody
+from memfine_fx.passes.tracing import TracedBody, is_transpose
 from memfine_fx.records import Keep
-from memfine_fx.runtime.bodies import KeptTensor
+from memfine_fx.runtime.bodies import GivenProduct, KeptTensor, Operand
 
-__all__ = ["KeptCut", "cut_joint", "kept_nodes", "matmul_flops_per_row"]
+__all__ = ["KeptCut", "cut_joint", "kept_nodes", "matmul_flops_per_row", "through_transposes"]
 
 aten = torch.ops.aten
 _VIEWS = frozenset({"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "unsqueeze", "slice", "split"})
@@ -40,16 +41,18 @@ class KeptCut:
     """Both sides of a cut joint graph.
 
     Args:
-        forward: (rows, weight, *params) -> [value, *kept].
+        forward: (rows, weight, *params, *those of kept that are given) -> [value, *the others].
         backward: (grad, rows, weight, *params, *kept) -> gradients.
         kept: the tensors on the cut.
         flops_per_row: of the free matmuls that backward is spared.
+        given: how the loop makes each of `kept`, None where the body does.
     """
 
     forward: TracedBody
     backward: TracedBody
     kept: tuple[KeptTensor, ...]
     flops_per_row: int
+    given: tuple[GivenProduct | None, ...]
 
 
 def cut_joint(joint: TracedBody, keep: Keep) -> KeptCut | None:
@@ -60,12 +63,43 @@ def cut_joint(joint: TracedBody, keep: Keep) -> KeptCut | None:
         return None
     grad, *others = (node for node in joint.graph_module.graph.nodes if node.op == "placeholder")
     value, *gradients = _results(joint.graph_module.graph)
+    given = tuple(_given_product(node, others) for node in nodes)
+    taken = [node for node, product in zip(nodes, given, strict=True) if product is not None]
+    returned = [node for node in nodes if node not in taken]
     return KeptCut(
-        _extracted(joint, others, [value, *nodes]),
+        _extracted(joint, [*others, *taken], [value, *returned]),
         _extracted(joint, [grad, *others, *nodes], gradients),
         tuple(tensor for _, tensor in found if tensor is not None),
         sum(_flops_per_row(node) for node in nodes if _is_matmul(node)),
+        given,
     )
+
+
+def _given_product(node: fx.Node, arguments: Sequence[fx.Node]) -> GivenProduct | None:
+    """The product that a node is, where it is one of the function's arguments alone."""
+    if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
+        return None
+    *added, left, right = (_argument(source, arguments) for source in node.args)
+    if left is None or right is None or None in added:
+        return None
+    return GivenProduct(left, right, *added)
+
+
+def _argument(node: Any, arguments: Sequence[fx.Node]) -> Operand | None:
+    source, is_transposed = through_transposes(node)
+    return Operand(True, arguments.index(source), is_transposed) if source in arguments else None
+
+
+_TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
+
+
+def through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
+    """What a matrix is a transpose of, and whether it is."""
+    is_transposed = False
+    while node.target in _TRANSPOSES and isinstance(node.args[0], fx.Node) and node.meta["val"].ndim == 2:
+        is_transposed ^= is_transpose(node)
+        node = node.args[0]
+    return node, is_transposed
 
 
 def kept_nodes(joint: fx.Graph, keep: Keep) -> list[fx.Node]:

@@ -39,7 +39,7 @@ from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.keeping import Keepable, StepChoice, choose_step, ranked
 from memfine_fx.records import Keep
 
-__all__ = ["StepBudget", "fit"]
+__all__ = ["StepBudget", "fit", "largest_keeps", "region_keepables"]
 
 _ATTEMPTS = 3
 _WITHOUT_RANDOM_STATE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -119,9 +119,9 @@ def fit(
     partition = functools.partial(_with_hints, partition, budget)
     with budget.timed("fit"):
         available = budget.available_bytes
-        regions = _region_keepables(gm.graph, budget.rates)
-    full_module, added = _with_regions(gm, _keeps(regions))
-    full = partition(full_module, decision=_described(_keeps(regions), gm.graph))
+        regions = region_keepables(gm.graph, lambda: budget.rates)
+    full_module, added = _with_regions(gm, largest_keeps(regions))
+    full = partition(full_module, decision=_described(largest_keeps(regions), gm.graph))
     if budget.peak(full.forward_memory, full.backward_memory, None) <= available:
         return replace(full, keeps_all=True)
     with budget.timed("fit"):
@@ -222,7 +222,7 @@ def _realized(
     if base.partition is not None and choice.num_kept == 0:
         return base.partition
     kept, left = base.ranking[: choice.num_kept], base.ranking[choice.num_kept :]
-    keeps = _keeps(kept)
+    keeps = largest_keeps(kept)
     module, _ = _with_regions(gm, keeps)
     if base.kind == "full":
         return partition(module, decision=_described(keeps, gm.graph))
@@ -259,10 +259,12 @@ def _leaned(
         return partition(module, decision=decision)
 
 
-def _region_keepables(joint: fx.Graph, rates: DeviceRates) -> list[Keepable]:
+def region_keepables(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[Keepable]:
     """What regions may keep, each choice beyond the smaller ones of its region."""
     choices = keep_choices(joint)
-    last = choices[-1].site if choices else ""
+    if not choices:
+        return []
+    rates, last = rates_of(), choices[-1].site
     found: list[Keepable] = []
     before = {choice.site: (0, 0.0, float("inf")) for choice in choices}  # bytes, seconds, seconds a byte
     for choice in choices:
@@ -301,7 +303,7 @@ def _dense_keepables(
     return found
 
 
-def _keeps(kept: Sequence[Keepable]) -> dict[str, Keep]:
+def largest_keeps(kept: Sequence[Keepable]) -> dict[str, Keep]:
     """Site -> the largest of its choices that is kept and pays."""
     return {one.name: one.keep for one in kept if one.keep != "nothing" and one.seconds > 0}
 

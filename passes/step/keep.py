@@ -76,7 +76,7 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
             if bodies is not None and arrived + bodies.row_bytes > row_bytes:
                 row_bytes = arrived + bodies.row_bytes
                 flops = bodies.flops_per_row * num_rows
-                sizes = (row_bytes, bodies.row_bytes, num_rows, region.num_experts)
+                sizes = (row_bytes, bodies.copied_row_bytes, num_rows, region.num_experts)
                 choices.append(KeepChoice(site, keep, *sizes, flops, travel_seconds))
     return choices
 

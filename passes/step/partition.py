@@ -11,9 +11,9 @@ stands in front of it and says, by tags, what it must not decide otherwise:
   recomputation whose cost grows with the square of the sequence. A policy of the user that demands recomputation
   (MUST_RECOMPUTE) is obeyed.
 
-Without a budget and without checkpoints of the model's own, elementwise work is computed again: see `spare`. With a
-budget of bytes it also decides how much of the dense part (projections, attention, head) and of the regions is computed
-again: see `fit`.
+Without a budget and without checkpoints of the model's own, elementwise work is computed again: see `spare`; and
+regions keep what a run has room for: see `optional`. With a budget of bytes it also decides how much of the dense part
+(projections, attention, head) and of the regions is computed again: see `fit`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,19 @@ from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import CountedInputs
 from memfine_fx.passes.read.normal_form import fake_mode_of
-from memfine_fx.passes.step.dense_results import is_attention, must_save
+from memfine_fx.passes.step.dense_results import dense_results, is_attention, must_save
 from memfine_fx.passes.step.fit import StepBudget, fit
+from memfine_fx.passes.step.optional import give_room
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.spare import spare
+from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["Partition", "StepPartitioner", "counted_inputs"]
 
 _FILES = (
     *(
         str(Path(__file__).with_name(f"{name}.py"))
-        for name in ("partition", "partitioned", "spare", "fit", "dense_results")
+        for name in ("partition", "partitioned", "spare", "optional", "keep", "fit", "dense_results")
     ),
     functorch.__file__,
 )
@@ -66,6 +69,7 @@ class StepPartitioner(CustomPartitionerFn):
     Args:
         is_fused: whether the compiler behind fuses elementwise chains, for the estimates.
         budget: what the step may use; None without a budget.
+        rates: of the device, where regions may keep what a run has room for (`optional`); None where they may not.
         report: told the partition that was chosen.
         key: what `fits` depends on, as text: part of the identity of compiled code.
     """
@@ -75,11 +79,13 @@ class StepPartitioner(CustomPartitionerFn):
         *,
         is_fused: bool = True,
         budget: StepBudget | None = None,
+        rates: Callable[[], DeviceRates] | None = None,
         report: Callable[[Partition], None] | None = None,
         key: str = "",
     ) -> None:
         self._is_fused = is_fused
         self._budget = budget
+        self._rates = rates
         self._report = report
         self._key = key
 
@@ -92,8 +98,10 @@ class StepPartitioner(CustomPartitionerFn):
         if self._budget is not None:
             chosen = fit(gm, num_outputs, partition, self._budget)
         else:
-            spared = spare(gm, num_outputs, partition) if self._is_fused else None
-            chosen = partition(gm) if spared is None else spared
+            results = dense_results(gm.graph, num_outputs) if self._is_fused else []
+            optional = {} if self._rates is None else give_room(gm.graph, self._rates)
+            spared = spare(gm, results, partition) if self._is_fused else None
+            chosen = replace(partition(gm) if spared is None else spared, optional=optional)
         if self._report is not None:
             self._report(chosen)
         return chosen.forward, chosen.backward

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.compat.functorch import recomputing_elementwise
-from memfine_fx.passes.step.dense_results import DenseResult, dense_results, is_attention, must_save
+from memfine_fx.passes.step.dense_results import DenseResult, is_attention, must_save
 from memfine_fx.passes.step.partitioned import Partition
 
 __all__ = ["cheapest", "spare", "spared"]
@@ -22,17 +22,17 @@ _STEP_PER_FORWARD = 3
 """Backward takes two products for each of forward's."""
 
 
-def spare(gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition]) -> Partition | None:
+def spare(gm: fx.GraphModule, results: Sequence[DenseResult], partition: Callable[..., Partition]) -> Partition | None:
     """The partition of a joint graph without a budget, or None where the model's own checkpoints decide.
 
     Args:
         gm: the joint graph; what must be saved or computed again is tagged in it.
-        num_forward_outputs: results of the joint graph that are forward's.
+        results: its dense results.
         partition: (graph, decision) -> partition.
     """
     if any("ac_graph_id" in node.meta for node in gm.graph.nodes):
         return None
-    return spared(gm, dense_results(gm.graph, num_forward_outputs), partition)
+    return spared(gm, results, partition)
 
 
 def spared(

@@ -163,3 +163,48 @@ def test_inductor_writes_what_is_read_here() -> None:
     assert memory is not None
     values = {symbol: value for symbol, value in zip(map(str, memory.symbols), (24, 16), strict=False)}
     assert memory.peak(values, lambda site, phase: 0).num_bytes >= 2 * 24 * 16 * 4  # first product and its cosine
+
+
+def keeping_graph(target: object, num_results: int) -> fx.Graph:
+    graph = fx.Graph()
+    saved = graph.placeholder("saved")
+    saved.meta["val"] = torch.empty(6, 2)
+    node = graph.call_function(target, (saved,))  # type: ignore[arg-type]
+    node.meta["val"] = [torch.empty(4, 2), torch.empty(6, 2), torch.empty(1, dtype=torch.int64)][:num_results]
+    graph.output(node)
+    return graph
+
+
+def test_what_a_region_keeps_is_known_by_its_site_and_gone_where_it_keeps_nothing() -> None:
+    forward = read(
+        """
+buf0 = torch.ops.memfine.experts_keeping.default(saved, None, saved, saved, [saved], 'a/1', [True], 'projections')
+buf1 = buf0[0]
+buf2 = buf0[1]
+buf3 = buf0[2]
+del buf0
+return (buf1, buf2, buf3, )
+""",
+        keeping_graph(torch.ops.memfine.experts_keeping.default, 3),
+    )
+    assert [one.kept_by for one in forward.allocations] == ["", "a/1", "a/1"]
+    assert live(forward)[-1] == 32 + 48 + 8
+    dropped = forward.dropping(frozenset({"a/1"}))
+    assert live(dropped)[-1] == 32
+    assert [call.keep for call in (*forward.calls, *dropped.calls)] == ["projections", "nothing"]
+    assert forward.dropping(frozenset({"b/2"})).allocations == forward.allocations
+
+
+def test_what_a_backward_finds_kept_is_known_by_its_site() -> None:
+    backward = read(
+        """
+buf0 = torch.ops.memfine.experts_backward_kept.default(buf9, None, None, buf9, buf9, [], 'a/1', [True], [saved], 'projections')
+del saved
+buf1 = buf0[0]
+return (buf1, )
+""",  # noqa: E501  # as Inductor writes it
+        keeping_graph(torch.ops.memfine.experts_backward_kept.default, 1),
+        CountedInputs(freed=("saved",)),
+    )
+    assert next((one.name, one.kept_by) for one in backward.allocations) == ("saved", "a/1")
+    assert live(backward.dropping(frozenset({"a/1"})))[0] == live(backward)[0] - 48

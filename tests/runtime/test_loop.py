@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from memfine_fx.memory.measure import trace_memory
 from memfine_fx.records import ChunkPlan, Keep, ParamKind
 from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
-from tests.helpers import HIDDEN, NUM_EXPERTS, bodies_of, largest_error, mlp, mlp_params, naive_combine
+from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of, largest_error, mlp, mlp_params, naive_combine
 
 EXPERT: ParamKind = "expert"
 SHARED: ParamKind = "shared"
@@ -29,6 +30,9 @@ def weight_on_input(rows: Tensor, weight: Tensor, up: Tensor, down: Tensor) -> T
 
 def with_shared(rows: Tensor, weight: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> Tensor:
     return (torch.relu(rows @ up * scale) @ down) * weight.unsqueeze(1)
+
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -255,3 +259,37 @@ def test_autocast_around_the_loop_does_not_reach_the_bodies() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         cast = run(case, *inputs)
     cast.assert_close(run(case, *inputs), tolerance=1e-9)
+
+
+def swiglu(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (rows @ gate_up).chunk(2, dim=-1)
+    return ((torch.nn.functional.silu(gate) * up) @ down) * weight.unsqueeze(1)
+
+
+def test_a_kept_projection_is_made_nowhere_else() -> None:
+    """One expert, two chunks of 7 rows: nothing of 7 x 2F elements is allocated beside what is kept."""
+    params = [torch.randn(1, HIDDEN, 2 * WIDTH), torch.randn(1, WIDTH, HIDDEN)]
+    bodies = bodies_of(swiglu, params, ("expert", "expert"))
+    hidden, index = torch.randn(14, HIDDEN), torch.zeros(14, 1, dtype=torch.long)
+    routed = Routed(hidden, torch.rand(14, 1), *sort_assignments(index, 1), [[param] for param in params], 1)
+    keeping = bodies.keeping("projections", (True, True, True, True))
+    assert keeping is not None
+    kept = Kept.empty(keeping, hidden, routed.order)
+    chunks = chunks_of(routed, bodies, ChunkPlan("rows", 7, 0, 0, ""))
+    with torch.no_grad():
+        trace = trace_memory(lambda: run_forward(routed, bodies, chunks, hidden.dtype, kept=kept), CPU)
+    assert 7 * 2 * WIDTH * 4 not in trace.allocation_bytes
+    (found,) = kept.tensors
+    assert torch.equal(found, hidden[routed.order.long()] @ params[0][0])
+
+
+def test_what_is_hollow_has_its_shape_and_takes_no_memory() -> None:
+    bodies = bodies_of(swiglu, [torch.randn(1, HIDDEN, 2 * WIDTH), torch.randn(1, WIDTH, HIDDEN)], ("expert",) * 2)
+    keeping = bodies.keeping("projections", (True, True, True, True))
+    assert keeping is not None
+    made: list[Tensor] = []
+    trace = trace_memory(lambda: made.extend(Kept.hollow(keeping, rows).tensors[0] for rows in (5, 9, 0, 3)), CPU)
+    assert trace.peak_bytes == 0
+    assert [(one.shape, one.stride()) for one in made] == [((rows, 2 * WIDTH), (2 * WIDTH, 1)) for rows in (5, 9, 0, 3)]
+    assert len({one.untyped_storage()._cdata for one in made}) == 4  # outputs of an operation may not share a storage
+    assert not any(one.any() for one in made)

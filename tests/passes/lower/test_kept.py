@@ -53,6 +53,51 @@ def test_a_projection_that_cannot_be_folded_is_kept_too() -> None:
     assert sorted(one.shape for one in keeping.kept) == [(HIDDEN,), (WIDTH,)]
 
 
+def test_products_of_arguments_are_made_where_they_stay() -> None:
+    keeping = bodies_of(swiglu, swiglu_params(), KINDS).keeping("projections", ALL)
+    assert keeping is not None
+    assert [product is not None for product in keeping.given] == [True]
+    assert keeping.copied_row_bytes == 0
+    rows, gate_up = torch.randn(5, HIDDEN), torch.randn(HIDDEN, 2 * WIDTH)
+    place = torch.full((5, 2 * WIDTH), float("nan"))
+    (product,) = keeping.given
+    assert product is not None
+    product.into(place, [rows, torch.rand(5), gate_up, torch.randn(WIDTH, HIDDEN)])
+    assert torch.equal(place, rows @ gate_up)
+    forward = keeping.forward.call.graph_module.graph  # type: ignore[attr-defined]  # uncompiled
+    (results,) = forward.find_nodes(op="output")[0].args
+    assert len(results) == 1
+
+
+def test_a_product_of_what_the_body_computes_is_returned_by_it() -> None:
+    keeping = bodies_of(mlp, mlp_params(), KINDS, folds_weight=False).keeping("projections", ALL)
+    assert keeping is not None
+    assert [(one.shape, product is not None) for one, product in zip(keeping.kept, keeping.given, strict=True)] == [
+        ((WIDTH,), True),
+        ((HIDDEN,), False),
+    ]
+    assert keeping.copied_row_bytes == 4 * HIDDEN
+
+
+def biased(rows: Tensor, weight: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+    return (F.gelu(torch.addmm(bias, rows, up)) @ down) * weight.unsqueeze(1)
+
+
+def test_a_bias_is_added_where_the_product_stays() -> None:
+    params = [
+        torch.randn(NUM_EXPERTS, HIDDEN, WIDTH),
+        torch.randn(NUM_EXPERTS, WIDTH),
+        torch.randn(NUM_EXPERTS, WIDTH, HIDDEN),
+    ]
+    keeping = bodies_of(biased, params, ("expert",) * 3).keeping("projections", (True,) * 5)
+    assert keeping is not None
+    (product,) = keeping.given
+    assert product is not None
+    rows, place = torch.randn(5, HIDDEN), torch.empty(5, WIDTH)
+    product.into(place, [rows, torch.rand(5), *(param[0] for param in params)])
+    assert torch.equal(place, torch.addmm(params[1][0], rows, params[0][0]))
+
+
 def test_a_single_matmul_leaves_nothing_to_keep() -> None:
     bodies = bodies_of(linear, [torch.randn(NUM_EXPERTS, HIDDEN, WIDTH)], ("expert",))
     assert bodies.keeping("projections", (True, True, True)) is None

@@ -1,0 +1,101 @@
+"""Peaks of a run by rows a chunk, solved once for all regions and heads of a step.
+
+Every region's plan is a bisection over the peak of the whole step, and asks for the same numbers of rows as the others.
+What was found is kept by situation (sizes, bytes that are there, so whether gradients exist), as long as the bodies'
+byte terms are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from memfine_fx.config import Config
+from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes
+from memfine_fx.memory.step import GraphStep, RunMemory, StepPeak, step_peak, step_peak_bytes
+from memfine_fx.plan.head_tokens import knee_tokens
+from memfine_fx.plan.rows import wanted_rows
+from memfine_fx.plan.runs import Situation
+
+__all__ = ["SolvedPeaks", "chunk_sizes", "peak_of_run", "revision_of", "unbounded_rows"]
+
+_MOST_SITUATIONS = 256
+
+
+@dataclass
+class SolvedPeaks:
+    """Peaks by situation and by (rows, a head's tokens) a chunk; None where nothing of the run is known yet."""
+
+    num_solved: int = 0
+    _peaks: dict[Hashable, dict[tuple[int | None, int | None], int | None]] = field(default_factory=dict)
+    _dropped: dict[Hashable, frozenset[str]] = field(default_factory=dict)
+
+    def peak_of(self, config: Config, situation: Situation) -> Callable[[int | None, int | None], int | None]:
+        """(rows, a head's tokens) -> bytes of the run's peak beyond what is there before it."""
+        key = (situation.key, revision_of(situation.memory.step))
+        if key not in self._peaks and len(self._peaks) >= _MOST_SITUATIONS:
+            self._peaks.clear()
+        known = self._peaks.setdefault(key, {})
+
+        def peak(rows: int | None, head_tokens: int | None) -> int | None:
+            if (rows, head_tokens) not in known:
+                self.num_solved += 1
+                sizes = chunk_sizes(config, situation.memory.step, rows, head_tokens)
+                known[rows, head_tokens] = step_peak_bytes([situation.memory], sizes)
+            return known[rows, head_tokens]
+
+        return peak
+
+    def dropped(
+        self, config: Config, run: RunMemory, solve: Callable[[Config, RunMemory], frozenset[str]]
+    ) -> frozenset[str]:
+        """What `solve` finds for a run, once for each of its sizes and surroundings."""
+        key = (Situation(run, None).key, revision_of(run.step))
+        if key not in self._dropped:
+            if len(self._dropped) >= _MOST_SITUATIONS:
+                self._dropped.clear()
+            self._dropped[key] = solve(config, run)
+        return self._dropped[key]
+
+    def forget(self) -> None:
+        """More is known of a graph's memory than before."""
+        self._peaks.clear()
+        self._dropped.clear()
+
+
+def revision_of(step: GraphStep) -> int:
+    """A number that changes with the byte terms of a step's regions: it only grows."""
+    return sum(region.revision() for region in step.regions.values())
+
+
+def peak_of_run(config: Config, situation: Situation, rows: int | None, head_tokens: int | None) -> StepPeak | None:
+    """The peak of a run with its largest terms; None where nothing is known of it yet."""
+    step = situation.memory.step
+    return step_peak([situation.memory], chunk_sizes(config, step, rows, head_tokens))
+
+
+def chunk_sizes(
+    config: Config, step: GraphStep, rows: int | None, head_tokens: int | None
+) -> Callable[[str, int], ChunkSize]:
+    """Rows by site: `rows` or `head_tokens` everywhere if given, else what a plan without a budget has."""
+
+    def size_of(site: str, num_tokens: int) -> ChunkSize:
+        if site in step.heads:
+            return ChunkSize(config.tokens_per_head_chunk or head_tokens or knee_tokens(step.heads[site].terms))
+        if rows is not None:
+            return ChunkSize(rows)
+        return ChunkSize(unbounded_rows(config, step.regions[site].terms_now("nothing"), num_tokens))
+
+    return size_of
+
+
+def unbounded_rows(config: Config, region: RegionBytes, num_tokens: int) -> int:
+    """Rows a chunk (a slice's rows, on the tokens axis) that a region's plan without a budget has."""
+    rows, _ = wanted_rows(
+        region,
+        num_tokens,
+        axis=config.axis,
+        rows_per_chunk=config.rows_per_chunk,
+        tokens_per_chunk=config.tokens_per_chunk,
+    )
+    return rows

@@ -1,0 +1,45 @@
+"""Optional: without a budget, regions get room for what pays to be kept; each run decides whether it is used.
+
+Before and after: as in `keep`. The choice cannot be made here: what is compiled is not known yet, and another batch has
+another peak. So ops are given that keep or do not, as the plan of their run says (`plan.free`), in graphs that return
+their loss: where it is computed elsewhere, nobody knows what is alive between forward and backward.
+
+Refused: regions whose experts live on several ranks, since these would have to decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from memfine_fx.passes.step.fit import largest_keeps, region_keepables
+from memfine_fx.passes.step.keep import keep_in_regions
+from memfine_fx.plan.cost import DeviceRates
+from memfine_fx.runtime.store import lookup
+
+__all__ = ["give_room", "returns_loss"]
+
+
+def give_room(joint: fx.Graph, rates: Callable[[], DeviceRates]) -> dict[str, float]:
+    """Rewrite the regions of a joint graph that may keep something; seconds spared per byte by their sites."""
+    if not returns_loss(joint):
+        return {}
+    keepables = [one for one in region_keepables(joint, rates) if lookup(one.name).exchange is None]
+    keeps = largest_keeps(keepables)
+    keep_in_regions(joint, keeps)
+    found = {}
+    for site in keeps:
+        own = [one for one in keepables if one.name == site and one.seconds > 0]
+        found[site] = sum(one.seconds for one in own) / max(1, sum(one.num_bytes for one in own))
+    return found
+
+
+def returns_loss(joint: fx.Graph) -> bool:
+    """Whether a gradient comes for a single number: backward then begins where forward ended."""
+    tangents = (
+        node.meta.get("val")
+        for node in joint.nodes
+        if node.op == "placeholder" and str(node.target).startswith("tangents_")
+    )
+    return any(getattr(tangent, "ndim", None) == 0 for tangent in tangents)

@@ -1,0 +1,129 @@
+"""The record of a deep model's step without a model: T is a symbol, and every layer has what a compiled one has."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import sympy
+import torch
+
+from memfine_fx.config import Config
+from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
+from memfine_fx.memory.region_bytes import RegionBytes
+from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory
+from memfine_fx.memory.symbols import ROWS
+from memfine_fx.plan.peaks import SolvedPeaks
+from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation
+from memfine_fx.records import Keep
+
+TOKENS = sympy.Symbol("s0", integer=True, positive=True)
+HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
+"""Of a layer of Qwen3-30B."""
+_PER_LAYER = 24
+"""Storages that a compiled layer allocates in each direction."""
+_ROW = 2 * HIDDEN
+
+
+@dataclass
+class DeepModel:
+    """What plans ask of a session and of its only graph.
+
+    Args:
+        step: of the graph.
+    """
+
+    step: GraphStep
+    config: Config = field(default_factory=Config)
+    history: RunHistory = field(default_factory=RunHistory)
+    situation: Situation | None = None
+    peaks: SolvedPeaks = field(default_factory=SolvedPeaks)
+    has_gradients: bool = False
+
+    def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
+        return 0
+
+    def alive_parameters(self) -> list[torch.Tensor]:
+        return []
+
+    def input_bytes(self, inputs: Sequence[object]) -> int:
+        return 0
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        yield
+
+
+def deep_model(num_layers: int, *, has_room: bool = False, **options: object) -> DeepModel:
+    """A model of so many equal layers with a region each.
+
+    Args:
+        has_room: whether regions may keep something of each routed row.
+        options: of its config.
+    """
+    model = DeepModel(GraphStep(), Config(**options))  # type: ignore[arg-type]
+    sites = [f"body/{layer}" for layer in range(num_layers)]
+
+    def terms(keep: Keep) -> RegionBytes:  # made anew each time, as a region's are
+        return replace(LAYER, forward_peak=sympy.Max(LAYER.forward_peak, 7 * ROWS))
+
+    for site in sites:
+        model.step.regions[site] = RegionMemory(terms, TOKENS, "rows")
+    if has_room:
+        model.step.optional = dict.fromkeys(sites, 1.0)
+    model.step.forward = _memory(sites, "forward", has_room=has_room)
+    model.step.backward = _memory(sites[::-1], "backward", has_room=has_room)
+    return model
+
+
+def at_tokens(model: DeepModel, num_tokens: int, available_bytes: int | None, *, gradient_bytes: int = 0) -> None:
+    """A run with so many tokens begins.
+
+    Args:
+        gradient_bytes: of gradients that exist, out of what is available.
+    """
+    available = None if available_bytes is None else available_bytes - gradient_bytes
+    model.situation = Situation(RunMemory(model.step, {str(TOKENS): num_tokens}), available)
+
+
+LAYER = RegionBytes(
+    top_k=TOP_K,
+    num_experts=EXPERTS,
+    hidden=HIDDEN,
+    out_width=HIDDEN,
+    item_bytes=2,
+    out_item_bytes=2,
+    contribution_item_bytes=2,
+    accumulator_item_bytes=4,
+    weight_item_bytes=2,
+    param_bytes=EXPERTS * 3 * HIDDEN * WIDTH * 2,
+    staging_bytes=3 * HIDDEN * WIDTH * 4,
+    forward_peak=sympy.Max(ROWS * 6 * WIDTH, ROWS * (2 * WIDTH + _ROW)),
+    backward_peak=sympy.Max(ROWS * 14 * WIDTH, ROWS * (4 * WIDTH + _ROW)),
+    takes_group=False,
+    device_type="cpu",
+    forward_results=ROWS * _ROW,
+    backward_results=ROWS * _ROW,
+)
+
+
+def _memory(sites: Sequence[str], phase: str, *, has_room: bool) -> GraphMemory:
+    """Layers one after another; each leaves one tensor and, in backward, its gradients."""
+    keep: Keep = "projections" if has_room else "nothing"
+    allocations, calls, position = [], [], 0
+    for site in sites:
+        for place in range(_PER_LAYER):
+            stop = None if place == 0 else position + place + 3
+            size = TOKENS * _ROW * (1 + place % 3)
+            if phase == "backward" and place == 0:
+                size = sympy.Integer(LAYER.param_bytes)
+            allocations.append(Allocation(f"{phase} {site} {place}", size, position + place, stop))
+        middle = position + _PER_LAYER // 2
+        calls.append(Call(middle, site, phase, keep))  # type: ignore[arg-type]
+        if has_room:
+            start, stop = (middle, None) if phase == "forward" else (0, middle + 1)
+            kept = TOKENS * TOP_K * WIDTH * 4
+            allocations.append(Allocation(f"kept {site}", kept, start, stop, phase == "backward", site))
+        position += _PER_LAYER
+    return GraphMemory(tuple(allocations), tuple(calls), position + 3)
