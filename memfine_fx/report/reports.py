@@ -289,6 +289,22 @@ class Report:
             fields["budget"] = self.step.budget
         return json.dumps(fields, indent=2, default=_jsonable)
 
+    def _repr_html_(self) -> str:
+        """How a notebook shows it."""
+        from memfine_fx.report.page import fragment
+
+        return fragment(self)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one HTML file that needs nothing beside it.
+
+        Args:
+            path: of the file.
+        """
+        from memfine_fx.report.page import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
     def plot(self, path: str | Path) -> None:
         """Draw the memory over the measured step, the chunked regions marked, what was predicted beside it.
 

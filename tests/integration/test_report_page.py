@@ -1,0 +1,86 @@
+"""A report as HTML: well-formed, whole in itself, and with all that the text says of layers, refusals and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from html.parser import HTMLParser
+from pathlib import Path
+
+import torch
+
+import memfine_fx
+from memfine_fx.report.page import fragment, page
+from tests.integration.test_first_step import HIDDEN, Noisy, layer, model
+
+_VOID = {"meta", "br", "rect", "polyline"}
+
+
+class Checked(HTMLParser):
+    """Reads a page; tags must be closed in order, and nothing may be loaded or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.titles: list[str | None] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in {"script", "link", "img", "iframe"}
+        assert not {name for name, _ in attrs} & {"src", "href", "onload"}
+        self.titles += [value for name, value in attrs if name == "title"]
+        self.tags.append(tag)
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in _VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data
+
+
+def read(html: str) -> Checked:
+    checked = Checked()
+    checked.feed(html)
+    checked.close()
+    assert checked.open == []
+    return checked
+
+
+def explained() -> memfine_fx.Report:
+    config = memfine_fx.Config(inner_backend="aot_eager", rows_per_chunk=5)
+    return memfine_fx.explain(model(layer(), Noisy()), torch.randn(9, HIDDEN), config=config, measure=True)
+
+
+def test_layers_refusals_bytes_and_the_measured_step_are_on_the_page(tmp_path: Path) -> None:
+    report = explained()
+    report.to_html(tmp_path / "report.html")
+    found = read((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert f"{report.num_chunked} of {len(report.regions)} regions chunked" in found.text
+    assert report.num_chunked and report.num_chunked < len(report.regions)
+    for region in report.regions:
+        assert region.where.module in found.text and Path(region.where.source).name in found.text
+        assert (region.plan.reason if region.plan else region.reason) in found.text
+    refused = next(region for region in report.regions if region.status == "refused")
+    assert f"hint: {refused.hint}" in found.text
+    assert report.step is not None and all(name in found.text for name, size in report.step.peak.terms if size > 0)
+    assert {"svg", "polyline", "rect"} <= set(found.tags)
+
+
+def test_what_a_model_is_called_is_no_markup() -> None:
+    report = explained()
+    named = dataclasses.replace(report.regions[0].where, module="<b>&layer")
+    changed = dataclasses.replace(report, regions=(dataclasses.replace(report.regions[0], where=named),))
+    found = read(page(changed))
+    assert "<b>&layer" in found.text and "b" not in found.tags
+    assert str(named) in found.titles
+
+
+def test_a_notebook_shows_a_report_before_anything_has_run() -> None:
+    optimized = memfine_fx.optimize(model(layer()))
+    report = memfine_fx.report(optimized)
+    assert report._repr_html_() == fragment(report)
+    assert "nothing has run yet" in read(fragment(report)).text
