@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import memfine_fx
 from memfine_fx.demo.tiny import tiny_causal_lm
@@ -32,13 +34,88 @@ def model() -> Any:
 
 
 def in_4_bits(**settings: Any) -> nn.Module:
-    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    bitsandbytes = pytest.importorskip("bitsandbytes.nn.parametrize")
     whole = model().requires_grad_(False)
     whole.model.embed_tokens.weight.requires_grad_(True)
     for layer in whole.model.layers:
         for name in ("gate_up_proj", "down_proj"):
-            parametrize.replace_parameter_4bit(layer.mlp.experts, name, **settings)
+            bitsandbytes.replace_parameter_4bit(layer.mlp.experts, name, **settings)
     return whole  # type: ignore[no-any-return]
+
+
+def tables_of(whole: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [(layer.mlp.experts, name) for layer in whole.model.layers for name in ("gate_up_proj", "down_proj")]  # type: ignore[union-attr]
+
+
+class OfPackedBlocks(nn.Module):
+    """MXFP4 as GPT-OSS's files hold it, made whole by transformers' function when it is read."""
+
+    def __init__(self, scales: Tensor) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.make_whole = importlib.import_module("transformers.integrations.mxfp4").convert_moe_packed_tensors
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        return self.make_whole(blocks, self.scales, dtype=torch.float32)  # type: ignore[no-any-return]
+
+
+class OfScaledBlocks(nn.Module):
+    """FP8 in blocks as DeepSeek-V3's files hold it, made whole by transformers' function when it is read."""
+
+    def __init__(self, scales: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scales", scales)
+        self.make_whole = importlib.import_module("transformers.integrations.finegrained_fp8")._dequantize_fp8_weight
+
+    def forward(self, floats: Tensor) -> Tensor:
+        return self.make_whole(floats, self.scales, (32, 32), torch.float32)  # type: ignore[no-any-return]
+
+
+class Adapted(nn.Module):
+    """W + A B, a matrix each for every expert."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        num_experts, width_in, width_out = table.shape
+        self.a = nn.Parameter(torch.randn(num_experts, width_in, 2) / 8)
+        self.b = nn.Parameter(torch.randn(num_experts, 2, width_out) / 8)
+
+    def forward(self, table: Tensor) -> Tensor:
+        return table + self.a @ self.b
+
+
+def in_mxfp4() -> Any:
+    pytest.importorskip("transformers.integrations.mxfp4")
+    whole = tiny_causal_lm("gpt_oss", **SIZES, intermediate_size=WIDTH).requires_grad_(False)
+    whole.model.embed_tokens.weight.requires_grad_(True)
+    for experts, name in tables_of(whole):
+        _, width_in, width_out = getattr(experts, name).shape
+        shape = (NUM_EXPERTS, width_out, width_in // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        setattr(experts, name, nn.Parameter(blocks, requires_grad=False))
+        scales = torch.randint(118, 123, shape, dtype=torch.uint8)
+        parametrize.register_parametrization(experts, name, OfPackedBlocks(scales), unsafe=True)
+    return whole
+
+
+def in_fp8() -> Any:
+    pytest.importorskip("transformers.integrations.finegrained_fp8")
+    whole = model().requires_grad_(False)
+    whole.model.embed_tokens.weight.requires_grad_(True)
+    for experts, name in tables_of(whole):
+        wide = getattr(experts, name).data
+        blocks = wide.unflatten(2, (-1, 32)).unflatten(1, (-1, 32))
+        scales = blocks.abs().amax(dim=(2, 4)) / 448
+        packed = (blocks / scales[:, :, None, :, None]).reshape(wide.shape).to(torch.float8_e4m3fn)
+        setattr(experts, name, nn.Parameter(packed, requires_grad=False))
+        parametrize.register_parametrization(experts, name, OfScaledBlocks(scales), unsafe=True)
+    return whole
+
+
+def adapted(whole: Any) -> Any:
+    for experts, name in tables_of(whole):
+        parametrize.register_parametrization(experts, name, Adapted(getattr(experts, name)))
+    return whole
 
 
 def with_lora(**settings: Any) -> nn.Module:
@@ -68,8 +145,13 @@ def step(one: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         lambda: in_4_bits(compress_statistics=True),
         with_lora,
         lambda: with_lora(use_rslora=True),
+        in_mxfp4,
+        lambda: adapted(in_mxfp4()),
+        in_fp8,
+        lambda: adapted(in_fp8()),
+        lambda: adapted(in_4_bits()),
     ],
-    ids=["nf4", "fp4", "nf4 twice", "LoRA", "rsLoRA"],
+    ids=["nf4", "fp4", "nf4 twice", "LoRA", "rsLoRA", "mxfp4", "mxfp4 LoRA", "fp8", "fp8 LoRA", "nf4 LoRA"],
 )
 def test_one_experts_tables_exist_at_a_time(make: Any) -> None:
     eager = make()
