@@ -172,3 +172,25 @@ def test_one_experts_tables_exist_at_a_time(make: Any) -> None:
     assert not trace_memory(lambda: step(optimized, inputs), cpu).has_allocation_of(TABLE_BYTES // 8)
     hooks = [hook for module in optimized.modules() for hook in module._forward_pre_hooks.values()]
     assert "_nothing" not in {getattr(hook, "__name__", "") for hook in hooks}
+
+
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_tables_of_a_class_of_their_own_run_as_they_are(name: str) -> None:
+    """torchao's tensors have rules for an expert's own matmul only, so the loop over experts must stay what it is."""
+    torchao = pytest.importorskip("torchao.quantization")
+    eager = tiny_causal_lm("qwen3_moe", num_hidden_layers=1).requires_grad_(False)
+    eager.model.embed_tokens.weight.requires_grad_(True)
+    eager.set_experts_implementation("eager")
+    paths = [
+        path for path, _ in eager.named_parameters() if path.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]
+    torchao.quantize_(eager, torchao.FqnToConfig(dict.fromkeys(paths, getattr(torchao, name)())), filter_fn=None)
+    optimized = optimized_copy(copy.deepcopy(eager), rows_per_chunk=16)
+    tokens = torch.randint(1, 64, (2, 12))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    with pytest.warns(UserWarning, match="nothing to chunk"):
+        assert relative_error(step(optimized, inputs), step(eager, inputs)) < FP32_TOLERANCE
+    ours, theirs = (one.get_input_embeddings().weight.grad for one in (optimized, eager))
+    assert relative_error(ours, theirs) < FP32_TOLERANCE
+    notes = memfine_fx.report(optimized).notes
+    assert any("experts stay in their eager loop, because their tables are" in note for note in notes), notes
