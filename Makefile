@@ -9,7 +9,7 @@ PINS := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SUITES := layer,model,vocab,compile,paper,paper_ep,ep,moeblaze,scaling,memory,budget,cluster
+SUITES := layer,adapters,model,vocab,compile,paper,paper_ep,ep,moeblaze,scaling,memory,budget,cluster
 # One thread per worker: xdist already uses the cores, and results do not depend on the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 FAST := not slow and not campaign and not cuda and not trainers

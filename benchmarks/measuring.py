@@ -20,11 +20,13 @@ from benchmarks.machine import matmul_rate, seconds_of
 from benchmarks.peers import find_peer
 from benchmarks.records import Job, Measurement
 from benchmarks.workloads import Workload
+from benchmarks.workloads.adapted import WORKLOADS, build_adapted_workload
 from benchmarks.workloads.layer import build_gradients_workload, build_layer_workload, build_rank_workload
 from benchmarks.workloads.model import build_model_workload
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
 
 BUILDERS = {
+    **dict.fromkeys(WORKLOADS, build_adapted_workload),
     "layer": build_layer_workload,
     "gradients": build_gradients_workload,
     "model": build_model_workload,
@@ -53,6 +55,7 @@ def measure_step(job: Job) -> Measurement:
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         graphs=graphs,
+        largest_bytes=max(fresh.allocation_bytes, default=0),
         recompilations=_count_recompilations(job, workload),
         series={**workload.series, **timeline(fresh), **_peaks_of_parts(workload, device)},
     )

@@ -125,6 +125,7 @@ class Measurement:
     accumulating_peak_bytes: int | None = None  # the same peak, where gradients exist already and are accumulated into
     allocated_bytes: int | None = None  # CUDA: all of the process, at the peak
     reserved_bytes: int | None = None  # CUDA: what the caching allocator held of the device
+    largest_bytes: int | None = None  # one allocation of a step, the largest
     gradient_error: float | None = None  # largest relative error of a tensor against fp32, where measured
     graphs: int = 0
     recompilations: int | None = None  # in five further shapes, where measured

@@ -48,6 +48,8 @@ _INPLACE_OPERATORS = frozenset(
     for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 )
 
+_KEYWORD_OPERATORS = frozenset({operator.and_, operator.or_, operator.not_})  # named so because of Python's keywords
+
 
 def tensor_of(node: fx.Node) -> torch.Tensor:
     """The fake tensor of a node that is known to hold one."""
@@ -271,7 +273,7 @@ def _mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     if first is None:
         return ()
     name = target_name(node)
-    is_inplace_name = name.endswith("_") and not name.endswith("__")
+    is_inplace_name = name.endswith("_") and not name.endswith("__") and node.target not in _KEYWORD_OPERATORS
     if node.target is operator.setitem or node.target in _INPLACE_OPERATORS or is_inplace_name:
         return (first,)
     return (first,) if _asks_inplace(node) else ()

@@ -23,6 +23,16 @@ def checkpointed(module: Any, sizes: Sizes) -> Forward:
     return lambda hidden: checkpoint(module, hidden, use_reentrant=False)
 
 
+def looped(module: Any, sizes: Sizes) -> Forward:
+    """transformers' own loop over the experts that were hit."""
+    experts = module.experts
+    while hasattr(experts, "base_layer"):
+        experts = experts.base_layer
+    experts.config._experts_implementation = "eager"
+    forward: Forward = module
+    return forward
+
+
 def model_checkpointed(model: Any, sizes: Sizes) -> Forward:
     """Each layer, the way transformers does it."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -55,6 +65,7 @@ LAYER = (
     Peer("compile", compiled(eager), is_compiled=True),
     Peer("compile+checkpoint", compiled(checkpointed), "forward", is_compiled=True),
     *(budget_peer(ratio, dynamic=None) for ratio in BUDGET_RATIOS),
+    Peer("loop", looped),
 )
 MODEL = (
     Peer("eager", eager),

@@ -36,7 +36,8 @@ class Layer:
 
     def workload(self, hidden: torch.Tensor, upstream: torch.Tensor) -> Workload:
         """One step of these inputs."""
-        leaves = {**dict(self.block.named_parameters()), "hidden": hidden}
+        trained = {name: parameter for name, parameter in self.block.named_parameters() if parameter.requires_grad}
+        leaves = {**trained, "hidden": hidden}
 
         def step() -> torch.Tensor:
             out = self.forward(hidden)

@@ -2,20 +2,22 @@
 
 PEFT adds a low-rank update to an expert table by registering a parametrization around each call, which changes the
 module's class and breaks the graph several times a layer. For the time of a compiled call the same sum W + B A is
-made in the graph and handed to the experts with `torch.func.functional_call`. Merged, disabled and mixed adapters, and
-weights that PEFT upcasts, run as PEFT wrote them.
+made in the graph and handed to the experts with `torch.func.functional_call`. A table that a parametrization makes
+itself (numbers in 4 bits) cannot be handed over; there the sum is what that parametrization gives. Merged, disabled and
+mixed adapters, and weights that PEFT upcasts, run as PEFT wrote them.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memfine_fx.capture.installing import InstalledMethods
 from memfine_fx.capture.standing import is_own
-from memfine_fx.compat.peft import active_adapters, updated_weight, wrapped_tables
+from memfine_fx.compat.peft import active_adapters, parametrized_table, updated_weight, with_adapters, wrapped_tables
 
 __all__ = ["TracedAdapters"]
 
@@ -29,7 +31,11 @@ class TracedAdapters:
 
     def __init__(self, model: torch.nn.Module) -> None:
         found = wrapped_tables(model)
-        self._methods = InstalledMethods([(one, "forward", _forward) for one in found if not is_own(one, "forward")])
+        methods: list[tuple[torch.nn.Module, str, Callable[..., object]]] = []
+        for one in found:
+            if not is_own(one, "forward"):
+                methods += _methods_of(one)
+        self._methods = InstalledMethods(methods)
         self._num_left = sum(is_own(one, "forward") for one in found)
 
     @property
@@ -47,9 +53,39 @@ class TracedAdapters:
         return self._methods.installed()
 
 
+def _methods_of(wrapper: Any) -> list[tuple[torch.nn.Module, str, Callable[..., object]]]:
+    table = parametrized_table(wrapper)
+    if table is None:
+        return [(wrapper, "forward", _forward)]
+    return [(wrapper, "forward", _forward_over_table), (table, "forward", _table_with_adapters_of(wrapper))]
+
+
+def _forward_over_table(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The experts as they are: their table comes with adapters."""
+    if "adapter_names" in kwargs:
+        return type(self).forward(self, x, *args, **kwargs)
+    return self.base_layer(x, *args, **kwargs)
+
+
+def _table_with_adapters_of(wrapper: Any) -> Callable[..., torch.Tensor]:
+    adding: list[torch.Tensor] = []  # PEFT asks the table for its dtype while it makes an adapter's product
+
+    def forward(self: Any) -> torch.Tensor:
+        if adding:
+            return adding[0]
+        weight: torch.Tensor = type(self).forward(self)
+        adding.append(weight)
+        try:
+            return with_adapters(wrapper, weight)
+        finally:
+            adding.clear()
+
+    return forward
+
+
 def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     adapters = active_adapters(self)
     if not adapters or "adapter_names" in kwargs:
         return type(self).forward(self, x, *args, **kwargs)
-    path, weight = updated_weight(self, adapters)
+    path, weight = updated_weight(self)
     return torch.func.functional_call(self.base_layer, {path: weight}, (x, *args), kwargs)

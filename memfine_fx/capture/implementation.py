@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memfine_fx.compat.tensors import is_quantized
 from memfine_fx.compat.transformers import can_switch_experts
 
 __all__ = ["switch_experts", "switched_experts"]
@@ -57,6 +58,12 @@ def _switch(module: Any) -> str | None:
     if not eager or not can_switch_experts(module):
         return None
     name = type(module).__name__
+    kinds = sorted({type(table).__name__ for table in module.parameters() if table.ndim >= 3 and is_quantized(table)})
+    if kinds:
+        return (
+            f"{name}: experts stay in their eager loop, because their tables are {' and '.join(kinds)}, which no other "
+            "spelling of experts multiplies by"
+        )
     for candidate in _CAPTURABLE:
         wanted = {key: candidate if value == "eager" else value for key, value in current.items()}
         try:

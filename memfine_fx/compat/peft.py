@@ -10,7 +10,7 @@ import torch
 
 from memfine_fx.compat.checks import Hook, expect
 
-__all__ = ["WRAPPERS", "active_adapters", "updated_weight", "wrapped_tables"]
+__all__ = ["WRAPPERS", "active_adapters", "parametrized_table", "updated_weight", "with_adapters", "wrapped_tables"]
 
 _MODULE = "peft.tuners.lora.layer"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,11 +30,23 @@ def active_adapters(wrapper: Any) -> list[str]:
     return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
-def updated_weight(wrapper: Any, adapters: list[str]) -> tuple[str, torch.Tensor]:
-    """The weight with these adapters added, W + B A each, and its name below `wrapper.base_layer`."""
-    weight: torch.Tensor = wrapper.get_param()
-    for name in adapters:
+def with_adapters(wrapper: Any, weight: torch.Tensor) -> torch.Tensor:
+    """A weight with the active adapters of its wrapper added, W + B A each."""
+    for name in active_adapters(wrapper):
         weight = weight + wrapper.get_delta_weight(name)
+    return weight
+
+
+def parametrized_table(wrapper: Any) -> Any:
+    """The list of parametrizations that makes a wrapper's table, as bitsandbytes' of numbers in 4 bits; else None."""
+    lists = getattr(wrapper.get_base_layer(), "parametrizations", None)
+    name = wrapper.parameter_name
+    return lists[name] if lists is not None and name in lists else None
+
+
+def updated_weight(wrapper: Any) -> tuple[str, torch.Tensor]:
+    """The weight with its active adapters added, and its name below `wrapper.base_layer`."""
+    weight = with_adapters(wrapper, wrapper.get_param())
     path, layer = wrapper.parameter_name, wrapper.base_layer
     while layer is not wrapper.get_base_layer():
         path, layer = f"base_layer.{path}", layer.base_layer
@@ -60,7 +72,7 @@ def _check_wrappers() -> None:
         model: Any = peft.inject_adapter_in_model(config, torch.nn.ModuleDict({"table": _Table()}))
         wrapper, rows = model["table"], torch.randn(2, 2)
         expect(type(wrapper) is getattr(sys.modules.get(_MODULE), "ParamWrapper", None), f"a {type(wrapper)} wraps it")
-        path, weight = updated_weight(wrapper, active_adapters(wrapper))
+        path, weight = updated_weight(wrapper)
         ours = torch.func.functional_call(wrapper.base_layer, {path: weight}, (rows,))
         expect(active_adapters(wrapper) and torch.allclose(ours, wrapper(rows)), "adapters add something else")
 

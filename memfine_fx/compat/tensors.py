@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from memfine_fx.compat.checks import Hook, expect
@@ -12,6 +15,7 @@ __all__ = [
     "STORAGES",
     "FakeTensor",
     "FakeTensorMode",
+    "is_quantized",
     "storage_id",
     "tree_flatten",
     "tree_leaves",
@@ -51,3 +55,9 @@ STORAGES = Hook(
     loss="What shares memory cannot be told, so nothing is chunked: models are compiled as without memfine_fx.",
     check=_check_storages,
 )
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that keeps its numbers in other tensors (torchao's), and no shard of one."""
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return not isinstance(tensor, sharded) and bool(is_traceable_wrapper_subclass(tensor))

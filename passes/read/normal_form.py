@@ -143,6 +143,11 @@ class NormalForm:
         """Whether a node has been run."""
         return node in self._env
 
+    def forget(self, nodes: Sequence[fx.Node]) -> None:
+        """Take back that nodes have been run; they must not have written into tensors from outside."""
+        for node in nodes:
+            self._env.pop(node, None)
+
     def result(self, node: fx.Node) -> Any:
         """What stands at a node now: as it ran, or as Dynamo recorded it; tensors as they are after all writes."""
         if node in self._env:

@@ -94,8 +94,44 @@ class Pulling:
         is_table = num_experts is not None and num_experts > 1 and self._frame.num_experts in (None, num_experts)
         if not is_table or self._expands_tables or is_parameter_view(node):
             return False
-        self.computed_tables.setdefault(node, "")
+        self.computed_tables[node] = ""
         return True
+
+    def packed_numbers(self, node: fx.Node, at: int) -> list[fx.Node]:
+        """What makes a table [E,...] of packed numbers, as it is read at position `at`.
+
+        Returns:
+            Calls in their order, without those that are the same for all experts; [] where the node is no such table,
+            or something that is trained is in it.
+        """
+        value = node_value(node)
+        is_call = node.op in ("call_function", "call_method")
+        if self._expands_tables or not is_call or not isinstance(value, torch.Tensor) or not is_float_tensor(node):
+            return []
+        num_experts = static_size(value.shape[0]) if value.ndim >= 3 else None
+        if num_experts in (None, 1) or self._frame.num_experts not in (None, num_experts):
+            return []
+        made_of = self._made_of(node, at)
+        calls = {one for one in made_of if one.op in ("call_function", "call_method")}
+        written = {self._flow.root(target) for one in calls for target in self._flow.mutations.get(one, ())}
+        packed = [one for one in made_of - calls if _is_packed_leaf(one) and _num_entries(one) == num_experts]
+        is_frozen = all(map(_is_frozen, made_of - calls)) and written <= calls
+        if not packed or not is_frozen or any(map(is_dequantized, calls)):
+            return []
+        large = [one for one in calls if 2 * _num_elements(one) > _num_elements(node)]  # scales for each number
+        depends = self._flow.descendants([*packed, *large]).union(large)
+        needed = [one for one in calls if one in depends or self._flow.root(one) in written]
+        return sorted(needed, key=self._flow.position.__getitem__)
+
+    def _made_of(self, node: fx.Node, at: int) -> set[fx.Node]:
+        """All that is in a tensor as it is read at position `at`, itself included: writes, and what they write."""
+        root = self._flow.root(node)
+        writes = [
+            mutation
+            for mutation, targets in self._flow.mutations.items()
+            if self._flow.position[mutation] < at and root in map(self._flow.root, targets)
+        ]
+        return self._flow.ancestors([node, *writes]) | {node, *writes}
 
     def is_tokens(self, value: torch.Tensor) -> bool:
         """[T,...] or [B,S,...], with more behind it."""
@@ -170,6 +206,7 @@ class Pulling:
             elif node.op in ("placeholder", "get_attr"):
                 known = isinstance(node_value(node), torch.nn.Parameter) or not is_float_tensor(node)
                 known = known and not (is_int_tensor(node) and node.op == "placeholder")
+                known = known or _is_packed_leaf(node)
             else:
                 known = all(map(self.is_made_of_parameters, node.all_input_nodes))
             self._of_parameters[node] = known
@@ -235,6 +272,35 @@ def _dim_taken_apart(node: fx.Node, value: torch.Tensor) -> int | None:
     return len(places) - 1 if is_entry else None
 
 
+_PACKED = frozenset({torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu})
+
+
+def _is_packed_leaf(node: fx.Node) -> bool:
+    """Numbers in a few bits that come from outside; token ids are never so short."""
+    value = node_value(node)
+    return node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor) and value.dtype in _PACKED
+
+
+def _is_frozen(node: fx.Node) -> bool:
+    """Whether a tensor comes from outside, in a shape that is known, and is not trained."""
+    value = node_value(node)
+    if not isinstance(value, torch.Tensor) or node.op not in ("placeholder", "get_attr"):
+        return False
+    return not value.requires_grad and all(static_size(size) is not None for size in value.shape)
+
+
+def _num_elements(node: fx.Node) -> int:
+    value = node_value(node)
+    if not isinstance(value, torch.Tensor) or any(static_size(size) is None for size in value.shape):
+        return 0
+    return int(value.numel())
+
+
+def _num_entries(node: fx.Node) -> int | None:
+    value = node_value(node)
+    return static_size(value.shape[0]) if isinstance(value, torch.Tensor) and value.ndim >= 2 else None
+
+
 def is_dequantized(node: fx.Node) -> bool:
     """Whether a library's operator makes a tensor of packed numbers here."""
     target = getattr(node.target, "default", node.target)  # an operator may be called by its packet
@@ -251,7 +317,7 @@ def is_parameter_view(node: fx.Node) -> bool:
     """A parameter, an entry of one, or a view of either."""
     while target_name(node) in (_VIEWS | _ENTRIES | _TRANSPOSES) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return isinstance(node_value(node), torch.nn.Parameter)
+    return isinstance(node_value(node), torch.nn.Parameter) and not _is_packed_leaf(node)
 
 
 def is_weight_view(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from torch import fx
 
 from memfine_fx.compat.tensors import tree_leaves, tree_map
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size
+from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size, tensor_of
 from memfine_fx.passes.modes import Modes
 from memfine_fx.passes.read.expressions import Input, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame, Slots
@@ -35,6 +35,7 @@ from memfine_fx.passes.read.values import (
     Ids,
     Leaf,
     Mask,
+    Part,
     Partial,
     Rows,
     Unknown,
@@ -54,8 +55,7 @@ class Reader(Roles):
         flow: of Dynamo's graph; not changed.
         modes: of every node.
         frame: where to start.
-        rules: by overload.
-        fallback: rule for overloads not among them, or None.
+        rule_of: the rule of an overload, or None; the second argument says whether it works on packed numbers.
         forced: nodes that run as part of the region although they look like tokens.
         expands_tables: whether computed tables of parameters stay outside, to be read whole.
     """
@@ -65,8 +65,7 @@ class Reader(Roles):
         flow: Dataflow,
         modes: dict[fx.Node, Modes],
         frame: Frame,
-        rules: dict[Any, Rule],
-        fallback: Callable[[Any], Rule | None],
+        rule_of: Callable[[Any, bool], Rule | None],
         forced: frozenset[fx.Node] = frozenset(),
         *,
         expands_tables: bool = False,
@@ -76,8 +75,9 @@ class Reader(Roles):
         self.indices: list[fx.Node] = []
         self.masks: list[fx.Node] = []
         self.ran: dict[fx.Node, None] = {}
+        self._is_unpacking = False
         self._slot_exit: tuple[fx.Node, Rows] | None = None
-        self._rules, self._fallback = rules, fallback
+        self._rule_of = rule_of
         self._values: dict[int, tuple[torch.Tensor, Any]] = {}
         self._form = NormalForm(flow.graph, modes, self._told)
 
@@ -177,12 +177,18 @@ class Reader(Roles):
     def _pull(self, node: fx.Node, at: int) -> None:
         """Run a node that must be part of the region, and what it needs, for one that runs at position `at`."""
         is_slots = self.slots is not None and node is self.slots.root
-        if is_slots or self._form.holds(node) or not self._pulling.wants(node, self.ran, at):
+        if is_slots or self._form.holds(node):
+            return
+        packed = self._pulling.packed_numbers(node, at)
+        if packed and self._unpack(node, packed):
+            return
+        if not self._pulling.wants(node, self.ran, at):
             return
         for source in node.all_input_nodes if not is_dequantized(node) else ():  # packed numbers have no role in rows
             self._pull(source, at)
         self._operand_values(node)
         self.ran[node] = None
+        num_experts = self.num_experts
         try:
             self._form.run(node)
         except RowsDiffer:
@@ -194,6 +200,36 @@ class Reader(Roles):
         for value in self._operands_at(node):
             if isinstance(value, Leaf):
                 self._note_leaf(node, value.why)
+                self.num_experts = num_experts  # what did not work out says nothing
+
+    def _unpack(self, node: fx.Node, made_of: list[fx.Node]) -> bool:
+        """Run what makes a table of packed numbers, on one expert's part of them; whether that could be followed."""
+        before, num_experts = self.num_experts, int(tensor_of(node).shape[0])
+        if before not in (None, num_experts):
+            return False
+        self.num_experts = num_experts
+        self._pulling.computed_tables[node] = ""
+        new = [one for one in made_of if not self._form.holds(one)]
+        self._is_unpacking = True
+        try:
+            for one in new:
+                self._operand_values(one)
+                self._form.run(one)
+            (table,) = self._operands_at(node)  # as it is after all writes
+        except CannotChunk as refusal:
+            table = Unknown(refusal, is_dispatched=False)
+        finally:
+            self._is_unpacking = False
+        if isinstance(table, (Part, Rows)):
+            self.ran.update(dict.fromkeys(new))
+            return True
+        self.num_experts = before
+        self._form.forget(new)
+        self._note_leaf(node, getattr(table, "refusal", None))
+        return False
+
+    def _is_table_of_floats(self, tensor: torch.Tensor) -> bool:
+        return tensor.ndim >= 3 and tensor.dtype.is_floating_point and static_size(tensor.shape[0]) == self.num_experts
 
     def _note_leaf(self, node: fx.Node, why: CannotChunk | None) -> None:
         """A node that was pulled stays a leaf; of a computed table it will be said why."""
@@ -335,7 +371,9 @@ class Reader(Roles):
 
     def _told(self, call: Call) -> None:
         def of(leaf: Any) -> Any:
-            return self._value_of(leaf, None) if isinstance(leaf, torch.Tensor) else leaf
+            value = self._value_of(leaf, None) if isinstance(leaf, torch.Tensor) else leaf
+            is_table = isinstance(value, Part) and not self._is_unpacking and self._is_table_of_floats(leaf)
+            return Rows(Lead.EXPERT, value.expr, per_row=False, is_dispatched=True) if is_table else value
 
         args, kwargs = tree_map(of, (call.args, call.kwargs))
         try:
@@ -347,8 +385,8 @@ class Reader(Roles):
         self._give(call.out, result)
 
     def _evaluated(self, call: Call, args: Any, kwargs: Any) -> Any:
-        rule = self._rules.get(call.target) or self._fallback(call.target)
         operands = tree_leaves((args, kwargs))
+        rule = self._rule_of(call.target, self._is_unpacking or any(isinstance(value, Part) for value in operands))
         unknown = [value for value in operands if isinstance(value, Unknown)]
         if unknown and call.target not in _SHAPES_ONLY:
             dispatched = any(map(is_dispatched, operands))

@@ -38,7 +38,7 @@ from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
 from memfine_fx.passes.read.pulling import MATMULS, behind_views
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
-from memfine_fx.passes.read.rules import RULES, shared_rule
+from memfine_fx.passes.read.rules import rule_of
 from memfine_fx.passes.read.seeds import frames_of, is_router, masked, reframed, seeds_of
 from memfine_fx.passes.read.tables import move_tables
 from memfine_fx.passes.read.values import Combined, Rows
@@ -178,7 +178,7 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
     forced: frozenset[fx.Node] = frozenset()
     expanded = ""
     for _ in range(_MOST_READINGS):
-        reader = Reader(body.flow, body.modes, frame, RULES, shared_rule, forced, expands_tables=bool(expanded))
+        reader = Reader(body.flow, body.modes, frame, rule_of, forced, expands_tables=bool(expanded))
         try:
             found = reader.read(later)
             if found is not None:
@@ -224,7 +224,7 @@ def _add_frames(frame: Frame, reader: Reader, frames: list[Frame]) -> None:
 
 def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> tuple[MoERegion, fx.Node] | None:
     """As `_reading`, of the region between rows in their experts' slots; None where there are no slots."""
-    reader = Reader(body.flow, body.modes, frame, RULES, shared_rule)
+    reader = Reader(body.flow, body.modes, frame, rule_of)
     try:
         reached = body.flow.descendants([frame.index])
         found = reader.read_slots(reached, later)

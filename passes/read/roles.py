@@ -205,6 +205,10 @@ class Roles:
         self.check_num_experts(num_experts, call)
         return self.expressions.input(Input("table", value.node, dim=FLAT))
 
+    def whole_of(self, value: Leaf) -> fx.Node:
+        """A tensor that is the same for all experts."""
+        return self.expressions.input(Input("whole", value.node))
+
     def is_parameter(self, value: Any) -> bool:
         """Whether a value is made of parameters alone."""
         if isinstance(value, Leaf):

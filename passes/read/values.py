@@ -10,6 +10,7 @@ expression.
     Counts    rows per expert, or where they end                        Rows      floats, row by row
     Partial   results of some copies of a loop, put together so far     Combined  rows summed to their tokens: the exit
     Taken     what a partial sum held at a copy's places                Unknown   not provable, and why
+    Part      packed numbers, experts one behind the other
 
 Rules (`rules/`) give values to results; nothing here decides what an operation means.
 """
@@ -34,6 +35,7 @@ __all__ = [
     "Ids",
     "Leaf",
     "Mask",
+    "Part",
     "Partial",
     "Rows",
     "Taken",
@@ -185,6 +187,13 @@ class Rows:
     off: float | None = None
     copy: Copy = ALL
     is_dispatched: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Packed numbers, [E*m,...]: entries [e*m, (e+1)*m) are expert e's, and `expr`, [m,...], gives them."""
+
+    expr: fx.Node
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,12 @@ from memfine_fx.capture.installing import InstalledMethods
 
 
 class ParamWrapper(nn.Module):
-    """In the place of PEFT's class of this name."""
+    """In the place of PEFT's class of this name, around a module without parametrizations."""
+
+    parameter_name = "weight"
+
+    def get_base_layer(self) -> nn.Module:
+        return nn.Identity()
 
 
 @pytest.fixture(autouse=True)

@@ -9,15 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 from memfine_fx.passes.read.reader import Rule
-from memfine_fx.passes.read.rules import combine, indices, masks, matmuls, moves, parts, pointwise, reductions
+from memfine_fx.passes.read.rules import blocks, combine, indices, masks, matmuls, moves, parts, pointwise, reductions
 from memfine_fx.passes.read.rules.quantized import quantized_rule
 
-__all__ = ["RULES", "shared_rule"]
+__all__ = ["RULES", "rule_of"]
 
 
-def shared_rule(target: Any) -> Rule | None:
-    """The rule of an overload that is not in the table: of what is pointwise, or a library's own; else None."""
-    return pointwise.pointwise_rule(target) or quantized_rule(target) or combine.library_rule(target)
+def rule_of(target: Any, is_packed: bool = False) -> Rule | None:
+    """The rule of an overload, in the table, or of what is pointwise or a library's own; None where there is none.
+
+    Args:
+        target: the overload.
+        is_packed: whether it works on packed numbers, for which leads say nothing.
+    """
+    if is_packed:
+        return blocks.block_rule(target)
+    own = combine.library_rule
+    return RULES.get(target) or pointwise.pointwise_rule(target) or quantized_rule(target) or own(target)
 
 
 RULES: dict[Any, Rule] = {}

@@ -25,7 +25,7 @@ from memfine_fx.passes.read.frame import Exit, Frame
 from memfine_fx.passes.read.normal_form import Call, NormalForm
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.regions import _between
-from memfine_fx.passes.read.rules import RULES, shared_rule
+from memfine_fx.passes.read.rules import rule_of
 from tests.passes.read.claims import Claims, numbers_of
 from tests.passes.read.routings import NUM_EXPERTS, Routing, inputs_of
 
@@ -162,7 +162,7 @@ class _Recorder(Reader):
     """A reader that keeps what it heard."""
 
     def __init__(self, graph: fx.Graph, frame: Frame, forced: frozenset[fx.Node]) -> None:
-        super().__init__(Dataflow(graph), modes_at(graph, Modes()), frame, RULES, shared_rule, forced)
+        super().__init__(Dataflow(graph), modes_at(graph, Modes()), frame, rule_of, forced)
         self.heard: list[Heard] = []
 
     def _told(self, call: Call) -> None:
