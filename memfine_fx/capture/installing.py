@@ -1,11 +1,12 @@
-"""Methods that stand on modules for the time of calls.
+"""What stands in a model for the time of calls.
 
-A call may be inside another of the same model, and threads call it at once: methods go in with the first call and out
-with the last. Where somebody else has set an attribute of that name, theirs stays.
+A call may be inside another of the same model, and threads call it at once: things go in with the first call and out
+with the last. Where somebody else has set something in their place, theirs stays.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import threading
 import types
@@ -13,10 +14,39 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-__all__ = ["InstalledMethods"]
+__all__ = ["InstalledForCalls", "InstalledMethods"]
 
 
-class InstalledMethods:
+class InstalledForCalls(abc.ABC):
+    """Something that is in its place while calls are under way."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In its place, for compilations and calls inside."""
+        with self._lock:
+            self._num_calls += 1
+            if self._num_calls == 1:
+                self._put_in()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+                if not self._num_calls:
+                    self._take_out()
+
+    @abc.abstractmethod
+    def _put_in(self) -> None: ...
+
+    @abc.abstractmethod
+    def _take_out(self) -> None: ...
+
+
+class InstalledMethods(InstalledForCalls):
     """Methods for some modules.
 
     Args:
@@ -24,26 +54,14 @@ class InstalledMethods:
     """
 
     def __init__(self, methods: Sequence[tuple[torch.nn.Module, str, Callable[..., object]]]) -> None:
+        super().__init__()
         self.methods = [(module, name, types.MethodType(function, module)) for module, name, function in methods]
-        self._num_calls = 0
-        self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """The methods in their modules' places, for compilations and calls inside."""
-        if not self.methods:
-            yield
-            return
-        with self._lock:
-            self._num_calls += 1
-            if self._num_calls == 1:
-                for module, name, method in self.methods:
-                    vars(module).setdefault(name, method)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_calls -= 1
-                for module, name, method in () if self._num_calls else self.methods:
-                    if vars(module).get(name) is method:
-                        del vars(module)[name]
+    def _put_in(self) -> None:
+        for module, name, method in self.methods:
+            vars(module).setdefault(name, method)
+
+    def _take_out(self) -> None:
+        for module, name, method in self.methods:
+            if vars(module).get(name) is method:
+                del vars(module)[name]

@@ -7,54 +7,39 @@ of a compiled call its two hooks do nothing.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 
+from memfine_fx.capture.installing import InstalledForCalls
 from memfine_fx.compat.bitsandbytes import caching_hooks
 
 __all__ = ["UncachedTables"]
 
 
-class UncachedTables:
-    """The caching hooks of a model.
+class UncachedTables(InstalledForCalls):
+    """The caching hooks of a model, without which calls run.
 
     Args:
-        model: searched at the first of calls that are under way at once.
+        model: searched once; `structure.FoundAgain` searches again when tables were made quantized.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._num_calls = 0
-        self._lock = threading.Lock()
-        self._taken: list[tuple[object, ...]] = []
+        super().__init__()
+        self._hooks = caching_hooks(model)
+        self._taken: list[tuple[MutableMapping[int, Any], int, Any]] = []
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Without caches, for compilations and calls inside."""
-        with self._lock:
-            self._num_calls += 1
-            if self._num_calls == 1:
-                self._replace()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_calls -= 1
-                if not self._num_calls:
-                    self._put_back()
+    def _put_in(self) -> None:
+        for hooks, key in self._hooks:
+            if key in hooks:
+                self._taken.append((hooks, key, hooks[key]))
+                hooks[key] = _nothing
 
-    def _replace(self) -> None:
-        for hooks, key in caching_hooks(self._model):
-            self._taken.append((hooks, key, hooks[key]))
-            hooks[key] = _nothing
-
-    def _put_back(self) -> None:
+    def _take_out(self) -> None:
         for hooks, key, hook in self._taken:
-            if hooks.get(key) is _nothing:  # type: ignore[attr-defined]  # else somebody removed it since
-                hooks[key] = hook  # type: ignore[index]
+            if hooks.get(key) is _nothing:
+                hooks[key] = hook
         self._taken.clear()
 
 

@@ -310,7 +310,7 @@ def captured(
     compiled = CapturingCall(model, compile_with, note) if captures_loops else compile_with((), lambda: None)
     recorded, adapters = FoundAgain(model, RecordedOutputs), FoundAgain(model, TracedAdapters)
     embeddings = FoundAgain(model, WantedInputGradients)
-    stand_ins, uncached = FoundAgain(model, StandIns), UncachedTables(model)
+    stand_ins, uncached = FoundAgain(model, StandIns), FoundAgain(model, UncachedTables)
     session.notes.extend(adapters.current().notes)
 
     @functools.wraps(compiled)
@@ -321,7 +321,7 @@ def captured(
             stand_ins.current().taken_out(),
             recorded.current().prepared(kwargs),
             tables.installed(),
-            uncached.installed(),
+            uncached.current().installed(),
             kept_whole(),
         ):
             return compiled(place, *args, **kwargs)
