@@ -208,7 +208,7 @@ def test_a_bad_value_of_the_environment_names_the_variable(
     memfine_fx.optimize(torch.nn.Linear(2, 2), config=Config())
 
 
-@pytest.mark.parametrize(("budget", "has_budget"), [(None, False), ("least", False), ("20GiB", True), (0.5, True)])
+@pytest.mark.parametrize(("budget", "has_budget"), [(None, False), ("free", False), ("20GiB", True), (0.5, True)])
 def test_least_is_a_plan_and_no_limit(budget: Any, has_budget: bool) -> None:
     assert Config(memory_budget=budget).has_budget is has_budget
-    assert parse_budget("least", device_bytes=1000) is None
+    assert parse_budget("free", device_bytes=1000) is None

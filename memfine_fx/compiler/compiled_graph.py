@@ -31,6 +31,7 @@ from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.inner import Foresees, compile_with_regions, record_plain, take_estimate
 from memfine_fx.compiler.session import Session
+from memfine_fx.config import FREE
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.passes.dataflow import node_value, tensor_of
@@ -269,7 +270,7 @@ class CompiledGraph:
         """
         hidden = tensor_of(self._record.lowered[0].region.hidden)
         config, records = self._session.config, self._session.records
-        is_asked = config.memory_budget is None and config.inner_backend == "inductor" and not records
+        is_asked = config.memory_budget == FREE and config.inner_backend == "inductor" and not records
         if not is_asked or hidden.device.type != "cpu":
             return None
         return functools.partial(device_rates, hidden.device.type, hidden.dtype)

@@ -1,4 +1,4 @@
-"""Free keeps: without a budget, regions keep what leaves the peak of the whole step where it is.
+"""Free keeps: where it is asked, regions keep what leaves the peak of the whole step where it is.
 
 Terms
     optional    what a region may keep in a run, because its op has room for it
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memfine_fx.config import LEAST, Config
+from memfine_fx.config import FREE, Config
 from memfine_fx.memory.liveness import Call, GraphMemory, Workspace
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory
@@ -122,17 +122,17 @@ def describe_budget(config: Config, runs: Sequence[RunMemory]) -> str:
     """By which budget a step's runs were planned, in words."""
     if config.has_budget:
         return f"memory_budget={config.memory_budget!r} bounds the bytes of a step"
-    if config.memory_budget == LEAST:
-        return 'memory_budget="least": regions keep nothing'
+    if config.memory_budget != FREE:
+        return "no memory_budget: regions keep nothing"
     steps = {id(run.step): run for run in runs}.values()
     num_optional = sum(len(run.step.optional) for run in steps)
     if not num_optional:
         return (
-            "no memory_budget, and regions keep nothing: that is for graphs which return their loss, compiled by "
+            'memory_budget="free", but regions keep nothing: that is for graphs which return their loss, compiled by '
             "Inductor for a CPU, and where the memory of the whole step is known"
         )
     num_kept = num_optional - sum(len(run.drops) for run in steps)
-    return f"no memory_budget: {num_kept} of {num_optional} regions keep what leaves the step's peak where it is"
+    return f'memory_budget="free": {num_kept} of {num_optional} regions keep what leaves the step\'s peak where it is'
 
 
 def _live(run: RunMemory, workspace: Workspace) -> list[list[int]]:

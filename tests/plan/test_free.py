@@ -124,20 +124,20 @@ def test_a_longer_sequence_keeps_less() -> None:
 @pytest.mark.parametrize(
     ("budget", "drops", "words"),
     [
-        (None, {"body/0"}, "no memory_budget: 2 of 3 regions keep what leaves the step's peak where it is"),
-        ("least", set(), 'memory_budget="least": regions keep nothing'),
+        ("free", {"body/0"}, 'memory_budget="free": 2 of 3 regions keep what leaves the step\'s peak where it is'),
+        (None, set(), "no memory_budget: regions keep nothing"),
         ("20GiB", set(), "memory_budget='20GiB' bounds the bytes of a step"),
     ],
 )
 def test_a_report_says_which_plan_it_is_of(budget: str | None, drops: set[str], words: str) -> None:
-    model = deep_model(3, has_room=budget is None, memory_budget=budget)
+    model = deep_model(3, has_room=budget == "free", memory_budget=budget)
     assert describe_budget(model.config, [run_of(model, 512, frozenset(drops))]) == words
 
 
 def test_a_report_says_why_nothing_is_kept() -> None:
     model = deep_model(3)
     words = describe_budget(model.config, [run_of(model, 512)])
-    assert words.startswith("no memory_budget, and regions keep nothing: ")
+    assert words.startswith('memory_budget="free", but regions keep nothing: ')
 
 
 def test_plans_of_runs_that_keep_other_things_are_other_plans() -> None:
