@@ -135,7 +135,7 @@ def test_a_report_says_which_plan_it_is_of(budget: str | None, drops: set[str], 
 
 
 def test_a_report_says_why_nothing_is_kept() -> None:
-    model = deep_model(3)
+    model = deep_model(3, memory_budget="free")
     words = describe_budget(model.config, [run_of(model, 512)])
     assert words.startswith('memory_budget="free", but regions keep nothing: ')
 
