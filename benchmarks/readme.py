@@ -6,7 +6,6 @@ written by ``python -m benchmarks readme`` and compared by ``python -m benchmark
 
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from benchmarks.expert_parallel import Findings
@@ -37,10 +36,11 @@ _LABELS = {
     "memfine+head": "**memfine, head chunked**",
     "memfine+checkpoint+head": "**memfine + gradient checkpointing, head chunked**",
 }
-# Those that users choose among.
-_MAIN_PEERS = (
-    "eager", "compile", "compile+checkpoint", "diy", "deepspeed-tiled", "memfine", "memfine-R512", "memfine-unlimited",
-)  # fmt: skip
+# What users choose among, and which rows have it.
+_TECHNIQUES = {
+    "model_cpu.jsonl": ("compile", "compile+checkpoint", "memfine", "memfine+checkpoint", "memfine-unlimited"),
+    "vocab_cpu.jsonl": ("compile", "memfine+head", "memfine+checkpoint+head"),
+}
 
 
 def write_readme(path: Path) -> bool:
@@ -71,17 +71,16 @@ def label_of(peer: str) -> str:
     return _LABELS.get(peer, peer)
 
 
-def layer_block(rows: Sequence[Row], peers: Sequence[str] | None = None) -> str:
+def layer_block(rows: Sequence[Row]) -> str:
     """One line a peer, fp32 and bf16 beside each other; of all peers, also those without figures."""
-    summaries = [one for one in summaries_of(rows) if peers is None or one.job.peer in peers]
-    found = {(one.job.peer, one.job.dtype): one for one in summaries}
+    found = {(one.job.peer, one.job.dtype): one for one in summaries_of(rows)}
     lines = []
     for peer in dict.fromkeys(peer for peer, _ in found):
         full, half = found.get((peer, "float32")), found.get((peer, "bfloat16"))
         rate = f"{fraction_of_matmul_rate(full):.0%}" if full else "-"
         lines.append([label_of(peer), _peak(full), _time(full), rate, _peak(half), _time(half)])
     table = markdown(" | fp32 peak MiB | fp32 s | of matmul rate | bf16 peak MiB | bf16 s", lines)
-    return "\n".join([*_heading(rows), table, *(_without_figures(rows) if peers is None else [])])
+    return "\n".join([*_heading(rows), table, *_without_figures(rows)])
 
 
 def model_block(rows: Sequence[Row]) -> str:
@@ -94,6 +93,23 @@ def model_block(rows: Sequence[Row]) -> str:
         lines.append([label_of(one.job.peer), _peak(one), _time(one), cold, again])
     table = markdown(" | peak MiB | step s | cold compile s | recompiled in 5 further shapes", lines)
     return "\n".join([*_heading(rows), table, *_without_figures(rows), "", _model_ratios(summaries)])
+
+
+def techniques_block() -> str:
+    """Each technique with its bytes and seconds, beside torch.compile at the same sizes."""
+    lines, machines = [], {}
+    for name, peers in _TECHNIQUES.items():
+        rows = read_rows(RESULTS / name)
+        found = {one.job.peer: one for one in summaries_of(rows)}
+        plain = found["compile"]
+        lines.append([f"*{plain.job.sizes}*", "", "", "", ""])
+        for one in map(found.__getitem__, peers):
+            peak, seconds = one.peak_bytes / plain.peak_bytes, one.step_seconds / plain.step_seconds
+            lines.append([label_of(one.job.peer), _peak(one), f"{peak:.2f} x", _time(one), f"{seconds:.2f} x"])
+        machines |= dict.fromkeys(machine_lines(rows))
+    table = markdown(" | peak MiB | of torch.compile | step s | of torch.compile", lines)
+    rows_from = " and ".join(f"`benchmarks/results/{name}`" for name in _TECHNIQUES)
+    return "\n".join([table, "", f"Rows: {rows_from} ({'; '.join(machines)})."])
 
 
 def said_block(rows: Sequence[Row]) -> str:
@@ -169,8 +185,8 @@ def _from(name: str, block: Callable[[Sequence[Row]], str]) -> Callable[[], str]
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "layer": _from("layer_cpu.jsonl", partial(layer_block, peers=_MAIN_PEERS)),
-    "layer_all": _from("layer_cpu.jsonl", layer_block),
+    "techniques": techniques_block,
+    "layer": _from("layer_cpu.jsonl", layer_block),
     "model": _from("model_cpu.jsonl", model_block),
     "vocab": _from("vocab_cpu.jsonl", model_block),
     "budget": _from("budget_cpu.jsonl", said_block),
