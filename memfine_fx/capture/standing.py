@@ -143,12 +143,12 @@ class _Stands:
     Args:
         records: of each, by its number.
         num_calls: that are under way without the foremost.
-        taken: what stood there before them.
+        taken: the foremost while it is out, and what stands there in its place.
     """
 
     records: list[Stand] = field(default_factory=list)
     num_calls: int = 0
-    taken: Any = None
+    taken: tuple[Any, Any] | None = None
 
 
 class StandIns:
@@ -164,38 +164,41 @@ class StandIns:
 
     @contextlib.contextmanager
     def taken_out(self) -> Iterator[None]:
-        """A call of the model is under way: its parts run as they are written, in one graph."""
+        """A call of the model is under way: its parts run as they are written, in one graph.
+
+        NOTE: nothing of ours is called while they are put back, so that an interrupt there finds each in its place.
+        """
         with _running(self._model):
-            with _lock:
-                for module, stands in self._parts:
-                    _take_out(module, stands)
+            entered: list[tuple[torch.nn.Module, _Stands]] = []
             try:
+                with _lock:
+                    for module, stands in self._parts:
+                        entered.append((module, stands))
+                        stands.num_calls += 1
+                        if stands.num_calls == 1:
+                            _take_out(module, stands)
                 yield
             finally:
                 with _lock:
-                    for module, stands in self._parts:
-                        _put_back(module, stands)
+                    for module, stands in entered:
+                        stands.num_calls -= 1
+                        if stands.taken is None or stands.num_calls:
+                            continue
+                        forward, theirs = stands.taken
+                        stands.taken = None
+                        if vars(module).get("forward") is theirs:  # else one was set meanwhile, which stays
+                            vars(module)["forward"] = forward
 
 
 def _take_out(module: torch.nn.Module, stands: _Stands) -> None:
-    stands.num_calls += 1
     attributes = vars(module)
     number = _number(attributes.get("forward"))
-    if number is None or stands.num_calls > 1:
+    if number is None:
         return
-    stands.taken = attributes.pop("forward")
-    if stands.records[number].theirs is not None:
-        attributes["forward"] = stands.records[number].theirs
-
-
-def _put_back(module: torch.nn.Module, stands: _Stands) -> None:
-    """Put a stand-in back after the last call; a forward that was set meanwhile stays."""
-    stands.num_calls -= 1
-    if stands.num_calls or stands.taken is None:
-        return
-    taken, stands.taken = stands.taken, None
-    if vars(module).get("forward") is stands.records[_numbered(taken)].theirs:
-        vars(module)["forward"] = taken
+    theirs = stands.records[number].theirs
+    stands.taken = attributes.pop("forward"), theirs
+    if theirs is not None:
+        attributes["forward"] = theirs
 
 
 def stand_in(module: torch.nn.Module, call: Arrivals, place: int) -> Callable[..., Any]:
@@ -260,12 +263,6 @@ def _number(forward: object) -> int | None:
     return number
 
 
-def _numbered(forward: object) -> int:
-    number = _number(forward)
-    assert number is not None, "a stand-in knows its record"
-    return number
-
-
 def as_written(module: torch.nn.Module) -> Callable[..., Any]:
     """The forward that a module would run without us."""
     forward: Callable[..., Any] = module.forward
@@ -276,8 +273,9 @@ def behind(stand_in: Callable[..., Any]) -> Callable[..., Any]:
     """The forward that runs inside of calls that arrive at a stand-in: while it is taken out, what stands there."""
     module: torch.nn.Module = stand_in.__self__  # type: ignore[attr-defined]  # a method
     stands: _Stands = vars(module)[_STANDS]
-    number = _numbered(stand_in)
-    if _number(stands.taken) == number:
+    number = _number(stand_in)
+    assert number is not None, "a stand-in knows its record"
+    if stands.taken is not None and _number(stands.taken[0]) == number:
         return module.forward
     theirs: Callable[..., Any] | None = stands.records[number].theirs
     return types.MethodType(type(module).forward, module) if theirs is None else theirs
