@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memfine_fx.compiler import compiled_graph
 from memfine_fx.expert_parallel import sharded
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.plan import budget, front
@@ -25,7 +26,7 @@ def give_rates(put: Callable[[Any, str, Any], None] = setattr) -> None:
     Args:
         put: sets an attribute; that of pytest's `monkeypatch` takes it back after the test.
     """
-    for module in (budget, front):
+    for module in (budget, front, compiled_graph):
         put(module, "device_rates", _given_rates)
     put(sharded, "bandwidth_of", _given_bandwidth)
 
