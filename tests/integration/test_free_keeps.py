@@ -105,7 +105,7 @@ def test_what_is_free_is_kept_and_costs_no_byte_of_the_step(dtype: torch.dtype) 
 @pytest.mark.campaign
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_another_length_costs_hardly_more_than_keeping_nothing(dtype: torch.dtype) -> None:
-    """Not in the gate: by rates that were measured on a loaded machine it once took 13% more, and nobody knows why yet."""
+    """Not in the gate: by rates measured on a loaded machine it once took 13% more, and nobody knows why yet."""
     (_, free), (_, least) = trained("free", dtype), trained(None, dtype)
     # NOTE: compiled at another length, kernels stand in another order, which is worth 2% there in either direction.
     assert free["longer"] <= 1.001 * free["longer lean"]
