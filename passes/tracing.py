@@ -17,8 +17,19 @@ from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocas
 from memfine_fx.compat.shapes import symbolic_size
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode
 
-__all__ = ["TensorSpec", "TracedBody", "add_call", "add_cast", "contiguous_strides", "is_transpose", "trace_rows"]
+__all__ = [
+    "TRANSPOSES",
+    "TensorSpec",
+    "TracedBody",
+    "add_call",
+    "add_cast",
+    "contiguous_strides",
+    "is_transpose",
+    "trace_rows",
+]
 
+aten = torch.ops.aten
+TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
 _ROWS_HINT = 2053
 _GROUPS_HINT = 17
 """Primes near usual sizes: nothing else equals them, and Inductor's heuristics see realistic numbers."""
@@ -114,7 +125,7 @@ def add_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 def is_transpose(view: fx.Node) -> bool:
     """Whether a node swaps the last dimension of a tensor [..,a,b] with another."""
-    aten, num_dims = torch.ops.aten, view.meta["val"].ndim
+    num_dims = view.meta["val"].ndim
     order = list(range(num_dims))
     if view.target is aten.permute.default:
         order = [dim % num_dims for dim in view.args[1]]  # type: ignore[union-attr]  # a list of ints

@@ -11,6 +11,7 @@ call, and a warning says so.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -19,7 +20,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -308,25 +309,37 @@ def captured(
 
     captures_loops = session.config.captures_loops
     compiled = CapturingCall(model, compile_with, note) if captures_loops else compile_with((), lambda: None)
-    recorded, adapters = FoundAgain(model, RecordedOutputs), FoundAgain(model, TracedAdapters)
-    embeddings = FoundAgain(model, WantedInputGradients)
-    stand_ins, uncached = FoundAgain(model, StandIns), FoundAgain(model, UncachedTables)
-    session.notes.extend(adapters.current().notes)
+    parts = FoundAgain(model, _SpecialParts)
+    session.notes.extend(parts.current().adapters.notes)
 
     @functools.wraps(compiled)
     def call_prepared(place: int, *args: Any, **kwargs: Any) -> Any:
-        embeddings.current().prepare()
-        tables = adapters.current()
-        with (
-            stand_ins.current().taken_out(),
-            recorded.current().prepared(kwargs),
-            tables.installed(),
-            uncached.current().installed(),
-            kept_whole(),
-        ):
+        with parts.current().prepared(kwargs):
             return compiled(place, *args, **kwargs)
 
     return call_prepared
+
+
+class _SpecialParts:
+    """What in a model must stand otherwise while it is captured, as the model is now."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.adapters = TracedAdapters(model)
+        self._stand_ins, self._recorded = StandIns(model), RecordedOutputs(model)
+        self._embeddings, self._uncached = WantedInputGradients(model), UncachedTables(model)
+
+    @contextlib.contextmanager
+    def prepared(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """For one call with these arguments."""
+        self._embeddings.prepare()
+        with (
+            self._stand_ins.taken_out(),
+            self._recorded.prepared(kwargs),
+            self.adapters.installed(),
+            self._uncached.installed(),
+            kept_whole(),
+        ):
+            yield
 
 
 def _counted_alone() -> dict[str, Any]:

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.operators import op_name
-from memfine_fx.passes.tracing import TracedBody, is_transpose
+from memfine_fx.passes.tracing import TRANSPOSES, TracedBody, is_transpose
 from memfine_fx.records import Keep
 from memfine_fx.runtime.bodies import GivenProduct, KeptTensor, Operand
 
@@ -90,13 +90,10 @@ def _argument(node: Any, arguments: Sequence[fx.Node]) -> Operand | None:
     return Operand(True, arguments.index(source), is_transposed) if source in arguments else None
 
 
-_TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
-
-
 def through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
     """What a matrix is a transpose of, and whether it is."""
     is_transposed = False
-    while node.target in _TRANSPOSES and isinstance(node.args[0], fx.Node) and node.meta["val"].ndim == 2:
+    while node.target in TRANSPOSES and isinstance(node.args[0], fx.Node) and node.meta["val"].ndim == 2:
         is_transposed ^= is_transpose(node)
         node = node.args[0]
     return node, is_transposed

@@ -36,11 +36,10 @@ def seeds_of(graph: fx.Graph) -> list[fx.Node]:
     """
     position = {node: place for place, node in enumerate(graph.nodes)}
     seeds = [node for node in graph.nodes if is_seed(node)]
-    first = min((position[seed] for seed in seeds if not _is_index_input(seed)), default=len(position))
+    inputs = {seed for seed in seeds if _is_index_input(seed)}
+    first = min((position[seed] for seed in seeds if seed not in inputs), default=len(position))
     return [
-        seed
-        for seed in seeds
-        if not _is_index_input(seed) or min(map(position.__getitem__, seed.users), default=0) < first
+        seed for seed in seeds if seed not in inputs or min(map(position.__getitem__, seed.users), default=0) < first
     ]
 
 
