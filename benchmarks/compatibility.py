@@ -27,7 +27,11 @@ __all__ = ["Environment", "FastTests", "fast_tests_of", "outcomes_of", "table"]
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 _PACKAGES = ("transformers", "accelerate", "peft", "lightning", "tensorboard", "deepspeed")
+_MATRIX = "test_matrix"
+_KINDS = {"full": "in full", "attention": "LoRA on attention", "experts": "LoRA on attention and experts"}
+_WAYS = {"optimize": "`optimize`", "backend": "backend's name"}
 _FILES = {
+    _MATRIX: "By trainer, what is trained, and the way in",
     "test_examples": "Examples",
     "test_adapters": "PEFT and computed expert weights",
     "test_compile_ways": "Ways to compile, copies, threads, start",
@@ -113,8 +117,10 @@ def table(environments: Mapping[str, Environment]) -> str:
     newest = max((version for version, one in environments.items() if one.outcomes), key=_numbers)
     tests = list(environments[newest].outcomes)
     head = f"| what was tested | {' | '.join(f'torch {version}' for version in SUPPORTED)} |"
-    sections = []
+    sections = [_matrix(newest, environments[newest].outcomes)]
     for file, title in _FILES.items():
+        if file == _MATRIX:
+            continue
         rows = [_row(test, environments) for test in tests if test.startswith(f"{file}::")]
         if rows:
             sections.append("\n".join([f"## {title}", "", head, "|---|" + "---|" * len(SUPPORTED), *rows]))
@@ -127,7 +133,38 @@ def table(environments: Mapping[str, Environment]) -> str:
         '"Not run" is a test whose packages were not installed, "untried" one that was not in that version\'s run.',
         "\n".join(f"- torch {one.torch}: {one.beside}" for _, one in _sorted(environments) if one.beside),
     ]
-    return "\n\n".join([*page, *sections]) + "\n"
+    return "\n\n".join([*page, *filter(None, sections)]) + "\n"
+
+
+def _matrix(torch: str, outcomes: Mapping[str, str]) -> str:
+    """A row for each host of tests/trainers/test_matrix.py, a column for what is trained and each way in."""
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    for test, outcome in outcomes.items():
+        file, _, name = test.partition("::")
+        if file == _MATRIX:
+            host, kind, way = name.partition("[")[2].rstrip("]").rsplit("-", 2)
+            cells.setdefault(host, {})[kind, way] = outcome
+    if not cells:
+        return ""
+    columns = [(kind, way) for kind in _KINDS for way in _WAYS]
+    held = [one for row in cells.values() for one in row.values() if one != "not run"]
+    return "\n".join(
+        [
+            f"## {_FILES[_MATRIX]}",
+            "",
+            f"Under torch {torch}, {held.count('works')} of {len(held)} cells: every layer is chunked, and losses",
+            "are those of the same run without memfine_fx. Where a line of one's own gives the backend's name to",
+            "`torch.compile`, nobody can prepare PEFT's adapters on expert tables before capture: the warning",
+            "names `optimize`.",
+            "",
+            "| host | " + " | ".join(f"{_KINDS[kind]}, {_WAYS[way]}" for kind, way in columns) + " |",
+            "|---|" + "---|" * len(columns),
+            *(
+                f"| {host} | " + " | ".join(row.get(one, "untried") for one in columns) + " |"
+                for host, row in cells.items()
+            ),
+        ]
+    )
 
 
 def _fast_table(environments: Mapping[str, Environment]) -> str:
@@ -166,6 +203,9 @@ def _sentence(name: str) -> str:
 def _outcome(case: ElementTree.Element) -> str:
     if case.find("failure") is not None or case.find("error") is not None:
         return "**fails**"
+    for held in case.iter("property"):
+        if held.get("name") == "outcome":
+            return held.get("value", "")
     return "not run" if case.find("skipped") is not None else "works"
 
 

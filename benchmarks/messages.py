@@ -33,6 +33,7 @@ _TEXT_PLACES = {"CannotChunk": 1, "Refusal": 2, "HeadRefusal": 2}
 _RETURNING = {
     "_switch": "note",
     "_record": "verification",
+    "hint_for_adapters": "warning",
     "hint_for_recording": "warning",
     "_failure": "verification",
     "hint_for_cut_graphs": "warning",

@@ -98,18 +98,48 @@ def prove(reference: Run, optimized: Run, model: Any, tolerance: float = TOLERAN
     Raises:
         SystemExit: the losses differ, or nothing was chunked.
     """
-    difference = max(abs(a - b) for a, b in zip(reference.losses, optimized.losses, strict=True))
     report = memfine_fx.report(model)
-    print(f"losses   unoptimized {_numbers(reference.losses)}")
-    print(f"         memfine     {_numbers(optimized.losses)}   largest difference {difference:.1e}")
     print(
         f"peak     unoptimized {reference.peak_bytes:,} B, memfine {optimized.peak_bytes:,} B "
         f"({optimized.peak_bytes / reference.peak_bytes:.2f} x)"
     )
     print(f"regions  {report.num_chunked} chunked")
-    if not difference <= tolerance or not report.num_chunked:
-        raise SystemExit("FAILED: the optimized run is not the unoptimized one")
+    prove_losses(reference.losses, optimized.losses, tolerance)
+    if not report.num_chunked:
+        raise SystemExit("FAILED: nothing was chunked")
     print("OK")
+
+
+def prove_losses(reference: Sequence[float], optimized: Sequence[float], tolerance: float = TOLERANCE) -> None:
+    """Print both runs' losses.
+
+    Raises:
+        SystemExit: they differ.
+    """
+    difference = max(abs(a - b) for a, b in zip(reference, optimized, strict=True))
+    print(f"losses   unoptimized {_numbers(reference)}")
+    print(f"         memfine     {_numbers(optimized)}   largest difference {difference:.1e}")
+    if not difference <= tolerance:
+        raise SystemExit("FAILED: the optimized run is not the unoptimized one")
+
+
+def prove_layers(model: Any) -> None:
+    """Print how many layers were chunked.
+
+    Raises:
+        SystemExit: not all of them.
+    """
+    expected, chunked = model.config.num_hidden_layers, chunked_layers(model)
+    print(f"layers   {len(chunked)} of {expected} chunked")
+    if chunked != set(range(expected)):
+        raise SystemExit(f"FAILED: {memfine_fx.report(model)}")
+
+
+def chunked_layers(model: Any) -> set[int]:
+    """Numbers of the layers whose experts were chunked in some graph."""
+    regions = memfine_fx.report(model).regions
+    chunked = [region.where.module.split(".") for region in regions if region.status == "chunked"]
+    return {int(parts[parts.index("layers") + 1]) for parts in chunked}
 
 
 def _numbers(losses: Sequence[float]) -> str:

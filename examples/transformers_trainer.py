@@ -3,8 +3,7 @@
     python examples/transformers_trainer.py
 
 The change to a training script is `memfine_fx.optimize(model)` before `Trainer(...)`. `TrainingArguments(
-torch_compile=True, torch_compile_backend="memfine")` does it too (tests/trainers/test_transformers_trainer.py);
-under gradient checkpointing with `output_router_logits`, only `optimize` reaches the experts.
+torch_compile=True, torch_compile_backend="memfine")` does the same (tests/trainers/test_matrix.py).
 """
 
 from __future__ import annotations

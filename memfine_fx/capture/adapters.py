@@ -19,7 +19,7 @@ from memfine_fx.capture.installing import InstalledMethods
 from memfine_fx.capture.standing import is_own
 from memfine_fx.compat.peft import active_adapters, parametrized_table, updated_weight, with_adapters, wrapped_tables
 
-__all__ = ["TracedAdapters"]
+__all__ = ["TracedAdapters", "hint_for_adapters"]
 
 
 class TracedAdapters:
@@ -51,6 +51,20 @@ class TracedAdapters:
         A wrapped table with a `forward` of its own keeps it: whoever set it may do more than call PEFT's.
         """
         return self._methods.installed()
+
+
+def hint_for_adapters(model: torch.nn.Module | None) -> str:
+    """What to do about adapters that keep experts out of the graphs, "" where none does.
+
+    Args:
+        model: the one that runs, compiled by the backend's name; None for one that `optimize` prepared.
+    """
+    if model is None or not wrapped_tables(model):
+        return ""
+    return (
+        "; PEFT adds its adapters to expert tables (target_parameters) around each call, which breaks the graph: call "
+        "memfine_fx.optimize(model) instead of the backend's name"
+    )
 
 
 def _methods_of(wrapper: Any) -> list[tuple[torch.nn.Module, str, Callable[..., object]]]:

@@ -8,6 +8,7 @@ import warnings
 
 from torch import fx
 
+from memfine_fx.capture.adapters import hint_for_adapters
 from memfine_fx.capture.buckets import hint_for_cut_graphs
 from memfine_fx.capture.output_recorders import hint_for_recording
 from memfine_fx.compat.interpreter import running_model
@@ -27,7 +28,8 @@ def warn_without_regions(session: Session) -> None:
     Models compiled by the backend's name with equal options share a session; only the running one's graphs count. An
     optimized model has a session of its own, and graphs that know its parameters by other names where they are sharded.
     """
-    part = session.without_regions(None if session.holds_compiled else running_model())
+    model = None if session.holds_compiled else running_model()
+    part = session.without_regions(model)
     if part is None:
         return
     report = part.report()
@@ -37,7 +39,7 @@ def warn_without_regions(session: Session) -> None:
         return
     found = "no experts to chunk, only the head" if has_head else "nothing to chunk"
     reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
-    reasons += hint_for_cut_graphs() + recording
+    reasons += hint_for_cut_graphs() + recording + hint_for_adapters(model)
     warnings.warn(
         f"memfine_fx found {found} and compiled the model as plain {session.config.inner_backend}: {reasons}",
         stacklevel=2,

@@ -18,6 +18,7 @@ NEEDS = {
     "lightning_trainer": ("transformers", "lightning"),
     "distributed": ("transformers",),
     "tensorboard_logging": ("transformers", "accelerate", "tensorboard"),
+    "trl_trainers": ("transformers", "trl", "peft", "datasets"),
 }
 
 
