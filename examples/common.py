@@ -48,11 +48,12 @@ def config(inner: str) -> memfine_fx.Config:
     return memfine_fx.Config(inner_backend=inner, rows_per_chunk=128)
 
 
-def moe_model(**overrides: Any) -> Any:
-    """A Qwen3-MoE with random weights: 2 layers, hidden 64, 8 experts of width 128, top-4."""
+def moe_model(num_experts: int = 8, **overrides: Any) -> Any:
+    """A Qwen3-MoE with random weights: 2 layers, hidden 64, experts of width 128, top-4."""
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=4, vocab_size=VOCABULARY)
-    return tiny_causal_lm("qwen3_moe", **{**sizes, **overrides})
+    sizes = dict(hidden_size=64, moe_intermediate_size=128, num_experts_per_tok=4, vocab_size=VOCABULARY)
+    counts = dict(num_experts=num_experts, num_local_experts=num_experts)  # transformers' name for it changed
+    return tiny_causal_lm("qwen3_moe", **{**sizes, **counts, **overrides})
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -90,6 +91,25 @@ def forward_backward(model: Any, **inputs: Any) -> Callable[[], None]:
         model(**batch).loss.backward()
 
     return step
+
+
+def train_adapters(model: Any, num_steps: int) -> Run:
+    """AdamW on what wants gradients."""
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    losses = []
+    for batch in batches(num_steps):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Run(losses, step_peak(forward_backward(model)))
+
+
+def table_allocations(model: Any, table: torch.Tensor) -> int:
+    """Allocations of one step as large as an eighth of a table of all experts."""
+    trace = trace_memory(forward_backward(model), torch.device("cpu"))
+    return sum(num_bytes >= table.numel() * table.element_size() // 8 for num_bytes in trace.allocation_bytes)
 
 
 def prove(reference: Run, optimized: Run, model: Any, tolerance: float = TOLERANCE) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from common import Run, batches, config, forward_backward, moe_model, options, prove, step_peak
+from common import config, forward_backward, moe_model, options, prove, train_adapters
 from peft import LoraConfig, get_peft_model
 
 import memfine_fx
@@ -22,19 +22,6 @@ CONFIGS = {
     "LoRA on attention, frozen experts": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     "LoRA on attention and experts": LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS),
 }
-
-
-def train(model: Any, num_steps: int) -> Run:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    losses = []
-    for batch in batches(num_steps):
-        optimizer.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Run(losses, step_peak(forward_backward(model)))
 
 
 def lora_model(settings: LoraConfig) -> Any:
@@ -55,7 +42,7 @@ def main() -> None:
     for name, settings in CONFIGS.items():
         print(name)
         optimized = memfine_fx.optimize(lora_model(settings), config=config(chosen.inner))
-        reference, run = train(lora_model(settings), chosen.steps), train(optimized, chosen.steps)
+        reference, run = train_adapters(lora_model(settings), chosen.steps), train_adapters(optimized, chosen.steps)
         if not settings.target_parameters:
             found = expert_sized_allocations(optimized)
             print(f"frozen   experts: {found} allocations of a weight gradient's size in a step")

@@ -40,7 +40,7 @@ class Reason(enum.Enum):
     )
     GRAPH_BREAK = (
         "something between the router and the experts cannot be captured: TORCH_LOGS=graph_breaks shows what; "
-        "in transformers, model.set_experts_implementation('grouped_mm') is captured whole"
+        "in transformers, model.set_experts_implementation('grouped_mm') is captured whole, torchao's tensors excepted"
     )
     EXPERTS_ARE_VECTORS = (
         "one vector an expert leaves no matmul to run per expert (product-key retrieval); experts that are stored flat "

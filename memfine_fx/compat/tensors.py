@@ -16,6 +16,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "is_quantized",
+    "is_sharded",
     "storage_id",
     "tree_flatten",
     "tree_leaves",
@@ -59,5 +60,9 @@ STORAGES = Hook(
 
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of a class that keeps its numbers in other tensors (torchao's), and no shard of one."""
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return not isinstance(tensor, sharded) and bool(is_traceable_wrapper_subclass(tensor))
+    return not is_sharded(tensor) and bool(is_traceable_wrapper_subclass(tensor))
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, as FSDP2 leaves a parameter between a layer's calls."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))

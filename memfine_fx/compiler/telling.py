@@ -12,6 +12,7 @@ from memfine_fx.capture.adapters import hint_for_adapters
 from memfine_fx.capture.buckets import hint_for_cut_graphs
 from memfine_fx.capture.output_recorders import hint_for_recording
 from memfine_fx.compat.interpreter import running_model
+from memfine_fx.compat.tensors import is_sharded
 from memfine_fx.compat.traces import trace_artifact
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.session import Session, head_report, outcome_report
@@ -29,7 +30,9 @@ def warn_without_regions(session: Session) -> None:
     optimized model has a session of its own, and graphs that know its parameters by other names where they are sharded.
     """
     model = None if session.holds_compiled else running_model()
-    part = session.without_regions(model)
+    # What FSDP2 gathers for a layer's call is no parameter of the model, so its graphs cannot be told from another's.
+    is_known = model is not None and not any(map(is_sharded, model.parameters()))
+    part = session.without_regions(model if is_known else None)
     if part is None:
         return
     report = part.report()

@@ -21,10 +21,12 @@ import torch
 
 import memfine_fx
 from memfine_fx.demo.tiny import tiny_causal_lm
+from memfine_fx.runtime import op
 from tests.expert_parallel.ranks import run_ranks
 
 OPTIONS = {"inner_backend": "eager", "rows_per_chunk": 5}
 NUM_LAYERS, NUM_STEPS, WORDS = 2, 3, 64
+_SHARED = -1
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -34,7 +36,8 @@ class Trained:
 
     Args:
         logged: a step each.
-        layers: numbers of those that were chunked in some graph.
+        layers: numbers of those that were chunked in some graph; all where equal layers share one that has no number,
+            if as many backwards ran in chunks as layers and steps ask for.
         rows_per_chunk: of their plans.
         told: memfine_fx's warnings.
     """
@@ -45,14 +48,33 @@ class Trained:
     told: tuple[str, ...] = ()
 
 
+class _CountedBackwards:
+    """How many backwards of a layer's experts ran in chunks."""
+
+    def __enter__(self) -> None:
+        self.number, self._runs = 0, op.run_backward
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.number += 1
+            return self._runs(*args, **kwargs)
+
+        op.run_backward = counting
+
+    def __exit__(self, *_: object) -> None:
+        op.run_backward = self._runs
+
+
 def listened(run: Callable[..., Trained]) -> Callable[..., Trained]:
     """With what it told."""
 
     @functools.wraps(run)
     def listening(*args: Any) -> Trained:
-        with warnings.catch_warnings(record=True) as caught:
+        counted = _CountedBackwards()
+        with warnings.catch_warnings(record=True) as caught, counted:
             warnings.simplefilter("always")
             trained = run(*args)
+        if trained.layers == {_SHARED} and counted.number >= NUM_LAYERS * NUM_STEPS:
+            trained = replace(trained, layers=set(range(NUM_LAYERS)))
         return replace(trained, told=tuple(str(one.message) for one in caught if "memfine_fx" in str(one.message)))
 
     return listening
@@ -306,12 +328,12 @@ def _of_trainers(model: Any, way: str) -> dict[str, Any]:
 
 
 def _trained(logged: list[float], model: Any, way: str) -> Trained:
-    from common import chunked_layers
-
     if way == "plain":
         return Trained(logged, set(), set())
-    plans = [region.plan for region in memfine_fx.report(model).regions]
-    return Trained(logged, chunked_layers(model), {plan.rows_per_chunk for plan in plans if plan is not None})
+    chunked = [region for region in memfine_fx.report(model).regions if region.status == "chunked"]
+    paths = [region.where.module.split(".") for region in chunked]
+    layers = {int(path[path.index("layers") + 1]) if "layers" in path else _SHARED for path in paths}
+    return Trained(logged, layers, {region.plan.rows_per_chunk for region in chunked if region.plan is not None})
 
 
 HOSTS: dict[str, Callable[[str, str, Path], Trained]] = {

@@ -18,6 +18,8 @@ NEEDS = {
     "lightning_trainer": ("transformers", "lightning"),
     "distributed": ("transformers",),
     "tensorboard_logging": ("transformers", "accelerate", "tensorboard"),
+    "lora_qwen3_moe": ("transformers", "peft"),
+    "qlora_gpt_oss": ("transformers", "peft", "bitsandbytes"),
     "trl_trainers": ("transformers", "trl", "peft", "datasets"),
 }
 
