@@ -1,14 +1,15 @@
 """One layer of experts on several ranks: peak bytes of every rank and time, by how rows fall on ranks.
 
 Peers
-    rounds          memfine_fx, R received rows a round; nothing is kept, backward sends and computes again
+    rounds          memfine_fx, T K received rows a round, in chunks of R; nothing is kept, backward sends and computes
+                    again
     kept            the same under an ample budget: what came is kept for backward, with the first projection's results,
                     of as many rows as a rank has of its own
     overlapping     rounds, with rows of the next round on their way while one computes
     slices          the paper's token slices, s'_max = R, c from the bins 1, 2, 4, 8
     eight slices    the same, c = 8 in all layers
-    rounds of N     rounds with N for R
-    one round       memfine_fx with R above all rows: the same bodies, nothing bounded
+    rounds of N     rounds of N rows, each one chunk
+    one round       memfine_fx with all rows in one round and chunk an expert: the same bodies, nothing bounded
     unchunked       plain torch: one exchange of all rows, experts one by one, autograd, one exchange back
     experts again   the same, with the experts' first projection computed again in backward: the FLOPs of rounds
     layer again     the same, with the whole layer recomputed in backward, exchanges too: what rounds send
@@ -40,13 +41,14 @@ import memfine_fx
 from benchmarks.loads import choose_experts, expert_counts
 from benchmarks.machine import describe_machine
 from benchmarks.records import Machine
-from memfine_fx.expert_parallel import arrival, walk
+from memfine_fx.expert_parallel import arrival
 from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, Table, gather_table
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds
 from memfine_fx.memory.closed_form import PAPER_BINS
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.memory.region_bytes import Travel
 from memfine_fx.models._experts import GatedExperts
 
 LOADS = ("balanced", "zipf:1", "paper:15", "one", "in turn")
@@ -60,7 +62,7 @@ _ROUNDS_OF = "rounds of "
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of the layer; T tokens on each rank, R rows a round."""
+    """Sizes of the layer; T tokens on each rank, R rows a chunk."""
 
     ranks: int = 4
     tokens: int = 2048
@@ -233,8 +235,10 @@ def _layer(peer: str, sizes: LayerSizes, rank: int) -> nn.Module:
     if peer in AGAIN:
         return UnchunkedExperts(whole, placement, rank, AGAIN[peer])
     mesh = dist.device_mesh.init_device_mesh("cpu", (sizes.ranks,))
-    group = expert_group(mesh, overlaps=peer == "overlapping")
-    return memfine_fx.optimize(whole, expert_parallel=group, config=_config(peer, sizes))
+    config = _config(peer, sizes)
+    rows_per_round = config.rows_per_chunk if peer == "one round" or peer.startswith(_ROUNDS_OF) else None
+    group = expert_group(mesh, overlaps=peer == "overlapping", rows_per_round=rows_per_round)
+    return memfine_fx.optimize(whole, expert_parallel=group, config=config)
 
 
 def _config(peer: str, sizes: LayerSizes) -> memfine_fx.Config:
@@ -329,11 +333,11 @@ def letting_go() -> Iterator[None]:
         wait(work)
         time.sleep(0.003)
 
-    arrival.wait_for = walk.wait_for = wait_longer
+    arrival.wait_for = wait_longer
     try:
         yield
     finally:
-        arrival.wait_for = walk.wait_for = wait
+        arrival.wait_for = wait
 
 
 def _group_norm(tensors: Sequence[torch.Tensor]) -> float:
@@ -346,15 +350,14 @@ def _schedule_seconds(rank: int, sizes: LayerSizes, load: str) -> float:
     """Seconds to gather counts and to schedule a step, whose backward has forward's, when all ranks begin together."""
     exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(counts_of(load, sizes)).cumsum(0)])
-    placement = Placement(sizes.experts, sizes.ranks)
+    placement, rows = Placement(sizes.experts, sizes.ranks), max(sizes.rows, sizes.tokens * sizes.top_k)
+    leg_rows = Travel(sizes.ranks, 1).leg_rows(rows)
     times = []
     for _ in range(5):
         dist.barrier()
         started = time.perf_counter()
-        table = Table(
-            gather_table(exchange, offsets, Announcement("counts", rows=sizes.rows), Place("a layer", "counting"))
-        )
-        schedule = Rounds(table.counts, placement, table.limits, 2 * sizes.rows)
+        table = Table(gather_table(exchange, offsets, Announcement("counts", rows=rows), Place("a layer", "counting")))
+        schedule = Rounds(table.counts, placement, table.limits, leg_rows)
         for number in range(schedule.num_rounds):
             schedule.legs(rank, number)
         times.append(time.perf_counter() - started)

@@ -33,20 +33,16 @@ from memfine_fx.runtime.loop import Kept
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.store import LiveRegion
 
-__all__ = ["SENT_FACTOR", "ShardedExperts"]
+__all__ = ["ShardedExperts"]
 
 ItemT = TypeVar("ItemT")
-
-SENT_FACTOR = 2
-"""A source stages at most so many times the largest R for one leg. Even routing sends about R rows a round from every
-rank; twice that leaves room for its noise, so that rounds are cut only where one source has most of the tokens."""
 
 
 class _LatestRounds:
     """The rounds of the latest counts: backward walks those of forward, and counts that repeat theirs."""
 
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
+    def __init__(self, placement: Placement, travel: Travel) -> None:
+        self._placement, self._travel = placement, travel
         self._latest: tuple[torch.Tensor, Rounds] | None = None
 
     def of(self, table: Table) -> Rounds:
@@ -54,7 +50,7 @@ class _LatestRounds:
         if latest is not None and torch.equal(latest[0], table.rows):
             return latest[1]
         limits = table.limits
-        rounds = Rounds(table.counts, self._placement, limits, SENT_FACTOR * max(limits))
+        rounds = Rounds(table.counts, self._placement, limits, [self._travel.leg_rows(rows) for rows in limits])
         self._latest = (table.rows.clone(), rounds)
         return rounds
 
@@ -69,6 +65,7 @@ class ShardedExperts:
         layer: its name, for messages.
         doing: what running it is called among the ranks, the same on each that runs the same.
         axis: along which it is cut; not read from a plan, which a rank may fail to make in the middle of a step.
+        chunk_rows: the most rows of a chunk of what came in a round.
     """
 
     ranks: ExpertGroup
@@ -76,6 +73,7 @@ class ShardedExperts:
     layer: str
     doing: str
     axis: Axis
+    chunk_rows: int
 
     @property
     def table_shape(self) -> tuple[int, int]:
@@ -88,7 +86,13 @@ class ShardedExperts:
     @property
     def travel(self) -> Travel:
         """What it takes beyond the chunk loop."""
-        return Travel(SENT_FACTOR, 2 if self.ranks.overlaps else 1)
+        is_cut = self.axis == "rows"
+        return Travel(
+            self.ranks.num_ranks,
+            2 if self.ranks.overlaps else 1,
+            self.chunk_rows if is_cut else None,
+            self.ranks.rows_per_round if is_cut else None,
+        )
 
     @cached_property
     def _exchange(self) -> Exchange:
@@ -96,7 +100,7 @@ class ShardedExperts:
 
     @cached_property
     def _rounds(self) -> _LatestRounds:
-        return _LatestRounds(self.placement)
+        return _LatestRounds(self.placement, self.travel)
 
     def room(self, hidden: torch.Tensor, weight: torch.Tensor | None, num_rows: int) -> list[torch.Tensor]:
         return _packing(hidden, weight).buffers(num_rows, hidden)
@@ -109,7 +113,7 @@ class ShardedExperts:
             region.check_ids(order, offsets)
             plan = region.plan_for(num_tokens)
         room = 0 if plan.keeps == "nothing" else num_tokens * region.top_k
-        own = Announcement(self.doing, rows=plan.rows_per_chunk, room=room)
+        own = Announcement(self.doing, rows=plan.rows_at_once, room=room)
         return gather_table(self._exchange, offsets, own, place)
 
     def forward(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> torch.Tensor:
@@ -165,7 +169,7 @@ class ShardedExperts:
             rank=rank,
             routed=replace(routed, params=self._own(region, routed.params)),
             bodies=region.bodies,
-            rows=max(1, int(table.counts.sum())) if self.axis == "tokens" else table.limits[rank],
+            rows=max(1, int(table.counts.sum())) if self.axis == "tokens" else min(table.limits[rank], self.chunk_rows),
             layer=self.layer,
             overlaps=self.ranks.overlaps,
             kept=KeptRounds.of(kept, schedule.num_kept(table.rooms), packing, routed.hidden),
