@@ -8,6 +8,7 @@ Peers
     overlapping     rounds, with rows of the next round on their way while one computes
     slices          the paper's token slices, s'_max = R, c from the bins 1, 2, 4, 8
     eight slices    the same, c = 8 in all layers
+    help S          rounds, with S slots a rank for clones of hot experts
     rounds of N     rounds of N rows, each one chunk
     one round       memfine_fx with all rows in one round and chunk an expert: the same bodies, nothing bounded
     unchunked       plain torch: one exchange of all rows, experts one by one, autograd, one exchange back
@@ -58,6 +59,7 @@ PEERS_IN_TURN = ("rounds", "slices", "unchunked")
 AMPLE_BUDGET = "4GiB"
 _BINS = {"slices": PAPER_BINS, "eight slices": (8,)}
 _ROUNDS_OF = "rounds of "
+_HELP = "help "
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,9 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One peer under one load: of each rank the rows received and the peak beyond parameters and gradients.
+    """One peer under one load: of each rank the rows received without help, the peak beyond parameters and gradients.
 
-    Seconds of each step by the clock, and of all ranks' processors.
+    Seconds of each step by the clock, and of all ranks' processors. Rows computed are those of a step with help.
     """
 
     peer: str
@@ -97,6 +99,7 @@ class LayerRow:
     schedule_seconds: float
     output_norm: float
     gradient_norm: float
+    computed_rows: tuple[int, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -205,6 +208,7 @@ def _joined(rows: Sequence[LayerRow]) -> LayerRow:
     return replace(
         rows[0],
         received_rows=tuple(row.received_rows[0] for row in rows),
+        computed_rows=tuple(row.computed_rows[0] for row in rows),
         peak_bytes=tuple(row.peak_bytes[0] for row in rows),
         cpu_seconds=tuple(sum(steps) for steps in zip(*(row.cpu_seconds for row in rows), strict=True)),
         schedule_seconds=max(row.schedule_seconds for row in rows),
@@ -224,7 +228,7 @@ def _measure_rank(rank: int, sizes: LayerSizes, peers: tuple[str, ...], loads: t
         for peer, step in steps.items():
             seconds, cpu = zip(*(one[peer] for one in times), strict=True)
             figures = (step.received,), (step.peak_bytes(),), seconds, cpu
-            found.append(LayerRow(peer, load, *figures, schedule, *norms[peer]))
+            found.append(LayerRow(peer, load, *figures, schedule, *norms[peer], (step.computed,)))
     return found
 
 
@@ -236,8 +240,9 @@ def _layer(peer: str, sizes: LayerSizes, rank: int) -> nn.Module:
         return UnchunkedExperts(whole, placement, rank, AGAIN[peer])
     mesh = dist.device_mesh.init_device_mesh("cpu", (sizes.ranks,))
     config = _config(peer, sizes)
+    slots = int(peer.removeprefix(_HELP)) if peer.startswith(_HELP) else 0
     rows_per_round = config.rows_per_chunk if peer == "one round" or peer.startswith(_ROUNDS_OF) else None
-    group = expert_group(mesh, overlaps=peer == "overlapping", rows_per_round=rows_per_round)
+    group = expert_group(mesh, overlaps=peer == "overlapping", rows_per_round=rows_per_round, slots=slots)
     return memfine_fx.optimize(whole, expert_parallel=group, config=config)
 
 
@@ -274,6 +279,15 @@ class _LayerStep:
         out: torch.Tensor = self._layer(*self._inputs)
         out.backward(self._probe)
         return out.detach()
+
+    @property
+    def computed(self) -> int:
+        """Rows that this rank's experts and clones computed in the latest step."""
+        if isinstance(self._layer, UnchunkedExperts):
+            return self.received
+        (region,) = memfine_fx.report(self._layer).regions
+        assert region.rounds is not None, "a layer on several ranks runs in rounds"
+        return region.rounds.received
 
     def drop(self) -> None:
         for leaf in self._leaves:
@@ -331,7 +345,7 @@ def letting_go() -> Iterator[None]:
 
     def wait_longer(work: dist.Work | None) -> None:
         wait(work)
-        time.sleep(0.003)
+        time.sleep(0.01)  # other processes may be at work
 
     arrival.wait_for = wait_longer
     try:

@@ -137,7 +137,7 @@ def _plan(
     config = session.config
     output = tensor_of(region.cut.exit)
     chunk_rows = config.rows_per_chunk or KNEE_ROWS.get(output.device.type, KNEE_ROWS["cuda"])
-    region, exchange = sharded_experts(region, bodies.key, config.axis, chunk_rows)
+    region, exchange = sharded_experts(region, bodies.key, config.axis, chunk_rows, bodies.flops_per_row)
     terms_of = functools.partial(region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
     terms_of("nothing")  # traces them now, outside of any other compilation
     site = next_site(bodies.key)

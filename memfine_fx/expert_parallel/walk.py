@@ -24,7 +24,8 @@ from functools import cached_property, partial
 import torch
 
 from memfine_fx.expert_parallel.arrival import Arrival, Parcel, returned
-from memfine_fx.expert_parallel.exchange import Exchange, Place, Table
+from memfine_fx.expert_parallel.clones import Clones
+from memfine_fx.expert_parallel.exchange import Exchange, Place
 from memfine_fx.expert_parallel.kept import KeptRounds
 from memfine_fx.expert_parallel.packing import Packing
 from memfine_fx.expert_parallel.places import WalkPlaces
@@ -66,7 +67,8 @@ class LayerWalk:
     Args:
         exchange: its collectives.
         schedule: its rounds.
-        table: the gathered counts.
+        begins: [P], where this rank's rows of each place begin in its expert order; places are experts, and slots
+            where there are any.
         rank: of this process in the group.
         routed: its inputs, with this rank's parameters.
         bodies: the compiled expert.
@@ -74,12 +76,13 @@ class LayerWalk:
         layer: its name, for messages.
         overlaps: whether rows of the next round travel while one computes.
         kept: room for rounds that are kept.
+        clones: of other ranks' experts, None where nobody helps.
         stats: filled while walking.
     """
 
     exchange: Exchange
     schedule: Schedule
-    table: Table
+    begins: torch.Tensor
     rank: int
     routed: Routed
     bodies: Bodies
@@ -87,6 +90,7 @@ class LayerWalk:
     layer: str
     overlaps: bool
     kept: KeptRounds
+    clones: Clones | None
     stats: WalkStats
 
     def forward(self, out_dtype: torch.dtype, on_failure: Callable[[int], None]) -> torch.Tensor:
@@ -94,14 +98,16 @@ class LayerWalk:
         hidden, bodies = self.routed.hidden, self.bodies
         out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
         result_packing = Packing(((bodies.out_width, bodies.contribution_dtype),))
+        slots = None if self.clones is None else self.clones.fetch("forward")
 
         def run(arrival: Arrival) -> None:
             (parcel,) = arrival.parcels
-            routed, chunks = self._arrived(arrival, parcel.packing.views(parcel.take()))
+            routed = self._arrived(arrival, parcel.packing.views(parcel.take()))
             own = self._values(arrival) if self.kept.holds(arrival.number) else None
             results = result_packing.buffers(routed.num_tokens, hidden)
-            run_forward(routed, bodies, chunks, bodies.contribution_dtype, on_failure, own, place=results[0])
-            del routed
+            for part, chunks in self._parts(arrival.number, routed, slots):
+                run_forward(part, bodies, chunks, bodies.contribution_dtype, on_failure, own, place=results[0])
+            del routed, part
             for leg, columns in returned(arrival, results, result_packing):
                 _add_rows(out, self._tokens(self._assignments(arrival.number, leg)), columns.pop())
 
@@ -122,6 +128,10 @@ class LayerWalk:
         hidden, weight, bodies = self.routed.hidden, self.routed.flat_weight, self.bodies
         body = bodies.backward((*wanted, *map(any, wanted_params)))
         gradients = open_gradients(body, self.routed.params, bodies, wanted_params)
+        slots, slot_gradients = None, gradients
+        if self.clones is not None:
+            slots = self.clones.fetch("backward")
+            slot_gradients = self.clones.open_gradients(slots, gradients)
         grad_hidden = grad_weight = None
         if body.rows_grad is not None:
             grad_hidden = hidden.new_zeros(hidden.shape, dtype=accumulator_dtype(hidden.dtype))
@@ -142,14 +152,16 @@ class LayerWalk:
                 columns = self.kept.rows(*self._range(arrival.number))
             else:
                 columns = row_parcels[0].packing.views(row_parcels[0].take())
-            routed, chunks = self._arrived(arrival, columns)
+            routed = self._arrived(arrival, columns)
             results = boxes if are_alike else result_packing.buffers(routed.num_tokens, hidden)
             own = self._values(arrival) if is_kept else None
             places = Places(*_columns(result_packing, results, grad_hidden is not None, grad_weight is not None))
-            run_backward(
-                rows_grad, routed, bodies, chunks, wanted, wanted_params, on_failure, own, into=gradients, places=places
-            )
-            del rows_grad, columns, routed, places, boxes
+            parts = self._parts(arrival.number, routed, slots)
+            for (part, chunks), into in zip(parts, (gradients, slot_gradients), strict=False):
+                run_backward(
+                    rows_grad, part, bodies, chunks, wanted, wanted_params, on_failure, own, into=into, places=places
+                )
+            del rows_grad, columns, routed, places, boxes, parts, part
             for leg, found in returned(arrival, results, result_packing):
                 assignments = self._assignments(arrival.number, leg)
                 if grad_weight is not None:
@@ -162,6 +174,8 @@ class LayerWalk:
             return [grads, *([] if self.kept.holds(number) else [self._rows_and_weights(number, num_rows)])]
 
         self._walk(run, "backward", parcels)
+        if self.clones is not None:
+            self.clones.give_back(slot_gradients, gradients)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.view(-1, self.routed.top_k),
@@ -213,7 +227,7 @@ class LayerWalk:
 
     @cached_property
     def _places(self) -> WalkPlaces:
-        return WalkPlaces(self._legs, self.table.begins(self.rank), self.routed.order.device)
+        return WalkPlaces(self._legs, self.begins, self.routed.order.device)
 
     def _assignments(self, number: int, leg: int) -> torch.Tensor:
         """Flat assignments t*K+k of this rank's rows of a leg."""
@@ -230,35 +244,58 @@ class LayerWalk:
     def _values(self, arrival: Arrival) -> Kept | None:
         return self.kept.values_of(*self._range(arrival.number))
 
-    def _arrived(self, arrival: Arrival, columns: Sequence[torch.Tensor]) -> tuple[Routed, list[Chunk]]:
-        """What came, rows and maybe weights, as a layer of its own in expert order, and its chunks."""
+    def _arrived(self, arrival: Arrival, columns: Sequence[torch.Tensor]) -> Routed:
+        """What came, rows and maybe weights, as a layer of its own in the order of places."""
         counts = sum((leg.received.sum(dim=0) for leg in arrival.legs[1:]), arrival.legs[0].received.sum(dim=0))
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         rows, *weights = columns
         weight = weights[0].unsqueeze(1) if weights else None
-        routed = Routed(rows, weight, self._places.order(arrival.number), offsets, self.routed.params, 1)
-        chunks = self._chunks(arrival.number, counts, offsets)
-        self.stats.add(chunks)
-        return routed, chunks
+        return Routed(rows, weight, self._places.order(arrival.number), offsets, self.routed.params, 1)
 
-    def _chunks(self, number: int, counts: torch.Tensor, offsets: torch.Tensor) -> list[Chunk]:
-        """Chunks of a round; an expert whose rows come in several rounds is split over them."""
-        chunks = rows_schedule(offsets.tolist(), self.rows, groups=self.bodies.takes_group)
-        before = self.schedule.received_before(self.rank, number)
-        totals = self.schedule.received_before(self.rank, self.schedule.num_rounds)
-        is_split = (totals != counts).tolist()
-        goes_on = (totals != before + counts).tolist()
+    def _parts(
+        self, number: int, routed: Routed, slots: Sequence[Sequence[torch.Tensor]] | None
+    ) -> list[tuple[Routed, list[Chunk]]]:
+        """A round's rows with the parameters that they meet: those of this rank's experts, then those of its slots."""
+        places = self._places_of_experts
+        parts = [(routed, self._chunks(number, routed.offsets, places))]
+        if slots is not None:
+            own = range(places.stop, routed.offsets.numel() - 1)
+            parts.append((replace(routed, params=slots), self._chunks(number, routed.offsets, own)))
+        self.stats.add([chunk for _, chunks in parts for chunk in chunks])
+        return parts
+
+    @property
+    def _places_of_experts(self) -> range:
+        """Of this rank's places, those of its experts."""
+        if self.clones is not None:
+            return range(self.clones.spread.num_own)
+        return range(self.schedule.received_before(self.rank, 0).numel())
+
+    def _chunks(self, number: int, offsets: torch.Tensor, places: range) -> list[Chunk]:
+        """Chunks of a round's rows of some places, numbered from the first of them.
+
+        An expert whose rows come in several rounds, or of which others compute some, is split.
+        """
+        if not places:
+            return []
+        own = slice(places.start, places.stop)
+        chunks = rows_schedule(
+            offsets[places.start : places.stop + 1].tolist(), self.rows, groups=self.bodies.takes_group
+        )
+        counts = offsets.diff()[own]
+        before = self.schedule.received_before(self.rank, number)[own]
+        totals = self.schedule.received_before(self.rank, self.schedule.num_rounds)[own]
+        is_split, goes_on = (totals != counts).tolist(), (totals != before + counts).tolist()
+        for expert in self.clones.own_cloned if self.clones is not None and not places.start else ():
+            is_split[expert] = goes_on[expert] = True
         return [
-            part
+            replace(
+                part,
+                is_part=part.is_part or is_split[part.first_expert],
+                completes=part.completes and not goes_on[part.first_expert],
+            )
             for chunk in chunks
             for part in _apart(chunk, is_split)
-            for part in [
-                replace(
-                    part,
-                    is_part=part.is_part or is_split[part.first_expert],
-                    completes=part.completes and not goes_on[part.first_expert],
-                )
-            ]
         ]
 
 

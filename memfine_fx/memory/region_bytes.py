@@ -30,6 +30,7 @@ __all__ = [
     "padded_bytes",
     "region_peak",
     "region_workspace",
+    "rows_of_even_round",
     "workspace_expression",
 ]
 
@@ -85,6 +86,7 @@ class RegionBytes:
             cast and added. Without them the body's peak is taken.
         product_scratch: bytes that a kernel takes for one product of a weight's gradient, in R; see `kernel_scratch`.
         travel: where experts live on several ranks; then rows of all ranks may come, and N is no bound on R.
+        clones_forward, clones_backward: of other ranks' experts in the slots of this one, and of their gradients.
     """
 
     top_k: int
@@ -108,6 +110,8 @@ class RegionBytes:
     backward_results: sympy.Expr | None = None
     product_scratch: sympy.Expr = sympy.S.Zero
     travel: Travel | None = None
+    clones_forward: int = 0
+    clones_backward: int = 0
 
     def chunk_rows(self, rows: int) -> int:
         """Rows of a chunk where `rows` come at once."""
@@ -132,6 +136,11 @@ class ChunkSize:
 def added_bytes(num_elements: int, item_bytes: int, device_type: str) -> int:
     """A product of low precision on its way into fp32 sums: a CPU cannot add the two and makes it again in fp32."""
     return num_elements * (item_bytes + (4 if device_type == "cpu" else 0))
+
+
+def rows_of_even_round(own_rows: int) -> int:
+    """Rows that even routing brings to a rank with so many routed rows of its own, and an eighth for its noise."""
+    return own_rows + own_rows // 8
 
 
 def padded_bytes(row_bytes: int) -> int:
@@ -209,7 +218,7 @@ def _forward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str,
         cast = rows * region.out_width * region.accumulator_item_bytes
     chunk += _called(region.forward_peak, region.forward_results, cast, region, rows) + _index_chunk(rows)
     if region.travel is not None:
-        chunk = _forward_round(region, region.travel, at_once, chunk)
+        chunk = _forward_round(region, region.travel, at_once, chunk) + region.clones_forward
     return {
         "output": num_tokens * region.out_width * _held(region.out_item_bytes, region.accumulator_item_bytes),
         "index": _index_bytes(region, num_tokens),
@@ -229,7 +238,7 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str
     after = max(cast, _body(region.product_scratch, region, rows))
     chunk += _called(region.backward_peak, region.backward_results, after, region, rows) + _index_chunk(rows)
     if region.travel is not None:
-        chunk = _backward_round(region, region.travel, at_once, chunk)
+        chunk = _backward_round(region, region.travel, at_once, chunk) + region.clones_backward
     return {
         "output grad": num_tokens * region.out_width * region.out_item_bytes,
         "hidden grad": num_tokens * region.hidden * _held(region.item_bytes, region.accumulator_item_bytes),

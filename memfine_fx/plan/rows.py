@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from memfine_fx.config import Axis
 from memfine_fx.errors import BudgetInfeasible
-from memfine_fx.memory.region_bytes import RegionBytes, region_peak
+from memfine_fx.memory.region_bytes import RegionBytes, region_peak, rows_of_even_round
 from memfine_fx.records import ChunkPlan
 
 __all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "largest", "plan_region", "wanted_rows"]
@@ -111,7 +111,9 @@ def _round_rows(region: RegionBytes, num_tokens: int, chunk_rows: int) -> tuple[
     assert region.travel is not None, "rows of a single rank come in no rounds"
     if region.travel.round_rows is not None:
         return region.travel.round_rows, "rows per round fixed by the group"
-    return max(chunk_rows, num_tokens * region.top_k), "rounds of as many rows as even routing brings"
+    return max(chunk_rows, rows_of_even_round(num_tokens * region.top_k)), (
+        "rounds of as many rows as even routing brings, with an eighth for its noise"
+    )
 
 
 def _comes_in_rounds(region: RegionBytes, axis: Axis) -> bool:

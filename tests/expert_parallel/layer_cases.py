@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import memfine_fx
 from memfine_fx.config import Axis, InnerBackend
+from memfine_fx.expert_parallel import sharded
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.models._experts import GatedExperts
@@ -41,6 +42,7 @@ class LayerCase:
     top_k: int = 2
     rows: int = 7
     round_rows: int | None = 7
+    slots: int = 0
     overlaps: bool = False
     dtype: torch.dtype = torch.float32
     route: str = "random"
@@ -100,6 +102,14 @@ def cases(num_ranks: int) -> list[LayerCase]:
         LayerCase("rounds in legs, overlapping", (200,) * num_ranks, rows=64, round_rows=280, overlaps=True),
         LayerCase("rounds in legs, one source", (600, *[3] * (num_ranks - 1)), rows=64, round_rows=300),
         LayerCase("rounds in legs, bfloat16", (200,) * num_ranks, rows=64, round_rows=None, dtype=torch.bfloat16),
+        LayerCase("help, all rows to the first rank", even, route="first", slots=2),
+        LayerCase("help, all rows to the last rank", even, route="last", slots=1),
+        LayerCase("help, random routing, overlapping", even, slots=2, overlaps=True),
+        LayerCase("help, tokens on one rank only", (40, *[0] * (num_ranks - 1)), route="last", slots=2),
+        LayerCase("help, one token", (1, *[0] * (num_ranks - 1)), round_rows=None, slots=2),
+        LayerCase("help, more ranks than experts", even, num_experts=1, top_k=1, slots=1),
+        LayerCase("help, kept", even, route="last", round_rows=None, slots=2, budget="1GiB"),
+        LayerCase("help, bfloat16", even, dtype=torch.bfloat16, route="last", slots=2),
         LayerCase("one token", (1, *[0] * (num_ranks - 1)), round_rows=None),
         LayerCase("one round", even, rows=1000, round_rows=1000),
         LayerCase("one row a round", (4,) * num_ranks, rows=1, round_rows=1),
@@ -135,8 +145,9 @@ def run_cases(rank: int, num_ranks: int) -> dict[str, Outcome]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     models: dict[Any, Any] = {}
     outcomes = {}
+    sharded.flops_of = lambda ranks: 1.0  # type: ignore[attr-defined]  # so slow that help always pays
     for case in cases(num_ranks):
-        sizes = (case.num_experts, case.dtype, case.rows, case.round_rows, case.top_k)
+        sizes = (case.num_experts, case.dtype, case.rows, case.round_rows, case.top_k, case.slots)
         key = (*sizes, case.overlaps, case.budget, case.axis)
         if key not in models:
             models[key] = _models(case, mesh)
@@ -155,7 +166,7 @@ def _models(case: LayerCase, mesh: Any) -> tuple[torch.nn.Module, torch.nn.Modul
         inner_backend=inner,
         dynamic=True,
         config=config,
-        expert_parallel=expert_group(mesh, overlaps=case.overlaps, rows_per_round=case.round_rows),
+        expert_parallel=expert_group(mesh, overlaps=case.overlaps, rows_per_round=case.round_rows, slots=case.slots),
     )
     return whole, sharded
 
