@@ -1,14 +1,16 @@
 """One layer of experts on several ranks: peak bytes of every rank and time, by how rows fall on ranks.
 
 Peers
-    rounds          memfine_fx, R received rows a round; nothing is kept, backward sends and computes again
+    rounds          memfine_fx, T K received rows a round, in chunks of R; nothing is kept, backward sends and computes
+                    again
     kept            the same under an ample budget: what came is kept for backward, with the first projection's results,
                     of as many rows as a rank has of its own
     overlapping     rounds, with rows of the next round on their way while one computes
     slices          the paper's token slices, s'_max = R, c from the bins 1, 2, 4, 8
     eight slices    the same, c = 8 in all layers
-    rounds of N     rounds with N for R
-    one round       memfine_fx with R above all rows: the same bodies, nothing bounded
+    help S          rounds, with S slots a rank for clones of hot experts
+    rounds of N     rounds of N rows, each one chunk
+    one round       memfine_fx with all rows in one round and chunk an expert: the same bodies, nothing bounded
     unchunked       plain torch: one exchange of all rows, experts one by one, autograd, one exchange back
     experts again   the same, with the experts' first projection computed again in backward: the FLOPs of rounds
     layer again     the same, with the whole layer recomputed in backward, exchanges too: what rounds send
@@ -40,13 +42,14 @@ import memfine_fx
 from benchmarks.loads import choose_experts, expert_counts
 from benchmarks.machine import describe_machine
 from benchmarks.records import Machine
-from memfine_fx.expert_parallel import arrival, walk
+from memfine_fx.expert_parallel import arrival
 from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, Table, gather_table
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds
 from memfine_fx.memory.closed_form import PAPER_BINS
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.memory.region_bytes import Travel
 from memfine_fx.models._experts import GatedExperts
 
 LOADS = ("balanced", "zipf:1", "paper:15", "one", "in turn")
@@ -56,11 +59,12 @@ PEERS_IN_TURN = ("rounds", "slices", "unchunked")
 AMPLE_BUDGET = "4GiB"
 _BINS = {"slices": PAPER_BINS, "eight slices": (8,)}
 _ROUNDS_OF = "rounds of "
+_HELP = "help "
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of the layer; T tokens on each rank, R rows a round."""
+    """Sizes of the layer; T tokens on each rank, R rows a chunk."""
 
     ranks: int = 4
     tokens: int = 2048
@@ -81,9 +85,9 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One peer under one load: of each rank the rows received and the peak beyond parameters and gradients.
+    """One peer under one load: of each rank the rows received without help, the peak beyond parameters and gradients.
 
-    Seconds of each step by the clock, and of all ranks' processors.
+    Seconds of each step by the clock, and of all ranks' processors. Rows computed are those of a step with help.
     """
 
     peer: str
@@ -95,6 +99,7 @@ class LayerRow:
     schedule_seconds: float
     output_norm: float
     gradient_norm: float
+    computed_rows: tuple[int, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -203,6 +208,7 @@ def _joined(rows: Sequence[LayerRow]) -> LayerRow:
     return replace(
         rows[0],
         received_rows=tuple(row.received_rows[0] for row in rows),
+        computed_rows=tuple(row.computed_rows[0] for row in rows),
         peak_bytes=tuple(row.peak_bytes[0] for row in rows),
         cpu_seconds=tuple(sum(steps) for steps in zip(*(row.cpu_seconds for row in rows), strict=True)),
         schedule_seconds=max(row.schedule_seconds for row in rows),
@@ -222,7 +228,7 @@ def _measure_rank(rank: int, sizes: LayerSizes, peers: tuple[str, ...], loads: t
         for peer, step in steps.items():
             seconds, cpu = zip(*(one[peer] for one in times), strict=True)
             figures = (step.received,), (step.peak_bytes(),), seconds, cpu
-            found.append(LayerRow(peer, load, *figures, schedule, *norms[peer]))
+            found.append(LayerRow(peer, load, *figures, schedule, *norms[peer], (step.computed,)))
     return found
 
 
@@ -233,8 +239,11 @@ def _layer(peer: str, sizes: LayerSizes, rank: int) -> nn.Module:
     if peer in AGAIN:
         return UnchunkedExperts(whole, placement, rank, AGAIN[peer])
     mesh = dist.device_mesh.init_device_mesh("cpu", (sizes.ranks,))
-    group = expert_group(mesh, overlaps=peer == "overlapping")
-    return memfine_fx.optimize(whole, expert_parallel=group, config=_config(peer, sizes))
+    config = _config(peer, sizes)
+    slots = int(peer.removeprefix(_HELP)) if peer.startswith(_HELP) else 0
+    rows_per_round = config.rows_per_chunk if peer == "one round" or peer.startswith(_ROUNDS_OF) else None
+    group = expert_group(mesh, overlaps=peer == "overlapping", rows_per_round=rows_per_round, slots=slots)
+    return memfine_fx.optimize(whole, expert_parallel=group, config=config)
 
 
 def _config(peer: str, sizes: LayerSizes) -> memfine_fx.Config:
@@ -270,6 +279,15 @@ class _LayerStep:
         out: torch.Tensor = self._layer(*self._inputs)
         out.backward(self._probe)
         return out.detach()
+
+    @property
+    def computed(self) -> int:
+        """Rows that this rank's experts and clones computed in the latest step."""
+        if isinstance(self._layer, UnchunkedExperts):
+            return self.received
+        (region,) = memfine_fx.report(self._layer).regions
+        assert region.rounds is not None, "a layer on several ranks runs in rounds"
+        return region.rounds.received
 
     def drop(self) -> None:
         for leaf in self._leaves:
@@ -327,13 +345,13 @@ def letting_go() -> Iterator[None]:
 
     def wait_longer(work: dist.Work | None) -> None:
         wait(work)
-        time.sleep(0.003)
+        time.sleep(0.01)  # other processes may be at work
 
-    arrival.wait_for = walk.wait_for = wait_longer
+    arrival.wait_for = wait_longer
     try:
         yield
     finally:
-        arrival.wait_for = walk.wait_for = wait
+        arrival.wait_for = wait
 
 
 def _group_norm(tensors: Sequence[torch.Tensor]) -> float:
@@ -346,15 +364,14 @@ def _schedule_seconds(rank: int, sizes: LayerSizes, load: str) -> float:
     """Seconds to gather counts and to schedule a step, whose backward has forward's, when all ranks begin together."""
     exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(counts_of(load, sizes)).cumsum(0)])
-    placement = Placement(sizes.experts, sizes.ranks)
+    placement, rows = Placement(sizes.experts, sizes.ranks), max(sizes.rows, sizes.tokens * sizes.top_k)
+    leg_rows = Travel(sizes.ranks, 1).leg_rows(rows)
     times = []
     for _ in range(5):
         dist.barrier()
         started = time.perf_counter()
-        table = Table(
-            gather_table(exchange, offsets, Announcement("counts", rows=sizes.rows), Place("a layer", "counting"))
-        )
-        schedule = Rounds(table.counts, placement, table.limits, 2 * sizes.rows)
+        table = Table(gather_table(exchange, offsets, Announcement("counts", rows=rows), Place("a layer", "counting")))
+        schedule = Rounds(table.counts, placement, table.limits, leg_rows)
         for number in range(schedule.num_rounds):
             schedule.legs(rank, number)
         times.append(time.perf_counter() - started)

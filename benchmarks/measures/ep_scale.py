@@ -17,6 +17,7 @@ from benchmarks.summaries import markdown
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds, TokenSlices
 from memfine_fx.memory.closed_form import PAPER_BINS, snap_to_bins
+from memfine_fx.memory.region_bytes import Travel
 from memfine_fx.report.figure import blank_figure
 
 RANKS = (64, 128, 256, 512, 1024)
@@ -120,7 +121,7 @@ def counts_of(load: str, num_ranks: int, model: Model) -> torch.Tensor:
 def point(num_ranks: int, load: str, rows: int, model: Model) -> Point:
     counts = counts_of(load, num_ranks, model)
     placement = Placement(counts.shape[1], num_ranks)
-    schedule = Rounds(counts, placement, rows, 2 * rows)
+    schedule = Rounds(counts, placement, rows, Travel(num_ranks, 1).leg_rows(rows))
     legs = [schedule.legs(0, number) for number in range(schedule.num_rounds)]
     messages = [sum(size > 0 for size in leg.received_splits) for one in legs for leg in one]
     busiest = int(schedule.received.max())

@@ -28,6 +28,7 @@ from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.read.tables import restore_tables
 from memfine_fx.passes.verify.gradient_check import check_gradients
 from memfine_fx.plan.budget import choose_plan
+from memfine_fx.plan.rows import KNEE_ROWS
 from memfine_fx.records import Modes, MoERegion, Refusal
 from memfine_fx.report.roles import region_graph
 from memfine_fx.runtime.mact import ChunkTuner
@@ -135,7 +136,8 @@ def _plan(
     """The region as it lowers, and how its plan will be chosen once T is known."""
     config = session.config
     output = tensor_of(region.cut.exit)
-    region, exchange = sharded_experts(region, bodies.key, config.axis)
+    chunk_rows = config.rows_per_chunk or KNEE_ROWS.get(output.device.type, KNEE_ROWS["cuda"])
+    region, exchange = sharded_experts(region, bodies.key, config.axis, chunk_rows, bodies.flops_per_row)
     terms_of = functools.partial(region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
     terms_of("nothing")  # traces them now, outside of any other compilation
     site = next_site(bodies.key)

@@ -1,8 +1,14 @@
-"""Rows of one round on their way: what leaves this rank, and what comes."""
+"""Rows of one round on their way: what leaves this rank, and what comes; and their results on the way back.
+
+A round has several legs where a rank would stage too many rows at once. Two legs are in flight: one is filled, or added
+to its tokens, while another travels.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -10,18 +16,46 @@ import torch.distributed as dist
 from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at
 from memfine_fx.expert_parallel.packing import Packing
 from memfine_fx.expert_parallel.schedule import Leg
+from memfine_fx.memory.region_bytes import LEGS_IN_FLIGHT
 
-__all__ = ["Arrival", "Outgoing", "wait_for"]
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """Rows that leave: their flat assignments t*K+k, and their tokens."""
-
-    assignments: torch.Tensor
-    tokens: torch.Tensor
+__all__ = ["Arrival", "Parcel", "returned", "wait_for"]
 
 
+@dataclass
+class Parcel:
+    """Tensors of which rows travel in the same buffers.
+
+    Args:
+        sources: of which rows leave, as the first columns: each with whether it has a row a token [T,w], or an entry an
+            assignment [N].
+        packing: of all columns of the buffers.
+        inboxes: where rows come to, as from `Packing.buffers`; those without a column that leaves stay here.
+    """
+
+    sources: Sequence[tuple[torch.Tensor, bool]]
+    packing: Packing
+    inboxes: list[torch.Tensor]
+
+    @property
+    def travelling(self) -> list[torch.Tensor]:
+        return self.inboxes[: self.packing.num_buffers(len(self.sources))]
+
+    def fill(self, num_rows: int, tokens: torch.Tensor, assignments: torch.Tensor) -> list[torch.Tensor]:
+        """What leaves of it, in buffers as the travelling ones."""
+        like = self.sources[0][0]
+        outboxes = self.packing.buffers(num_rows, like)[: len(self.travelling)]
+        views = self.packing.views(outboxes)[: len(self.sources)]
+        for view, (tensor, is_per_token) in zip(views, self.sources, strict=True):
+            torch.index_select(tensor, 0, tokens if is_per_token else assignments, out=view)
+        return outboxes
+
+    def take(self) -> list[torch.Tensor]:
+        """Its buffers; only who takes them holds them from now on."""
+        taken, self.inboxes = self.inboxes, []
+        return taken
+
+
+@dataclass
 class Arrival:
     """Rows of a round that come, or have come.
 
@@ -30,44 +64,73 @@ class Arrival:
         place: for messages.
         exchange: by which they come.
         legs: of the round.
-        packing: of what comes.
-        inboxes: where it comes to.
+        parcels: what comes.
     """
 
-    def __init__(
-        self,
-        number: int,
-        place: Place,
-        exchange: Exchange,
-        legs: list[Leg],
-        packing: Packing,
-        inboxes: list[torch.Tensor],
-    ) -> None:
-        self.number, self.place, self.legs = number, place, legs
-        self.outgoing: list[Outgoing] = []
-        self._exchange, self._packing, self._inboxes = exchange, packing, inboxes
-        self._pending: list[tuple[dist.Work | None, torch.Tensor]] = []
+    number: int
+    place: Place
+    exchange: Exchange
+    legs: Sequence[Leg]
+    parcels: list[Parcel]
+    _pending: deque[list[tuple[dist.Work | None, torch.Tensor]]] = field(default_factory=deque)
 
-    def add(self, begin: int, leg: Leg, outboxes: list[torch.Tensor]) -> None:
+    def add(self, begin: int, leg: Leg, outboxes: Sequence[Sequence[torch.Tensor]]) -> None:
         """Start a leg, whose rows come to `begin` and what follows."""
-        with failing_at(self.place, self._exchange.group):
-            for inbox, outbox in zip(self._inboxes, outboxes, strict=True):
-                place = inbox[begin : begin + leg.num_received]
-                work = self._exchange.swap(place, outbox, leg.received_splits, leg.sent_splits)
-                self._pending.append((work, outbox))
+        works = []
+        with failing_at(self.place, self.exchange.group):
+            for parcel, boxes in zip(self.parcels, outboxes, strict=True):
+                for inbox, outbox in zip(parcel.travelling, boxes, strict=True):
+                    part = inbox[begin : begin + leg.num_received]
+                    works.append((self.exchange.swap(part, outbox, leg.received_splits, leg.sent_splits), outbox))
+        self._pending.append(works)
 
-    def wait(self) -> None:
-        """Until all that was sent has gone and all that is expected has come; frees what was staged."""
-        with failing_at(self.place, self._exchange.group):
-            for work, _ in self._pending:
-                wait_for(work)
-        self._pending.clear()
+    def wait(self, num_left: int = 0) -> None:
+        """Until no more than `num_left` legs are on their way; frees what was staged for the others."""
+        with failing_at(self.place, self.exchange.group):
+            while len(self._pending) > num_left:
+                for work, _ in self._pending.popleft():
+                    wait_for(work)
 
-    def take(self) -> list[torch.Tensor]:
-        """What came, column by column; only who takes it holds it from now on."""
-        views = self._packing.views(self._inboxes)
-        self._inboxes = []
-        return views
+
+def returned(
+    arrival: Arrival, results: list[torch.Tensor], packing: Packing
+) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Results of a round back to where their rows came from: (number of the leg, columns), leg by leg.
+
+    Args:
+        arrival: of the rows.
+        results: as from `Packing.buffers`, in the order in which rows came; it is emptied.
+        packing: of them.
+    """
+    owned = list(results)
+    results.clear()
+    pending: deque[tuple[int, list[torch.Tensor], list[dist.Work | None]]] = deque()
+    begin = 0
+    for number, leg in enumerate(arrival.legs):
+        if len(pending) == LEGS_IN_FLIGHT:
+            yield _finished(arrival, packing, pending)
+        backs = packing.buffers(leg.num_sent, owned[0]) if owned else []
+        with failing_at(arrival.place, arrival.exchange.group):
+            works = [
+                arrival.exchange.swap(back, own[begin : begin + leg.num_received], leg.sent_splits, leg.received_splits)
+                for back, own in zip(backs, owned, strict=True)
+            ]
+        pending.append((number, backs, works))
+        begin += leg.num_received
+    while pending:
+        yield _finished(arrival, packing, pending)
+
+
+def _finished(
+    arrival: Arrival,
+    packing: Packing,
+    pending: deque[tuple[int, list[torch.Tensor], list[dist.Work | None]]],
+) -> tuple[int, list[torch.Tensor]]:
+    number, backs, works = pending.popleft()
+    with failing_at(arrival.place, arrival.exchange.group):
+        for work in works:
+            wait_for(work)
+    return number, packing.views(backs)
 
 
 def wait_for(work: dist.Work | None) -> None:

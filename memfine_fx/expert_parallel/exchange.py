@@ -81,6 +81,20 @@ class Exchange:
         work: dist.Work | None = dist.all_to_all_single(inbox, outbox, received, sent, group=self.group, async_op=True)
         return work
 
+    def pass_on(
+        self, sent: Sequence[tuple[torch.Tensor, int]], received: Sequence[tuple[torch.Tensor, int]]
+    ) -> list[dist.Work]:
+        """Start sending contiguous tensors to single ranks and receiving others; of a pair, in the order given."""
+        operations = []
+        for start, pairs in ((dist.irecv, received), (dist.isend, sent)):
+            numbers: dict[int, int] = {}
+            for tensor, rank in pairs:
+                numbers[rank] = numbers.get(rank, -1) + 1
+                peer = dist.get_global_rank(self.group, rank)
+                operations.append(dist.P2POp(start, tensor, peer, self.group, numbers[rank]))
+        found: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+        return found
+
 
 @contextlib.contextmanager
 def failing_at(place: Place, group: dist.ProcessGroup) -> Iterator[None]:

@@ -28,12 +28,17 @@ class ExpertGroup:
     Args:
         mesh: of one dimension, or (replicas, experts).
         expert_dim: the mesh dimension along which experts are sharded.
-        overlaps: whether rows travel while the round before computes; 2R rows are alive then.
+        overlaps: whether rows of the next round travel while one computes; rows of two rounds are alive then.
+        rows_per_round: the most rows that come to a rank at once; None: T K of its tokens, as even routing brings, or
+            what its budget leaves.
+        slots: S, room on every rank for clones of other ranks' experts; 0 for no help (`help`).
     """
 
     mesh: DeviceMesh
     expert_dim: int
     overlaps: bool = False
+    rows_per_round: int | None = None
+    slots: int = 0
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -64,7 +69,9 @@ class ExpertGroup:
     def key(self) -> str:
         """How graphs of this process name the group."""
         replicas = "" if self.replicas is None else f"/{self.replicas.group_name}"
-        return f"{self.group.group_name}{replicas}{'/overlaps' if self.overlaps else ''}"
+        rounds = "" if self.rows_per_round is None else f"/{self.rows_per_round}"
+        slots = f"/{self.slots} slots" if self.slots else ""
+        return f"{self.group.group_name}{replicas}{'/overlaps' if self.overlaps else ''}{rounds}{slots}"
 
     def average(self, gradients: Sequence[torch.Tensor]) -> None:
         """Sums over the expert group, in place, to what an average over all ranks of the mesh means.
@@ -98,19 +105,26 @@ def registered(key: str) -> ExpertGroup:
     return _groups[key]
 
 
-def expert_group(mesh_or_group: MeshOrGroup, *, overlaps: bool = False) -> ExpertGroup:
+def expert_group(
+    mesh_or_group: MeshOrGroup, *, overlaps: bool = False, rows_per_round: int | None = None, slots: int = 0
+) -> ExpertGroup:
     """The ranks that a mesh or process group names, registered under their key.
 
     Args:
         mesh_or_group: a process group, or a `DeviceMesh` of one dimension, or of two: the one named "expert", "experts"
             or "ep", or else the last, shards experts and the other replicates them.
-        overlaps: see `ExpertGroup`.
+        overlaps, rows_per_round, slots: see `ExpertGroup`.
 
     Raises:
-        ConfigError: it is something else, or torch.distributed is not initialized.
+        ConfigError: it is something else, torch.distributed is not initialized, rounds would have no rows, or slots are
+            fewer than none.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError("expert_parallel needs torch.distributed: call torch.distributed.init_process_group first")
+    if rows_per_round is not None and rows_per_round < 1:
+        raise ConfigError(f"rows_per_round must be at least 1, got {rows_per_round}")
+    if slots < 0:
+        raise ConfigError(f"slots must be at least 0, got {slots}")
     if isinstance(mesh_or_group, DeviceMesh):
         mesh = mesh_or_group
     elif isinstance(mesh_or_group, dist.ProcessGroup):
@@ -125,6 +139,6 @@ def expert_group(mesh_or_group: MeshOrGroup, *, overlaps: bool = False) -> Exper
         )
     names = mesh.mesh_dim_names or ()
     named = [dim for dim, name in enumerate(names) if name in _EXPERT_DIM_NAMES]
-    found = ExpertGroup(mesh, named[0] if named else mesh.ndim - 1, overlaps)
+    found = ExpertGroup(mesh, named[0] if named else mesh.ndim - 1, overlaps, rows_per_round, slots)
     _groups[found.key] = found
     return found

@@ -4,7 +4,7 @@ Terms
     counts      [ep,E]: rows that each source rank has for each expert
     walk        the rows of one destination in (expert, source) order: one number line per destination
     position    a place on the walks, [ep]: how many rows each destination has received so far
-    round       walks advance by at most R rows; what arrives is computed before the next round
+    round       walks advance by at most R rows, here of a round; what arrives is computed before the next round
     leg         one exchange; a round has several only where a source would have to stage too many rows at once
 
 1. A destination's walk is its experts in order, each expert's rows source by source, its own first and then the next
@@ -15,8 +15,8 @@ Terms
    and the number of rounds is the largest of ceil(rows / R).
 3. How many rows of (source, expert) have gone at a position is a clamp of the position by where they begin on the walk.
    So the rows of an expert that a source sends in a leg are one range, and all split sizes of all ranks follow.
-4. A round whose busiest source would stage more than `max_sent` rows is cut in 2, 4, ... legs, down to one row a
-   destination. Receivers gather the legs of a round in one buffer.
+4. A round in which a source would stage more than its `max_sent` rows is cut in legs, as few as do, down to one row a
+   destination. Receivers gather the legs of a round in one buffer, and chunks are cut there.
 
 Every rank computes this from the same gathered matrix. Nothing is agreed upon, so nothing can be disagreed about.
 
@@ -92,17 +92,23 @@ class Rounds:
         counts: [ep,E] int64 on the host.
         placement: of the experts.
         rows_per_round: R, or R of each rank.
-        max_sent: rows that a rank may stage for one leg, as far as legs can be cut.
+        max_sent: rows that a rank may stage for one leg, or those of each rank, as far as legs can be cut.
     """
 
     def __init__(
-        self, counts: torch.Tensor, placement: Placement, rows_per_round: int | Sequence[int], max_sent: int
+        self,
+        counts: torch.Tensor,
+        placement: Placement,
+        rows_per_round: int | Sequence[int],
+        max_sent: int | Sequence[int],
     ) -> None:
         num_ranks = placement.num_ranks
         limits = [rows_per_round] * num_ranks if isinstance(rows_per_round, int) else list(rows_per_round)
+        staged = [max_sent] * num_ranks if isinstance(max_sent, int) else list(max_sent)
         assert counts.shape == (num_ranks, placement.num_experts) and len(limits) == num_ranks
         assert min(limits) > 0, "a rank that receives no row at all would never be done"
-        self.counts, self.placement, self.max_sent = counts, placement, max_sent
+        self.counts, self.placement = counts, placement
+        self._max_sent = torch.tensor(staged, dtype=torch.int64)
         self._limits = torch.tensor(limits, dtype=torch.int64)
         self._owners = placement.owners()
         self._view: _View | None = None
@@ -144,26 +150,30 @@ class Rounds:
 
     @cached_property
     def _num_legs(self) -> list[int]:
-        if min(int(self.counts.sum(dim=1).max()), int(self._limits.sum())) <= self.max_sent:
+        if bool((self.counts.sum(dim=1).clamp(max=int(self._limits.sum())) <= self._max_sent).all()):
             return [1] * self.num_rounds
-        return [self._fewest_legs(number, int(sent)) for number, sent in enumerate(self._largest_sent_at_once())]
+        return [self._fewest_legs(number, most) for number, most in enumerate(self._most_stages())]
 
-    def _largest_sent_at_once(self) -> list[int]:
-        """Of each round in one leg, the rows of the source that sends most."""
+    def _most_stages(self) -> list[int]:
+        """Of each round, how many times what it may stage the source sends that sends most of it."""
         rounds = torch.arange(self.num_rounds + 1).unsqueeze(1) * self._limits
         everything = slice(None)
         at_once = max(1, _MOST_ENTRIES // max(1, self.counts.numel()))
         gone = torch.cat([self._gone(some, everything, everything).sum(dim=2) for some in torch.split(rounds, at_once)])
-        largest: list[int] = gone.diff(dim=0).max(dim=1).values.tolist() if self.num_rounds else []
-        return largest
+        most: list[int] = self._stages(gone).max(dim=1).values.tolist() if self.num_rounds else []
+        return most
 
-    def _fewest_legs(self, number: int, largest_sent: int) -> int:
+    def _stages(self, gone: torch.Tensor) -> torch.Tensor:
+        """Between counts of what has gone of each source [P,ep], how many times what it may stage: [P-1,ep]."""
+        return torch.div(gone.diff(dim=0) + self._max_sent - 1, self._max_sent, rounding_mode="floor")
+
+    def _fewest_legs(self, number: int, stages: int) -> int:
         most_received, everything = int(self._limits.max()), slice(None)
         num_legs = 1
-        while num_legs < most_received and largest_sent > self.max_sent:
-            num_legs = min(2 * num_legs, most_received)
+        while num_legs < most_received and stages > 1:
+            num_legs = min(max(stages, num_legs + 1 + num_legs // 4), most_received)
             gone = self._gone(self._positions(number, num_legs), everything, everything).sum(dim=2)
-            largest_sent = int(gone.diff(dim=0).max())
+            stages = int(self._stages(gone).max())
         return num_legs
 
     def legs(self, rank: int, number: int) -> list[Leg]:

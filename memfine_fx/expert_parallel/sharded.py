@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import mul
 from typing import TypeVar
 
 import torch
 
 from memfine_fx.config import Axis
-from memfine_fx.expert_parallel.bandwidth import bandwidth_of
+from memfine_fx.expert_parallel.bandwidth import bandwidth_of, flops_of
+from memfine_fx.expert_parallel.clones import Clones, can_clone
 from memfine_fx.expert_parallel.exchange import (
     NUM_EXTRAS,
     Announcement,
@@ -21,11 +24,13 @@ from memfine_fx.expert_parallel.exchange import (
     telling_failure,
 )
 from memfine_fx.expert_parallel.groups import ExpertGroup
+from memfine_fx.expert_parallel.help_costs import HelpCosts, choose_help
 from memfine_fx.expert_parallel.kept import KeptRounds
 from memfine_fx.expert_parallel.packing import Packing
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds, Schedule
 from memfine_fx.expert_parallel.slices import agreed_slices
+from memfine_fx.expert_parallel.spread import Spread, spread_rows
 from memfine_fx.expert_parallel.walk import LayerWalk, WalkStats
 from memfine_fx.memory.region_bytes import Travel
 from memfine_fx.runtime.loads import RoundStats
@@ -33,30 +38,47 @@ from memfine_fx.runtime.loop import Kept
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.store import LiveRegion
 
-__all__ = ["SENT_FACTOR", "ShardedExperts"]
+__all__ = ["ShardedExperts"]
 
 ItemT = TypeVar("ItemT")
 
-SENT_FACTOR = 2
-"""A source stages at most so many times the largest R for one leg. Even routing sends about R rows a round from every
-rank; twice that leaves room for its noise, so that rounds are cut only where one source has most of the tokens."""
+_STEP_FLOPS = 3.5
+"""FLOPs of a step for each of its forward: backward takes twice as many, and computes some again."""
+_LEAST_KEPT = 64
+"""Rows for whose sake rounds are made as small as what can be kept."""
+_LATENCY_S = 1e-4
+"""Of a message, with the work around it."""
 
 
-class _LatestRounds:
-    """The rounds of the latest counts: backward walks those of forward, and counts that repeat theirs."""
+@dataclass(frozen=True)
+class _Way:
+    """How one step's rows go: by rounds or slices, and who helps, if anybody does."""
 
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-        self._latest: tuple[torch.Tensor, Rounds] | None = None
+    schedule: Schedule
+    spread: Spread | None = None
 
-    def of(self, table: Table) -> Rounds:
+
+class _LatestWay:
+    """The way of the latest counts: backward walks that of forward, and counts that repeat theirs."""
+
+    def __init__(self, placement: Placement, travel: Travel) -> None:
+        self._placement, self._travel = placement, travel
+        self._latest: tuple[torch.Tensor, _Way] | None = None
+
+    def of(self, table: Table, costs: HelpCosts | None, slots: int) -> _Way:
+        """See `ShardedExperts`; without `costs` nobody helps."""
         latest = self._latest
         if latest is not None and torch.equal(latest[0], table.rows):
             return latest[1]
-        limits = table.limits
-        rounds = Rounds(table.counts, self._placement, limits, SENT_FACTOR * max(limits))
-        self._latest = (table.rows.clone(), rounds)
-        return rounds
+        counts, placement, spread = table.counts, self._placement, None
+        plan = None if costs is None else choose_help(counts, placement, costs, slots)
+        if plan is not None and costs is not None and plan.clones:
+            spread = spread_rows(counts, placement, plan, slots, costs.node_ranks)
+            counts, placement = spread.counts, spread.placement
+        rounds = Rounds(counts, placement, table.limits, [self._travel.leg_rows(rows) for rows in table.limits])
+        way = _Way(rounds, spread)
+        self._latest = (table.rows.clone(), way)
+        return way
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,8 @@ class ShardedExperts:
         layer: its name, for messages.
         doing: what running it is called among the ranks, the same on each that runs the same.
         axis: along which it is cut; not read from a plan, which a rank may fail to make in the middle of a step.
+        chunk_rows: the most rows of a chunk of what came in a round.
+        flops_per_row: of the expert function's matmuls on one row, forward.
     """
 
     ranks: ExpertGroup
@@ -76,6 +100,8 @@ class ShardedExperts:
     layer: str
     doing: str
     axis: Axis
+    chunk_rows: int
+    flops_per_row: int
 
     @property
     def table_shape(self) -> tuple[int, int]:
@@ -88,15 +114,21 @@ class ShardedExperts:
     @property
     def travel(self) -> Travel:
         """What it takes beyond the chunk loop."""
-        return Travel(SENT_FACTOR, 2 if self.ranks.overlaps else 1)
+        is_cut = self.axis == "rows"
+        return Travel(
+            self.ranks.num_ranks,
+            2 if self.ranks.overlaps else 1,
+            self.chunk_rows if is_cut else None,
+            self.ranks.rows_per_round if is_cut else None,
+        )
 
     @cached_property
     def _exchange(self) -> Exchange:
         return Exchange(self.ranks.group, self.ranks.device)
 
     @cached_property
-    def _rounds(self) -> _LatestRounds:
-        return _LatestRounds(self.placement)
+    def _way(self) -> _LatestWay:
+        return _LatestWay(self.placement, self.travel)
 
     def room(self, hidden: torch.Tensor, weight: torch.Tensor | None, num_rows: int) -> list[torch.Tensor]:
         return _packing(hidden, weight).buffers(num_rows, hidden)
@@ -109,7 +141,10 @@ class ShardedExperts:
             region.check_ids(order, offsets)
             plan = region.plan_for(num_tokens)
         room = 0 if plan.keeps == "nothing" else num_tokens * region.top_k
-        own = Announcement(self.doing, rows=plan.rows_per_chunk, room=room)
+        rows = plan.rows_at_once
+        if self.axis == "rows" and _LEAST_KEPT <= room < rows:  # a larger round would not be kept
+            rows = room
+        own = Announcement(self.doing, rows=rows, room=room)
         return gather_table(self._exchange, offsets, own, place)
 
     def forward(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> torch.Tensor:
@@ -120,14 +155,19 @@ class ShardedExperts:
         region.plan, region.num_tokens = region.plan_for(num_tokens), num_tokens
         region.num_chunks, region.largest_chunk = stats.num_chunks, stats.largest_chunk
         region.stages_gradients = stats.is_split
-        received: list[int] = self.placement.by_rank(walk.table.counts.sum(dim=0)).tolist()
+        table = Table(routed.offsets)
+        received: list[int] = self.placement.by_rank(table.counts.sum(dim=0)).tolist()
+        spread = None if walk.clones is None else walk.clones.spread
+        computed = received if spread is None else spread.placement.by_rank(spread.counts.sum(dim=0)).tolist()
         region.rounds = RoundStats(
             num_ranks=self.ranks.num_ranks,
             num_rounds=stats.num_rounds,
             num_kept=walk.kept.num_rounds,
             largest=stats.largest_round,
-            received=received[self.ranks.rank],
-            busiest=max(received),
+            received=computed[self.ranks.rank],
+            busiest=max(computed),
+            num_clones=0 if spread is None else spread.num_clones,
+            busiest_alone=max(received),
         )
         region.num_steps += 1
         return out
@@ -156,27 +196,55 @@ class ShardedExperts:
 
     def _walk(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> LayerWalk:
         table = Table(routed.offsets)
-        rank, schedule = self.ranks.rank, self._schedule(region, routed, table)
-        packing = _packing(routed.hidden, routed.flat_weight)
+        rank, way = self.ranks.rank, self._way_of(region, routed, table)
+        packing, own = _packing(routed.hidden, routed.flat_weight), self._own(region, routed.params)
+        begins, clones = table.begins(rank), None
+        if way.spread is not None:
+            begins = way.spread.begins(begins, rank)
+            kinds = region.bodies.param_kinds
+            clones = Clones(self._exchange, self.layer, rank, way.spread, self.placement, own, kinds)
         return LayerWalk(
             exchange=self._exchange,
-            schedule=schedule,
-            table=table,
+            schedule=way.schedule,
+            begins=begins,
             rank=rank,
-            routed=replace(routed, params=self._own(region, routed.params)),
+            routed=replace(routed, params=own),
             bodies=region.bodies,
-            rows=max(1, int(table.counts.sum())) if self.axis == "tokens" else table.limits[rank],
+            rows=max(1, int(table.counts.sum())) if self.axis == "tokens" else min(table.limits[rank], self.chunk_rows),
             layer=self.layer,
             overlaps=self.ranks.overlaps,
-            kept=KeptRounds.of(kept, schedule.num_kept(table.rooms), packing, routed.hidden),
+            kept=KeptRounds.of(kept, way.schedule.num_kept(table.rooms), packing, routed.hidden),
+            clones=clones,
             stats=WalkStats(),
         )
 
-    def _schedule(self, region: LiveRegion, routed: Routed, table: Table) -> Schedule:
+    def _way_of(self, region: LiveRegion, routed: Routed, table: Table) -> _Way:
         if self.axis == "rows":
-            return self._rounds.of(table)
+            return self._way.of(table, self._help_costs(region, routed), self.ranks.slots)
         place = Place(self.layer, "slicing")
-        return agreed_slices(self._exchange, self.placement, table, routed, region.tuner.bins, place)
+        return _Way(agreed_slices(self._exchange, self.placement, table, routed, region.tuner.bins, place))
+
+    def _help_costs(self, region: LiveRegion, routed: Routed) -> HelpCosts | None:
+        """What help costs here, the same on every rank; None where nobody may help."""
+        bodies = region.bodies
+        if not self.ranks.slots or not can_clone(bodies.param_kinds):
+            return None
+        tables = [group[0] for kind, group in zip(bodies.param_kinds, routed.params, strict=True) if kind == "expert"]
+        elements = [math.prod(table.shape[1:]) for table in tables]
+        row = routed.hidden.shape[1] * routed.hidden.element_size()
+        result = bodies.out_width * bodies.contribution_dtype.itemsize
+        bandwidth = bandwidth_of(self.ranks)
+        return HelpCosts(
+            row_seconds=_STEP_FLOPS * self.flops_per_row / flops_of(self.ranks),
+            there_bytes=2 * row + result,
+            back_bytes=row + result,
+            weight_bytes=2 * sum(map(mul, elements, (table.element_size() for table in tables))),
+            gradient_bytes=4 * sum(elements),
+            near=bandwidth,
+            far=bandwidth,
+            latency=_LATENCY_S,
+            node_ranks=self.ranks.num_ranks,
+        )
 
     def _own(self, region: LiveRegion, groups: Sequence[Sequence[ItemT]]) -> list[Sequence[ItemT]]:
         """This rank's part of what belongs to the parameters: of E tensors those of its experts."""

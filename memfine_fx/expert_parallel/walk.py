@@ -1,11 +1,13 @@
 """One layer with experts on several ranks, walked round by round.
 
 Each round
-1. every source gathers the rows that leave it, leg by leg, with their routing weights (backward: with the gradients
-   of their results), and they travel to the experts' owners, packed in one exchange;
-2. the owner puts what came in expert order, as index arrays, and runs the chunk loop of the single process on it:
-   a layer with K = 1 whose tokens are the rows that came;
-3. results (backward: gradients of rows and weights) travel back the way they came and are added to their tokens.
+1. every source gathers the rows that leave it, leg by leg, with their routing weights (backward: also the gradients
+   of their results), and they travel to the experts' owners; the next leg is filled while one travels;
+2. the owner puts what came in expert order, as index arrays, and runs the chunk loop of the single process on it, in
+   chunks of at most R rows: a layer with K = 1 whose tokens are the rows that came. So results are set in place and
+   not summed, gradients of rows where those of their results came, which nobody reads any more;
+3. results (backward: gradients of rows and weights) travel back the way they came and are added to their tokens, one
+   leg while the next travels.
 
 With overlap the rows of round i+1 travel while round i computes, so that 2R rows are alive.
 Rows of kept rounds are received into what is kept (`kept`); in backward only the gradients of their results travel.
@@ -15,27 +17,30 @@ Rows of other rounds travel again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
-from memfine_fx.expert_parallel.arrival import Arrival, Outgoing, wait_for
-from memfine_fx.expert_parallel.exchange import Exchange, Place, Table, failing_at
+from memfine_fx.expert_parallel.arrival import Arrival, Parcel, returned
+from memfine_fx.expert_parallel.clones import Clones
+from memfine_fx.expert_parallel.exchange import Exchange, Place
 from memfine_fx.expert_parallel.kept import KeptRounds
 from memfine_fx.expert_parallel.packing import Packing
+from memfine_fx.expert_parallel.places import WalkPlaces
 from memfine_fx.expert_parallel.schedule import Leg, Schedule
+from memfine_fx.memory.region_bytes import LEGS_IN_FLIGHT
 from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.gradients import ParamGradient
-from memfine_fx.runtime.loop import Kept, accumulator_dtype, open_gradients, run_backward, run_forward
+from memfine_fx.runtime.loop import Kept, Places, accumulator_dtype, open_gradients, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
 
 __all__ = ["LayerWalk", "WalkStats"]
 
-_Source = tuple[torch.Tensor, bool]
-"""A tensor of which rows leave, and whether it has a row a token [T,w], or an entry an assignment [N]."""
+_Parcels = Callable[[int, int], list[Parcel]]
+"""What comes in a round, by its number and how many rows it brings."""
 
 
 @dataclass
@@ -62,20 +67,22 @@ class LayerWalk:
     Args:
         exchange: its collectives.
         schedule: its rounds.
-        table: the gathered counts.
+        begins: [P], where this rank's rows of each place begin in its expert order; places are experts, and slots
+            where there are any.
         rank: of this process in the group.
         routed: its inputs, with this rank's parameters.
         bodies: the compiled expert.
-        rows: R, the most rows of a chunk.
+        rows: R, the most rows of a chunk of what came in a round.
         layer: its name, for messages.
-        overlaps: whether rows travel while the round before computes.
+        overlaps: whether rows of the next round travel while one computes.
         kept: room for rounds that are kept.
+        clones: of other ranks' experts, None where nobody helps.
         stats: filled while walking.
     """
 
     exchange: Exchange
     schedule: Schedule
-    table: Table
+    begins: torch.Tensor
     rank: int
     routed: Routed
     bodies: Bodies
@@ -83,25 +90,31 @@ class LayerWalk:
     layer: str
     overlaps: bool
     kept: KeptRounds
+    clones: Clones | None
     stats: WalkStats
 
     def forward(self, out_dtype: torch.dtype, on_failure: Callable[[int], None]) -> torch.Tensor:
         """[T,H_out]."""
         hidden, bodies = self.routed.hidden, self.bodies
         out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
+        result_packing = Packing(((bodies.out_width, bodies.contribution_dtype),))
+        slots = None if self.clones is None else self.clones.fetch("forward")
 
         def run(arrival: Arrival) -> None:
-            routed, chunks = self._arrived(arrival, arrival.take())
+            (parcel,) = arrival.parcels
+            routed = self._arrived(arrival, parcel.packing.views(parcel.take()))
             own = self._values(arrival) if self.kept.holds(arrival.number) else None
-            results = [run_forward(routed, bodies, chunks, bodies.contribution_dtype, on_failure, own)]
-            del routed
-            for outgoing, (back,) in self._return(arrival, results):
-                out.index_add_(0, outgoing.tokens, back.to(out.dtype))
+            results = result_packing.buffers(routed.num_tokens, hidden)
+            for part, chunks in self._parts(arrival.number, routed, slots):
+                run_forward(part, bodies, chunks, bodies.contribution_dtype, on_failure, own, place=results[0])
+            del routed, part
+            for leg, columns in returned(arrival, results, result_packing):
+                _add_rows(out, self._tokens(self._assignments(arrival.number, leg)), columns.pop())
 
-        def sources(number: int) -> list[_Source]:
-            return self._rows_and_weights
+        def parcels(number: int, num_rows: int) -> list[Parcel]:
+            return [self._rows_and_weights(number, num_rows, is_kept=self.kept.holds(number))]
 
-        self._walk(run, "forward", sources)
+        self._walk(run, "forward", parcels)
         return out.to(out_dtype)
 
     def backward(
@@ -115,107 +128,113 @@ class LayerWalk:
         hidden, weight, bodies = self.routed.hidden, self.routed.flat_weight, self.bodies
         body = bodies.backward((*wanted, *map(any, wanted_params)))
         gradients = open_gradients(body, self.routed.params, bodies, wanted_params)
+        slots, slot_gradients = None, gradients
+        if self.clones is not None:
+            slots = self.clones.fetch("backward")
+            slot_gradients = self.clones.open_gradients(slots, gradients)
         grad_hidden = grad_weight = None
         if body.rows_grad is not None:
             grad_hidden = hidden.new_zeros(hidden.shape, dtype=accumulator_dtype(hidden.dtype))
         if body.weight_grad is not None:
             assert weight is not None
             grad_weight = torch.zeros_like(weight)
+        result_packing = Packing.of(
+            [*([] if grad_hidden is None else [hidden]), *([] if grad_weight is None or weight is None else [weight])]
+        )
+        are_alike = grad_hidden is not None and (grad.shape[1], grad.dtype) == (hidden.shape[1], hidden.dtype)
+        grad_packing = result_packing if are_alike else Packing.of([grad])
 
         def run(arrival: Arrival) -> None:
-            rows_grad, *columns = arrival.take()
-            is_kept = self.kept.holds(arrival.number)
+            grad_parcel, *row_parcels = arrival.parcels
+            boxes, is_kept = grad_parcel.take(), self.kept.holds(arrival.number)
+            rows_grad = grad_packing.views(boxes)[0]
             if is_kept:
                 columns = self.kept.rows(*self._range(arrival.number))
-            routed, chunks = self._arrived(arrival, columns)
+            else:
+                columns = row_parcels[0].packing.views(row_parcels[0].take())
+            routed = self._arrived(arrival, columns)
+            results = boxes if are_alike else result_packing.buffers(routed.num_tokens, hidden)
             own = self._values(arrival) if is_kept else None
-            results = run_backward(
-                rows_grad, routed, bodies, chunks, wanted, wanted_params, on_failure, own, into=gradients
-            )
-            del rows_grad, columns, routed
-            if grad_weight is not None:
-                results[-1] = results[-1].reshape(-1)
-            for outgoing, back in self._return(arrival, results):
-                if grad_hidden is not None:
-                    grad_hidden.index_add_(0, outgoing.tokens, back.pop(0).to(grad_hidden.dtype))
+            places = Places(*_columns(result_packing, results, grad_hidden is not None, grad_weight is not None))
+            parts = self._parts(arrival.number, routed, slots)
+            for (part, chunks), into in zip(parts, (gradients, slot_gradients), strict=False):
+                run_backward(
+                    rows_grad, part, bodies, chunks, wanted, wanted_params, on_failure, own, into=into, places=places
+                )
+            del rows_grad, columns, routed, places, boxes, parts, part
+            for leg, found in returned(arrival, results, result_packing):
+                assignments = self._assignments(arrival.number, leg)
                 if grad_weight is not None:
-                    grad_weight.index_copy_(0, outgoing.assignments, back.pop(0))
+                    grad_weight.index_copy_(0, assignments, found.pop())
+                if grad_hidden is not None:
+                    _add_rows(grad_hidden, self._tokens(assignments), found.pop())
 
-        def sources(number: int) -> list[_Source]:
-            return [(grad, True), *(() if self.kept.holds(number) else self._rows_and_weights)]
+        def parcels(number: int, num_rows: int) -> list[Parcel]:
+            grads = Parcel([(grad, True)], grad_packing, grad_packing.buffers(num_rows, grad))
+            return [grads, *([] if self.kept.holds(number) else [self._rows_and_weights(number, num_rows)])]
 
-        self._walk(run, "backward", sources)
+        self._walk(run, "backward", parcels)
+        if self.clones is not None:
+            self.clones.give_back(slot_gradients, gradients)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.view(-1, self.routed.top_k),
             gradients,
         )
 
-    @property
-    def _rows_and_weights(self) -> list[_Source]:
-        weight = self.routed.flat_weight
-        return [(self.routed.hidden, True), *([] if weight is None else [(weight, False)])]
+    def _rows_and_weights(self, number: int, num_rows: int, *, is_kept: bool = False) -> Parcel:
+        """Rows and weights of a round; where forward keeps them, they come to what is kept."""
+        hidden, weight = self.routed.hidden, self.routed.flat_weight
+        sources = [(hidden, True), *([] if weight is None else [(weight, False)])]
+        packing = self.kept.packing
+        inboxes = self.kept.inboxes(*self._range(number)) if is_kept else packing.buffers(num_rows, hidden)
+        return Parcel(sources, packing, inboxes)
 
-    def _walk(self, run: Callable[[Arrival], None], phase: str, sources: Callable[[int], list[_Source]]) -> None:
-        """Run every round on what comes of its sources.
+    def _walk(self, run: Callable[[Arrival], None], phase: str, parcels: _Parcels) -> None:
+        """Run every round on what comes.
 
         What a round made dies with the call of `run`, before the next round's rows come.
         """
         self.stats.num_rounds = num_rounds = self.schedule.num_rounds
-        start = partial(self._start, phase, sources)
+        start = partial(self._start, phase, parcels)
         ahead: Arrival | None = None
         for number in range(num_rounds):
             arrival = start(number) if ahead is None else ahead
             arrival.wait()
             ahead = start(number + 1) if self.overlaps and number + 1 < num_rounds else None
             run(arrival)
+            del arrival
 
-    def _start(self, phase: str, sources: Callable[[int], list[_Source]], number: int) -> Arrival:
-        """Send this rank's rows of a round and receive the others'; legs before the last are waited for."""
-        legs = self.schedule.legs(self.rank, number)
+    def _start(self, phase: str, parcels: _Parcels, number: int) -> Arrival:
+        """Send this rank's rows of a round and receive the others'; the last legs are on their way when it returns."""
+        legs = self._legs[number]
         place = Place(self.layer, phase, number, self.schedule.num_rounds)
-        tensors = sources(number)
-        packing = Packing.of([tensor for tensor, _ in tensors])
-        if phase == "forward" and self.kept.holds(number):
-            inboxes = self.kept.inboxes(*self._range(number))
-        else:
-            inboxes = packing.buffers(sum(leg.num_received for leg in legs), tensors[0][0])
-        arrival = Arrival(number, place, self.exchange, legs, packing, inboxes)
-        del inboxes
+        num_rows = sum(leg.num_received for leg in legs)
+        arrival = Arrival(number, place, self.exchange, legs, parcels(number, num_rows))
         begin = 0
-        for leg in legs:
-            arrival.wait()
-            outgoing = self._outgoing(leg)
-            arrival.outgoing.append(outgoing)
-            outboxes = packing.buffers(leg.num_sent, tensors[0][0])
-            for view, (tensor, is_per_token) in zip(packing.views(outboxes), tensors, strict=True):
-                places = outgoing.tokens if is_per_token else outgoing.assignments
-                torch.index_select(tensor, 0, places, out=view)
+        for leg_number, leg in enumerate(legs):
+            arrival.wait(LEGS_IN_FLIGHT - 1)
+            assignments = self._assignments(number, leg_number)
+            tokens = self._tokens(assignments)
+            outboxes = [parcel.fill(leg.num_sent, tokens, assignments) for parcel in arrival.parcels]
             arrival.add(begin, leg, outboxes)
             begin += leg.num_received
         return arrival
 
-    def _return(self, arrival: Arrival, results: list[torch.Tensor]) -> Iterator[tuple[Outgoing, list[torch.Tensor]]]:
-        """Results of a round, [n,w] or [n], back to where their rows came from, leg by leg; `results` is emptied."""
-        packing = Packing.of(results)
-        packed = packing.packed(results) if results else []
-        results.clear()
-        begin = 0
-        for leg, outgoing in zip(arrival.legs, arrival.outgoing, strict=True):
-            backs = [one.new_empty((leg.num_sent, one.shape[1])) for one in packed]
-            for back, own in zip(backs, packed, strict=True):
-                with failing_at(arrival.place, self.exchange.group):
-                    part = own[begin : begin + leg.num_received]
-                    wait_for(self.exchange.swap(back, part, leg.sent_splits, leg.received_splits))
-            begin += leg.num_received
-            yield outgoing, packing.views(backs)
+    @cached_property
+    def _legs(self) -> list[list[Leg]]:
+        return [self.schedule.legs(self.rank, number) for number in range(self.schedule.num_rounds)]
 
-    def _outgoing(self, leg: Leg) -> Outgoing:
-        """This rank's rows of a leg: expert after expert, which is rank after rank."""
-        places = _ranges(self.table.begins(self.rank) + leg.first, leg.last - leg.first)
-        order = self.routed.order
-        assignments = order.index_select(0, places.to(order.device)).to(torch.int64)
-        return Outgoing(assignments, torch.div(assignments, self.routed.top_k, rounding_mode="floor"))
+    @cached_property
+    def _places(self) -> WalkPlaces:
+        return WalkPlaces(self._legs, self.begins, self.routed.order.device)
+
+    def _assignments(self, number: int, leg: int) -> torch.Tensor:
+        """Flat assignments t*K+k of this rank's rows of a leg."""
+        return self.routed.order.index_select(0, self._places.sent(number, leg)).to(torch.int64)
+
+    def _tokens(self, assignments: torch.Tensor) -> torch.Tensor:
+        return torch.div(assignments, self.routed.top_k, rounding_mode="floor")
 
     def _range(self, number: int) -> tuple[int, int]:
         """(first, number) of a round's rows among all that come to this rank."""
@@ -225,46 +244,72 @@ class LayerWalk:
     def _values(self, arrival: Arrival) -> Kept | None:
         return self.kept.values_of(*self._range(arrival.number))
 
-    def _arrived(self, arrival: Arrival, columns: Sequence[torch.Tensor]) -> tuple[Routed, list[Chunk]]:
-        """What came, rows and maybe weights, as a layer of its own in expert order, and its chunks."""
-        received = torch.cat([leg.received for leg in arrival.legs])  # [legs*ep,E_local]
-        lengths = received.flatten()
-        begins = (lengths.cumsum(0) - lengths).view_as(received)
-        order = _ranges(begins.t().flatten(), received.t().flatten())
-        counts = received.sum(dim=0)
+    def _arrived(self, arrival: Arrival, columns: Sequence[torch.Tensor]) -> Routed:
+        """What came, rows and maybe weights, as a layer of its own in the order of places."""
+        counts = sum((leg.received.sum(dim=0) for leg in arrival.legs[1:]), arrival.legs[0].received.sum(dim=0))
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         rows, *weights = columns
         weight = weights[0].unsqueeze(1) if weights else None
-        routed = Routed(rows, weight, order.to(rows.device), offsets, self.routed.params, 1)
-        chunks = self._chunks(arrival.number, counts, offsets)
-        self.stats.add(chunks)
-        return routed, chunks
+        return Routed(rows, weight, self._places.order(arrival.number), offsets, self.routed.params, 1)
 
-    def _chunks(self, number: int, counts: torch.Tensor, offsets: torch.Tensor) -> list[Chunk]:
-        """Chunks of a round; an expert whose rows come in several rounds is split over them."""
-        chunks = rows_schedule(offsets.tolist(), self.rows, groups=self.bodies.takes_group)
-        before = self.schedule.received_before(self.rank, number)
-        totals = self.schedule.received_before(self.rank, self.schedule.num_rounds)
-        is_split = (totals != counts).tolist()
-        goes_on = (totals != before + counts).tolist()
+    def _parts(
+        self, number: int, routed: Routed, slots: Sequence[Sequence[torch.Tensor]] | None
+    ) -> list[tuple[Routed, list[Chunk]]]:
+        """A round's rows with the parameters that they meet: those of this rank's experts, then those of its slots."""
+        places = self._places_of_experts
+        parts = [(routed, self._chunks(number, routed.offsets, places))]
+        if slots is not None:
+            own = range(places.stop, routed.offsets.numel() - 1)
+            parts.append((replace(routed, params=slots), self._chunks(number, routed.offsets, own)))
+        self.stats.add([chunk for _, chunks in parts for chunk in chunks])
+        return parts
+
+    @property
+    def _places_of_experts(self) -> range:
+        """Of this rank's places, those of its experts."""
+        if self.clones is not None:
+            return range(self.clones.spread.num_own)
+        return range(self.schedule.received_before(self.rank, 0).numel())
+
+    def _chunks(self, number: int, offsets: torch.Tensor, places: range) -> list[Chunk]:
+        """Chunks of a round's rows of some places, numbered from the first of them.
+
+        An expert whose rows come in several rounds, or of which others compute some, is split.
+        """
+        if not places:
+            return []
+        own = slice(places.start, places.stop)
+        chunks = rows_schedule(
+            offsets[places.start : places.stop + 1].tolist(), self.rows, groups=self.bodies.takes_group
+        )
+        counts = offsets.diff()[own]
+        before = self.schedule.received_before(self.rank, number)[own]
+        totals = self.schedule.received_before(self.rank, self.schedule.num_rounds)[own]
+        is_split, goes_on = (totals != counts).tolist(), (totals != before + counts).tolist()
+        for expert in self.clones.own_cloned if self.clones is not None and not places.start else ():
+            is_split[expert] = goes_on[expert] = True
         return [
-            part
+            replace(
+                part,
+                is_part=part.is_part or is_split[part.first_expert],
+                completes=part.completes and not goes_on[part.first_expert],
+            )
             for chunk in chunks
             for part in _apart(chunk, is_split)
-            for part in [
-                replace(
-                    part,
-                    is_part=part.is_part or is_split[part.first_expert],
-                    completes=part.completes and not goes_on[part.first_expert],
-                )
-            ]
         ]
 
 
-def _ranges(begins: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """begins[0], begins[0]+1, ..., of `lengths[0]` numbers, then the next range: int64 on the host."""
-    skipped = begins - (lengths.cumsum(0) - lengths)
-    return torch.repeat_interleave(skipped, lengths) + torch.arange(int(lengths.sum()))
+def _add_rows(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add rows to their tokens; rows that lie apart are brought together first, which is ten times faster on a CPU."""
+    total.index_add_(0, tokens, rows.to(total.dtype).contiguous())
+
+
+def _columns(
+    packing: Packing, buffers: Sequence[torch.Tensor], has_rows: bool, has_weight: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(rows, weights) in buffers of those that there are."""
+    views = iter(packing.views(buffers))
+    return next(views) if has_rows else None, next(views) if has_weight else None
 
 
 def _apart(chunk: Chunk, is_split: Sequence[bool]) -> list[Chunk]:

@@ -4,14 +4,15 @@ output        the combined [T,H_out], and its fp32 accumulator where the model i
 hidden grad   the same for the gradient of the tokens, in backward
 weight grads  the gradients of the expert parameters, allocated by the region's backward
 index         order (4 N) and offsets, kept from forward to backward; the sort's own arrays in forward
-chunk         R rows: gathered rows and gradients, the body's peak, casts and staging; where experts live on several
-              ranks also the rows that came, their results and what is staged to be sent
+chunk         R rows: gathered rows and gradients, the body's peak, casts and staging
+round         where experts live on several ranks: the rows that came, their results and what is staged to be sent; it
+              is counted as part of the chunk, whose working set is alive beside it
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,14 +22,23 @@ from memfine_fx.config import Axis
 from memfine_fx.memory.symbols import GROUPS, ROWS
 
 __all__ = [
+    "LEGS_IN_FLIGHT",
     "ChunkSize",
     "RegionBytes",
     "Travel",
     "added_bytes",
+    "padded_bytes",
     "region_peak",
     "region_workspace",
+    "rows_of_even_round",
     "workspace_expression",
 ]
+
+
+LEGS_IN_FLIGHT = 2
+"""Legs of a round that are staged or on their way at once: one is filled while another travels."""
+_LEAST_LEG_ROWS = 64
+_ROW_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -36,12 +46,24 @@ class Travel:
     """How rows of a region reach experts on other ranks.
 
     Args:
-        num_sent: rows that a rank stages at once, in units of R.
+        num_ranks: that share the experts.
         num_received: rounds whose rows are alive at once.
+        chunk_rows: the most rows of a chunk of a round; None: a round is one chunk.
+        round_rows: of a round, where the user fixed them.
     """
 
-    num_sent: int
+    num_ranks: int
     num_received: int
+    chunk_rows: int | None = None
+    round_rows: int | None = None
+
+    def leg_rows(self, rows: int) -> int:
+        """Rows that a rank stages for one leg of a round of `rows`.
+
+        Even routing sends as many rows as a round brings, in four legs or, with its noise, five. A leg takes at least a
+        row to each rank, and so many that its bytes are worth an exchange.
+        """
+        return max(self.num_ranks, _LEAST_LEG_ROWS, -(-rows // 4))
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,7 @@ class RegionBytes:
             cast and added. Without them the body's peak is taken.
         product_scratch: bytes that a kernel takes for one product of a weight's gradient, in R; see `kernel_scratch`.
         travel: where experts live on several ranks; then rows of all ranks may come, and N is no bound on R.
+        clones_forward, clones_backward: of other ranks' experts in the slots of this one, and of their gradients.
     """
 
     top_k: int
@@ -87,6 +110,13 @@ class RegionBytes:
     backward_results: sympy.Expr | None = None
     product_scratch: sympy.Expr = sympy.S.Zero
     travel: Travel | None = None
+    clones_forward: int = 0
+    clones_backward: int = 0
+
+    def chunk_rows(self, rows: int) -> int:
+        """Rows of a chunk where `rows` come at once."""
+        most = None if self.travel is None else self.travel.chunk_rows
+        return rows if most is None else min(rows, most)
 
     def at_most(self, rows: int, num_tokens: int) -> int:
         """R as far as it matters: no more rows than can come."""
@@ -95,7 +125,9 @@ class RegionBytes:
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """Rows of a step's largest chunk, and whether gradients are added to more than once (an expert is split)."""
+    """Rows of a step's largest chunk, or round where rows come from other ranks, and whether gradients are added to
+    more than once (an expert is split).
+    """
 
     rows: int
     stages: bool = True
@@ -106,13 +138,23 @@ def added_bytes(num_elements: int, item_bytes: int, device_type: str) -> int:
     return num_elements * (item_bytes + (4 if device_type == "cpu" else 0))
 
 
+def rows_of_even_round(own_rows: int) -> int:
+    """Rows that even routing brings to a rank with so many routed rows of its own, and an eighth for its noise."""
+    return own_rows + own_rows // 8
+
+
+def padded_bytes(row_bytes: int) -> int:
+    """Bytes of a row in a buffer with others beside it: rows begin at multiples of 16 bytes, as wide loads want."""
+    return -(-row_bytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+
 def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "rows") -> dict[str, int]:
     """Bytes of each term at the peak, with R = `rows`; the larger of forward and backward.
 
     Args:
         region: its byte terms.
         num_tokens: T.
-        rows: R, at most N rows matter.
+        rows: R, at most N rows matter; rows of a round, where rows come from other ranks.
         axis: token slices come back to every expert, so they stage all experts' gradients.
     """
     rows = region.at_most(rows, num_tokens)
@@ -169,13 +211,14 @@ def _staging_bytes(region: RegionBytes, axis: Axis) -> int:
 
 
 def _forward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str, Any]:
+    at_once, rows = rows, region.chunk_rows(rows)
     chunk = rows * (region.hidden * region.item_bytes + region.weight_item_bytes)
     cast = 0
-    if region.contribution_item_bytes != region.accumulator_item_bytes:
+    if region.contribution_item_bytes != region.accumulator_item_bytes and region.travel is None:
         cast = rows * region.out_width * region.accumulator_item_bytes
     chunk += _called(region.forward_peak, region.forward_results, cast, region, rows) + _index_chunk(rows)
     if region.travel is not None:
-        chunk = _travelling(region, region.travel, rows, chunk, backward=False)
+        chunk = _forward_round(region, region.travel, at_once, chunk) + region.clones_forward
     return {
         "output": num_tokens * region.out_width * _held(region.out_item_bytes, region.accumulator_item_bytes),
         "index": _index_bytes(region, num_tokens),
@@ -184,17 +227,18 @@ def _forward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str,
 
 
 def _backward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str, Any]:
+    at_once, rows = rows, region.chunk_rows(rows)
     rows_grad = rows * region.out_width * (region.out_item_bytes + region.contribution_item_bytes)
     if region.out_item_bytes == region.contribution_item_bytes:
         rows_grad //= 2
     chunk = rows * (region.hidden * region.item_bytes + region.weight_item_bytes) + rows_grad
     cast = 0
-    if region.accumulator_item_bytes != region.item_bytes:
+    if region.accumulator_item_bytes != region.item_bytes and region.travel is None:
         cast = rows * region.hidden * region.accumulator_item_bytes
     after = max(cast, _body(region.product_scratch, region, rows))
     chunk += _called(region.backward_peak, region.backward_results, after, region, rows) + _index_chunk(rows)
     if region.travel is not None:
-        chunk = _travelling(region, region.travel, rows, chunk, backward=True)
+        chunk = _backward_round(region, region.travel, at_once, chunk) + region.clones_backward
     return {
         "output grad": num_tokens * region.out_width * region.out_item_bytes,
         "hidden grad": num_tokens * region.hidden * _held(region.item_bytes, region.accumulator_item_bytes),
@@ -205,28 +249,58 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str
     }
 
 
-def _travelling(region: RegionBytes, travel: Travel, rows: int, chunk: Any, *, backward: bool) -> Any:
-    """The chunk with what a round of R rows holds around it: the largest of sending, computing and returning.
-
-    Sending stages rows, weights and, in backward, output gradients; computing adds results, summed in the accumulator's
-    precision; returning holds results here and there, and adds them to their tokens in the accumulator's precision.
-    """
-    row = region.hidden * region.item_bytes + region.weight_item_bytes
+def _forward_round(region: RegionBytes, travel: Travel, rows: int, chunk: int) -> int:
+    """The chunk's bytes with what a round holds around it: the largest of sending, computing and returning."""
+    row = _beside_weight(region, region.hidden * region.item_bytes)
     result = region.out_width * region.contribution_item_bytes
-    result_sums = region.out_width * _held(region.contribution_item_bytes, region.accumulator_item_bytes)
-    added = region.out_width * region.accumulator_item_bytes
-    if backward:
-        row += region.out_width * region.out_item_bytes
-        result = region.hidden * region.item_bytes + region.weight_item_bytes
-        result_sums = region.hidden * _held(region.item_bytes, region.accumulator_item_bytes) + region.weight_item_bytes
-        added = region.hidden * region.accumulator_item_bytes
-    added += 3 * 8  # places of the rows
-    ahead = (travel.num_received - 1) * (row + travel.num_sent * row)
-    sending = row + travel.num_sent * (row + 3 * 8)
-    computing = ahead + row + result_sums
-    packing = ahead + result + (result if backward else 0)  # gradients of rows and weights travel in one buffer
-    returning = ahead + result + travel.num_sent * (result + added)
-    return max(rows * sending, rows * computing + chunk, rows * packing, rows * returning)
+    return _round(region, travel, rows, chunk, [row], result, 0, region.out_width)
+
+
+def _backward_round(region: RegionBytes, travel: Travel, rows: int, chunk: int) -> int:
+    """As `_forward_round`. Gradients of the rows are written where those of their results came, if these are alike."""
+    grad, result = (region.out_width * region.out_item_bytes, region.hidden * region.item_bytes)
+    is_alike = (region.out_width, region.out_item_bytes) == (region.hidden, region.item_bytes)
+    row = _beside_weight(region, region.hidden * region.item_bytes)
+    returned = _beside_weight(region, result)
+    arrived = [row, returned if is_alike else grad]
+    return _round(region, travel, rows, chunk, arrived, returned, returned if is_alike else 0, region.hidden)
+
+
+def _round(
+    region: RegionBytes,
+    travel: Travel,
+    rows: int,
+    chunk: int,
+    arrived: Sequence[int],
+    returned: int,
+    shared: int,
+    width: int,
+) -> int:
+    """Bytes of a round and its chunk.
+
+    Args:
+        region, travel: whose rows travel, and how.
+        rows: of the round.
+        chunk: bytes of a chunk's working set.
+        arrived: bytes of a row in each buffer that comes.
+        returned: bytes of a row's result; `shared` of them lie where something came.
+        width: of the rows that results are added to.
+    """
+    row, index = sum(arrived), 4
+    staged = LEGS_IN_FLIGHT * travel.leg_rows(rows)
+    places = 3 * 8  # of the rows of one leg or round, while they are made
+    ahead = (travel.num_received - 1) * (rows * row + staged * (row + places))
+    sending = rows * row + staged * (row + places)
+    computing = rows * (row + returned - shared) + max(rows * (index + places), rows * index + chunk)
+    added = width * (region.accumulator_item_bytes + 4)  # in the accumulator's precision, rows beside each other
+    returning = rows * returned + staged * (returned + places) + travel.leg_rows(rows) * added
+    return max(sending, ahead + computing, ahead + returning)
+
+
+def _beside_weight(region: RegionBytes, row_bytes: int) -> int:
+    """Bytes of a row with its routing weight, in one buffer where they share a dtype."""
+    weight = region.weight_item_bytes
+    return padded_bytes(row_bytes + weight) if weight == region.item_bytes else row_bytes + weight
 
 
 def _held(item_bytes: int, accumulator_bytes: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from memfine_fx.config import Axis
 from memfine_fx.errors import BudgetInfeasible
-from memfine_fx.memory.region_bytes import RegionBytes, region_peak
+from memfine_fx.memory.region_bytes import RegionBytes, region_peak, rows_of_even_round
 from memfine_fx.records import ChunkPlan
 
 __all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "largest", "plan_region", "wanted_rows"]
@@ -70,11 +70,16 @@ def plan_region(
             raise infeasible(terms_of(low), budget_bytes, available_bytes)
         rows, reason = (
             largest(low, rows, lambda candidate: total(candidate) <= available_bytes),
-            (f"largest chunk with which the step keeps within {available_bytes:,} B"),
+            (
+                f"largest {'round' if _comes_in_rounds(region, axis) else 'chunk'} with which the step keeps within "
+                f"{available_bytes:,} B"
+            ),
         )
     elif available_bytes is not None:
         reason = f"{reason}, within the budget"
     predicted = sum(region_peak(region, num_tokens, rows, axis).values())
+    if _comes_in_rounds(region, axis):
+        return ChunkPlan(axis, region.chunk_rows(rows), 0, predicted, reason, rows_per_round=rows)
     return ChunkPlan(axis, rows, rows if _cuts_tokens(region, axis) else 0, predicted, reason)
 
 
@@ -86,14 +91,33 @@ def wanted_rows(
     rows_per_chunk: int | None = None,
     tokens_per_chunk: int | None = None,
 ) -> tuple[int, str]:
-    """Rows a chunk (a slice's rows, on the tokens axis) without a budget, and why; arguments as in `plan_region`."""
+    """Rows a chunk without a budget, and why; arguments as in `plan_region`.
+
+    On the tokens axis these are a slice's rows. Where rows of other ranks come in rounds they are a round's, as many as
+    even routing brings: the rounds are what memory follows then, and the planner lowers them first.
+    """
     knee = region.at_most(KNEE_ROWS.get(region.device_type, KNEE_ROWS["cuda"]), num_tokens)
     if _cuts_tokens(region, axis):  # at most one row of an expert a token, as top-k gives: rows are bounded by tokens
         wanted = tokens_per_chunk or max(1, (rows_per_chunk or knee) // region.top_k)
         return max(1, min(wanted, num_tokens)), f"token slices of {wanted} (FCDA)"
+    if _comes_in_rounds(region, axis):
+        return _round_rows(region, num_tokens, rows_per_chunk or knee)
     if rows_per_chunk is not None:
         return region.at_most(rows_per_chunk, num_tokens), "rows per chunk fixed by the config"
     return knee, f"throughput knee of {region.device_type}"
+
+
+def _round_rows(region: RegionBytes, num_tokens: int, chunk_rows: int) -> tuple[int, str]:
+    assert region.travel is not None, "rows of a single rank come in no rounds"
+    if region.travel.round_rows is not None:
+        return region.travel.round_rows, "rows per round fixed by the group"
+    return max(chunk_rows, rows_of_even_round(num_tokens * region.top_k)), (
+        "rounds of as many rows as even routing brings, with an eighth for its noise"
+    )
+
+
+def _comes_in_rounds(region: RegionBytes, axis: Axis) -> bool:
+    return axis == "rows" and region.travel is not None
 
 
 def _cuts_tokens(region: RegionBytes, axis: Axis) -> bool:

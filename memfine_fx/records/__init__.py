@@ -195,6 +195,8 @@ class ChunkPlan:
             accumulators, index arrays and the expert weight gradients.
         reason: why this and not another.
         keeps: what forward keeps for backward: what the compiled graph has room for, or nothing.
+        rows_per_round: the most rows that come to this rank at once, where experts live on several ranks and the axis
+            is "rows"; else 0.
     """
 
     axis: Literal["rows", "tokens"]
@@ -203,3 +205,9 @@ class ChunkPlan:
     predicted_bytes: int
     reason: str
     keeps: Keep = "nothing"
+    rows_per_round: int = 0
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that come to this rank at once."""
+        return self.rows_per_round or self.rows_per_chunk

@@ -102,7 +102,7 @@ class RegionReport:
         if self.rounds is not None:
             ran += f", {self.rounds}"
         elif self.num_ranks > 1:
-            ran += f", experts on {self.num_ranks} ranks, rounds of at most {plan.rows_per_chunk:,} rows"
+            ran += f", experts on {self.num_ranks} ranks, rounds of at most {plan.rows_at_once:,} rows"
         ran += f", imbalance {self.imbalance}" if self.imbalance else ""
         return f"{line}; axis {plan.axis}, {size} a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"
 

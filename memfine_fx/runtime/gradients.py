@@ -27,17 +27,21 @@ class ParamGradient:
         tensors: the [E,...] table, every expert's own tensor, or the tensor that all share.
         kind: which of the three.
         wanted: whether each of `tensors` wants its gradient; the others are not computed into.
+        in_fp32: whether all of it stands in fp32, because others are to be added to it.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], kind: ParamKind, wanted: Sequence[bool]) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], kind: ParamKind, wanted: Sequence[bool], *, in_fp32: bool = False
+    ) -> None:
         self._values = [
-            torch.empty_like(tensor) if is_wanted else None for tensor, is_wanted in zip(tensors, wanted, strict=True)
+            torch.empty_like(tensor, dtype=torch.float32 if in_fp32 else None) if is_wanted else None
+            for tensor, is_wanted in zip(tensors, wanted, strict=True)
         ]
         self._kind = kind
         num_slots = tensors[0].shape[0] if kind == "expert" else len(tensors)
         self._written = [False] * num_slots
         self._item_bytes = tensors[0].element_size()
-        self._is_low_precision = tensors[0].dtype in (torch.bfloat16, torch.float16)
+        self._is_low_precision = tensors[0].dtype in (torch.bfloat16, torch.float16) and not in_fp32
         self._device_type = tensors[0].device.type
         self._staging: dict[int, torch.Tensor] = {}
 
@@ -48,6 +52,8 @@ class ParamGradient:
             return
         if self._needs_staging(is_part):
             self._stage(slot, torch.mm(left, right))
+        elif place.dtype != left.dtype:
+            self._add(slot, place, torch.mm(left, right))
         elif self._written[slot]:
             place.addmm_(left, right)
         else:
@@ -61,11 +67,15 @@ class ParamGradient:
             return
         if self._needs_staging(is_part):
             self._stage(slot, gradient)
-        elif self._written[slot]:
+        else:
+            self._add(slot, place, gradient)
+        self._written[slot] = True
+
+    def _add(self, slot: int, place: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._written[slot]:
             place.add_(gradient)
         else:
             place.copy_(gradient)
-        self._written[slot] = True
 
     def set_range(self, first_expert: int, gradients: torch.Tensor) -> None:
         """Set the gradients [G,...] of whole experts from `first_expert` on."""

@@ -41,6 +41,8 @@ class RoundStats:
         num_rounds, num_kept: exchanges of rows in forward, and how many of them were kept for backward.
         largest: rows that came to this rank in one round.
         received, busiest: rows that came to this rank in all, and to the rank with most.
+        num_clones: experts that other ranks helped with, each counted for each of them.
+        busiest_alone: rows that would have come to the rank with most without help.
     """
 
     num_ranks: int
@@ -49,12 +51,15 @@ class RoundStats:
     largest: int
     received: int
     busiest: int
+    num_clones: int = 0
+    busiest_alone: int = 0
 
     def __str__(self) -> str:
+        helped = f", {self.busiest_alone:,} without {self.num_clones} clones" if self.num_clones else ""
         kept = f", {self.num_kept} of them kept" if self.num_kept else ""
         return (
             f"{self.num_ranks} ranks, {self.num_rounds} rounds of at most {self.largest:,} rows{kept}, "
-            f"{self.received:,} rows received ({self.busiest:,} by the busiest rank)"
+            f"{self.received:,} rows received ({self.busiest:,} by the busiest rank{helped})"
         )
 
 

@@ -25,7 +25,7 @@ from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk
 
-__all__ = ["Kept", "accumulator_dtype", "chunks_of", "open_gradients", "run_backward", "run_forward"]
+__all__ = ["Kept", "Places", "accumulator_dtype", "chunks_of", "open_gradients", "run_backward", "run_forward"]
 
 
 def _ignore(rows: int) -> None:
@@ -69,6 +69,20 @@ class Kept:
         They are never read. Whoever copies saved tensors (hooks of the user) finds zeros, and a crash nowhere.
         """
         return Kept(bodies, [_hollow((rows, *one.shape), one.dtype) for one in bodies.kept])
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where gradients of rows are set, not summed, in a layer with K = 1 all of whose rows are in chunks.
+
+    Args:
+        rows: [n,H], or None where it is not wanted; may be the gradient of the rows' outputs, whose own rows are read
+            before.
+        weight: [n], or None.
+    """
+
+    rows: torch.Tensor | None
+    weight: torch.Tensor | None
 
 
 _pages: list[mmap.mmap] = []
@@ -119,10 +133,12 @@ def run_forward(
     out_dtype: torch.dtype,
     on_failure: Callable[[int], None] = _ignore,
     kept: Kept | None = None,
+    place: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Combined outputs, [T,H_out] of `out_dtype`.
 
     Args:
+        place: of a layer with K = 1 all of whose rows are in chunks: contributions are set there, not summed.
         kept: bodies that keep something for backward, and where to write it.
         on_failure: told the rows that a chunk may have from now on, after an allocation failed and the chunks
             were halved.
@@ -132,7 +148,10 @@ def run_forward(
     """
     body, places = (bodies.forward(), _NOTHING) if kept is None else (kept.bodies.forward, kept.copied)
     hidden = routed.hidden
-    out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
+    write = _add_rows if place is None else _set_rows_of
+    out = place
+    if out is None:
+        out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
 
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
@@ -140,7 +159,7 @@ def run_forward(
         taken = [] if kept is None else kept.give(arguments, chunk)
         contribution, *values = body.call(*arguments, *taken)
         writes = [partial(_set_rows, *both, chunk) for both in zip(places, values, strict=True)]
-        progress.complete([partial(_add_rows, out, tokens, contribution), *writes])
+        progress.complete([partial(write, out, tokens, contribution), *writes])
 
     def needs() -> list[tuple[str, int]]:
         return _row_terms(routed, bodies.out_width, body.peak_bytes)
@@ -149,7 +168,7 @@ def run_forward(
         limit = walk(chunks, run, groups=bodies.takes_group, needs=needs)
     if limit is not None:
         on_failure(limit)
-    return out.to(out_dtype)
+    return out if place is not None else out.to(out_dtype)
 
 
 def run_backward(
@@ -162,6 +181,7 @@ def run_backward(
     on_failure: Callable[[int], None] = _ignore,
     kept: Kept | None = None,
     into: Sequence[ParamGradient | None] | None = None,
+    places: Places | None = None,
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted, in the order hidden, weight, parameters.
 
@@ -172,6 +192,7 @@ def run_backward(
         on_failure: as in `run_forward`.
         kept: bodies that find something kept, and what their forward wrote.
         into: gradients of the parameters that others add to as well; they are added to and not returned.
+        places: for the gradients of rows and weights, which are not returned then.
 
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
@@ -182,11 +203,11 @@ def run_backward(
         body, found = kept.bodies.backward, kept.tensors
     hidden, weight = routed.hidden, routed.flat_weight
     grad_hidden = grad_weight = None
-    if body.rows_grad is not None:
+    if places is None and body.rows_grad is not None:
         grad_hidden = torch.zeros(hidden.shape, dtype=accumulator_dtype(hidden.dtype), device=hidden.device)
     if body.weight_grad is not None:
         assert weight is not None
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight) if places is None else places.weight
     params = open_gradients(body, routed.params, bodies, wanted_params) if into is None else into
 
     def run(chunk: Chunk, progress: Progress) -> None:
@@ -201,6 +222,10 @@ def run_backward(
         if grad_weight is not None and body.weight_grad is not None:
             effects.append(partial(grad_weight.index_copy_, 0, assignments, results[body.weight_grad]))
         effects.extend(_param_effects(params, body, chunk, arguments, results, groups=bodies.takes_group))
+        if places is not None and places.rows is not None and body.rows_grad is not None:
+            effects.append(
+                partial(_set_rows_of, places.rows, tokens, results[body.rows_grad])
+            )  # last: it may end `grad`
         progress.complete(effects)
 
     def needs() -> list[tuple[str, int]]:
@@ -214,7 +239,7 @@ def run_backward(
     grads: list[torch.Tensor] = []
     if grad_hidden is not None:
         grads.append(grad_hidden.to(hidden.dtype))
-    if grad_weight is not None:
+    if places is None and grad_weight is not None:
         grads.append(grad_weight.view(-1, routed.top_k))
     for param in params if into is None else ():
         grads.extend([] if param is None else param.finish_all())
@@ -236,6 +261,10 @@ def open_gradients(
 
 def _add_rows(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
     total.index_add_(0, tokens, rows.to(total.dtype))
+
+
+def _set_rows_of(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    total.index_copy_(0, tokens, rows.to(total.dtype))
 
 
 def _set_rows(place: torch.Tensor, rows: torch.Tensor, chunk: Chunk) -> None:

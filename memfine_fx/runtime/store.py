@@ -115,11 +115,17 @@ class LiveRegion:
 
 
 def _at_most(plan: ChunkPlan, rows: int | None) -> ChunkPlan:
-    """The plan with chunks of at most `rows`."""
+    """The plan with chunks, and rounds where there are any, of at most `rows`."""
     if rows is None or plan.rows_per_chunk <= rows:
         return plan
     reason = f"lowered from {plan.rows_per_chunk} rows after an allocation failure ({plan.reason})"
-    return replace(plan, rows_per_chunk=rows, tokens_per_chunk=min(plan.tokens_per_chunk, rows), reason=reason)
+    return replace(
+        plan,
+        rows_per_chunk=rows,
+        tokens_per_chunk=min(plan.tokens_per_chunk, rows),
+        rows_per_round=min(plan.rows_per_round, rows),
+        reason=reason,
+    )
 
 
 _regions: Registry[LiveRegion] = Registry()

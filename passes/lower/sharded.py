@@ -36,13 +36,17 @@ OWN_EXCHANGE = (
 _WHOLES = (torch.ops.memfine.all_experts.default, torch.ops.memfine.expert_of.default)
 
 
-def sharded_experts(region: MoERegion, body_key: str, axis: Axis) -> tuple[MoERegion, ShardedExperts | None]:
+def sharded_experts(
+    region: MoERegion, body_key: str, axis: Axis, chunk_rows: int, flops_per_row: int
+) -> tuple[MoERegion, ShardedExperts | None]:
     """The region on this rank's experts, and their exchange; as it was, and None, where experts are not sharded.
 
     Args:
         region: from `read_regions`.
         body_key: content hash of its bodies, which every rank must share.
         axis: along which it is cut, which they share too.
+        chunk_rows: the most rows of a chunk of what came in a round.
+        flops_per_row: of its matmuls on one row, forward.
 
     Raises:
         CannotChunk: only some of its parameters are sharded.
@@ -71,11 +75,14 @@ def sharded_experts(region: MoERegion, body_key: str, axis: Axis) -> tuple[MoERe
     hidden = node_value(region.hidden)
     assert isinstance(hidden, torch.Tensor)
     doing = (
-        f"runs {layer} in rounds{', overlapping' if ranks.overlaps else ''} "
+        f"runs {layer} in rounds{', overlapping' if ranks.overlaps else ''}"
+        f"{f', with {ranks.slots} slots for clones,' if ranks.slots else ''} "
         f"({region.dims.num_experts} experts, top-{region.dims.top_k}, {hidden.dtype}, body {body_key})"
     )
     params = tuple(_on_slice(paths[node]) if node in paths else node for node in region.params)
-    return replace(region, params=params), ShardedExperts(ranks, placement, layer, doing, axis)
+    return replace(region, params=params), ShardedExperts(
+        ranks, placement, layer, doing, axis, chunk_rows, flops_per_row
+    )
 
 
 def tell_why_gathered(graph: fx.Graph, refusals: Sequence[Refusal]) -> None:

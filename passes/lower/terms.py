@@ -67,7 +67,27 @@ def region_bytes(
         device_type=output.device.type,
         product_scratch=product_scratch(shapes, (low_precision or [hidden.dtype])[0], output.device.type),
         travel=None if exchange is None else exchange.travel,
+        clones_forward=_clones_bytes(region, exchange, backward=False),
+        clones_backward=_clones_bytes(region, exchange, backward=True),
     )
+
+
+def _clones_bytes(region: MoERegion, exchange: ShardedExperts | None, *, backward: bool) -> int:
+    """Of the slots for clones of other ranks' experts: weights, and in backward gradients in fp32.
+
+    There the owner also holds one that returned; and in low precision sums of its experts that others compute rows of.
+    """
+    if exchange is None or not exchange.ranks.slots or "each" in region.expert_fn.param_kinds:
+        return 0
+    kinds = region.expert_fn.param_kinds
+    tables = [tensor_of(node) for node, kind in zip(region.params, kinds, strict=True) if kind == "expert"]
+    num_bytes, slots = 0, exchange.ranks.slots
+    for table in tables:
+        elements, is_low = math.prod(table.shape[1:]), accumulator_dtype(table.dtype) is not table.dtype
+        num_bytes += slots * elements * table.dtype.itemsize
+        if backward and table.requires_grad:
+            num_bytes += 4 * elements * (slots + 1 + (int(table.shape[0]) if is_low else 0))
+    return num_bytes
 
 
 def num_tokens_of(region: MoERegion) -> sympy.Expr:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import memfine_fx
 from memfine_fx.errors import ExchangeFailed
 from memfine_fx.expert_parallel.exchange import Exchange
+from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.models._experts import GatedExperts
 
 EXPERTS, HIDDEN, WIDTH, TOP_K, TOKENS, ROWS = 4, 8, 12, 2, 16, 4
@@ -30,10 +31,10 @@ class Told:
 
 def layer(rows: int = ROWS, experts: int = EXPERTS) -> torch.nn.Module:
     torch.manual_seed(0)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    group = expert_group(dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)), rows_per_round=rows)
     config = memfine_fx.Config(inner_backend="eager", rows_per_chunk=rows)
     whole = GatedExperts(experts, HIDDEN, WIDTH, "gathered")
-    return memfine_fx.optimize(whole, inner_backend="eager", expert_parallel=mesh, config=config)
+    return memfine_fx.optimize(whole, inner_backend="eager", expert_parallel=group, config=config)
 
 
 def run_layer(model: torch.nn.Module, first_expert: int = 0) -> torch.Tensor:

@@ -20,7 +20,7 @@ from tests.expert_parallel.layer_cases import HIDDEN, WIDTH, LayerCase, Outcome,
 __all__ = ["BUDGETS", "Sent", "run_kept"]
 
 EXPERTS, TOP_K, TOKENS, ROWS = 5, 2, 24, 7
-BUDGETS = ("1GiB", "20kB", "15kB")
+BUDGETS = ("1GiB", "30kB", "27kB")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,10 @@ def _models(num_ranks: int, budget: str) -> tuple[torch.nn.Module, torch.nn.Modu
     whole = GatedExperts(EXPERTS, HIDDEN, WIDTH, "gathered")
     config = memfine_fx.Config(memory_budget=budget, rows_per_chunk=ROWS)
     sharded = memfine_fx.optimize(
-        copy.deepcopy(whole), inner_backend="aot_eager", config=config, expert_parallel=expert_group(mesh)
+        copy.deepcopy(whole),
+        inner_backend="aot_eager",
+        config=config,
+        expert_parallel=expert_group(mesh, rows_per_round=ROWS),
     )
     return whole, sharded
 

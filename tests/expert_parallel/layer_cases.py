@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import memfine_fx
 from memfine_fx.config import Axis, InnerBackend
+from memfine_fx.expert_parallel import sharded
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.models._experts import GatedExperts
@@ -30,13 +31,18 @@ Route = Callable[[int, int, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class LayerCase:
-    """Tokens by rank, sizes, routing, rows a round; with a budget, what comes may be kept for backward."""
+    """Tokens by rank, sizes, routing, rows a chunk; with a budget, what comes may be kept for backward.
+
+    A round has as many rows as a chunk, or `round_rows`: None for as many as even routing brings.
+    """
 
     name: str
     tokens: tuple[int, ...]
     num_experts: int = 5
     top_k: int = 2
     rows: int = 7
+    round_rows: int | None = 7
+    slots: int = 0
     overlaps: bool = False
     dtype: torch.dtype = torch.float32
     route: str = "random"
@@ -67,7 +73,12 @@ def _in_turn(tokens: int, experts: int, top_k: int) -> torch.Tensor:
     return torch.cat([_first(half, experts, top_k), _last(tokens - half, experts, top_k)])
 
 
-ROUTES: dict[str, Route] = {"random": _random, "first": _first, "last": _last, "in turn": _in_turn}
+def _even(tokens: int, experts: int, top_k: int) -> torch.Tensor:
+    """Every expert as often as any other."""
+    return (torch.arange(tokens).unsqueeze(1) * top_k + torch.arange(top_k)) % experts
+
+
+ROUTES: dict[str, Route] = {"even": _even, "random": _random, "first": _first, "last": _last, "in turn": _in_turn}
 
 
 def cases(num_ranks: int) -> list[LayerCase]:
@@ -80,8 +91,29 @@ def cases(num_ranks: int) -> list[LayerCase]:
         LayerCase("tokens on one rank only", (40, *[0] * (num_ranks - 1))),
         LayerCase("no tokens anywhere", (0,) * num_ranks),
         LayerCase("ranks with different numbers of tokens", tuple(5 + 17 * rank for rank in range(num_ranks))),
-        LayerCase("one round", even, rows=1000),
-        LayerCase("one row a round", (4,) * num_ranks, rows=1),
+        LayerCase("even routing", even, num_experts=2 * num_ranks, round_rows=None, route="even"),
+        LayerCase("even routing, kept", even, num_experts=2 * num_ranks, round_rows=None, route="even", budget="1GiB"),
+        LayerCase("all rows to the last rank, large rounds", even, round_rows=None, route="last"),
+        LayerCase("all rows to the last rank, large rounds, kept", even, round_rows=None, route="last", budget="1GiB"),
+        LayerCase("tokens on one rank only, large rounds", (40, *[0] * (num_ranks - 1)), round_rows=None),
+        LayerCase("rounds of two chunks and a half, overlapping", even, round_rows=17, overlaps=True),
+        LayerCase("rounds in legs", (200,) * num_ranks, rows=64, round_rows=None),
+        LayerCase("rounds in legs, kept", (200,) * num_ranks, rows=64, round_rows=None, budget="1GiB"),
+        LayerCase("rounds in legs, overlapping", (200,) * num_ranks, rows=64, round_rows=280, overlaps=True),
+        LayerCase("rounds in legs, one source", (600, *[3] * (num_ranks - 1)), rows=64, round_rows=300),
+        LayerCase("rounds in legs, bfloat16", (200,) * num_ranks, rows=64, round_rows=None, dtype=torch.bfloat16),
+        LayerCase("help, all rows to the first rank", even, route="first", slots=2),
+        LayerCase("help, all rows to the last rank", even, route="last", slots=1),
+        LayerCase("help, random routing, overlapping", even, slots=2, overlaps=True),
+        LayerCase("help, tokens on one rank only", (40, *[0] * (num_ranks - 1)), route="last", slots=2),
+        LayerCase("help, one token", (1, *[0] * (num_ranks - 1)), round_rows=None, slots=2),
+        LayerCase("help, more ranks than experts", even, num_experts=1, top_k=1, slots=1),
+        LayerCase("help, kept", even, route="last", round_rows=None, slots=2, budget="1GiB"),
+        LayerCase("help, bfloat16", even, dtype=torch.bfloat16, route="last", slots=2),
+        LayerCase("one token", (1, *[0] * (num_ranks - 1)), round_rows=None),
+        LayerCase("one round", even, rows=1000, round_rows=1000),
+        LayerCase("one row a round", (4,) * num_ranks, rows=1, round_rows=1),
+        LayerCase("bfloat16, large rounds", even, dtype=torch.bfloat16, round_rows=None),
         LayerCase("more ranks than experts", even, num_experts=1, top_k=1),
         LayerCase("every expert chosen", even, num_experts=4, top_k=4),
         LayerCase("bfloat16", even, dtype=torch.bfloat16),
@@ -103,6 +135,7 @@ class Outcome:
     rounds: RoundStats | None
     keeps: str
     refusal: str
+    num_chunks: int
 
 
 def run_cases(rank: int, num_ranks: int) -> dict[str, Outcome]:
@@ -112,8 +145,10 @@ def run_cases(rank: int, num_ranks: int) -> dict[str, Outcome]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     models: dict[Any, Any] = {}
     outcomes = {}
+    sharded.flops_of = lambda ranks: 1.0  # type: ignore[attr-defined]  # so slow that help always pays
     for case in cases(num_ranks):
-        key = (case.num_experts, case.dtype, case.overlaps, case.rows, case.top_k, case.budget, case.axis)
+        sizes = (case.num_experts, case.dtype, case.rows, case.round_rows, case.top_k, case.slots)
+        key = (*sizes, case.overlaps, case.budget, case.axis)
         if key not in models:
             models[key] = _models(case, mesh)
         outcomes[case.name] = run_case(case, rank, *models[key])
@@ -131,7 +166,7 @@ def _models(case: LayerCase, mesh: Any) -> tuple[torch.nn.Module, torch.nn.Modul
         inner_backend=inner,
         dynamic=True,
         config=config,
-        expert_parallel=expert_group(mesh, overlaps=case.overlaps),
+        expert_parallel=expert_group(mesh, overlaps=case.overlaps, rows_per_round=case.round_rows, slots=case.slots),
     )
     return whole, sharded
 
@@ -159,7 +194,8 @@ def run_case(case: LayerCase, rank: int, whole: torch.nn.Module, sharded: torch.
         errors[name] = _error(value, exact)
     (region,) = memfine_fx.report(sharded).regions
     keeps = "" if region.plan is None else region.plan.keeps
-    return Outcome(errors, region.rounds, keeps, "" if region.status == "chunked" else region.reason)
+    refusal = "" if region.status == "chunked" else region.reason
+    return Outcome(errors, region.rounds, keeps, refusal, region.num_chunks)
 
 
 def _batch(case: LayerCase, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

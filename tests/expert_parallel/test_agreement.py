@@ -44,12 +44,12 @@ def test_a_plan_that_no_longer_fits_once_forward_has_run_waits_for_the_next_step
     assert [agreement.change["late"] for agreement in by_rank] == [0.0, 0.0]
 
 
-def test_chunked_layers_have_one_gather_of_counts_and_four_exchanges_of_rows_in_a_step(
+def test_chunked_layers_have_one_gather_of_counts_and_five_exchanges_of_rows_in_a_step(
     by_rank: list[Agreement],
 ) -> None:
-    """Of one round: rows and results, forward and backward. Agreement has no collective of its own."""
+    """Of one round: rows and results in both passes, gradients of results. Agreement has no collective of its own."""
     for agreement in by_rank:
-        assert agreement.collectives == {"c10d::_allgather_base_": NUM_LAYERS, "c10d::alltoall_base_": 4 * NUM_LAYERS}
+        assert agreement.collectives == {"c10d::_allgather_base_": NUM_LAYERS, "c10d::alltoall_base_": 5 * NUM_LAYERS}
 
 
 def test_a_rank_that_runs_uncompiled_is_told_apart(by_rank: list[Agreement]) -> None:

@@ -24,8 +24,12 @@ def test_outputs_and_all_gradients_are_those_of_the_whole(num_ranks: int) -> Non
             assert max(outcome.errors.values()) < tolerance, f"{where}: {outcome.errors}"
             assert outcome.rounds is not None, where
             if case.axis == "rows":
-                assert outcome.rounds.largest <= case.rows, where
-            elif case.route == "in turn" and num_ranks > 1:
+                own = case.tokens[rank] * case.top_k
+                assert outcome.rounds.largest <= (case.round_rows or max(case.rows, own + own // 8)), where
+            if case.route == "even":
+                assert (outcome.rounds.num_rounds, outcome.rounds.largest) == (1, own), f"{where}: {outcome.rounds}"
+                assert outcome.num_chunks >= own // case.rows, f"{where}: a round is one chunk"
+            if case.axis == "tokens" and case.route == "in turn" and num_ranks > 1:
                 broken = max(by_rank[one][case.name].rounds.largest for one in range(num_ranks))
                 assert broken > case.rows, f"{where}: slices kept a bound that they do not have"
             assert outcome.keeps == ("nothing" if case.budget is None else "projections"), where

@@ -1,0 +1,148 @@
+"""Clones of other ranks' experts in one walk: their weights come into slots, their gradients go back.
+
+A slot is one row of a table that is made like the rank's own and filled by the expert's owner, straight from and into
+the tables, in forward and again in backward, since weights are not kept. Gradients of clones are summed in fp32 where
+they are made. They return when the walk has passed, and the owner adds them one after the other in the order of the
+plan, so that every run adds in the same order. Frozen parameters have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from memfine_fx.expert_parallel.arrival import wait_for
+from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at
+from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.spread import Spread
+from memfine_fx.runtime.gradients import ParamGradient
+
+__all__ = ["Clones", "can_clone"]
+
+
+@dataclass(frozen=True)
+class _Move:
+    """An expert of a rank's own in the slot of another rank."""
+
+    owner: int
+    expert: int
+    rank: int
+    slot: int
+
+
+def can_clone(kinds: Sequence[str]) -> bool:
+    """Whether experts stand in tables, of which a slot can be made everywhere."""
+    return "expert" in kinds and "each" not in kinds
+
+
+@dataclass(frozen=True)
+class Clones:
+    """The clones of one layer in one walk, as one rank sees them.
+
+    Args:
+        exchange: by which they travel.
+        layer: its name, for messages.
+        rank: of this process in the group.
+        spread: who computes what.
+        placement: of the experts.
+        params: this rank's own, by parameter of the expert function.
+        kinds: of each parameter.
+    """
+
+    exchange: Exchange
+    layer: str
+    rank: int
+    spread: Spread
+    placement: Placement
+    params: Sequence[Sequence[torch.Tensor]]
+    kinds: Sequence[str]
+
+    @cached_property
+    def moves(self) -> list[_Move]:
+        """Of all ranks, in the order of owners, experts and ranks."""
+        found = [
+            _Move(self.placement.owner(expert), expert, rank, slot)
+            for rank in range(self.placement.num_ranks)
+            for slot, expert in enumerate(self.spread.clones_on(rank))
+            if expert >= 0
+        ]
+        return sorted(found, key=lambda move: (move.expert, move.rank))
+
+    @cached_property
+    def own_cloned(self) -> set[int]:
+        """This rank's experts, by their number among them, of which others compute rows too."""
+        return {move.expert - self._first for move in self.moves if move.owner == self.rank}
+
+    @property
+    def _first(self) -> int:
+        return self.placement.owned(self.rank).start
+
+    def fetch(self, phase: str) -> list[Sequence[torch.Tensor]]:
+        """This walk's parameters of the slots, filled; a collective call of those ranks that have clones."""
+        slots = [
+            [_table_like(group[0], self.spread.slots)] if kind == "expert" else group
+            for group, kind in zip(self.params, self.kinds, strict=True)
+        ]
+        tables = [
+            (own[0], slot[0])
+            for own, slot, kind in zip(self.params, slots, self.kinds, strict=True)
+            if kind == "expert"
+        ]
+        sent, received = [], []
+        for move in self.moves:
+            if move.owner == self.rank:
+                sent += [(_flat(own[move.expert - self._first]), move.rank) for own, _ in tables]
+            if move.rank == self.rank:
+                received += [(_flat(slot[move.slot]), move.owner) for _, slot in tables]
+        self._pass_on(sent, received, phase)
+        return slots
+
+    def open_gradients(
+        self, slots: Sequence[Sequence[torch.Tensor]], own: Sequence[ParamGradient | None]
+    ) -> list[ParamGradient | None]:
+        """Room for the slots' gradients; what all share has one gradient for all rows of this rank.
+
+        Args:
+            slots: as from `fetch`.
+            own: of this rank's experts.
+        """
+        return [
+            param if kind == "shared" or param is None else ParamGradient(tensors, "expert", [True], in_fp32=True)
+            for param, tensors, kind in zip(own, slots, self.kinds, strict=True)
+        ]
+
+    def give_back(self, slots: Sequence[ParamGradient | None], own: Sequence[ParamGradient | None]) -> None:
+        """Gradients of clones to their owners, and added there; one expert after the other."""
+        pairs = [
+            (slot.finish_all()[0], param)
+            for slot, param, kind in zip(slots, own, self.kinds, strict=True)
+            if kind == "expert" and slot is not None and param is not None
+        ]
+        for move in self.moves:
+            if move.rank == self.rank:
+                self._pass_on([(_flat(gradient[move.slot]), move.owner) for gradient, _ in pairs], [], "backward")
+            if move.owner == self.rank:
+                inboxes = [torch.empty_strided(one.shape[1:], one.stride()[1:], device=one.device) for one, _ in pairs]
+                self._pass_on([], [(_flat(inbox), move.rank) for inbox in inboxes], "backward")
+                for inbox, (_, param) in zip(inboxes, pairs, strict=True):
+                    param.add_tensor(move.expert - self._first, inbox, is_part=True)
+
+    def _pass_on(
+        self, sent: Sequence[tuple[torch.Tensor, int]], received: Sequence[tuple[torch.Tensor, int]], phase: str
+    ) -> None:
+        with failing_at(Place(f"clones of experts of {self.layer}", phase), self.exchange.group):
+            for work in self.exchange.pass_on(sent, received):
+                wait_for(work)
+
+
+def _table_like(own: torch.Tensor, slots: int) -> torch.Tensor:
+    """Room for `slots` experts, each laid out as this rank's."""
+    return torch.empty_strided((slots, *own.shape[1:]), own.stride(), dtype=own.dtype, device=own.device)
+
+
+def _flat(expert: torch.Tensor) -> torch.Tensor:
+    """An expert's part of a table as it lies in memory, which is without gaps."""
+    return expert.as_strided((expert.numel(),), (1,))

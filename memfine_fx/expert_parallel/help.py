@@ -1,0 +1,210 @@
+"""The plan of help: which experts are computed on other ranks too, and which rows go there.
+
+Bounded memory alone leaves every rank waiting for the busiest one. Help takes the skew itself away: an expert of a rank
+that has too many rows is cloned on one that has few, which computes part of its rows.
+
+Terms
+    clone     an expert's weights on a rank that does not own it, for one layer and step
+    slot      room for one clone; every rank has S
+    target    rows that no rank is to compute more of
+    excess    rows of a rank above the target; room: rows of it below
+    node      ranks with fast links among each other: consecutive ones, `node_ranks` of them
+
+1. The rank with the largest excess gives rows of the expert that has most of them, to the rank of its node whose room
+   is the smallest that takes all that is to be given; if there is none, to such a rank of another node; if there is
+   none, to the largest room there is, in its node if half of that is there. So each clone ends an excess or fills a
+   rank, and there are fewer clones than ranks.
+2. A rank without a free slot, or without room, takes no more. What nobody takes stays with its owner.
+3. An expert's rows are split among the ranks that compute it: first those that stand there already, then those of the
+   same node, then the others in order of ranks.
+
+Every step of it is integer arithmetic on the gathered counts [ep,E], in a fixed order: all ranks make the same plan
+and nothing is agreed upon. `help_costs` decides which target pays.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memfine_fx.expert_parallel.placement import Placement
+
+__all__ = ["Clone", "Help", "no_help", "plan_help", "split_rows"]
+
+
+@dataclass(frozen=True)
+class Clone:
+    """`rows` rows of an expert that `rank` computes in its owner's place."""
+
+    expert: int
+    rank: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Help:
+    """Who computes what.
+
+    Args:
+        clones: in the order in which they were decided.
+        computed: [ep], rows that each rank computes.
+    """
+
+    clones: tuple[Clone, ...]
+    computed: tuple[int, ...]
+
+    @property
+    def busiest(self) -> int:
+        return max(self.computed)
+
+    def slots_used(self) -> int:
+        """The most clones on one rank."""
+        on_rank = [0] * len(self.computed)
+        for clone in self.clones:
+            on_rank[clone.rank] += 1
+        return max(on_rank)
+
+    def by_expert(self) -> dict[int, list[Clone]]:
+        """The clones of each expert that has some."""
+        found: dict[int, list[Clone]] = {}
+        for clone in self.clones:
+            found.setdefault(clone.expert, []).append(clone)
+        return found
+
+
+def no_help(counts: torch.Tensor, placement: Placement) -> Help:
+    """Every expert's rows to its owner."""
+    return Help((), tuple(placement.by_rank(counts.sum(dim=0)).tolist()))
+
+
+def plan_help(
+    counts: torch.Tensor, placement: Placement, *, slots: int, target: int, node_ranks: int | None = None
+) -> Help:
+    """Clones after which as few ranks as possible compute more than `target` rows.
+
+    With as many slots as there are experts none does, if the target is not below the mean.
+
+    Args:
+        counts: [ep,E] int64 on the host.
+        placement: of the experts.
+        slots: S; 0 for no help.
+        target: rows.
+        node_ranks: ranks of a node; None for one node.
+    """
+    computed = list(no_help(counts, placement).computed)
+    rooms = _Rooms(computed, target, slots, node_ranks or placement.num_ranks)
+    left = counts.sum(dim=0).tolist()
+    by_rank = [_Experts(placement.owned(rank), left) for rank in range(placement.num_ranks)]
+    excesses = [(target - rows, rank) for rank, rows in enumerate(computed) if rows > target]
+    heapq.heapify(excesses)
+    clones = []
+    while excesses:
+        below, rank = heapq.heappop(excesses)
+        rows, expert = by_rank[rank].fullest()
+        given = rooms.take(rank, min(-below, rows))
+        if given is None:
+            continue
+        helper, moved = given
+        clones.append(Clone(expert, helper, moved))
+        computed[rank] -= moved
+        computed[helper] += moved
+        by_rank[rank].give(expert, moved)
+        if computed[rank] > target:
+            heapq.heappush(excesses, (target - computed[rank], rank))
+    return Help(tuple(clones), tuple(computed))
+
+
+def split_rows(counts: torch.Tensor, clones: Sequence[Clone], owner: int, node_ranks: int) -> torch.Tensor:
+    """Of one expert, rows of every source that the owner and each clone compute: [1+clones,ep].
+
+    Args:
+        counts: [ep], the expert's rows by source.
+        clones: of it.
+        owner: its rank.
+        node_ranks: ranks of a node.
+    """
+    wanted = torch.tensor([int(counts.sum()) - sum(one.rows for one in clones), *(one.rows for one in clones)])
+    ranks = torch.tensor([owner, *(one.rank for one in clones)])
+    left, split = counts.clone(), torch.zeros(len(ranks), len(counts), dtype=torch.int64)
+    here = torch.minimum(wanted, left[ranks])
+    split[torch.arange(len(ranks)), ranks] = here
+    wanted, left = wanted - here, left.index_add(0, ranks, -here)
+    sources, nodes = torch.arange(len(counts)) // node_ranks, ranks // node_ranks
+    for node in sorted(set(nodes.tolist())):
+        matched = _matched(wanted * (nodes == node), left * (sources == node))
+        split += matched
+        wanted, left = wanted - matched.sum(dim=1), left - matched.sum(dim=0)
+    return split + _matched(wanted, left)
+
+
+def _matched(wanted: torch.Tensor, offered: torch.Tensor) -> torch.Tensor:
+    """Both in order on a line: how much of each lies beside the other, [wanted,offered]."""
+    wanted_ends, offered_ends = wanted.cumsum(0).unsqueeze(1), offered.cumsum(0)
+    ends = torch.minimum(wanted_ends, offered_ends)
+    begins = torch.maximum(wanted_ends - wanted.unsqueeze(1), offered_ends - offered)
+    return (ends - begins).clamp(min=0)
+
+
+class _Experts:
+    """A rank's experts by rows that are left with it, fullest first."""
+
+    def __init__(self, owned: range, rows: Sequence[int]) -> None:
+        self._heap = [(-rows[expert], expert) for expert in owned]
+        heapq.heapify(self._heap)
+
+    def fullest(self) -> tuple[int, int]:
+        """(rows, expert)."""
+        below, expert = self._heap[0]
+        return -below, expert
+
+    def give(self, expert: int, rows: int) -> None:
+        """Take rows from the fullest."""
+        below, fullest = self._heap[0]
+        assert fullest == expert, "rows are given by the fullest expert"
+        heapq.heapreplace(self._heap, (below + rows, expert))
+
+
+class _Rooms:
+    """Ranks that take rows, by node and in each by room."""
+
+    def __init__(self, computed: Sequence[int], target: int, slots: int, node_ranks: int) -> None:
+        self._node_ranks = node_ranks
+        self._free = [slots] * len(computed)
+        nodes = range(-(-len(computed) // node_ranks))
+        self._by_node: list[list[tuple[int, int]]] = [[] for _ in nodes]
+        for rank, rows in enumerate(computed):
+            self._put(rank, target - rows)
+
+    def take(self, rank: int, rows: int) -> tuple[int, int] | None:
+        """(helper, how many of `rows` rows of `rank` it takes), None where nobody takes any."""
+        own = rank // self._node_ranks
+        found = self._smallest_of([own], rows) or self._smallest_of(range(len(self._by_node)), rows)
+        if found is None:
+            found = self._largest(own)
+        if found is None:
+            return None
+        room, helper = found
+        self._by_node[helper // self._node_ranks].remove(found)
+        moved = min(room, rows)
+        self._free[helper] -= 1
+        self._put(helper, room - moved)
+        return helper, moved
+
+    def _put(self, rank: int, room: int) -> None:
+        if room > 0 and self._free[rank] > 0:
+            bisect.insort(self._by_node[rank // self._node_ranks], (room, rank))
+
+    def _smallest_of(self, nodes: Sequence[int], rows: int) -> tuple[int, int] | None:
+        """The smallest room for all of `rows`."""
+        places = [(own, bisect.bisect_left(own, (rows, -1))) for own in (self._by_node[node] for node in nodes)]
+        return min((own[place] for own, place in places if place < len(own)), default=None)
+
+    def _largest(self, node: int) -> tuple[int, int] | None:
+        """The largest room; in a node, if half of it is there."""
+        largest = max((own[-1] for own in self._by_node if own), default=None)
+        near = self._by_node[node][-1:]
+        return near[0] if largest and near and 2 * near[0][0] >= largest[0] else largest

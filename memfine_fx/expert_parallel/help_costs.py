@@ -1,0 +1,171 @@
+"""What help costs and spares, and which plan of help a layer's step takes.
+
+A layer's step takes as long as its slowest rank computes, and as the fullest link of a rank is busy. Rows that are
+computed elsewhere travel anyway; what help adds are the clones: an expert's weights to every clone in forward, and its
+gradient, in fp32, back in backward. Both follow one tree, over nodes first and then inside of them, so that no rank
+sends an expert to more than two others of a node and two other nodes, and gradients are added in the tree's order, the
+same in every run.
+
+`choose_help` makes a plan for each of a few targets, from nearly even rows to those that there are, and takes the one
+with the least seconds: no help, where moving weights takes longer than the skew.
+
+Not counted: work that hides behind an exchange, or weights sent ahead of the layer. Both would favour help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memfine_fx.expert_parallel.help import Clone, Help, no_help, plan_help, split_rows
+from memfine_fx.expert_parallel.placement import Placement
+
+__all__ = ["TARGETS", "HelpCosts", "Wire", "choose_help", "flows_of"]
+
+TARGETS = (1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+"""Rows of the busiest rank over the mean that plans are made for."""
+_LEAST_GAIN = 0.02
+"""Of a step's seconds, without which nobody helps: less than the model knows."""
+_PIECES = 16
+"""In which weights pass through a tree: a rank passes one on while the next comes."""
+_FAN_OUT = 2
+
+
+@dataclass(frozen=True)
+class HelpCosts:
+    """Rates of a layer and of the links between ranks.
+
+    Args:
+        row_seconds: of a row's products in a step, forward and backward.
+        there_bytes, back_bytes: of a row's ways to its expert and back in a step.
+        weight_bytes, gradient_bytes: of one expert, as it is sent and as its gradient returns.
+        near, far: bytes a second of a rank in each direction, to ranks of its node and of others.
+        latency: seconds of a message.
+        node_ranks: ranks of a node.
+    """
+
+    row_seconds: float
+    there_bytes: int
+    back_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+    near: float
+    far: float
+    latency: float
+    node_ranks: int
+
+    def seconds(self, counts: torch.Tensor, placement: Placement, plan: Help) -> float:
+        """Of a layer's step under a plan."""
+        rows = Wire.of_rows(
+            flows_of(counts, placement, plan, self.node_ranks), self.there_bytes, self.back_bytes, self.node_ranks
+        )
+        wire = rows.with_others(self.clones_wire(placement, plan))
+        return plan.busiest * self.row_seconds + wire.seconds(self.near, self.far) + self._fill_seconds(plan)
+
+    def clones_wire(self, placement: Placement, plan: Help) -> Wire:
+        """Bytes of experts that are sent, and of their gradients that return."""
+        wire = Wire.empty(placement.num_ranks, self.node_ranks)
+        for expert, clones in plan.by_expert().items():
+            for parent, child in tree_of(placement.owner(expert), clones, self.node_ranks):
+                wire.add(parent, child, self.weight_bytes)
+                wire.add(child, parent, self.gradient_bytes)
+        return wire
+
+    def _fill_seconds(self, plan: Help) -> float:
+        """Until the first piece of an expert has come to the last of its clones, and the same for its gradient."""
+        most = max((len(clones) for clones in plan.by_expert().values()), default=0)
+        nodes = -(-most // self.node_ranks)
+        far_hops, near_hops = (nodes.bit_length() if most else 0), min(most, self.node_ranks).bit_length()
+        num_bytes = (self.weight_bytes + self.gradient_bytes) / _PIECES
+        latency = 2 * self.latency * (far_hops + near_hops)
+        return latency + far_hops * num_bytes / self.far + near_hops * num_bytes / self.near
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes of each rank, [2,2,ep]: inside of its node or between nodes; out or in."""
+
+    num_bytes: torch.Tensor
+    node_ranks: int
+
+    @staticmethod
+    def empty(num_ranks: int, node_ranks: int) -> Wire:
+        return Wire(torch.zeros(2, 2, num_ranks, dtype=torch.int64), node_ranks)
+
+    @staticmethod
+    def of_rows(flows: torch.Tensor, there_bytes: int, back_bytes: int, node_ranks: int) -> Wire:
+        """Of rows [source,computing rank] that go and come back; rows that stay on their rank take nothing."""
+        ranks = torch.arange(len(flows))
+        is_near = (ranks // node_ranks).unsqueeze(1) == ranks // node_ranks
+        moved = flows * (ranks.unsqueeze(1) != ranks)
+        found = []
+        for some in (moved * is_near, moved * ~is_near):
+            out, into = some.sum(dim=1), some.sum(dim=0)
+            found.append(torch.stack([out * there_bytes + into * back_bytes, into * there_bytes + out * back_bytes]))
+        return Wire(torch.stack(found), node_ranks)
+
+    def add(self, sender: int, receiver: int, num_bytes: int) -> None:
+        distance = int(sender // self.node_ranks != receiver // self.node_ranks)
+        self.num_bytes[distance, 0, sender] += num_bytes
+        self.num_bytes[distance, 1, receiver] += num_bytes
+
+    def with_others(self, other: Wire) -> Wire:
+        return Wire(self.num_bytes + other.num_bytes, self.node_ranks)
+
+    @property
+    def most_sent(self) -> int:
+        """Of the rank that sends most."""
+        return int(self.num_bytes[:, 0].sum(dim=0).max())
+
+    def seconds(self, near: float, far: float) -> float:
+        """Until the last rank has sent and received everything; links inside of nodes and between them work at once."""
+        most_near, most_far = (float(most) for most in self.num_bytes.flatten(1).max(dim=1).values)
+        return max(most_near / near, most_far / far)
+
+
+def flows_of(counts: torch.Tensor, placement: Placement, plan: Help, node_ranks: int) -> torch.Tensor:
+    """Rows by source and the rank that computes them, [ep,ep]."""
+    flows = placement.by_rank(counts).clone()
+    for expert, clones in plan.by_expert().items():
+        owner = placement.owner(expert)
+        split = split_rows(counts[:, expert], clones, owner, node_ranks)
+        flows[:, owner] -= counts[:, expert]
+        flows.index_add_(1, torch.tensor([owner, *(one.rank for one in clones)]), split.t().contiguous())
+    return flows
+
+
+def tree_of(owner: int, clones: Sequence[Clone], node_ranks: int) -> list[tuple[int, int]]:
+    """(parent, child) of the tree by which an expert reaches its clones: a rank of each node, then the others of it."""
+    by_node: dict[int, list[int]] = {owner // node_ranks: [owner]}
+    for rank in sorted(clone.rank for clone in clones):
+        by_node.setdefault(rank // node_ranks, []).append(rank)
+    return [
+        edge
+        for ranks in ([members[0] for members in by_node.values()], *by_node.values())
+        for edge in ((ranks[(place - 1) // _FAN_OUT], ranks[place]) for place in range(1, len(ranks)))
+    ]
+
+
+def choose_help(counts: torch.Tensor, placement: Placement, costs: HelpCosts, slots: int) -> Help:
+    """The plan with the least seconds; no help where none spares enough.
+
+    Args:
+        counts: [ep,E] int64 on the host.
+        placement: of the experts.
+        costs: of the layer and its links.
+        slots: S.
+    """
+    best = no_help(counts, placement)
+    least = costs.seconds(counts, placement, best) * (1 - _LEAST_GAIN)
+    mean = int(counts.sum()) / placement.num_ranks
+    busiest = best.busiest
+    for target in (int(factor * mean) + 1 for factor in TARGETS):
+        if target >= busiest or not slots:
+            break
+        plan = plan_help(counts, placement, slots=slots, target=target, node_ranks=costs.node_ranks)
+        seconds = costs.seconds(counts, placement, plan)
+        if seconds < least:
+            best, least = plan, seconds
+    return best

@@ -1,0 +1,91 @@
+"""Help is taken where it spares time, by the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from memfine_fx.expert_parallel.help import Clone, Help, no_help
+from memfine_fx.expert_parallel.help_costs import HelpCosts, choose_help, flows_of, tree_of
+from memfine_fx.expert_parallel.placement import Placement
+from tests.expert_parallel.test_help import Case, cases
+
+COSTS = HelpCosts(
+    row_seconds=1e-6,
+    there_bytes=300,
+    back_bytes=200,
+    weight_bytes=1000,
+    gradient_bytes=2000,
+    near=1e9,
+    far=1e8,
+    latency=1e-9,
+    node_ranks=2,
+)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=50)
+def test_what_is_chosen_takes_no_longer_than_no_help(case: Case) -> None:
+    chosen = choose_help(case.counts, case.placement, COSTS, case.slots)
+    without = no_help(case.counts, case.placement)
+    seconds = [COSTS.seconds(case.counts, case.placement, plan) for plan in (chosen, without)]
+    assert seconds[0] <= seconds[1] and chosen.slots_used() <= case.slots
+
+
+@given(cases())
+@settings(deadline=None, max_examples=50)
+def test_every_rank_chooses_the_same(case: Case) -> None:
+    """From its own copy of the gathered counts; a float that is summed in another order would tell."""
+    other = case.counts.t().contiguous().t()
+    chosen = [choose_help(counts, case.placement, COSTS, case.slots) for counts in (case.counts, other)]
+    assert chosen[0] == chosen[1]
+
+
+@given(cases())
+@settings(deadline=None, max_examples=50)
+def test_flows_hold_every_row_of_a_source_once(case: Case) -> None:
+    plan = case.plan()
+    flows = flows_of(case.counts, case.placement, plan, case.node_ranks)
+    assert int(flows.min()) >= 0
+    assert torch.equal(flows.sum(dim=1), case.counts.sum(dim=1))
+    assert tuple(flows.sum(dim=0).tolist()) == plan.computed
+
+
+COUNTS = torch.tensor([[500, 0, 0, 0]] * 4)
+
+
+def test_a_hot_expert_is_cloned_where_that_pays() -> None:
+    plan = choose_help(COUNTS, Placement(4, 4), COSTS, slots=1)
+    assert plan.busiest <= 1.05 * 500 + 1 and len(plan.clones) == 3
+
+
+@pytest.mark.parametrize("dear", [{"weight_bytes": 10**9}, {"gradient_bytes": 10**9}, {"latency": 1.0}])
+def test_nobody_helps_where_weights_take_longer_than_the_skew(dear: dict[str, float]) -> None:
+    assert not choose_help(COUNTS, Placement(4, 4), replace(COSTS, **dear), slots=1).clones
+
+
+def test_half_a_skew_is_taken_where_the_rest_does_not_pay() -> None:
+    """Links between nodes are so slow that only the neighbour helps."""
+    costs = replace(COSTS, weight_bytes=60_000, far=1e7, there_bytes=1, back_bytes=1)
+    plan = choose_help(COUNTS, Placement(4, 4), costs, slots=1)
+    assert [clone.rank for clone in plan.clones] == [1]
+
+
+def test_no_rank_passes_an_expert_on_to_more_than_two_nodes_and_two_neighbours() -> None:
+    clones = [Clone(0, rank, 1) for rank in range(64) if rank != 9]
+    edges = tree_of(9, clones, 8)
+    assert sorted(child for _, child in edges) == [clone.rank for clone in clones]
+    far = [parent for parent, child in edges if parent // 8 != child // 8]
+    near = [parent for parent, child in edges if parent // 8 == child // 8]
+    assert len(far) == 7
+    assert max(far.count(rank) for rank in range(64)) <= 2 and max(near.count(rank) for rank in range(64)) <= 2
+
+
+def test_bytes_of_clones_are_counted_there_and_back() -> None:
+    wire = COSTS.clones_wire(Placement(4, 4), Help((Clone(0, 1, 0), Clone(0, 3, 0)), (0,) * 4))
+    near, far = wire.num_bytes.tolist()
+    assert near == [[1000, 2000, 0, 0], [2000, 1000, 0, 0]]
+    assert far == [[1000, 0, 0, 2000], [2000, 0, 0, 1000]]
