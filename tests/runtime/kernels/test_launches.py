@@ -7,33 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from memfine_fx.runtime import routing
 from tests.runtime.kernels.cases import in_kernels
+from tests.runtime.waiting import Waiting
 
 pytestmark = in_kernels
-aten = torch.ops.aten
-_READS_VALUES = {
-    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
-    aten.is_nonzero.default, aten._unique2.default, aten.bincount.default, aten.repeat_interleave.Tensor,
-}  # fmt: skip
-
-
-class Synchronising(TorchDispatchMode):
-    """Notes the operators that wait for a device: those that read values, and copies between it and the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        if func in _READS_VALUES or len({tensor.device.type for tensor in tensors}) > 1:
-            self.found.append(str(func))
-        return result
 
 
 def run_layer(*, rows: int, tokens: int = 64, **options: Any) -> tuple[list[str], list[str], list[str]]:
@@ -48,7 +27,7 @@ def run_layer(*, rows: int, tokens: int = 64, **options: Any) -> tuple[list[str]
         hidden = torch.empty(tokens, 256, dtype=torch.bfloat16)
         index, weight = torch.empty(tokens, 2, dtype=torch.int64), torch.empty(2 * tokens)
         params = [torch.empty(8, 256, 256, dtype=torch.bfloat16), torch.empty(8, 256, 128, dtype=torch.bfloat16)]
-        with Synchronising() as mode, recording() as launches:
+        with Waiting() as mode, recording() as launches:
             found = sort_assignments(index, 8)
             out, kept = run_forward(hidden, weight, found, params, chosen)
             num_forward = len(launches)
@@ -64,7 +43,7 @@ def test_no_operator_waits_for_the_device(rows: int, options: dict[str, bool]) -
 
 
 def test_an_operator_that_waits_would_be_seen() -> None:
-    with FakeTensorMode(), torch.device("cuda"), Synchronising() as mode:
+    with FakeTensorMode(), torch.device("cuda"), Waiting() as mode:
         routing.sort_assignments(torch.empty(64, 2, dtype=torch.int64), 8)
     assert mode.found == ["aten._to_copy.default"]
 
