@@ -101,11 +101,12 @@ gpu:  ## the GPU suite, with the Python at hand: no setup, no venv
 # An environment of its own: torch's CPU build has no Triton. A build for GPUs has another, which is replaced there.
 KERNELS := .venv-kernels
 TRITON := 3.9.0
-gpu-kernels:  ## check the GPU kernels without a GPU: in Triton's interpreter, and compiled for four architectures
+gpu-kernels:  ## check the GPU kernels: on a GPU or in Triton's interpreter, and compiled for four architectures
 	test -x $(KERNELS)/bin/python || $(PYTHON) -m venv $(KERNELS)
 	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[test]"
 	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) -q triton==$(TRITON) numpy
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -n 2 -q tests/runtime/kernels
+	TRITON_INTERPRET=$$($(KERNELS)/bin/python -c "import torch; print(int(not torch.cuda.is_available()))") \
+	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -n 2 -q tests/runtime/kernels
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_kernels            # compiles all and writes benchmarks/results/gpu_kernels.json
     python -m benchmarks.gpu_kernels --check    # compiles all and compares
+    python -m benchmarks.gpu_kernels --page     # writes the table of docs/gpu.md from that file; compiles nothing
 
 A layer's step is run on fake tensors of a real model's sizes, which notes its launches; each is compiled for each
 target as it would be launched. Registers and spills are as ptxas and the AMDGPU backend say, tensor-core instructions
@@ -27,7 +28,7 @@ from torch._subclasses import FakeTensorMode
 
 from memfine_fx.runtime.kernels.launches import Launch, recording
 
-__all__ = ["CASES", "TARGETS", "Case", "Row", "launches_of", "rows_of", "table"]
+__all__ = ["CASES", "PAGE", "RESULTS", "TARGETS", "Case", "Row", "filled", "launches_of", "rows_of", "table"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_kernels.json"
@@ -258,6 +259,30 @@ def table() -> dict[str, Any]:
     return {"triton": triton.__version__, "cases": cases, "launches_forward_backward": launches, "rows": rows}
 
 
+_TABLE = re.compile(r"(<!-- table: ([^\n]*) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def filled(text: str, recorded: dict[str, Any]) -> str:
+    """A page with the table of each case named in it written anew."""
+    return _TABLE.sub(lambda block: block[1] + "\n" + _markdown(block[2], recorded) + "\n", text)
+
+
+def _markdown(case: str, recorded: dict[str, Any]) -> str:
+    """A row for each kernel with products, a column for each target."""
+    rows = [row for row in recorded["rows"] if row["case"] == case and row["products"]]
+    head = ["kernel", *(target.name for target in TARGETS)]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for step in dict.fromkeys(row["step"] for row in rows):
+        cells = {row["target"]: _cell(row) for row in rows if row["step"] == step}
+        lines.append(f"| {step.replace('_', ' ')} | {' | '.join(cells[target.name] for target in TARGETS)} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    kilobytes = row["shared_bytes"] / 1024
+    return f"{row['tile']}, {row['num_warps']} warps; {row['registers']}; {kilobytes:.1f} KB; {row['tensor_core']}"
+
+
 def _written(found: dict[str, Any]) -> str:
     """JSON with a line for each row, so that a change is seen where it is."""
     head = json.dumps({name: value for name, value in found.items() if name != "rows"}, indent=1).removesuffix("\n}")
@@ -279,7 +304,11 @@ def differences(recorded: dict[str, Any], found: dict[str, Any]) -> Iterator[str
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with what is recorded")
+    parser.add_argument("--page", action="store_true", help="write the page's table from what is recorded")
     options = parser.parse_args(arguments)
+    if options.page:
+        PAGE.write_text(filled(PAGE.read_text(), json.loads(RESULTS.read_text())))
+        return 0
     assert os.environ.get("TRITON_INTERPRET", "0") != "1", "the interpreter compiles nothing: unset TRITON_INTERPRET"
     found = json.loads(json.dumps(table()))
     if not options.check:

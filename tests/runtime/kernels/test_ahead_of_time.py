@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_kernels import CASES, RESULTS, ROOT, TARGETS
+from benchmarks.gpu_kernels import CASES, PAGE, RESULTS, ROOT, TARGETS, filled
 
 RECORDED: dict[str, Any] = json.loads(RESULTS.read_text())
 
@@ -34,6 +34,12 @@ def test_recorded_kernels_fit_the_target(target: Any) -> None:
             assert row["spilled_bytes"] == 0, row
             assert row["shared_bytes"] <= target.shared_limit, row
             assert bool(row["tensor_core"]) is row["products"], row
+
+
+def test_the_page_shows_what_is_recorded() -> None:
+    text = PAGE.read_text()
+    assert text.count("| down backward, writes activated |") == 1
+    assert filled(text, RECORDED) == text
 
 
 def test_the_table_is_what_is_compiled_today() -> None:
