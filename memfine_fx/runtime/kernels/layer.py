@@ -71,10 +71,12 @@ def run_forward(
     routing: Routing,
     params: Sequence[torch.Tensor],
     options: LayerOptions,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, Products | None]:
-    """(combined outputs [T,H] in hidden's dtype, kept products [N,F] or None).
+    """(combined outputs [T,H], kept products [N,F] or None).
 
     Args:
+        out_dtype: of the outputs, or None for hidden's.
         hidden: [T,H], contiguous.
         weight: [N] by assignment, or None for ones.
     """
@@ -89,7 +91,7 @@ def run_forward(
             options.precision,
         )  # fmt: skip
         add([activated], [tables.down], window, out)
-    return out.to(hidden.dtype), kept
+    return out.to(out_dtype or hidden.dtype), kept
 
 
 def run_backward(
@@ -170,7 +172,9 @@ class _Backward:
         ]
         views = Tables.of(self._params, options.layout)
         self._projections, self._down = [views.gate, views.up], [views.down.mT]
-        self._projection_stages, self._down_stages = new_stages(self._projections), new_stages(self._down)
+        is_cut = routing.num_rows > options.rows_per_window
+        self._projection_stages = new_stages(self._projections, is_cut=is_cut)
+        self._down_stages = new_stages(self._down, is_cut=is_cut)
 
     def window(self, window: Window, kept: Products | None) -> None:
         """Everything of one window."""

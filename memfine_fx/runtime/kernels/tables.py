@@ -8,17 +8,32 @@ from typing import Literal, get_args
 
 import torch
 
-__all__ = ["LAYOUTS", "Layout", "Tables"]
+__all__ = ["LAYOUTS", "KernelForm", "Layout", "Tables"]
 
-Layout = Literal["apart", "halves", "halves_in_out", "interleaved_in_out"]
+Layout = Literal["apart", "apart_in_out", "halves", "halves_in_out", "interleaved_in_out"]
 """How the parameters hold them, matrices of E experts in front:
 
     apart               gate [F,H], up [F,H], down [H,F]
+    apart_in_out        gate [H,F], up [H,F], down [F,H]
     halves              gate and up [2F,H] one after the other, down [H,F]
     halves_in_out       gate and up [H,2F] one after the other, down [F,H]
     interleaved_in_out  gate and up [H,2F] column by column, down [F,H]
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+_APART = ("apart", "apart_in_out")
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """What of an expert function makes it one that the kernels know: SwiGLU experts.
+
+    Args:
+        layout: of its parameters.
+        positions: where gate and up, or both in one, and down stand among them.
+    """
+
+    layout: Layout
+    positions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -54,10 +69,10 @@ class Tables:
             ValueError: the parameters have not that layout.
         """
         *projections, down = params
-        if len(projections) != (2 if layout == "apart" else 1):
+        if len(projections) != (2 if layout in _APART else 1):
             raise ValueError(f"layout {layout!r} does not have {len(params)} parameters")
-        if layout == "apart":
-            gate, up = projections
+        if layout in _APART:
+            gate, up = projections if layout == "apart" else (one.mT for one in projections)
         elif layout == "interleaved_in_out":
             (both,) = projections
             gate, up = (half.mT for half in both.view(*both.shape[:2], -1, 2).unbind(-1))

@@ -102,9 +102,13 @@ def _weight_gradient_kernel(
 Stages = tuple[torch.Tensor, torch.Tensor]
 
 
-def new_stages(tables: Sequence[torch.Tensor]) -> list[Stages]:
-    """For every table [E,A,B] two stages of one expert, [A,B] fp32; never read before they are written."""
-    sizes = [tuple(table.shape[1:]) for table in tables]
+def new_stages(tables: Sequence[torch.Tensor], *, is_cut: bool = True) -> list[Stages]:
+    """For every table [E,A,B] two stages of one expert, [A,B] fp32; never read before they are written.
+
+    Args:
+        is_cut: whether a window may cut an expert; in a layer of one window there is nothing to stage.
+    """
+    sizes = [tuple(table.shape[1:]) if is_cut else (1,) for table in tables]
     return [
         (table.new_empty(size, dtype=torch.float32), table.new_empty(size, dtype=torch.float32))
         for table, size in zip(tables, sizes, strict=True)

@@ -25,7 +25,7 @@ _needs_triton = pytest.mark.skipif(
 # exp saturates as on a device; the interpreter's numpy says so.
 in_kernels = [_needs_triton, pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LAYOUTS = ("apart", "halves", "halves_in_out", "interleaved_in_out")
+LAYOUTS = ("apart", "apart_in_out", "halves", "halves_in_out", "interleaved_in_out")
 ACTIVATIONS = ("swiglu", "geglu", "clamped")
 PATTERNS = ("random", "one_expert", "last_expert", "two_experts", "dropped", "all_dropped", "even")
 
@@ -76,6 +76,8 @@ def parameters(layout: str, sizes: Sizes, dtype: torch.dtype = torch.float32) ->
     shapes = [(experts, *projection), (experts, width, hidden) if in_out else (experts, hidden, width)]
     if layout == "apart":
         shapes = [(experts, width, hidden), (experts, width, hidden), (experts, hidden, width)]
+    if layout == "apart_in_out":
+        shapes = [(experts, hidden, width), (experts, hidden, width), (experts, width, hidden)]
     return [(torch.randn(shape, device=DEVICE) * 0.3).to(dtype).requires_grad_() for shape in shapes]
 
 
@@ -84,6 +86,8 @@ def matrices(params: Sequence[Tensor], layout: str) -> tuple[Tensor, Tensor, Ten
     down = params[-1]
     if layout == "apart":
         return params[0], params[1], down
+    if layout == "apart_in_out":
+        return params[0].transpose(1, 2), params[1].transpose(1, 2), down.transpose(1, 2)
     both = params[0]
     if layout == "halves":
         width = both.shape[1] // 2
