@@ -16,7 +16,7 @@ FAST := not slow and not campaign and not cuda and not trainers
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-torch test-slow campaign examples golden coverage coverage-packages docs figures \
-    lint format types check bench bench-quick gpu clean
+    lint format types check bench bench-quick gpu gpu-kernels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -97,6 +97,16 @@ bench-quick: setup  ## every CPU suite at small sizes: shows that all works, in 
 
 gpu:  ## the GPU suite, with the Python at hand: no setup, no venv
 	PYTHONPATH=. $(PYTHON) -m benchmarks run --suite gpu --json "$(OUT)/gpu.json"
+
+# An environment of its own: torch's CPU build has no Triton. A build for GPUs has another, which is replaced there.
+KERNELS := .venv-kernels
+TRITON := 3.9.0
+gpu-kernels:  ## check the GPU kernels: on a GPU or in Triton's interpreter, and compiled for four architectures
+	test -x $(KERNELS)/bin/python || $(PYTHON) -m venv $(KERNELS)
+	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[test]"
+	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) -q triton==$(TRITON) numpy
+	TRITON_INTERPRET=$$($(KERNELS)/bin/python -c "import torch; print(int(not torch.cuda.is_available()))") \
+	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -n 2 -q tests/runtime/kernels
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

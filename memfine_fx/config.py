@@ -205,6 +205,18 @@ def log_names(known: tuple[str, ...]) -> list[str]:
     return names
 
 
+def uses_gpu_kernels() -> bool:
+    """Whether regions on CUDA devices may run in the GPU kernels (MEMFINE_GPU_KERNELS=1), see docs/gpu.md.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    written = os.environ.get("MEMFINE_GPU_KERNELS") or "0"
+    if written not in ("0", "1"):
+        raise ConfigError(f"MEMFINE_GPU_KERNELS={written!r} is unknown; expected 0 or 1")
+    return written == "1"
+
+
 def cache_folder() -> str:
     """Folder for what is measured once a machine (MEMFINE_CACHE), in the user's cache by default."""
     return os.environ.get("MEMFINE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "memfine_fx")

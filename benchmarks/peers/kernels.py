@@ -71,10 +71,36 @@ def _megablocks(module: Any, sizes: Sizes) -> Forward:
     return forward
 
 
+def _memfine_kernels(num_windows: int) -> Wrap:
+    """This project's kernels over windows of rows, on the block's own parameters."""
+
+    def wrap(module: Any, sizes: Sizes) -> Forward:
+        from memfine_fx.runtime.kernels.layer import LayerOptions, swiglu_experts
+
+        experts = module.experts
+
+        def forward_experts(hidden: torch.Tensor, expert_index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            rows = -(-expert_index.numel() // num_windows)
+            tables = [experts.gate_up_proj, experts.down_proj]
+            return swiglu_experts(hidden, expert_index, weight, tables, LayerOptions(max(1, rows)))
+
+        experts.forward = forward_experts
+        forward: Forward = module
+        return forward
+
+    return wrap
+
+
 LAYER = (
     Peer("batched_mm", _implementation("batched_mm")),
     Peer("batched_mm+compile", compiled(_implementation("batched_mm")), is_compiled=True),
     Peer("sonicmoe", _implementation("sonicmoe"), missing=needs("kernels", "cutlass", cuda=True)),
     Peer("scattermoe", _scattermoe, missing=needs("scattermoe", "triton", cuda=True)),
     Peer("megablocks", _megablocks, missing=needs("megablocks", "grouped_gemm", cuda=True)),
+    *(
+        Peer(
+            name, _memfine_kernels(num_windows), "first projection", is_memfine=True, missing=needs("triton", cuda=True)
+        )
+        for name, num_windows in (("memfine-kernels", 1), ("memfine-kernels-w8", 8))
+    ),
 )

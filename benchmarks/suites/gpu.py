@@ -9,11 +9,14 @@ from benchmarks.records import Sizes
 from benchmarks.suites.base import Part, Suite
 
 _MODEL_PEERS = ("memfine", "compile+checkpoint", "compile", "eager+checkpoint", "eager", "memfine+checkpoint")
-_LAYER_PEERS = ("memfine", "eager", "compile", "eager+checkpoint", "compile+checkpoint", "memfine-R16384")
+_LAYER_PEERS = (
+    "memfine", "memfine-kernels", "memfine-kernels-w8", "eager", "compile", "eager+checkpoint", "compile+checkpoint",
+    "memfine-R16384",
+)  # fmt: skip
 _FURTHER_LAYER_PEERS = (
     "scattermoe", "sonicmoe", "megablocks", "deepspeed-tiled", "liger-tiled", "unsloth-tiled", "diy",
 )  # fmt: skip
-_GRADIENT_PEERS = ("eager", "memfine", "memfine-R2048")
+_GRADIENT_PEERS = ("eager", "memfine", "memfine-R2048", "memfine-kernels", "memfine-kernels-w8")
 _LAYER = Sizes(batch=1, sequence=32768, hidden=2048, width=768, experts=128, top_k=8)
 _LAYER_QUICK = Sizes(batch=1, sequence=8192, hidden=1024, width=512, experts=32, top_k=4)
 _MODEL = Sizes(

@@ -12,7 +12,7 @@ import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
 from memfine_fx.compiler.leftovers import check_leftover_shapes
 from memfine_fx.compiler.session import Session, next_site
-from memfine_fx.config import Config
+from memfine_fx.config import Config, uses_gpu_kernels
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.dataflow import tensor_of
@@ -152,6 +152,7 @@ def _plan(
         tuner=ChunkTuner(config.bins, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),
         exchange=exchange,
+        uses_kernels=uses_gpu_kernels(),
         name=region.where.module or str(region.where),
         context=session.situation_key,
     )

@@ -14,6 +14,7 @@ import sympy
 import torch
 
 from memfine_fx.records import Keep, ParamKind
+from memfine_fx.runtime.kernels.tables import KernelForm
 
 __all__ = [
     "BackwardBody",
@@ -173,6 +174,8 @@ class Bodies(Protocol):
     out_width: int
     contribution_dtype: torch.dtype
     takes_group: bool
+    kernel_form: KernelForm | None
+    """What lets the GPU kernels compute this function; None where they do not know it."""
     num_factored: int
     """How many of its matmuls meet a low-rank term of their matrix factor by factor."""
 

@@ -18,7 +18,8 @@ import torch
 
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
-from memfine_fx.records import Keep
+from memfine_fx.records import ChunkPlan, Keep
+from memfine_fx.runtime import windowed
 from memfine_fx.runtime.bodies import KeepingBodies
 from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.params import group_params
@@ -121,6 +122,8 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
             return region.exchange.forward(region, routed, kept)
     plan = region.plan_for(num_tokens)
     region.check_ids(routed.order, routed.offsets)
+    if kept is None and windowed.is_taken(region, routed, plan):
+        return _windowed_forward(region, routed, plan, name)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner)
     region.plan, region.num_tokens, region.num_chunks = plan, num_tokens, len(chunks)
     region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
@@ -131,6 +134,14 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
     lower = partial(region.lower, num_tokens)
     with span(f"forward {site}"), range_of(name):
         return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, kept)
+
+
+def _windowed_forward(region: LiveRegion, routed: Routed, plan: ChunkPlan, name: str) -> torch.Tensor:
+    region.plan, region.num_tokens = plan, routed.num_tokens
+    region.num_steps += 1
+    region.loads.note(routed.offsets)
+    with span(f"forward {region.site}"), range_of(name):
+        return windowed.run_forward(region, routed, plan)
 
 
 def _grouped(flat: Sequence[ItemT], region: LiveRegion) -> list[tuple[ItemT, ...]]:
@@ -187,6 +198,9 @@ def _backward(
         with span(f"backward {site}"), range_of(name):
             return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params, kept)
     plan = region.plan_for(routed.num_tokens)
+    if kept is None and windowed.is_taken(region, routed, plan):
+        with span(f"backward {site}"), range_of(name):
+            return windowed.run_backward(grad, region, routed, plan, wanted)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner, is_new_step=False)
     lower = partial(region.lower, routed.num_tokens)
     chunks = ranged(chunks, name)

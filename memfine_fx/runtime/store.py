@@ -42,6 +42,7 @@ class LiveRegion:
         tuner: how many chunks a step's rows get under the plan.
         warn: told in words when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
+        uses_kernels: whether the GPU kernels may run it.
         name: its layer, as profiles and logs call it.
         loads: how uneven its routing was.
         context: what plans depend on beside T now; equal where they are equal.
@@ -58,6 +59,7 @@ class LiveRegion:
     warn: Callable[[str], None] = _warn
     exchange: RowExchange | None = None
     name: str = ""
+    uses_kernels: bool = False
     loads: LoadHistory = field(default_factory=LoadHistory)
     context: Callable[[], object] = lambda: None
     plan: ChunkPlan | None = None

@@ -34,6 +34,7 @@ from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.lower.fold_weight import fold_weight
 from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row, through_transposes
+from memfine_fx.passes.lower.kernel_form import kernel_form
 from memfine_fx.passes.lower.lift import lift_over_experts
 from memfine_fx.passes.lower.low_rank import split_low_rank
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
@@ -47,6 +48,7 @@ from memfine_fx.runtime.bodies import (
     PlainGrad,
     ProductGrad,
 )
+from memfine_fx.runtime.kernels.tables import KernelForm
 
 __all__ = ["ExpertBodies", "bodies_for", "num_body_compilations"]
 
@@ -117,6 +119,7 @@ class ExpertBodies:
         self.out_width = int(result.shape[1])
         self.contribution_dtype: torch.dtype = result.dtype
         self._specs = specs
+        self.kernel_form = self._kernel_form()
         if takes_group:
             self._function, self._specs = lift_over_experts(self._function, specs, expert_fn)
         self._num_read = 0
@@ -124,6 +127,11 @@ class ExpertBodies:
         self._forward: ForwardBody | None = None
         self._backward: dict[tuple[bool, ...], BackwardBody] = {}
         self._keeping: dict[tuple[Keep, tuple[bool, ...]], KeepingBodies | None] = {}
+
+    def _kernel_form(self) -> KernelForm | None:
+        """Of the function on one expert, before it is lifted over several."""
+        is_known = all(kind == "expert" for kind in self.param_kinds) and (self.is_folded or not self.has_weight)
+        return kernel_form(self._function.graph_module.graph, has_weight=self.has_weight) if is_known else None
 
     def forward(self) -> ForwardBody:
         with _lock:

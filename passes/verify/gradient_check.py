@@ -339,6 +339,7 @@ class _ExactBodies:
         self._bodies, self._widths = bodies, widths
         self.key, self.has_weight, self.param_kinds = bodies.key, bodies.has_weight, bodies.param_kinds
         self.takes_group, self.num_factored = bodies.takes_group, bodies.num_factored
+        self.kernel_form = bodies.kernel_form
         self.out_width = widths.get(bodies.out_width, bodies.out_width)
 
     def forward(self) -> ForwardBody:

@@ -1,0 +1,323 @@
+"""What the kernels of memfine_fx.runtime.kernels take of a target, compiled ahead of time: no device is needed.
+
+    python -m benchmarks.gpu_kernels            # compiles all and writes benchmarks/results/gpu_kernels.json
+    python -m benchmarks.gpu_kernels --check    # compiles all and compares
+    python -m benchmarks.gpu_kernels --page     # writes the table of docs/gpu.md from that file; compiles nothing
+
+A layer's step is run on fake tensors of a real model's sizes, which notes its launches; each is compiled for each
+target as it would be launched. Registers and spills are as ptxas and the AMDGPU backend say, tensor-core instructions
+are counted in PTX and ISA. Nothing of it is a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+
+from memfine_fx.runtime.kernels.launches import Launch, recording
+
+__all__ = ["CASES", "PAGE", "RESULTS", "TARGETS", "Case", "Row", "filled", "launches_of", "rows_of", "table"]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_kernels.json"
+PAGE = ROOT / "docs" / "gpu.md"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One architecture.
+
+    Args:
+        name: as `memfine_fx.runtime.kernels.tiling` calls it.
+        backend, architecture, warp_size: of Triton's GPUTarget.
+        shared_limit: bytes of shared memory that one program may have.
+        tensor_core: pattern of its matrix instructions in PTX or ISA.
+    """
+
+    name: str
+    backend: str
+    architecture: int | str
+    warp_size: int
+    shared_limit: int
+    tensor_core: str
+
+
+TARGETS = (
+    Target("sm_80", "cuda", 80, 32, 163 << 10, r"\bmma\.sync"),
+    Target("sm_90", "cuda", 90, 32, 227 << 10, r"\bwgmma\.mma_async"),
+    Target("sm_100", "cuda", 100, 32, 227 << 10, r"\btcgen05\.mma"),
+    Target("gfx942", "hip", "gfx942", 64, 64 << 10, r"\bv_mfma"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer at a model's sizes; dtypes of rows and tables as torch calls them."""
+
+    name: str
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    width: int
+    rows_per_window: int
+    layout: Any = "halves"
+    activation: Any = "swiglu"
+    dtype: str = "bfloat16"
+    table_dtype: str = "bfloat16"
+    keeps_products: bool = False
+    is_deterministic: bool = False
+    precision: str = "ieee"
+
+
+_QWEN3 = {"tokens": 8192, "top_k": 8, "experts": 128, "hidden": 2048, "width": 768, "rows_per_window": 16384}
+CASES = (
+    Case("Qwen3-30B-A3B", **_QWEN3),
+    Case("Qwen3-30B-A3B, kept, deterministic", **_QWEN3, keeps_products=True, is_deterministic=True),
+    Case("Qwen3-30B-A3B, tables in fp32", **_QWEN3, table_dtype="float32"),
+    Case("Qwen3-30B-A3B, tf32", **_QWEN3, dtype="float32", table_dtype="float32", precision="tf32"),
+    Case("GPT-OSS-120B, without biases", 8192, 4, 128, 2880, 2880, 16384, "interleaved_in_out", "clamped"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One launch of a case on a target.
+
+    Args:
+        step: the kernel, and what tells it from others of the same kernel.
+        tile: rows x columns x depth, or "" where there is none.
+        registers: of a thread (AMD: vector registers, accumulation registers included).
+        spilled_bytes: written to memory for want of registers, by a thread.
+        shared_bytes: by a program.
+        tensor_core: matrix instructions in the text of the kernel.
+        products: whether the kernel has matrix products.
+    """
+
+    case: str
+    target: str
+    step: str
+    tile: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    tensor_core: int
+    products: bool
+
+
+def launches_of(case: Case, target: str) -> tuple[list[Launch], list[Launch]]:
+    """The launches of a layer's forward, the sort first, and of its backward, on a fake device."""
+    from memfine_fx.runtime.kernels.layer import LayerOptions, run_backward, run_forward
+    from memfine_fx.runtime.kernels.sorting import sort_assignments
+    from memfine_fx.runtime.kernels.tiling import tiles_for
+
+    dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
+    options = LayerOptions(
+        case.rows_per_window, case.layout, case.activation, case.keeps_products, case.is_deterministic, case.precision,
+        tiles_for(target, dtype),
+    )  # fmt: skip
+    with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
+        hidden = torch.empty(case.tokens, case.hidden, dtype=dtype)
+        index = torch.empty(case.tokens, case.top_k, dtype=torch.int64)
+        weight = torch.empty(case.tokens * case.top_k, dtype=dtype)
+        params = [torch.empty(shape, dtype=table_dtype) for shape in _shapes(case)]
+        with recording() as forward:
+            routing = sort_assignments(index, case.experts)
+            out, kept = run_forward(hidden, weight, routing, params, options)
+        with recording() as backward:
+            run_backward(out, hidden, weight, routing, params, kept, options, [True] * (2 + len(params)))
+    return forward, backward
+
+
+def _shapes(case: Case) -> list[tuple[int, int, int]]:
+    experts, hidden, width = case.experts, case.hidden, case.width
+    if case.layout == "halves":
+        return [(experts, 2 * width, hidden), (experts, hidden, width)]
+    return [(experts, hidden, 2 * width), (experts, width, hidden)]
+
+
+def rows_of(case: Case, target: Target) -> list[Row]:
+    """Every different kernel of a case, compiled for a target."""
+    forward, backward = launches_of(case, target.name)
+    found: dict[str, Row] = {}
+    for launch in (*forward, *backward):
+        step = _step(launch)
+        if step not in found:
+            found[step] = _row(case, target, step, launch)
+    return list(found.values())
+
+
+_TELLING = ("WRITES_PRODUCTS", "WRITES_ACTIVATED", "HAS_SECOND", "IS_ATOMIC", "IS_FIRST_WINDOW")
+
+
+def _step(launch: Launch) -> str:
+    telling = [name.lower() for name in _TELLING if launch.constants.get(name)]
+    return ", ".join([launch.name.removesuffix("_kernel"), *telling])
+
+
+def _row(case: Case, target: Target, step: str, launch: Launch) -> Row:
+    compiled = _compile(launch, target)
+    text = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+    registers, spilled = _ptx_resources(text, target) if target.backend == "cuda" else _amd_resources(text)
+    tile = [str(launch.constants[name]) for name in ("TILE_ROWS", "TILE_COLUMNS", "TILE_DEPTH") if _has(launch, name)]
+    return Row(
+        case=case.name,
+        target=target.name,
+        step=step,
+        tile="x".join(tile),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        registers=registers,
+        spilled_bytes=spilled,
+        shared_bytes=compiled.metadata.shared,
+        tensor_core=len(re.findall(target.tensor_core, text)),
+        products=_has(launch, "PRECISION"),
+    )
+
+
+def _has(launch: Launch, name: str) -> bool:
+    return name in launch.constants
+
+
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+
+
+def _compile(launch: Launch, target: Target) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for position, name in enumerate(launch.kernel.arg_names):
+        if name in launch.constants:
+            signature[name], constants[name] = "constexpr", launch.constants[name]
+            continue
+        value = launch.arguments[name]
+        is_tensor = isinstance(value, torch.Tensor)
+        signature[name] = "*" + _TYPES[value.dtype] if is_tensor else "i32"
+        if is_tensor:  # torch's allocations and whole rows of them are aligned
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    place = GPUTarget(target.backend, target.architecture, target.warp_size)
+    return triton.compile(source, target=place, options=options)
+
+
+def _ptx_resources(ptx: str, target: Target) -> tuple[int, int]:
+    """(registers, spilled bytes) of a kernel as ptxas says."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    assembler = folder / ("ptxas" if target.name == "sm_80" else "ptxas-blackwell")  # as Triton chooses
+    name = target.name if target.name == "sm_80" else f"{target.name}a"
+    with tempfile.TemporaryDirectory() as place:
+        source = Path(place) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [
+            str(assembler),
+            "-v",
+            "--regAllocOptLevel=2",
+            f"--gpu-name={name}",
+            str(source),
+            "-o",
+            str(Path(place) / "kernel.cubin"),
+        ]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    assert registers is not None, said
+    return int(registers[1]), sum(int(number) for number in re.findall(r"(\d+) bytes spill stores", said))
+
+
+def _amd_resources(assembly: str) -> tuple[int, int]:
+    """(vector registers, spilled bytes) of a kernel as the backend says; a spilled register is 4 bytes."""
+    registers, spilled = (re.search(rf"\.{name}:\s+(\d+)", assembly) for name in ("vgpr_count", "vgpr_spill_count"))
+    assert registers is not None and spilled is not None, "no resources in the assembly"
+    return int(registers[1]), 4 * int(spilled[1])
+
+
+def table() -> dict[str, Any]:
+    """Everything, as it is written to the results."""
+    import triton
+
+    rows = [asdict(row) for case in CASES for target in TARGETS for row in rows_of(case, target)]
+    launches = {case.name: [len(part) for part in launches_of(case, "sm_90")] for case in CASES}
+    cases = [asdict(case) for case in CASES]
+    return {"triton": triton.__version__, "cases": cases, "launches_forward_backward": launches, "rows": rows}
+
+
+_TABLE = re.compile(r"(<!-- table: ([^\n]*) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def filled(text: str, recorded: dict[str, Any]) -> str:
+    """A page with the table of each case named in it written anew."""
+    return _TABLE.sub(lambda block: block[1] + "\n" + _markdown(block[2], recorded) + "\n", text)
+
+
+def _markdown(case: str, recorded: dict[str, Any]) -> str:
+    """A row for each kernel with products, a column for each target."""
+    rows = [row for row in recorded["rows"] if row["case"] == case and row["products"]]
+    head = ["kernel", *(target.name for target in TARGETS)]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for step in dict.fromkeys(row["step"] for row in rows):
+        cells = {row["target"]: _cell(row) for row in rows if row["step"] == step}
+        lines.append(f"| {step.replace('_', ' ')} | {' | '.join(cells[target.name] for target in TARGETS)} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    kilobytes = row["shared_bytes"] / 1024
+    return f"{row['tile']}, {row['num_warps']} warps; {row['registers']}; {kilobytes:.1f} KB; {row['tensor_core']}"
+
+
+def _written(found: dict[str, Any]) -> str:
+    """JSON with a line for each row, so that a change is seen where it is."""
+    head = json.dumps({name: value for name, value in found.items() if name != "rows"}, indent=1).removesuffix("\n}")
+    rows = ",\n  ".join(json.dumps(row) for row in found["rows"])
+    return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
+def differences(recorded: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    """What a table says otherwise than another, in words."""
+    before, now = ({(row["case"], row["target"], row["step"]): row for row in one["rows"]} for one in (recorded, found))
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            yield f"{', '.join(key)}: recorded {before.get(key)}, found {now.get(key)}"
+    for name in ("triton", "cases", "launches_forward_backward"):
+        if recorded[name] != found[name]:
+            yield f"{name}: recorded {recorded[name]}, found {found[name]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with what is recorded")
+    parser.add_argument("--page", action="store_true", help="write the page's table from what is recorded")
+    options = parser.parse_args(arguments)
+    if options.page:
+        PAGE.write_text(filled(PAGE.read_text(), json.loads(RESULTS.read_text())))
+        return 0
+    assert os.environ.get("TRITON_INTERPRET", "0") != "1", "the interpreter compiles nothing: unset TRITON_INTERPRET"
+    found = json.loads(json.dumps(table()))
+    if not options.check:
+        RESULTS.write_text(_written(found))
+        return 0
+    said = list(differences(json.loads(RESULTS.read_text()), found))
+    print("\n".join(said) or "as recorded")
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

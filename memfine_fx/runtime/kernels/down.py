@@ -1,0 +1,155 @@
+"""Rows of a window times one or two matrices of their experts, added to the rows' tokens in fp32.
+
+The down projection is of one pair (activated rows, down); the gradient of the tokens of two (gate's and up's
+gradients, and those matrices). Either a row's result is added to its token by atomics, or it is written to [R,H]
+for `combine`, which adds a token's rows in the same order in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from memfine_fx.runtime.kernels.launches import Tiles, launch
+from memfine_fx.runtime.kernels.sorting import Routing
+from memfine_fx.runtime.kernels.tile_search import find_tile
+from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
+
+__all__ = ["add_products", "reference_products"]
+
+
+@triton.jit
+def _add_product(
+    total, rows, matrix, row_places, matrix_places, is_column, DEPTH: tl.constexpr, STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr, TILE_DEPTH: tl.constexpr,
+):  # fmt: skip
+    for begin in range(0, DEPTH, TILE_DEPTH):
+        places = begin + tl.arange(0, TILE_DEPTH)
+        is_place = places < DEPTH
+        left = tl.load(rows + row_places + places[None, :], mask=is_place[None, :], other=0)
+        is_entry = is_place[:, None] & is_column[None, :]
+        right = tl.load(matrix + matrix_places + places[:, None] * STRIDE, mask=is_entry, other=0).to(left.dtype)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit(do_not_specialize=["first_row", "last_row"])
+def _down_kernel(
+    first,
+    second,
+    order,
+    offsets,
+    first_matrix,
+    second_matrix,
+    result,
+    first_row,
+    last_row,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_COLUMN: tl.constexpr,
+    STRIDE_DEPTH: tl.constexpr,
+    HAS_SECOND: tl.constexpr,
+    IS_ATOMIC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+):
+    expert, start, stop = find_tile(
+        offsets, tl.program_id(1), first_row, last_row, NUM_EXPERTS, EXPERTS_BLOCK, TILE_ROWS
+    )
+    if start >= stop:
+        return
+    rows = start + tl.arange(0, TILE_ROWS)
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_row, is_column = rows < stop, columns < COLUMNS
+    places = tl.where(is_row, rows - first_row, 0)[:, None]  # rows past the end read the window's first
+    row_places = places * DEPTH
+    matrix_places = expert.to(tl.int64) * STRIDE_EXPERT + columns[None, :].to(tl.int64) * STRIDE_COLUMN
+    total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    total = _add_product(
+        total, first, first_matrix, row_places, matrix_places, is_column, DEPTH, STRIDE_DEPTH, PRECISION, TILE_DEPTH
+    )
+    if HAS_SECOND:
+        total = _add_product(
+            total, second, second_matrix, row_places, matrix_places, is_column, DEPTH, STRIDE_DEPTH, PRECISION,
+            TILE_DEPTH,
+        )  # fmt: skip
+    is_output = is_row[:, None] & is_column[None, :]
+    if IS_ATOMIC:
+        tokens = (tl.load(order + rows, mask=is_row, other=0) // TOP_K).to(tl.int64)
+        tl.atomic_add(result + tokens[:, None] * COLUMNS + columns[None, :], total, mask=is_output, sem="relaxed")
+    else:
+        outputs = result + places * COLUMNS + columns[None, :]
+        tl.store(outputs, total.to(result.dtype.element_ty), mask=is_output)
+
+
+def add_products(
+    rows: Sequence[torch.Tensor],
+    matrices: Sequence[torch.Tensor],
+    routing: Routing,
+    window: Window,
+    result: torch.Tensor,
+    tiles: Tiles,
+    precision: str,
+    *,
+    is_atomic: bool,
+) -> None:
+    """Add sum of rows[i] @ matrices[i][e].T to the tokens' sums, or write it row by row.
+
+    Args:
+        rows: one or two [R,D] of the window, contiguous.
+        matrices: as many [E,C,D], of the same strides.
+        result: [T,C] fp32 where it is added to, else [R,C].
+        precision: of products of fp32, "ieee" or "tf32".
+    """
+    matrix = matrices[0]
+    num_experts, columns, depth = matrix.shape
+    constants = {
+        "COLUMNS": columns,
+        "DEPTH": depth,
+        "TOP_K": routing.top_k,
+        "NUM_EXPERTS": num_experts,
+        "EXPERTS_BLOCK": triton.next_power_of_2(num_experts),
+        "STRIDE_EXPERT": matrix.stride(0),
+        "STRIDE_COLUMN": matrix.stride(1),
+        "STRIDE_DEPTH": matrix.stride(2),
+        "HAS_SECOND": len(rows) == 2,
+        "IS_ATOMIC": is_atomic,
+        "PRECISION": precision,
+        "TILE_ROWS": tiles.rows,
+        "TILE_COLUMNS": tiles.columns,
+        "TILE_DEPTH": tiles.depth,
+    }
+    arguments = {
+        "first": rows[0],
+        "second": rows[-1],
+        "order": routing.order,
+        "offsets": routing.offsets,
+        "first_matrix": matrix,
+        "second_matrix": matrices[-1],
+        "result": result,
+        "first_row": window.first,
+        "last_row": window.last,
+    }
+    num_tiles = most_tiles(window.num_rows, num_experts, tiles.rows)
+    launch(_down_kernel, (ceil_div(columns, tiles.columns), num_tiles), arguments, constants, tiles)
+
+
+def reference_products(
+    rows: Sequence[torch.Tensor], matrices: Sequence[torch.Tensor], routing: Routing, window: Window
+) -> torch.Tensor:
+    """[R,C] fp32 of a window in plain torch, before anything is added to tokens; zeros in rows of no expert."""
+    result = rows[0].new_zeros((window.num_rows, matrices[0].shape[1]), dtype=torch.float32)
+    for expert, (start, stop) in enumerate(routing.ranges(window)):
+        here = slice(start - window.first, stop - window.first)
+        for one, matrix in zip(rows, matrices, strict=True):
+            result[here] += one[here].float() @ matrix[expert].to(one.dtype).float().T
+    return result

@@ -1,0 +1,186 @@
+"""Gradients that pass the down projection: of gate's and up's products, of the routing weight; and the activated rows.
+
+Before:  p = (grad[order // K] @ down[e]); weight_grad = (p * act(g, u)).sum(-1); (g', u') = act'(g, u, p * weight)
+After:   one kernel; g' and u' may be written over g and u. The routing weight's gradient comes in a part for every
+         tile of columns, [tiles,N] by assignment, each written once: a sum over them is the same in every run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from memfine_fx.runtime.kernels.activation import Activation, activate, activate_backward, reference_activation
+from memfine_fx.runtime.kernels.launches import Tiles, launch
+from memfine_fx.runtime.kernels.sorting import Routing
+from memfine_fx.runtime.kernels.tables import Tables
+from memfine_fx.runtime.kernels.tile_search import find_tile
+from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
+
+__all__ = ["down_backward", "num_weight_parts", "reference_down_backward"]
+
+
+@triton.jit(do_not_specialize=["first_row", "last_row", "num_assignments"])
+def _down_backward_kernel(
+    grad,
+    weight,
+    order,
+    offsets,
+    down,
+    gate_rows,
+    up_rows,
+    gate_grad,
+    up_grad,
+    activated,
+    weight_parts,
+    first_row,
+    last_row,
+    num_assignments,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_HIDDEN: tl.constexpr,
+    STRIDE_WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WRITES_ACTIVATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+):
+    expert, start, stop = find_tile(
+        offsets, tl.program_id(1), first_row, last_row, NUM_EXPERTS, EXPERTS_BLOCK, TILE_ROWS
+    )
+    if start >= stop:
+        return
+    rows = start + tl.arange(0, TILE_ROWS)
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_row, is_column = rows < stop, columns < WIDTH
+    assignments = tl.load(order + rows, mask=is_row, other=0)
+    token_places = grad + (assignments // TOP_K).to(tl.int64)[:, None] * HIDDEN
+    matrix = down + expert.to(tl.int64) * STRIDE_EXPERT + columns[None, :] * STRIDE_WIDTH
+    total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for begin in range(0, HIDDEN, TILE_DEPTH):
+        places = begin + tl.arange(0, TILE_DEPTH)
+        is_place = places < HIDDEN
+        left = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0)
+        is_entry = is_place[:, None] & is_column[None, :]
+        entries = matrix + places[:, None].to(tl.int64) * STRIDE_HIDDEN
+        total = tl.dot(left, tl.load(entries, mask=is_entry, other=0).to(left.dtype), total, input_precision=PRECISION)
+    own = (rows - first_row)[:, None] * WIDTH + columns[None, :]
+    is_own = is_row[:, None] & is_column[None, :]
+    gate_tile = tl.load(gate_rows + own, mask=is_own, other=0).to(tl.float32)
+    up_tile = tl.load(up_rows + own, mask=is_own, other=0).to(tl.float32)
+    result = activate(gate_tile, up_tile, ACTIVATION)
+    if HAS_WEIGHT:
+        part = tl.sum(tl.where(is_own, total * result, 0.0), 1)
+        parts = weight_parts + tl.program_id(0).to(tl.int64) * num_assignments
+        tl.store(parts + assignments, part, mask=is_row)
+        share = tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
+        total *= share
+        result *= share
+    gate_tile, up_tile = activate_backward(gate_tile, up_tile, total, ACTIVATION)
+    tl.store(gate_grad + own, gate_tile.to(gate_grad.dtype.element_ty), mask=is_own)
+    tl.store(up_grad + own, up_tile.to(up_grad.dtype.element_ty), mask=is_own)
+    if WRITES_ACTIVATED:
+        tl.store(activated + own, result.to(activated.dtype.element_ty), mask=is_own)
+
+
+def num_weight_parts(width: int, tiles: Tiles) -> int:
+    """How many parts the routing weight's gradient comes in."""
+    return ceil_div(width, tiles.columns)
+
+
+def down_backward(
+    grad: torch.Tensor,
+    weight: torch.Tensor | None,
+    routing: Routing,
+    tables: Tables,
+    window: Window,
+    activation: Activation,
+    products: tuple[torch.Tensor, torch.Tensor],
+    gradients: tuple[torch.Tensor, torch.Tensor],
+    activated: torch.Tensor | None,
+    weight_parts: torch.Tensor | None,
+    tiles: Tiles,
+    precision: str,
+) -> None:
+    """Write a window's gradients of gate's and up's products, and what is asked for beside them.
+
+    Args:
+        grad: [T,H] of the output, contiguous, in the rows' dtype.
+        weight: [N] by assignment, or None for ones.
+        products: gate's and up's, [R,F] each.
+        gradients: where theirs go; may be `products` again.
+        activated: where act(g, u) * weight goes, [R,F], or None.
+        weight_parts: [num_weight_parts,N] fp32, zeros; there where `weight` is.
+        precision: of products of fp32, "ieee" or "tf32".
+    """
+    constants = {
+        "HIDDEN": tables.hidden,
+        "WIDTH": tables.width,
+        "TOP_K": routing.top_k,
+        "NUM_EXPERTS": tables.num_experts,
+        "EXPERTS_BLOCK": triton.next_power_of_2(tables.num_experts),
+        "STRIDE_EXPERT": tables.down.stride(0),
+        "STRIDE_HIDDEN": tables.down.stride(1),
+        "STRIDE_WIDTH": tables.down.stride(2),
+        "ACTIVATION": activation,
+        "HAS_WEIGHT": weight is not None,
+        "WRITES_ACTIVATED": activated is not None,
+        "PRECISION": precision,
+        "TILE_ROWS": tiles.rows,
+        "TILE_COLUMNS": tiles.columns,
+        "TILE_DEPTH": tiles.depth,
+    }
+    arguments = {
+        "grad": grad,
+        "weight": grad if weight is None else weight,
+        "order": routing.order,
+        "offsets": routing.offsets,
+        "down": tables.down,
+        "gate_rows": products[0],
+        "up_rows": products[1],
+        "gate_grad": gradients[0],
+        "up_grad": gradients[1],
+        "activated": grad if activated is None else activated,
+        "weight_parts": grad if weight_parts is None else weight_parts,
+        "first_row": window.first,
+        "last_row": window.last,
+        "num_assignments": routing.num_rows,
+    }
+    num_tiles = most_tiles(window.num_rows, tables.num_experts, tiles.rows)
+    grid = (num_weight_parts(tables.width, tiles), num_tiles)
+    launch(_down_backward_kernel, grid, arguments, constants, tiles)
+
+
+def reference_down_backward(
+    grad: torch.Tensor,
+    weight: torch.Tensor | None,
+    routing: Routing,
+    tables: Tables,
+    window: Window,
+    activation: Activation,
+    products: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(gate's gradient, up's, activated, [N] gradient of the routing weight), in plain torch by autograd."""
+    gate_rows, up_rows = (one.detach().float().requires_grad_() for one in products)
+    shares = grad.new_ones(routing.num_rows) if weight is None else weight.detach().clone()
+    shares.requires_grad_()
+    with torch.enable_grad():
+        result = reference_activation(gate_rows, up_rows, activation)
+        total = result.new_zeros(())
+        activated = torch.zeros_like(result)
+        for expert, (start, stop) in enumerate(routing.ranges(window)):
+            assignments = routing.order[start:stop].long()
+            here = slice(start - window.first, stop - window.first)
+            rows = (result[here] * shares[assignments, None]).float()
+            activated[here] = rows.detach()
+            total = total + (rows @ tables.down[expert].float().T * grad[assignments // routing.top_k].float()).sum()
+        gradients = torch.autograd.grad(total, [gate_rows, up_rows, shares], allow_unused=True, materialize_grads=True)
+    return gradients[0].to(grad.dtype), gradients[1].to(grad.dtype), activated.to(grad.dtype), gradients[2]

@@ -1,0 +1,166 @@
+"""Gathered tokens times gate and up, activation and routing weight: [T,H] -> [R,F] of one window, no rows gathered.
+
+Before:  x = hidden[order // K]; g = x @ gate[e].T; u = x @ up[e].T; activated = act(g, u) * weight[order]
+After:   one kernel; g and u are written where something is to be kept of them, or backward asks for them again.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from memfine_fx.runtime.kernels.activation import Activation, activate, reference_activation
+from memfine_fx.runtime.kernels.launches import Tiles, launch
+from memfine_fx.runtime.kernels.sorting import Routing
+from memfine_fx.runtime.kernels.tables import Tables
+from memfine_fx.runtime.kernels.tile_search import find_tile
+from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
+
+__all__ = ["gate_up", "reference_gate_up"]
+
+
+@triton.jit(do_not_specialize=["first_row", "last_row"])
+def _gate_up_kernel(
+    hidden,
+    weight,
+    order,
+    offsets,
+    gate,
+    up,
+    gate_rows,
+    up_rows,
+    activated,
+    first_row,
+    last_row,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_WIDTH: tl.constexpr,
+    STRIDE_HIDDEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WRITES_PRODUCTS: tl.constexpr,
+    WRITES_ACTIVATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+):
+    expert, start, stop = find_tile(
+        offsets, tl.program_id(1), first_row, last_row, NUM_EXPERTS, EXPERTS_BLOCK, TILE_ROWS
+    )
+    if start >= stop:
+        return
+    rows = start + tl.arange(0, TILE_ROWS)
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_row, is_column = rows < stop, columns < WIDTH
+    assignments = tl.load(order + rows, mask=is_row, other=0)
+    token_places = hidden + (assignments // TOP_K).to(tl.int64)[:, None] * HIDDEN
+    matrix = expert.to(tl.int64) * STRIDE_EXPERT + columns[None, :].to(tl.int64) * STRIDE_WIDTH
+    gate_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    up_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for begin in range(0, HIDDEN, TILE_DEPTH):
+        places = begin + tl.arange(0, TILE_DEPTH)
+        is_place = places < HIDDEN
+        is_entry = is_place[:, None] & is_column[None, :]
+        entries = matrix + places[:, None] * STRIDE_HIDDEN
+        tokens = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0)
+        gate_tile = tl.load(gate + entries, mask=is_entry, other=0).to(tokens.dtype)
+        gate_total = tl.dot(tokens, gate_tile, gate_total, input_precision=PRECISION)
+        up_tile = tl.load(up + entries, mask=is_entry, other=0).to(tokens.dtype)
+        up_total = tl.dot(tokens, up_tile, up_total, input_precision=PRECISION)
+    outputs = (rows - first_row)[:, None] * WIDTH + columns[None, :]
+    is_output = is_row[:, None] & is_column[None, :]
+    # Backward reads these in the rows' dtype; forward activates what backward will.
+    gate_total = gate_total.to(hidden.dtype.element_ty)
+    up_total = up_total.to(hidden.dtype.element_ty)
+    if WRITES_PRODUCTS:
+        tl.store(gate_rows + outputs, gate_total, mask=is_output)
+        tl.store(up_rows + outputs, up_total, mask=is_output)
+    if WRITES_ACTIVATED:
+        result = activate(gate_total.to(tl.float32), up_total.to(tl.float32), ACTIVATION)
+        if HAS_WEIGHT:
+            result *= tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
+        tl.store(activated + outputs, result.to(activated.dtype.element_ty), mask=is_output)
+
+
+def gate_up(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    routing: Routing,
+    tables: Tables,
+    window: Window,
+    activation: Activation,
+    products: tuple[torch.Tensor, torch.Tensor] | None,
+    activated: torch.Tensor | None,
+    tiles: Tiles,
+    precision: str,
+) -> None:
+    """Write a window's products, its activated rows, or both.
+
+    Args:
+        hidden: [T,H], contiguous.
+        weight: [N] by assignment, or None for ones.
+        products: where gate's and up's go, [R,F] each, contiguous.
+        activated: where act(g, u) * weight goes, [R,F], contiguous.
+        precision: of products of fp32, "ieee" or "tf32".
+    """
+    constants = {
+        "HIDDEN": tables.hidden,
+        "WIDTH": tables.width,
+        "TOP_K": routing.top_k,
+        "NUM_EXPERTS": tables.num_experts,
+        "EXPERTS_BLOCK": triton.next_power_of_2(tables.num_experts),
+        "STRIDE_EXPERT": tables.gate.stride(0),
+        "STRIDE_WIDTH": tables.gate.stride(1),
+        "STRIDE_HIDDEN": tables.gate.stride(2),
+        "ACTIVATION": activation,
+        "HAS_WEIGHT": weight is not None,
+        "WRITES_PRODUCTS": products is not None,
+        "WRITES_ACTIVATED": activated is not None,
+        "PRECISION": precision,
+        "TILE_ROWS": tiles.rows,
+        "TILE_COLUMNS": tiles.columns,
+        "TILE_DEPTH": tiles.depth,
+    }
+    gate_rows, up_rows = (hidden, hidden) if products is None else products
+    arguments = {
+        "hidden": hidden,
+        "weight": hidden if weight is None else weight,
+        "order": routing.order,
+        "offsets": routing.offsets,
+        "gate": tables.gate,
+        "up": tables.up,
+        "gate_rows": gate_rows,
+        "up_rows": up_rows,
+        "activated": hidden if activated is None else activated,
+        "first_row": window.first,
+        "last_row": window.last,
+    }
+    num_tiles = most_tiles(window.num_rows, tables.num_experts, tiles.rows)
+    launch(_gate_up_kernel, (ceil_div(tables.width, tiles.columns), num_tiles), arguments, constants, tiles)
+
+
+def reference_gate_up(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    routing: Routing,
+    tables: Tables,
+    window: Window,
+    activation: Activation,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(gate's products, up's, activated) of a window in plain torch, zeros in rows of no expert."""
+    gate_rows, up_rows, activated = hidden.new_zeros((3, window.num_rows, tables.width)).unbind()
+    for expert, (start, stop) in enumerate(routing.ranges(window)):
+        assignments = routing.order[start:stop].long()
+        here = slice(start - window.first, stop - window.first)
+        rows = hidden[assignments // routing.top_k]
+        gate_rows[here] = rows @ tables.gate[expert].T.to(hidden.dtype)
+        up_rows[here] = rows @ tables.up[expert].T.to(hidden.dtype)
+        result = reference_activation(gate_rows[here].float(), up_rows[here].float(), activation)
+        activated[here] = (result if weight is None else result * weight[assignments, None]).to(hidden.dtype)
+    return gate_rows, up_rows, activated

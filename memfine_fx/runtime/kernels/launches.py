@@ -1,0 +1,84 @@
+"""Every launch of a kernel goes through `launch`, so that launches can be counted and compiled without a device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Launch", "Tiles", "launch", "recording"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a program's tile and how it is compiled.
+
+    Args:
+        rows, columns: of what it writes.
+        depth: of one step of its loop.
+        num_warps, num_stages: Triton's options of these names.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch.
+
+    Args:
+        kernel: a function under `triton.jit`.
+        grid: number of programs by axis.
+        arguments: what it is given at run time, tensors and numbers, by name.
+        constants: what it is compiled for, by name.
+        num_warps, num_stages: Triton's options.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__).strip("_")
+
+    def run(self) -> None:
+        if 0 in self.grid:
+            return
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        self.kernel[self.grid](**self.arguments, **self.constants, **options)
+
+
+_recorded: ContextVar[list[Launch] | None] = ContextVar("_recorded", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """The launches of what runs inside, none of which is done."""
+    launches: list[Launch] = []
+    token = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any], tiles: Tiles
+) -> None:
+    """Launch `kernel`, or note the launch under `recording`."""
+    one = Launch(kernel, grid, arguments, constants, tiles.num_warps, tiles.num_stages)
+    recorded = _recorded.get()
+    if recorded is None:
+        one.run()
+    else:
+        recorded.append(one)

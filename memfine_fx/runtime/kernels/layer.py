@@ -1,0 +1,297 @@
+"""A whole layer of SwiGLU experts as one differentiable function of kernels over windows.
+
+Between forward and backward it keeps its inputs and the index arrays, 8 bytes a routed row, and, where asked, the
+products of gate and up. In a pass it holds three rows [R,F] of a window, and [R,H] where sums are deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfine_fx.runtime.kernels.activation import Activation
+from memfine_fx.runtime.kernels.combine import combine
+from memfine_fx.runtime.kernels.down import add_products
+from memfine_fx.runtime.kernels.down_backward import down_backward, num_weight_parts
+from memfine_fx.runtime.kernels.gate_up import gate_up
+from memfine_fx.runtime.kernels.launches import Tiles
+from memfine_fx.runtime.kernels.sorting import Routing, sort_assignments
+from memfine_fx.runtime.kernels.tables import Layout, Tables
+from memfine_fx.runtime.kernels.tiling import LayerTiles, target_of, tiles_for
+from memfine_fx.runtime.kernels.weight_gradient import new_stages, weight_gradient
+from memfine_fx.runtime.kernels.windows import Window, windows_of
+
+__all__ = ["Gradients", "LayerOptions", "run_backward", "run_forward", "swiglu_experts"]
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """How a layer is run.
+
+    Args:
+        rows_per_window: R.
+        layout: of its parameters.
+        activation: of its experts.
+        keeps_products: whether forward keeps gate's and up's products, [N,F] each, or backward makes them again.
+        is_deterministic: whether a token's rows are added in the same order in every run, for a launch more a window.
+        precision: of products of fp32, "ieee" or "tf32".
+        tiles: of the kernels, or None for the device's and dtype's own.
+    """
+
+    rows_per_window: int
+    layout: Layout = "halves"
+    activation: Activation = "swiglu"
+    keeps_products: bool = False
+    is_deterministic: bool = False
+    precision: str = "ieee"
+    tiles: LayerTiles | None = None
+
+    def tiles_of(self, hidden: torch.Tensor) -> LayerTiles:
+        return self.tiles or tiles_for(target_of(hidden.device), hidden.dtype)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of hidden [T,H], the routing weight [N] and the parameters; None where not wanted."""
+
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    params: Sequence[torch.Tensor | None]
+
+
+Products = tuple[torch.Tensor, torch.Tensor]
+
+
+def run_forward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    routing: Routing,
+    params: Sequence[torch.Tensor],
+    options: LayerOptions,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, Products | None]:
+    """(combined outputs [T,H], kept products [N,F] or None).
+
+    Args:
+        out_dtype: of the outputs, or None for hidden's.
+        hidden: [T,H], contiguous.
+        weight: [N] by assignment, or None for ones.
+    """
+    tables, tiles = Tables.of(params, options.layout), options.tiles_of(hidden)
+    out = hidden.new_zeros((hidden.shape[0], tables.hidden), dtype=torch.float32)
+    activated = hidden.new_empty((_capacity(routing, options), tables.width))
+    kept = _products(hidden, routing.num_rows, tables.width) if options.keeps_products else None
+    add = _Adder(routing, options, tiles.down, hidden)
+    for window in windows_of(routing.num_rows, options.rows_per_window):
+        gate_up(
+            hidden, weight, routing, tables, window, options.activation, _part(kept, window), activated, tiles.gate_up,
+            options.precision,
+        )  # fmt: skip
+        add([activated], [tables.down], window, out)
+    return out.to(out_dtype or hidden.dtype), kept
+
+
+def run_backward(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    routing: Routing,
+    params: Sequence[torch.Tensor],
+    kept: Products | None,
+    options: LayerOptions,
+    wanted: Sequence[bool],
+) -> Gradients:
+    """Gradients of what is wanted, window by window.
+
+    Args:
+        grad: [T,H] of the output.
+        wanted: hidden, weight, then each parameter.
+        others: as in `run_forward`.
+    """
+    tables, tiles = Tables.of(params, options.layout), options.tiles_of(hidden)
+    grad = grad.to(hidden.dtype).contiguous()
+    run = _Backward(grad, hidden, weight, routing, tables, options, tiles, wanted, params)
+    for window in windows_of(routing.num_rows, options.rows_per_window):
+        run.window(window, _part(kept, window))
+    return run.gradients()
+
+
+class _Adder:
+    """Adds a window's products to the tokens' sums, atomically or by row and then by token."""
+
+    def __init__(self, routing: Routing, options: LayerOptions, tiles: Tiles, hidden: torch.Tensor) -> None:
+        self._routing, self._tiles, self._precision = routing, tiles, options.precision
+        self._rows: torch.Tensor | None = None
+        if options.is_deterministic:
+            shape = (_capacity(routing, options), hidden.shape[1])
+            self._rows = hidden.new_empty(shape, dtype=torch.float32)
+
+    def __call__(
+        self, rows: list[torch.Tensor], matrices: list[torch.Tensor], window: Window, out: torch.Tensor
+    ) -> None:
+        is_atomic = self._rows is None
+        result = out if self._rows is None else self._rows
+        add_products(rows, matrices, self._routing, window, result, self._tiles, self._precision, is_atomic=is_atomic)
+        if self._rows is not None:
+            combine(self._rows, self._routing, window, out)
+
+
+class _Backward:
+    """What a layer's backward holds from window to window."""
+
+    def __init__(
+        self,
+        grad: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        routing: Routing,
+        tables: Tables,
+        options: LayerOptions,
+        tiles: LayerTiles,
+        wanted: Sequence[bool],
+        params: Sequence[torch.Tensor],
+    ) -> None:
+        self._grad, self._hidden, self._weight, self._routing = grad, hidden, weight, routing
+        self._tables, self._options, self._tiles, self._wanted = tables, options, tiles, wanted
+        self._add = _Adder(routing, options, tiles.down, hidden)
+        capacity = _capacity(routing, options)
+        self._room = _products(hidden, capacity, tables.width)
+        self._activated = hidden.new_empty((capacity, tables.width)) if wanted[-1] else None
+        self._hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
+        self._parts: torch.Tensor | None = None
+        if weight is not None:
+            num_parts = num_weight_parts(tables.width, tiles.down_backward)
+            self._parts = hidden.new_zeros((num_parts, routing.num_rows), dtype=torch.float32)
+        # What is not wanted stands for itself and is never written; gate and up are written together.
+        written = [*[any(wanted[2:-1])] * (len(params) - 1), wanted[-1]]
+        self._params = [
+            torch.empty_like(param) if is_written else param for param, is_written in zip(params, written, strict=True)
+        ]
+        views = Tables.of(self._params, options.layout)
+        self._projections, self._down = [views.gate, views.up], [views.down.mT]
+        is_cut = routing.num_rows > options.rows_per_window
+        self._projection_stages = new_stages(self._projections, is_cut=is_cut)
+        self._down_stages = new_stages(self._down, is_cut=is_cut)
+
+    def window(self, window: Window, kept: Products | None) -> None:
+        """Everything of one window."""
+        options, tiles, tables, routing = self._options, self._tiles, self._tables, self._routing
+        precision = options.precision
+        if kept is None:
+            gate_up(
+                self._hidden, None, routing, tables, window, options.activation, self._room, None, tiles.gate_up,
+                precision,
+            )  # fmt: skip
+        down_backward(
+            self._grad, self._weight, routing, tables, window, options.activation, kept or self._room, self._room,
+            self._activated, self._parts, tiles.down_backward, precision,
+        )  # fmt: skip
+        rows = list(self._room)
+        if self._hidden_grad is not None:
+            self._add(rows, [tables.gate.mT, tables.up.mT], window, self._hidden_grad)
+        if any(self._wanted[2:-1]):
+            weight_gradient(
+                rows, self._hidden, routing, window, self._projections, self._projection_stages, tiles.weight_gradient,
+                precision,
+            )  # fmt: skip
+        if self._activated is not None:
+            weight_gradient(
+                [self._activated], self._grad, routing, window, self._down, self._down_stages,
+                tiles.down_weight_gradient, precision,
+            )  # fmt: skip
+
+    def gradients(self) -> Gradients:
+        """After the last window."""
+        hidden = None if self._hidden_grad is None else self._hidden_grad.to(self._hidden.dtype)
+        weight = None
+        if self._wanted[1] and self._parts is not None and self._weight is not None:
+            weight = self._parts.sum(0).to(self._weight.dtype)
+        params = [param if is_wanted else None for param, is_wanted in zip(self._params, self._wanted[2:], strict=True)]
+        return Gradients(hidden, weight, params)
+
+
+def _capacity(routing: Routing, options: LayerOptions) -> int:
+    return min(options.rows_per_window, routing.num_rows)
+
+
+def _products(hidden: torch.Tensor, num_rows: int, width: int) -> Products:
+    return hidden.new_empty((num_rows, width)), hidden.new_empty((num_rows, width))
+
+
+def _part(kept: Products | None, window: Window) -> Products | None:
+    if kept is None:
+        return None
+    return kept[0].narrow(0, window.first, window.num_rows), kept[1].narrow(0, window.first, window.num_rows)
+
+
+class _SwigluExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        routing: Routing,
+        options: LayerOptions,
+        *params: torch.Tensor,
+    ) -> torch.Tensor:
+        hidden = hidden.contiguous()
+        flat = None if weight is None else weight.reshape(-1).contiguous()
+        out, kept = run_forward(hidden, flat, routing, params, options)
+        ctx.routing, ctx.options, ctx.shape = routing, options, None if weight is None else weight.shape
+        ctx.num_params = len(params)
+        ctx.save_for_backward(hidden, *params, *([] if flat is None else [flat]), *(kept or ()))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        hidden, *rest = ctx.saved_tensors
+        params, rest = rest[: ctx.num_params], rest[ctx.num_params :]
+        flat = None if ctx.shape is None else rest.pop(0)
+        needed = ctx.needs_input_grad
+        wanted = [needed[0], needed[1], *needed[4:]]
+        kept = (rest[0], rest[1]) if rest else None
+        found = run_backward(grad, hidden, flat, ctx.routing, params, kept, ctx.options, wanted)
+        weight = None if found.weight is None else found.weight.view(ctx.shape)
+        return found.hidden, weight, None, None, *found.params
+
+
+_MOST_ENTRIES = 2**31 - 1
+
+
+def _check_window(rows: int, tables: Tables) -> None:
+    """A window's entries are counted in 32 bits, which spares the kernels registers."""
+    widest = max(tables.width, tables.hidden)
+    if rows * widest > _MOST_ENTRIES:
+        raise ValueError(f"windows of {rows} rows of {widest} entries; at most {_MOST_ENTRIES // widest} rows fit")
+
+
+def swiglu_experts(
+    hidden: torch.Tensor,
+    expert_index: torch.Tensor | Routing,
+    weight: torch.Tensor | None,
+    params: Sequence[torch.Tensor],
+    options: LayerOptions,
+) -> torch.Tensor:
+    """Every token through the experts chosen for it, combined: [T,H] in hidden's dtype.
+
+    Args:
+        hidden: [T,H].
+        expert_index: [T,K]; an id outside [0, E) is dropped. Or what `sort_assignments` made of it.
+        weight: [T,K] routing weights, or None for ones.
+        params: the tables in the layout that `options` names.
+
+    Raises:
+        ValueError: the parameters have not that layout, or do not fit hidden's width; a window is too large.
+    """
+    tables = Tables.of(params, options.layout)
+    _check_window(options.rows_per_window, tables)
+    if hidden.ndim != 2 or hidden.shape[1] != tables.hidden:
+        raise ValueError(f"tokens {list(hidden.shape)} do not meet experts of [{tables.width}, {tables.hidden}]")
+    routing = expert_index
+    if isinstance(routing, torch.Tensor):
+        routing = sort_assignments(routing, tables.num_experts)
+    return _SwigluExperts.apply(hidden, weight, routing, options, *params)  # type: ignore[no-any-return,no-untyped-call]

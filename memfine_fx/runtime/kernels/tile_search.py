@@ -1,0 +1,38 @@
+"""Which expert's rows a tile stands for, found by every program from the offsets, without a list of tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["find_tile"]
+
+
+@triton.jit
+def find_tile(
+    offsets,
+    tile,
+    first_row,
+    last_row,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """(expert, first row, end) of a window's tile of this number; no rows where the window has fewer tiles.
+
+    `EXPERTS_BLOCK` is a power of two of at least E.
+    """
+    experts = tl.arange(0, EXPERTS_BLOCK)
+    is_expert = experts < NUM_EXPERTS
+    begins = tl.load(offsets + experts, mask=is_expert, other=0).to(tl.int32)
+    ends = tl.load(offsets + experts + 1, mask=is_expert, other=0).to(tl.int32)
+    counts = tl.maximum(tl.minimum(ends, last_row) - tl.maximum(begins, first_row), 0)
+    num_tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
+    is_before = tl.cumsum(num_tiles, 0) <= tile
+    expert = tl.minimum(tl.sum(is_before.to(tl.int32), 0), NUM_EXPERTS - 1)
+    is_found = tile < tl.sum(num_tiles, 0)
+    earlier = tl.sum(tl.where(is_before, num_tiles, 0), 0)
+    begin = tl.maximum(tl.load(offsets + expert).to(tl.int32), first_row)
+    start = begin + (tile - earlier) * TILE_ROWS
+    stop = tl.minimum(tl.load(offsets + expert + 1).to(tl.int32), last_row)
+    return expert, start, tl.where(is_found, tl.minimum(stop, start + TILE_ROWS), start)

@@ -1,0 +1,50 @@
+"""Windows of routed rows, and how many tiles one can have whatever the routing; all of it from sizes on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Window", "ceil_div", "most_tiles", "windows_of"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows [first, last) in expert order; some of the last may be of dropped assignments.
+
+    Args:
+        number: counted from 0.
+        capacity: R, at least last - first.
+    """
+
+    number: int
+    first: int
+    last: int
+    capacity: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.last - self.first
+
+
+def ceil_div(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def windows_of(num_rows: int, rows_per_window: int) -> Iterator[Window]:
+    """The windows of N rows; one without rows where there are none, so that empty gradients are written.
+
+    Raises:
+        ValueError: a window of no rows.
+    """
+    if rows_per_window < 1:
+        raise ValueError(f"a window has at least one row, not {rows_per_window}")
+    for number in range(max(1, ceil_div(num_rows, rows_per_window))):
+        first = number * rows_per_window
+        yield Window(number, first, min(first + rows_per_window, num_rows), rows_per_window)
+
+
+def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
+    """Tiles that rows of E experts can need: each expert that has any may leave its last tile almost empty."""
+    num_touched = min(num_experts, num_rows)
+    return (num_rows + num_touched * (tile_rows - 1)) // tile_rows

@@ -1,0 +1,133 @@
+"""Which expert functions are of a form that the GPU kernels know, and which only look like one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from memfine_fx.records import ParamKind
+from memfine_fx.runtime.kernels.tables import KernelForm
+from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of
+
+EXPERT: ParamKind = "expert"
+
+
+def halves(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (rows @ gate_up.t()).chunk(2, dim=-1)
+    return ((silu(gate) * up) @ down.t()) * weight.unsqueeze(1)
+
+
+def halves_in_out(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (rows @ gate_up).split(WIDTH, dim=-1)
+    return weight.unsqueeze(-1) * ((up * silu(gate)) @ down)
+
+
+def apart(rows: Tensor, weight: Tensor, down: Tensor, up: Tensor, gate: Tensor) -> Tensor:
+    return ((silu(rows @ gate.t()) * (rows @ up.t())) @ down.t()) * weight.unsqueeze(1)
+
+
+def apart_in_out(rows: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return ((silu(rows @ gate) * (rows @ up)) @ down) * weight.unsqueeze(1)
+
+
+FUSED, FUSED_IN_OUT = (2 * WIDTH, HIDDEN), (HIDDEN, 2 * WIDTH)
+KNOWN = (
+    (halves, [FUSED, (HIDDEN, WIDTH)], KernelForm("halves", (0, 1))),
+    (halves_in_out, [FUSED_IN_OUT, (WIDTH, HIDDEN)], KernelForm("halves_in_out", (0, 1))),
+    (apart, [(HIDDEN, WIDTH), (WIDTH, HIDDEN), (WIDTH, HIDDEN)], KernelForm("apart", (2, 1, 0))),
+    (apart_in_out, [(HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN)], KernelForm("apart_in_out", (0, 1, 2))),
+)
+
+
+def tables(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(NUM_EXPERTS, *shape, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("function", "shapes", "form"), KNOWN, ids=lambda value: getattr(value, "__name__", ""))
+def test_swiglu_experts_are_known(
+    function: Callable[..., Tensor], shapes: list[tuple[int, ...]], form: KernelForm, dtype: torch.dtype
+) -> None:
+    params = tables(shapes, dtype)
+    assert bodies_of(function, params, [EXPERT] * len(params)).kernel_form == form
+
+
+def test_experts_over_several_are_known_by_the_one() -> None:
+    params = tables([FUSED, (HIDDEN, WIDTH)], torch.bfloat16)
+    assert bodies_of(halves, params, [EXPERT, EXPERT], takes_group=True).kernel_form == KernelForm("halves", (0, 1))
+
+
+def test_experts_without_a_routing_weight_are_known() -> None:
+    def unweighted(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = (rows @ gate_up.t()).chunk(2, dim=-1)
+        return (silu(gate) * up) @ down.t()
+
+    params = tables([FUSED, (HIDDEN, WIDTH)])
+    assert bodies_of(unweighted, params, [EXPERT, EXPERT], has_weight=False).kernel_form == KernelForm("halves", (0, 1))
+
+
+def relu(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (rows @ gate_up.t()).chunk(2, dim=-1)
+    return ((torch.relu(gate) * up) @ down.t()) * weight.unsqueeze(1)
+
+
+def up_before_gate(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    up, gate = (rows @ gate_up.t()).chunk(2, dim=-1)
+    return ((silu(gate) * up) @ down.t()) * weight.unsqueeze(1)
+
+
+def gate_twice(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, _ = (rows @ gate_up.t()).chunk(2, dim=-1)
+    return ((silu(gate) * gate) @ down.t()) * weight.unsqueeze(1)
+
+
+def weight_on_rows(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = ((rows * weight.unsqueeze(1)) @ gate_up.t()).chunk(2, dim=-1)
+    return (silu(gate) * up) @ down.t()
+
+
+def weight_squared(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return halves(rows, weight, gate_up, down) * weight.unsqueeze(1)
+
+
+def scaled(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return 2 * halves(rows, weight, gate_up, down)
+
+
+def scaled_rows(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return halves(rows * 2, weight, gate_up, down)
+
+
+def mixed(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (rows @ gate_up.t()).chunk(2, dim=-1)
+    return ((silu(gate) * up) @ down) * weight.unsqueeze(1)
+
+
+def doubled_table(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return halves(rows, weight, gate_up * 2, down)
+
+
+OTHERS = (relu, up_before_gate, gate_twice, weight_on_rows, weight_squared, scaled, scaled_rows, mixed, doubled_table)
+
+
+@pytest.mark.parametrize("function", OTHERS, ids=lambda function: function.__name__)
+def test_what_only_looks_like_it_keeps_its_bodies(function: Callable[..., Tensor]) -> None:
+    params = tables([FUSED, (WIDTH, HIDDEN) if function is mixed else (HIDDEN, WIDTH)])
+    assert bodies_of(function, params, [EXPERT, EXPERT]).kernel_form is None
+
+
+def test_tables_that_all_experts_share_keep_their_bodies() -> None:
+    gate_up, down = tables([FUSED, (HIDDEN, WIDTH)])
+    assert bodies_of(halves, [gate_up, down[0]], [EXPERT, "shared"]).kernel_form is None
+
+
+def test_a_table_that_is_taken_twice_keeps_its_bodies() -> None:
+    def tied(rows: Tensor, weight: Tensor, gate: Tensor, down: Tensor) -> Tensor:
+        return ((silu(rows @ gate.t()) * (rows @ gate.t())) @ down.t()) * weight.unsqueeze(1)
+
+    params = tables([(WIDTH, HIDDEN), (HIDDEN, WIDTH)])
+    assert bodies_of(tied, params, [EXPERT, EXPERT]).kernel_form is None

@@ -1,0 +1,55 @@
+"""Every kernel compiled for every target: the recorded table holds what it must, and is what comes out today."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_kernels import CASES, PAGE, RESULTS, ROOT, TARGETS, filled
+
+RECORDED: dict[str, Any] = json.loads(RESULTS.read_text())
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_every_case_is_recorded_for_the_target(target: Any) -> None:
+    rows = [row for row in RECORDED["rows"] if row["target"] == target.name]
+    assert {row["case"] for row in rows} == {case.name for case in CASES}
+    kernels = {row["step"].split(",")[0] for row in rows}
+    assert kernels == {
+        "count", "scan", "offsets", "place", "gate_up", "down", "combine", "down_backward", "weight_gradient",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_recorded_kernels_fit_the_target(target: Any) -> None:
+    for row in RECORDED["rows"]:
+        if row["target"] == target.name:
+            assert row["spilled_bytes"] == 0, row
+            assert row["shared_bytes"] <= target.shared_limit, row
+            assert bool(row["tensor_core"]) is row["products"], row
+
+
+def test_the_page_shows_what_is_recorded() -> None:
+    text = PAGE.read_text()
+    assert text.count("| down backward, writes activated |") == 1
+    assert filled(text, RECORDED) == text
+
+
+def test_the_table_is_what_is_compiled_today() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed here: make gpu-kernels")
+    version = importlib.metadata.version("triton")
+    if version != RECORDED["triton"]:
+        pytest.skip(f"the table was recorded with Triton {RECORDED['triton']}, not {version}: make gpu-kernels")
+    command = [sys.executable, "-m", "benchmarks.gpu_kernels", "--check"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
