@@ -24,9 +24,9 @@ TABLES = ("gate_up_proj", "down_proj")
 
 def lora_model() -> Any:
     """A GPT-OSS with random weights: 2 layers, hidden 64, 64 experts of width 128, top-4; adapters of rank 4."""
-    sizes = dict(hidden_size=64, intermediate_size=128, num_local_experts=64, num_experts_per_tok=4)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_experts_per_tok=4, vocab_size=VOCABULARY)
     torch.manual_seed(0)
-    model = tiny_causal_lm("gpt_oss", vocab_size=VOCABULARY, **sizes)
+    model = tiny_causal_lm("gpt_oss", num_experts=64, num_local_experts=64, **sizes)
     targets = [f"mlp.experts.{name}" for name in TABLES]
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=targets))
