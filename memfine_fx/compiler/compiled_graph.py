@@ -244,7 +244,9 @@ class CompiledGraph:
                 yield
 
         if not self._record.lowered:
-            return _Compiled(step, record_plain(graph_module, inputs, session.records, step, in_backward), 0)
+            shares = session.shares or ()
+            run = record_plain(graph_module, inputs, session.records, step, in_backward, shares, self._told(step))
+            return _Compiled(step, run, 0)
         compiled = compile_with_regions(
             graph_module,
             inputs,
@@ -284,12 +286,15 @@ class CompiledGraph:
             for name, available in (("least", 0), ("most", _BOUNDLESS))
         }
 
+        return budgets, self._told(step)
+
+    def _told(self, step: GraphStep) -> Callable[[str, Partition], None]:
         def told(name: str, partition: Partition) -> None:
             foreseen = GraphStep(step.regions, step.sizes, heads=step.heads)
             take_estimate(foreseen, lambda: None, partition)
             self._record.foreseen[name] = foreseen
 
-        return budgets, told
+        return told
 
     def _take(self, run: Run, compiled: _Compiled) -> None:
         """Plans are made for this run until another begins."""

@@ -16,7 +16,7 @@ from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.errors import ConfigError, MissingPackage
 from memfine_fx.fitting.setup import Setup
 
-__all__ = ["fake_model", "loaded_config"]
+__all__ = ["expert_tables", "fake_model", "loaded_config", "real_model"]
 
 _MISSING = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 
@@ -86,6 +86,22 @@ def fake_model(source: object, setup: Setup, mode: FakeTensorMode) -> torch.nn.M
         model = _with_adapters(model, setup)
     with mode:
         return _of_module(model, torch.device("cpu")).train()
+
+
+def expert_tables(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of modules whose names say that they are routed experts."""
+    named = ((name.split("."), one) for name, one in model.named_parameters())
+    return [one for path, one in named if "experts" in path]
+
+
+def real_model(source: object, setup: Setup) -> torch.nn.Module:
+    """The same with memory of its own and random weights: what `fake_model` is held against."""
+    model = _made(source, setup, torch.device("cpu"))
+    if setup.checkpointing:
+        _checkpoint(model)
+    if setup.train == "lora":
+        model = _with_adapters(model, setup)
+    return model.train()
 
 
 def _made(source: Any, setup: Setup, device: torch.device) -> torch.nn.Module:

@@ -3,7 +3,8 @@
 Terms
     position      a statement of the compiled wrapper, counted from 0
     allocation    bytes alive from one position up to, not including, another; None: past the end
-    call          a chunked region that runs at a position, with a working set the graph does not show
+    call          a chunked region that runs at a position, with a working set the graph does not show; or a mark, which
+                  has none: a product of matrices, in the record of a graph without regions
     live bytes    at a position: the allocations alive there, and the working set of a call there
 """
 
@@ -21,7 +22,7 @@ from memfine_fx.records import Keep
 
 __all__ = ["OP_PHASES", "Allocation", "Call", "CountedInputs", "GraphMemory", "Peak", "Phase", "Workspace", "call_of"]
 
-Phase = Literal["route", "forward", "backward", "head"]
+Phase = Literal["route", "forward", "backward", "head", "mark"]
 
 OP_PHASES: dict[str, Phase] = {
     "route": "route",

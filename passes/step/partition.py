@@ -46,7 +46,7 @@ from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.spare import spare
 from memfine_fx.plan.cost import DeviceRates
 
-__all__ = ["Partition", "StepPartitioner", "counted_inputs"]
+__all__ = ["Partition", "StepPartitioner", "counted_inputs", "partitioned_as_is"]
 
 _FILES = (
     *(
@@ -114,12 +114,19 @@ class StepPartitioner(CustomPartitionerFn):
         return StepPartitioner(is_fused=self._is_fused, key=self._key)
 
 
+def partitioned_as_is(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> Partition:
+    """What functorch makes of a joint graph without regions; products of matrices are marks in its record."""
+    return _partition(joint_inputs, options, True, gm, marks=True)
+
+
 def _partition(
     joint_inputs: Sequence[object],
     options: dict[str, Any],
     is_fused: bool,
     gm: fx.GraphModule,
     decision: str = "",
+    *,
+    marks: bool = False,
 ) -> Partition:
     forward, backward = min_cut_partition(gm, joint_inputs, **options)
     for one in (forward, backward):
@@ -127,8 +134,8 @@ def _partition(
     return Partition(
         forward,
         backward,
-        read_graph(forward.graph, is_fused=is_fused),
-        read_graph(backward.graph, is_fused=is_fused, inputs=counted_inputs(backward.graph)),
+        read_graph(forward.graph, is_fused=is_fused, marks=marks),
+        read_graph(backward.graph, is_fused=is_fused, inputs=counted_inputs(backward.graph), marks=marks),
         decision,
     )
 
