@@ -40,7 +40,7 @@ from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
-from memfine_fx.passes.step.fit import StepBudget
+from memfine_fx.passes.step.fit import Even, StepBudget
 from memfine_fx.passes.step.kernel_order import KernelOrder
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, partitioned_as_is
 from memfine_fx.passes.step.partitioned import Partition
@@ -49,7 +49,7 @@ from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["BackwardContext", "Foresees", "compile_plain", "compile_with_regions", "record_plain", "take_estimate"]
 
-Foresees = tuple[Mapping[str, StepBudget], Callable[[str, Partition], None]]
+Foresees = tuple[Mapping[str, StepBudget | Even], Callable[[str, Partition], None]]
 BackwardContext = Callable[[bool], AbstractContextManager[None]]
 
 
@@ -94,7 +94,7 @@ def compile_with_regions(
         partitioned: called when the graph is partitioned and an estimate of its memory is there.
         mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
         records: what is read of the graph where nothing is to be built: see `Session`.
-        foresees: other budgets, and what is told the partitions that they would choose.
+        foresees: other budgets or kinds of partition, and what is told the partitions that they would choose.
     """
     inputs = list(example_inputs)
     partitioner = StepPartitioner(
@@ -205,12 +205,12 @@ class _Foreseeing(CustomPartitionerFn):
 
     Args:
         chosen: whose partition is compiled.
-        budgets: the others, by name.
+        budgets: the others, or partitions that know of none, by name.
         told: of (name, partition).
     """
 
     def __init__(
-        self, chosen: StepPartitioner, budgets: Mapping[str, StepBudget], told: Callable[[str, Partition], None]
+        self, chosen: StepPartitioner, budgets: Mapping[str, StepBudget | Even], told: Callable[[str, Partition], None]
     ) -> None:
         self._chosen, self._budgets, self._told = chosen, budgets, told
 
@@ -218,7 +218,8 @@ class _Foreseeing(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         for name, budget in self._budgets.items():
-            other = StepPartitioner(budget=budget, report=functools.partial(self._told, name))
+            chosen: dict[str, Any] = {"kind" if isinstance(budget, str) else "budget": budget}
+            other = StepPartitioner(**chosen, report=functools.partial(self._told, name))
             other(fx.GraphModule(gm, _copied(gm.graph)), joint_inputs, **kwargs)
         return self._chosen(gm, joint_inputs, **kwargs)
 

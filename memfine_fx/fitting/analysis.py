@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from memfine_fx.config import Config, parse_budget
 from memfine_fx.fitting.recording import RecordedStep
 from memfine_fx.fitting.setup import OptimizerBytes, Setup
 from memfine_fx.fitting.stack import Stack
-from memfine_fx.fitting.stretch import PARTS, Moment, moments_of, stretched
+from memfine_fx.fitting.stretch import PARTS, Moment, is_even, moments_of, stretched
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory, SizeOf
 from memfine_fx.plan.budget import unbounded_rows
@@ -90,7 +91,26 @@ class Analysis:
             plan: one of the records' runs.
             rows: a chunk may have; None for as many as the plan has.
         """
-        rows = LEAST_ROWS if plan == "least" and rows is None else rows
+        if plan == "least":
+            rows = LEAST_ROWS if rows is None else rows
+            totals = [self._total(one, batch, seq, rows) for one in self._least_plans]
+            return min(totals, key=lambda one: one.num_bytes)
+        return self._total(plan, batch, seq, rows)
+
+    @functools.cached_property
+    def _least_plans(self) -> tuple[str, ...]:
+        """Those whose smaller one is the smallest budget's; of extended layers only what keeps the same of each.
+
+        The plan for the smallest budget computes again what costs least of the whole step, which is another share of a
+        few layers than of many. The planner has the even ones too, or less, so their bytes are enough.
+        """
+        if len(self.records) == 1:
+            return ("least",)
+        short, long = self.records
+        evens = [plan for plan in ("lean", "spare") if is_even(short.runs[plan], long.runs[plan])]
+        return (*evens, "most")
+
+    def _total(self, plan: str, batch: int, seq: int, rows: int | None) -> StepTotal:
         found = [
             moments_of(runs, self._size_of(runs, rows))
             for runs in (one.sized(plan, batch, seq) for one in self.records)

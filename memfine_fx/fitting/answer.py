@@ -26,7 +26,7 @@ from memfine_fx.fitting.stack import Stack, find_stack, layer_lists, shortened
 from memfine_fx.fitting.stretch import fewest_repeats, is_even
 from memfine_fx.plan.rows import largest
 
-__all__ = ["Question", "analyse", "answer"]
+__all__ = ["Question", "analyse", "analysed_plainly", "answer"]
 
 _MOST_TOKENS = 1 << 24
 _MOST_SEQUENCES = 1 << 16
@@ -107,9 +107,14 @@ def analyse(source: object, setup: Setup, config: Config, *, has_even_routing: b
     assert stack is not None
     return analysis, (
         f"{stack.repeats} equal units of {stack.unit} layer(s) were analysed as {fewest} and {fewest + 1}, from the "
-        "graph's operations, and counted in full. Under the smallest budget what a layer keeps depends on how many "
-        "there are, so that budget is an estimate"
+        "graph's operations, and counted in full. The smallest budget is that of plans which treat every layer alike; "
+        "a real one may do with less"
     )
+
+
+def analysed_plainly(source: object, setup: Setup, config: Config) -> Analysis:
+    """The records of the same step as torch.compile takes it; its plan is "asked"."""
+    return _analysed(source, setup, config, (), False)[0]
 
 
 def _analysed(

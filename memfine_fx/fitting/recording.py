@@ -22,8 +22,8 @@ from memfine_fx.memory.step import RunMemory
 
 __all__ = ["PLANS", "RecordedStep", "record_step"]
 
-PLANS = ("least", "most")
-"""Of the smallest budget that works, and of one that nothing exceeds."""
+PLANS = ("least", "most", "lean", "spare")
+"""Of the smallest budget that works, of one that nothing exceeds, and two that treat equal layers alike."""
 
 
 @dataclass(frozen=True)

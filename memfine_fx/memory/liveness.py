@@ -115,8 +115,8 @@ class GraphMemory:
     @functools.cached_property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
         """Sizes that are not known before the run (batch, sequence), by name."""
-        found = {symbol for one in self._distinct for symbol in one.free_symbols}
-        return tuple(sorted(found, key=str))
+        found = {str(symbol): symbol for one in self._distinct for symbol in one.free_symbols}  # once each, by name
+        return tuple(found[name] for name in sorted(found))
 
     @functools.cached_property
     def _distinct(self) -> tuple[sympy.Expr, ...]:

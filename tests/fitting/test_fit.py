@@ -41,6 +41,14 @@ def config_of(model_type: str = "qwen3_moe", **overrides: Any) -> Any:
     [
         (dict(num_key_value_heads=3), "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (dict(num_experts_per_tok=9), "num_experts_per_tok=9 exceeds num_experts=8"),
+        (dict(hidden_size=0), "hidden_size=0 must be a positive int"),
+        (dict(num_hidden_layers=0), "num_hidden_layers=0 must be a positive int"),
+        (dict(vocab_size=-1), "vocab_size=-1 must be a positive int"),
+        (dict(n_group=3), "num_experts=8 is no multiple of n_group=3"),
+        (
+            dict(num_attention_heads=3, num_key_value_heads=1, head_dim=None),
+            "hidden_size=64 is no multiple of num_attention_heads=3, and there is no head_dim",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_are_named(given: dict[str, Any], named: str) -> None:
@@ -70,6 +78,27 @@ def test_a_config_file_without_a_model_type_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}), encoding="utf-8")
     with pytest.raises(ConfigError, match="lacks the field 'model_type'"):
         memfine_fx.fit(str(tmp_path))
+
+
+def test_a_config_file_of_an_unknown_family_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_moe"}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="model_type='no_such_moe' is none of transformers"):
+        memfine_fx.fit(str(tmp_path))
+
+
+def test_a_field_of_another_type_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fields = {"model_type": "qwen3_moe", "hidden_size": "wide"}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(ConfigError, match="hidden_size"):
+        memfine_fx.fit(str(tmp_path))
+
+
+def test_a_model_that_predicts_no_next_token_is_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match="model_type='t5' has no causal language model in transformers"):
+        memfine_fx.fit(transformers.CONFIG_MAPPING["t5"]())
 
 
 @pytest.mark.parametrize(
