@@ -41,7 +41,8 @@ sequence a step in bf16 with AdamW (bf16 state, no fp32 copies) on one device: w
 / as torch.compile takes the model with gradient checkpointing of every layer. A dash: not even two tokens. Memory is in
 GB of 10^9 bytes. LoRA has rank 16 on every linear layer but the head, by PEFT's own choice of targets. One expert is
 supposed to get a row of every token, the worst that routing can do. The logits of a model that returns them beside its
-loss stay whole on both sides. Models that are not in the table were not asked yet.
+loss stay whole on both sides. The plain step is read from the graph's operations, and is an estimate where its layers
+were not found to keep the same. Models that are not in the table were not asked yet.
 
 """
 
