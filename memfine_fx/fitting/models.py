@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,9 @@ def _with_adapters(model: Any, setup: Setup) -> torch.nn.Module:
     targets = list(setup.targets) or "all-linear"
     try:
         config = peft.LoraConfig(r=setup.lora_r, target_modules=targets, task_type="CAUSAL_LM")
-        adapted: torch.nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT warns of its own patterns for expert tables that it did not use
+            adapted: torch.nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(f"targets={list(setup.targets)}: {error}") from error
     return adapted
