@@ -132,6 +132,7 @@ def fit(
     model_or_config: object,
     *,
     memory: MemoryBudget = None,
+    gpu: str | None = None,
     batch: int = 1,
     seq: int = 4096,
     train: Train = "full",
@@ -142,8 +143,11 @@ def fit(
     master_weights: bool = False,
     checkpointing: bool = False,
     memory_budget: MemoryBudget = None,
+    fsdp: int = 1,
+    expert_parallel: int = 1,
     device: Literal["cpu", "cuda"] = "cpu",
     has_even_routing: bool = False,
+    alternatives: bool = False,
     config: Config | None = None,
 ) -> FitReport:
     """Whether a causal language model trains within so many bytes, from its config: nothing is allocated or run.
@@ -156,16 +160,20 @@ def fit(
         model_or_config: a transformers config; a folder with one, a config.json, a model type with its default sizes,
             a name on the hub; a callable that makes a module which takes input_ids and labels; or such a module.
         memory: bytes of the device, as "80GiB" or an int; None asks for the bytes alone.
+        gpu: the device's name instead, such as "h100"; `memfine_fx.fitting.devices` has the table and its sources.
         batch, seq: sequences, and tokens of each.
         train: "full", or "lora" by PEFT.
         lora_r, targets: rank of the adapters, and names of the linear layers that get one; () for all but the head.
         dtype: of parameters: "fp32", "bf16" or "fp16". A module, or what a callable makes, keeps its own.
-        optimizer: "adamw" or "sgd" (without momentum), as torch has them.
+        optimizer: "adamw", "adafactor" or "sgd" (without momentum), as torch has them, or bitsandbytes' "adamw8bit".
         master_weights: fp32 copies of low-precision parameters, which the optimizer works on.
         checkpointing: gradient checkpointing of the layers.
         memory_budget: what `optimize` would be given.
+        fsdp, expert_parallel: ranks; bytes are those of one rank, and estimates.
         device: where the model would train.
         has_even_routing: experts get equal numbers of rows; otherwise one expert may get a row of every token.
+        alternatives: also record the same step without us (plain, with gradient checkpointing, under torch.compile's
+            `activation_memory_budget`), and with LoRA where nothing fits; takes two to four times as long.
         config: options of `optimize`.
 
     Returns:
@@ -175,20 +183,25 @@ def fit(
         ConfigError: the config cannot be read, lacks a field or has sizes that cannot be.
         MissingPackage: transformers or PEFT is needed and not installed.
     """
-    from memfine_fx.fitting.answer import answer
+    from memfine_fx.fitting.answer import Question, answer
     from memfine_fx.fitting.setup import Setup
 
     setup = Setup(
-        batch, seq, train, lora_r, tuple(targets), dtype, optimizer, master_weights, checkpointing, memory_budget
+        batch,
+        seq,
+        train,
+        lora_r,
+        tuple(targets),
+        dtype,
+        optimizer,
+        master_weights,
+        checkpointing,
+        memory_budget,
+        fsdp,
+        expert_parallel,
     )
-    return answer(
-        model_or_config,
-        setup,
-        memory=memory,
-        device=device,
-        has_even_routing=has_even_routing,
-        config=_merged(config),
-    )
+    question = Question(memory, gpu, device, has_even_routing, alternatives)
+    return answer(model_or_config, setup, question, _merged(config))
 
 
 def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **kwargs: Any) -> VerifyReport:

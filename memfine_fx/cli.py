@@ -107,18 +107,26 @@ def _add_fit(commands: Any) -> None:
         "model", help="a folder, a config.json, a model type, a hub name, or path/to/file.py:factory of a module"
     )
     fitted.add_argument("--memory", help="of the device, e.g. 80GiB")
+    fitted.add_argument("--gpu", help="the device by its name, e.g. h100, rtx-4090, mi300x")
     fitted.add_argument("--batch", type=int, default=1)
     fitted.add_argument("--seq", type=int, default=4096)
     fitted.add_argument("--train", choices=("full", "lora"), default="full")
     fitted.add_argument("--lora-r", type=int, default=16)
     fitted.add_argument("--targets", nargs="+", default=(), help="linear layers with adapters; all but the head")
     fitted.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
-    fitted.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    fitted.add_argument("--optimizer", choices=("adamw", "adamw8bit", "sgd", "adafactor"), default="adamw")
     fitted.add_argument("--master-weights", action="store_true", help="fp32 copies that the optimizer works on")
     fitted.add_argument("--checkpointing", action="store_true")
     fitted.add_argument("--budget", help="what optimize would be given, e.g. 60GiB")
+    fitted.add_argument("--fsdp", type=int, default=1, help="ranks that share parameters; bytes of one, an estimate")
+    fitted.add_argument("--expert-parallel", type=int, default=1, help="ranks that share experts; an estimate")
     fitted.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="where it would train")
     fitted.add_argument("--even-routing", action="store_true", help="experts get equal numbers of rows")
+    fitted.add_argument(
+        "--alternatives",
+        action="store_true",
+        help="also plain training, checkpointing, torch.compile's ratio, and LoRA",
+    )
     fitted.add_argument("--json", action="store_true")
     fitted.set_defaults(run=_fit)
 
@@ -132,6 +140,7 @@ def _fit(options: argparse.Namespace) -> int:
     report = fit(
         source,
         memory=options.memory,
+        gpu=options.gpu,
         batch=options.batch,
         seq=options.seq,
         train=options.train,
@@ -142,8 +151,11 @@ def _fit(options: argparse.Namespace) -> int:
         master_weights=options.master_weights,
         checkpointing=options.checkpointing,
         memory_budget=options.budget,
+        fsdp=options.fsdp,
+        expert_parallel=options.expert_parallel,
         device=options.device,
         has_even_routing=options.even_routing,
+        alternatives=options.alternatives,
     )
     print(report.to_json() if options.json else report)
     return 1 if report.fits is False else 0

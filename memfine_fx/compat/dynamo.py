@@ -17,6 +17,7 @@ __all__ = [
     "BACKENDS",
     "CAPTURE_FLAGS",
     "CUT_GRAPHS",
+    "FLOATS",
     "INTEGERS",
     "MODE_SWITCHES",
     "RECORDING",
@@ -24,6 +25,7 @@ __all__ = [
     "capturing_more",
     "compile_failures",
     "cuts_graphs",
+    "floats_as_constants",
     "forget_backend_after",
     "integers_as_constants",
     "kept_whole",
@@ -80,6 +82,15 @@ def integers_as_constants() -> contextlib.AbstractContextManager[object]:
     if not INTEGERS.holds():
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = _config().patch(specialize_int=True)
+    return patched
+
+
+def floats_as_constants() -> contextlib.AbstractContextManager[object]:
+    """For captures inside: no float is an input, as one is at first where sizes vary; that capture is given up for most
+    models, and made again."""
+    if not FLOATS.holds():
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = _config().patch(specialize_float=True)
     return patched
 
 
@@ -197,6 +208,14 @@ INTEGERS = Hook(
     seen=("2.11", "2.15"),
     loss="Models that FSDP2 shards may be captured with sizes that vary, and their experts then not be chunked.",
     check=lambda: _check_setting("specialize_int"),
+)
+FLOATS = Hook(
+    name="torch._dynamo.config.specialize_float",
+    host="torch",
+    purpose="reading a model's graph from its first capture",
+    seen=("2.13", "2.13"),
+    loss="`memfine fit` captures most models twice, which takes longer and says the same.",
+    check=lambda: _check_setting("specialize_float"),
 )
 RECORDING = Hook(
     name="torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint",

@@ -20,10 +20,12 @@ __all__ = [
     "ELEMENTWISE",
     "PARTITIONER",
     "RANDOM_STATES",
+    "SHARE",
     "TANGENTS",
     "compile_on_aot_autograd",
     "compiling_regions",
     "frees_tangents",
+    "keeping_share",
     "min_cut_partition",
     "random_state_ops",
     "recomputing_elementwise",
@@ -51,6 +53,14 @@ def recomputing_elementwise() -> contextlib.AbstractContextManager[object]:
     if not ELEMENTWISE.holds():
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = _config().patch(_RECOMPUTES_ELEMENTWISE)
+    return patched
+
+
+def keeping_share(share: float) -> contextlib.AbstractContextManager[object]:
+    """For partitions inside: `activation_memory_budget`, the share of what forward would keep that it may keep."""
+    if not SHARE.holds():
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[object] = _config().patch(activation_memory_budget=share)
     return patched
 
 
@@ -235,6 +245,14 @@ ELEMENTWISE = Hook(
     seen=("2.11", "2.15"),
     loss="Less elementwise work is computed again in backward, so a step takes more memory; budgets count it.",
     check=lambda: _check_settings(*_RECOMPUTES_ELEMENTWISE),
+)
+SHARE = Hook(
+    name="torch._functorch.config.activation_memory_budget",
+    host="torch",
+    purpose="saying what torch.compile's own ratio of kept activations would take",
+    seen=("2.13", "2.13"),
+    loss="`memfine fit` cannot tell what torch.compile takes under its own ratio: it shows the plain step there.",
+    check=lambda: _check_settings("activation_memory_budget"),
 )
 AUTOGRAD_CACHE = Hook(
     name="torch._functorch.config.enable_autograd_cache",

@@ -52,7 +52,8 @@ class CapturedGraph:
         step: its memory, of the latest of its partitions that ran.
         heads: its heads, and losses whose logits stayed whole.
         foreseen: what it would hold under the smallest budget that works ("least") and under one that nothing exceeds
-            ("most"), estimated from the graph's operations; only where nothing is built.
+            ("most"), and as partitions that are the same for every layer ("lean", "spare"); estimated from the graph,
+            and only where nothing is built.
     """
 
     outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)

@@ -35,6 +35,7 @@ from memfine_fx.config import FREE
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.passes.dataflow import node_value, tensor_of
+from memfine_fx.passes.step.fit import Even
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.plan.budget import (
     GraphBudget,
@@ -244,7 +245,9 @@ class CompiledGraph:
                 yield
 
         if not self._record.lowered:
-            return _Compiled(step, record_plain(graph_module, inputs, session.records, step, in_backward), 0)
+            shares = session.shares or ()
+            run = record_plain(graph_module, inputs, session.records, step, in_backward, shares, self._told(step))
+            return _Compiled(step, run, 0)
         compiled = compile_with_regions(
             graph_module,
             inputs,
@@ -276,7 +279,7 @@ class CompiledGraph:
         return functools.partial(device_rates, hidden.device.type, hidden.dtype)
 
     def _foresees(self, step: GraphStep) -> Foresees:
-        """The smallest budget and one that nothing exceeds, in the place of the session's own."""
+        """The smallest budget and one that nothing exceeds, in the place of the session's own; and what is even."""
         hidden = tensor_of(self._record.lowered[0].region.hidden)
         beside = RunMemory(step, dict(step.sizes))
         budgets = {
@@ -284,12 +287,16 @@ class CompiledGraph:
             for name, available in (("least", 0), ("most", _BOUNDLESS))
         }
 
+        evens: dict[str, Even] = {"lean": "lean", "spare": "spare"}
+        return {**budgets, **evens}, self._told(step)
+
+    def _told(self, step: GraphStep) -> Callable[[str, Partition], None]:
         def told(name: str, partition: Partition) -> None:
             foreseen = GraphStep(step.regions, step.sizes, heads=step.heads)
             take_estimate(foreseen, lambda: None, partition)
             self._record.foreseen[name] = foreseen
 
-        return budgets, told
+        return told
 
     def _take(self, run: Run, compiled: _Compiled) -> None:
         """Plans are made for this run until another begins."""

@@ -16,7 +16,14 @@ from torch import fx
 
 from memfine_fx.compat.autograd import is_graph_kept
 from memfine_fx.compat.dynamo import plain_compiler
-from memfine_fx.compat.functorch import compile_on_aot_autograd, compiling_regions, run_boxed, take_donated
+from memfine_fx.compat.functorch import (
+    compile_on_aot_autograd,
+    compiling_regions,
+    keeping_share,
+    min_cut_partition,
+    run_boxed,
+    take_donated,
+)
 from memfine_fx.compat.inductor import (
     CustomPartitionerFn,
     compile_inner,
@@ -33,16 +40,16 @@ from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
-from memfine_fx.passes.step.fit import StepBudget
+from memfine_fx.passes.step.fit import Even, StepBudget
 from memfine_fx.passes.step.kernel_order import KernelOrder
-from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
+from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, partitioned_as_is
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.region_distance import RegionDistance
 from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["BackwardContext", "Foresees", "compile_plain", "compile_with_regions", "record_plain", "take_estimate"]
 
-Foresees = tuple[Mapping[str, StepBudget], Callable[[str, Partition], None]]
+Foresees = tuple[Mapping[str, StepBudget | Even], Callable[[str, Partition], None]]
 BackwardContext = Callable[[bool], AbstractContextManager[None]]
 
 
@@ -87,7 +94,7 @@ def compile_with_regions(
         partitioned: called when the graph is partitioned and an estimate of its memory is there.
         mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
         records: what is read of the graph where nothing is to be built: see `Session`.
-        foresees: other budgets, and what is told the partitions that they would choose.
+        foresees: other budgets or kinds of partition, and what is told the partitions that they would choose.
     """
     inputs = list(example_inputs)
     partitioner = StepPartitioner(
@@ -146,6 +153,8 @@ def record_plain(
     records: Records,
     step: GraphStep,
     in_backward: BackwardContext,
+    shares: Sequence[float] = (),
+    told: Callable[[str, Partition], None] = lambda name, partition: None,
 ) -> Callable[..., Any]:
     """What torch.compile makes of a graph that is none of ours, read and not built; the graph runs, on fake tensors.
 
@@ -153,12 +162,42 @@ def record_plain(
         records: what is read: see `Session`.
         step: told what forward and backward hold.
         in_backward: what each run of the backward happens in.
+        shares: other values of `activation_memory_budget` than 1.
+        told: their partitions, by the share as text.
     """
     inner_compile = functools.partial(_read_alone, records, step, lambda: None, in_backward)
+    options: dict[str, Any] = {"custom_partitioner_fn": _Sharing(shares, told)} if shares else {}
     compiled: Callable[..., Any]
     with compiling_regions():  # a hit in AOT autograd's cache would read nothing
-        compiled = compile_on_inductor(graph_module, list(example_inputs), {}, inner_compile)
+        compiled = compile_on_inductor(graph_module, list(example_inputs), options, inner_compile)
     return compiled
+
+
+class _Sharing(CustomPartitionerFn):
+    """functorch's partitioner, which first tells what other values of its `activation_memory_budget` would choose.
+
+    Args:
+        shares: these values.
+        told: of (share as text, partition).
+    """
+
+    def __init__(self, shares: Sequence[float], told: Callable[[str, Partition], None]) -> None:
+        self._shares, self._told = shares, told
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        for share in self._shares:
+            with keeping_share(share):
+                other = partitioned_as_is(fx.GraphModule(gm, _copied(gm.graph)), joint_inputs, kwargs)
+            self._told(str(share), other)
+        return min_cut_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Sharing:
+        return self  # it is never kept, as `_Foreseeing`
 
 
 class _Foreseeing(CustomPartitionerFn):
@@ -166,12 +205,12 @@ class _Foreseeing(CustomPartitionerFn):
 
     Args:
         chosen: whose partition is compiled.
-        budgets: the others, by name.
+        budgets: the others, or partitions that know of none, by name.
         told: of (name, partition).
     """
 
     def __init__(
-        self, chosen: StepPartitioner, budgets: Mapping[str, StepBudget], told: Callable[[str, Partition], None]
+        self, chosen: StepPartitioner, budgets: Mapping[str, StepBudget | Even], told: Callable[[str, Partition], None]
     ) -> None:
         self._chosen, self._budgets, self._told = chosen, budgets, told
 
@@ -179,7 +218,8 @@ class _Foreseeing(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         for name, budget in self._budgets.items():
-            other = StepPartitioner(budget=budget, report=functools.partial(self._told, name))
+            chosen: dict[str, Any] = {"kind" if isinstance(budget, str) else "budget": budget}
+            other = StepPartitioner(**chosen, report=functools.partial(self._told, name))
             other(fx.GraphModule(gm, _copied(gm.graph)), joint_inputs, **kwargs)
         return self._chosen(gm, joint_inputs, **kwargs)
 
@@ -208,7 +248,7 @@ def _read_alone(
         memory = read_wrapper(written_code(graph_module, inputs, **kwargs), graph_module.graph, counted)
     step.add_hints(graph_module.graph)
     if memory is None:
-        memory = read_graph(unchanged.graph, is_fused=True, inputs=counted)
+        memory = read_graph(unchanged.graph, is_fused=True, inputs=counted, marks=not step.regions)
     _record(step, is_backward, memory)
     changed()
     run = run_boxed(unchanged, inputs)

@@ -52,6 +52,8 @@ def _compile(
 ) -> Callable[..., Any]:
     config = session.config
     dump_graph(graph_module, session, "captured")
+    if session.shares is not None:
+        return CompiledGraph(graph_module, example_inputs, session, record).__call__
     found = [plan_regions(body, modes, session, record) for body, modes in list(called_bodies(graph_module))]
     with session.timed("heads"):
         record.heads.extend(plan_heads(graph_module, session, record))

@@ -53,6 +53,8 @@ class Session:
         is_dry: analyse only; graphs run as captured (`explain`).
         records: what is compiled is read and not built, and graphs run on fake tensors (`fit`): the record of the
             "code" that Inductor would write, or of the "graph" alone, which is quicker; "" where code is built.
+        shares: where nothing is looked for and graphs are read as torch.compile takes them (`fit`): for which values of
+            its `activation_memory_budget` beside 1; None where regions are looked for.
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
@@ -66,6 +68,7 @@ class Session:
     mode: str | None = None
     holds_compiled: bool = False
     records: Records = ""
+    shares: tuple[float, ...] | None = None
     has_warned: bool = False
     has_told: bool = False
     has_warned_of_failure: bool = False
@@ -371,10 +374,11 @@ def open_session(
     mode: str | None = None,
     holds_compiled: bool = False,
     records: Records = "",
+    shares: tuple[float, ...] | None = None,
 ) -> Session:
     set_up_logs()
     warn_outside_tested_range()
-    session = Session(config, is_dry, mode, holds_compiled, records)
+    session = Session(config, is_dry, mode, holds_compiled, records, shares)
     with _lock:
         number = next(_session_numbers)
         if number == 0:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from memfine_fx.config import Config, parse_budget
 from memfine_fx.fitting.recording import RecordedStep
 from memfine_fx.fitting.setup import OptimizerBytes, Setup
-from memfine_fx.fitting.stretch import PARTS, Moment, moments_of, stretched
+from memfine_fx.fitting.stack import Stack
+from memfine_fx.fitting.stretch import PARTS, Moment, is_even, moments_of, stretched
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory, SizeOf
 from memfine_fx.plan.budget import unbounded_rows
@@ -18,16 +20,31 @@ __all__ = ["Analysis", "StaticBytes", "StepTotal"]
 
 _TOKEN_BYTES = 8
 _NUM_INPUTS = 2  # tokens and labels
+_GATHERED_LAYERS = 2  # the one that runs, and the one that is gathered meanwhile
 
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """What is there in every step: parameters (of them those that are trained), buffers, and the optimizer's."""
+    """What is there in every step.
+
+    Args:
+        parameters, trained: all, and of them those that are trained.
+        buffers: of the model.
+        optimizer: its bytes.
+        layer: parameters of the largest layer; trained_layer: those of them that are trained.
+        root: parameters that are in no layer.
+        experts, trained_experts: parameters that are tables over experts.
+    """
 
     parameters: int
     trained: int
     buffers: int
     optimizer: OptimizerBytes
+    layer: int = 0
+    trained_layer: int = 0
+    root: int = 0
+    experts: int = 0
+    trained_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,27 +69,48 @@ class Analysis:
     """What `record_step` found, and how often the repeated layers stand in the model.
 
     Args:
-        records: one, of the whole model; or two, of three and of four repeats.
-        repeats: of the model.
+        records: one, of the whole model; or two, of a few repeats and of one more.
+        more: repeats of the model beyond those of the first record.
         static: its bytes, of the whole model.
         has_even_routing: rows are spread evenly over experts; otherwise one expert gets a row of every token.
+        stack: the repeated layers; None where the model was recorded whole.
     """
 
     records: tuple[RecordedStep, ...]
-    repeats: int
+    more: int
     static: StaticBytes
     setup: Setup
     config: Config
     has_even_routing: bool = False
+    stack: Stack | None = None
 
     def total(self, plan: str, batch: int, seq: int, rows: int | None = None) -> StepTotal:
         """The peak of a whole step.
 
         Args:
-            plan: "least" or "most"; "asked" where the model was recorded whole.
+            plan: one of the records' runs.
             rows: a chunk may have; None for as many as the plan has.
         """
-        rows = LEAST_ROWS if plan == "least" and rows is None else rows
+        if plan == "least":
+            rows = LEAST_ROWS if rows is None else rows
+            totals = [self._total(one, batch, seq, rows) for one in self._least_plans]
+            return min(totals, key=lambda one: one.num_bytes)
+        return self._total(plan, batch, seq, rows)
+
+    @functools.cached_property
+    def _least_plans(self) -> tuple[str, ...]:
+        """Those whose smaller one is the smallest budget's; of extended layers only what keeps the same of each.
+
+        The plan for the smallest budget computes again what costs least of the whole step, which is another share of a
+        few layers than of many. The planner has the even ones too, or less, so their bytes are enough.
+        """
+        if len(self.records) == 1:
+            return ("least",)
+        short, long = self.records
+        evens = [plan for plan in ("lean", "spare") if is_even(short.runs[plan], long.runs[plan])]
+        return (*evens, "most")
+
+    def _total(self, plan: str, batch: int, seq: int, rows: int | None) -> StepTotal:
         found = [
             moments_of(runs, self._size_of(runs, rows))
             for runs in (one.sized(plan, batch, seq) for one in self.records)
@@ -81,7 +119,7 @@ class Analysis:
             moments = [moment for stretches in found[0] for moment in stretches]
             peak = max(moments, key=lambda one: one.num_bytes)
         else:
-            peak = stretched(found[0], found[1], self.repeats)
+            peak = stretched(found[0], found[1], self.more)
         return self._with_static(peak, batch, seq)
 
     def asked(self, batch: int, seq: int) -> StepTotal:
@@ -122,15 +160,32 @@ class Analysis:
     def _with_static(self, peak: Moment, batch: int, seq: int) -> StepTotal:
         static, optimizer = self.static, self.static.optimizer
         always = {
-            "parameters": static.parameters,
-            "fp32 copies of parameters": optimizer.masters,
-            "optimizer state": optimizer.state,
+            "parameters": self._on_rank(static.parameters, static.experts),
+            "fp32 copies of parameters": self._on_rank(optimizer.masters, self._of_experts(optimizer.masters)),
+            "optimizer state": self._on_rank(optimizer.state, self._of_experts(optimizer.state)),
             "inputs and buffers": static.buffers + _NUM_INPUTS * _TOKEN_BYTES * batch * seq,
         }
-        within = StepTotal(peak.where, _sorted(always | dict(zip(PARTS, peak.parts, strict=True))))
-        stepping = {"gradients": static.trained, "working set of the optimizer": optimizer.working}
+        parts = dict(zip(PARTS, peak.parts, strict=True))
+        gradients = parts["gradients"]
+        parts["gradients"] = self._on_rank(gradients, self._of_experts(gradients))
+        if self.setup.fsdp > 1:
+            parts["parameters gathered by FSDP"] = static.root + _GATHERED_LAYERS * static.layer
+            parts["gradients that FSDP has not reduced"] = min(gradients, static.trained_layer)
+        within = StepTotal(peak.where, _sorted(always | parts))
+        held = self._on_rank(static.trained, static.trained_experts)
+        stepping = {"gradients": held, "working set of the optimizer": -(-optimizer.working // self.setup.fsdp)}
         after = StepTotal("optimizer step", _sorted(always | stepping))
         return max(within, after, key=lambda one: one.num_bytes)
+
+    def _of_experts(self, num_bytes: int) -> int:
+        """As much of it as belongs to experts, where it goes with trained parameters."""
+        return num_bytes * self.static.trained_experts // max(1, self.static.trained)
+
+    def _on_rank(self, num_bytes: int, of_experts: int) -> int:
+        """What one rank has of bytes that go with parameters."""
+        if self.setup.fsdp > 1:
+            return -(-num_bytes // self.setup.fsdp)
+        return num_bytes - of_experts + -(-of_experts // self.setup.expert_parallel)
 
 
 def _sorted(terms: dict[str, int]) -> tuple[tuple[str, int], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,132 +13,229 @@ from memfine_fx.compat.tensors import FakeTensorMode, storage_id
 from memfine_fx.compiler.session import Records
 from memfine_fx.config import Config, MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
+from memfine_fx.fitting.alternatives import SHARES, Alternative, alternatives
 from memfine_fx.fitting.analysis import Analysis, StaticBytes
+from memfine_fx.fitting.changes import Changed, changes
 from memfine_fx.fitting.cuda_terms import CUDA_TERMS, CudaTerm
-from memfine_fx.fitting.models import fake_model, loaded_config
+from memfine_fx.fitting.devices import device_bytes
+from memfine_fx.fitting.models import expert_tables, fake_model, loaded_config
 from memfine_fx.fitting.recording import RecordedStep, record_step
-from memfine_fx.fitting.report import Change, FitReport
-from memfine_fx.fitting.setup import OptimizerBytes, Setup, optimizer_bytes
-from memfine_fx.fitting.stack import Stack, find_stack, shortened
-from memfine_fx.fitting.stretch import SHORT, is_even
+from memfine_fx.fitting.report import FitReport
+from memfine_fx.fitting.setup import Setup, optimizer_bytes
+from memfine_fx.fitting.stack import Stack, find_stack, layer_lists, shortened
+from memfine_fx.fitting.stretch import fewest_repeats, is_even
 from memfine_fx.plan.rows import largest
 
-__all__ = ["analyse", "answer"]
+__all__ = ["Question", "analyse", "analysed_plainly", "answer"]
 
-_REPEATS = (SHORT, SHORT + 1)
 _MOST_TOKENS = 1 << 24
 _MOST_SEQUENCES = 1 << 16
+_ESTIMATES = {
+    "fsdp": "Of FSDP's own buffers the parameters that are in no layer, two gathered layers and the gradients of one "
+    "are counted, as stated bytes: on several ranks every number is an estimate",
+    "expert_parallel": "Buffers in which rows travel between ranks are not counted: on several ranks every number is "
+    "an estimate, and too low",
+}
 
 
-def answer(
-    source: object, setup: Setup, *, memory: MemoryBudget, device: str, has_even_routing: bool, config: Config
-) -> FitReport:
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What is asked of a setup.
+
+    Args:
+        memory, gpu: of the device, as bytes or by its name.
+        device: "cpu" or "cuda".
+        has_even_routing: rows are spread evenly over experts.
+        compares: whether the same step without us, and LoRA where nothing fits, are recorded too.
+    """
+
+    memory: MemoryBudget = None
+    gpu: str | None = None
+    device: str = "cpu"
+    has_even_routing: bool = False
+    compares: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r} is unknown; expected 'cpu' or 'cuda'")
+        if isinstance(self.memory, float):
+            raise ConfigError(f"memory={self.memory!r}: there is no device to take a fraction of; give bytes")
+        if self.memory is not None and self.gpu is not None:
+            raise ConfigError(f"memory={self.memory!r} and gpu={self.gpu!r}: give one of them")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return device_bytes(self.gpu) if self.gpu is not None else parse_budget(self.memory)
+
+    @property
+    def terms(self) -> tuple[CudaTerm, ...]:
+        return CUDA_TERMS if self.device == "cuda" else ()
+
+    @property
+    def available(self) -> int | None:
+        """Of the memory for the step itself."""
+        total = self.memory_bytes
+        return None if total is None else total - sum(term.num_bytes for term in self.terms)
+
+
+def answer(source: object, setup: Setup, question: Question, config: Config) -> FitReport:
     """See `memfine_fx.fit`."""
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r} is unknown; expected 'cpu' or 'cuda'")
-    if isinstance(memory, float):
-        raise ConfigError(f"memory={memory!r}: there is no device to take a fraction of; give bytes")
-    memory_bytes = parse_budget(memory)
+    question.memory_bytes  # noqa: B018  # an unknown device is named before anything is recorded
     source = loaded_config(source)
-    analysis, how = analyse(source, setup, config, has_even_routing=has_even_routing)
-    terms = CUDA_TERMS if device == "cuda" else ()
-    report = _report(source, analysis, how, memory_bytes, terms)
+    analysis, how = analyse(source, setup, config, has_even_routing=question.has_even_routing)
+    report = _report(source, analysis, how, question)
+    if question.compares:
+        report = dataclasses.replace(report, alternatives=_alternatives(source, setup, config, question))
     if report.fits is not False:
         return report
-    return dataclasses.replace(report, changes=_changes(report, analysis))
+    changed = Changed(
+        analysis,
+        functools.partial(_with_optimizer, source, analysis),
+        functools.partial(_of_lora, source, setup, config, question) if question.compares else None,
+    )
+    return dataclasses.replace(report, changes=changes(changed, question.available or 0))
 
 
 def analyse(source: object, setup: Setup, config: Config, *, has_even_routing: bool = False) -> tuple[Analysis, str]:
     """The records of a model, and what was recorded, in words."""
+    analysis, _ = _analysed(source, setup, config, None, has_even_routing)
+    if len(analysis.records) == 1:
+        has_stack = analysis.records[0].is_of_graph
+        text = "the graph's operations" if has_stack else "the code that Inductor would write"
+        return analysis, f"every layer was analysed, from {text}"
+    stack, fewest = analysis.stack, analysis.stack.repeats - analysis.more if analysis.stack else 0
+    assert stack is not None
+    return analysis, (
+        f"{stack.repeats} equal units of {stack.unit} layer(s) were analysed as {fewest} and {fewest + 1}, from the "
+        "graph's operations, and counted in full. The smallest budget is that of plans which treat every layer alike; "
+        "a real one may do with less"
+    )
+
+
+def analysed_plainly(source: object, setup: Setup, config: Config) -> Analysis:
+    """The records of the same step as torch.compile takes it; its plan is "asked"."""
+    return _analysed(source, setup, config, (), False)[0]
+
+
+def _analysed(
+    source: object, setup: Setup, config: Config, shares: tuple[float, ...] | None, has_even_routing: bool
+) -> tuple[Analysis, bool]:
+    """The records, and whether they are exact for every layer."""
     whole = fake_model(source, setup, _mode())
     static = _static_bytes(whole, setup)
     stack = find_stack(whole)
-    config = dataclasses.replace(config, memory_budget=setup.budget)
+    config = dataclasses.replace(config, memory_budget=_budget_of_step(setup, static))
     if stack is not None and setup.budget is None:
-        pair = tuple(_recorded(source, setup, config, stack, repeats) for repeats in _REPEATS)
-        if is_even(pair[0].runs["most"], pair[1].runs["most"]):
-            how = (
-                f"{stack.repeats} equal units of {stack.unit} layer(s) were analysed as {_REPEATS[0]} and "
-                f"{_REPEATS[1]}, from the graph's operations, and counted in full. Under the smallest budget what a "
-                "layer keeps depends on how many there are, so that budget is an estimate"
-            )
-            return Analysis(pair, stack.repeats, static, setup, config, has_even_routing), how
+        fewest = fewest_repeats(stack.unit)
+        pair = tuple(_recorded(source, setup, config, stack, repeats, shares) for repeats in (fewest, fewest + 1))
+        plan = "most" if shares is None else "asked"
+        is_exact = is_even(pair[0].runs[plan], pair[1].runs[plan])
+        if is_exact or shares is not None:
+            more = stack.repeats - fewest
+            return Analysis(pair, more, static, setup, config, has_even_routing, stack), is_exact
     mode = _mode()
-    records: Records = "code" if stack is None else "graph"  # the code of many layers takes minutes to write
-    record = record_step(fake_model(source, setup, mode), setup, mode, config, records)
-    how = "every layer was analysed, from " + (
-        "the code that Inductor would write" if records == "code" else "the graph's operations"
-    )
-    return Analysis((record,), 0, static, setup, config, has_even_routing), how
+    # NOTE: the code of many layers takes minutes to write, and that of a plain step calls what no reader of ours knows.
+    records: Records = "code" if stack is None and shares is None else "graph"
+    record = record_step(fake_model(source, setup, mode), setup, mode, config, records, shares)
+    return Analysis((record,), 0, static, setup, config, has_even_routing), True
+
+
+def _budget_of_step(setup: Setup, static: StaticBytes) -> MemoryBudget:
+    """What is left of the budget for what the pipeline counts: it knows of no fp32 copies."""
+    budget = parse_budget(setup.budget)
+    return None if budget is None else max(1, budget - static.optimizer.masters)
 
 
 def _mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _recorded(source: object, setup: Setup, config: Config, stack: Stack, repeats: int) -> RecordedStep:
+def _recorded(
+    source: object, setup: Setup, config: Config, stack: Stack, repeats: int, shares: tuple[float, ...] | None
+) -> RecordedStep:
     mode = _mode()
     model = fake_model(source, setup, mode)
     shortened(model, stack, repeats)
-    return record_step(model, setup, mode, config, "graph")
+    return record_step(model, setup, mode, config, "graph", shares)
 
 
 def _static_bytes(model: torch.nn.Module, setup: Setup) -> StaticBytes:
     parameters = list(model.parameters())
+    layers = [list(layer.parameters()) for layer in layer_lists(model)]
+    experts = expert_tables(model)
     return StaticBytes(
         _num_bytes(parameters),
-        _num_bytes([one for one in parameters if one.requires_grad]),
+        _num_bytes(_trained(parameters)),
         _num_bytes(list(model.buffers())),
         optimizer_bytes(parameters, setup),
+        layer=max(map(_num_bytes, layers), default=0),
+        trained_layer=max((_num_bytes(_trained(layer)) for layer in layers), default=0),
+        root=_num_bytes(parameters) - sum(map(_num_bytes, layers)),
+        experts=_num_bytes(experts),
+        trained_experts=_num_bytes(_trained(experts)),
     )
+
+
+def _trained(parameters: list[Any]) -> list[Any]:
+    return [one for one in parameters if one.requires_grad]
 
 
 def _num_bytes(tensors: list[Any]) -> int:
     return sum({storage_id(one): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
-def _report(
-    source: object, analysis: Analysis, how: str, memory_bytes: int | None, terms: tuple[CudaTerm, ...]
-) -> FitReport:
+def _report(source: object, analysis: Analysis, how: str, question: Question) -> FitReport:
     setup, record = analysis.setup, analysis.records[-1]
     batch, seq = setup.batch, setup.seq
-    available = None if memory_bytes is None else memory_bytes - sum(term.num_bytes for term in terms)
+    is_extended = len(analysis.records) > 1
     return FitReport(
         f"{_name(source)} of {analysis.static.parameters // setup.torch_dtype.itemsize:,} parameters",
         setup,
-        memory_bytes,
-        None if len(analysis.records) > 1 else analysis.asked(batch, seq),
+        question.memory_bytes,
+        None if is_extended else analysis.asked(batch, seq),
         analysis.total("least", batch, seq),
         analysis.total("most", batch, seq),
-        _longest(available, _MOST_TOKENS, lambda one: analysis.total("least", batch, one).num_bytes, 2),
-        _longest(available, _MOST_SEQUENCES, lambda one: analysis.total("least", one, seq).num_bytes, 1),
-        terms,
+        _longest_seq(question, lambda one: analysis.total("least", batch, one).num_bytes),
+        _longest(question, _MOST_SEQUENCES, lambda one: analysis.total("least", one, seq).num_bytes, 1),
+        question.terms,
         record.chunked,
         record.refused,
-        "" if len(analysis.records) > 1 else record.decision,
+        "" if is_extended else record.decision,
         how,
+        estimates=tuple(text for name, text in _ESTIMATES.items() if getattr(setup, name) > 1),
     )
 
 
-def _longest(available: int | None, most: int, needed: Callable[[int], int], least: int) -> int:
+def _longest_seq(question: Question, needed: Callable[[int], int]) -> int:
+    return _longest(question, _MOST_TOKENS, needed, 2)
+
+
+def _longest(question: Question, most: int, needed: Callable[[int], int], least: int) -> int:
+    available = question.available
     if available is None or needed(least) > available:
         return 0
     return largest(least, most + 1, lambda one: needed(one) <= available)
 
 
-def _changes(report: FitReport, analysis: Analysis) -> tuple[Change, ...]:
-    """What would need less and takes no other record: each alone, the fewest bytes first."""
-    setup, optimizer = report.setup, analysis.static.optimizer
-    available = (report.memory_bytes or 0) - report.beside_bytes
-    without = OptimizerBytes(0, optimizer.masters, 0)
-    stateless = dataclasses.replace(analysis, static=dataclasses.replace(analysis.static, optimizer=without))
-    needed = {"half the sequence": analysis.total("least", setup.batch, max(2, setup.seq // 2)).num_bytes}
-    if setup.optimizer != "sgd":
-        needed["optimizer='sgd'"] = stateless.total("least", setup.batch, setup.seq).num_bytes
-    if setup.batch > 1:
-        needed["a batch of 1"] = analysis.total("least", 1, setup.seq).num_bytes
-    found = [Change(what, num_bytes, num_bytes <= available) for what, num_bytes in needed.items()]
-    return tuple(sorted(found, key=lambda one: one.least_bytes))
+def _alternatives(source: object, setup: Setup, config: Config, question: Question) -> tuple[Alternative, ...]:
+    def record(checkpoints: bool) -> tuple[Analysis, bool]:
+        asked = dataclasses.replace(setup, checkpointing=checkpoints, budget=None)
+        shares = () if checkpoints else SHARES
+        return _analysed(source, asked, config, shares, question.has_even_routing)
+
+    return alternatives(record, functools.partial(_longest_seq, question))
+
+
+def _with_optimizer(source: object, analysis: Analysis, name: Any) -> Analysis:
+    """The same step with another optimizer, which changes nothing within forward and backward."""
+    setup = dataclasses.replace(analysis.setup, optimizer=name)
+    static = _static_bytes(fake_model(source, setup, _mode()), setup)
+    return dataclasses.replace(analysis, setup=setup, static=static)
+
+
+def _of_lora(source: object, setup: Setup, config: Config, question: Question) -> Analysis:
+    asked = dataclasses.replace(setup, train="lora", budget=None)
+    return _analysed(source, asked, config, None, question.has_even_routing)[0]
 
 
 def _name(source: Any) -> str:

@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,17 @@ from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.errors import ConfigError, MissingPackage
 from memfine_fx.fitting.setup import Setup
 
-__all__ = ["fake_model", "loaded_config"]
+__all__ = ["expert_tables", "fake_model", "loaded_config", "real_model"]
 
+_POSITIVE = (
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts_per_tok",
+)
 _MISSING = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 
 
@@ -62,10 +72,26 @@ def _config_of_file(path: Path) -> Any:
     if model_type is None:
         raise ConfigError(f"{path} lacks the field 'model_type'")
     auto: Any = transformers.AutoConfig
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"{path}: model_type={model_type!r} is none of transformers {transformers.__version__}; code that comes "
+            "with a checkpoint is not run: give the model as path/to/file.py:factory"
+        )
     try:
         return auto.for_model(model_type, **fields)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}, model_type={model_type!r}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, _invalid_field()) as error:
+        raise ConfigError(f"{path}, model_type={model_type!r}: {_one_line(error)}") from error
+
+
+def _invalid_field() -> type[Exception]:
+    """What a config of transformers raises for a value of another type than its field's; it names the field."""
+    errors = importlib.import_module("huggingface_hub.errors")
+    found: type[Exception] = getattr(errors, "StrictDataclassError", ValueError)
+    return found
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 def fake_model(source: object, setup: Setup, mode: FakeTensorMode) -> torch.nn.Module:
@@ -86,6 +112,22 @@ def fake_model(source: object, setup: Setup, mode: FakeTensorMode) -> torch.nn.M
         model = _with_adapters(model, setup)
     with mode:
         return _of_module(model, torch.device("cpu")).train()
+
+
+def expert_tables(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of modules whose names say that they are routed experts."""
+    named = ((name.split("."), one) for name, one in model.named_parameters())
+    return [one for path, one in named if "experts" in path]
+
+
+def real_model(source: object, setup: Setup) -> torch.nn.Module:
+    """The same with memory of its own and random weights: what `fake_model` is held against."""
+    model = _made(source, setup, torch.device("cpu"))
+    if setup.checkpointing:
+        _checkpoint(model)
+    if setup.train == "lora":
+        model = _with_adapters(model, setup)
+    return model.train()
 
 
 def _made(source: Any, setup: Setup, device: torch.device) -> torch.nn.Module:
@@ -112,8 +154,16 @@ def _of_config(config: Any, dtype: torch.dtype) -> Any:
     import transformers
 
     config = copy.deepcopy(config)
-    config.use_cache = False
     auto: Any = transformers.AutoModelForCausalLM
+    mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping:
+        config = config.get_text_config()
+    if type(config) not in mapping:
+        raise ConfigError(
+            f"model_type={config.model_type!r} has no causal language model in transformers "
+            f"{transformers.__version__}; give the model as path/to/file.py:factory"
+        )
+    config.use_cache = False
     return auto.from_config(config, dtype=dtype)
 
 
@@ -134,6 +184,10 @@ def _check_sizes(config: Any) -> None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not hasattr(text, "model_type"):
         raise ConfigError(f"{type(config).__name__} is no config of transformers and makes no module")
+    for name in _POSITIVE:
+        value = getattr(text, name, None)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
+            raise ConfigError(f"{name}={value!r} must be a positive int")
     heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
     if heads and kv_heads and heads % kv_heads:
         raise ConfigError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
@@ -142,6 +196,14 @@ def _check_sizes(config: Any) -> None:
         experts = getattr(text, name, None)
         if isinstance(experts, int) and isinstance(top_k, int) and experts and top_k > experts:
             raise ConfigError(f"num_experts_per_tok={top_k} exceeds {name}={experts}")
+        groups = getattr(text, "n_group", None)
+        if isinstance(experts, int) and isinstance(groups, int) and groups > 0 and experts % groups:
+            raise ConfigError(f"{name}={experts} is no multiple of n_group={groups}")
+    hidden, is_split = getattr(text, "hidden_size", None), getattr(text, "head_dim", None) is None
+    if heads and hidden and is_split and not hasattr(text, "kv_lora_rank") and hidden % heads:
+        raise ConfigError(
+            f"hidden_size={hidden} is no multiple of num_attention_heads={heads}, and there is no head_dim"
+        )
 
 
 def _checkpoint(model: Any) -> None:
@@ -159,7 +221,9 @@ def _with_adapters(model: Any, setup: Setup) -> torch.nn.Module:
     targets = list(setup.targets) or "all-linear"
     try:
         config = peft.LoraConfig(r=setup.lora_r, target_modules=targets, task_type="CAUSAL_LM")
-        adapted: torch.nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT warns of its own patterns for expert tables that it did not use
+            adapted: torch.nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(f"targets={list(setup.targets)}: {error}") from error
     return adapted

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from memfine_fx.capture.implementation import switch_experts
+from memfine_fx.compat.dynamo import floats_as_constants
 from memfine_fx.compat.nn import plain_call
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.optimized import captured
 from memfine_fx.compiler.session import Records, Session, open_session
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
-from memfine_fx.fitting.setup import Setup
+from memfine_fx.fitting.setup import Setup, made_optimizer
 from memfine_fx.memory.step import RunMemory
 
 __all__ = ["PLANS", "RecordedStep", "record_step"]
 
-PLANS = ("least", "most")
-"""Of the smallest budget that works, and of one that nothing exceeds."""
+PLANS = ("least", "most", "lean", "spare")
+"""Of the smallest budget that works, of one that nothing exceeds, and two that treat equal layers alike."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class RecordedStep:
         chunked: layers whose experts are chunked.
         refused: (where, why) of what stays as it was written.
         decision: of the plan that was asked for, in words.
+        is_of_graph: it was read from the graph's operations alone.
     """
 
     runs: Mapping[str, tuple[RunMemory, ...]]
@@ -42,6 +45,7 @@ class RecordedStep:
     chunked: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
     decision: str
+    is_of_graph: bool = False
 
     def sized(self, plan: str, batch: int, seq: int) -> tuple[RunMemory, ...]:
         """The runs of a plan at another batch and sequence length."""
@@ -50,14 +54,22 @@ class RecordedStep:
 
 
 def record_step(
-    model: torch.nn.Module, setup: Setup, mode: FakeTensorMode, config: Config, records: Records
+    model: torch.nn.Module,
+    setup: Setup,
+    mode: FakeTensorMode,
+    config: Config,
+    records: Records,
+    shares: tuple[float, ...] | None = None,
 ) -> RecordedStep:
     """Forward and backward of a fake model as a causal language model.
 
     Args:
         model: of this mode's tensors.
         config: options of `optimize`.
-        records: see `Session`.
+        records, shares: see `Session`.
+
+    Returns:
+        Its runs by plan: "asked", "least" and "most"; with shares those of torch.compile alone, "asked" and each share.
 
     Raises:
         ConfigError: the step fails for these sizes.
@@ -66,10 +78,15 @@ def record_step(
     # NOTE: a size of 1 is no symbol, and equal sizes are one symbol. Records hold for all sizes, so others stand in.
     batch = max(2, setup.batch)
     seq = setup.seq + 1 if setup.seq == batch else setup.seq
-    session = open_session(config, holds_compiled=True, records=records)
-    with mode:
+    session = open_session(config, holds_compiled=True, records=records, shares=shares)
+    # NOTE: code is read as a real run would have it, with the floats that are inputs there; that changes its kernels.
+    floats = floats_as_constants() if records == "graph" else contextlib.nullcontext()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = made_optimizer(trained, setup.optimizer)  # it lives while plans are made: its state counts in budgets
+    with mode, floats:
         tokens = torch.zeros(batch, seq, dtype=torch.long)
-        session.notes.extend(switch_experts(model))
+        if shares is None:
+            session.notes.extend(switch_experts(model))
         call = captured(model, [functools.partial(plain_call, model)], session, fullgraph=False, dynamic=True)
         try:
             call(0, input_ids=tokens, labels=tokens).loss.backward()
@@ -78,15 +95,17 @@ def record_step(
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             raise ConfigError(f"a step of the model fails: {type(error).__name__}: {first}") from error
-    return _recorded(session, batch, seq)
+    recorded = _recorded(session, batch, seq, PLANS if shares is None else [str(share) for share in shares])
+    del optimizer
+    return recorded
 
 
-def _recorded(session: Session, batch: int, seq: int) -> RecordedStep:
+def _recorded(session: Session, batch: int, seq: int, plans: Sequence[str]) -> RecordedStep:
     passed = session.latest_runs()
     if not any(run.step.forward is not None for run in passed):
         raise MemfineError("nothing of the model could be captured as a graph; TORCH_LOGS=graph_breaks shows why")
     runs = {"asked": passed}
-    for plan in PLANS:
+    for plan in plans:
         runs[plan] = tuple(replace(run, step=session.foreseen_of(run.step, plan)) for run in passed)
     values = {name: size for run in passed for name, size in run.sizes.items()}
     report = session.report()
@@ -99,4 +118,5 @@ def _recorded(session: Session, batch: int, seq: int) -> RecordedStep:
         tuple(one.where.module or str(one.where) for one in report.regions if one.status == "chunked"),
         tuple(refused),
         "" if report.step is None else report.step.decision,
+        session.records == "graph",
     )

@@ -6,22 +6,15 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from memfine_fx.fitting.alternatives import Alternative
 from memfine_fx.fitting.analysis import StepTotal
+from memfine_fx.fitting.changes import Change
 from memfine_fx.fitting.cuda_terms import CudaTerm
 from memfine_fx.fitting.setup import Setup
 
-__all__ = ["Change", "FitReport"]
+__all__ = ["FitReport"]
 
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of the setup, the smallest budget with it, and whether it would fit then; None without a memory."""
-
-    what: str
-    least_bytes: int
-    fits: bool | None
 
 
 @dataclass(frozen=True)
@@ -42,6 +35,8 @@ class FitReport:
         decision: what the asked plan computes again, in words.
         how: what was analysed, in words.
         changes: what would need less, best first; only where it does not fit.
+        alternatives: the same step without us; only where it was asked for.
+        estimates: what makes numbers estimates beyond what `how` says.
     """
 
     model: str
@@ -58,6 +53,8 @@ class FitReport:
     decision: str
     how: str
     changes: tuple[Change, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    estimates: tuple[str, ...] = ()
 
     @property
     def beside_bytes(self) -> int:
@@ -98,10 +95,13 @@ class FitReport:
             total = getattr(self, name)
             if total is not None:
                 fields[name] = {"num_bytes": total.num_bytes, "where": total.where, "terms": dict(total.terms)}
+        for shown, one in zip(fields["alternatives"], self.alternatives, strict=True):
+            if one.total is not None:
+                shown["total"] = {"num_bytes": one.total.num_bytes, **shown["total"]}
         return json.dumps({"fits": self.fits, "line": self.line, **fields}, indent=2)
 
     def __str__(self) -> str:
-        return "\n".join([*self._answer(), *self._terms(), *self._budgets(), *self._beside()])
+        return "\n".join([*self._answer(), *self._terms(), *self._budgets(), *self._without_us(), *self._beside()])
 
     def _answer(self) -> list[str]:
         shown, setup = self.shown, self.setup
@@ -139,10 +139,24 @@ class FitReport:
             lines.append(f"with {change.what} the smallest budget is {_readable(change.least_bytes)}{verdict}")
         return lines
 
+    def _without_us(self) -> list[str]:
+        lines = ["without memfine_fx:"] if self.alternatives else []
+        for one in self.alternatives:
+            if one.total is None:
+                lines.append(f"  {one.what}: {one.remark}")
+                continue
+            needs = one.total.num_bytes + self.beside_bytes
+            fits = "" if self.memory_bytes is None else ", fits" if needs <= self.memory_bytes else ", does not fit"
+            longest = "" if self.memory_bytes is None else f"; sequences of up to {one.longest_seq:,} tokens"
+            remark = f" ({one.remark})" if one.remark else ""
+            lines.append(f"  {one.what}: {_readable(needs)} in the {one.total.where}{fits}{longest}{remark}")
+        return lines
+
     def _beside(self) -> list[str]:
         lines = [f"{len(self.chunked)} of the analysed layers are chunked; {self.how}"]
         if self.decision and self.shown is self.asked:
             lines.append(self.decision)
+        lines += self.estimates
         lines += [f"counted as it was written: {where}: {why}" for where, why in self.refused]
         return lines
 

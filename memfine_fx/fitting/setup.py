@@ -12,10 +12,10 @@ from memfine_fx.config import MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.static import foreseen_state_bytes
 
-__all__ = ["DTYPES", "OptimizerBytes", "OptimizerName", "Setup", "Train", "optimizer_bytes"]
+__all__ = ["DTYPES", "OptimizerBytes", "OptimizerName", "Setup", "Train", "made_optimizer", "optimizer_bytes"]
 
 Train = Literal["full", "lora"]
-OptimizerName = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,9 +29,11 @@ class Setup:
         lora_r: their rank.
         targets: names of the linear layers that get adapters; () for all of them but the head.
         dtype: of parameters, a key of `DTYPES`.
-        optimizer: "adamw" as torch.optim.AdamW has it, "sgd" without momentum.
+        optimizer: "adamw" and "adafactor" as torch.optim has them, "sgd" without momentum, "adamw8bit" of bitsandbytes.
         master_weights: fp32 copies of low-precision parameters, which the optimizer works on.
         checkpointing: gradient checkpointing of every layer, as the model offers it.
+        fsdp: ranks over which parameters, gradients and the optimizer's state are sharded; bytes are those of one.
+        expert_parallel: ranks over which experts are spread; bytes are those of one.
 
     Raises:
         ConfigError: a value that cannot be; the message names it.
@@ -47,9 +49,11 @@ class Setup:
     master_weights: bool = False
     checkpointing: bool = False
     budget: MemoryBudget = None
+    fsdp: int = 1
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq", "lora_r"):
+        for name in ("batch", "seq", "lora_r", "fsdp", "expert_parallel"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise ConfigError(f"{name}={value!r} must be a positive int")
@@ -61,6 +65,8 @@ class Setup:
         for name, known in choices:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; expected one of {list(known)}")
+        if self.fsdp > 1 and self.expert_parallel > 1:
+            raise ConfigError(f"fsdp={self.fsdp} with expert_parallel={self.expert_parallel}: give one of them")
         if self.seq < 2:
             raise ConfigError(f"seq={self.seq}: a language model's loss needs two tokens")
         if isinstance(self.budget, float):
@@ -87,10 +93,12 @@ class OptimizerBytes:
     working: int
 
 
-_TEMPORARIES = {"adamw": 2, "sgd": 0}
-"""Tensors like a parameter that are alive at once while torch's optimizer updates it, one parameter after another."""
-_SCALAR_BYTES = {"adamw": 4, "sgd": 0}
+_TEMPORARIES = {"adamw": 2, "adamw8bit": 0, "sgd": 0}
+"""Tensors like a parameter that are alive at once while an optimizer updates it, one parameter after another."""
+_SCALAR_BYTES = {"adamw": 4, "adamw8bit": 0, "sgd": 0, "adafactor": 4}
 """The count of steps that is kept of each parameter."""
+_SMALL_8BIT, _BLOCK_8BIT, _MAPS_8BIT = 4096, 256, 2 * 256 * 4
+"""bitsandbytes: smaller parameters have their state in fp32; elements that share a scale; its two code books."""
 
 
 def optimizer_bytes(parameters: Iterable[torch.nn.Parameter], setup: Setup) -> OptimizerBytes:
@@ -100,15 +108,43 @@ def optimizer_bytes(parameters: Iterable[torch.nn.Parameter], setup: Setup) -> O
         raise ConfigError("no parameter of the model wants a gradient")
     low = [one for one in trained if one.element_size() < 4]
     masters = sum(4 * one.numel() for one in low) if setup.master_weights else 0
-    optimizer = _optimizer(trained, setup.optimizer)
-    state = foreseen_state_bytes(trained, [optimizer]) + _SCALAR_BYTES[setup.optimizer] * len(trained)
-    if setup.master_weights and low:
-        state = state * 4 // low[0].element_size()
+    state = _SCALAR_BYTES[setup.optimizer] * len(trained)
+    state += sum(_state_bytes(one, setup) for one in trained)
+    state += _MAPS_8BIT if setup.optimizer == "adamw8bit" else 0
+    if setup.optimizer == "adafactor":
+        return OptimizerBytes(state, masters, _two_updates(trained, setup))
     widest = max(one.numel() * (4 if setup.master_weights else one.element_size()) for one in trained)
     return OptimizerBytes(state, masters, _TEMPORARIES[setup.optimizer] * widest)
 
 
-def _optimizer(parameters: list[torch.nn.Parameter], name: OptimizerName) -> torch.optim.Optimizer:
-    made: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+def _state_bytes(parameter: torch.nn.Parameter, setup: Setup) -> int:
+    """What an optimizer keeps of one parameter, without counts."""
+    item_bytes = 4 if setup.master_weights else parameter.element_size()
+    elements = parameter.numel()
+    if setup.optimizer == "adamw8bit":
+        if elements < _SMALL_8BIT:
+            return 2 * 4 * elements
+        return 2 * (elements + 4 * -(-elements // _BLOCK_8BIT))
+    if setup.optimizer == "adafactor" and parameter.dim() > 1:
+        rows, columns = parameter.shape[-2:]
+        return elements // (rows * columns) * (rows + columns) * item_bytes
+    if setup.optimizer == "adafactor":
+        return elements * item_bytes
+    optimizer = made_optimizer([parameter], setup.optimizer)
+    return foreseen_state_bytes([parameter], [optimizer]) // parameter.element_size() * item_bytes
+
+
+def _two_updates(parameters: list[torch.nn.Parameter], setup: Setup) -> int:
+    """torch's Adafactor makes the update of a parameter while that of the one before is still there."""
+    sizes = [one.numel() * (4 if setup.master_weights else one.element_size()) for one in parameters]
+    return max(map(sum, zip(sizes, [0, *sizes], strict=False)))
+
+
+def made_optimizer(parameters: list[torch.nn.Parameter], name: OptimizerName) -> torch.optim.Optimizer:
+    """Of torch, of these parameters; what it will hold is known from its class, and made at its first step.
+
+    Those without a class of torch's that says so are given one that holds nothing.
+    """
+    made: Any = torch.optim.AdamW if name == "adamw" else torch.optim.SGD
     optimizer: torch.optim.Optimizer = made(parameters, lr=1e-4)
     return optimizer

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Stack", "find_stack", "shortened"]
+__all__ = ["Stack", "find_stack", "layer_lists", "shortened"]
 
 _LONGEST_UNIT = 8
 _FEWEST_REPEATS = 5
-"""Three and four repeats are analysed, so a model of fewer than five is analysed whole."""
+"""Up to three and four repeats are analysed, so a model of fewer than five is analysed whole."""
 _NUMBER = re.compile(r"^(layer_?)?(idx|id|index|number|num)$")
 
 
@@ -44,6 +44,12 @@ def find_stack(model: torch.nn.Module) -> Stack | None:
     lists = ((path, one) for path, one in model.named_modules() if isinstance(one, torch.nn.ModuleList))
     found = [stack for path, layers in lists if (stack := _stack_of(path, list(layers))) is not None]
     return max(found, key=lambda one: one.unit * one.repeats, default=None)
+
+
+def layer_lists(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of a model: of its lists of modules the one with most parameters."""
+    lists = [list(one) for one in model.modules() if isinstance(one, torch.nn.ModuleList)]
+    return max(lists, key=lambda one: sum(each.numel() for layer in one for each in layer.parameters()), default=[])
 
 
 def shortened(model: torch.nn.Module, stack: Stack, repeats: int) -> None:

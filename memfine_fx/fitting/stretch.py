@@ -14,7 +14,7 @@ the peak for any number. `is_even` holds a record to the assumption: every layer
 
 The plan that keeps everything does so. The one of the smallest budget, and the one without a budget, do not: they
 compute again what costs least of the whole step's FLOPs, so how much a layer keeps depends on how many there are, and
-three and four of them may be even where six are not. What is extended of them is an estimate.
+a few and of one more of them may be even where six are not. What is extended of them is an estimate.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from itertools import accumulate
 from memfine_fx.memory.liveness import Call, GraphMemory
 from memfine_fx.memory.step import RunMemory, SizeOf
 
-__all__ = ["PARTS", "SHORT", "Moment", "is_even", "moments_of", "stretched"]
+__all__ = ["PARTS", "Moment", "fewest_repeats", "is_even", "moments_of", "stretched"]
 
 PARTS = ("gradients", "kept for backward", "working set of experts", "working set of the head", "passing tensors")
-SHORT = 3
-"""Units of the shorter record. With two of them the first and the last are neighbours, and what is kept between them is
-not what is kept between others."""
 _GRADIENTS, _KEPT, _EXPERTS, _HEAD, _PASSING = range(len(PARTS))
 
 
@@ -69,13 +66,26 @@ def moments_of(runs: Sequence[RunMemory], size_of: SizeOf) -> list[list[Moment]]
     return found
 
 
-def stretched(shorts: list[list[Moment]], longs: list[list[Moment]], repeats: int) -> Moment:
-    """The peak of a step with so many repeats, from its moments with `SHORT` and with one more of them."""
+def fewest_repeats(unit: int) -> int:
+    """Units of the shorter record, of so many layers each: so many that the first and the last layer are no neighbours.
+
+    What is kept between a first and a last layer that are neighbours is not what is kept between others.
+    """
+    return 3 if unit == 1 else 2
+
+
+def stretched(shorts: list[list[Moment]], longs: list[list[Moment]], more: int) -> Moment:
+    """The peak of a longer step.
+
+    Args:
+        shorts, longs: moments with n repeats, and with one more.
+        more: repeats of the step that is asked for, beyond n.
+    """
     candidates: list[Moment] = []
     for short, long in zip(shorts, longs, strict=True):
         from_front = max(1, 2 * len(short) - len(long))  # all but the last unit's
         places = [*range(from_front), *(-1 - place for place in range((len(short) + 1) // 2))]
-        candidates += [short[place].extended(long[place], repeats - SHORT) for place in places]
+        candidates += [short[place].extended(long[place], more) for place in places]
     return max(candidates, key=lambda one: one.num_bytes)
 
 
@@ -97,7 +107,7 @@ def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
         if unit < 1 or more[: len(kept) - unit] != kept[: len(kept) - unit]:
             return False
         gaps = [later - earlier for earlier, later in zip(more, more[unit:], strict=False)]
-        inner = gaps[: len(gaps) - unit]  # the last unit may keep less: its backward begins at once
+        inner = gaps[:-1]  # the last layer may keep less: its backward begins at once
         if any(gap != inner[place % unit] for place, gap in enumerate(inner)):
             return False
     return True
@@ -124,8 +134,8 @@ def _moments(
 
 
 def _places(memory: GraphMemory) -> list[int]:
-    """Where chunked experts run."""
-    return [call.position for call in memory.calls if call.phase in ("forward", "backward")]
+    """Where chunked experts run, or what stands for layers in a step without them."""
+    return [call.position for call in memory.calls if call.phase in ("forward", "backward", "mark")]
 
 
 def _live(

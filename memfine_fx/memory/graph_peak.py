@@ -56,13 +56,16 @@ def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
     return peaks
 
 
-def read_graph(graph: fx.Graph, *, is_fused: bool, inputs: CountedInputs | None = None) -> GraphMemory:
+def read_graph(
+    graph: fx.Graph, *, is_fused: bool, inputs: CountedInputs | None = None, marks: bool = False
+) -> GraphMemory:
     """What a forward or backward graph would hold, before it is compiled; an estimate to plan by.
 
     Args:
         graph: ATen with `meta["val"]`, chunked regions as calls of their ops.
         is_fused: whether Inductor will fuse pointwise chains.
         inputs: those that count; none where it is None.
+        marks: whether products of matrices are calls too: they tell layers apart in a graph without regions.
     """
     inputs = inputs or CountedInputs()
     counted = {*inputs.freed, *inputs.held}
@@ -91,7 +94,8 @@ def read_graph(graph: fx.Graph, *, is_fused: bool, inputs: CountedInputs | None 
     for node, place in position.items():
         if scratch := scratch_bytes(node):
             allocations.append(Allocation(f"scratch of {_name(node.target)}", scratch, place, place + 1))
-    return GraphMemory(tuple(allocations), tuple(_calls(graph)), len(position))
+    calls = (*_calls(graph), *_marks(graph)) if marks else tuple(_calls(graph))
+    return GraphMemory(tuple(allocations), calls, len(position))
 
 
 _PHASES = {f"memfine::{name}": phase for name, phase in OP_PHASES.items() if phase != "route"}
@@ -102,6 +106,12 @@ def _calls(graph: fx.Graph) -> Iterator[Call]:
         phase = _PHASES.get(qualified_name(node.target))
         if phase is not None:
             yield call_of(place, phase, [argument for argument in node.args if isinstance(argument, str)])
+
+
+def _marks(graph: fx.Graph) -> Iterator[Call]:
+    for place, node in enumerate(graph.nodes):
+        if _name(node.target) in ("mm", "addmm", "bmm", "baddbmm"):
+            yield Call(place, "", "mark")
 
 
 def _keepers(graph: fx.Graph) -> dict[fx.Node, str]:

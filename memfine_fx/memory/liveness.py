@@ -3,7 +3,8 @@
 Terms
     position      a statement of the compiled wrapper, counted from 0
     allocation    bytes alive from one position up to, not including, another; None: past the end
-    call          a chunked region that runs at a position, with a working set the graph does not show
+    call          a chunked region that runs at a position, with a working set the graph does not show; or a mark, which
+                  has none: a product of matrices, in the record of a graph without regions
     live bytes    at a position: the allocations alive there, and the working set of a call there
 """
 
@@ -21,7 +22,7 @@ from memfine_fx.records import Keep
 
 __all__ = ["OP_PHASES", "Allocation", "Call", "CountedInputs", "GraphMemory", "Peak", "Phase", "Workspace", "call_of"]
 
-Phase = Literal["route", "forward", "backward", "head"]
+Phase = Literal["route", "forward", "backward", "head", "mark"]
 
 OP_PHASES: dict[str, Phase] = {
     "route": "route",
@@ -114,8 +115,8 @@ class GraphMemory:
     @functools.cached_property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
         """Sizes that are not known before the run (batch, sequence), by name."""
-        found = {symbol for one in self._distinct for symbol in one.free_symbols}
-        return tuple(sorted(found, key=str))
+        found = {str(symbol): symbol for one in self._distinct for symbol in one.free_symbols}  # once each, by name
+        return tuple(found[name] for name in sorted(found))
 
     @functools.cached_property
     def _distinct(self) -> tuple[sympy.Expr, ...]:

@@ -39,8 +39,10 @@ from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.keeping import Keepable, StepChoice, choose_step, ranked
 from memfine_fx.records import Keep
 
-__all__ = ["StepBudget", "fit", "largest_keeps", "region_keepables"]
+__all__ = ["Even", "StepBudget", "even", "fit", "largest_keeps", "region_keepables"]
 
+Even = Literal["lean", "spare"]
+"""A partition that treats equal layers alike; this spare computes nothing again but elementwise work."""
 _ATTEMPTS = 3
 _WITHOUT_RANDOM_STATE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """The CPU's attention knows no dropout and is computed again where that saves bytes, wished or not; a wish would make
@@ -127,6 +129,19 @@ def fit(
     with budget.timed("fit"):
         tried = functools.partial(_timed, partition, budget)
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, _without(_sized(full, budget), added))
+
+
+def even(gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], kind: Even) -> Partition:
+    """A partition whose choices do not depend on how many layers there are; regions keep nothing.
+
+    Args:
+        gm, num_forward_outputs, partition: as for `fit`.
+        kind: which.
+    """
+    _drop_wishes(gm.graph)
+    if kind == "spare":
+        return spared(_copied(gm), (), partition)
+    return _lean(gm, partition, dense_results(gm.graph, num_forward_outputs))
 
 
 def _with_hints(

@@ -40,13 +40,13 @@ from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import CountedInputs
 from memfine_fx.passes.read.normal_form import fake_mode_of
 from memfine_fx.passes.step.dense_results import dense_results, is_attention, must_save
-from memfine_fx.passes.step.fit import StepBudget, fit
+from memfine_fx.passes.step.fit import Even, StepBudget, even, fit
 from memfine_fx.passes.step.optional import give_room
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.spare import spare
 from memfine_fx.plan.cost import DeviceRates
 
-__all__ = ["Partition", "StepPartitioner", "counted_inputs"]
+__all__ = ["Partition", "StepPartitioner", "counted_inputs", "partitioned_as_is"]
 
 _FILES = (
     *(
@@ -70,6 +70,7 @@ class StepPartitioner(CustomPartitionerFn):
         is_fused: whether the compiler behind fuses elementwise chains, for the estimates.
         budget: what the step may use; None without a budget.
         rates: of the device, where regions may keep what a run has room for (`optional`); None where they may not.
+        kind: this partition, whatever fits; None where the budget, or its absence, decides.
         report: told the partition that was chosen.
         key: what `fits` depends on, as text: part of the identity of compiled code.
     """
@@ -80,12 +81,14 @@ class StepPartitioner(CustomPartitionerFn):
         is_fused: bool = True,
         budget: StepBudget | None = None,
         rates: Callable[[], DeviceRates] | None = None,
+        kind: Even | None = None,
         report: Callable[[Partition], None] | None = None,
         key: str = "",
     ) -> None:
         self._is_fused = is_fused
         self._budget = budget
         self._rates = rates
+        self._kind = kind
         self._report = report
         self._key = key
 
@@ -95,7 +98,9 @@ class StepPartitioner(CustomPartitionerFn):
         _save_what_is_dear(gm.graph)
         partition = functools.partial(_partition, joint_inputs, kwargs, self._is_fused)
         num_outputs = kwargs["num_fwd_outputs"]
-        if self._budget is not None:
+        if self._kind is not None:
+            chosen = even(gm, num_outputs, partition, self._kind)
+        elif self._budget is not None:
             chosen = fit(gm, num_outputs, partition, self._budget)
         else:
             results = dense_results(gm.graph, num_outputs) if self._is_fused else []
@@ -114,12 +119,19 @@ class StepPartitioner(CustomPartitionerFn):
         return StepPartitioner(is_fused=self._is_fused, key=self._key)
 
 
+def partitioned_as_is(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> Partition:
+    """What functorch makes of a joint graph without regions; products of matrices are marks in its record."""
+    return _partition(joint_inputs, options, True, gm, marks=True)
+
+
 def _partition(
     joint_inputs: Sequence[object],
     options: dict[str, Any],
     is_fused: bool,
     gm: fx.GraphModule,
     decision: str = "",
+    *,
+    marks: bool = False,
 ) -> Partition:
     forward, backward = min_cut_partition(gm, joint_inputs, **options)
     for one in (forward, backward):
@@ -127,8 +139,8 @@ def _partition(
     return Partition(
         forward,
         backward,
-        read_graph(forward.graph, is_fused=is_fused),
-        read_graph(backward.graph, is_fused=is_fused, inputs=counted_inputs(backward.graph)),
+        read_graph(forward.graph, is_fused=is_fused, marks=marks),
+        read_graph(backward.graph, is_fused=is_fused, inputs=counted_inputs(backward.graph), marks=marks),
         decision,
     )
 

@@ -12,6 +12,7 @@ import torch
 import memfine_fx
 from memfine_fx.cli import main
 from memfine_fx.errors import ConfigError
+from memfine_fx.fitting.setup import OptimizerName, Setup, optimizer_bytes
 from memfine_fx.memory.measure import trace_memory
 
 TINY: dict[str, Any] = dict(
@@ -40,6 +41,14 @@ def config_of(model_type: str = "qwen3_moe", **overrides: Any) -> Any:
     [
         (dict(num_key_value_heads=3), "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (dict(num_experts_per_tok=9), "num_experts_per_tok=9 exceeds num_experts=8"),
+        (dict(hidden_size=0), "hidden_size=0 must be a positive int"),
+        (dict(num_hidden_layers=0), "num_hidden_layers=0 must be a positive int"),
+        (dict(vocab_size=-1), "vocab_size=-1 must be a positive int"),
+        (dict(n_group=3), "num_experts=8 is no multiple of n_group=3"),
+        (
+            dict(num_attention_heads=3, num_key_value_heads=1, head_dim=None),
+            "hidden_size=64 is no multiple of num_attention_heads=3, and there is no head_dim",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_are_named(given: dict[str, Any], named: str) -> None:
@@ -69,6 +78,27 @@ def test_a_config_file_without_a_model_type_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}), encoding="utf-8")
     with pytest.raises(ConfigError, match="lacks the field 'model_type'"):
         memfine_fx.fit(str(tmp_path))
+
+
+def test_a_config_file_of_an_unknown_family_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_moe"}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="model_type='no_such_moe' is none of transformers"):
+        memfine_fx.fit(str(tmp_path))
+
+
+def test_a_field_of_another_type_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fields = {"model_type": "qwen3_moe", "hidden_size": "wide"}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(ConfigError, match="hidden_size"):
+        memfine_fx.fit(str(tmp_path))
+
+
+def test_a_model_that_predicts_no_next_token_is_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match="model_type='t5' has no causal language model in transformers"):
+        memfine_fx.fit(transformers.CONFIG_MAPPING["t5"]())
 
 
 @pytest.mark.parametrize(
@@ -139,3 +169,71 @@ def test_the_command_answers_and_says_by_its_status_whether_it_fits(
     assert shown["line"] == 'memfine_fx.optimize(model, memory_budget="64MiB")'
     assert shown["longest_seq"] > 64
     assert len(shown["chunked"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (dict(gpu="h9000"), "gpu='h9000' is unknown; known: t4, "),
+        (dict(gpu="h100", memory="80GiB"), "memory='80GiB' and gpu='h100': give one of them"),
+        (dict(fsdp=0), "fsdp=0 must be a positive int"),
+        (dict(fsdp=2, expert_parallel=2), "fsdp=2 with expert_parallel=2: give one of them"),
+    ],
+)
+def test_a_device_or_ranks_that_cannot_be_are_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        memfine_fx.fit(config_of(), **given)
+
+
+def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+def test_an_optimizer_of_torch_holds_what_is_said(name: OptimizerName, dtype: torch.dtype) -> None:
+    """State after a step, and what the step itself takes, by the allocator's events."""
+    made = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "sgd": torch.optim.SGD}[name]
+    parameters = parameters_of((512, 256), (8, 128, 64), (300,), dtype=dtype)
+    optimizer = made(parameters, lr=1e-3)
+
+    def step() -> None:
+        optimizer.step()
+
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    step()
+    state = sum(one.nbytes for state in optimizer.state.values() for one in state.values())
+    said = optimizer_bytes(parameters, Setup(optimizer=name, dtype="fp32"))
+    assert said.state == state
+    working = trace_memory(step, torch.device("cpu")).peak_bytes
+    assert working <= said.working + 64 * 1024
+
+
+def test_adamw_in_eight_bits_holds_what_bitsandbytes_does() -> None:
+    """Two bytes an element and two scales a block of 256; parameters below 4,096 elements are kept in fp32."""
+    parameters = parameters_of((64, 65), (4095,), dtype=torch.bfloat16)
+    said = optimizer_bytes(parameters, Setup(optimizer="adamw8bit"))
+    blocks = -(-64 * 65 // 256)
+    assert said.state == 2 * (64 * 65 + 4 * blocks) + 8 * 4095 + 2 * 256 * 4
+
+
+def test_ranks_share_what_goes_with_parameters() -> None:
+    alone, shared = (memfine_fx.fit(config_of(), seq=64, dtype="fp32", fsdp=ranks) for ranks in (1, 4))
+    assert shared.estimates and not alone.estimates
+    held, sharded = (dict(one.least.terms) for one in (alone, shared))
+    assert sharded["parameters"] == -(-held["parameters"] // 4)
+    assert sharded["optimizer state"] == -(-held["optimizer state"] // 4)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_shown_beside_its_alternatives_and_what_would() -> None:
+    report = memfine_fx.fit(config_of(), memory="2MiB", batch=2, seq=64, dtype="fp32", alternatives=True)
+    assert report.fits is False and report.line == ""
+    names = [one.what for one in report.alternatives]
+    assert names[0] == "plain training (torch.compile)" and names[-1] == "gradient checkpointing of layers"
+    assert len(names) == 4 and all(one.total is not None for one in report.alternatives)
+    changes = {one.what.split("=")[0]: one for one in report.changes}
+    assert {"optimizer", "seq", "batch", "fsdp"} <= set(changes)
+    assert [one.fits for one in report.changes] == sorted((one.fits for one in report.changes), reverse=True)
+    assert json.loads(report.to_json())["alternatives"][0]["total"]["num_bytes"] > 0

@@ -57,14 +57,14 @@ def test_a_longer_step_peaks_where_its_own_record_does(num_layers: int, gradient
     """Small gradients put the peak at the head, large ones at the end of backward."""
     shorts, longs = (moments_of([step_of(number, gradient=gradient)], size_of) for number in (3, 4))
     expected = peak_of([step_of(num_layers, gradient=gradient)])
-    assert stretched(shorts, longs, num_layers).num_bytes == expected
+    assert stretched(shorts, longs, num_layers - 3).num_bytes == expected
 
 
 def test_the_peak_moves_to_the_end_of_backward_only_in_a_longer_step() -> None:
     shorts, longs = (moments_of([step_of(number)], size_of) for number in (3, 4))
     short_peak = max((one for stretches in shorts for one in stretches), key=lambda one: one.num_bytes)
     assert short_peak.parts[0] == 0
-    assert stretched(shorts, longs, 48).parts[0] == 48 * GRADIENT
+    assert stretched(shorts, longs, 45).parts[0] == 48 * GRADIENT
 
 
 def test_layers_that_keep_the_same_are_even() -> None:
@@ -101,8 +101,8 @@ def test_six_layers_of_a_model_peak_as_three_and_four_of_them_say() -> None:
     for plan in PLANS:
         shorts, longs = (moments_of(one.runs[plan], size_of_whole) for one in (short, long))
         peak = max(one.num_bytes for each in moments_of(whole.runs[plan], size_of_whole) for one in each)
-        said[plan] = stretched(shorts, longs, 6).num_bytes / peak
-    assert said["most"] == 1
+        said[plan] = stretched(shorts, longs, 3).num_bytes / peak
+    assert said["most"] == said["lean"] == said["spare"] == 1
     assert 1 <= said["least"] < 1.03, "an estimate: what a layer keeps depends on how many there are"
 
 

@@ -1,0 +1,237 @@
+"""How far is what `fit` says of a config from what a real step takes? `python -m benchmarks.fit_accuracy`.
+
+For each family and setup of `SETUPS`, on this machine's CPU:
+
+1. `fit` answers from the config alone;
+2. the model is made and optimized, and steps until everything is compiled and the optimizer holds its state;
+3. one more step is run under the allocator's own events: the peak is what was there before it (parameters, buffers,
+   inputs, optimizer state) and the most live bytes within it.
+
+All tokens are alike, so each of K experts gets a row of every token, as `fit` supposes. A family runs in a process of
+its own; rows that FILE has already are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memfine_fx
+from benchmarks.machine import describe_machine
+from memfine_fx.errors import MemfineError
+from memfine_fx.fitting.models import real_model
+from memfine_fx.fitting.setup import Setup
+from memfine_fx.memory.measure import trace_memory
+
+__all__ = ["FAMILIES", "SETUPS", "Combination", "config_of", "main", "summary"]
+
+RESULTS = Path(__file__).parent / "results" / "fit_accuracy.jsonl"
+WITHIN, UNDER = 0.02, 0.01
+"""What is aimed at: at most so far from the measured peak, and at most so far under it."""
+_ROOM = 102  # hundredths of what keeping everything is said to take
+_WARM_STEPS = 2  # the second is the first with state of the optimizer, and may be compiled anew under a budget
+
+_SIZES: dict[str, Any] = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    moe_intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=2048,
+    num_experts=8,
+    num_local_experts=8,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=2048,
+    pad_token_id=0,
+    use_cache=False,
+)
+_LATENT: dict[str, Any] = dict(
+    q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, num_key_value_heads=4
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "qwen2_moe": dict(shared_expert_intermediate_size=256),
+    "mixtral": dict(intermediate_size=256),
+    "olmoe": dict(intermediate_size=256),
+    "deepseek_v3": dict(_LATENT, n_group=2, topk_group=1, first_k_dense_replace=1, head_dim=32),
+    "deepseek_v2": dict(_LATENT, n_group=2, topk_group=1, first_k_dense_replace=1, head_dim=32),
+    "gpt_oss": dict(intermediate_size=256, sliding_window=128, layer_types=["sliding_attention", "full_attention"]),
+    "phimoe": dict(intermediate_size=256),
+    "granitemoe": dict(intermediate_size=256),
+    "glm4_moe": dict(n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1),
+    "dots1": dict(n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1),
+    "ernie4_5_moe": dict(moe_num_experts=8, moe_k=2, moe_layer_start_index=1, moe_num_shared_experts=1),
+    "flex_olmo": dict(intermediate_size=256),
+}
+"""Causal language models of transformers -> fields beside the common ones."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A setup, and whether it is under a budget: one that leaves room to keep everything."""
+
+    setup: Setup
+    has_budget: bool = False
+
+    @property
+    def name(self) -> str:
+        """Such as "lora bf16 2x256 checkpointing budget"."""
+        one = self.setup
+        words = [one.train, one.dtype, f"{one.batch}x{one.seq}"]
+        words += ["checkpointing"] * one.checkpointing + ["budget"] * self.has_budget
+        return " ".join(words)
+
+
+SETUPS = (
+    Combination(Setup(2, 256, dtype="fp32")),
+    Combination(Setup(2, 256, dtype="bf16")),
+    Combination(Setup(2, 256, train="lora", dtype="bf16")),
+    Combination(Setup(1, 768, dtype="fp32", checkpointing=True)),
+    Combination(Setup(1, 768, dtype="bf16"), has_budget=True),
+    Combination(Setup(1, 768, train="lora", dtype="fp32", checkpointing=True)),
+)
+
+
+def config_of(family: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    known: Any = CONFIG_MAPPING
+    return known[family](**{**_SIZES, **FAMILIES[family]})
+
+
+def compared(family: str, combination: Combination) -> dict[str, Any]:
+    """One row: what was said, what was measured."""
+    config, setup = config_of(family), combination.setup
+    started = time.perf_counter()
+    report = _fitted(config, setup)
+    if combination.has_budget:
+        setup = replace(setup, budget=_ROOM * report.most.num_bytes // 100)
+        report = _fitted(config, setup)
+    seconds = time.perf_counter() - started
+    assert report.asked is not None
+    said, measured = report.asked.num_bytes, measured_peak(config, setup)
+    return {
+        "family": family,
+        "setup": combination.name,
+        "budget_bytes": setup.budget,
+        "said_bytes": said,
+        "measured_bytes": measured,
+        "ratio": round(said / measured, 5),
+        "where": report.asked.where,
+        "terms": dict(report.asked.terms),
+        "chunked": len(report.chunked),
+        "fit_seconds": round(seconds, 1),
+    }
+
+
+def _fitted(config: Any, setup: Setup) -> Any:
+    torch._dynamo.reset()  # no compilation knows of an earlier one
+    return memfine_fx.fit(
+        config,
+        batch=setup.batch,
+        seq=setup.seq,
+        train=setup.train,
+        dtype=setup.dtype,
+        checkpointing=setup.checkpointing,
+        memory_budget=setup.budget,
+    )
+
+
+def measured_peak(config: Any, setup: Setup) -> int:
+    """Bytes at the peak of a real step, by the allocator's events."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = real_model(config, setup)
+    memfine_fx.optimize(model, dynamic=True, memory_budget=setup.budget)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0)
+    tokens = torch.full((setup.batch, setup.seq), 7)
+    labels = tokens.clone()
+
+    def step() -> None:
+        model(input_ids=tokens, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(_WARM_STEPS):
+        step()
+    there = [*model.parameters(), *model.buffers(), tokens, labels]
+    there += [one for state in optimizer.state.values() for one in state.values()]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in there}
+    return sum(storages.values()) + trace_memory(step, torch.device("cpu")).peak_bytes
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """How many rows, and how far off."""
+    ratios = sorted(row["ratio"] for row in rows if "ratio" in row)
+    if not ratios:
+        return "no rows"
+    near = sum(abs(one - 1) <= WITHIN for one in ratios)
+    under = sum(one < 1 - UNDER for one in ratios)
+    return (
+        f"{len(ratios)} compared, {near} within {WITHIN:.0%}, {under} more than {UNDER:.0%} under; "
+        f"ratio {ratios[0]:.4f} to {ratios[-1]:.4f}, median {ratios[len(ratios) // 2]:.4f}; "
+        f"{sum('error' in row for row in rows)} failed"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Status 1 where a combination failed."""
+    options = _parser().parse_args(arguments)
+    if options.one:
+        for row in _rows_of(options.one, _known(options.out)):
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        return 0
+    for family in options.families:
+        command = [sys.executable, "-m", "benchmarks.fit_accuracy", "--one", family, "--out", str(options.out)]
+        subprocess.run(command, check=False)
+    rows = _read(options.out)
+    for row in sorted(rows, key=lambda one: abs(one.get("ratio", 9) - 1)):
+        print(f"{row['family']:14} {row['setup']:40} {row.get('ratio', row.get('error'))}")
+    print(summary(rows))
+    return int(any("error" in row for row in rows))
+
+
+def _rows_of(family: str, known: set[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    machine = str(describe_machine(torch.device("cpu")))
+    for combination in SETUPS:
+        if (family, combination.name) in known:
+            continue
+        try:
+            row = compared(family, combination)
+        except (MemfineError, RuntimeError, ValueError) as error:  # the matrix goes on, the row says why
+            row = {"family": family, "setup": combination.name, "error": f"{type(error).__name__}: {error}"[:400]}
+        yield {**row, "machine": machine}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _known(path: Path) -> set[tuple[str, str]]:
+    return {(row["family"], row["setup"]) for row in _read(path)}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_accuracy", description=__doc__)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"default {RESULTS.name}; its rows are kept")
+    parser.add_argument("--one", choices=FAMILIES, help="this family, in this process")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""docs/models.md: the longest sequences that known models train with, by memory. `python -m benchmarks.models_page`.
+
+Each model is asked of `fit` for full training and for LoRA in bf16 with AdamW, one sequence a step, on one device: with
+memfine_fx under the smallest budget, and as torch.compile takes it with gradient checkpointing of every layer. Answers
+are kept in results/fit_models.jsonl; what is there is not asked again, so the command may be stopped and goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.known_models import KNOWN_MODELS, known_config
+from memfine_fx.config import Config
+from memfine_fx.fitting.analysis import Analysis
+from memfine_fx.fitting.answer import analyse, analysed_plainly
+from memfine_fx.fitting.cuda_terms import CUDA_TERMS
+from memfine_fx.fitting.setup import Setup, Train
+from memfine_fx.plan.rows import largest
+
+__all__ = ["MEMORIES", "main", "page"]
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "fit_models.jsonl"
+MEMORIES = (24, 48, 80, 141, 192)
+"""GB of 10^9 bytes."""
+TRAINS: tuple[Train, ...] = ("full", "lora")
+_MOST_TOKENS = 1 << 22
+_HEAD = """# Which models train on which device
+
+Written by `python -m benchmarks.models_page` from answers of `memfine fit`, which are kept in
+benchmarks/results/fit_models.jsonl. **No number here was measured on a GPU**: sizes of kernels are those of a CPU, and
+what CUDA takes beside a step is counted as stated constants. Each cell is the longest sequence, in tokens, of one
+sequence a step in bf16 with AdamW (bf16 state, no fp32 copies) on one device: with memfine_fx under the smallest budget
+/ as torch.compile takes the model with gradient checkpointing of every layer. A dash: not even two tokens. Memory is in
+GB of 10^9 bytes. LoRA has rank 16 on every linear layer but the head, by PEFT's own choice of targets. One expert is
+supposed to get a row of every token, the worst that routing can do. The logits of a model that returns them beside its
+loss stay whole on both sides. The plain step is read from the graph's operations, and is an estimate where its layers
+were not found to keep the same. Models that are not in the table were not asked yet.
+
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models_page", description=__doc__)
+    parser.add_argument("--models", nargs="*", choices=KNOWN_MODELS, default=list(KNOWN_MODELS))
+    parser.add_argument("--train", nargs="+", choices=TRAINS, default=list(TRAINS))
+    options = parser.parse_args(arguments)
+    known = {(row["model"], row["train"]) for row in _rows()}
+    for model in options.models:
+        for train in options.train:
+            if (model, train) not in known:
+                row = asked(model, train)
+                print(json.dumps(row), flush=True)
+                with RESULTS.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    (ROOT / "docs" / "models.md").write_text(page(_rows()), encoding="utf-8")
+    return 0
+
+
+def asked(model: str, train: Train) -> dict[str, Any]:
+    """One row of the file: longest sequences by memory, with and without us."""
+    started = time.process_time()
+    setup, config = Setup(seq=8192, train=train), known_config(model)
+    ours, _ = analyse(config, setup, Config())
+    theirs = analysed_plainly(config, dataclasses.replace(setup, checkpointing=True), Config())
+    return {
+        "model": model,
+        "train": train,
+        "parameter_bytes": ours.static.parameters,
+        "with": {str(memory): _longest(ours, "least", memory) for memory in MEMORIES},
+        "without": {str(memory): _longest(theirs, "asked", memory) for memory in MEMORIES},
+        "least_bytes_at_8192": ours.total("least", 1, setup.seq).num_bytes,
+        "cpu_seconds": round(time.process_time() - started, 1),
+    }
+
+
+def _longest(analysis: Analysis, plan: str, memory: int) -> int:
+    available = memory * 10**9 - sum(term.num_bytes for term in CUDA_TERMS)
+
+    def fits(seq: int) -> bool:
+        return analysis.total(plan, 1, seq).num_bytes <= available
+
+    return largest(2, _MOST_TOKENS + 1, fits) if fits(2) else 0
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """The page of these rows, models by size."""
+    lines = ["| model | weights | training | " + " | ".join(f"{memory} GB" for memory in MEMORIES) + " |"]
+    lines.append("|---|---|---|" + "---|" * len(MEMORIES))
+    places = list(KNOWN_MODELS)
+    for row in sorted(rows, key=lambda one: (places.index(one["model"]), one["train"])):
+        cells = [f"{_shown(row['with'][str(one)])} / {_shown(row['without'][str(one)])}" for one in MEMORIES]
+        weights = f"{row['parameter_bytes'] / 1e9:.1f} GB"
+        lines.append(f"| {row['model']} | {weights} | {row['train']} | " + " | ".join(cells) + " |")
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _shown(seq: int) -> str:
+    if seq >= _MOST_TOKENS:
+        return f"{_MOST_TOKENS:,} or more"
+    return f"{seq:,}" if seq else "-"
+
+
+def _rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()] if RESULTS.exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

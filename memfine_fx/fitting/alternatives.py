@@ -1,0 +1,70 @@
+"""The same training step without us: plain, with gradient checkpointing, and under torch.compile's own ratio.
+
+Each is recorded as torch.compile would take the model as it is written, from the graph's operations: the partition is
+functorch's, nothing is looked for and nothing rewritten. `activation_memory_budget` is that of functorch, a share of
+what forward would keep; what it chooses depends on the number of layers, so where layers were extended it is an
+estimate, and so is everything where layers were not found to be even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memfine_fx.errors import ConfigError, MemfineError
+from memfine_fx.fitting.analysis import Analysis, StepTotal
+
+__all__ = ["SHARES", "Alternative", "alternatives"]
+
+SHARES = (0.5, 0.0)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to train without us.
+
+    Args:
+        what: it, in words.
+        total: its peak, None where it could not be recorded.
+        longest_seq: that fits in the memory, 0 for none or where there is no memory.
+        remark: what the number leaves open, "" where nothing.
+    """
+
+    what: str
+    total: StepTotal | None
+    longest_seq: int = 0
+    remark: str = ""
+
+
+def alternatives(
+    record: Callable[[bool], tuple[Analysis, bool]], longest: Callable[[Callable[[int], int]], int]
+) -> tuple[Alternative, ...]:
+    """Side by side, in the order of the module's first line.
+
+    Args:
+        record: whether layers are checkpointed -> the records of plain training, and whether they are exact.
+        longest: bytes by length -> the longest sequence that fits.
+    """
+    found = []
+    for checkpoints, what in ((False, "plain training (torch.compile)"), (True, "gradient checkpointing of layers")):
+        try:
+            analysis, is_exact = record(checkpoints)
+        except (ConfigError, MemfineError) as error:
+            found.append(Alternative(what, None, remark=f"could not be recorded: {error}"))
+            continue
+        plans = {"asked": what}
+        if not checkpoints:
+            plans |= {str(share): f"torch.compile with activation_memory_budget={share}" for share in SHARES}
+        for plan, name in plans.items():
+            is_sure = is_exact and plan == "asked"
+            found.append(_alternative(analysis, plan, name, longest, "" if is_sure else "an estimate"))
+    return tuple(found)
+
+
+def _alternative(
+    analysis: Analysis, plan: str, name: str, longest: Callable[[Callable[[int], int]], int], remark: str
+) -> Alternative:
+    setup = analysis.setup
+    total = analysis.total(plan, setup.batch, setup.seq)
+    seq = longest(lambda one: analysis.total(plan, setup.batch, one).num_bytes)
+    return Alternative(name, total, seq, remark)

@@ -1,0 +1,92 @@
+"""Where nothing fits: the fewest changes that would, each alone and then together, with its number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from memfine_fx.errors import MissingPackage
+from memfine_fx.fitting.analysis import Analysis
+from memfine_fx.plan.rows import largest
+
+__all__ = ["Change", "Changed", "changes"]
+
+_LEANER = {"adamw": ("adamw8bit", "adafactor", "sgd"), "adamw8bit": ("adafactor", "sgd"), "adafactor": ("sgd",)}
+_MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the setup, the smallest budget with it, and whether it would fit then; None without a memory."""
+
+    what: str
+    least_bytes: int
+    fits: bool | None
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The step that does not fit, and how it is had otherwise.
+
+    Args:
+        analysis: of the setup as it is.
+        with_optimizer: by the name of another optimizer.
+        of_lora: its analysis with adapters; None where it is not to be recorded.
+    """
+
+    analysis: Analysis
+    with_optimizer: Callable[[str], Analysis]
+    of_lora: Callable[[], Analysis] | None = None
+
+
+def changes(changed: Changed, available: int) -> tuple[Change, ...]:
+    """Those that fit first, the fewest bytes first among equals."""
+    found = [Change(what, least, least <= available) for what, least in _tried(changed, available)]
+    return tuple(sorted(found, key=lambda one: (not one.fits, one.least_bytes)))
+
+
+def _tried(changed: Changed, available: int) -> Iterator[tuple[str, int]]:
+    analysis, setup = changed.analysis, changed.analysis.setup
+    leaner = [changed.with_optimizer(name) for name in _LEANER.get(setup.optimizer, ())]
+    for other in leaner:
+        yield f"optimizer={other.setup.optimizer!r}", _least(other)
+    shorter = _length_that_fits(analysis, available)
+    yield f"seq={shorter}", _least(analysis, seq=shorter)
+    if setup.batch > 1:
+        yield "batch=1", _least(analysis, batch=1)
+    if setup.expert_parallel == 1:
+        ranks = _ranks_that_fit(analysis, available)
+        yield f"fsdp={ranks} (an estimate)", _least(_on_ranks(analysis, ranks))
+    if changed.of_lora is None or setup.train == "lora":
+        return
+    try:
+        adapted = changed.of_lora()
+    except MissingPackage:  # without PEFT it is one change less
+        return
+    yield "train='lora'", _least(adapted)
+
+
+def _least(analysis: Analysis, batch: int | None = None, seq: int | None = None) -> int:
+    setup = analysis.setup
+    return analysis.total("least", batch or setup.batch, seq or setup.seq).num_bytes
+
+
+def _length_that_fits(analysis: Analysis, available: int) -> int:
+    """The longest, or half of the sequence where none fits."""
+    setup = analysis.setup
+    if _least(analysis, seq=2) > available:
+        return max(2, setup.seq // 2)
+    return largest(2, setup.seq, lambda one: _least(analysis, seq=one) <= available)
+
+
+def _ranks_that_fit(analysis: Analysis, available: int) -> int:
+    """The fewest, a power of two, or the most that are tried."""
+    ranks = max(2, 2 * analysis.setup.fsdp)
+    while ranks < _MOST_RANKS and _least(_on_ranks(analysis, ranks)) > available:
+        ranks *= 2
+    return ranks
+
+
+def _on_ranks(analysis: Analysis, ranks: int) -> Analysis:
+    return dataclasses.replace(analysis, setup=dataclasses.replace(analysis.setup, fsdp=ranks))
