@@ -1,7 +1,8 @@
-"""Open MoE models by the sizes that their published configs have, for pages and for the scale of `fit`.
+"""Open MoE models by the sizes of their published configs, for pages and for the scale of `fit`.
 
-Written down here so that no network is needed; the parameters that `fit` counts stand beside each model on the page and
-agree with what its makers state. Multimodal ones are their language model alone.
+Written down from memory, so that no network is needed; the parameters that `fit` counts stand beside each model on the
+page. Those of Qwen3-30B-A3B, GPT-OSS-120B, DeepSeek-V3 and Llama-4-Maverick were compared with what their makers state,
+the others not. Multimodal ones are their language model alone.
 """
 
 from __future__ import annotations

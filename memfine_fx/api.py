@@ -160,7 +160,7 @@ def fit(
         model_or_config: a transformers config; a folder with one, a config.json, a model type with its default sizes,
             a name on the hub; a callable that makes a module which takes input_ids and labels; or such a module.
         memory: bytes of the device, as "80GiB" or an int; None asks for the bytes alone.
-        gpu: the device's name instead, such as "h100"; `memfine_fx.fitting.devices` has the table and its sources.
+        gpu: the device's name instead, such as "h100"; `memfine_fx.fitting.devices` has the table.
         batch, seq: sequences, and tokens of each.
         train: "full", or "lora" by PEFT.
         lora_r, targets: rank of the adapters, and names of the linear layers that get one; () for all but the head.

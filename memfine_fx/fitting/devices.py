@@ -1,4 +1,4 @@
-"""Memory of devices by name, as their makers state it."""
+"""Memory of devices by name, from memory: beside each stands the maker's page to check it by, which was not read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEVICES: dict[str, tuple[int, str]] = {
     "mi300x": (192, _AMD + "mi300/mi300x.html"),
     "mi325x": (256, _AMD + "mi300/mi325x.html"),
 }
-"""Name -> (GB as stated, the page). A GB is counted as 10^9 bytes, the smaller of its meanings: drivers show more."""
+"""Name -> (GB, the page). A GB is counted as 10^9 bytes, the smaller of its meanings: drivers show more."""
 
 
 def device_bytes(name: str) -> int:
