@@ -42,7 +42,8 @@ sequence a step in bf16 with AdamW (bf16 state, no fp32 copies) on one device: w
 GB of 10^9 bytes. LoRA has rank 16 on every linear layer but the head, by PEFT's own choice of targets. One expert is
 supposed to get a row of every token, the worst that routing can do. The logits of a model that returns them beside its
 loss stay whole on both sides. The plain step is read from the graph's operations, and is an estimate where its layers
-were not found to keep the same. Models that are not in the table were not asked yet.
+were not found to keep the same. Sizes of models are from memory (benchmarks/known_models.py says which were compared).
+Models that are not in the table were not asked yet.
 
 """
 
