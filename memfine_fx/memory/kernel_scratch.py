@@ -198,8 +198,8 @@ def product_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device_
 
     At least what bf16 took on one and two threads at sizes of 64 to 2048 and 16 to 2048 rows, where it grew no more
     beyond 539 rows (tests/memory/test_kernel_scratch.py asks it of the machine at hand); more threads may take more.
-    On an AMD EPYC of family 26 (Zen 5) two threads take more at small sizes, 1.5 times at [128,64] with 2048 rows, which
-    the probe's larger shapes do not show; sizes of 256 and more are within.
+    On an AMD EPYC of family 26 (Zen 5) two threads take more at small sizes, 1.5 times at [128,64] with 2048 rows,
+    which the probe's larger shapes do not show; [192,320] is within.
 
     Args:
         shapes: of the gradients, [a,b]; others have no product.
