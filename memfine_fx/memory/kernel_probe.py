@@ -48,7 +48,7 @@ ATTENTION_SHAPES: tuple[Shape, ...] = (
     (1, 96, 321, 48),
 )  # fmt: skip
 """A batch of one; the first two differ in nothing but heads, the others are one for each block of queries."""
-PRODUCT_SHAPES: tuple[Shape, ...] = ((512, 256, 97), (192, 320, 539))
+PRODUCT_SHAPES: tuple[Shape, ...] = ((512, 256, 97), (192, 320, 539), (64, 64, 2048))
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

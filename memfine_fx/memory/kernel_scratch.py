@@ -59,8 +59,11 @@ _TILE, _HALF_TILE, _INNER_BLOCK = 64, 32, 256
 """oneDNN rounds keys and queries of a block up to these, and takes at most so many keys at once."""
 _FP16_COLUMNS, _ROUNDING = 80, 4096
 """Columns that it converts to fp32 beside the scores, in fp16; and what small things are rounded up to."""
-_PADDING_ROWS, _BLOCK_ROWS = 48, 560
-"""Rows that are added to a product's, and the most that oneDNN has in its blocks at once."""
+_PADDING_ROWS, _BLOCK_ROWS = 88, 560
+"""Rows that are added to a product's, which stand for sums in fp32 too, and the most that blocks have at once."""
+_BLOCK_LEFT, _BLOCK_RIGHT, _LEAST_RIGHT = 256, 640, 64
+"""The most of a product's sides, [a,b], that count for one thread, and the fewest columns: results of a block have up
+to 1024, but its factors fewer, so that 640 cover both."""
 
 
 @dataclass(frozen=True)
@@ -196,10 +199,8 @@ def _copied_gradient(node: fx.Node) -> sympy.Expr:
 def product_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device_type: str) -> sympy.Expr:
     """Bytes in R of oneDNN's blocks of a low-precision product [a,R] @ [R,b] on a CPU; 0 elsewhere.
 
-    At least what bf16 took on one and two threads at sizes of 64 to 2048 and 16 to 2048 rows, where it grew no more
-    beyond 539 rows (tests/memory/test_kernel_scratch.py asks it of the machine at hand); more threads may take more.
-    On an AMD EPYC of family 26 (Zen 5) two threads take more at small sizes, 1.5 times at [128,64] with 2048 rows,
-    which the probe's larger shapes do not show; [192,320] is within.
+    At least what bf16 took on one and two threads at sizes of 32 to 2048 and 16 to 8192 rows, where it grew no more
+    beyond 2048 rows (tests/memory/test_kernel_scratch.py asks it of the machine at hand).
 
     Args:
         shapes: of the gradients, [a,b]; others have no product.
@@ -212,20 +213,30 @@ def product_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device_
     if not products:
         return sympy.Integer(0)
     inputs = dtype.itemsize * max(map(sum, products)) * ROWS
-    excess = _excess("product", dtype, torch.get_num_threads())
-    return _with_excess(product_blocks(products, dtype, cpu_features()), inputs, excess)
+    threads = torch.get_num_threads()
+    excess = _excess("product", dtype, threads)
+    return _with_excess(product_blocks(products, dtype, cpu_features(), threads), inputs, excess)
 
 
-def product_blocks(products: Sequence[tuple[int, int]], dtype: torch.dtype, features: CpuFeatures) -> sympy.Expr:
-    """The largest of these products' blocks; in fp16 those of bf16 in fp32, which has not been measured."""
+def product_blocks(
+    products: Sequence[tuple[int, int]], dtype: torch.dtype, features: CpuFeatures, threads: int
+) -> sympy.Expr:
+    """The largest of these products' blocks; in fp16 those of bf16 in fp32, which has not been measured.
+
+    Each thread has blocks of its own. An AMD EPYC of family 26 gives all threads theirs
+    where sums over rows are split among them, however small the results are; others take less.
+    """
     if dtype is torch.float16:
         item_bytes = 4 if features.fp16 else 0
     elif features.bf16 == "converted":
         return sympy.Integer(max(4 * left * right for left, right in products) + _ROUNDING)
     else:
         item_bytes = 0 if features.bf16 == "none" else 2
-    blocks = sympy.Rational(3, 2) * max(map(sum, products)) * sympy.Min(ROWS + _PADDING_ROWS, _BLOCK_ROWS)
-    return item_bytes * blocks + (_ROUNDING if item_bytes else 0)
+    padded = [(left, max(right, _LEAST_RIGHT)) for left, right in products]
+    of_thread = max(min(left, _BLOCK_LEFT) + min(right, _BLOCK_RIGHT) for left, right in padded)
+    sides = max(threads * of_thread, *map(sum, padded))
+    blocks = sympy.Rational(3, 2) * sides * sympy.Min(ROWS + _PADDING_ROWS, _BLOCK_ROWS)
+    return item_bytes * blocks + (threads * _ROUNDING if item_bytes else 0)
 
 
 def _with_excess(counted: sympy.Expr, inputs: sympy.Expr, excess: Excess) -> sympy.Expr:
@@ -255,7 +266,7 @@ def counted_at(kernel: Kernel, shape: Shape, dtype: torch.dtype, threads: int) -
     if kernel == "product" and dtype.itemsize >= 4:
         return 0
     if kernel == "product":
-        return int(product_blocks([(shape[0], shape[1])], dtype, cpu_features()).subs(ROWS, shape[2]))
+        return int(product_blocks([(shape[0], shape[1])], dtype, cpu_features(), threads).subs(ROWS, shape[2]))
     heads, queries, keys, width = map(sympy.Integer, shape)
     call = Attention(sympy.Integer(1), heads * threads, heads * threads, queries, keys, width, dtype, is_causal=True)
     count = forward_scratch if kernel == "forward" else backward_scratch

@@ -166,7 +166,9 @@ def test_a_gradient_in_another_layout_is_copied(mode: str) -> None:
     sizes |= {str(size): 100 for size in graph.find_nodes(op="placeholder")[1].meta["val"].shape[2:3]}
     measured = scratch_of(lambda: BACKWARD(out.contiguous(), *inputs, out, sums, 0.0, True)) - out.nbytes
     assert measured > out.nbytes
-    assert counted(graph, BACKWARD, sizes) == measured
+    # NOTE: buffers of two threads of so short a call are seldom there at once to the last byte.
+    slack = 0 if torch.get_num_threads() == 1 else 1 << 10
+    assert measured <= counted(graph, BACKWARD, sizes) <= measured + slack
 
 
 ALL = ("float32", "bfloat16", "float16")
@@ -205,8 +207,17 @@ def test_formulas_hold_at_the_shapes_that_are_measured(dtype: torch.dtype) -> No
         assert measured <= known, f"{kernel} at {shape}"
 
 
-@pytest.mark.parametrize("num_rows", [16, 97, 539, 1500])
-@pytest.mark.parametrize(("width", "hidden"), [(512, 256), (192, 320), (64, 64)])
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("num_rows", [16, 97, 539, 2048])
+@pytest.mark.parametrize(("width", "hidden"), [(512, 256), (192, 320), (128, 64), (64, 64), (48, 80), (32, 32)])
 def test_scratch_of_a_gradients_product_is_no_more_than_is_counted(width: int, hidden: int, num_rows: int) -> None:
     left, right = torch.randn(num_rows, width).bfloat16().t(), torch.randn(num_rows, hidden).bfloat16()
     out = torch.empty(width, hidden, dtype=torch.bfloat16)
@@ -220,7 +231,7 @@ def test_products_elsewhere_need_none() -> None:
         product_scratch([(8, 8)], torch.float32, "cpu")
         == product_scratch([(8, 8)], torch.bfloat16, "cuda")
         == product_scratch([], torch.bfloat16, "cpu")
-        == product_blocks([(8, 8)], torch.bfloat16, CpuFeatures("none", False, False, False))
+        == product_blocks([(8, 8)], torch.bfloat16, CpuFeatures("none", False, False, False), 2)
         == 0
     )
 
@@ -256,7 +267,7 @@ def test_a_measurement_beyond_the_formula_wins_and_is_warned_of_once(monkeypatch
     features = kernel_scratch.cpu_features()
     assert first >= 2 * forward_scratch(call, features, threads)
     assert second >= 2 * backward_scratch(call, features, threads)
-    formula = product_blocks([(64, 64)], torch.bfloat16, features).subs(ROWS, 100)
+    formula = product_blocks([(64, 64)], torch.bfloat16, features, threads).subs(ROWS, 100)
     assert product_scratch([(64, 64)], torch.bfloat16, "cpu").subs(ROWS, 100) >= 2 * formula
 
 
