@@ -253,11 +253,21 @@ class Dataflow:
                     self.digraph.add_edge(mutation, user)
 
     def _find_root(self, node: fx.Node) -> fx.Node:
-        is_alias = target_name(node) in _VIEW_NAMES or bool(_mutated_arguments(node))
+        is_view = target_name(node) in _VIEW_NAMES and not _gathers(node)
+        is_alias = is_view or bool(_mutated_arguments(node))
         first = node.args[0] if node.args else None
         if node.op in ("call_function", "call_method") and is_alias and isinstance(first, fx.Node):
             return self._roots[first]
         return node
+
+
+def _gathers(node: fx.Node) -> bool:
+    """Whether an item is a copy: it is where a tensor says which entries; one without dimensions stands for a number."""
+    if target_name(node) != "getitem" or len(node.args) < 2:
+        return False
+    indices = node.args[1] if isinstance(node.args[1], (tuple, list)) else (node.args[1],)
+    values = [node_value(index) for index in indices if isinstance(index, fx.Node)]
+    return any(isinstance(value, torch.Tensor) and value.ndim > 0 for value in values)
 
 
 def _mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:

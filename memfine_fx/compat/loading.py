@@ -9,24 +9,33 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ACCELERATE_BACKENDS", "ACCELERATOR", "DYNAMO_BACKENDS", "tell_when_loaded"]
+__all__ = ["ACCELERATE_BACKENDS", "ACCELERATOR", "DYNAMO_BACKENDS", "LLAMAFACTORY_CHECKPOINTS", "tell_when_loaded"]
 
 DYNAMO_BACKENDS = "torch._dynamo.backends.registry"
 ACCELERATE_BACKENDS = "accelerate.utils.dataclasses"
 ACCELERATOR = "accelerate.accelerator"
+LLAMAFACTORY_CHECKPOINTS = "llamafactory.model.model_utils.checkpointing"
 
 
 def tell_when_loaded(name: str, tell: Callable[[Any], None]) -> None:
     """Call `tell` with a module: now if it is loaded, else right after it loads. A second call changes nothing."""
-    module = sys.modules.get(name)
+    module = _loaded(name)
     if module is not None:
         tell(module)
     elif not any(isinstance(finder, _Watcher) and finder.name == name for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watcher(name, tell))
 
 
+def _loaded(name: str) -> ModuleType | None:
+    """A module that is imported to its end: it may be one of those in whose midst torch, and so we, are imported."""
+    module = sys.modules.get(name)
+    is_unfinished = getattr(getattr(module, "__spec__", None), "_initializing", False)
+    return None if is_unfinished else module
+
+
 class _Watcher(MetaPathFinder):
-    """Finds one module as usual, with a loader that tells it afterwards."""
+    """Finds one module as usual, with a loader that tells it afterwards; one that was being imported already is told
+    when the next import after its own begins."""
 
     def __init__(self, name: str, tell: Callable[[Any], None]) -> None:
         self.name = name
@@ -36,6 +45,10 @@ class _Watcher(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self.name:
+            module = _loaded(self.name)
+            if module is not None and self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._tell(module)
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)

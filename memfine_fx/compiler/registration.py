@@ -1,8 +1,12 @@
-"""Make backend="memfine" known to Dynamo and to accelerate on `import memfine_fx`, without importing either.
+"""Make backend="memfine" known to Dynamo and to accelerate, without importing either.
 
 An installed package is found by Dynamo through its entry point. A bare checkout has none, and accelerate (thus
 `TrainingArguments(torch_compile_backend="memfine")`) takes only names in an enumeration of its own. So both modules are
 watched: one that is loaded already is told now, the other right after it loads.
+
+That is done by `import memfine_fx`, and where the package is installed by `import torch` too, which calls the entry
+points of the group "torch.backends" (unless TORCH_DEVICE_BACKEND_AUTOLOAD=0): programs that read a config file, such as
+`trl sft` or `llamafactory-cli train`, import nothing of ours.
 
 A model that accelerate compiles by the name is optimized in place instead, because the backend alone comes too late for
 what has to be prepared before Dynamo captures anything.
@@ -10,21 +14,35 @@ what has to be prepared before Dynamo captures anything.
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any
 
-from memfine_fx.compat.loading import ACCELERATE_BACKENDS, ACCELERATOR, DYNAMO_BACKENDS, tell_when_loaded
+from memfine_fx.compat.loading import (
+    ACCELERATE_BACKENDS,
+    ACCELERATOR,
+    DYNAMO_BACKENDS,
+    LLAMAFACTORY_CHECKPOINTS,
+    tell_when_loaded,
+)
 
-__all__ = ["register_backend"]
+__all__ = ["register_backend", "register_with_torch"]
 
 
 def register_backend() -> None:
-    """Make `backend="memfine"` known, now or when its readers load. Calling it again changes nothing."""
+    """Make `backend="memfine"` known and its hosts' layers readable, now or when they load. Calling it again changes nothing."""
     tell_when_loaded(DYNAMO_BACKENDS, _tell_dynamo)
     tell_when_loaded(ACCELERATE_BACKENDS, _tell_accelerate)
     tell_when_loaded(ACCELERATOR, _tell_accelerator)
+    tell_when_loaded(LLAMAFACTORY_CHECKPOINTS, _tell_llamafactory)
+
+
+def register_with_torch() -> None:
+    """Called at the end of `import torch`; that this module was found has registered everything."""
 
 
 def _tell_dynamo(registry: Any) -> None:
+    if entry_points(group="torch_dynamo_backends", name="memfine"):
+        return  # found when the name is asked for: whoever compiles otherwise loads nothing of ours
     from memfine_fx.compat import dynamo
     from memfine_fx.compiler.entry import memfine
 
@@ -41,6 +59,12 @@ def _tell_accelerator(accelerator: Any) -> None:
     from memfine_fx.compat import accelerate
 
     accelerate.hand_over_models(accelerator, _optimized)
+
+
+def _tell_llamafactory(checkpointing: Any) -> None:
+    from memfine_fx.compat import llamafactory
+
+    llamafactory.capture_checkpoints(checkpointing)
 
 
 def _optimized(model: Any, plugin: Any) -> bool:

@@ -37,6 +37,11 @@ class Frame:
     is_mask: bool = False
 
     @property
+    def largest_id(self) -> int | None:
+        """Experts that a token may name are surely no larger; None where the routing does not say it."""
+        return self.num_experts - 1 if self.is_top_k and self.num_experts is not None else None
+
+    @property
     def lead(self) -> Lead:
         """Of the index."""
         tokens = ("t",) if len(self.token_shape) == 1 else ("b", "s")

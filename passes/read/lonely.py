@@ -52,7 +52,7 @@ def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
         return Refusal(
             where, Reason.EXPERTS_CHOOSE_TOKENS, f"{name}: it picks tokens, not an expert for each token", node
         )
-    if users & {"one_hot", "eq", "where", "nonzero", "__eq__"}:
+    if users & {"one_hot", "eq", "where", "nonzero", "__eq__"} and _meets_matmul(flow, seed):
         return Refusal(
             where,
             Reason.UNKNOWN_SPELLING,
@@ -67,6 +67,11 @@ def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
             node,
         )
     return Refusal(where, Reason.NO_EXPERTS, f"{name}: no expert matmul depends on it", node)
+
+
+def _meets_matmul(flow: Dataflow, seed: fx.Node) -> bool:
+    """Whether anything is multiplied behind a choice: behind that of an auxiliary loss nothing is."""
+    return any(target_name(node) in _MATMULS for node in flow.descendants([seed]))
 
 
 def _picks(flow: Dataflow, seed: fx.Node) -> Iterator[fx.Node]:

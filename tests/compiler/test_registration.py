@@ -33,7 +33,7 @@ def run_python(source: str, folder: Path) -> str:
 def test_the_backend_is_known_before_and_after_dynamo_loads(imports: str, tmp_path: Path) -> None:
     registered = """
 import torch._dynamo.backends.registry as registry
-assert registry._COMPILER_FNS["memfine"] is __import__("memfine_fx.compiler.entry").compiler.entry.memfine
+assert registry.lookup_backend("memfine") is __import__("memfine_fx.compiler.entry").compiler.entry.memfine
 """
     assert run_python(imports + registered + COMPILE, tmp_path) == "7.0"
 
@@ -54,6 +54,51 @@ assert len(sys.meta_path) == num_finders - 1
 print("same")
 """
     assert run_python(source, tmp_path) == "same"
+
+
+CONFIG_FILE = """
+from accelerate.utils import TorchDynamoPlugin
+print(TorchDynamoPlugin(backend="memfine").to_kwargs()["backend"])
+"""
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("imports", ["import accelerate", "import torch, accelerate"])
+def test_programs_that_only_read_a_config_file_know_the_name(imports: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert run_python(imports + CONFIG_FILE, tmp_path) == "memfine"
+
+
+def test_a_module_in_whose_midst_we_are_imported_is_told_once_it_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "host.py").write_text("import ours\nNAME = 3\n")
+    (tmp_path / "ours.py").write_text(
+        "from memfine_fx.compat.loading import tell_when_loaded\n"
+        "tell_when_loaded('host', lambda host: print(host.NAME))\n"
+    )
+    assert run_python("import host\nprint('loaded')\nimport wave", tmp_path) == "loaded\n3"
+
+
+def test_importing_torch_loads_little_of_an_installed_package(tmp_path: Path) -> None:
+    """The watchers alone, also once somebody compiles by another backend."""
+    source = """
+import sys, torch
+ours = {name for name in sys.modules if name.startswith("memfine_fx")}
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+assert ours == {name for name in sys.modules if name.startswith("memfine_fx")}, "compiling loads more"
+print(sorted(ours))
+"""
+    loaded = ["", ".compat", ".compat.loading", ".compiler", ".compiler.registration"]
+    assert run_python(source, tmp_path) == str([f"memfine_fx{name}" for name in loaded])
+
+
+def test_a_torch_that_loads_nothing_by_itself_still_finds_the_backend(tmp_path: Path) -> None:
+    source = """
+import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import sys, torch
+assert "memfine_fx" not in sys.modules
+"""
+    assert run_python(source + COMPILE, tmp_path) == "7.0"
 
 
 def test_the_import_loads_neither_dynamo_nor_inductor(tmp_path: Path) -> None:
@@ -119,6 +164,8 @@ module = sys.modules["accelerate.accelerator"] = types.ModuleType("accelerate.ac
 module.Accelerator = Accelerator
 import memfine_fx
 from memfine_fx.compiler.optimized import optimized_call
+from memfine_fx.compiler.registration import register_backend
+register_backend()  # a module that was not imported is not watched
 """
 
 

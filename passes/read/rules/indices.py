@@ -141,6 +141,8 @@ def _picked(reader: Reader, call: Call, source: Any, dim: int, indices: list[Any
     is_place = which.copy.expert is not None and which.lead is Lead.SORTED
     if is_place and isinstance(source, (Partial, Fill)) and dim == 0:
         return Taken(source, which.names, which.copy)
+    if isinstance(source, Fill):
+        return source
     if isinstance(source, Leaf):
         source = _leaf_for(reader, call, source, which.names)
     if not isinstance(source, (Rows, Ids, Mask)):
@@ -266,6 +268,18 @@ def _remainder(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     return ids
 
 
+def _clamped(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """ids between 0 and E - 1 stay as they are."""
+    ids, low, high = args[0], call.argument(1, "min"), call.argument(2, "max")
+    if not isinstance(ids, Ids) or ids.names != "e":
+        return pointwise(reader, call, args, kwargs)
+    largest = reader.frame.largest_id
+    is_below = high is None or (largest is not None and isinstance(high, int) and high >= largest)
+    if not is_below or (low is not None and (not isinstance(low, int) or low > 0)):
+        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "ids that may change where they are clamped", call.node)
+    return ids
+
+
 def _counts(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Rows per expert, by histc over 0..E-1 or bincount."""
     ids = args[0]
@@ -344,6 +358,7 @@ RULES: dict[Any, Rule] = {
     aten.floor_divide.default: _divided,
     aten.div.Tensor_mode: _divided,
     aten.remainder.Scalar: _remainder,
+    aten.clamp.default: _clamped,
     aten.histc.default: _counts,
     aten.bincount.default: _counts,
     COUNT_ROWS: _counts,

@@ -35,7 +35,7 @@ def _compared(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             if copy is None:
                 raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "one expert's ids are compared with another", call.node)
             return Mask(value.lead, copy, is_negated=call.target is aten.ne.Scalar)
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "ids compared by size", call.node)
+        return _compared_by_size(reader, call, number)
     if isinstance(value, Mask):
         if number == _THRESHOLDS.get(call.target):
             return value
@@ -43,6 +43,16 @@ def _compared(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             return replace(value, is_negated=not value.is_negated)
         raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, f"a mask compared with {number}", call.node)
     return pointwise(reader, call, args, kwargs)
+
+
+def _compared_by_size(reader: Reader, call: Call, number: int) -> Fill:
+    """ids >= E, as transformers marks rows of other ranks' experts: true of none, for they come out of a top-k of E."""
+    largest = reader.frame.largest_id
+    if largest is not None:
+        found = [bool(call.target(torch.tensor(end), number)) for end in (0, largest)]
+        if found[0] == found[1]:  # so of all between them
+            return Fill(float(found[0]))
+    raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "ids compared by size", call.node)
 
 
 def _equal(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -125,6 +135,10 @@ def _where(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """A choice by a mask takes, at unchosen entries, the branch that the mask names there."""
     places = (0, 1, 2) if call.target is aten.where.self else (1, 2, 0)  # else masked_fill(x, mask, value)
     mask, chosen, other = (args[place] for place in places)
+    if isinstance(mask, Fill) and mask.value is not None:
+        taken = places[1] if mask.value else places[2]
+        if isinstance(call.args[taken], torch.Tensor) and _has_shape_of(call, taken):
+            return args[taken]
     if not isinstance(mask, Mask):
         return pointwise(reader, call, args, kwargs)
     if mask.is_negated:

@@ -163,6 +163,15 @@ INDICES: Database = {
         refused("remainder of", lambda r: r.index % 4, "repeated"),
         refused("remainder of", lambda r: order_of(r)[1] % 3),
     ],
+    aten.clamp.default: [
+        claims(Ids, lambda r: r.index.clamp(0, NUM_EXPERTS - 1), "plain", "sparse", "argmax"),
+        claims(Ids, lambda r: order_of(r)[0].clamp(max=NUM_EXPERTS - 1)),
+        claims(Ids, lambda r: r.index.clamp(min=0), "repeated"),
+        claims(Rows, lambda r: sorted_rows(r).clamp(0.0, 0.5)),
+        refused("clamped", lambda r: r.index.clamp(max=NUM_EXPERTS - 2)),
+        refused("clamped", lambda r: r.index.clamp(1, NUM_EXPERTS)),
+        refused("clamped", lambda r: r.index.clamp(max=NUM_EXPERTS - 1), "repeated"),
+    ],
     aten.histc.default: [
         claims(Counts, lambda r: torch.histc(flat(r).double(), 4, 0, 3), "plain", "square", "sparse", "repeated"),
         claims(Counts, lambda r: torch.histc(flat(r).double(), 4, 0, 4)),
@@ -279,10 +288,15 @@ MASKS: Database = {
     ],
     aten.ge.Scalar: [
         claims(Mask, lambda r: masks(r) >= 1),
+        claims(Fill, lambda r: order_of(r)[0] >= NUM_EXPERTS, "plain", "argmax"),
+        claims(Fill, lambda r: r.index >= 0),
         refused("compared by size", lambda r: r.index >= 1),
+        refused("compared by size", lambda r: r.index >= NUM_EXPERTS - 1),
+        refused("compared by size", lambda r: r.index >= NUM_EXPERTS, "repeated"),
     ],
     aten.lt.Scalar: [
         claims(Rows, lambda r: sorted_rows(r) < 0.5),
+        claims(Fill, lambda r: r.index < NUM_EXPERTS),
         refused("compared by size", lambda r: r.index < 1),
         refused("compared with 1", lambda r: masks(r) < 1),
     ],
@@ -338,6 +352,8 @@ MASKS: Database = {
         claims(Rows, lambda r: r.weight.masked_fill(r.index != 1, 0.0)),
         claims(Rows, lambda r: sorted_rows(r).masked_fill(sorted_rows(r) > 0.5, 0.0)),
         claims(Rows, lambda r: r.gates.masked_fill(chosen(r), 0.0), is_silent=True),
+        claims(Rows, lambda r: sorted_rows(r).masked_fill((order_of(r)[0] >= NUM_EXPERTS).unsqueeze(-1), 0.0)),
+        claims(Rows, lambda r: flat_rows(r).masked_fill((flat(r) >= NUM_EXPERTS)[order_of(r)[1]].unsqueeze(-1), 0.0)),
     ],
     aten.masked_fill.Tensor: [
         claims(Rows, lambda r: r.gates.masked_fill(~chosen(r), make(r, torch.zeros, (), dtype=torch.float64))),

@@ -1,0 +1,81 @@
+"""Experts as transformers 5.6 to 5.18 sort their rows, with what is there for ranks that hold a part of the experts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfine_fx
+from memfine_fx.demo.tiny import tiny_causal_lm
+from tests.integration.comparison import FP32_TOLERANCE, relative_error
+
+moe = pytest.importorskip("transformers.integrations.moe")
+
+
+def ends_of(ids: Tensor, num_experts: int) -> Tensor:
+    return torch.histc(ids.float(), num_experts, 0, num_experts - 1).cumsum(0, dtype=torch.int32)
+
+
+def expert_rows(experts: nn.Module, rows: Tensor, ends: Tensor) -> Tensor:
+    rows = experts._apply_gate(moe._grouped_linear(rows, experts.gate_up_proj, ends))
+    return moe._grouped_linear(rows, experts.down_proj, ends)
+
+
+def back_in_place(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return rows[inverse].view(*index.shape, -1).sum(1)
+
+
+def clamped(self: nn.Module, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """5.6 and 5.7: ids are clamped, and results of those beyond the last expert are zeroed."""
+    tokens = torch.arange(hidden.shape[0]).unsqueeze(1).expand(-1, index.shape[1]).reshape(-1)
+    is_elsewhere = index.reshape(-1) >= self.num_experts
+    ids = index.reshape(-1).clamp(0, self.num_experts - 1)
+    order = ids.argsort()
+    rows = expert_rows(self, hidden[tokens[order]], ends_of(ids[order], self.num_experts))
+    rows = rows * weight.reshape(-1)[order].unsqueeze(-1)
+    rows.masked_fill_(is_elsewhere[order].unsqueeze(-1), 0.0)
+    return back_in_place(rows, order, index)
+
+
+def marked(self: nn.Module, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """5.8 to 5.18: rows beyond the last expert come last and are zeroed in place, before and after."""
+    ids, order = index.reshape(-1).sort()
+    rows = hidden[order // index.shape[1]]
+    ends = ends_of(ids, self.num_experts)
+    is_elsewhere = (ids >= self.num_experts).unsqueeze(-1)
+    ids.clamp_(max=self.num_experts - 1)
+    rows.masked_fill_(is_elsewhere, 0.0)
+    rows = expert_rows(self, rows, ends) * weight.reshape(-1)[order].unsqueeze(-1)
+    rows.masked_fill_(is_elsewhere, 0.0)
+    return back_in_place(rows, order, index)
+
+
+@pytest.mark.parametrize("experts", [clamped, marked])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_ids_below_the_number_of_experts_need_no_marks(
+    family: str, experts: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", experts)
+    torch.manual_seed(0)
+    model = tiny_causal_lm(family, num_hidden_layers=2)
+    optimized = copy.deepcopy(model)
+    memfine_fx.optimize(optimized, config=memfine_fx.Config(inner_backend="eager", rows_per_chunk=5))
+    tokens = torch.randint(1, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for one in (model, optimized):
+        loss = one(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.detach())
+    assert memfine_fx.report(optimized).num_chunked >= 1
+    assert relative_error(losses[1], losses[0]) < FP32_TOLERANCE
+    for (name, expected), found in zip(model.named_parameters(), optimized.parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None), name
+        if expected.grad is not None and found.grad is not None:
+            assert relative_error(found.grad, expected.grad) < FP32_TOLERANCE, name
