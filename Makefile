@@ -15,8 +15,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 FAST := not slow and not campaign and not cuda and not trainers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch test-slow campaign examples golden coverage coverage-packages docs figures \
-    lint format types check bench bench-quick gpu gpu-kernels clean
+.PHONY: help setup demo test test-torch test-slow campaign examples golden coverage coverage-packages coverage-versions docs \
+    figures lint format types check bench bench-quick gpu gpu-kernels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +64,15 @@ coverage-packages:  ## check MoE layers as the registry's packages ship them; wr
 	$(PACKAGES)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -e ".[test,hf]"
 	$(PACKAGES)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -r benchmarks/coverage/packages.txt
 	OMP_NUM_THREADS=1 $(PACKAGES)/bin/python -m benchmarks.coverage --packages
+
+VERSIONS := .venv-versions
+TRANSFORMERS := 5.2.0 5.4.0 5.6.2 5.8.1 5.10.4 5.13.1 5.15.1 5.18.0 5.20.2 5.23.0
+coverage-versions: setup  ## check five families in versions of transformers; writes docs/coverage.md
+	test -x $(VERSIONS)/bin/python || $(PYTHON) -m venv $(VERSIONS)
+	for version in $(TRANSFORMERS); do \
+	$(VERSIONS)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[test]" transformers==$$version && \
+	OMP_NUM_THREADS=1 $(VERSIONS)/bin/python -m benchmarks.coverage --version || exit 1; done
+	$(BIN)/python -m benchmarks.coverage --table
 
 docs: setup  ## build the documentation strictly, into build/site
 	$(BIN)/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[docs]"

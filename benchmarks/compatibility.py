@@ -32,6 +32,7 @@ _KINDS = {"full": "in full", "attention": "LoRA on attention", "experts": "LoRA 
 _WAYS = {"optimize": "`optimize`", "backend": "backend's name"}
 _FILES = {
     _MATRIX: "By trainer, what is trained, and the way in",
+    "test_config_files": "By a config file alone",
     "test_examples": "Examples",
     "test_adapters": "PEFT and computed expert weights",
     "test_compile_ways": "Ways to compile, copies, threads, start",

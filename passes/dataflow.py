@@ -262,7 +262,7 @@ class Dataflow:
 
 
 def _gathers(node: fx.Node) -> bool:
-    """Whether an item is a copy: it is where a tensor says which entries; one without dimensions stands for a number."""
+    """Whether an item is a copy: it is where a tensor says which entries; a tensor without dimensions is a number."""
     if target_name(node) != "getitem" or len(node.args) < 2:
         return False
     indices = node.args[1] if isinstance(node.args[1], (tuple, list)) else (node.args[1],)

@@ -1,7 +1,8 @@
 """``python -m benchmarks.coverage``: check every family and spelling; write results/coverage.jsonl, docs/coverage.md.
 
 With ``--packages`` the layers of the packages that packages.txt names are checked instead, in the environment that
-has them (``make coverage-packages``); their rows are in results/coverage_packages.jsonl.
+has them (``make coverage-packages``); their rows are in results/coverage_packages.jsonl. With ``--version`` five
+families are checked in the version of transformers that is installed (``make coverage-versions``).
 
 The work is done by a child process that prints a row per model; when it dies or hangs on one, that one's row
 says so, and a fresh child goes on with the rest.
@@ -10,6 +11,7 @@ says so, and a fresh child goes on with the rest.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
@@ -20,13 +22,15 @@ from pathlib import Path
 
 from benchmarks.coverage.families import moe_families
 from benchmarks.coverage.packages import PACKAGED
-from benchmarks.coverage.rows import CoverageRow, PackageRow
+from benchmarks.coverage.rows import CoverageRow, PackageRow, VersionRow
 from benchmarks.coverage.spellings import SPELLINGS
 from benchmarks.coverage.table import coverage_page
 
 RESULTS = Path(__file__).parents[1] / "results" / "coverage.jsonl"
 PACKAGE_RESULTS = RESULTS.with_name("coverage_packages.jsonl")
+VERSION_RESULTS = RESULTS.with_name("coverage_versions.jsonl")
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+FAMILIES_OF_VERSIONS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
 _SECONDS_PER_MODEL = 300
 
 
@@ -34,11 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage", description=__doc__)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="families or spellings; others keep their rows")
     parser.add_argument("--packages", action="store_true", help="layers as their packages ship them, not the others")
+    parser.add_argument("--version", action="store_true", help="five families in this version of transformers")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help="only write the table again from the stored rows")
     options = parser.parse_args(arguments)
     if options.child is not None:
         return _child(options.child)
+    if options.version:
+        _check_version()
+        return 0
     names = list(PACKAGED) if options.packages else _names()
     rows: dict[str, CoverageRow] = {**(stored_package_rows() if options.packages else stored_rows())}
     if not options.table:
@@ -52,11 +60,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_version() -> None:
+    """Check the installed transformers, and keep the rows of others; the page is written from all by `--table`."""
+    installed = version("transformers")
+    kept = [row for row in stored_version_rows() if row.version != installed]
+    for row in _run(list(FAMILIES_OF_VERSIONS)):
+        kept.append(VersionRow(**{**dataclasses.asdict(row), "version": installed}))
+        print(installed, _line(row), flush=True)
+        kept.sort(key=lambda one: [int(part) for part in one.version.split(".")])
+        _store([*kept], VERSION_RESULTS)
+
+
 def page_of(rows: list[CoverageRow]) -> str:
     """The page of these rows of families and spellings, and of the packages' layers as stored."""
     packaged = stored_package_rows()
     versions = f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}"
-    return coverage_page(rows, [packaged[name] for name in PACKAGED if name in packaged], versions)
+    rows_of_packages = [packaged[name] for name in PACKAGED if name in packaged]
+    return coverage_page(rows, rows_of_packages, stored_version_rows(), versions)
 
 
 def _names() -> list[str]:
@@ -123,6 +143,10 @@ def stored_rows() -> dict[str, CoverageRow]:
 
 def stored_package_rows() -> dict[str, PackageRow]:
     return {row.name: row for row in map(PackageRow.from_json, _lines(PACKAGE_RESULTS))}
+
+
+def stored_version_rows() -> list[VersionRow]:
+    return [VersionRow.from_json(line) for line in _lines(VERSION_RESULTS)]
 
 
 def _lines(path: Path) -> list[str]:

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Self
 
-__all__ = ["EAGER_FACTOR", "NOT_INSTALLED", "TOLERANCE", "CoverageRow", "PackageRow"]
+__all__ = ["EAGER_FACTOR", "NOT_INSTALLED", "TOLERANCE", "CoverageRow", "PackageRow", "VersionRow"]
 
 TOLERANCE = 1e-5
 EAGER_FACTOR = 4.0
@@ -84,4 +84,15 @@ class PackageRow(CoverageRow):
     """
 
     package: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class VersionRow(CoverageRow):
+    """A row of a family in one version of transformers.
+
+    Args:
+        version: of transformers.
+    """
+
     version: str = ""

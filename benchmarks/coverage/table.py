@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.coverage.forms import FORMS, Form
-from benchmarks.coverage.rows import EAGER_FACTOR, NOT_INSTALLED, TOLERANCE, CoverageRow, PackageRow
+from benchmarks.coverage.rows import EAGER_FACTOR, NOT_INSTALLED, TOLERANCE, CoverageRow, PackageRow, VersionRow
 
 __all__ = ["coverage_page"]
 
 
-def coverage_page(rows: Sequence[CoverageRow], packaged: Sequence[PackageRow], versions: str) -> str:
+def coverage_page(
+    rows: Sequence[CoverageRow], packaged: Sequence[PackageRow], by_version: Sequence[VersionRow], versions: str
+) -> str:
     """The whole page.
 
     Args:
         rows: of families and spellings.
         packaged: of layers as their packages ship them.
+        by_version: of a few families in several versions of transformers.
         versions: of transformers and torch, in words.
     """
     families = [row for row in rows if row.kind == "family"]
@@ -46,6 +49,7 @@ def coverage_page(rows: Sequence[CoverageRow], packaged: Sequence[PackageRow], v
             "",
             *_table(families),
             "",
+            *_versions(by_version),
             "## Hand-written spellings",
             "",
             *_table(spellings),
@@ -66,6 +70,34 @@ def coverage_page(rows: Sequence[CoverageRow], packaged: Sequence[PackageRow], v
             *_packages(packaged),
         ]
     )
+
+
+def _versions(rows: Sequence[VersionRow]) -> list[str]:
+    """The section of several versions of transformers."""
+    families = list(dict.fromkeys(row.name for row in rows))
+    cells = {(row.version, row.name): row for row in rows}
+    return [
+        "### In other versions of transformers",
+        "",
+        "Written by `make coverage-versions`: layers chunked of layers, outputs and gradients compared as above.",
+        "",
+        f"| transformers | {' | '.join(families)} |",
+        "|---|" + "---|" * len(families),
+        *(
+            f"| {version} | {' | '.join(_of_version(cells.get((version, name))) for name in families)} |"
+            for version in dict.fromkeys(row.version for row in rows)
+        ),
+        "",
+    ]
+
+
+def _of_version(row: VersionRow | None) -> str:
+    if row is None:
+        return "not tried"
+    if row.failure:
+        return row.failure.replace("\n", " ")[:100]
+    exact = "" if row.is_exact else ", **not exact**"
+    return f"{row.num_raised} of {row.num_layers}{exact}"
 
 
 def _packages(rows: Sequence[PackageRow]) -> list[str]:

@@ -29,7 +29,7 @@ __all__ = ["register_backend", "register_with_torch"]
 
 
 def register_backend() -> None:
-    """Make `backend="memfine"` known and its hosts' layers readable, now or when they load. Calling it again changes nothing."""
+    """Make `backend="memfine"` known and its hosts' layers readable, now or when they load. Twice changes nothing."""
     tell_when_loaded(DYNAMO_BACKENDS, _tell_dynamo)
     tell_when_loaded(ACCELERATE_BACKENDS, _tell_accelerate)
     tell_when_loaded(ACCELERATOR, _tell_accelerator)
