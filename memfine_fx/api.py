@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -116,6 +117,7 @@ def explain(
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"explain expects a torch.nn.Module, got {type(model).__name__}")
+    _check_inputs(model, kwargs, "explain")
     session = _open_session(config or Config.from_environment(), is_dry=not measure)
     with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
@@ -222,12 +224,25 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"verify expects a torch.nn.Module, got {type(model).__name__}")
+    _check_inputs(model, kwargs, "verify")
     session = _open_session(dataclasses.replace(config or Config.from_environment(), verify=True), is_dry=True)
     with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
             session.notes.extend(stack.enter_context(switched_experts(model)))
         _captured_forward(model, session)(0, *args, **kwargs)
         return session.verify_report()
+
+
+def _check_inputs(model: torch.nn.Module, inputs: Mapping[str, Any], function: str) -> None:
+    """Refuse options among a call's inputs: a forward that takes any keyword would swallow them without a word."""
+    options = [field.name for field in dataclasses.fields(Config) if field.name in inputs]
+    taken = inspect.signature(model.forward).parameters if options else {}
+    swallowed = next((name for name in options if name not in taken), None)
+    if swallowed is not None:
+        raise ConfigError(
+            f"{swallowed} is an option, not an input of {type(model).__name__}: give "
+            f"memfine_fx.{function}(model, ..., config=Config({swallowed}={inputs[swallowed]!r}))"
+        )
 
 
 _OF_EVERY_MODEL = (

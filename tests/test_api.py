@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -82,3 +83,13 @@ def test_a_model_that_has_run_without_experts_says_so() -> None:
     model = memfine_fx.optimize(torch.nn.Linear(4, 4), inner_backend="eager")
     model(torch.randn(3, 4))
     assert "no routing decision" in str(memfine_fx.report(model))
+
+
+@pytest.mark.parametrize("function", [memfine_fx.explain, memfine_fx.verify])
+def test_an_option_among_the_inputs_is_not_swallowed(function: Callable[..., object]) -> None:
+    class Anything(torch.nn.Module):
+        def forward(self, x: torch.Tensor, **kwargs: object) -> torch.Tensor:
+            return x
+
+    with pytest.raises(memfine_fx.ConfigError, match=r"config=Config\(memory_budget='1GiB'\)"):
+        function(Anything(), torch.ones(2), memory_budget="1GiB")

@@ -30,7 +30,8 @@ _STYLE = """
 .memfine .wide{overflow-x:auto}
 .memfine table{border-collapse:collapse;width:100%}
 .memfine th,.memfine td{text-align:left;vertical-align:top;padding:.2rem .6rem .2rem 0;border-bottom:1px solid #e3e3e3}
-.memfine td{overflow-wrap:anywhere}
+.memfine td{overflow-wrap:break-word}
+@media(max-width:40rem){.memfine td{overflow-wrap:anywhere}}
 .memfine .number{text-align:right;white-space:nowrap}
 .memfine .chunked{color:#1a6b2f;white-space:nowrap}
 .memfine .refused{color:#a32020;white-space:nowrap}
@@ -52,7 +53,9 @@ def fragment(report: Report) -> str:
     """What stands in the body; several may stand on one page."""
     parts = [_headline(report)]
     if report.regions or report.heads:
-        parts.append(_layers([*report.regions, *report.heads]))
+        parts.append(_layers([*report.layers, *report.heads]))
+    if len(report.layers) < len(report.regions):
+        parts.append(f"<p>{escape(report.others)}</p>")
     if report.step is not None:
         parts.append(_step(report.step))
     if report.timeline is not None and report.timeline.times_us:
@@ -67,7 +70,7 @@ def _headline(report: Report) -> str:
         return (
             "<p><strong>memfine_fx</strong>: nothing has run yet; regions are found at the first call of the model</p>"
         )
-    line = f"{report.num_chunked} of {len(report.regions)} regions chunked in {report.num_graphs} graph(s)"
+    line = report.counted
     for what, num_bytes in (("predicted", report.predicted_peak_bytes), ("measured", report.measured_peak_bytes)):
         if num_bytes is not None:
             line += f", {_mib(num_bytes)} MiB {what}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memfine_fx.errors import MemfineError
+from memfine_fx.errors import MemfineError, Reason
 from memfine_fx.memory.timeline import Timeline
 from memfine_fx.records import ChunkPlan, RegionDims, Where
 from memfine_fx.records.heads import HeadDims, HeadPlan
@@ -242,12 +242,30 @@ class Report:
     def num_chunked(self) -> int:
         return sum(region.status == "chunked" for region in self.regions)
 
+    @property
+    def layers(self) -> list[RegionReport]:
+        """Regions, without choices that meet no experts (an auxiliary loss's) where some layer was chunked."""
+        if not self.num_chunked:
+            return list(self.regions)
+        return [region for region in self.regions if region.refused_for != Reason.NO_EXPERTS.name]
+
+    @property
+    def counted(self) -> str:
+        """How many layers were chunked, in words."""
+        return f"{self.num_chunked} of {len(self.layers)} regions chunked in {self.num_graphs} graph(s)"
+
+    @property
+    def others(self) -> str:
+        """How many choices are no layers, in words."""
+        return f"{len(self.regions) - len(self.layers)} more top-k or arg-max meet no experts (an auxiliary loss, say)"
+
     def __str__(self) -> str:
         if not self.has_run:
             lines = ["memfine_fx: nothing has run yet; regions are found at the first call of the model"]
             return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-        head = f"memfine_fx: {self.num_chunked} of {len(self.regions)} regions chunked in {self.num_graphs} graph(s)"
-        lines = [head, *(f"  {region}" for region in self.regions)]
+        lines = [f"memfine_fx: {self.counted}", *(f"  {region}" for region in self.layers)]
+        if len(self.layers) < len(self.regions):
+            lines.append(f"  {self.others}")
         lines.extend(f"  {head}" for head in self.heads)
         lines.extend(f"  note: {note}" for note in self.notes)
         if not self.regions:

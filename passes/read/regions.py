@@ -56,7 +56,7 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     """Regions of one graph, in graph order, and a refusal for each routing decision whose experts are not raised.
 
     Bodies of higher-order ops are graphs of their own: call this on each, with the modes in which it starts. The graph
-    is not changed, but for ids of masks and views of tables (`dropped`, `tables`).
+    is not changed, but for ids of masks and views of tables.
     """
     nodes = graph_module.graph.nodes
     seeds = seeds_of(graph_module.graph)
@@ -70,23 +70,34 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
         outcome = _guarded(_repeated, body, seed, taken) or _guarded(_outcome, body, seed, taken)
         if outcome is not None:
             outcomes.append(outcome)
-    outcomes = [move_tables(one) if isinstance(one, MoERegion) else one for one in outcomes]
-    return [*outcomes, *map(sequence_choice, chosen_by_input)]
+    inside = {node for one in outcomes if isinstance(one, MoERegion) for node in one.cut.nodes}
+    told = [one for one in outcomes if isinstance(one, MoERegion) or body.stopped.get(one) not in inside]
+    told = [move_tables(one) if isinstance(one, MoERegion) else one for one in told]
+    return [*told, *map(sequence_choice, chosen_by_input)]
 
 
 @dataclass(frozen=True)
 class _Body:
-    """One graph, and what is asked of it for every seed."""
+    """One graph, and what is asked of it for every seed. `stopped`: the experts that a refusal is about, which may be
+    another seed's; a mask of padding is an input, as an index may be, and reaches them too."""
 
     flow: Dataflow
     modes: dict[fx.Node, Modes]
     seeds: frozenset[fx.Node]
     known: list[KnownRegion] = field(default_factory=list)
+    stopped: dict[Refusal, fx.Node] = field(default_factory=dict)
 
     def knows(self, seed: fx.Node, region: MoERegion, where: fx.Node) -> MoERegion:
         """The region, which other layers may repeat from now on."""
         self.known.append(KnownRegion(seed, region, where))
         return region
+
+    def refuses(self, stopped: _Refused) -> Refusal:
+        """The refusal of these experts."""
+        why = stopped.refusal
+        refusal = Refusal(provenance(stopped.where), why.reason, why.details, why.node)
+        self.stopped[refusal] = stopped.where
+        return refusal
 
 
 class _NoExperts(CannotChunk):
@@ -157,8 +168,7 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
     if found is not None:
         return body.knows(seed, *found)
     if refused is not None:
-        refusal = refused.refusal
-        return Refusal(provenance(refused.where), refusal.reason, refusal.details, refusal.node)
+        return body.refuses(refused)
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
         return None
     return lonely_seed(body.flow, seed)

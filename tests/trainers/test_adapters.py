@@ -57,6 +57,18 @@ def test_adapters_train_in_one_chunked_graph(targets: list[str], is_checkpointed
 
 
 @pytest.mark.trainers
+def test_a_mask_of_padding_is_not_told_as_a_layer_that_was_refused() -> None:
+    """Generation: the mask is an input of integers, as an index may be, and reaches the experts through attention."""
+    optimized = optimized_copy(lora(target_parameters=["mlp.experts.gate_up_proj"]).eval(), rows_per_chunk=5)
+    tokens = batch()["input_ids"]
+    with torch.no_grad():
+        optimized.generate(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False, pad_token_id=0
+        )
+    assert [region.status for region in memfine_fx.report(optimized).regions] == ["chunked"]
+
+
+@pytest.mark.trainers
 def test_adapters_that_are_disabled_or_merged_run_as_peft_wrote_them() -> None:
     model = lora(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
     optimized = optimized_copy(model, rows_per_chunk=5)
