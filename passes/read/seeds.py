@@ -66,11 +66,12 @@ def reframed(frame: Frame, node: fx.Node) -> Frame:
     while target_name(root) in _GLUE and root.args and isinstance(root.args[0], fx.Node):
         root = root.args[0]
     is_own = is_seed(root) and _is_distinct(root) and same_size(tensor_of(root).shape[-1], value.shape[-1])
+    num_experts = static_size(_scores(root).shape[-1]) if is_own else frame.num_experts
     has_choices = value.ndim > len(frame.token_shape)
     top_k = int(value.shape[-1]) if has_choices else 1
     return replace(
         frame, index=node, has_choices=has_choices, top_k=top_k, is_distinct=is_own or top_k == 1,
-        is_top_k=is_own and frame.is_top_k,
+        is_top_k=is_own, num_experts=num_experts,
     )  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def _frame(seed: fx.Node, has_choices: bool) -> Frame | None:
         has_choices=has_choices,
         is_distinct=top_k == 1 or (_is_chosen(seed) and _is_distinct(seed)),
         num_experts=num_experts,
-        is_top_k=_is_chosen(seed),
+        is_top_k=_is_chosen(seed) and _is_along_last(seed),
     )
 
 
@@ -126,10 +127,17 @@ def _scores(seed: fx.Node) -> torch.Tensor:
 def _is_distinct(seed: fx.Node) -> bool:
     """Whether a token's choices are surely different experts: they are one top-k along the last dimension."""
     source = seed.args[0] if seed.args else None
-    if not _is_chosen(seed) or not isinstance(source, fx.Node) or target_name(source) != "topk":
-        return False
-    dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", -1)
-    return dim in (-1, tensor_of(seed).ndim - 1)
+    is_top_k = isinstance(source, fx.Node) and target_name(source) == "topk"
+    return is_top_k and _is_chosen(seed) and _is_along_last(seed)
+
+
+def _is_along_last(seed: fx.Node) -> bool:
+    """Whether a choice is among the entries of the last dimension."""
+    source = seed.args[0] if target_name(seed) == "getitem" else seed
+    assert isinstance(source, fx.Node)
+    place, default = (2, -1) if target_name(source) == "topk" else (1, None)
+    dim = source.args[place] if len(source.args) > place else source.kwargs.get("dim", default)
+    return dim in (-1, _scores(seed).ndim - 1)
 
 
 def _is_table_lookup(node: fx.Node) -> bool:
