@@ -4,8 +4,8 @@
     make examples                  # the trainers' tests, with the versions they ran beside: the columns of the others
 
 Outcomes are kept by torch version in benchmarks/results/compatibility.json; a run replaces those of its own version,
-and of its own Python for the fast tests, so that versions are added one environment at a time. The newest version under
-which trainers ran says which of their tests there are.
+of the files of tests that it ran, and of its own Python for the fast tests, so that versions are added one environment
+at a time. The newest version under which trainers ran says which of their tests there are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-__all__ = ["Environment", "FastTests", "fast_tests_of", "outcomes_of", "table"]
+__all__ = ["Environment", "FastTests", "fast_tests_of", "merged", "outcomes_of", "table"]
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -93,6 +93,13 @@ def outcomes_of(*reports: str) -> dict[str, str]:
     """
     found = {name: outcome for name, outcome in _cases(reports) if name.split("::")[0] in _FILES}
     return dict(sorted(found.items()))  # not as parallel workers happened to run them
+
+
+def merged(kept: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
+    """Outcomes by "FILE::TEST": those found, and of files that are not among them those that were kept."""
+    files = {name.split("::")[0] for name in found}
+    rest = {name: outcome for name, outcome in kept.items() if name.split("::")[0] not in files}
+    return dict(sorted({**rest, **found}.items()))
 
 
 def fast_tests_of(torch: str, *reports: str) -> FastTests:
@@ -240,7 +247,7 @@ def main() -> None:
             build = importlib.metadata.version("torch")
             mine.fast[platform.python_version()] = fast_tests_of(build, *reports)
         else:
-            mine.torch, mine.beside, mine.outcomes = torch, _beside(), outcomes_of(*reports)
+            mine.torch, mine.beside, mine.outcomes = torch, _beside(), merged(mine.outcomes, outcomes_of(*reports))
     text = json.dumps({key: asdict(one) for key, one in _sorted(kept)}, indent=1)
     chosen.kept.write_text(text + "\n", encoding="utf-8")
     chosen.out.write_text(table(kept), encoding="utf-8")

@@ -94,10 +94,10 @@ class _Body:
 
     def refuses(self, stopped: _Refused) -> Refusal:
         """The refusal of these experts."""
-        why = stopped.refusal
-        refusal = Refusal(provenance(stopped.where), why.reason, why.details, why.node)
-        self.stopped[refusal] = stopped.where
-        return refusal
+        refusal = stopped.refusal
+        told = Refusal(provenance(stopped.where), refusal.reason, refusal.details, refusal.node)
+        self.stopped[told] = stopped.where
+        return told
 
 
 class _NoExperts(CannotChunk):

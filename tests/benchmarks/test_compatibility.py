@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.compatibility import ROOT, Environment, FastTests, fast_tests_of, outcomes_of, table
+from benchmarks.compatibility import ROOT, Environment, FastTests, fast_tests_of, merged, outcomes_of, table
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.trainers.test_examples" name="test_an_example_proves_itself[peft_lora]"/>
@@ -38,3 +38,8 @@ def test_the_page_is_that_of_the_kept_outcomes() -> None:
     kept = json.loads((ROOT / "benchmarks" / "results" / "compatibility.json").read_text(encoding="utf-8"))
     environments = {key: Environment.read(one) for key, one in kept.items()}
     assert (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8") == table(environments)
+
+
+def test_a_run_replaces_the_files_that_it_ran() -> None:
+    kept = {"test_matrix::a": "works", "test_matrix::gone": "works", "test_examples::b": "works"}
+    assert merged(kept, {"test_matrix::a": "**fails**"}) == {"test_examples::b": "works", "test_matrix::a": "**fails**"}
