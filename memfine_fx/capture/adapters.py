@@ -4,7 +4,8 @@ PEFT adds a low-rank update to an expert table by registering a parametrization 
 module's class and breaks the graph several times a layer. For the time of a compiled call the same sum W + B A is
 made in the graph and handed to the experts with `torch.func.functional_call`. A table that a parametrization makes
 itself (numbers in 4 bits) cannot be handed over; there the sum is what that parametrization gives. Merged, disabled and
-mixed adapters, and weights that PEFT upcasts, run as PEFT wrote them.
+mixed adapters, and weights that PEFT upcasts, run as PEFT wrote them; so does what runs outside of a graph, because a
+checkpoint there is computed again after the call, when PEFT's forwards are in their places.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _methods_of(wrapper: Any) -> list[tuple[torch.nn.Module, str, Callable[..., 
 
 def _forward_over_table(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The experts as they are: their table comes with adapters."""
-    if "adapter_names" in kwargs:
+    if "adapter_names" in kwargs or not torch.compiler.is_compiling():
         return type(self).forward(self, x, *args, **kwargs)
     return self.base_layer(x, *args, **kwargs)
 
@@ -88,6 +89,8 @@ def _table_with_adapters_of(wrapper: Any) -> Callable[..., torch.Tensor]:
         if adding:
             return adding[0]
         weight: torch.Tensor = type(self).forward(self)
+        if not torch.compiler.is_compiling():
+            return weight
         adding.append(weight)
         try:
             return with_adapters(wrapper, weight)
@@ -98,8 +101,7 @@ def _table_with_adapters_of(wrapper: Any) -> Callable[..., torch.Tensor]:
 
 
 def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    adapters = active_adapters(self)
-    if not adapters or "adapter_names" in kwargs:
+    if not torch.compiler.is_compiling() or not active_adapters(self) or "adapter_names" in kwargs:
         return type(self).forward(self, x, *args, **kwargs)
     path, weight = updated_weight(self)
     return torch.func.functional_call(self.base_layer, {path: weight}, (x, *args), kwargs)

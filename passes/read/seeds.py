@@ -32,11 +32,14 @@ def seeds_of(graph: fx.Graph) -> list[fx.Node]:
     """Routing decisions in graph order.
 
     An input that is first read behind a choice is none: where experts are compiled alone they come first, and labels,
-    integers [B,S] as an index may be, would be read with the whole model in front of the loss.
+    integers [B,S] as an index may be, would be read with the whole model in front of the loss. Nor is one whose last
+    size varies, where there are choices: to read a padding mask, [B,S], as [T,K] would make S a constant of the graph.
     """
     position = {node: place for place, node in enumerate(graph.nodes)}
     seeds = [node for node in graph.nodes if is_seed(node)]
     inputs = {seed for seed in seeds if _is_index_input(seed)}
+    if len(inputs) < len(seeds):
+        seeds = [seed for seed in seeds if seed not in inputs or static_size(tensor_of(seed).shape[-1]) is not None]
     first = min((position[seed] for seed in seeds if seed not in inputs), default=len(position))
     return [
         seed for seed in seeds if seed not in inputs or min(map(position.__getitem__, seed.users), default=0) < first

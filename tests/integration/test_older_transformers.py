@@ -1,4 +1,5 @@
-"""Experts as transformers 5.6 to 5.18 sort their rows, with what is there for ranks that hold a part of the experts."""
+"""Experts as transformers 5.6 to 5.18 sort their rows, with what is there for ranks that hold a part of the experts; and
+its padding masks."""
 
 from __future__ import annotations
 
@@ -79,3 +80,16 @@ def test_ids_below_the_number_of_experts_need_no_marks(
         assert (found.grad is None) == (expected.grad is None), name
         if expected.grad is not None and found.grad is not None:
             assert relative_error(found.grad, expected.grad) < FP32_TOLERANCE, name
+
+
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_padded_batches_of_any_length_share_a_graph(has_labels: bool) -> None:
+    """A padding mask is integers [B,S], as an index [T,K] of experts may be, and its S is no number of choices."""
+    torch._dynamo.reset()
+    model = tiny_causal_lm("qwen3_moe", num_hidden_layers=1)
+    memfine_fx.optimize(model, config=memfine_fx.Config(inner_backend="eager", rows_per_chunk=5))
+    for length in (6, 7, 8, 9):
+        tokens = torch.randint(1, 60, (2, length))
+        found = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens if has_labels else None)
+        (found.loss if has_labels else found.logits.sum()).backward()
+    assert memfine_fx.report(model).num_graphs <= 2

@@ -57,6 +57,26 @@ def test_adapters_train_in_one_chunked_graph(targets: list[str], is_checkpointed
 
 
 @pytest.mark.trainers
+def test_checkpoints_that_run_outside_of_graphs_are_computed_again_as_they_were() -> None:
+    """Dynamo compiles a few variants and then runs the model as it is; backward's recomputation is outside our call."""
+    torch._dynamo.reset()
+    model = lora(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    optimized = optimized_copy(model, rows_per_chunk=5)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for length in (12, 9):
+            inputs = {name: tokens[:, :length] for name, tokens in batch().items()}
+            for one in (optimized, model):
+                one.zero_grad()
+                one(**inputs).loss.backward()
+            for (name, ours), theirs in zip(optimized.named_parameters(), model.parameters(), strict=True):
+                assert (ours.grad is None) == (theirs.grad is None), name
+                if ours.grad is not None and theirs.grad is not None:
+                    assert relative_error(ours.grad, theirs.grad) < FP32_TOLERANCE, name
+
+
+@pytest.mark.trainers
 def test_a_mask_of_padding_is_not_told_as_a_layer_that_was_refused() -> None:
     """Generation: the mask is an input of integers, as an index may be, and reaches the experts through attention."""
     optimized = optimized_copy(lora(target_parameters=["mlp.experts.gate_up_proj"]).eval(), rows_per_chunk=5)
