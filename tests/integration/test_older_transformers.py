@@ -1,4 +1,4 @@
-"""Experts as transformers 5.6 to 5.18 sort their rows, with what is there for ranks that hold a part of the experts; and
+"""Experts as transformers 5.6 to 5.18 sort their rows, with marks for ranks that hold a part of the experts; and
 its padding masks."""
 
 from __future__ import annotations
