@@ -57,6 +57,10 @@ def check(recipe: ListRecipe, rows_per_chunk: int, axis: str) -> None:
     memfine_fx.optimize(optimized, inner_backend="eager", dynamic=True, config=config)
     for num_tokens, kind in RUNS:
         inputs = {
+    "linear experts with biases, whose gradients follow from weights alone": ListRecipe(
+        take="guarded", combine="index_add", store="lists", activation="identity", is_gated=False, has_bias=True,
+        scores="softmax", weighs_input=False, dtype=torch.bfloat16, num_experts=4, top_k=1, residual="zeros",
+    ),
             "hidden": torch.randn(num_tokens, HIDDEN, dtype=recipe.dtype),
             "logits": logits_of(kind, num_tokens, recipe),
         }
