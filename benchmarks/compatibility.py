@@ -26,7 +26,7 @@ __all__ = ["Environment", "FastTests", "fast_tests_of", "merged", "outcomes_of",
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
-_PACKAGES = ("transformers", "accelerate", "peft", "lightning", "tensorboard", "deepspeed")
+_PACKAGES = ("transformers", "accelerate", "peft", "lightning", "tensorboard", "deepspeed", "trl")
 _MATRIX = "test_matrix"
 _KINDS = {"full": "in full", "attention": "LoRA on attention", "experts": "LoRA on attention and experts"}
 _WAYS = {"optimize": "`optimize`", "backend": "backend's name"}

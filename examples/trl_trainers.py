@@ -48,7 +48,7 @@ def sft(model: Any, kind: str, folder: Path, **settings: Any) -> Any:
         model=model,
         args=SFTConfig(max_length=16, **_common(folder), **settings),
         train_dataset=_sentences(),
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         peft_config=adapters(kind),
     )
 
@@ -76,7 +76,7 @@ def dpo(model: Any, kind: str, folder: Path, **settings: Any) -> Any:
         ref_model=moe_model() if kind == "full" else None,
         args=DPOConfig(max_length=16, **_common(folder), **settings),
         train_dataset=_lines("prompt", "chosen", "rejected"),
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         peft_config=adapters(kind),
     )
 
@@ -91,7 +91,7 @@ def reward(model: Any, kind: str, folder: Path, **settings: Any) -> Any:
         model=model,
         args=RewardConfig(max_length=16, **_common(folder), **settings),
         train_dataset=_lines("chosen", "rejected"),
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         peft_config=made,
     )
 
@@ -104,7 +104,7 @@ def grpo(model: Any, kind: str, folder: Path, **settings: Any) -> Any:
         reward_funcs=lambda completions, **_: [float(len(set(text.split()))) for text in completions],
         args=GRPOConfig(num_generations=2, max_completion_length=4, **_common(folder), **settings),
         train_dataset=_lines("prompt"),
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         peft_config=adapters(kind),
     )
 
@@ -164,7 +164,7 @@ def _common(folder: Path) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

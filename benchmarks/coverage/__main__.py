@@ -68,7 +68,7 @@ def _check_version() -> None:
         kept.append(VersionRow(**{**dataclasses.asdict(row), "version": installed}))
         print(installed, _line(row), flush=True)
         kept.sort(key=lambda one: [int(part) for part in one.version.split(".")])
-        _store([*kept], VERSION_RESULTS)
+        _store(kept, VERSION_RESULTS)
 
 
 def page_of(rows: list[CoverageRow]) -> str:
@@ -153,7 +153,7 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
-def _store(rows: list[CoverageRow], path: Path) -> None:
+def _store(rows: Sequence[CoverageRow], path: Path) -> None:
     path.write_text("".join(f"{row.to_json()}\n" for row in rows), encoding="utf-8")
 
 

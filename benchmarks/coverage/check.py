@@ -20,7 +20,7 @@ from benchmarks.coverage.packages import PackagedLayer
 from benchmarks.coverage.rows import EAGER_FACTOR, NOT_INSTALLED, TOLERANCE, CoverageRow, PackageRow
 from benchmarks.coverage.spellings import SPELLINGS
 from memfine_fx.demo.tiny import TinyModel, names_experts, tiny_model
-from memfine_fx.errors import ConfigError, Reason
+from memfine_fx.errors import ConfigError
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.runtime import op
 
@@ -105,7 +105,7 @@ def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
     row = dataclasses.replace(
         row,
         num_graphs=report.num_graphs,
-        num_found=num_raised + sum(region.refused_for != Reason.NO_EXPERTS.name for region in refused),
+        num_found=num_raised + sum(region.has_experts for region in refused),
         num_raised=num_raised,
         worst_error=errors[worst],
         worst_name=worst,

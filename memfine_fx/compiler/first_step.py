@@ -15,7 +15,6 @@ import torch
 from memfine_fx.capture.standing import replaced_by
 from memfine_fx.compiler.optimized import OptimizedCall, living_calls
 from memfine_fx.compiler.session import Session
-from memfine_fx.errors import Reason
 from memfine_fx.report.reports import RegionReport, Report
 
 __all__ = ["summary", "tell_of_first_step"]
@@ -85,7 +84,7 @@ def _chunked_layers(report: Report) -> dict[object, RegionReport]:
 
 def _refused_layers(report: Report) -> dict[object, RegionReport]:
     """Layers that were chunked in no graph; a choice without experts behind it is no layer."""
-    refused = (one for one in report.regions if one.status == "refused" and one.refused_for != Reason.NO_EXPERTS.name)
+    refused = (one for one in report.regions if one.status == "refused" and one.has_experts)
     chunked = _chunked_layers(report)
     return {_layer(region): region for region in refused if _layer(region) not in chunked}
 

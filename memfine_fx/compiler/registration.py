@@ -25,7 +25,7 @@ from memfine_fx.compat.loading import (
     tell_when_loaded,
 )
 
-__all__ = ["register_backend", "register_with_torch"]
+__all__ = ["register_backend"]
 
 
 def register_backend() -> None:
@@ -34,10 +34,6 @@ def register_backend() -> None:
     tell_when_loaded(ACCELERATE_BACKENDS, _tell_accelerate)
     tell_when_loaded(ACCELERATOR, _tell_accelerator)
     tell_when_loaded(LLAMAFACTORY_CHECKPOINTS, _tell_llamafactory)
-
-
-def register_with_torch() -> None:
-    """Called at the end of `import torch`; that this module was found has registered everything."""
 
 
 def _tell_dynamo(registry: Any) -> None:

@@ -223,8 +223,8 @@ def product_blocks(
 ) -> sympy.Expr:
     """The largest of these products' blocks; in fp16 those of bf16 in fp32, which has not been measured.
 
-    Each thread has blocks of its own. An AMD EPYC of family 26 gives all threads theirs
-    where sums over rows are split among them, however small the results are; others take less.
+    Each thread has blocks of its own. An AMD EPYC of family 26 gives all threads theirs where sums over rows are split
+    among them, however small the results are; others take less.
     """
     if dtype is torch.float16:
         item_bytes = 4 if features.fp16 else 0

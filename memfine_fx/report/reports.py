@@ -79,6 +79,11 @@ class RegionReport:
     makes_tables: str = ""
     why_expanded: str = ""
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether experts stand behind the choice; an auxiliary loss chooses too."""
+        return self.refused_for != Reason.NO_EXPERTS.name
+
     def __str__(self) -> str:
         if self.status == "refused":
             return _refused(str(self.where), self.reason, self.node, self.hint)
@@ -247,7 +252,7 @@ class Report:
         """Regions, without choices that meet no experts (an auxiliary loss's) where some layer was chunked."""
         if not self.num_chunked:
             return list(self.regions)
-        return [region for region in self.regions if region.refused_for != Reason.NO_EXPERTS.name]
+        return [region for region in self.regions if region.has_experts]
 
     @property
     def counted(self) -> str:

@@ -124,9 +124,9 @@ def assert_close(ours: Runs, eager: Runs, wide: Runs, inputs: dict[str, torch.Te
 
 def _drawn_again(name: str, value: torch.Tensor) -> torch.Tensor:
     """Other tokens, and weights a tenth away: gradients of linear experts' biases follow from these alone."""
-    if name == "hidden" or not value.is_floating_point():
-        return torch.randn_like(value) if name == "hidden" else value
-    return value * (1 + 0.1 * torch.randn_like(value))
+    if name == "hidden":
+        return torch.randn_like(value)
+    return value * (1 + 0.1 * torch.randn_like(value)) if value.is_floating_point() else value
 
 
 def _pooled_error(name: str, run: Runs, draws: list[dict[str, torch.Tensor]], truths: list[Gradients]) -> float:

@@ -280,7 +280,8 @@ def test_a_kept_projection_is_made_nowhere_else() -> None:
         trace = trace_memory(lambda: run_forward(routed, bodies, chunks, hidden.dtype, kept=kept), CPU)
     assert 7 * 2 * WIDTH * 4 not in trace.allocation_bytes
     (found,) = kept.tensors
-    torch.testing.assert_close(found, hidden[routed.order.long()] @ params[0][0])
+    rows = hidden[routed.order.long()]  # NOTE: products of as many rows; several threads round others otherwise
+    assert torch.equal(found, torch.cat([rows[:7] @ params[0][0], rows[7:] @ params[0][0]]))
 
 
 def test_what_is_hollow_has_its_shape_and_takes_no_memory() -> None:
