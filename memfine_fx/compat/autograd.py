@@ -13,12 +13,15 @@ from torch._dispatch.python import enable_python_dispatcher
 from memfine_fx.compat.checks import Hook, expect
 
 __all__ = [
+    "ACCUMULATED",
     "AUTOCAST",
     "KEPT_GRAPHS",
     "MODES",
     "PROFILER",
     "SAVED_TENSOR_HOOKS",
     "enable_python_dispatcher",
+    "has_gradient_hooks",
+    "is_accumulated",
     "is_graph_kept",
     "is_profiling",
     "run_without_modes",
@@ -43,6 +46,27 @@ def without_autocast() -> contextlib.AbstractContextManager[object]:
 def is_graph_kept() -> bool:
     """Whether the backward that runs was asked to keep its graph, so that it may run again; yes where none can tell."""
     return not KEPT_GRAPHS.holds() or bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def has_gradient_hooks(leaf: Any) -> bool:
+    """Whether somebody is told of what is added to a leaf's gradient, or of its being added."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def is_accumulated(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs will add to this leaf's `.grad`; no where none can tell.
+
+    Not for `torch.autograd.grad`, which returns what would be added, and not for leaves that `backward(inputs=...)`
+    leaves out.
+    """
+    if not ACCUMULATED.holds():
+        return False
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of torch.autograd.grad: the leaf is among its inputs
+        return False
 
 
 @contextlib.contextmanager
@@ -100,6 +124,40 @@ def _check_kept_graphs() -> None:
     expect(seen == [True, False], f"a backward that keeps its graph and one that does not say {seen}")
 
 
+def _check_accumulated() -> None:
+    asked: list[bool] = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+            ctx.leaf = leaf
+            return leaf * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> None:
+            with torch.enable_grad():
+                node = torch.autograd.graph.get_gradient_edge(ctx.leaf).node
+            try:
+                asked.append(torch._C._will_engine_execute_node(node))
+            except RuntimeError:
+                asked.append(False)
+
+    leaf, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    leaf.grad = torch.ones(1)
+    probe: Any = Probe.apply
+    probe(leaf).backward()
+    torch.autograd.grad(probe(leaf), leaf, allow_unused=True)
+    (probe(leaf) * other).backward(inputs=[other])
+    expect(
+        asked in ([True, False], [True, False, False]), f"backwards into a gradient, beside it and without it: {asked}"
+    )
+    expect(bool(leaf.grad == 1), "a backward that hands over nothing changes a gradient")
+    expect(not has_gradient_hooks(leaf), "a leaf without hooks has some")
+    leaf.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]
+    other.register_post_accumulate_grad_hook(lambda one: None)  # type: ignore[no-untyped-call]
+    expect(has_gradient_hooks(leaf) and has_gradient_hooks(other), "hooks of a leaf are not seen")
+
+
 def _check_saved_tensor_hooks() -> None:
     autograd: Any = torch._C._autograd
     with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
@@ -127,6 +185,15 @@ def _check_profiler() -> None:
     expect(torch.autograd.profiler._is_profiler_enabled in (True, False), "the profiler is neither on nor off")
 
 
+ACCUMULATED = Hook(
+    name="torch._C._will_engine_execute_node",
+    host="torch",
+    purpose="adding to gradients that exist where they are, where autograd would",
+    seen=("2.11", "2.15"),
+    loss="A micro-batch that accumulates holds a second set of the experts' gradients, which a memory_budget counts; "
+    "results are the same.",
+    check=_check_accumulated,
+)
 AUTOCAST = Hook(
     name="torch._C._DisableAutocast",
     host="torch",

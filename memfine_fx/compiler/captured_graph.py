@@ -95,6 +95,12 @@ class CapturedGraph:
     def alive_parameters(self) -> list[torch.Tensor]:
         return list(self._alive())
 
+    def parameters_with_sole_gradients(self, step: GraphStep) -> dict[tuple[str, int], torch.Tensor]:
+        """The parameters of `GraphStep.sole` that are alive."""
+        places = dict(zip(self._places, self._parameters, strict=True))
+        found = {key: places[place]() for key, place in step.sole.items() if place in places}
+        return {key: parameter for key, parameter in found.items() if parameter is not None}
+
     @property
     def has_gradients(self) -> bool:
         """Whether its first parameter that wants a gradient has one; no other is asked."""

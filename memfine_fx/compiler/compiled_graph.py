@@ -49,6 +49,7 @@ from memfine_fx.plan.budget import (
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.runs import Run, Situation
+from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, is_added
 from memfine_fx.runtime.store import MOST_PLANS
 
 __all__ = ["CompiledGraph"]
@@ -182,8 +183,11 @@ class CompiledGraph:
         return not (one.step.keeps_all and fits_unbounded(self._session, self._situation(run, one)))
 
     def _situation(self, run: Run, one: _Compiled) -> Situation:
-        run.memory = replace(run.memory, step=one.step)
+        self._let_run(run, one.step)
         return situation_of(self._session, run)
+
+    def _let_run(self, run: Run, step: GraphStep) -> None:
+        run.memory = replace(run.memory, step=step, added=frozenset(self._adding(step, can_add)))
 
     def _refusal_of(self, run: Run, one: _Compiled) -> BudgetInfeasible | None:
         situation = self._situation(run, one)
@@ -197,8 +201,8 @@ class CompiledGraph:
     def _made(self, run: Run, again: _Again) -> _Compiled:
         """The graph partitioned for this run and compiled."""
         session, first = self._session, self._record.step
-        step = GraphStep(first.regions, run.memory.values, heads=first.heads)
-        run.memory = replace(run.memory, step=step)
+        step = GraphStep(first.regions, run.memory.values, heads=first.heads, sole=first.sole)
+        self._let_run(run, step)
         situation = situation_of(session, run)
         key = ("made", *situation.key[1:])
         refused = self._refusals.get(key)
@@ -237,12 +241,15 @@ class CompiledGraph:
         session = self._session
 
         @contextlib.contextmanager
-        def in_backward(keeps_graph: bool) -> Iterator[None]:
+        def in_backward(keeps_graph: bool) -> Iterator[Accumulation]:
             with session.history.backward(step, keeps_graph=keeps_graph) as run:
+                parameters = self._adding(step, is_added)
                 if run is not None:
                     self._record.step = step
+                    run.memory = replace(run.memory, added=frozenset(parameters))
                     session.situation = situation_of(session, run)
-                yield
+                with adding(Accumulation(step.sole, parameters)) as accumulation:
+                    yield accumulation
 
         if not self._record.lowered:
             shares = session.shares or ()
@@ -298,10 +305,17 @@ class CompiledGraph:
 
         return told
 
+    def _adding(self, step: GraphStep, may: Callable[[torch.Tensor], bool]) -> dict[tuple[str, int], torch.Tensor]:
+        """Parameters whose gradients a run of this partition adds to where they are."""
+        if not step.sole or not self._record.has_gradients:
+            return {}
+        found = self._record.parameters_with_sole_gradients(step)
+        return {key: parameter for key, parameter in found.items() if may(parameter)}
+
     def _take(self, run: Run, compiled: _Compiled) -> None:
         """Plans are made for this run until another begins."""
         self._record.step = compiled.step
-        run.memory = replace(run.memory, step=compiled.step)
+        self._let_run(run, compiled.step)
         run.memory = replace(run.memory, drops=dropped_in(self._session, run))
         self._session.situation = situation_of(self._session, run)
 

@@ -46,11 +46,12 @@ from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, pa
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.region_distance import RegionDistance
 from memfine_fx.plan.cost import DeviceRates
+from memfine_fx.runtime.accumulation import Accumulation
 
 __all__ = ["BackwardContext", "Foresees", "compile_plain", "compile_with_regions", "record_plain", "take_estimate"]
 
 Foresees = tuple[Mapping[str, StepBudget | Even], Callable[[str, Partition], None]]
-BackwardContext = Callable[[bool], AbstractContextManager[None]]
+BackwardContext = Callable[[bool], AbstractContextManager[Accumulation]]
 
 
 def compile_plain(
@@ -278,8 +279,8 @@ def _backward_call(
         if keeps_graph:
             for position in donated:
                 args[position] = args[position].clone()
-        with in_backward(keeps_graph):
-            return compiled(args)
+        with in_backward(keeps_graph) as accumulation:
+            return accumulation.left_to_add(compiled(args))
 
     return mark_boxed(call)
 
@@ -288,7 +289,7 @@ def take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: P
     """A partition was made: what it would hold is the step's record until there is a better one."""
     step.forward, step.backward = partition.forward_memory, partition.backward_memory
     step.decision, step.keeps_all = partition.decision, partition.keeps_all
-    step.optional = dict(partition.optional)
+    step.optional, step.sole = dict(partition.optional), partition.sole
     step.estimated = {"forward", "backward"}
     step.add_hints(partition.forward.graph)
     step.add_hints(partition.backward.graph)

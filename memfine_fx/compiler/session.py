@@ -439,6 +439,7 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
         imbalance=live.loads.summary(),
         num_ranks=1 if live.exchange is None else live.exchange.table_shape[0],
         rounds=live.rounds,
+        num_added=live.num_added,
         body_key=live.bodies.key,
         verified_error=_verified_error(outcome),
         graph=outcome.graph,

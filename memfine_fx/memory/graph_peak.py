@@ -89,8 +89,8 @@ def read_graph(
         is_input = owner.op == "placeholder"
         outlives = reader.op == "output" or (is_input and str(owner.target) in inputs.held)
         stop = None if outlives else position[reader] + 1
-        kept_by = keepers.get(owner, "")
-        allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, is_input, kept_by))
+        kept_by, result_of = keepers.get(owner, ""), _result_of(owner, made_by)
+        allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, is_input, kept_by, result_of))
     for node, place in position.items():
         if scratch := scratch_bytes(node):
             allocations.append(Allocation(f"scratch of {_name(node.target)}", scratch, place, place + 1))
@@ -124,6 +124,13 @@ def _keepers(graph: fx.Graph) -> dict[fx.Node, str]:
         elif name == "memfine::experts_backward_kept":
             found |= dict.fromkeys(node.args[8], node.args[6])
     return found
+
+
+def _result_of(owner: fx.Node, made_by: fx.Node) -> tuple[str, int] | None:
+    """Site of the region whose backward returns a node's storage, and its place there."""
+    if owner is made_by or _PHASES.get(qualified_name(made_by.target)) != "backward":
+        return None
+    return made_by.args[6], owner.args[1]  # type: ignore[return-value]  # of the op's schema
 
 
 def _is_tuple(node: fx.Node) -> bool:

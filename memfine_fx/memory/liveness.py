@@ -38,7 +38,16 @@ OP_PHASES: dict[str, Phase] = {
 
 @dataclass(frozen=True)
 class Allocation:
-    """A storage: who made it, its bytes, the positions between which it lives, and the region that keeps it, if any."""
+    """A storage.
+
+    Args:
+        name: who made it.
+        num_bytes: of it.
+        start, stop: the positions between which it lives.
+        is_input: whether it was there before.
+        kept_by: site of the region that keeps it, "" if none does.
+        result_of: site of the region whose backward returns it, and its place there.
+    """
 
     name: str
     num_bytes: sympy.Expr
@@ -46,6 +55,7 @@ class Allocation:
     stop: int | None
     is_input: bool = False
     kept_by: str = ""
+    result_of: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,20 +143,26 @@ class GraphMemory:
         allocations = tuple(one for one in self.allocations if one.name not in names)
         return replace(self, allocations=allocations, calls=tuple(replace(one, keep="nothing") for one in self.calls))
 
-    def dropping(self, sites: frozenset[str]) -> GraphMemory:
-        """The record of a run in which these regions keep nothing, though the graph has room for it."""
-        if not sites:
+    def dropping(self, sites: frozenset[str], added: frozenset[tuple[str, int]] = frozenset()) -> GraphMemory:
+        """The record of a run that makes less than its graph has room for.
+
+        Args:
+            sites: regions that keep nothing in it.
+            added: results of regions' backwards that are added to gradients which are there.
+        """
+        if not sites and not added:
             return self
-        if sites not in self._dropping:
+        if (sites, added) not in self._dropping:
             if len(self._dropping) >= _MOST_SIZES:
                 self._dropping.clear()
-            allocations = tuple(one for one in self.allocations if one.kept_by not in sites)
+            made = (one for one in self.allocations if one.kept_by not in sites)
+            allocations = tuple(one for one in made if one.result_of not in added)
             calls = tuple(replace(one, keep="nothing") if one.site in sites else one for one in self.calls)
-            self._dropping[sites] = replace(self, allocations=allocations, calls=calls)
-        return self._dropping[sites]
+            self._dropping[sites, added] = replace(self, allocations=allocations, calls=calls)
+        return self._dropping[sites, added]
 
     @functools.cached_property
-    def _dropping(self) -> dict[frozenset[str], GraphMemory]:
+    def _dropping(self) -> dict[tuple[frozenset[str], frozenset[tuple[str, int]]], GraphMemory]:
         return {}
 
     def live_bytes(self, sizes: Mapping[str, int], workspace: Workspace) -> list[int]:

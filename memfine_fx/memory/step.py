@@ -105,6 +105,8 @@ class GraphStep:
         keeps_all: whether it computes nothing dense again and regions keep all that pays.
         optional: seconds spared per byte by regions that keep something where a run has room for it (`plan.free`).
         estimated: directions whose record is an estimate although exact ones come from compiled code.
+        sole: (site, place) of results of regions' backwards that are the whole gradient of one input of the graph ->
+            place of that input (`passes.step.sole`).
     """
 
     regions: dict[str, RegionMemory] = field(default_factory=dict)
@@ -116,6 +118,7 @@ class GraphStep:
     heads: dict[str, HeadMemory] = field(default_factory=dict)
     optional: dict[str, float] = field(default_factory=dict)
     estimated: set[Direction] = field(default_factory=set)
+    sole: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     def add_hints(self, graph: fx.Graph) -> None:
         """Values for symbols that no input's size is (a saved random state's length), as in the captured call."""
@@ -159,6 +162,7 @@ class RunMemory:
         saved_bytes: by earlier runs whose backwards are still to come, when this one begins.
         later_gradient_bytes: new gradients that backwards of later runs have made when its own backward begins.
         drops: sites of its regions that keep nothing in this run, though the graph has room for it.
+        added: those of `GraphStep.sole` that it adds to gradients which are there, so that they are not made.
     """
 
     step: GraphStep
@@ -166,6 +170,7 @@ class RunMemory:
     saved_bytes: int = 0
     later_gradient_bytes: int = 0
     drops: frozenset[str] = frozenset()
+    added: frozenset[tuple[str, int]] = frozenset()
 
     @property
     def forward(self) -> GraphMemory | None:
@@ -175,7 +180,7 @@ class RunMemory:
     @property
     def backward(self) -> GraphMemory | None:
         """What its backward holds."""
-        return None if self.step.backward is None else self.step.backward.dropping(self.drops)
+        return None if self.step.backward is None else self.step.backward.dropping(self.drops, self.added)
 
     @property
     def values(self) -> dict[str, int]:

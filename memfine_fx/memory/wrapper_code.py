@@ -192,6 +192,8 @@ class _Reader:
                 _keep(self._held[name][1:], _texts(call))
             elif function in _FINDING:
                 _keep(self._listed(call.args[_KEPT_ARGUMENT]), _texts(call))
+            if _PHASES.get(function) == "backward":
+                _number(self._held[name], _texts(call)[0])
             if op.scratch:
                 scratch = Allocation(f"scratch of {label}", op.scratch, self._position, self._position + 1)
                 self._storages.append(_Storage(scratch))
@@ -226,6 +228,11 @@ class _Reader:
 def _keep(storages: Iterable[_Storage], texts: Sequence[str]) -> None:
     for storage in storages:
         storage.allocation = replace(storage.allocation, kept_by=texts[0])
+
+
+def _number(storages: Iterable[_Storage], site: str) -> None:
+    for place, storage in enumerate(storages):
+        storage.allocation = replace(storage.allocation, result_of=(site, place))
 
 
 def _requested_bytes(call: ast.Call, device_type: str) -> sympy.Expr:

@@ -114,7 +114,7 @@ class Situation:
 
     def __post_init__(self) -> None:
         memory = self.memory
-        beside = (memory.saved_bytes, memory.later_gradient_bytes, self.available_bytes, memory.drops)
+        beside = (memory.saved_bytes, memory.later_gradient_bytes, self.available_bytes, memory.drops, memory.added)
         object.__setattr__(self, "key", (id(memory.step), *sorted(memory.sizes.items()), *beside))
 
 

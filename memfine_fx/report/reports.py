@@ -46,6 +46,7 @@ class RegionReport:
         imbalance: how uneven its routing was in the latest steps, None if it has not run.
         num_ranks: that share its experts.
         rounds: of its latest step, where its experts live on several ranks.
+        num_added: gradients of its parameters that its latest backward added to where they were, making no others.
         body_key: content hash of the expert bodies; equal for layers that share them.
         node: the graph node where a proof stopped.
         verified_error: worst relative error that `verify` saw, None where it was not asked for.
@@ -69,6 +70,7 @@ class RegionReport:
     imbalance: Imbalance | None = None
     num_ranks: int = 1
     rounds: RoundStats | None = None
+    num_added: int = 0
     body_key: str | None = None
     node: str | None = None
     verified_error: float | None = None
@@ -108,6 +110,7 @@ class RegionReport:
             ran += f", {self.rounds}"
         elif self.num_ranks > 1:
             ran += f", experts on {self.num_ranks} ranks, rounds of at most {plan.rows_at_once:,} rows"
+        ran += f", {self.num_added} gradients added to where they were" if self.num_added else ""
         ran += f", imbalance {self.imbalance}" if self.imbalance else ""
         return f"{line}; axis {plan.axis}, {size} a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"
 

@@ -28,18 +28,26 @@ class ParamGradient:
         kind: which of the three.
         wanted: whether each of `tensors` wants its gradient; the others are not computed into.
         in_fp32: whether all of it stands in fp32, because others are to be added to it.
+        onto: gradients of some of `tensors` that are there and are added to; None for those that are made.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], kind: ParamKind, wanted: Sequence[bool], *, in_fp32: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        kind: ParamKind,
+        wanted: Sequence[bool],
+        *,
+        in_fp32: bool = False,
+        onto: Sequence[torch.Tensor | None] = (),
     ) -> None:
+        onto = onto or [None] * len(tensors)
         self._values = [
-            torch.empty_like(tensor, dtype=torch.float32 if in_fp32 else None) if is_wanted else None
-            for tensor, is_wanted in zip(tensors, wanted, strict=True)
+            there if there is not None else _made(tensor, in_fp32=in_fp32) if is_wanted else None
+            for tensor, is_wanted, there in zip(tensors, wanted, onto, strict=True)
         ]
         self._kind = kind
-        num_slots = tensors[0].shape[0] if kind == "expert" else len(tensors)
-        self._written = [False] * num_slots
+        is_there = [one is not None for one in onto]
+        self._written = is_there * tensors[0].shape[0] if kind == "expert" else is_there
         self._item_bytes = tensors[0].element_size()
         self._is_low_precision = tensors[0].dtype in (torch.bfloat16, torch.float16) and not in_fp32
         self._device_type = tensors[0].device.type
@@ -77,12 +85,12 @@ class ParamGradient:
         else:
             place.copy_(gradient)
 
-    def set_range(self, first_expert: int, gradients: torch.Tensor) -> None:
-        """Set the gradients [G,...] of whole experts from `first_expert` on."""
+    def add_range(self, first_expert: int, gradients: torch.Tensor) -> None:
+        """Add the gradients [G,...] of whole experts from `first_expert` on, which have none yet or all have one."""
         last = first_expert + gradients.shape[0]
         (table,) = self._values
         assert table is not None, "a table whose gradient is not wanted has no ParamGradient"
-        table[first_expert:last].copy_(gradients)
+        self._add(first_expert, table[first_expert:last], gradients)
         self._written[first_expert:last] = [True] * gradients.shape[0]
 
     @property
@@ -130,7 +138,15 @@ class ParamGradient:
 
     def _stage(self, slot: int, gradient: torch.Tensor) -> None:
         staged = self._staging.get(slot)
-        if staged is None:
-            self._staging[slot] = gradient.to(torch.float32)
-        else:
+        if staged is not None:
             staged.add_(gradient)
+            return
+        staged = gradient.to(torch.float32)
+        place = self._slot(slot)[1]
+        if self._written[slot] and place is not None:
+            staged.add_(place)
+        self._staging[slot] = staged
+
+
+def _made(tensor: torch.Tensor, *, in_fp32: bool) -> torch.Tensor:
+    return torch.empty_like(tensor, dtype=torch.float32 if in_fp32 else None)

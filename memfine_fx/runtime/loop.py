@@ -182,6 +182,7 @@ def run_backward(
     kept: Kept | None = None,
     into: Sequence[ParamGradient | None] | None = None,
     places: Places | None = None,
+    onto: Sequence[Sequence[torch.Tensor | None]] = (),
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted, in the order hidden, weight, parameters.
 
@@ -193,6 +194,7 @@ def run_backward(
         kept: bodies that find something kept, and what their forward wrote.
         into: gradients of the parameters that others add to as well; they are added to and not returned.
         places: for the gradients of rows and weights, which are not returned then.
+        onto: per parameter, gradients of its tensors that are there and are added to, and returned as they are then.
 
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
@@ -208,7 +210,7 @@ def run_backward(
     if body.weight_grad is not None:
         assert weight is not None
         grad_weight = torch.zeros_like(weight) if places is None else places.weight
-    params = open_gradients(body, routed.params, bodies, wanted_params) if into is None else into
+    params = open_gradients(body, routed.params, bodies, wanted_params, onto) if into is None else into
 
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
@@ -251,11 +253,14 @@ def open_gradients(
     params: Sequence[Sequence[torch.Tensor]],
     bodies: Bodies,
     wanted_params: Sequence[Sequence[bool]],
+    onto: Sequence[Sequence[torch.Tensor | None]] = (),
 ) -> list[ParamGradient | None]:
     """Room for the gradients of the parameters that `body` gives; None where it gives none."""
+    there = onto or [()] * len(params)
+    groups = zip(body.param_grads, params, bodies.param_kinds, wanted_params, there, strict=True)
     return [
-        None if how is None else ParamGradient(tensors, kind, flags)
-        for how, tensors, kind, flags in zip(body.param_grads, params, bodies.param_kinds, wanted_params, strict=True)
+        None if how is None else ParamGradient(tensors, kind, flags, onto=gradients)
+        for how, tensors, kind, flags, gradients in groups
     ]
 
 
@@ -310,4 +315,4 @@ def _add_group(param: ParamGradient, chunk: Chunk, gradient: torch.Tensor) -> No
     if chunk.is_part:
         param.add_tensor(chunk.first_expert, gradient[0], is_part=True)
     else:
-        param.set_range(chunk.first_expert, gradient)
+        param.add_range(chunk.first_expert, gradient)

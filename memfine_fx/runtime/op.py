@@ -20,6 +20,7 @@ from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
 from memfine_fx.records import ChunkPlan, Keep
 from memfine_fx.runtime import windowed
+from memfine_fx.runtime.accumulation import gradients_to_add_to
 from memfine_fx.runtime.bodies import KeepingBodies
 from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.params import group_params
@@ -204,8 +205,11 @@ def _backward(
     chunks = chunks_of(routed, region.bodies, plan, region.tuner, is_new_step=False)
     lower = partial(region.lower, routed.num_tokens)
     chunks = ranged(chunks, name)
+    there = gradients_to_add_to(site, [one for group in routed.params for one in group], wanted)
+    region.num_added = sum(one is not None for one in there)
+    rows_and_weight, onto = (wanted[0], wanted[1]), _grouped(there, region)
     with span(f"backward {site}"), range_of(name):
-        return run_backward(grad, routed, region.bodies, chunks, (wanted[0], wanted[1]), wanted_params, lower, kept)
+        return run_backward(grad, routed, region.bodies, chunks, rows_and_weight, wanted_params, lower, kept, onto=onto)
 
 
 @experts_backward.register_fake

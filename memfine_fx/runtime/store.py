@@ -67,6 +67,7 @@ class LiveRegion:
     num_chunks: int = 0
     largest_chunk: int = 0  # rows, in the latest step
     stages_gradients: bool = False  # whether a gradient was added to more than once in it
+    num_added: int = 0  # gradients that it added to where they were, in the latest backward
     rounds: RoundStats | None = None  # of the latest step, where the experts are sharded
     num_steps: int = 0
     _plans: dict[tuple[int, object], ChunkPlan] = field(default_factory=dict)

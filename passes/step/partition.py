@@ -43,6 +43,7 @@ from memfine_fx.passes.step.dense_results import dense_results, is_attention, mu
 from memfine_fx.passes.step.fit import Even, StepBudget, even, fit
 from memfine_fx.passes.step.optional import give_room
 from memfine_fx.passes.step.partitioned import Partition
+from memfine_fx.passes.step.sole import sole_gradients
 from memfine_fx.passes.step.spare import spare
 from memfine_fx.plan.cost import DeviceRates
 
@@ -98,6 +99,7 @@ class StepPartitioner(CustomPartitionerFn):
         _save_what_is_dear(gm.graph)
         partition = functools.partial(_partition, joint_inputs, kwargs, self._is_fused)
         num_outputs = kwargs["num_fwd_outputs"]
+        sole = sole_gradients(gm.graph, num_outputs)
         if self._kind is not None:
             chosen = even(gm, num_outputs, partition, self._kind)
         elif self._budget is not None:
@@ -107,6 +109,7 @@ class StepPartitioner(CustomPartitionerFn):
             optional = {} if self._rates is None else give_room(gm.graph, self._rates)
             spared = spare(gm, results, partition) if self._is_fused else None
             chosen = replace(partition(gm) if spared is None else spared, optional=optional)
+        chosen = replace(chosen, sole=sole)
         if self._report is not None:
             self._report(chosen)
         return chosen.forward, chosen.backward

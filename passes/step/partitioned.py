@@ -14,8 +14,16 @@ __all__ = ["Partition"]
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward and a backward graph, what each would hold, what was decided, whether all that pays is kept, and what
-    may be kept where a run has room for it (site -> seconds spared per byte)."""
+    """A joint graph in two.
+
+    Args:
+        forward, backward: the graphs.
+        forward_memory, backward_memory: what each would hold.
+        decision: what was decided, in words.
+        keeps_all: whether all that pays is kept.
+        optional: what may be kept where a run has room for it: site -> seconds spared per byte.
+        sole: see `GraphStep`.
+    """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
@@ -24,3 +32,4 @@ class Partition:
     decision: str = ""
     keeps_all: bool = False
     optional: Mapping[str, float] = field(default_factory=dict)
+    sole: Mapping[tuple[str, int], int] = field(default_factory=dict)

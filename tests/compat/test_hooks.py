@@ -100,6 +100,7 @@ _records = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 BREAKS: dict[Hook, Break] = {
     accelerate.BACKENDS: having(accelerate, "add_backend", lambda module: None),
     accelerate.HAND_OVER: having(accelerate, "hand_over_models", lambda module, optimize: None),
+    autograd.ACCUMULATED: having(torch._C, "_will_engine_execute_node", lambda node: True),
     autograd.AUTOCAST: lacking(torch._C, "_DisableAutocast"),
     autograd.KEPT_GRAPHS: having(_autograd, _keeps, lambda: False),
     autograd.SAVED_TENSOR_HOOKS: having(_autograd, "_top_saved_tensors_default_hooks", lambda ignores: None),

@@ -87,7 +87,7 @@ def test_a_finished_expert_holds_no_staging(dtype: torch.dtype) -> None:
 def test_whole_experts_are_set_as_a_range() -> None:
     gradient = ParamGradient([table()], "expert", [True])
     own = torch.randn(2, 4, 6)
-    gradient.set_range(1, own)
+    gradient.add_range(1, own)
     value = gradient.finish_all()[0]
     assert torch.equal(value[1:], own)
     assert not value[0].any()
@@ -122,3 +122,37 @@ def test_the_gradient_has_the_layout_of_its_parameter(is_part: bool, dtype: torc
     assert value.stride() == transposed.stride()
     assert torch.equal(value[0], left @ right)
     assert torch.equal(value[1], left @ right)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("is_part", [True, False])
+@pytest.mark.parametrize("by", ["product", "tensor", "range"])
+def test_what_is_there_is_added_to_where_it_is(by: str, is_part: bool, dtype: torch.dtype) -> None:
+    there = torch.randn(3, 4, 6).to(dtype)
+    before = there.clone()
+    gradient = ParamGradient([table(dtype)], "expert", [True], onto=[there])
+    left, right = factors(dtype=dtype)
+    if by == "product":
+        gradient.add_product(1, left, right, is_part=is_part)
+    elif by == "tensor":
+        gradient.add_tensor(1, left @ right, is_part=is_part)
+    else:
+        gradient.add_range(1, (left @ right)[None])
+    gradient.finish(1)
+    (value,) = gradient.finish_all()
+    assert value is there
+    assert torch.equal(there[0], before[0]) and torch.equal(there[2], before[2])
+    exact = before[1].double() + left.double() @ right.double()
+    assert largest_error(there[1], exact) < (1e-6 if dtype is torch.float32 else 1e-2)
+
+
+def test_experts_with_gradients_and_without_stand_beside_each_other() -> None:
+    own, there = [torch.empty(4, 6) for _ in range(3)], torch.randn(4, 6)
+    before = there.clone()
+    gradient = ParamGradient(own, "each", [True, True, False], onto=[None, there, None])
+    left, right = factors()
+    for expert in range(3):
+        gradient.add_product(expert, left, right, is_part=False)
+    made, added = gradient.finish_all()
+    assert torch.equal(made, left @ right) and added is there
+    assert largest_error(there, (before + left @ right).double()) < 1e-6
