@@ -95,6 +95,24 @@ def model_block(rows: Sequence[Row]) -> str:
     return "\n".join([*_heading(rows), table, *_without_figures(rows), "", _model_ratios(summaries)])
 
 
+def adapters_block(rows: Sequence[Row]) -> str:
+    """Bytes alone, a line for each format and number of experts, beside frozen experts and beside eager."""
+    found = {(one.job.workload, one.job.sizes.experts, one.job.peer): one for one in summaries_of(rows)}
+    lines = []
+    for (workload, experts, peer), one in sorted(found.items(), key=lambda item: item[0][1]):
+        if peer != "memfine":
+            continue
+        table_bytes = 4 * experts * 2 * one.job.sizes.width * one.job.sizes.hidden
+        frozen, eager = found.get(("frozen", experts, peer)), found.get((workload, experts, "eager"))
+        against = [f"{one.peak_bytes / other.peak_bytes:.3f}" if other else "-" for other in (frozen, eager)]
+        largest = f"{(one.last.largest_bytes or 0) / table_bytes:.3f}"
+        lines.append([workload, str(experts), f"{one.peak_bytes / MIB:.1f}", *against, largest])
+    header = (
+        "experts are | E | peak MiB beyond gradients | of frozen experts' | of eager's | largest allocation of a table"
+    )
+    return "\n".join([*_heading(rows), markdown(header, lines)])
+
+
 def techniques_block() -> str:
     """Each technique with its bytes and seconds, beside torch.compile at the same sizes."""
     lines, machines = [], {}
@@ -186,6 +204,7 @@ def _from(name: str, block: Callable[[Sequence[Row]], str]) -> Callable[[], str]
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "techniques": techniques_block,
+    "adapters": _from("adapters_cpu.jsonl", adapters_block),
     "layer": _from("layer_cpu.jsonl", layer_block),
     "model": _from("model_cpu.jsonl", model_block),
     "vocab": _from("vocab_cpu.jsonl", model_block),

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from benchmarks.records import Row, Sizes
 from benchmarks.suites.base import Part, Suite, at_most
 from benchmarks.summaries import Summary, summaries_of
-from benchmarks.workloads.adapted import WORKLOADS, adapter_bytes
+from benchmarks.workloads.adapted import WORKLOADS
 
 FULL = tuple(Sizes(batch=1, sequence=8192, hidden=512, width=1024, experts=experts, top_k=4) for experts in (64, 128))
 QUICK = Sizes(batch=1, sequence=512, hidden=128, width=256, experts=16, top_k=2)
 _PEERS = ("eager", "compile", "eager+checkpoint", "loop", "memfine")
-_MOST_OF_EAGER, _MOST_OF_FROZEN, _MOST_TIME = 0.25, 1.05, 1.0
+_MOST_OF_EAGER, _MOST_OF_FROZEN, _MOST_TIME, _MOST_OF_A_TABLE = 0.25, 1.05, 1.0, 0.125
 
 
 def _parts(quick: bool) -> Sequence[Part]:
@@ -33,15 +33,16 @@ def _judged(one: Summary, found: dict[tuple[str, Sizes, str], Summary]) -> list[
     about = f"{job.workload}, E={job.sizes.experts}"
     eager = found.get((job.workload, job.sizes, "eager"))
     frozen = found.get(("frozen", job.sizes, "memfine"))
-    lines = []
+    table_bytes = 4 * job.sizes.experts * 2 * job.sizes.width * job.sizes.hidden
+    largest = (one.last.largest_bytes or 0) / table_bytes
+    lines = [at_most(f"{about}: largest allocation against the larger table", largest, _MOST_OF_A_TABLE)]
     if eager is not None:
         lines.append(at_most(f"{about}: peak against eager", one.peak_bytes / eager.peak_bytes, _MOST_OF_EAGER))
         lines.append(at_most(f"{about}: time against eager", one.step_seconds / eager.step_seconds, _MOST_TIME))
     if frozen is not None:
-        # The step begins without gradients and leaves those of the adapters behind: no way to compute them needs less.
-        left = adapter_bytes(job.sizes) if job.workload.endswith("lora") else 0
-        share = (one.peak_bytes - left) / frozen.peak_bytes
-        what = "peak less the adapters' gradients against frozen experts without adapters"
+        # A measured peak is beyond the gradients that the step leaves behind, so that none are taken off here.
+        share = one.peak_bytes / frozen.peak_bytes
+        what = "peak beyond gradients against frozen experts without adapters"
         lines.append(at_most(f"{about}: {what}", share, _MOST_OF_FROZEN))
     return lines
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from benchmarks.peers import find_peer
-from benchmarks.records import Job, Sizes
+from benchmarks.records import Job
 from benchmarks.workloads import WEIGHT_STD, Workload
 from benchmarks.workloads.layer import Layer, build_block
 
@@ -103,12 +103,6 @@ FORMATS: dict[str, Callable[[Any, str], None]] = {
     "frozen": _frozen, "nf4": _nf4, "mxfp4": _mxfp4, "fp8": _fp8, "int8": _int8,
 }  # fmt: skip
 WORKLOADS = (*FORMATS, "lora", *(f"{name}+lora" for name in FORMATS if name != "frozen"))
-
-
-def adapter_bytes(sizes: Sizes) -> int:
-    """Of the adapters on all experts' tables of both projections, fp32; a step leaves gradients of as many."""
-    rows_and_columns = (sizes.hidden + 2 * sizes.width) + (sizes.width + sizes.hidden)
-    return 4 * RANK * sizes.experts * rows_and_columns
 
 
 def build_adapted_workload(job: Job) -> Workload:

@@ -6,6 +6,9 @@ made in the graph and handed to the experts with `torch.func.functional_call`. A
 itself (numbers in 4 bits) cannot be handed over; there the sum is what that parametrization gives. Merged, disabled and
 mixed adapters, and weights that PEFT upcasts, run as PEFT wrote them; so does what runs outside of a graph, because a
 checkpoint there is computed again after the call, when PEFT's forwards are in their places.
+
+DoRA, which PEFT has for linear layers alone, asks a weight's class for its module, which Dynamo does not trace, and
+makes B A of an identity matrix. For the time of a compiled call its layers read plain weights, and multiply B by A.
 """
 
 from __future__ import annotations
@@ -18,7 +21,16 @@ import torch
 
 from memfine_fx.capture.installing import InstalledMethods
 from memfine_fx.capture.standing import is_own
-from memfine_fx.compat.peft import active_adapters, parametrized_table, updated_weight, with_adapters, wrapped_tables
+from memfine_fx.compat.peft import (
+    active_adapters,
+    layers_with_magnitudes,
+    low_rank_product,
+    parametrized_table,
+    updated_weight,
+    with_adapters,
+    with_whole_weight,
+    wrapped_tables,
+)
 
 __all__ = ["TracedAdapters", "hint_for_adapters"]
 
@@ -36,6 +48,9 @@ class TracedAdapters:
         for one in found:
             if not is_own(one, "forward"):
                 methods += _methods_of(one)
+        for one in layers_with_magnitudes(model):
+            if not is_own(one, "forward"):
+                methods += [(one, "forward", _forward_with_magnitude), (one, "get_lora_weight", _lora_weight)]
         self._methods = InstalledMethods(methods)
         self._num_left = sum(is_own(one, "forward") for one in found)
 
@@ -105,3 +120,14 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, x, *args, **kwargs)
     path, weight = updated_weight(self)
     return torch.func.functional_call(self.base_layer, {path: weight}, (x, *args), kwargs)
+
+
+def _forward_with_magnitude(self: Any, x: torch.Tensor, *, base_layer: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        base_layer = with_whole_weight(base_layer)
+    return type(self).forward(self, x, base_layer=base_layer, **kwargs)
+
+
+def _lora_weight(self: Any, lora_A: Any, lora_B: Any, **kwargs: Any) -> torch.Tensor:
+    product = low_rank_product(lora_A, lora_B) if torch.compiler.is_compiling() else None
+    return type(self).get_lora_weight(self, lora_A, lora_B, **kwargs) if product is None else product

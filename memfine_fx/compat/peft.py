@@ -10,9 +10,21 @@ import torch
 
 from memfine_fx.compat.checks import Hook, expect
 
-__all__ = ["WRAPPERS", "active_adapters", "parametrized_table", "updated_weight", "with_adapters", "wrapped_tables"]
+__all__ = [
+    "MAGNITUDES",
+    "WRAPPERS",
+    "active_adapters",
+    "layers_with_magnitudes",
+    "low_rank_product",
+    "parametrized_table",
+    "updated_weight",
+    "with_adapters",
+    "with_whole_weight",
+    "wrapped_tables",
+]
 
 _MODULE = "peft.tuners.lora.layer"
+_DORA = "peft.tuners.lora.dora"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,6 +65,39 @@ def updated_weight(wrapper: Any) -> tuple[str, torch.Tensor]:
     return path, weight
 
 
+def layers_with_magnitudes(model: torch.nn.Module) -> list[Any]:
+    """The layers in which PEFT keeps the magnitudes of DoRA, beside linear layers; where it was never used, none."""
+    layer = getattr(sys.modules.get(_DORA), "DoraLinearLayer", None)
+    found = [] if layer is None else [one for one in model.modules() if type(one) is layer]
+    return found if found and MAGNITUDES.holds() else []
+
+
+class _WholeWeight:
+    """A linear layer to PEFT's `dequantize_module_weight`, which asks a class for its module, unless there is `W_q`."""
+
+    W_q = None
+
+    def __init__(self, layer: Any) -> None:
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def dequantize(self) -> torch.Tensor:
+        return self.weight  # type: ignore[no-any-return]  # of a linear layer
+
+
+def with_whole_weight(layer: Any) -> Any:
+    """A layer as DoRA's forward may read it in a graph; itself where its weight is no plain parameter."""
+    is_plain = type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
+    return _WholeWeight(layer) if is_plain else layer
+
+
+def low_rank_product(lora_a: Any, lora_b: Any) -> torch.Tensor | None:
+    """B A of two plain linear layers, which PEFT makes of an identity matrix; None for others."""
+    for one in (lora_a, lora_b):
+        if type(one) is not torch.nn.Linear or type(one.weight) is not torch.nn.Parameter or one.bias is not None:
+            return None
+    return lora_b.weight @ lora_a.weight  # type: ignore[no-any-return]  # parameters
+
+
 class _Table(torch.nn.Module):
     """A table of two experts, which is what a wrapper adapts."""
 
@@ -85,4 +130,32 @@ WRAPPERS = Hook(
     loss="Experts with adapters of PEFT (target_parameters) run as PEFT wrote them, outside the graphs, and are not "
     "chunked.",
     check=_check_wrappers,
+)
+
+
+def _check_magnitudes() -> None:
+    """A layer with magnitudes gives what it gives with the weight and the product that are made here."""
+    peft: Any = importlib.import_module("peft")
+    with torch.random.fork_rng(devices=[]):
+        config = peft.LoraConfig(r=1, target_modules=["one"], use_dora=True, init_lora_weights=False)
+        model: Any = peft.inject_adapter_in_model(config, torch.nn.ModuleDict({"one": torch.nn.Linear(3, 2)}))
+        (layer,) = model["one"].lora_magnitude_vector.values()
+        expect(type(layer) is getattr(sys.modules.get(_DORA), "DoraLinearLayer", None), f"a {type(layer)} keeps them")
+        a, b = model["one"].lora_A["default"], model["one"].lora_B["default"]
+        product, rows = low_rank_product(a, b), torch.randn(4, 3)
+        expect(product is not None and torch.allclose(product, layer.get_lora_weight(a, b)), "the product is another")
+        base = model["one"].base_layer
+        expect(type(with_whole_weight(base)) is _WholeWeight, f"its base layer is a {type(base)}")
+        settings = dict(lora_A=a, lora_B=b, scaling=2.0, base_result=base(rows))
+        ours, theirs = (layer(rows, base_layer=one, **settings) for one in (with_whole_weight(base), base))
+        expect(torch.equal(ours, theirs), "another weight is read")
+
+
+MAGNITUDES = Hook(
+    name="peft.tuners.lora.dora.DoraLinearLayer",
+    host="peft",
+    purpose="DoRA on lists of experts in one graph",
+    seen=("0.21", "0.21"),
+    loss="Experts in a list whose linear layers have DoRA's magnitudes run as PEFT wrote them, and are not chunked.",
+    check=_check_magnitudes,
 )

@@ -162,6 +162,7 @@ class MoERegion:
         makes_tables: whether tables are computed, each expert's when it runs.
         why_expanded: why tables that are computed (base weights and an adapter's product) are computed whole, ahead of
             the experts; "" where each expert's is made when it runs, or where none is computed.
+        stops: nodes of the cut that let no gradient through, as `expert_fn` does not where they stood.
     """
 
     cut: Cut
@@ -181,6 +182,7 @@ class MoERegion:
     expert_dims: tuple[int, ...] = ()
     makes_tables: bool = False
     why_expanded: str = ""
+    stops: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)

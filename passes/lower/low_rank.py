@@ -1,12 +1,13 @@
 """Low-rank terms of a weight meet rows factor by factor: x (W + s B A)^T == x W^T + s (x A^T) B^T.
 
 Before:  y = mm(x, t(add(W, mul(mm(B, A), s))))
-After:   y = add(mm(x, t(W)), mul(mm(mm(x, t(A)), t(B)), s))
+After:   y = add(mm(x, t(W)), mm(mul(mm(x, t(A)), s), t(B)))
 
 The sum W + s B A is then never made, and its gradient, which has the size of W, is never made either: backward's
-matmuls for A and B have r columns (LoRA, arXiv 2106.09685, as it is written for a single linear layer). Factors are
-cast to the rows' dtype; the product of a bf16 base and fp32 adapters is rounded once, where adding the product to the
-base would have rounded the adapter to the base's precision.
+matmuls for A and B have r columns (LoRA, arXiv 2106.09685, as it is written for a single linear layer). Numbers that
+scale the term meet the r columns, so that neither y nor its gradient is copied to be scaled. Factors are cast to the
+rows' dtype; the product of a bf16 base and fp32 adapters is rounded once, where adding the product to the base would
+have rounded the adapter to the base's precision.
 
 It pays where the rank is small. Per row the factors cost r (H + F) multiplications, forward, recomputed, and twice in
 backward; the sum costs r H F once per expert and chunk, but its gradient H F per row. So at 4 r (H + F) <= H F the
@@ -119,30 +120,33 @@ class _Product:
         self._call = functools.partial(add_call, graph)
         self._rows = rows
 
-    def with_matrix(self, matrix: fx.Node, *, is_turned: bool) -> fx.Node:
-        """rows @ matrix, or its transpose."""
+    def with_matrix(self, matrix: fx.Node, *, is_turned: bool, scales: tuple[Any, ...] = ()) -> fx.Node:
+        """rows @ matrix, or its transpose, times numbers."""
         if not _is_looked_behind(matrix):
-            return self._call(aten.mm.default, self._rows, self._factor(matrix, is_turned))
+            return self._scaled(self._call(aten.mm.default, self._rows, self._factor(matrix, is_turned)), scales)
         source = matrix.all_input_nodes[0]
         if matrix.target not in (aten.add.Tensor, aten.mul.Tensor, aten.mm.default):  # a cast or a view
-            return self.with_matrix(source, is_turned=is_turned ^ is_transpose(matrix))
+            return self.with_matrix(source, is_turned=is_turned ^ is_transpose(matrix), scales=scales)
         if matrix.target is aten.add.Tensor:
-            left, right = (self.with_matrix(term, is_turned=is_turned) for term in matrix.all_input_nodes)
+            left, right = (
+                self.with_matrix(term, is_turned=is_turned, scales=scales) for term in matrix.all_input_nodes
+            )
             return self._call(aten.add.Tensor, left, right)
         if matrix.target is aten.mul.Tensor:
-            return self._scaled(matrix, is_turned)
+            inner, scale = matrix.args if _is_matrix(matrix.args[0]) else matrix.args[::-1]
+            assert isinstance(inner, fx.Node)
+            return self.with_matrix(inner, is_turned=is_turned, scales=(*scales, scale))
         first, second = matrix.args if not is_turned else matrix.args[::-1]
-        inner = self._call(aten.mm.default, self._rows, self._factor(first, is_turned))  # type: ignore[arg-type]
-        return self._call(aten.mm.default, inner, self._factor(second, is_turned))  # type: ignore[arg-type]  # nodes
+        narrow = self._call(aten.mm.default, self._rows, self._factor(first, is_turned))  # type: ignore[arg-type]
+        narrow = self._scaled(narrow, scales)
+        return self._call(aten.mm.default, narrow, self._factor(second, is_turned))  # type: ignore[arg-type]  # nodes
 
-    def _scaled(self, matrix: fx.Node, is_turned: bool) -> fx.Node:
-        left, right = matrix.args
-        inner, scale = (left, right) if _is_matrix(left) else (right, left)
-        assert isinstance(inner, fx.Node)
-        product = self.with_matrix(inner, is_turned=is_turned)
-        if isinstance(scale, fx.Node):
-            scale = add_cast(self._graph, self._call(aten.view.default, scale, []), product.meta["val"].dtype)
-        return self._call(aten.mul.Tensor, product, scale)
+    def _scaled(self, product: fx.Node, scales: tuple[Any, ...]) -> fx.Node:
+        for scale in scales:
+            if isinstance(scale, fx.Node):
+                scale = add_cast(self._graph, self._call(aten.view.default, scale, []), product.meta["val"].dtype)
+            product = self._call(aten.mul.Tensor, product, scale)
+        return product
 
     def _factor(self, matrix: fx.Node, is_turned: bool) -> fx.Node:
         """A factor in the rows' dtype, turned if asked."""

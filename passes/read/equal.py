@@ -79,6 +79,7 @@ def _moved(region: MoERegion, pairs: dict[fx.Node, fx.Node], where: fx.Node) -> 
         where=provenance(where),
         base=of(region.base),
         weight_columns=all_of(region.weight_columns),
+        stops=all_of(region.stops),
     )  # fmt: skip
 
 

@@ -92,10 +92,22 @@ class Pulling:
         """[E,...] matrices that are no view of a parameter, unless they are to be read whole."""
         num_experts = static_size(value.shape[0]) if value.ndim >= 3 else None
         is_table = num_experts is not None and num_experts > 1 and self._frame.num_experts in (None, num_experts)
+        is_table = is_table or self._is_low_rank_product(node, value)
         if not is_table or self._expands_tables or is_parameter_view(node):
             return False
         self.computed_tables[node] = ""
         return True
+
+    def _is_low_rank_product(self, node: fx.Node, value: torch.Tensor) -> bool:
+        """B A of one expert of a list, [F,H], perhaps cast or detached."""
+        while target_name(node) in ("detach", "to") and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+        is_product = target_name(node) in ("matmul", "mm", "__matmul__") and len(node.all_input_nodes) == 2
+        if not is_product or value.ndim != 2:
+            return False
+        factor = node_value(node.all_input_nodes[1])
+        rank = static_size(factor.shape[0]) if isinstance(factor, torch.Tensor) and factor.ndim == 2 else None
+        return rank is not None and all(rank < (static_size(size) or 0) for size in value.shape)
 
     def packed_numbers(self, node: fx.Node, at: int) -> list[fx.Node]:
         """What makes a table [E,...] of packed numbers, as it is read at position `at`.

@@ -23,13 +23,13 @@ from torch import fx
 from memfine_fx.compat.tensors import tree_leaves, tree_map
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size, tensor_of
-from memfine_fx.passes.modes import Modes
+from memfine_fx.passes.modes import Modes, gradient_stop
 from memfine_fx.passes.read.expressions import Input, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame, Slots
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call, NormalForm
 from memfine_fx.passes.read.pulling import is_dequantized
-from memfine_fx.passes.read.roles import Roles
+from memfine_fx.passes.read.roles import Roles, can_stop
 from memfine_fx.passes.read.values import (
     Combined,
     Ids,
@@ -75,6 +75,7 @@ class Reader(Roles):
         self.indices: list[fx.Node] = []
         self.masks: list[fx.Node] = []
         self.ran: dict[fx.Node, None] = {}
+        self.stops: list[fx.Node] = []
         self._is_unpacking = False
         self._slot_exit: tuple[fx.Node, Rows] | None = None
         self._rule_of = rule_of
@@ -268,6 +269,7 @@ class Reader(Roles):
         tensors = list(self._form.tensors(self._form.result(node)))
         for target in self.flow.mutations.get(node, ()):
             tensors += self._form.tensors(self._form.result(target))
+        self._stop_gradients(node, tensors)
         for tensor in tensors:
             value = self._value_of(tensor, node)
             settled = (
@@ -284,6 +286,17 @@ class Reader(Roles):
             is_slots = isinstance(settled, Rows) and self.slots is not None and settled.lead is self.slots.lead
             if is_slots and settled.is_dispatched and node in self.expert_nodes:
                 self._slot_exit = node, settled
+
+    def _stop_gradients(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> None:
+        """What is made of parameters and lets no gradient through (`detach`) lets none through in a body either."""
+        values = [self._value_of(tensor, node) for tensor in tensors]
+        sources = {id(one) for source in node.all_input_nodes for one in self._form.tensors(self._form.result(source))}
+        if not values or not all(map(can_stop, values, tensors)) or not sources.isdisjoint(map(id, tensors)):
+            return
+        if gradient_stop([node], self.flow) is not None:
+            for tensor, value in zip(tensors, values, strict=True):
+                self._give_tensor(tensor, self.without_gradients(value, tensor.dtype))
+            self.stops.append(node)
 
     def _settled(self, value: Any, tensor: torch.Tensor, node: fx.Node) -> Any:
         is_one_tensor = isinstance(node_value(node), torch.Tensor)

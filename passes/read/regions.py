@@ -420,6 +420,7 @@ def _record(
         weight_columns=inputs.columns,
         slots=slots,
         expert_dims=tuple(slot.dim for slot in inputs.slots for _ in slot.nodes),
+        stops=tuple(node for node in cut.nodes if node in reader.stops),
     )  # fmt: skip
 
 

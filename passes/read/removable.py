@@ -38,7 +38,8 @@ def check_removable(region: MoERegion, flow: Dataflow, modes_at: dict[fx.Node, M
     _check_written_insides(cut, flow, inside)
     modes = _uniform_modes(cut, modes_at)
     if torch.is_grad_enabled() and not modes.disables_grad:
-        node = gradient_stop(cut.nodes, flow)
+        node = gradient_stop([node for node in cut.nodes if node not in region.stops], flow)
+        node = region.stops[0] if node is None and _leaves_without_gradient(region) else node
         if node is not None:
             name = target_name(node).removeprefix("_get_").removesuffix("_attr")
             raise CannotChunk(
@@ -47,6 +48,30 @@ def check_removable(region: MoERegion, flow: Dataflow, modes_at: dict[fx.Node, M
                 node,
             )
     return region
+
+
+def _leaves_without_gradient(region: MoERegion) -> bool:
+    """Whether something trained is read behind `stops` only: a chunk's backward would give it zeros, not nothing."""
+    if not region.stops:
+        return False
+    graph = region.expert_fn.graph_module.graph
+    reached: set[fx.Node] = set()
+    pending = list(graph.output_node().all_input_nodes)
+    while pending:
+        node = pending.pop()
+        is_stop = node.target is torch.ops.aten.view.dtype and not node.args[1].is_floating_point  # type: ignore[union-attr]
+        if node not in reached and not is_stop:
+            reached.add(node)
+            pending.extend(node.all_input_nodes)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    params = iter(region.params)
+    for kind, placeholder in zip(
+        region.expert_fn.param_kinds, placeholders[1 + region.expert_fn.has_weight :], strict=True
+    ):
+        nodes = [next(params) for _ in range(region.dims.num_experts if kind == "each" else 1)]
+        if placeholder not in reached and any(tensor_of(node).requires_grad for node in nodes):
+            return True
+    return False
 
 
 def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:

@@ -22,7 +22,7 @@ from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.pulling import Pulling
 from memfine_fx.passes.read.values import Combined, Copy, Leaf, Partial, Rows, Unknown
 
-__all__ = ["Roles"]
+__all__ = ["Roles", "can_stop"]
 
 aten = torch.ops.aten
 
@@ -209,6 +209,15 @@ class Roles:
         """A tensor that is the same for all experts."""
         return self.expressions.input(Input("whole", value.node))
 
+    def without_gradients(self, value: Rows, dtype: torch.dtype) -> Rows:
+        """The same numbers, through which no gradient goes in a body's backward; for what `can_stop` allows.
+
+        NOTE: a view as integers and back. `detach` would be lost: bodies are traced without gradients first, where
+        torch 2.15 records it as an alias, which stops nothing.
+        """
+        bits = self.emit(aten.view.dtype, value.expr, _INTEGERS[dtype])
+        return replace(value, expr=self.emit(aten.view.dtype, bits, dtype))
+
     def is_parameter(self, value: Any) -> bool:
         """Whether a value is made of parameters alone."""
         if isinstance(value, Leaf):
@@ -331,6 +340,16 @@ class Roles:
             for other in behind
             if any(source in behind or source is node for source in other.all_input_nodes)
         )
+
+
+_INTEGERS = {
+    torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16,
+}  # fmt: skip
+
+
+def can_stop(value: Any, tensor: torch.Tensor) -> bool:
+    """Whether a value is an expression of parameters alone, through which gradients can be stopped."""
+    return isinstance(value, Rows) and not value.per_row and value.expr is not None and tensor.dtype in _INTEGERS
 
 
 def _has_shape(value: torch.Tensor, shape: tuple[Size | None, ...]) -> bool:

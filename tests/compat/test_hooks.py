@@ -138,6 +138,7 @@ BREAKS: dict[Hook, Break] = {
     nn.HOOKS_AFTER_GRADIENT: having(torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None)),
     operators.SCHEMAS: having(operators, "qualified_name", lambda target: "aten::other"),
     bitsandbytes.TABLE_CACHE: without_module("bitsandbytes.nn.parametrize"),
+    peft.MAGNITUDES: without_module("peft"),
     peft.WRAPPERS: without_module("peft"),
     shapes.SYMBOLS: lacking(ShapeEnv, "create_symintnode"),
     functional.FUNCTIONAL_TENSORS: having(functional, "functional_value", lambda tensor: tensor.clone()),

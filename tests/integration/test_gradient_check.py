@@ -15,7 +15,7 @@ from torch import fx, nn
 import memfine_fx
 from benchmarks.coverage.spellings import SPELLINGS
 from memfine_fx.passes.lower import bodies
-from memfine_fx.passes.read import removable
+from memfine_fx.passes.read import reader, removable
 from memfine_fx.passes.read.rules import RULES
 from memfine_fx.passes.verify import gradient_check
 from memfine_fx.passes.verify import region as region_forms
@@ -47,7 +47,8 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def detach_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host in which no reading shows what stops gradients."""
-    monkeypatch.setattr(removable, "gradient_stop", lambda nodes, flow: None)
+    for room in (reader, removable):
+        monkeypatch.setattr(room, "gradient_stop", lambda nodes, flow: None)
     monkeypatch.setitem(RULES, torch.ops.aten.detach.default, RULES[torch.ops.aten.alias.default])
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import memfine_fx
 from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.models.loops import LoopConfig, LoopMoE
 from tests.integration.comparison import FP32_TOLERANCE, assert_same_step, optimized_copy, relative_error
 
 HIDDEN, NUM_EXPERTS, TOP_K, WIDTH = 16, 5, 2, 12
@@ -99,6 +100,22 @@ def test_adapters_that_are_disabled_or_merged_run_as_peft_wrote_them() -> None:
     model.merge_adapter()
     optimized.merge_adapter()
     assert relative_error(optimized(**inputs).logits, model(**inputs).logits) < FP32_TOLERANCE
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
+def test_adapters_on_a_list_of_experts_train_in_one_chunked_graph(settings: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=r"experts\.\d+\.\w+", init_lora_weights=False, **settings)
+    sizes = LoopConfig(hidden=HIDDEN, expert_width=WIDTH, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    model = peft.inject_adapter_in_model(config, LoopMoE(sizes))
+    optimized = optimized_copy(model, rows_per_chunk=3)
+    for _ in range(2):
+        assert_same_step(optimized, model, {"hidden": torch.randn(10, HIDDEN)})
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked" and not region.why_expanded
+    assert bool(region.makes_tables) == bool(settings)
+    assert not any("get_lora_weight" in vars(module) for module in optimized.modules())
 
 
 def test_frozen_experts_get_no_gradient_buffer_and_the_memory_model_knows() -> None:

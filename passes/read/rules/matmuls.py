@@ -55,6 +55,8 @@ def _grouped_mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 def _mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Rows times a matrix that is the same for all of them: of one expert in a loop, or shared."""
+    if len(args) == 2 and all(map(reader.is_parameter, args)):
+        return _product_of_matrices(reader, call, *(reader.as_parameter(value, call) for value in args))
     rows, matrix = reader.as_rows(args[-2], call), reader.as_parameter(args[-1], call)
     bias = [reader.as_parameter(value, call) for value in args[:-2]]
     is_supported = rows.per_row and matrix.lead is Lead.NONE and rows.lead.num_dims == 1 and not kwargs
@@ -71,6 +73,15 @@ def _mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     expr = reader.emit(call.target, *extra, rows.expr, matrix.expr)
     off = 0.0 if rows.off == 0 and not bias else None
     return replace(rows, expr=expr, off=off, is_dispatched=dispatched)
+
+
+def _product_of_matrices(reader: Reader, call: Call, left: Rows, right: Rows) -> Rows:
+    """A matrix of one expert, or of all, times another: the low-rank product of an adapter in a loop."""
+    if left.lead is not Lead.NONE or right.lead is not Lead.NONE:
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a product of tables that is not each expert's", call.node)
+    copy = joint_copy([left, right], Lead.NONE, call)
+    expr = reader.emit(aten.mm.default, left.expr, right.expr)
+    return replace(left, expr=expr, copy=copy, is_dispatched=left.is_dispatched or right.is_dispatched)
 
 
 def _bmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:

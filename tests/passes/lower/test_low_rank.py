@@ -27,6 +27,10 @@ def with_ones_in_front(rows: Tensor, base: Tensor, b: Tensor, a: Tensor) -> Tens
     return rows @ (base.unsqueeze(0) + (b @ a).unsqueeze(0)).transpose(1, 2).select(0, 0)
 
 
+def scaled_as_a_sum(rows: Tensor, base: Tensor, b: Tensor, a: Tensor) -> Tensor:
+    return rows @ ((base + (b @ a) * 0.5) * 3).t()
+
+
 def turned_product(rows: Tensor, base: Tensor, b: Tensor, a: Tensor) -> Tensor:
     return rows @ (base.t() + a.t() @ b.t())
 
@@ -62,12 +66,21 @@ def test_factors_meet_rows_one_after_the_other(function: Function) -> None:
     assert split_low_rank(traced.graph_module) == 1
     sums = [node for node in traced.graph_module.graph.nodes if node.target is torch.ops.aten.add.Tensor]
     assert all(tuple(node.meta["val"].shape)[1:] == (WIDTH,) for node in sums), "sums are of rows, not of matrices"
+    scaled = [node for node in traced.graph_module.graph.nodes if node.target is torch.ops.aten.mul.Tensor]
+    assert all(tuple(node.meta["val"].shape)[1:] == (RANK,) for node in scaled), "numbers meet the narrow product"
     inputs = arguments()
     ours, exact = traced.graph_module(*inputs), function(*inputs)
     torch.testing.assert_close(ours, exact)
     gradient = torch.randn_like(exact)
     theirs = torch.autograd.grad(exact, inputs, gradient, retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad(ours, inputs, gradient), theirs)
+
+
+def test_a_sum_that_is_scaled_scales_all_its_terms() -> None:
+    traced = trace(scaled_as_a_sum)
+    assert split_low_rank(traced.graph_module) == 1
+    inputs = arguments()
+    torch.testing.assert_close(traced.graph_module(*inputs), scaled_as_a_sum(*inputs))
 
 
 @pytest.mark.parametrize("function", [no_sum, magnitude_in_between])
