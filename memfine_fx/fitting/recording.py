@@ -14,6 +14,7 @@ from memfine_fx.compat.dynamo import floats_as_constants
 from memfine_fx.compat.nn import plain_call
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.optimized import captured
+from memfine_fx.compiler.regions import read_bodies
 from memfine_fx.compiler.session import Records, Session, open_session
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
@@ -95,6 +96,8 @@ def record_step(
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             raise ConfigError(f"a step of the model fails: {type(error).__name__}: {first}") from error
+    if records == "code":  # estimates of many layers stay what they are: as a step's first plan has them
+        read_bodies(session)
     recorded = _recorded(session, batch, seq, PLANS if shares is None else [str(share) for share in shares])
     del optimizer
     return recorded
