@@ -26,7 +26,7 @@ from memfine_fx.fitting.stack import Stack, find_stack, layer_lists, shortened
 from memfine_fx.fitting.stretch import fewest_repeats, is_even
 from memfine_fx.plan.rows import largest
 
-__all__ = ["Question", "analyse", "analysed_plainly", "answer", "report_of"]
+__all__ = ["Question", "analyse", "analysed_plainly", "answer", "report_of", "static_bytes", "with_setup"]
 
 _MOST_TOKENS = 1 << 24
 _MOST_SEQUENCES = 1 << 16
@@ -228,11 +228,19 @@ def _alternatives(source: object, setup: Setup, config: Config, question: Questi
     return alternatives(record, functools.partial(_longest_seq, question))
 
 
+def with_setup(source: object, analysis: Analysis, setup: Setup) -> Analysis:
+    """The same records for a setup that differs in sizes, optimizer or ranks alone."""
+    return dataclasses.replace(analysis, setup=setup, static=static_bytes(source, setup))
+
+
+def static_bytes(source: object, setup: Setup) -> StaticBytes:
+    """What is there in every step; nothing is recorded."""
+    return _static_bytes(fake_model(source, setup, _mode()), setup)
+
+
 def _with_optimizer(source: object, analysis: Analysis, name: Any) -> Analysis:
     """The same step with another optimizer, which changes nothing within forward and backward."""
-    setup = dataclasses.replace(analysis.setup, optimizer=name)
-    static = _static_bytes(fake_model(source, setup, _mode()), setup)
-    return dataclasses.replace(analysis, setup=setup, static=static)
+    return with_setup(source, analysis, dataclasses.replace(analysis.setup, optimizer=name))
 
 
 def _of_lora(source: object, setup: Setup, config: Config, question: Question) -> Analysis:
