@@ -2,8 +2,8 @@
 
 Written down from memory, so that no network is needed; the parameters that `fit` counts stand beside each model on the
 page. Those of Qwen3-30B-A3B, GPT-OSS-120B, DeepSeek-V3 and Llama-4-Maverick were compared with what their makers state;
-of the others the count agrees with the number of all parameters in the name, where there is one. Multimodal ones are their language model
-alone, and layers that predict further tokens are left out.
+of the others the count agrees with the number of all parameters in the name, where there is one. Multimodal ones are
+their language model alone, and layers that predict further tokens are left out.
 """
 
 from __future__ import annotations

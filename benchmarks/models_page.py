@@ -46,7 +46,8 @@ loss stay whole on both sides. The plain step is read from the graph's operation
 were not found to keep the same. Models of which even parameters (in full training with gradients and optimizer state)
 exceed 192 GB were not recorded: no sequence fits. Sizes of models are from memory; benchmarks/known_models.py says
 which were compared. Of {known} models {asked} of {all} rows were asked so far, the others were not. LoRA on 4-bit
-weights is not asked: `fit` has none.
+weights is not asked: `fit` has none. Of models with latent attention (DeepSeek, Kimi) `fit` counts scores that a GPU's
+kernels do not hold (docs/design/memory.md), so a length that fits there is too short.
 
 """
 
