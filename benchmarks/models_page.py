@@ -46,8 +46,7 @@ loss stay whole on both sides. The plain step is read from the graph's operation
 were not found to keep the same. Models of which even parameters (in full training with gradients and optimizer state)
 exceed 192 GB were not recorded: no sequence fits. Sizes of models are from memory; benchmarks/known_models.py says
 which were compared. Of {known} models {asked} of {all} rows were asked so far, the others were not. LoRA on 4-bit
-weights is not asked: `fit` has none. Of models with latent attention (DeepSeek, Kimi) `fit` counts scores that a GPU's
-kernels do not hold (docs/design/memory.md), so a length that fits there is too short.
+weights is not asked: `fit` has none.
 
 """
 
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def asked(model: str, train: Train) -> dict[str, Any]:
     """One row of the file: longest sequences by memory, with and without us."""
     started = time.process_time()
-    setup, config = Setup(seq=8192, train=train), known_config(model)
+    setup, config = Setup(seq=8192, train=train, device="cuda"), known_config(model)
     static = static_bytes(config, Setup(seq=8192))
     floor = static.parameters + (static.trained + static.optimizer.state if train == "full" else 0)
     if floor > MEMORIES[-1] * 10**9:

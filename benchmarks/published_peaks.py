@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compared(row: dict[str, Any], known: dict[tuple[str, bool], Analysis]) -> dict[str, Any]:
     started = time.process_time()
-    model, setup = row["fit"]["model"], Setup(**row["fit"]["setup"])
+    model, setup = row["fit"]["model"], Setup(**row["fit"]["setup"], device="cuda")
     said = {}
     for name, checkpointing in (("plain", False), ("checkpointing", True)):
         asked = dataclasses.replace(setup, checkpointing=checkpointing)
