@@ -1,8 +1,9 @@
 """Open MoE models by the sizes of their published configs, for pages and for the scale of `fit`.
 
 Written down from memory, so that no network is needed; the parameters that `fit` counts stand beside each model on the
-page. Those of Qwen3-30B-A3B, GPT-OSS-120B, DeepSeek-V3 and Llama-4-Maverick were compared with what their makers state,
-the others not. Multimodal ones are their language model alone.
+page. Those of Qwen3-30B-A3B, GPT-OSS-120B, DeepSeek-V3 and Llama-4-Maverick were compared with what their makers state;
+of the others the count agrees with the number of all parameters in the name, where there is one. Multimodal ones are
+their language model alone, and layers that predict further tokens are left out.
 """
 
 from __future__ import annotations
@@ -89,12 +90,53 @@ KNOWN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             num_key_value_heads=8, head_dim=64, num_local_experts=128, num_experts_per_tok=4, vocab_size=201088,
         ),
     ),
+    "Mixtral-8x22B": (
+        "mixtral",
+        dict(
+            hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48,
+            num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, vocab_size=32768,
+        ),
+    ),
+    "dots.llm1": (
+        "dots1",
+        dict(
+            hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=62,
+            num_attention_heads=32, num_key_value_heads=32, head_dim=128, n_routed_experts=128, n_shared_experts=2,
+            num_experts_per_tok=6, first_k_dense_replace=1, n_group=1, topk_group=1, vocab_size=152064,
+        ),
+    ),
     "Qwen3-235B-A22B": (
         "qwen3_moe",
         dict(
             hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=94,
             num_attention_heads=64, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
             vocab_size=151936, max_position_embeddings=40960,
+        ),
+    ),
+    "DeepSeek-V2": (
+        "deepseek_v2",
+        dict(
+            hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=60,
+            num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536, kv_lora_rank=512,
+            qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=160, n_shared_experts=2,
+            num_experts_per_tok=6, first_k_dense_replace=1, n_group=8, topk_group=3, vocab_size=102400,
+        ),
+    ),
+    "ERNIE-4.5-300B-A47B": (
+        "ernie4_5_moe",
+        dict(
+            hidden_size=8192, intermediate_size=28672, moe_intermediate_size=3584, num_hidden_layers=54,
+            num_attention_heads=64, num_key_value_heads=8, moe_num_experts=64, moe_k=8, moe_num_shared_experts=0,
+            moe_layer_start_index=3, vocab_size=103424,
+        ),
+    ),
+    "GLM-4.5": (
+        "glm4_moe",
+        dict(
+            hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=92,
+            num_attention_heads=96, num_key_value_heads=8, head_dim=128, n_routed_experts=160, n_shared_experts=1,
+            num_experts_per_tok=8, first_k_dense_replace=3, n_group=1, topk_group=1, vocab_size=151552,
+            attention_bias=True,
         ),
     ),
     "Llama-4-Maverick": (
@@ -105,6 +147,14 @@ KNOWN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             interleave_moe_layer_step=2, vocab_size=202048,
         ),
     ),
+    "Qwen3-Coder-480B-A35B": (
+        "qwen3_moe",
+        dict(
+            hidden_size=6144, intermediate_size=8192, moe_intermediate_size=2560, num_hidden_layers=62,
+            num_attention_heads=96, num_key_value_heads=8, head_dim=128, num_experts=160, num_experts_per_tok=8,
+            vocab_size=151936, max_position_embeddings=262144,
+        ),
+    ),
     "DeepSeek-V3": (
         "deepseek_v3",
         dict(
@@ -112,6 +162,15 @@ KNOWN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536, kv_lora_rank=512,
             qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256, n_shared_experts=1,
             num_experts_per_tok=8, first_k_dense_replace=3, n_group=8, topk_group=4, vocab_size=129280,
+        ),
+    ),
+    "Kimi-K2": (
+        "deepseek_v3",
+        dict(
+            hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=61,
+            num_attention_heads=64, num_key_value_heads=64, q_lora_rank=1536, kv_lora_rank=512,
+            qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=384, n_shared_experts=1,
+            num_experts_per_tok=8, first_k_dense_replace=1, n_group=1, topk_group=1, vocab_size=163840,
         ),
     ),
 }  # fmt: skip

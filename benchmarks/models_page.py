@@ -1,8 +1,9 @@
 """docs/models.md: the longest sequences that known models train with, by memory. `python -m benchmarks.models_page`.
 
 Each model is asked of `fit` for full training and for LoRA in bf16 with AdamW, one sequence a step, on one device: with
-memfine_fx under the smallest budget, and as torch.compile takes it with gradient checkpointing of every layer. Answers
-are kept in results/fit_models.jsonl; what is there is not asked again, so the command may be stopped and goes on.
+memfine_fx under the smallest budget, and as torch.compile takes it with gradient checkpointing of every layer. Where
+parameters, gradients and optimizer state alone exceed the largest memory, nothing is recorded. Answers are kept in
+results/fit_models.jsonl; what is there is not asked again, so the command may be stopped and goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from benchmarks.known_models import KNOWN_MODELS, known_config
 from memfine_fx.config import Config
 from memfine_fx.fitting.analysis import Analysis
-from memfine_fx.fitting.answer import analyse, analysed_plainly
+from memfine_fx.fitting.answer import analyse, analysed_plainly, static_bytes
 from memfine_fx.fitting.cuda_terms import CUDA_TERMS
 from memfine_fx.fitting.setup import Setup, Train
 from memfine_fx.plan.rows import largest
@@ -42,8 +43,10 @@ sequence a step in bf16 with AdamW (bf16 state, no fp32 copies) on one device: w
 GB of 10^9 bytes. LoRA has rank 16 on every linear layer but the head, by PEFT's own choice of targets. One expert is
 supposed to get a row of every token, the worst that routing can do. The logits of a model that returns them beside its
 loss stay whole on both sides. The plain step is read from the graph's operations, and is an estimate where its layers
-were not found to keep the same. Sizes of models are from memory (benchmarks/known_models.py says which were compared).
-Models that are not in the table were not asked yet.
+were not found to keep the same. Models of which even parameters (in full training with gradients and optimizer state)
+exceed 192 GB were not recorded: no sequence fits. Sizes of models are from memory; benchmarks/known_models.py says
+which were compared. Of {known} models {asked} of {all} rows were asked so far, the others were not. LoRA on 4-bit
+weights is not asked: `fit` has none.
 
 """
 
@@ -68,7 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def asked(model: str, train: Train) -> dict[str, Any]:
     """One row of the file: longest sequences by memory, with and without us."""
     started = time.process_time()
-    setup, config = Setup(seq=8192, train=train), known_config(model)
+    setup, config = Setup(seq=8192, train=train, device="cuda"), known_config(model)
+    static = static_bytes(config, Setup(seq=8192))
+    floor = static.parameters + (static.trained + static.optimizer.state if train == "full" else 0)
+    if floor > MEMORIES[-1] * 10**9:
+        none = {str(memory): 0 for memory in MEMORIES}
+        row = {"model": model, "train": train, "parameter_bytes": static.parameters, "with": none, "without": none}
+        return {**row, "floor_bytes": floor, "cpu_seconds": round(time.process_time() - started, 1)}
     ours, _ = analyse(config, setup, Config())
     theirs = analysed_plainly(config, dataclasses.replace(setup, checkpointing=True), Config())
     return {
@@ -100,7 +109,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         cells = [f"{_shown(row['with'][str(one)])} / {_shown(row['without'][str(one)])}" for one in MEMORIES]
         weights = f"{row['parameter_bytes'] / 1e9:.1f} GB"
         lines.append(f"| {row['model']} | {weights} | {row['train']} | " + " | ".join(cells) + " |")
-    return _HEAD + "\n".join(lines) + "\n"
+    counted = {"known": len(KNOWN_MODELS), "asked": len(rows), "all": len(KNOWN_MODELS) * len(TRAINS)}
+    return _HEAD.format(**counted) + "\n".join(lines) + "\n"
 
 
 def _shown(seq: int) -> str:

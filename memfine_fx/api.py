@@ -201,6 +201,7 @@ def fit(
         memory_budget,
         fsdp,
         expert_parallel,
+        device,
     )
     question = Question(memory, gpu, device, has_even_routing, alternatives)
     return answer(model_or_config, setup, question, _merged(config))

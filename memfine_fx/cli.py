@@ -127,6 +127,7 @@ def _add_fit(commands: Any) -> None:
         action="store_true",
         help="also plain training, checkpointing, torch.compile's ratio, and LoRA",
     )
+    fitted.add_argument("--html", metavar="FILE", help="one file with a chart and sliders for sizes and memory")
     fitted.add_argument("--json", action="store_true")
     fitted.set_defaults(run=_fit)
 
@@ -157,6 +158,8 @@ def _fit(options: argparse.Namespace) -> int:
         has_even_routing=options.even_routing,
         alternatives=options.alternatives,
     )
+    if options.html:
+        report.to_html(options.html)
     print(report.to_json() if options.json else report)
     return 1 if report.fits is False else 0
 

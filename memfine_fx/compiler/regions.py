@@ -34,7 +34,7 @@ from memfine_fx.report.roles import region_graph
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
 
-__all__ = ["BodyRegions", "lower_regions", "plan_regions"]
+__all__ = ["BodyRegions", "lower_regions", "plan_regions", "read_bodies"]
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,13 @@ def lower_regions(found: BodyRegions, session: Session) -> None:
     if not session.is_dry:
         refusals = [outcome for outcome in found.outcomes if isinstance(outcome, Refusal)]
         tell_why_gathered(found.body.graph, refusals)
+
+
+def read_bodies(session: Session) -> None:
+    """Take the peaks of all bodies of a session from the code that would be compiled, where nothing is to be built."""
+    for one in session.lowered:
+        if isinstance(one.live.bodies, ExpertBodies):
+            one.live.bodies.read_code()
 
 
 def _checked_and_planned(

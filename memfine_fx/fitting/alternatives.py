@@ -9,7 +9,7 @@ estimate, and so is everything where layers were not found to be even.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.analysis import Analysis, StepTotal
@@ -28,12 +28,15 @@ class Alternative:
         total: its peak, None where it could not be recorded.
         longest_seq: that fits in the memory, 0 for none or where there is no memory.
         remark: what the number leaves open, "" where nothing.
+        analysis, plan: what the total comes from, for other sizes.
     """
 
     what: str
     total: StepTotal | None
     longest_seq: int = 0
     remark: str = ""
+    analysis: Analysis | None = field(default=None, repr=False, compare=False)
+    plan: str = "asked"
 
 
 def alternatives(
@@ -67,4 +70,4 @@ def _alternative(
     setup = analysis.setup
     total = analysis.total(plan, setup.batch, setup.seq)
     seq = longest(lambda one: analysis.total(plan, setup.batch, one).num_bytes)
-    return Alternative(name, total, seq, remark)
+    return Alternative(name, total, seq, remark, analysis, plan)

@@ -93,12 +93,12 @@ class Analysis:
         """
         if plan == "least":
             rows = LEAST_ROWS if rows is None else rows
-            totals = [self._total(one, batch, seq, rows) for one in self._least_plans]
+            totals = [self._total(one, batch, seq, rows) for one in self.least_plans]
             return min(totals, key=lambda one: one.num_bytes)
         return self._total(plan, batch, seq, rows)
 
     @functools.cached_property
-    def _least_plans(self) -> tuple[str, ...]:
+    def least_plans(self) -> tuple[str, ...]:
         """Those whose smaller one is the smallest budget's; of extended layers only what keeps the same of each.
 
         The plan for the smallest budget computes again what costs least of the whole step, which is another share of a
@@ -134,8 +134,9 @@ class Analysis:
         smallest = self.total("asked", batch, seq, LEAST_ROWS)
         if smallest.num_bytes > budget:
             return smallest
-        most = self.setup.batch * self.setup.seq
-        rows = largest(LEAST_ROWS, most + 1, lambda one: self.total("asked", batch, seq, one).num_bytes <= budget)
+        rows = largest(
+            LEAST_ROWS, batch * seq + 1, lambda one: self.total("asked", batch, seq, one).num_bytes <= budget
+        )
         return self.total("asked", batch, seq, rows)
 
     def _size_of(self, runs: tuple[RunMemory, ...], rows: int | None) -> SizeOf:

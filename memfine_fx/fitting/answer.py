@@ -26,7 +26,7 @@ from memfine_fx.fitting.stack import Stack, find_stack, layer_lists, shortened
 from memfine_fx.fitting.stretch import fewest_repeats, is_even
 from memfine_fx.plan.rows import largest
 
-__all__ = ["Question", "analyse", "analysed_plainly", "answer"]
+__all__ = ["Question", "analyse", "analysed_plainly", "answer", "report_of", "static_bytes", "with_setup"]
 
 _MOST_TOKENS = 1 << 24
 _MOST_SEQUENCES = 1 << 16
@@ -83,7 +83,7 @@ def answer(source: object, setup: Setup, question: Question, config: Config) -> 
     question.memory_bytes  # noqa: B018  # an unknown device is named before anything is recorded
     source = loaded_config(source)
     analysis, how = analyse(source, setup, config, has_even_routing=question.has_even_routing)
-    report = _report(source, analysis, how, question)
+    report = report_of(source, analysis, how, question)
     if question.compares:
         report = dataclasses.replace(report, alternatives=_alternatives(source, setup, config, question))
     if report.fits is not False:
@@ -184,7 +184,8 @@ def _num_bytes(tensors: list[Any]) -> int:
     return sum({storage_id(one): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
-def _report(source: object, analysis: Analysis, how: str, question: Question) -> FitReport:
+def report_of(source: object, analysis: Analysis, how: str, question: Question) -> FitReport:
+    """The answer that these records give, without what is compared with it."""
     setup, record = analysis.setup, analysis.records[-1]
     batch, seq = setup.batch, setup.seq
     is_extended = len(analysis.records) > 1
@@ -203,6 +204,7 @@ def _report(source: object, analysis: Analysis, how: str, question: Question) ->
         "" if is_extended else record.decision,
         how,
         estimates=tuple(text for name, text in _ESTIMATES.items() if getattr(setup, name) > 1),
+        analysis=analysis,
     )
 
 
@@ -226,11 +228,19 @@ def _alternatives(source: object, setup: Setup, config: Config, question: Questi
     return alternatives(record, functools.partial(_longest_seq, question))
 
 
+def with_setup(source: object, analysis: Analysis, setup: Setup) -> Analysis:
+    """The same records for a setup that differs in sizes, optimizer or ranks alone."""
+    return dataclasses.replace(analysis, setup=setup, static=static_bytes(source, setup))
+
+
+def static_bytes(source: object, setup: Setup) -> StaticBytes:
+    """What is there in every step; nothing is recorded."""
+    return _static_bytes(fake_model(source, setup, _mode()), setup)
+
+
 def _with_optimizer(source: object, analysis: Analysis, name: Any) -> Analysis:
     """The same step with another optimizer, which changes nothing within forward and backward."""
-    setup = dataclasses.replace(analysis.setup, optimizer=name)
-    static = _static_bytes(fake_model(source, setup, _mode()), setup)
-    return dataclasses.replace(analysis, setup=setup, static=static)
+    return with_setup(source, analysis, dataclasses.replace(analysis.setup, optimizer=name))
 
 
 def _of_lora(source: object, setup: Setup, config: Config, question: Question) -> Analysis:

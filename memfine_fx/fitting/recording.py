@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import unittest.mock
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,13 +16,14 @@ from memfine_fx.compat.dynamo import floats_as_constants
 from memfine_fx.compat.nn import plain_call
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.optimized import captured
+from memfine_fx.compiler.regions import read_bodies
 from memfine_fx.compiler.session import Records, Session, open_session
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.setup import Setup, made_optimizer
 from memfine_fx.memory.step import RunMemory
 
-__all__ = ["PLANS", "RecordedStep", "record_step"]
+__all__ = ["PLANS", "RecordedStep", "attention_of", "record_step"]
 
 PLANS = ("least", "most", "lean", "spare")
 """Of the smallest budget that works, of one that nothing exceeds, and two that treat equal layers alike."""
@@ -83,7 +86,7 @@ def record_step(
     floats = floats_as_constants() if records == "graph" else contextlib.nullcontext()
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = made_optimizer(trained, setup.optimizer)  # it lives while plans are made: its state counts in budgets
-    with mode, floats:
+    with mode, floats, attention_of(setup.device):
         tokens = torch.zeros(batch, seq, dtype=torch.long)
         if shares is None:
             session.notes.extend(switch_experts(model))
@@ -95,9 +98,34 @@ def record_step(
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             raise ConfigError(f"a step of the model fails: {type(error).__name__}: {first}") from error
+    if records == "code":  # estimates of many layers stay what they are: as a step's first plan has them
+        read_bodies(session)
     recorded = _recorded(session, batch, seq, PLANS if shares is None else [str(share) for share in shares])
     del optimizer
     return recorded
+
+
+@contextlib.contextmanager
+def attention_of(device: str) -> Iterator[None]:
+    """Attention as a device's kernels hold it, for values that are narrower than queries (latent attention).
+
+    A CPU's fused kernel wants one width, and without it scores of all pairs of tokens are held. Those of CUDA hold none
+    of them: values are padded to the queries' width here, as for FlashAttention, a little more than others take.
+    """
+    if device != "cuda":
+        yield
+        return
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def fused(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        width = value.shape[-1]
+        if width >= query.shape[-1]:
+            return plain(query, key, value, *args, **kwargs)
+        padded = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+        return plain(query, key, padded, *args, **kwargs)[..., :width]
+
+    with unittest.mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused):
+        yield
 
 
 def _recorded(session: Session, batch: int, seq: int, plans: Sequence[str]) -> RecordedStep:

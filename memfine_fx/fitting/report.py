@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from memfine_fx.fitting.alternatives import Alternative
-from memfine_fx.fitting.analysis import StepTotal
+from memfine_fx.fitting.analysis import Analysis, StepTotal
 from memfine_fx.fitting.changes import Change
 from memfine_fx.fitting.cuda_terms import CudaTerm
+from memfine_fx.fitting.page import page
 from memfine_fx.fitting.setup import Setup
 
 __all__ = ["FitReport"]
@@ -37,6 +39,7 @@ class FitReport:
         changes: what would need less, best first; only where it does not fit.
         alternatives: the same step without us; only where it was asked for.
         estimates: what makes numbers estimates beyond what `how` says.
+        analysis: the records that the numbers come from, for other sizes.
     """
 
     model: str
@@ -55,6 +58,7 @@ class FitReport:
     changes: tuple[Change, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     estimates: tuple[str, ...] = ()
+    analysis: Analysis | None = field(default=None, repr=False, compare=False)
 
     @property
     def beside_bytes(self) -> int:
@@ -90,7 +94,10 @@ class FitReport:
 
     def to_json(self) -> str:
         """Everything above as one JSON object; sizes are bytes."""
-        fields: dict[str, Any] = asdict(self)
+        others = tuple(replace(one, analysis=None) for one in self.alternatives)
+        fields: dict[str, Any] = asdict(replace(self, analysis=None, alternatives=others))
+        for one_of in (fields, *fields["alternatives"]):
+            del one_of["analysis"]
         for name in ("asked", "least", "most"):
             total = getattr(self, name)
             if total is not None:
@@ -99,6 +106,14 @@ class FitReport:
             if one.total is not None:
                 shown["total"] = {"num_bytes": one.total.num_bytes, **shown["total"]}
         return json.dumps({"fits": self.fits, "line": self.line, **fields}, indent=2)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one file that needs nothing beside it: memory over the step, with sliders for sizes and memory.
+
+        Raises:
+            ConfigError: something in the step has no counterpart on a page; the message names it.
+        """
+        Path(path).write_text(page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         return "\n".join([*self._answer(), *self._terms(), *self._budgets(), *self._without_us(), *self._beside()])

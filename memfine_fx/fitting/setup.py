@@ -34,6 +34,7 @@ class Setup:
         checkpointing: gradient checkpointing of every layer, as the model offers it.
         fsdp: ranks over which parameters, gradients and the optimizer's state are sharded; bytes are those of one.
         expert_parallel: ranks over which experts are spread; bytes are those of one.
+        device: "cpu" or "cuda": whose attention is counted where a CPU has no fused kernel.
 
     Raises:
         ConfigError: a value that cannot be; the message names it.
@@ -51,6 +52,7 @@ class Setup:
     budget: MemoryBudget = None
     fsdp: int = 1
     expert_parallel: int = 1
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "lora_r", "fsdp", "expert_parallel"):

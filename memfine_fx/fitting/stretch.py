@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from memfine_fx.memory.liveness import Call, GraphMemory
+from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
 from memfine_fx.memory.step import RunMemory, SizeOf
 
-__all__ = ["PARTS", "Moment", "fewest_repeats", "is_even", "moments_of", "stretched"]
+__all__ = ["PARTS", "Moment", "fewest_repeats", "is_even", "moments_of", "part_of", "places_of", "stretched"]
 
 PARTS = ("gradients", "kept for backward", "working set of experts", "working set of the head", "passing tensors")
 _GRADIENTS, _KEPT, _EXPERTS, _HEAD, _PASSING = range(len(PARTS))
@@ -115,14 +115,14 @@ def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
 
 def _kept_at_calls(memory: GraphMemory, run: RunMemory) -> list[int]:
     live = _live(memory, "forward", run.values, lambda call: 0)
-    return [live[place][_KEPT] for place in _places(memory)]
+    return [live[place][_KEPT] for place in places_of(memory)]
 
 
 def _moments(
     memory: GraphMemory, where: str, values: dict[str, int], workspace: Callable[[Call], int], beside: tuple[int, int]
 ) -> list[Moment]:
     live = _live(memory, where, values, workspace)
-    ends = [*_places(memory), memory.num_positions - 1]
+    ends = [*places_of(memory), memory.num_positions - 1]
     begins = [0, *(end + 1 for end in ends)]
     found = []
     for begin, end in zip(begins, ends, strict=False):
@@ -133,9 +133,18 @@ def _moments(
     return found
 
 
-def _places(memory: GraphMemory) -> list[int]:
+def places_of(memory: GraphMemory) -> list[int]:
     """Where chunked experts run, or what stands for layers in a step without them."""
     return [call.position for call in memory.calls if call.phase in ("forward", "backward", "mark")]
+
+
+def part_of(allocation: Allocation, where: str) -> int:
+    """Which of `PARTS` an allocation of a forward or a backward counts for."""
+    if allocation.is_input:
+        return _KEPT
+    if allocation.stop is not None:
+        return _PASSING
+    return _GRADIENTS if where == "backward" else _KEPT
 
 
 def _live(
@@ -144,9 +153,7 @@ def _live(
     """Live bytes by `PARTS` at each position."""
     changes = [[0] * len(PARTS) for _ in range(memory.num_positions + 1)]
     for one, num_bytes in zip(memory.allocations, memory.bytes_at(values), strict=True):
-        part = _KEPT if one.is_input else _PASSING
-        if one.stop is None and not one.is_input:
-            part = _GRADIENTS if where == "backward" else _KEPT
+        part = part_of(one, where)
         changes[one.start][part] += num_bytes
         if one.stop is not None:
             changes[one.stop][part] -= num_bytes

@@ -15,6 +15,8 @@ from typing import Any
 
 import sympy
 
+from memfine_fx.memory.symbols import larger, smaller
+
 __all__ = ["BLOCK_BYTES", "HeadBytes", "HeadMemory", "product_rows", "rows_at_once"]
 
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -25,12 +27,12 @@ _BYTES_PER_TOKEN = 128
 """Maxima, sums, labels, masks."""
 
 
-def rows_at_once(num_bytes: int, row_bytes: int) -> int:
+def rows_at_once(num_bytes: int, row_bytes: Any) -> Any:
     """Rows of `row_bytes` each in `num_bytes`, at least one."""
-    return max(1, num_bytes // max(1, row_bytes))
+    return larger(1, num_bytes // larger(1, row_bytes))
 
 
-def product_rows(device_type: str, rows: int, hidden: int) -> int:
+def product_rows(device_type: str, rows: Any, hidden: int) -> Any:
     """Entries of the vocabulary in one part, for chunks of R tokens of width H in low precision."""
     return rows_at_once(_PRODUCT_BYTES, 4 * (rows + hidden) if device_type == "cpu" else 4 * hidden)
 
@@ -58,27 +60,27 @@ class HeadBytes:
     def is_low_precision(self) -> bool:
         return self.item_bytes < 4
 
-    def workspace(self, rows: int) -> int:
-        """Bytes of a chunk of R tokens beyond arguments and results."""
+    def workspace(self, rows: Any) -> Any:
+        """Bytes of a chunk of R tokens beyond arguments and results; R is a number or an expression."""
         block = BLOCK_BYTES.get(self.device_type, BLOCK_BYTES["cuda"])
-        block_rows = min(rows, rows_at_once(block, 4 * self.vocab))
+        block_rows = smaller(rows, rows_at_once(block, 4 * self.vocab))
         num_blocks = self.is_low_precision + self.has_softcap
         logits = rows * self.vocab * self.item_bytes
         product = self._product(rows) if self.is_low_precision else 0
-        return logits + max(num_blocks * block_rows * self.vocab * 4, product) + rows * _BYTES_PER_TOKEN
+        return logits + larger(num_blocks * block_rows * self.vocab * 4, product) + rows * _BYTES_PER_TOKEN
 
-    def _product(self, rows: int) -> int:
+    def _product(self, rows: Any) -> Any:
         """Bytes of fp32 copies or products while a chunk's gradients are added, in low precision."""
         wants_hidden, wants_weight, _ = self.wanted
-        part = min(self.vocab, product_rows(self.device_type, rows, self.hidden))
+        part = smaller(self.vocab, product_rows(self.device_type, rows, self.hidden))
         if self.device_type == "cpu":
             copies = rows * part + wants_hidden * part * self.hidden + wants_weight * rows * self.hidden
             return 4 * copies if wants_hidden or wants_weight else 0
-        return 4 * self.hidden * max(wants_hidden * rows, wants_weight * part)
+        return 4 * self.hidden * larger(wants_hidden * rows, wants_weight * part)
 
     def peak(self, num_tokens: int, rows: int) -> int:
         """Bytes of the op alone, with R tokens a chunk."""
-        return self.workspace(rows) + int(self.results(num_tokens))
+        return int(self.workspace(rows) + self.results(num_tokens))
 
     def results(self, num_tokens: Any) -> Any:
         """Bytes of the gradients that the op returns."""
@@ -94,4 +96,4 @@ class HeadMemory:
     num_tokens: sympy.Expr
 
     def workspace(self, rows: int) -> int:
-        return self.terms.workspace(rows)
+        return int(self.terms.workspace(rows))

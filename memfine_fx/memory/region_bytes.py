@@ -19,7 +19,7 @@ from typing import Any, Literal
 import sympy
 
 from memfine_fx.config import Axis
-from memfine_fx.memory.symbols import GROUPS, ROWS
+from memfine_fx.memory.symbols import GROUPS, ROWS, larger
 
 __all__ = [
     "LEGS_IN_FLIGHT",
@@ -190,15 +190,19 @@ def workspace_expression(
     size: ChunkSize,
     axis: Axis,
     phase: Literal["forward", "backward"],
+    rows: sympy.Expr | None = None,
 ) -> sympy.Expr | int:
-    """As `region_workspace`, for T as an expression and R no more than N."""
-    rows = size.rows
+    """As `region_workspace`, for T as an expression and R no more than N.
+
+    R is an expression too where `rows` is one, which only a region on one rank allows.
+    """
+    chunk: Any = size.rows if rows is None else rows
     if phase == "forward":
-        working = _forward_terms(region, num_tokens, rows)["chunk"]
+        working = _forward_terms(region, num_tokens, chunk)["chunk"]
         width, item_bytes = region.out_width, region.out_item_bytes
     else:
         staging = _staging_bytes(region, axis) if size.stages or axis == "tokens" else 0
-        working = _backward_terms(region, num_tokens, rows)["chunk"] + staging
+        working = _backward_terms(region, num_tokens, chunk)["chunk"] + staging
         width, item_bytes = region.hidden, region.item_bytes
     if item_bytes == region.accumulator_item_bytes:
         return working
@@ -210,7 +214,7 @@ def _staging_bytes(region: RegionBytes, axis: Axis) -> int:
     return region.staging_bytes * (region.num_experts if axis == "tokens" else 1) + region.added_bytes
 
 
-def _forward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str, Any]:
+def _forward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str, Any]:
     at_once, rows = rows, region.chunk_rows(rows)
     chunk = rows * (region.hidden * region.item_bytes + region.weight_item_bytes)
     cast = 0
@@ -226,7 +230,7 @@ def _forward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str,
     }
 
 
-def _backward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str, Any]:
+def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str, Any]:
     at_once, rows = rows, region.chunk_rows(rows)
     rows_grad = rows * region.out_width * (region.out_item_bytes + region.contribution_item_bytes)
     if region.out_item_bytes == region.contribution_item_bytes:
@@ -235,7 +239,7 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: int) -> dict[str
     cast = 0
     if region.accumulator_item_bytes != region.item_bytes and region.travel is None:
         cast = rows * region.hidden * region.accumulator_item_bytes
-    after = max(cast, _body(region.product_scratch, region, rows))
+    after = larger(cast, _body(region.product_scratch, region, rows))
     chunk += _called(region.backward_peak, region.backward_results, after, region, rows) + _index_chunk(rows)
     if region.travel is not None:
         chunk = _backward_round(region, region.travel, at_once, chunk) + region.clones_backward
@@ -308,13 +312,15 @@ def _held(item_bytes: int, accumulator_bytes: int) -> int:
     return accumulator_bytes if item_bytes == accumulator_bytes else item_bytes + accumulator_bytes
 
 
-def _called(peak: sympy.Expr, results: sympy.Expr | None, after: int, region: RegionBytes, rows: int) -> int:
+def _called(peak: sympy.Expr, results: sympy.Expr | None, after: Any, region: RegionBytes, rows: Any) -> Any:
     """The larger of a body call and what is made of its results, when the call's own tensors are gone."""
     called = _body(peak, region, rows)
-    return called + after if results is None else max(called, _body(results, region, rows) + after)
+    return called + after if results is None else larger(called, _body(results, region, rows) + after)
 
 
-def _body(peak: sympy.Expr, region: RegionBytes, rows: int) -> int:
+def _body(peak: sympy.Expr, region: RegionBytes, rows: Any) -> Any:
+    if isinstance(rows, sympy.Expr):
+        return peak.subs({ROWS: rows, GROUPS: region.num_experts})
     return int(_function_of(peak)(rows, region.num_experts))
 
 
@@ -325,7 +331,7 @@ def _function_of(peak: sympy.Expr) -> Callable[[int, int], float]:
     return function
 
 
-def _index_chunk(rows: int) -> int:
+def _index_chunk(rows: Any) -> Any:
     return 3 * 8 * rows
 
 

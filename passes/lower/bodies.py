@@ -27,7 +27,8 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.compat.inductor import TRACING, compile_body, compile_inner, wrapper_of
+from memfine_fx.compat.functorch import compiling_regions, run_boxed
+from memfine_fx.compat.inductor import TRACING, compile_body, compile_inner, wrapper_of, written_code
 from memfine_fx.config import InnerBackend
 from memfine_fx.memory.graph_peak import live_peaks, tensor_bytes
 from memfine_fx.memory.symbols import GROUPS, ROWS
@@ -123,6 +124,7 @@ class ExpertBodies:
         if takes_group:
             self._function, self._specs = lift_over_experts(self._function, specs, expert_fn)
         self._num_read = 0
+        self._made: list[_Compiled] = []
         self._joints: dict[tuple[bool, ...], TracedBody] = {}  # forward and vjp in one graph, cut for each choice
         self._forward: ForwardBody | None = None
         self._backward: dict[tuple[bool, ...], BackwardBody] = {}
@@ -136,7 +138,7 @@ class ExpertBodies:
     def forward(self) -> ForwardBody:
         with _lock:
             if self._forward is None:
-                self._forward = ForwardBody(_Compiled(self._function, self._inner, self._note_read))
+                self._forward = ForwardBody(self._compiled(self._function))
             return self._forward
 
     def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
@@ -149,6 +151,17 @@ class ExpertBodies:
     def revision(self) -> int:
         """How many of its bodies were read so far: it grows whenever their peaks change."""
         return self._num_read
+
+    def read_code(self) -> None:
+        """Know the peaks of all bodies that were made so far as if they had been compiled; nothing is built."""
+        with _lock:
+            for one in self._made:
+                one.read_code()
+
+    def _compiled(self, traced: TracedBody) -> _Compiled:
+        made = _Compiled(traced, self._inner, self._note_read)
+        self._made.append(made)
+        return made
 
     def _note_read(self) -> None:
         self._num_read += 1
@@ -183,7 +196,7 @@ class ExpertBodies:
         cut = cut_joint(self._joints[wanted], keep)
         if cut is None:
             return None
-        forward = ForwardBody(_Compiled(cut.forward, self._inner, self._note_read))
+        forward = ForwardBody(self._compiled(cut.forward))
         backward = self._backward_body(cut.backward, differentiated)
         return KeepingBodies(forward, backward, cut.kept, cut.flops_per_row, cut.given)
 
@@ -201,7 +214,7 @@ class ExpertBodies:
         weight_grad = _place(results, gradients.pop(1, None)) if self.has_weight else None
         param_grads = [_param_grad(results, gradients.get(num_lead + i)) for i in range(len(self.param_kinds))]
         _set_outputs(traced.graph_module, results)
-        return BackwardBody(_Compiled(traced, self._inner, self._note_read), rows_grad, weight_grad, tuple(param_grads))
+        return BackwardBody(self._compiled(traced), rows_grad, weight_grad, tuple(param_grads))
 
     def _backward_specs(self) -> list[TensorSpec]:
         rows = self._specs[0]
@@ -358,6 +371,7 @@ class _Compiled:
         self.peak_bytes = _peak(traced, inner)
         self.results_bytes = _results(traced)
         self._compiled: Callable[..., Sequence[torch.Tensor]] | None = None
+        self._is_read = False
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -375,18 +389,37 @@ class _Compiled:
         graph_module = self._traced.graph_module
         if self._inner != "inductor" or not TRACING.holds():
             return graph_module
-        inputs = list(self._traced.fake_inputs)
-        compiled: Callable[..., Sequence[torch.Tensor]] = compile_body(
-            graph_module, self._traced.fake_mode, inputs, self._compile_and_read
-        )
+        return self._compile_with(self._compile_and_read)
+
+    def read_code(self) -> None:
+        """Take `peak_bytes` from the code that Inductor would write, unless it was read before."""
+        if self._is_read or self._inner != "inductor" or not TRACING.holds():
+            return
+        self._is_read = True
+        self._compile_with(self._read_alone)
+
+    def _compile_with(self, inner_compile: Callable[..., Any]) -> Callable[..., Sequence[torch.Tensor]]:
+        traced = self._traced
+        with compiling_regions():  # a hit in AOT autograd's cache would read nothing
+            compiled: Callable[..., Sequence[torch.Tensor]] = compile_body(
+                traced.graph_module, traced.fake_mode, list(traced.fake_inputs), inner_compile
+            )
         return compiled
+
+    def _read_alone(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        self._take(written_code(graph_module, inputs, **kwargs), graph_module.graph)
+        return run_boxed(graph_module, inputs)
 
     def _compile_and_read(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         compiled = compile_inner(graph_module, inputs, **kwargs)
-        memory = read_wrapper(wrapper_of(compiled), graph_module.graph)
+        self._take(wrapper_of(compiled), graph_module.graph)
+        return compiled
+
+    def _take(self, source: str, graph: fx.Graph) -> None:
+        memory = read_wrapper(source, graph)
         sizes = {str(self._traced.rows): ROWS, str(self._traced.groups): GROUPS}
         if memory is not None and all(str(symbol) in sizes for symbol in memory.symbols):
             peak = memory.peak_expression(lambda call: 0)
             self.peak_bytes = peak.subs({symbol: sizes[str(symbol)] for symbol in memory.symbols})
+            self._is_read = True
             self._note_read()
-        return compiled

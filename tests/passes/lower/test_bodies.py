@@ -12,7 +12,17 @@ from torch import Tensor
 from memfine_fx.memory.symbols import ROWS
 from memfine_fx.passes.lower.bodies import ExpertBodies, num_body_compilations
 from memfine_fx.runtime.bodies import BackwardBody, Operand, PlainGrad, ProductGrad
-from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of, largest_error, mlp, mlp_params
+from tests.helpers import (
+    HIDDEN,
+    NUM_EXPERTS,
+    WIDTH,
+    bodies_of,
+    expert_function,
+    largest_error,
+    mlp,
+    mlp_params,
+    specs_for,
+)
 
 KINDS = ("expert", "expert")
 ALL = (True, True, True, True)
@@ -192,3 +202,35 @@ def test_a_body_says_what_it_returns() -> None:
     bodies = bodies_of(mlp, mlp_params(torch.bfloat16), KINDS)
     assert (bodies.out_width, bodies.contribution_dtype, bodies.has_weight) == (HIDDEN, torch.bfloat16, True)
     assert mlp_params()[0].shape[0] == NUM_EXPERTS
+
+
+def inductor_bodies(function: Callable[..., Tensor]) -> ExpertBodies:
+    """Made anew, which no other test has compiled."""
+    params = mlp_params()
+    specs = specs_for(params, KINDS, has_weight=True, hidden=HIDDEN, dtype=params[0].dtype)
+    expert_fn = expert_function(function, has_weight=True, kinds=KINDS)
+    return ExpertBodies("anew", expert_fn, tuple(specs), True, False, "inductor")
+
+
+def test_what_bodies_would_hold_is_read_without_building_any() -> None:
+    bodies, before = inductor_bodies(tanh_mlp), num_body_compilations()
+    backward = bodies.backward(ALL)
+    bodies.read_code()
+    assert bodies.revision == 1
+    assert num_body_compilations() == before
+    assert backward.peak_bytes.free_symbols == {ROWS}
+    bodies.read_code()
+    assert bodies.revision == 1, "what was read once is not read again"
+
+
+@pytest.mark.slow
+def test_what_is_read_without_building_is_what_the_compiled_body_holds() -> None:
+    read, compiled = (inductor_bodies(mlp) for _ in range(2))
+    read.backward(ALL)
+    read.read_code()
+    for _ in range(2):  # the second time from caches on disk
+        backward = compiled.backward(ALL)
+        backward.call(torch.randn(7, HIDDEN), *call_arguments())
+        assert compiled.revision == 1
+        assert backward.peak_bytes == read.backward(ALL).peak_bytes
+        compiled = inductor_bodies(mlp)

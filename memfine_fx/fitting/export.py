@@ -1,0 +1,221 @@
+"""An analysis as data that needs no Python: expressions in batch, sequence and rows, with all that is made of them.
+
+Terms
+    expression    a number, "b", "s" or "r" (sequences, tokens of each, rows of a chunk), or a list: operation, operands
+    memory        one graph's allocations [expression, start, stop, part] and calls; a part is one of `stretch.PARTS`
+    run           the memories of its forward and backward, and bytes that are there beside them
+
+Equal expressions and equal memories stand there once, by number. The page's script evaluates them as `Analysis` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+
+from memfine_fx.config import Config
+from memfine_fx.errors import ConfigError
+from memfine_fx.fitting.analysis import Analysis
+from memfine_fx.fitting.stretch import PARTS, part_of, places_of
+from memfine_fx.memory.liveness import Call, GraphMemory
+from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, workspace_expression
+from memfine_fx.memory.step import RunMemory
+from memfine_fx.memory.symbols import ROWS
+from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
+from memfine_fx.plan.rows import KNEE_ROWS, LEAST_ROWS
+
+__all__ = ["OPERATIONS", "Exported"]
+
+_BATCH, _SEQ = (sympy.Symbol(name, integer=True, positive=True) for name in ("b", "s"))
+_NAMES = {_BATCH: "b", _SEQ: "s", ROWS: "r"}
+OPERATIONS = {
+    "Add": "+",
+    "Mul": "*",
+    "Pow": "^",
+    "Max": "max",
+    "Min": "min",
+    "floor": "floor",
+    "ceiling": "ceiling",
+    "FloorDiv": "floordiv",
+    "CleanDiv": "floordiv",
+    "Mod": "mod",
+    "PythonMod": "mod",
+    "ModularIndexing": "modular",
+    "CeilToInt": "ceiling",
+    "FloorToInt": "floor",
+    "TruncToInt": "trunc",
+    "IntTrueDiv": "/",
+    "FloatTrueDiv": "/",
+    "ToFloat": "+",
+    "GreaterThan": ">=",
+    "StrictGreaterThan": ">",
+    "LessThan": "<=",
+    "StrictLessThan": "<",
+    "Equality": "==",
+    "Unequality": "!=",
+    "And": "and",
+    "Or": "or",
+    "Not": "not",
+}
+"""Classes of sympy and of torch's sizes -> the page's operations."""
+
+
+class Exported:
+    """What several analyses have in common, and each as it is added.
+
+    Raises:
+        ConfigError: something in an analysis has no counterpart on a page.
+    """
+
+    def __init__(self) -> None:
+        self._expressions: dict[str, int] = {}
+        self._memories: dict[str, int] = {}
+        self._known: dict[sympy.Basic, int] = {}
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """Expressions and memories, by number."""
+        return {
+            "parts": PARTS,
+            "expressions": [json.loads(one) for one in self._expressions],
+            "memories": [json.loads(one) for one in self._memories],
+        }
+
+    def add(self, analysis: Analysis, plans: tuple[str, ...]) -> dict[str, Any]:
+        """One analysis, with these of its plans."""
+        if analysis.config.axis != "rows":
+            raise ConfigError(f"a page is written of chunks of rows only, and axis={analysis.config.axis!r}")
+        static, setup = analysis.static, analysis.setup
+        optimizer = static.optimizer
+        return {
+            "static": {
+                name: getattr(static, name)
+                for name in (
+                    "parameters", "trained", "buffers", "layer", "trained_layer", "root", "experts", "trained_experts",
+                )
+            },
+            "optimizer": {"state": optimizer.state, "masters": optimizer.masters, "working": optimizer.working},
+            "fsdp": setup.fsdp,
+            "expertParallel": setup.expert_parallel,
+            "more": analysis.more,
+            "isExtended": len(analysis.records) > 1,
+            "leastPlans": analysis.least_plans if "least" in plans else (),
+            "leastRows": LEAST_ROWS,
+            "hasBatch": all(one.batch for one in analysis.records),
+            "hasSeq": all(one.seq for one in analysis.records),
+            "plans": {plan: self._plan(analysis, plan) for plan in self._needed(analysis, plans)},
+        }  # fmt: skip
+
+    def _needed(self, analysis: Analysis, plans: tuple[str, ...]) -> list[str]:
+        least = analysis.least_plans if "least" in plans else ()
+        return list(dict.fromkeys((*(one for one in plans if one != "least"), *least)))
+
+    def _plan(self, analysis: Analysis, plan: str) -> list[list[dict[str, Any]]]:
+        """For each record its runs."""
+        return [
+            [self._run(analysis, run, {one.batch: _BATCH, one.seq: _SEQ}) for run in one.runs[plan]]
+            for one in analysis.records
+        ]
+
+    def _run(self, analysis: Analysis, run: RunMemory, named: Mapping[str, sympy.Symbol]) -> dict[str, Any]:
+        sizes = _Sizes({**run.values, **{name: symbol for name, symbol in named.items() if name}})
+        memories = {
+            where: None if memory is None else self._memory(analysis, run, memory, where, sizes)
+            for where, memory in (("forward", run.step.forward), ("backward", run.step.backward))
+        }
+        return {**memories, "saved": run.saved_bytes, "later": run.later_gradient_bytes}
+
+    def _memory(self, analysis: Analysis, run: RunMemory, memory: GraphMemory, where: str, sizes: _Sizes) -> int:
+        allocations = [
+            [self._number(sizes.of(one.num_bytes)), one.start, one.stop, part_of(one, where)]
+            for one in memory.allocations
+        ]
+        calls = [
+            [call.position, PARTS.index("working set of the head" if call.phase == "head" else PARTS[2]), *found]
+            for call in memory.calls
+            if (found := self._workspace(analysis, run, call, sizes)) is not None
+        ]
+        shown = {
+            "positions": memory.num_positions,
+            "allocations": allocations,
+            "calls": calls,
+            "places": places_of(memory),
+        }
+        return _numbered(self._memories, json.dumps(shown))
+
+    def _workspace(self, analysis: Analysis, run: RunMemory, call: Call, sizes: _Sizes) -> list[Any] | None:
+        """What evaluates to a call's working set: as chunks are without a bound of rows, or with one."""
+        head, region = run.step.heads.get(call.site), run.step.regions.get(call.site)
+        if head is not None:
+            tokens = sizes.of(head.num_tokens)
+            knee = analysis.config.tokens_per_head_chunk or knee_tokens(head.terms)
+            found = (head.workspace(sympy.Min(tokens, rows)) for rows in (knee, LEAST_TOKENS))
+            return ["head", *(self._number(sympy.sympify(one)) for one in found)]
+        if region is None or (call.phase != "forward" and call.phase != "backward"):
+            return None
+        tokens, terms = sizes.of(region.num_tokens), region.terms_now(call.keep)
+        free, staged = (
+            workspace_expression(terms, tokens, ChunkSize(1, is_staged), region.axis, call.phase, rows=ROWS)
+            for is_staged in (False, True)
+        )
+        chosen = _chunk_rules(region.terms("nothing"), analysis.config, analysis.has_even_routing)
+        numbers = [self._number(sympy.sympify(one)) for one in (tokens, free, staged)]
+        return ["region", *numbers, chosen]
+
+    def _number(self, expr: sympy.Basic) -> int:
+        if expr not in self._known:
+            self._known[expr] = _numbered(self._expressions, json.dumps(_plain(expr)))
+        return self._known[expr]
+
+
+class _Sizes:
+    """Values and names for a graph's symbols."""
+
+    def __init__(self, values: Mapping[str, int | sympy.Symbol]) -> None:
+        self._values = values
+        self._known: dict[sympy.Expr, sympy.Expr] = {}
+
+    def of(self, expr: sympy.Expr) -> sympy.Expr:
+        if expr not in self._known:
+            given = {one: sympy.sympify(self._values[str(one)]) for one in expr.free_symbols}
+            self._known[expr] = expr.xreplace(given)
+        return self._known[expr]
+
+
+def _chunk_rules(terms: RegionBytes, config: Config, has_even_routing: bool) -> dict[str, Any]:
+    """How many rows a region's chunks have, as `Analysis` chooses them."""
+    knee = config.rows_per_chunk or KNEE_ROWS.get(terms.device_type, KNEE_ROWS["cuda"])
+    return {
+        "topK": terms.top_k,
+        "experts": terms.num_experts,
+        "knee": knee,
+        "takesGroup": terms.takes_group,
+        "isEven": has_even_routing,
+    }
+
+
+def _plain(expr: sympy.Basic) -> Any:
+    """An expression of sympy as nested lists."""
+    if expr in _NAMES:
+        return _NAMES[expr]
+    if expr is sympy.true or expr is sympy.false:
+        return bool(expr)
+    if isinstance(expr, sympy.Integer):
+        return int(expr)
+    if isinstance(expr, sympy.Rational):
+        return ["/", int(expr.p), int(expr.q)]
+    if isinstance(expr, sympy.Float):
+        return float(expr)
+    if isinstance(expr, sympy.Piecewise):
+        return ["piecewise", *([_plain(value), _plain(condition)] for value, condition in expr.args)]
+    name = OPERATIONS.get(type(expr).__name__)
+    if name is None:
+        raise ConfigError(f"a size of the step has no counterpart on a page: {expr}")
+    return [name, *map(_plain, expr.args)]
+
+
+def _numbered(table: dict[str, int], key: str) -> int:
+    return table.setdefault(key, len(table))
