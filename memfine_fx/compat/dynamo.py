@@ -44,7 +44,7 @@ _SWITCHES: dict[str, Literal["grad", "enter autocast", "exit autocast"]] = {
     "_exit_autocast": "exit autocast",
 }
 _LOGGING = "ignore_logging_functions"
-_LOGGING_BEFORE_2_13 = "ignore_logger_methods"
+_LOGGING_OF_OLD = "ignore_logger_methods"
 
 
 def _config() -> Any:
@@ -112,7 +112,7 @@ def debug_lines_left_out() -> contextlib.AbstractContextManager[object]:
 
 def _ignored_logging() -> str:
     """The setting's name, which torch renamed."""
-    return _LOGGING if hasattr(_config(), _LOGGING) else _LOGGING_BEFORE_2_13
+    return _LOGGING if hasattr(_config(), _LOGGING) else _LOGGING_OF_OLD
 
 
 def recording_under_checkpoints() -> contextlib.AbstractContextManager[object]:
