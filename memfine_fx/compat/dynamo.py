@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal
@@ -17,6 +18,7 @@ __all__ = [
     "BACKENDS",
     "CAPTURE_FLAGS",
     "CUT_GRAPHS",
+    "DEBUG_LINES",
     "FLOATS",
     "INTEGERS",
     "MODE_SWITCHES",
@@ -25,6 +27,7 @@ __all__ = [
     "capturing_more",
     "compile_failures",
     "cuts_graphs",
+    "debug_lines_left_out",
     "floats_as_constants",
     "forget_backend_after",
     "integers_as_constants",
@@ -40,6 +43,8 @@ _SWITCHES: dict[str, Literal["grad", "enter autocast", "exit autocast"]] = {
     "_enter_autocast": "enter autocast",
     "_exit_autocast": "exit autocast",
 }
+_LOGGING = "ignore_logging_functions"
+_LOGGING_OF_OLD = "ignore_logger_methods"
 
 
 def _config() -> Any:
@@ -92,6 +97,22 @@ def floats_as_constants() -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = _config().patch(specialize_float=True)
     return patched
+
+
+def debug_lines_left_out() -> contextlib.AbstractContextManager[object]:
+    """For compilations inside: what code logs at DEBUG breaks no graph, and is not written, beside what the user has
+    Dynamo ignore."""
+    if not DEBUG_LINES.holds():
+        return contextlib.nullcontext()
+    name = _ignored_logging()
+    ignored = getattr(_config(), name) | {logging.Logger.debug}
+    patched: contextlib.AbstractContextManager[object] = _config().patch({name: ignored})
+    return patched
+
+
+def _ignored_logging() -> str:
+    """The setting's name, which torch renamed."""
+    return _LOGGING if hasattr(_config(), _LOGGING) else _LOGGING_OF_OLD
 
 
 def recording_under_checkpoints() -> contextlib.AbstractContextManager[object]:
@@ -208,6 +229,14 @@ INTEGERS = Hook(
     seen=("2.11", "2.15"),
     loss="Models that FSDP2 shards may be captured with sizes that vary, and their experts then not be chunked.",
     check=lambda: _check_setting("specialize_int"),
+)
+DEBUG_LINES = Hook(
+    name="torch._dynamo.config.ignore_logging_functions",
+    host="torch",
+    purpose="layers that log at DEBUG between routing and experts, as those of transformers 5.6 to 5.13 do in bf16",
+    seen=("2.11", "2.15"),
+    loss="Layers that log at DEBUG between routing and experts break graphs there, and are not chunked.",
+    check=lambda: _check_setting(_ignored_logging()),
 )
 FLOATS = Hook(
     name="torch._dynamo.config.specialize_float",

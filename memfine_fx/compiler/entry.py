@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from memfine_fx.compat.chunking import can_chunk
@@ -69,14 +70,19 @@ def compile_in_session(
     if session.is_dry or session.has_chunked_last or session.holds_compiled:  # `OptimizedCall` warns after its call
         return session.held(compiled)
 
-    num_calls = 0
+    seen: set[int | None] = set()
+    has_asked = False
 
     def warns_on_second_step(*args: Any) -> Any:
-        """By a graph's second call every graph of the first step is compiled, so absence is known."""
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 2:
-            warn_without_regions(session)
+        """By a graph's second call with the same weights every graph of the first step is compiled, so absence is
+        known. Equal modules share a graph within a step, with weights of their own or, as activations, without any."""
+        nonlocal has_asked
+        if not has_asked:
+            weight = next((id(one) for one in args if isinstance(one, torch.nn.Parameter)), None)
+            if weight in seen and (weight is not None or not session.has_parameters):
+                has_asked = True
+                warn_without_regions(session)
+            seen.add(weight)
         return compiled(*args)
 
     return session.held(warns_on_second_step)

@@ -35,6 +35,7 @@ from memfine_fx.capture.quantized import UncachedTables
 from memfine_fx.capture.ranks import captured_on_ranks
 from memfine_fx.capture.standing import StandIns, backbones, behind, is_compiled_inside, stand_in, state_as_written
 from memfine_fx.capture.structure import FoundAgain
+from memfine_fx.compat.dynamo import debug_lines_left_out
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
 from memfine_fx.config import Config
@@ -337,6 +338,7 @@ class _SpecialParts:
             self._recorded.prepared(kwargs),
             self.adapters.installed(),
             self._uncached.installed(),
+            debug_lines_left_out(),
             kept_whole(),
         ):
             yield

@@ -109,6 +109,11 @@ class Session:
         return any(isinstance(outcome, LoweredRegion) for outcome in self.outcomes)
 
     @property
+    def has_parameters(self) -> bool:
+        """Whether any of its graphs reads a living parameter."""
+        return any(graph.alive_parameters() for graph in self._graphs)
+
+    @property
     def num_graphs(self) -> int:
         return len(self._graphs)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.compatibility import ROOT, Environment, FastTests, fast_tests_of, merged, outcomes_of, table
 
 REPORT = """<testsuites><testsuite>
@@ -22,6 +24,13 @@ def test_rows_are_outcomes_by_version() -> None:
     assert "| third | untried | untried | not run | untried | untried |" in lines
     assert not any("not listed" in line for line in lines)
     assert lines.index("## Examples") < lines.index("## Plain PyTorch loops")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_ran_in_one_environment_counts_where_others_skipped_it(is_first: bool) -> None:
+    ran = REPORT.replace('name="test_third"><skipped/></testcase>', 'name="test_third"/>')
+    reports = (ran, REPORT) if is_first else (REPORT, ran)
+    assert outcomes_of(*reports)["test_training_loops::test_third"] == "works"
 
 
 def test_fast_tests_are_rows_by_torch_and_python() -> None:

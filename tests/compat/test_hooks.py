@@ -111,6 +111,7 @@ BREAKS: dict[Hook, Break] = {
     distributed.IGNORED_BY_DDP: having(DistributedDataParallel, _ignores, staticmethod(lambda module, names: None)),
     dynamo.CAPTURE_FLAGS: lacking(torch._dynamo.config, "capture_dynamic_output_shape_ops"),
     dynamo.CUT_GRAPHS: lacking(torch._dynamo.config, "optimize_ddp"),
+    dynamo.DEBUG_LINES: lacking(dynamo, "_ignored_logging"),
     dynamo.FLOATS: lacking(torch._dynamo.config, "specialize_float"),
     dynamo.INTEGERS: lacking(torch._dynamo.config, "specialize_int"),
     dynamo.RECORDING: lacking(torch._dynamo.config, _records),

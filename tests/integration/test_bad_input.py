@@ -83,6 +83,47 @@ def test_a_model_with_experts_hides_no_warning_about_another_of_the_same_options
         compiled(torch.randn(5, 8))
 
 
+class BrokenAround(torch.nn.Module):
+    """A module that breaks graphs before and after itself, as the hooks of DeepSpeed's ZeRO-3 do around every one."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        result: torch.Tensor = self.module(hidden)
+        torch._dynamo.graph_break()
+        return result
+
+
+def broken_around(*modules: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.Sequential(*map(BrokenAround, modules))
+
+
+def norms_and_activations() -> list[torch.nn.Module]:
+    """Equal modules, which share graphs within a step."""
+    return [torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.GELU()]
+
+
+def test_equal_modules_before_the_experts_are_no_second_step() -> None:
+    torch._dynamo.reset()
+    model = broken_around(*norms_and_activations(), layer())
+    compiled = torch.compile(model, backend="memfine", options={"inner_backend": "eager", "rows_per_chunk": 59})
+    for _ in range(3):
+        compiled(torch.randn(6, 16)).sum().backward()  # a warning would be an error here
+    assert memfine_fx.report(compiled).num_chunked == 1
+
+
+def test_equal_modules_without_experts_are_told_of_in_the_second_step() -> None:
+    torch._dynamo.reset()
+    options = {"inner_backend": "eager", "rows_per_chunk": 57}
+    compiled = torch.compile(broken_around(*norms_and_activations()), backend="memfine", options=options)
+    compiled(torch.randn(6, 16))
+    with pytest.warns(UserWarning, match="found nothing to chunk"):
+        compiled(torch.randn(6, 16))
+
+
 def test_a_second_derivative_is_a_clear_error() -> None:
     optimized = optimized_copy(layer())
     hidden = torch.randn(6, 16, requires_grad=True)

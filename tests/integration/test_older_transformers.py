@@ -4,6 +4,7 @@ its padding masks."""
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from memfine_fx.demo.tiny import tiny_causal_lm
 from tests.integration.comparison import FP32_TOLERANCE, relative_error
 
 moe = pytest.importorskip("transformers.integrations.moe")
+log = logging.getLogger("transformers.utils.import_utils")
 
 
 def ends_of(ids: Tensor, num_experts: int) -> Tensor:
@@ -33,7 +35,9 @@ def back_in_place(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
 
 
 def clamped(self: nn.Module, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    """5.6 and 5.7: ids are clamped, and results of those beyond the last expert are zeroed."""
+    """5.6 and 5.7: ids are clamped, and results of those beyond the last expert are zeroed. In bf16 on a CPU the
+    version of torch is looked up, which is logged."""
+    log.debug(f"Detected torch version: {torch.__version__}")
     tokens = torch.arange(hidden.shape[0]).unsqueeze(1).expand(-1, index.shape[1]).reshape(-1)
     is_elsewhere = index.reshape(-1) >= self.num_experts
     ids = index.reshape(-1).clamp(0, self.num_experts - 1)

@@ -370,6 +370,3 @@ COMPILED_BY_NAME_ALONE = (
     "DeepSpeed ZeRO-3",
 )
 """Hosts where a user's own line names the backend, so that nobody can prepare the model before it is captured."""
-TOLD_TOO_EARLY = ("DeepSpeed ZeRO-3",)
-"""Hosts that break graphs in every module: equal modules share one, whose second call is taken for a second step, so
-that the backend's name warns of nothing to chunk before the experts are compiled."""

@@ -55,7 +55,8 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, program: list[str], *lines: str) -> tuple[list[float], set[int], str]:
     """Losses, numbers of the layers that were chunked, and all that was printed."""
-    (folder / "run.yaml").write_text("\n".join([*COMMON, *lines]) + "\n")
+    by_key = {line.split(":")[0]: line for line in (*COMMON, *lines)}
+    (folder / "run.yaml").write_text("\n".join(by_key.values()) + "\n")
     environment = os.environ | OPTIONS | {"OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)  # the installed package, as its users have it
     done = subprocess.run(
@@ -68,11 +69,11 @@ def run(folder: Path, program: list[str], *lines: str) -> tuple[list[float], set
     return losses, {int(number) for number in CHUNKED.findall(printed)}, printed
 
 
-def compare(folder: Path, program: list[str], *lines: str) -> None:
+def compare(folder: Path, program: list[str], *lines: str, tolerance: float = 2e-3) -> None:
     plain, none, _ = run(folder, program, *lines)
     ours, layers, printed = run(folder, program, *lines, *OURS)
     assert (none, layers) == (set(), set(range(NUM_LAYERS)))
-    assert ours == pytest.approx(plain, abs=2e-3)
+    assert ours == pytest.approx(plain, abs=tolerance)
     assert "memfine_fx found nothing" not in printed
     assert "The others run as written" not in printed, "the first step's summary is a warning where layers are missing"
 
@@ -91,15 +92,16 @@ def test_trl_by_its_command_line(folder: Path) -> None:
         ("finetuning_type: lora", "lora_rank: 2", "lora_target: q_proj,v_proj"),
         ("finetuning_type: lora", "lora_rank: 2", "lora_target: all"),
         ("finetuning_type: full", "disable_gradient_checkpointing: true"),
+        ("finetuning_type: full", "bf16: true"),
     ],
-    ids=["full", "attention", "all", "without checkpoints"],
+    ids=["full", "attention", "all", "without checkpoints", "bf16"],
 )
 def test_llama_factory_by_its_command_line(folder: Path, tuned: tuple[str, ...]) -> None:
     """`llamafactory-cli train`, with its own function around gradient checkpoints, which are not reentrant: otherwise
     eager training loses a gradient of the router (docs/trainers.md)."""
     _has("llamafactory")
     script = "import sys; from llamafactory.cli import main; sys.argv = ['', 'train', 'run.yaml']; main()"
-    compare(folder, ["-c", script], *LLAMA_FACTORY, *tuned)
+    compare(folder, ["-c", script], *LLAMA_FACTORY, *tuned, tolerance=2e-2 if "bf16: true" in tuned else 2e-3)
 
 
 def _has(package: str, major: int = 0) -> None:

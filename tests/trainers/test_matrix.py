@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.hosts import COMPILED_BY_NAME_ALONE, HOSTS, NEEDS, NUM_LAYERS, OPTIONS, TOLD_TOO_EARLY, Trained
+from tests.trainers.hosts import COMPILED_BY_NAME_ALONE, HOSTS, NEEDS, NUM_LAYERS, OPTIONS, Trained
 
 pytest.importorskip("transformers")
 
@@ -44,4 +44,4 @@ def test_all_layers_are_chunked_and_the_run_is_the_plain_one(
     else:
         assert found.layers == set(range(NUM_LAYERS))
         assert found.rows_per_chunk == {OPTIONS["rows_per_chunk"]}
-        assert not found.told or (way == "backend" and host in TOLD_TOO_EARLY)
+        assert not found.told

@@ -7,6 +7,7 @@ backward in chunks in that very step, so that no report of an earlier graph can 
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.trainers
 
 NUM_LAYERS = 2
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-CONFIG = memfine_fx.Config(inner_backend="eager", rows_per_chunk=5)
+OPTIONS: dict[str, Any] = {"inner_backend": "eager", "rows_per_chunk": 5}
+WAYS = ["optimize", "backend"]
+both_ways = pytest.mark.parametrize("way", WAYS)
 
 
 def batch(seed: int = 0) -> dict[str, Tensor]:
@@ -34,8 +37,13 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def optimize(model: Any) -> Any:
-    return memfine_fx.optimize(model, config=CONFIG)
+def optimize(model: Any, way: str = "optimize") -> Any:
+    """A model changed in place, by "optimize" or by the backend's name alone."""
+    if way == "optimize":
+        return memfine_fx.optimize(model, config=memfine_fx.Config(**OPTIONS))
+    torch._dynamo.reset()  # Dynamo counts recompilations of a model's code over all models of the process
+    model.compile(backend="memfine", options=OPTIONS)
+    return model
 
 
 def pair() -> tuple[Any, Any]:
@@ -99,27 +107,45 @@ def lora(targets: list[str]) -> Any:
     return peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets, init_lora_weights=False)
 
 
+adapted = pytest.mark.parametrize(
+    ("targets", "way"),
+    [
+        pytest.param([], "optimize", id="attention-optimize"),
+        pytest.param([], "backend", id="attention-backend"),
+        pytest.param(EXPERTS, "optimize", id="attention and experts-optimize"),
+    ],
+)
+"""What is adapted and the way in: PEFT's adapters on experts need `optimize`, as the backend's warning says."""
+
+
 def with_adapters(model: Any, targets: list[str]) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     return peft.get_peft_model(model, lora(targets))
 
 
-@pytest.mark.parametrize("targets", [[], EXPERTS], ids=["attention", "attention and experts"])
-def test_adapters_made_after_it(steps: Steps, targets: list[str]) -> None:
+@adapted
+def test_adapters_made_after_it(steps: Steps, targets: list[str], way: str) -> None:
     ours, theirs = pair()
-    optimize(ours)
+    optimize(ours, way)
     steps.take(ours, theirs)
     steps.take(with_adapters(ours, targets), with_adapters(theirs, targets))
 
 
-def test_adapters_that_are_added_switched_and_deleted(steps: Steps) -> None:
+@adapted
+def test_adapters_made_before_it(steps: Steps, targets: list[str], way: str) -> None:
+    ours, theirs = (with_adapters(model, targets) for model in pair())
+    steps.take(optimize(ours, way), theirs)
+
+
+@adapted
+def test_adapters_that_are_added_switched_and_deleted(steps: Steps, targets: list[str], way: str) -> None:
     ours, theirs = pair()
-    ours, theirs = with_adapters(optimize(ours), []), with_adapters(theirs, [])
+    ours, theirs = with_adapters(optimize(ours, way), targets), with_adapters(theirs, targets)
     steps.take(ours, theirs)
     for model in (ours, theirs):
         torch.manual_seed(2)
-        model.add_adapter("second", lora([]))
+        model.add_adapter("second", lora(targets))
         model.set_adapter("second")
     steps.take(ours, theirs)
     for model in (ours, theirs):
@@ -128,9 +154,21 @@ def test_adapters_that_are_added_switched_and_deleted(steps: Steps) -> None:
     steps.take(ours, theirs)
 
 
-def test_adapters_that_are_merged_and_unmerged(steps: Steps) -> None:
+@adapted
+def test_adapters_that_are_disabled_for_a_while(steps: Steps, targets: list[str], way: str) -> None:
+    """As DPO and GRPO do for the reference model."""
     ours, theirs = pair()
-    ours, theirs = with_adapters(optimize(ours), EXPERTS), with_adapters(theirs, EXPERTS)
+    ours, theirs = with_adapters(optimize(ours, way), targets), with_adapters(theirs, targets)
+    for _ in range(2):
+        steps.take(ours, theirs)
+        with ours.disable_adapter(), theirs.disable_adapter(), torch.no_grad():
+            assert relative_error(ours(**batch()).logits, theirs(**batch()).logits) < FP32_TOLERANCE
+
+
+@adapted
+def test_adapters_that_are_merged_and_unmerged(steps: Steps, targets: list[str], way: str) -> None:
+    ours, theirs = pair()
+    ours, theirs = with_adapters(optimize(ours, way), targets), with_adapters(theirs, targets)
     before = ours(**batch()).logits.detach()
     for model in (ours, theirs):
         model.merge_adapter()
@@ -142,10 +180,10 @@ def test_adapters_that_are_merged_and_unmerged(steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("is_merged", [False, True], ids=["unload", "merge_and_unload"])
-@pytest.mark.parametrize("targets", [[], EXPERTS], ids=["attention", "attention and experts"])
-def test_adapters_that_are_unloaded(steps: Steps, targets: list[str], is_merged: bool) -> None:
+@adapted
+def test_adapters_that_are_unloaded(steps: Steps, targets: list[str], way: str, is_merged: bool) -> None:
     ours, theirs = pair()
-    ours, theirs = with_adapters(optimize(ours), targets), with_adapters(theirs, targets)
+    ours, theirs = with_adapters(optimize(ours, way), targets), with_adapters(theirs, targets)
     ours(**batch())
     plain = [model.merge_and_unload() if is_merged else model.unload() for model in (ours, theirs)]
     for model in plain:
@@ -155,7 +193,8 @@ def test_adapters_that_are_unloaded(steps: Steps, targets: list[str], is_merged:
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after a step"])
-def test_checkpoints_that_are_switched_on(steps: Steps, is_before: bool, use_reentrant: bool) -> None:
+@both_ways
+def test_checkpoints_that_are_switched_on(steps: Steps, way: str, is_before: bool, use_reentrant: bool) -> None:
     """With the embedding frozen, as adapters leave it: reentrant checkpoints need an input that wants gradients."""
     ours, theirs = pair()
 
@@ -167,7 +206,7 @@ def test_checkpoints_that_are_switched_on(steps: Steps, is_before: bool, use_ree
 
     if is_before:
         switch_on()
-    optimize(ours)
+    optimize(ours, way)
     if not is_before:
         steps.take(ours, theirs)
         switch_on()
@@ -206,6 +245,30 @@ def test_accelerate_gives_it_back(steps: Steps, accelerator_of: Callable[[str], 
     unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     assert unwrapped is ours
     steps.take(unwrapped, theirs)
+
+
+def test_its_forward_and_its_backbone_are_called(steps: Steps) -> None:
+    """As TRL and some loops of one's own do."""
+    ours, theirs = pair()
+    optimize(ours)
+    steps.take(Forwarded(ours), Forwarded(theirs))
+    steps.take(OfBackbone(ours), OfBackbone(theirs))
+    steps.take(ours, theirs)
+
+
+class Forwarded(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Any:
+        return self.model.forward(**inputs)
+
+
+class OfBackbone(Forwarded):
+    def forward(self, **inputs: Tensor) -> Any:
+        logits = self.model.lm_head(self.model.model(input_ids=inputs["input_ids"]).last_hidden_state)
+        return types.SimpleNamespace(loss=logits.square().mean())
 
 
 @pytest.mark.parametrize("optimized", ["the model, before", "the model, after", "the wrapper"])
