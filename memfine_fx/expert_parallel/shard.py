@@ -21,6 +21,7 @@ from torch import nn
 
 from memfine_fx.compat.distributed import IGNORED_BY_DDP, ignore_in_ddp
 from memfine_fx.compat.nn import own_parameters
+from memfine_fx.compat.peft import wrapped_tables
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError, RanksDisagree
 from memfine_fx.expert_parallel.bandwidth import measure_bandwidth
@@ -50,12 +51,17 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
         config: compared between ranks; the memory budget may differ.
 
     Raises:
-        ConfigError: no experts were found, or the model is sharded already.
+        ConfigError: no experts were found, the model is sharded already, or PEFT adapts tables of its experts.
         RanksDisagree: the ranks' models or configs differ; the message says in what.
         MemfineError: DistributedDataParallel of this torch cannot be told to leave parameters alone.
     """
     if sharded_parameters(model):
         raise ConfigError("this model's experts are sharded already")
+    if wrapped_tables(model):
+        raise ConfigError(
+            "expert_parallel cannot share out experts whose tables PEFT adapts (target_parameters): the adapters [E,...] "
+            "would stay whole beside a rank's slice. Adapt attention and router only, or leave expert_parallel out"
+        )
     if not IGNORED_BY_DDP.holds():
         raise MemfineError(
             "expert_parallel cannot tell DistributedDataParallel of this torch to leave the experts alone, "

@@ -146,3 +146,14 @@ def test_a_pickle_of_one_rank_is_refused_with_what_saves_the_model() -> None:
 def test_none_once_the_group_exists_means_that_no_ranks_share_the_experts() -> None:
     model = memfine_fx.optimize(small_model(), inner_backend="eager", expert_parallel=None)
     assert not sharded_parameters(model)
+
+
+@pytest.mark.trainers
+def test_adapted_tables_are_refused_before_anything_is_cut() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    model = peft.get_peft_model(small_model(), settings)
+    before = {name: one.shape for name, one in model.named_parameters()}
+    with pytest.raises(ConfigError, match="tables PEFT adapts"):
+        sharded(model)
+    assert {name: one.shape for name, one in model.named_parameters()} == before
