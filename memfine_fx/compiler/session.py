@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfine_fx.compat.checks import warn_outside_tested_range
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
+from memfine_fx.compiler.outcomes import head_report, outcome_report
 from memfine_fx.config import Config
 from memfine_fx.memory.measure import MemoryTrace
 from memfine_fx.memory.region_bytes import ChunkSize
@@ -29,14 +30,14 @@ from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.plan.free import describe_budget
 from memfine_fx.plan.peaks import SolvedPeaks
 from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_of
-from memfine_fx.records import MoERegion, Refusal, Where
+from memfine_fx.records import Refusal, Where
 from memfine_fx.records.heads import HeadRefusal
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.logs import set_up_logs
-from memfine_fx.report.reports import HeadReport, RegionReport, Report, StepReport
+from memfine_fx.report.reports import Report, StepReport
 from memfine_fx.runtime.store import lookup
 
-__all__ = ["Records", "Session", "head_report", "next_site", "open_session", "outcome_report", "sessions"]
+__all__ = ["Records", "Session", "next_site", "open_session", "sessions"]
 
 log = logging.getLogger(__name__)
 
@@ -417,70 +418,3 @@ def next_site(body_key: str) -> str:
 def _place(outcome: LoweredRegion | Refusal) -> object:
     where = outcome.region.where if isinstance(outcome, LoweredRegion) else outcome.where
     return (where.module, where.source) if where.module else id(outcome)
-
-
-def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
-    """What is known of one region or refusal now."""
-    if isinstance(outcome, Refusal):
-        return RegionReport(
-            "refused",
-            outcome.where,
-            outcome.details,
-            node=outcome.node,
-            refused_for=outcome.reason.name,
-            hint=outcome.reason.hint,
-        )
-    region, live = outcome.region, outcome.live
-    return RegionReport(
-        "chunked",
-        region.where,
-        "raised, proved row-wise and lowered" if live.plan is None else live.plan.reason,
-        family=region.family,
-        dims=region.dims,
-        plan=live.plan,
-        num_tokens=live.num_tokens,
-        num_chunks=live.num_chunks,
-        largest_chunk=live.largest_chunk,
-        imbalance=live.loads.summary(),
-        num_ranks=1 if live.exchange is None else live.exchange.table_shape[0],
-        rounds=live.rounds,
-        num_added=live.num_added,
-        body_key=live.bodies.key,
-        verified_error=_verified_error(outcome),
-        graph=outcome.graph,
-        uncompared=outcome.uncompared,
-        makes_tables=_made_tables(region, live.bodies.num_factored),
-        why_expanded=outcome.region.why_expanded,
-    )
-
-
-def head_report(head: LoweredHead | HeadRefusal) -> HeadReport:
-    """What is known of one head or refusal now."""
-    if isinstance(head, HeadRefusal):
-        return HeadReport(
-            "refused", head.where, head.details, node=head.node, refused_for=head.reason.name, hint=head.reason.hint
-        )
-    live = head.live
-    return HeadReport(
-        "chunked",
-        head.region.where,
-        "only the loss reads the logits" if live.plan is None else live.plan.reason,
-        dims=head.region.dims,
-        plan=live.plan,
-        num_tokens=live.num_tokens,
-        num_chunks=live.num_chunks,
-        drops_logits=bool(head.region.results),
-        verified_error=_verified_error(head),
-    )
-
-
-def _made_tables(region: MoERegion, num_factored: int) -> str:
-    """How tables that are computed are made, "" where none is."""
-    if not region.makes_tables:
-        return ""
-    return "each expert's tables made when it runs" + (", low-rank terms factor by factor" if num_factored else "")
-
-
-def _verified_error(outcome: LoweredRegion | LoweredHead) -> float | None:
-    verification = outcome.verification
-    return None if verification is None or verification.worst is None else verification.worst.error

@@ -15,7 +15,8 @@ from memfine_fx.compat.interpreter import running_model
 from memfine_fx.compat.tensors import is_sharded
 from memfine_fx.compat.traces import trace_artifact
 from memfine_fx.compiler.captured_graph import CapturedGraph
-from memfine_fx.compiler.session import Session, head_report, outcome_report
+from memfine_fx.compiler.outcomes import head_report, outcome_report
+from memfine_fx.compiler.session import Session
 from memfine_fx.config import dump_folder
 
 __all__ = ["dump_graph", "tell_found", "warn_without_regions"]
