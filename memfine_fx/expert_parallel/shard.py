@@ -60,7 +60,8 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
     if wrapped_tables(model):
         raise ConfigError(
             "expert_parallel cannot share out experts whose tables PEFT adapts (target_parameters): the adapters "
-            "[E,...] would stay whole beside a rank's slice. Adapt attention and router only, or leave expert_parallel out"
+            "[E,...] would stay whole beside a rank's slice. Adapt attention and router only, or leave "
+            "expert_parallel out"
         )
     if not IGNORED_BY_DDP.holds():
         raise MemfineError(
