@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -272,3 +274,20 @@ def test_whoever_waits_for_a_gradient_is_called() -> None:
     assert num_added(model) == [2]
     assert len(called) == 1 and called[0] is table.grad
     assert not torch.equal(before, table.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 2), ({"gradient_as_bucket_view": True}, 0)])
+def test_data_parallel_averages_what_was_added(options: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    """Its reducer reads a gradient once the node that accumulates has run, which it has to be told of."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model, twin = layers()
+        ours, theirs = (nn.parallel.DistributedDataParallel(one, **options) for one in (model, twin))
+        for seed in range(4):
+            for one in (ours, theirs):
+                with one.no_sync() if seed == 1 else contextlib.nullcontext():
+                    step(one, batch(seed))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert num_added(model) == [expected]
+    assert max(errors(model, twin)) <= 1e-5
