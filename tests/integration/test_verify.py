@@ -92,7 +92,7 @@ def _off_by_a_percent(results: Any, place: int) -> Any:
 
 def _corrupt_backward(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     exact = op.run_backward
-    monkeypatch.setattr(op, "run_backward", lambda *args: _off_by_a_percent(exact(*args), place))
+    monkeypatch.setattr(op, "run_backward", lambda *args, **kwargs: _off_by_a_percent(exact(*args, **kwargs), place))
 
 
 def _corrupt_forward(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
