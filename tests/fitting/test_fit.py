@@ -218,6 +218,7 @@ def test_adamw_in_eight_bits_holds_what_bitsandbytes_does() -> None:
     assert said.state == 2 * (64 * 65 + 4 * blocks) + 8 * 4095 + 2 * 256 * 4
 
 
+@pytest.mark.slow
 def test_ranks_share_what_goes_with_parameters() -> None:
     alone, shared = (memfine_fx.fit(config_of(), seq=64, dtype="fp32", fsdp=ranks) for ranks in (1, 4))
     assert shared.estimates and not alone.estimates

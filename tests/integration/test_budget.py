@@ -65,6 +65,7 @@ def assert_gradients_exact(model: nn.Module) -> None:
         assert relative_error(found, wanted) <= 1e-5, name
 
 
+@pytest.mark.slow
 def test_less_is_kept_under_a_tighter_budget_and_gradients_stay_exact() -> None:
     _, free, _ = trained(None)
     assert free.predicted_peak_bytes is not None
@@ -75,6 +76,7 @@ def test_less_is_kept_under_a_tighter_budget_and_gradients_stay_exact() -> None:
     assert_gradients_exact(model)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_large_enough_keeps_what_pays_and_gradients_stay_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

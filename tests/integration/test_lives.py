@@ -372,6 +372,7 @@ def budget_of_a_plain_life() -> int:
     return smallest_budget(plain)
 
 
+@pytest.mark.slow
 def test_an_evaluation_does_not_change_what_training_may_use() -> None:
     budget = budget_of_a_plain_life()
     life = lived(evaluated, budget, torch.float32)
