@@ -189,7 +189,7 @@ ACCUMULATED = Hook(
     name="torch._C._will_engine_execute_node",
     host="torch",
     purpose="adding to gradients that exist where they are, where autograd would",
-    seen=("2.11", "2.15"),
+    seen=("2.13", "2.15"),
     loss="A micro-batch that accumulates holds a second set of the experts' gradients, which a memory_budget counts; "
     "results are the same.",
     check=_check_accumulated,
