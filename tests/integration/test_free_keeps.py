@@ -67,6 +67,7 @@ def trained(budget: Budget, dtype: torch.dtype) -> tuple[nn.Module, dict[str, An
     found: dict[str, Any] = {"standard": measured(model, tokens), "gradients": gradients(model)}
     found["report"] = memfine_fx.report(model)
     found["accumulated"] = measured(model, tokens, accumulates=True)
+    found["accumulated lean"] = lean_peak()
     found["longer"] = measured(model, batch(4 * LENGTHS[dtype]))
     found["longer lean"] = lean_peak()
     return model, found
@@ -91,8 +92,9 @@ def test_what_is_free_is_kept_and_costs_no_byte_of_the_step(dtype: torch.dtype) 
     (_, free), (_, least) = trained("free", dtype), trained(None, dtype)
     assert num_keeping(free["report"]) > 0
     assert num_keeping(least["report"]) == 0
-    for name in ("standard", "accumulated"):
-        assert free[name] <= least[name], name
+    assert free["standard"] <= least["standard"]
+    # NOTE: no gradient of the experts is made there, and which kernels are fused around them decides the peak.
+    assert free["accumulated"] <= 1.001 * free["accumulated lean"]
     assert free["standard"] <= least["report"].step.peak.num_bytes
     # NOTE: kernels around the experts are fused otherwise, and in low precision round elsewhere; what is kept is exact
     # (see `test_one_compiled_graph_keeps_or_does_not`).
