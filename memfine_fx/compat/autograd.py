@@ -59,8 +59,11 @@ def is_accumulated(leaf: torch.Tensor) -> bool:
     Not for `torch.autograd.grad`, which returns what would be added, and not for leaves that `backward(inputs=...)`
     leaves out.
     """
-    if not ACCUMULATED.holds():
-        return False
+    return ACCUMULATED.holds() and _will_run(leaf)
+
+
+def _will_run(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs comes to the node that accumulates a leaf's gradient."""
     with torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
@@ -135,12 +138,7 @@ def _check_accumulated() -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> None:
-            with torch.enable_grad():
-                node = torch.autograd.graph.get_gradient_edge(ctx.leaf).node
-            try:
-                asked.append(torch._C._will_engine_execute_node(node))
-            except RuntimeError:
-                asked.append(False)
+            asked.append(_will_run(ctx.leaf))
 
     leaf, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     leaf.grad = torch.ones(1)

@@ -138,6 +138,8 @@ class CompiledGraph:
             self._record.input_bytes(args),
             is_limited=session.config.has_budget,
         )
+        # Every partition is cut from one joint graph, so that all of them add the same gradients.
+        run.memory = replace(run.memory, added=frozenset(self._adding(self._record.step, can_add)))
         again = None if session.records else self._again  # what is only recorded is refused by who reads it
         compiled = self._partitions[0] if again is None else self._chosen(run, again)
         self._take(run, compiled)
@@ -183,11 +185,8 @@ class CompiledGraph:
         return not (one.step.keeps_all and fits_unbounded(self._session, self._situation(run, one)))
 
     def _situation(self, run: Run, one: _Compiled) -> Situation:
-        self._let_run(run, one.step)
+        run.memory = replace(run.memory, step=one.step)
         return situation_of(self._session, run)
-
-    def _let_run(self, run: Run, step: GraphStep) -> None:
-        run.memory = replace(run.memory, step=step, added=frozenset(self._adding(step, can_add)))
 
     def _refusal_of(self, run: Run, one: _Compiled) -> BudgetInfeasible | None:
         situation = self._situation(run, one)
@@ -202,7 +201,7 @@ class CompiledGraph:
         """The graph partitioned for this run and compiled."""
         session, first = self._session, self._record.step
         step = GraphStep(first.regions, run.memory.values, heads=first.heads, sole=first.sole)
-        self._let_run(run, step)
+        run.memory = replace(run.memory, step=step)
         situation = situation_of(session, run)
         key = ("made", *situation.key[1:])
         refused = self._refusals.get(key)
@@ -315,7 +314,7 @@ class CompiledGraph:
     def _take(self, run: Run, compiled: _Compiled) -> None:
         """Plans are made for this run until another begins."""
         self._record.step = compiled.step
-        self._let_run(run, compiled.step)
+        run.memory = replace(run.memory, step=compiled.step)
         run.memory = replace(run.memory, drops=dropped_in(self._session, run))
         self._session.situation = situation_of(self._session, run)
 
