@@ -20,7 +20,7 @@ import memfine_fx
 from benchmarks.machine import seconds_of
 from benchmarks.measures import Answer, Dtype, device_here
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from memfine_fx.passes.lower.bodies import num_body_compilations
+from memfine_fx.passes.lower.compiled_body import num_body_compilations
 from memfine_fx.runtime import op
 from memfine_fx.runtime.store import LiveRegion
 

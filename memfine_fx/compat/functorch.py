@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import pickle
+import unittest.mock
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -16,13 +19,16 @@ from memfine_fx.compat.checks import Hook, expect
 
 __all__ = [
     "AUTOGRAD_CACHE",
+    "CACHED_RECORDS",
     "DONATED",
     "ELEMENTWISE",
     "PARTITIONER",
     "RANDOM_STATES",
     "SHARE",
     "TANGENTS",
+    "CacheHit",
     "compile_on_aot_autograd",
+    "compile_through_cache",
     "compiling_regions",
     "frees_tangents",
     "keeping_share",
@@ -30,9 +36,11 @@ __all__ = [
     "random_state_ops",
     "recomputing_elementwise",
     "run_boxed",
+    "store_record",
     "take_donated",
 ]
 
+ResultT = TypeVar("ResultT")
 _RECOMPUTES_ELEMENTWISE = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
@@ -65,14 +73,91 @@ def keeping_share(share: float) -> contextlib.AbstractContextManager[object]:
 
 
 def compiling_regions() -> contextlib.AbstractContextManager[object]:
-    """For compilations inside: every graph passes our partitioner.
+    """For compilations inside: every graph passes our partitioner; Inductor's own cache is used.
 
-    A hit in AOT autograd's cache would skip the partitioner and what it learns; Inductor's own cache is used.
+    A hit in AOT autograd's cache would skip the partitioner: see `compile_through_cache` for graphs that may.
     """
     if not AUTOGRAD_CACHE.holds():
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = _config().patch(enable_autograd_cache=False)
     return patched
+
+
+@dataclass
+class CacheHit:
+    """What AOT autograd's cache had of the graph that was compiled.
+
+    Args:
+        record: what `store_record` left with it; None where nothing was found.
+        is_hit: whether the graph came from the cache, so that no partitioner was asked.
+        backward: its compiled backward, None without one.
+    """
+
+    record: Any = None
+    is_hit: bool = False
+    backward: Any = None
+
+
+def compile_through_cache(compiled: Callable[[], ResultT], take: Callable[[CacheHit], bool]) -> ResultT:
+    """Compile one graph, or take it from AOT autograd's cache with what `store_record` left there.
+
+    Args:
+        compiled: compiles it; called again where a hit is of no use.
+        take: told of a hit; False where it lacks its record.
+    """
+    if AUTOGRAD_CACHE.holds() and CACHED_RECORDS.holds():
+        with _reading_cache() as found:
+            result = compiled()
+        if not found.is_hit or take(found):
+            return result
+    with compiling_regions():
+        return compiled()
+
+
+@contextlib.contextmanager
+def _reading_cache() -> Iterator[CacheHit]:
+    """Says of the one graph that is compiled inside whether AOT autograd's cache had it."""
+    from torch._functorch._aot_autograd.aot_autograd_result import GenericAOTAutogradResult
+    from torch._inductor.output_code import CompiledFxGraph
+
+    found = CacheHit()
+    build, finish = GenericAOTAutogradResult.wrap_post_compile, CompiledFxGraph.post_compile
+
+    def built(entry: Any, *args: Any, **kwargs: Any) -> Any:
+        def finished(compiled: Any, inputs: Any, constants: Any, options: Any) -> None:
+            finish(compiled, inputs, constants, options)
+            if options["is_backward"]:
+                found.backward = compiled
+
+        with unittest.mock.patch.object(CompiledFxGraph, "post_compile", finished):
+            result = build(entry, *args, **kwargs)
+        found.record, found.is_hit = getattr(_inner_metadata(entry), _RECORD, None), True
+        return result
+
+    with unittest.mock.patch.object(GenericAOTAutogradResult, "wrap_post_compile", built):
+        yield found
+
+
+_RECORD = "memfine_record"
+
+
+def store_record(record: object) -> None:
+    """Leave something with the graph that is being compiled, for the process that finds it in AOT autograd's cache.
+
+    The graph's metadata is pickled into its entry after backward is compiled, and what is stored last with it.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is not None:
+        setattr(metadata, _RECORD, record)
+
+
+def _inner_metadata(entry: Any) -> Any:
+    """What was the tracing context's metadata: that of plain tensors, where inputs are subclasses."""
+    inner = entry.maybe_subclass_meta
+    return entry.runtime_metadata if inner is None else inner.fw_metadata
 
 
 def take_donated() -> tuple[int, ...]:
@@ -172,6 +257,23 @@ def _check_donated() -> None:
         expect(_donated_idxs() is positions, "the list that is given is not AOT autograd's own")
 
 
+def _check_cached_records() -> None:
+    """What is stored with a graph's metadata is pickled with it, and a hit passes where it is read."""
+    from torch._functorch._aot_autograd.aot_autograd_result import GenericAOTAutogradResult
+    from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+    from torch._inductor.output_code import CompiledFxGraph
+
+    fields = GenericAOTAutogradResult.__dataclass_fields__
+    for name in ("runtime_metadata", "maybe_subclass_meta", "compiled_bw"):
+        expect(name in fields, f"an entry has no {name}")
+    expect(callable(getattr(GenericAOTAutogradResult, "wrap_post_compile", None)), "nothing rebuilds an entry's graph")
+    taken = list(inspect.signature(CompiledFxGraph.post_compile).parameters)
+    expect(taken == ["self", "example_inputs", "constants", "graph_kwargs"], f"post_compile takes {', '.join(taken)}")
+    metadata: Any = ViewAndMutationMeta([], [], 0, True, [], [], [], [], [])
+    setattr(metadata, _RECORD, "kept")
+    expect(getattr(pickle.loads(pickle.dumps(metadata)), _RECORD, "") == "kept", "metadata loses what is stored in it")
+
+
 def _check_tangents() -> None:
     """A gradient that is taken out of the list is gone, where autograd gives a list."""
     dropped: list[bool] = []
@@ -262,6 +364,15 @@ AUTOGRAD_CACHE = Hook(
     loss="Where AOT autograd finds a graph in its cache, what the step holds is not known before it runs, and plans "
     "under a memory_budget are made without it.",
     check=lambda: _check_settings("enable_autograd_cache"),
+)
+CACHED_RECORDS = Hook(
+    name="torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutogradResult.wrap_post_compile",
+    host="torch",
+    purpose="taking graphs from AOT autograd's cache with what our partitioner learned of them",
+    seen=("2.13", "2.13"),
+    loss="A new process traces and partitions its graphs again although their kernels are cached: a warm start takes "
+    "longer.",
+    check=_check_cached_records,
 )
 DONATED = Hook(
     name="torch._inductor.utils.get_donated_idxs",

@@ -30,6 +30,7 @@ __all__ = [
     "compile_on_inductor",
     "compiling_again",
     "get_hash_for_files",
+    "identity_options",
     "mark_boxed",
     "mode_options",
     "pass_options",
@@ -68,11 +69,33 @@ def compile_inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **options
 
 
 def compile_body(
-    graph_module: fx.GraphModule, fake_mode: FakeTensorMode, inputs: Sequence[Any], inner_compile: Callable[..., Any]
+    graph_module: fx.GraphModule,
+    fake_mode: FakeTensorMode,
+    inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
     """A function over rows, compiled on its own fake arguments, outside of any capture."""
     with compiling_again(fake_mode), torch.no_grad():
-        return compile_on_inductor(graph_module, inputs, None, inner_compile)
+        return compile_on_inductor(graph_module, inputs, options, inner_compile)
+
+
+class _Identity(CustomPartitionerFn):
+    """In the place of a partitioner where nothing is split: what compiled code is known by beside its graph."""
+
+    def __init__(self, files: Sequence[str], key: str) -> None:
+        self._files, self._key = tuple(files), key
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        raise AssertionError("a graph without gradients is not split")
+
+    def uuid(self) -> Any:
+        return get_hash_for_files(self._files, self._key)
+
+
+def identity_options(files: Sequence[str], key: str) -> dict[str, Any]:
+    """Options under which caches find compiled code again only while these files of ours and the key are the same."""
+    return {"custom_partitioner_fn": _Identity(files, key)}
 
 
 def compiling_again(fake_mode: FakeTensorMode) -> contextlib.AbstractContextManager[object]:

@@ -33,8 +33,10 @@ from memfine_fx.compiler.inner import Foresees, compile_with_regions, record_pla
 from memfine_fx.compiler.session import Session
 from memfine_fx.config import FREE
 from memfine_fx.errors import BudgetInfeasible
+from memfine_fx.memory.machine import measurement_key
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.passes.dataflow import node_value, tensor_of
+from memfine_fx.passes.lower.bodies import ExpertBodies
 from memfine_fx.passes.step.fit import Even
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.plan.budget import (
@@ -50,6 +52,7 @@ from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.runs import Run, Situation
 from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, is_added
+from memfine_fx.runtime.live_head import LiveHead
 from memfine_fx.runtime.store import MOST_PLANS
 
 __all__ = ["CompiledGraph"]
@@ -267,10 +270,30 @@ class CompiledGraph:
             mode=session.mode,
             records=session.records,
             foresees=self._foresees(step) if session.records else None,
+            identity=self._identity() if budget is None else "",
         )
         members = {*session.history.members(), self._record}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
         return _Compiled(step, compiled, persistent, () if budget is None else budget.situation.key[1:])
+
+    def _identity(self) -> str:
+        """What a partition follows from where no bytes of this process decide it; "" where they do.
+
+        Operators' results, and which gradients are sole, follow from the regions and heads that their sites stand for,
+        scratch inside kernels from the machine.
+        """
+        if self._session.records or self._rates() is not None:
+            return ""
+        described: list[object] = [measurement_key(tensor_of(self._record.lowered[0].region.hidden).device.type)]
+        for one in self._record.lowered:
+            live = one.live
+            if isinstance(live, LiveHead):
+                described.append((live.site, live.loss, live.out_dtype))
+            elif isinstance(live.bodies, ExpertBodies) and live.exchange is None:
+                described.append((live.site, live.bodies.key, live.top_k, live.out_dtype, live.uses_kernels))
+            else:
+                return ""
+        return repr(described)
 
     def _rates(self) -> Callable[[], DeviceRates] | None:
         """The device's, where regions may keep what leaves a step's peak where it is.

@@ -17,11 +17,14 @@ from torch import fx
 from memfine_fx.compat.autograd import is_graph_kept
 from memfine_fx.compat.dynamo import plain_compiler
 from memfine_fx.compat.functorch import (
+    CacheHit,
     compile_on_aot_autograd,
+    compile_through_cache,
     compiling_regions,
     keeping_share,
     min_cut_partition,
     run_boxed,
+    store_record,
     take_donated,
 )
 from memfine_fx.compat.inductor import (
@@ -38,7 +41,7 @@ from memfine_fx.compiler.session import Records
 from memfine_fx.config import Config
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import GraphMemory
-from memfine_fx.memory.step import GraphStep
+from memfine_fx.memory.step import GraphRecord, GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.step.fit import Even, StepBudget
 from memfine_fx.passes.step.kernel_order import KernelOrder
@@ -82,6 +85,7 @@ def compile_with_regions(
     mode: str | None = None,
     records: Records = "",
     foresees: Foresees | None = None,
+    identity: str = "",
 ) -> Callable[..., Any]:
     """Compile a graph whose regions were lowered.
 
@@ -96,6 +100,8 @@ def compile_with_regions(
         mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
         records: what is read of the graph where nothing is to be built: see `Session`.
         foresees: other budgets or kinds of partition, and what is told the partitions that they would choose.
+        identity: what the partition follows from beside the graph and the config, as text; "" where that is not known,
+            and the graph is never taken from AOT autograd's cache.
     """
     inputs = list(example_inputs)
     partitioner = StepPartitioner(
@@ -103,7 +109,7 @@ def compile_with_regions(
         budget=budget,
         rates=rates,
         report=functools.partial(take_estimate, step, partitioned),
-        key=f"{config.memory_budget} {config.axis} {config.rows_per_chunk} {config.tokens_per_chunk}",
+        key=f"{config.memory_budget} {config.axis} {config.rows_per_chunk} {config.tokens_per_chunk} {identity}",
     )
     if config.inner_backend == "aot_eager":
         with compiling_regions():
@@ -115,9 +121,26 @@ def compile_with_regions(
     options = mode_options(mode) | pass_options(chosen, RegionDistance(), KernelOrder())
     compile_one = functools.partial(_read_alone, records) if records else _compile_and_read
     inner_compile = functools.partial(compile_one, step, changed, in_backward)
+
+    def compiled() -> Callable[..., Any]:
+        result: Callable[..., Any] = compile_on_inductor(graph_module, inputs, options, inner_compile)
+        return result
+
+    if identity:
+        return compile_through_cache(compiled, functools.partial(_take_learned, step, changed, in_backward))
     with compiling_regions():
-        compiled: Callable[..., Any] = compile_on_inductor(graph_module, inputs, options, inner_compile)
-    return compiled
+        return compiled()
+
+
+def _take_learned(step: GraphStep, changed: Callable[[], None], in_backward: BackwardContext, found: CacheHit) -> bool:
+    """Whether a graph from the cache came with its record: step and backward are then as if it had been compiled."""
+    if not isinstance(found.record, GraphRecord):
+        return False
+    step.take(found.record)
+    changed()
+    if found.backward is not None:
+        _call_in(found.backward, found.record.donated, in_backward)
+    return True
 
 
 def _compile_and_read(
@@ -138,7 +161,15 @@ def _compile_and_read(
         _record(step, is_backward, memory)
         step.estimated.discard("backward" if is_backward else "forward")
         changed()
-    return _backward_call(take_donated(), in_backward, compiled) if is_backward else compiled
+    donated = take_donated() if is_backward else ()
+    store_record(step.learned(donated))
+    return _call_in(compiled, donated, in_backward) if is_backward else compiled
+
+
+def _call_in(compiled: Any, donated: Sequence[int], in_backward: BackwardContext) -> Any:
+    """Have Inductor's compiled backward called as `_backward_call` does; itself, so that AOT autograd can cache it."""
+    compiled.current_callable = _backward_call(donated, in_backward, compiled.current_callable)
+    return compiled
 
 
 def _record(step: GraphStep, is_backward: bool, memory: GraphMemory) -> None:

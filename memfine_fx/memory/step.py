@@ -32,6 +32,7 @@ from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_worksp
 from memfine_fx.records import Keep
 
 __all__ = [
+    "GraphRecord",
     "GraphStep",
     "RegionMemory",
     "RunMemory",
@@ -92,6 +93,26 @@ class RegionMemory:
         return region_workspace(self.terms_now(call.keep), num_tokens, size_of(num_tokens), self.axis, call.phase)
 
 
+@dataclass(frozen=True)
+class GraphRecord:
+    """What is stored with a compiled graph, for the process that finds it in a cache.
+
+    Args:
+        donated: positions of saved tensors that its backward may write over.
+        others: as those of `GraphStep`.
+    """
+
+    donated: tuple[int, ...]
+    forward: GraphMemory | None
+    backward: GraphMemory | None
+    decision: str
+    keeps_all: bool
+    optional: Mapping[str, float]
+    estimated: frozenset[Direction]
+    sole: Mapping[tuple[str, int], int]
+    sizes: Mapping[str, int]
+
+
 @dataclass
 class GraphStep:
     """One captured graph's forward and backward, and its regions by site.
@@ -119,6 +140,29 @@ class GraphStep:
     optional: dict[str, float] = field(default_factory=dict)
     estimated: set[Direction] = field(default_factory=set)
     sole: Mapping[tuple[str, int], int] = field(default_factory=dict)
+
+    def learned(self, donated: Sequence[int] = ()) -> GraphRecord:
+        """What compiling the graph taught, apart from its regions, which are read anew in every process."""
+        return GraphRecord(
+            tuple(donated),
+            self.forward,
+            self.backward,
+            self.decision,
+            self.keeps_all,
+            dict(self.optional),
+            frozenset(self.estimated),
+            dict(self.sole),
+            dict(self.sizes),
+        )
+
+    def take(self, record: GraphRecord) -> None:
+        """Learn what another process learned when it compiled the same graph."""
+        self.forward, self.backward = record.forward, record.backward
+        self.decision, self.keeps_all = record.decision, record.keeps_all
+        self.optional, self.estimated = dict(record.optional), set(record.estimated)
+        self.sole = record.sole
+        for name, hint in record.sizes.items():
+            self.sizes.setdefault(name, hint)
 
     def add_hints(self, graph: fx.Graph) -> None:
         """Values for symbols that no input's size is (a saved random state's length), as in the captured call."""

@@ -14,6 +14,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import sympy
 import torch
@@ -25,7 +26,10 @@ from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
 from memfine_fx.memory.sizes import size_expr
 
-__all__ = ["read_wrapper"]
+__all__ = ["READER_FILES", "read_wrapper"]
+
+READER_FILES = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.py")))
+"""What a record follows from beside the wrapper and, for scratch inside kernels, `machine.measurement_key`."""
 
 _PHASES = {f"torch.ops.memfine.{name}.default": phase for name, phase in OP_PHASES.items()}
 _KEEPING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_keeping", "experts_backward_kept"))

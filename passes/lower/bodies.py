@@ -18,21 +18,15 @@ matmul per expert.
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-from memfine_fx.compat.functorch import compiling_regions, run_boxed
-from memfine_fx.compat.inductor import TRACING, compile_body, compile_inner, wrapper_of, written_code
 from memfine_fx.config import InnerBackend
-from memfine_fx.memory.graph_peak import live_peaks, tensor_bytes
-from memfine_fx.memory.symbols import GROUPS, ROWS
-from memfine_fx.memory.wrapper_code import read_wrapper
+from memfine_fx.passes.lower.compiled_body import CompiledBody, making, outputs_of, set_outputs
 from memfine_fx.passes.lower.fold_weight import fold_weight
 from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row, through_transposes
 from memfine_fx.passes.lower.kernel_form import kernel_form
@@ -51,17 +45,10 @@ from memfine_fx.runtime.bodies import (
 )
 from memfine_fx.runtime.kernels.tables import KernelForm
 
-__all__ = ["ExpertBodies", "bodies_for", "num_body_compilations"]
+__all__ = ["ExpertBodies", "bodies_for"]
 
 aten = torch.ops.aten
 _cache: dict[str, ExpertBodies] = {}
-_lock = threading.RLock()
-_num_compilations = 0
-
-
-def num_body_compilations() -> int:
-    """How many bodies this process has compiled; grows with distinct bodies, not with layers."""
-    return _num_compilations
 
 
 def bodies_for(
@@ -90,7 +77,7 @@ def bodies_for(
         inner,
     )
     key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
-    with _lock:
+    with making:
         if key not in _cache:
             _cache[key] = ExpertBodies(key, expert_fn, tuple(specs), folds_weight, takes_group, inner)
         return _cache[key]
@@ -116,7 +103,7 @@ class ExpertBodies:
         self._function, self.is_folded, self.num_factored = _prepare(
             expert_fn, specs, folds_weight and expert_fn.has_weight
         )
-        result = _outputs(self._function.graph_module)[0].meta["val"]
+        result = outputs_of(self._function.graph_module)[0].meta["val"]
         self.out_width = int(result.shape[1])
         self.contribution_dtype: torch.dtype = result.dtype
         self._specs = specs
@@ -124,7 +111,7 @@ class ExpertBodies:
         if takes_group:
             self._function, self._specs = lift_over_experts(self._function, specs, expert_fn)
         self._num_read = 0
-        self._made: list[_Compiled] = []
+        self._made: list[CompiledBody] = []
         self._joints: dict[tuple[bool, ...], TracedBody] = {}  # forward and vjp in one graph, cut for each choice
         self._forward: ForwardBody | None = None
         self._backward: dict[tuple[bool, ...], BackwardBody] = {}
@@ -136,13 +123,13 @@ class ExpertBodies:
         return kernel_form(self._function.graph_module.graph, has_weight=self.has_weight) if is_known else None
 
     def forward(self) -> ForwardBody:
-        with _lock:
+        with making:
             if self._forward is None:
                 self._forward = ForwardBody(self._compiled(self._function))
             return self._forward
 
     def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
-        with _lock:
+        with making:
             if wanted not in self._backward:
                 self._backward[wanted] = self._build_backward(wanted)
             return self._backward[wanted]
@@ -154,12 +141,12 @@ class ExpertBodies:
 
     def read_code(self) -> None:
         """Know the peaks of all bodies that were made so far as if they had been compiled; nothing is built."""
-        with _lock:
+        with making:
             for one in self._made:
                 one.read_code()
 
-    def _compiled(self, traced: TracedBody) -> _Compiled:
-        made = _Compiled(traced, self._inner, self._note_read)
+    def _compiled(self, traced: TracedBody) -> CompiledBody:
+        made = CompiledBody(traced, self._inner, self._note_read)
         self._made.append(made)
         return made
 
@@ -176,7 +163,7 @@ class ExpertBodies:
         return self._function.graph_module
 
     def keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
-        with _lock:
+        with making:
             if (keep, wanted) not in self._keeping:
                 self._keeping[keep, wanted] = self._build_keeping(keep, wanted)
             return self._keeping[keep, wanted]
@@ -208,12 +195,12 @@ class ExpertBodies:
     def _backward_body(self, traced: TracedBody, differentiated: tuple[int, ...]) -> BackwardBody:
         """The body of a graph that returns the gradients of these arguments."""
         num_lead = 2 if self.has_weight else 1
-        gradients = dict(zip(differentiated, _outputs(traced.graph_module), strict=True))
+        gradients = dict(zip(differentiated, outputs_of(traced.graph_module), strict=True))
         results: list[fx.Node] = []
         rows_grad = _place(results, gradients.pop(0, None))
         weight_grad = _place(results, gradients.pop(1, None)) if self.has_weight else None
         param_grads = [_param_grad(results, gradients.get(num_lead + i)) for i in range(len(self.param_kinds))]
-        _set_outputs(traced.graph_module, results)
+        set_outputs(traced.graph_module, results)
         return BackwardBody(self._compiled(traced), rows_grad, weight_grad, tuple(param_grads))
 
     def _backward_specs(self) -> list[TensorSpec]:
@@ -249,21 +236,6 @@ def _prepare(expert_fn: ExpertFunction, specs: Sequence[TensorSpec], folds: bool
     is_folded = folds and fold_weight(traced.graph_module, placeholders[1])
     num_factored = split_low_rank(traced.graph_module)  # after: a weight is folded into what a single matmul reads
     return traced, is_folded, num_factored
-
-
-def _outputs(graph_module: fx.GraphModule) -> list[fx.Node]:
-    result: Any = next(iter(reversed(graph_module.graph.nodes))).args[0]
-    nodes = list(result) if isinstance(result, (tuple, list)) else [result]
-    assert all(isinstance(node, fx.Node) for node in nodes), "a traced body returns tensors"
-    return nodes
-
-
-def _set_outputs(graph_module: fx.GraphModule, results: list[fx.Node]) -> None:
-    graph = graph_module.graph
-    output = next(iter(reversed(graph.nodes)))
-    output.args = (tuple(results),)
-    graph.eliminate_dead_code()
-    graph_module.recompile()
 
 
 def _place(results: list[fx.Node], node: fx.Node | None) -> int | None:
@@ -324,102 +296,3 @@ def _operand(results: list[fx.Node], argument: Any) -> Operand:
 
 def _flip(operand: Operand) -> Operand:
     return Operand(operand.is_argument, operand.index, not operand.is_transposed)
-
-
-def _peak(traced: TracedBody, inner: InnerBackend) -> sympy.Expr:
-    """Peak of one call in R (and G): the maximum over its program points, kept as one expression."""
-    peaks = live_peaks(traced.graph_module.graph, is_fused=inner == "inductor")
-    renamed = [peak.subs({traced.rows: ROWS, traced.groups: GROUPS}) for peak in peaks]
-    assert all(peak.free_symbols <= {ROWS, GROUPS} for peak in renamed), "a body's sizes are R, G and numbers"
-    return sympy.Max(sympy.Integer(0), *_undominated(renamed))
-
-
-def _results(traced: TracedBody) -> sympy.Expr:
-    """Bytes of what a call returns, in R (and G)."""
-    total = sum((tensor_bytes(node) for node in set(_outputs(traced.graph_module))), sympy.Integer(0))
-    return sympy.expand(total).subs({traced.rows: ROWS, traced.groups: GROUPS})
-
-
-def _undominated(peaks: list[sympy.Expr]) -> list[sympy.Expr]:
-    """Drop affine peaks that another one exceeds in every coefficient."""
-    rows = {
-        (
-            peak.coeff(ROWS, 1).coeff(GROUPS, 0),
-            peak.coeff(GROUPS, 1),
-            peak.coeff(ROWS, 0).coeff(GROUPS, 0),
-        ): peak
-        for peak in peaks
-    }
-    return [
-        peak
-        for key, peak in rows.items()
-        if not any(other != key and all(b >= a for a, b in zip(key, other, strict=True)) for other in rows)
-    ]
-
-
-class _Compiled:
-    """A traced body, compiled at its first call; its results come as a sequence.
-
-    `peak_bytes` is an estimate from the graph, and read from the compiled code once that exists.
-    """
-
-    def __init__(self, traced: TracedBody, inner: InnerBackend, note_read: Callable[[], None]) -> None:
-        _set_outputs(traced.graph_module, _outputs(traced.graph_module))
-        self._traced = traced
-        self._inner = inner
-        self._note_read = note_read
-        self.peak_bytes = _peak(traced, inner)
-        self.results_bytes = _results(traced)
-        self._compiled: Callable[..., Sequence[torch.Tensor]] | None = None
-        self._is_read = False
-
-    @property
-    def graph_module(self) -> fx.GraphModule:
-        return self._traced.graph_module
-
-    def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
-        if self._compiled is None:
-            with _lock:
-                self._compiled = self._compiled or self._compile()
-        return self._compiled(*args)
-
-    def _compile(self) -> Callable[..., Sequence[torch.Tensor]]:
-        global _num_compilations
-        _num_compilations += 1
-        graph_module = self._traced.graph_module
-        if self._inner != "inductor" or not TRACING.holds():
-            return graph_module
-        return self._compile_with(self._compile_and_read)
-
-    def read_code(self) -> None:
-        """Take `peak_bytes` from the code that Inductor would write, unless it was read before."""
-        if self._is_read or self._inner != "inductor" or not TRACING.holds():
-            return
-        self._is_read = True
-        self._compile_with(self._read_alone)
-
-    def _compile_with(self, inner_compile: Callable[..., Any]) -> Callable[..., Sequence[torch.Tensor]]:
-        traced = self._traced
-        with compiling_regions():  # a hit in AOT autograd's cache would read nothing
-            compiled: Callable[..., Sequence[torch.Tensor]] = compile_body(
-                traced.graph_module, traced.fake_mode, list(traced.fake_inputs), inner_compile
-            )
-        return compiled
-
-    def _read_alone(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        self._take(written_code(graph_module, inputs, **kwargs), graph_module.graph)
-        return run_boxed(graph_module, inputs)
-
-    def _compile_and_read(self, graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        compiled = compile_inner(graph_module, inputs, **kwargs)
-        self._take(wrapper_of(compiled), graph_module.graph)
-        return compiled
-
-    def _take(self, source: str, graph: fx.Graph) -> None:
-        memory = read_wrapper(source, graph)
-        sizes = {str(self._traced.rows): ROWS, str(self._traced.groups): GROUPS}
-        if memory is not None and all(str(symbol) in sizes for symbol in memory.symbols):
-            peak = memory.peak_expression(lambda call: 0)
-            self.peak_bytes = peak.subs({symbol: sizes[str(symbol)] for symbol in memory.symbols})
-            self._is_read = True
-            self._note_read()

@@ -30,7 +30,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 import memfine_fx.runtime.head
-import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+import memfine_fx.runtime.op  # registers the ops
 from memfine_fx.compat import functorch
 from memfine_fx.compat.functorch import frees_tangents, min_cut_partition, random_state_ops
 from memfine_fx.compat.inductor import CustomPartitionerFn, get_hash_for_files
@@ -38,6 +38,7 @@ from memfine_fx.compat.operators import OpOverload
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import CountedInputs
+from memfine_fx.memory.wrapper_code import READER_FILES
 from memfine_fx.passes.read.normal_form import fake_mode_of
 from memfine_fx.passes.step.dense_results import dense_results, is_attention, must_save
 from memfine_fx.passes.step.fit import Even, StepBudget, even, fit
@@ -50,12 +51,13 @@ from memfine_fx.plan.cost import DeviceRates
 __all__ = ["Partition", "StepPartitioner", "counted_inputs", "partitioned_as_is"]
 
 _FILES = (
-    *(
-        str(Path(__file__).with_name(f"{name}.py"))
-        for name in ("partition", "partitioned", "spare", "optional", "keep", "fit", "dense_results")
-    ),
+    *sorted(str(path) for path in Path(__file__).parent.glob("*.py")),
+    *READER_FILES,
     functorch.__file__,
+    memfine_fx.runtime.head.__file__,
+    memfine_fx.runtime.op.__file__,
 )
+"""What decides a partition, its record, and the shapes of our operators' results: cached graphs are those of these."""
 _NEVER_RECOMPUTED = (
     torch.ops.memfine.route.default,
     torch.ops.memfine.route_shared.default,

@@ -26,6 +26,7 @@ import torch._prims.rng_prims
 import torch.amp.autocast_mode
 import torch.utils._python_dispatch
 from torch._dynamo.backends import registry
+from torch._functorch._aot_autograd.aot_autograd_result import GenericAOTAutogradResult
 from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch.fx.experimental import _config as shape_config
@@ -121,6 +122,7 @@ BREAKS: dict[Hook, Break] = {
     functorch.SHARE: lacking(torch._functorch.config, "activation_memory_budget"),
     functorch.ELEMENTWISE: lacking(torch._functorch.config, "ban_recompute_used_far_apart"),
     functorch.AUTOGRAD_CACHE: lacking(torch._functorch.config, "enable_autograd_cache"),
+    functorch.CACHED_RECORDS: lacking(GenericAOTAutogradResult, "wrap_post_compile"),
     functorch.DONATED: having(torch._inductor.utils, "get_donated_idxs", lambda: [0, 2]),
     functorch.PARTITIONER: having(
         torch._functorch.partitioners, "min_cut_rematerialization_partition", blind_to_policies

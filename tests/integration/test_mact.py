@@ -9,7 +9,7 @@ import torch
 
 import memfine_fx
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from memfine_fx.passes.lower.bodies import num_body_compilations
+from memfine_fx.passes.lower.compiled_body import num_body_compilations
 from memfine_fx.runtime import mact
 from tests.helpers import largest_error
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.lower.bodies import num_body_compilations
+from memfine_fx.passes.lower.compiled_body import num_body_compilations
 from memfine_fx.passes.lower.lift import can_lift
 from memfine_fx.records import ChunkPlan, ParamKind
 from memfine_fx.runtime.loop import chunks_of, run_backward, run_forward

@@ -1,0 +1,58 @@
+"""A second process takes graphs and bodies from AOT autograd's cache, and is in nothing different from the first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfine_fx.compat.functorch import CACHED_RECORDS
+from tests.integration.comparison import FP32_TOLERANCE
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CACHED_RECORDS.holds(), reason="this torch's cache keeps no record beside a graph"),
+]
+
+
+def run(folder: Path, activation: str, **environment: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.warm_start", activation],
+        cwd=ROOT,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("error") < FP32_TOLERANCE
+    return found
+
+
+def test_a_second_process_is_as_the_first(tmp_path: Path) -> None:
+    """Losses, gradients (kept graph, then added in place), measured bytes and whole reports with their predictions."""
+    cold, warm = run(tmp_path, "silu"), run(tmp_path, "silu")
+    assert (cold.pop("hits"), warm.pop("misses")) == (0, 0)
+    assert cold.pop("misses") == warm.pop("hits") >= 3  # the graph, an expert's forward, its backward
+    assert "gradients added to where they were" in cold["reports"][0]
+    assert warm == cold
+
+
+def test_other_experts_in_an_equal_graph_are_not_found(tmp_path: Path) -> None:
+    """Their graph differs in no operator: the experts are one operation in it."""
+    run(tmp_path, "silu")
+    other = run(tmp_path, "gelu")
+    assert (other["hits"], other["misses"]) == (0, 3)
+
+
+def test_records_of_another_machine_are_not_found(tmp_path: Path) -> None:
+    """What kernels take inside differs by instructions and threads, and so do records."""
+    run(tmp_path, "silu")
+    other = run(tmp_path, "silu", ONEDNN_MAX_CPU_ISA="AVX2")
+    assert other["hits"] == 0
