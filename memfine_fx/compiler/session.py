@@ -59,6 +59,7 @@ class Session:
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
+        refused_in_attempts: why layers were not chunked that attempts under flags saw, before these were given up.
         holds_compiled: whether what it compiled lives no longer than itself: Dynamo never lets go of code that it
             compiled for a model, so what it is given holds nothing.
         stage_seconds: wall time spent in each stage of the pipeline ("read", "check", "plan", ...).
@@ -75,6 +76,7 @@ class Session:
     has_warned_of_failure: bool = False
     capture_flags: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+    refused_in_attempts: list[Refusal] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     _seconds_within: float = 0.0
     _warned_models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
