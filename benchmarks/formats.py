@@ -73,7 +73,9 @@ def _packed(name: str, *, adapts: bool = False) -> Callable[[nn.Module, Tables],
         for module, table in tables:
             adapted.FORMATS[name](module, table)
             if adapts:
-                parametrize.register_parametrization(module, table, adapted._Adapted(getattr(module, table)))
+                parametrize.register_parametrization(
+                    module, table, adapted._Adapted(getattr(module, table)).to(getattr(module, table).dtype)
+                )
         return model
 
     return make

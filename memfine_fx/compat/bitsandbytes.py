@@ -102,8 +102,18 @@ def linear_4bit(
     Returns:
         [R,out] in the rows' dtype.
     """
-    weight = _weight_of(packed, scales, block_size, quant_type, [out, rows.shape[-1]], rows.dtype)
-    return torch.nn.functional.linear(rows, weight)
+    shape = [out, rows.shape[-1]]
+    multiply = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)  # its kernels read packed numbers where rows are few
+    if multiply is None or rows.dtype is torch.float64 or not rows.numel():
+        return torch.nn.functional.linear(rows, _weight_of(packed, scales, block_size, quant_type, shape, rows.dtype))
+    absmax, *twice = scales
+    product: torch.Tensor
+    if not twice:
+        product = multiply(rows, packed, shape, absmax, block_size, quant_type)
+    else:
+        nested = dict(absmax_8bit=absmax, absmax_code=twice[1], absmax_offset=twice[2])
+        product = multiply(rows, packed, shape, twice[0], block_size, quant_type, **nested)
+    return product
 
 
 @linear_4bit.register_fake
