@@ -20,7 +20,10 @@ from memfine_fx.capture.installing import InstalledForCalls, InstalledMethods
 from memfine_fx.capture.standing import is_own
 from memfine_fx.compat.bitsandbytes import caching_hooks, compute_dtype, layers_in_4_bits, packed_product
 
-__all__ = ["UncachedTables", "traced_layers"]
+__all__ = ["UncachedTables", "hint_for_packed_layers", "traced_layers"]
+
+_DECOMPRESSING = ("ct_decompress_hook", "quantization_scheme")
+"""What compressed-tensors sets on a model that makes its weights whole at its first call, and on its layers."""
 
 
 class UncachedTables(InstalledForCalls):
@@ -60,6 +63,27 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if product is None:
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     return (product if self.bias is None else product + self.bias.to(dtype)).to(x.dtype)
+
+
+def hint_for_packed_layers(model: torch.nn.Module) -> str:
+    """What to do about layers whose packed weights keep experts out of the graphs, "" where there are none."""
+    classes = {f"{type(one).__module__}.{type(one).__qualname__}" for one in model.modules()}
+    if any(hasattr(one, name) for one in model.modules() for name in _DECOMPRESSING):
+        return (
+            "; compressed-tensors makes weights whole in the model's first call, and wraps every forward, which breaks "
+            "the graph: load the model with CompressedTensorsConfig(dequantize=True)"
+        )
+    if "bitsandbytes.nn.modules.Linear8bitLt" in classes:
+        return (
+            "; bitsandbytes' 8-bit linear layers run outside of graphs where experts are made of them: its 4-bit ones "
+            "(load_in_4bit) are captured"
+        )
+    if any(name.startswith(("gptqmodel.", "awq.")) for name in classes):
+        return (
+            "; linear layers of GPTQ and AWQ run outside of graphs where experts are made of them: experts whose "
+            "weights were made whole before are captured"
+        )
+    return ""
 
 
 def _nothing(*args: object, **kwargs: object) -> None:

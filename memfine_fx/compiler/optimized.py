@@ -31,7 +31,7 @@ from memfine_fx.capture.flags import CapturingCall
 from memfine_fx.capture.implementation import switch_experts
 from memfine_fx.capture.input_gradients import WantedInputGradients
 from memfine_fx.capture.output_recorders import RecordedOutputs
-from memfine_fx.capture.quantized import UncachedTables, traced_layers
+from memfine_fx.capture.quantized import UncachedTables, hint_for_packed_layers, traced_layers
 from memfine_fx.capture.ranks import captured_on_ranks
 from memfine_fx.capture.standing import StandIns, backbones, behind, is_compiled_inside, stand_in, state_as_written
 from memfine_fx.capture.structure import FoundAgain
@@ -312,6 +312,7 @@ def captured(
     compiled = CapturingCall(model, compile_with, note) if captures_loops else compile_with((), lambda: None)
     parts = FoundAgain(model, _SpecialParts)
     session.notes.extend(parts.current().adapters.notes)
+    session.hint = hint_for_packed_layers(model)
 
     @functools.wraps(compiled)
     def call_prepared(place: int, *args: Any, **kwargs: Any) -> Any:
