@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import memfine_fx
+from benchmarks.formats import LIST, check
 from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.models.loops import LoopConfig, LoopMoE
-from tests.integration.comparison import FP32_TOLERANCE, assert_same_step, optimized_copy, relative_error
+from tests.integration.comparison import BF16_FACTOR, FP32_TOLERANCE, assert_same_step, optimized_copy, relative_error
 
 NUM_EXPERTS, HIDDEN, WIDTH = 32, 64, 64
 SIZES = {
@@ -287,3 +288,24 @@ def test_experts_of_a_list_in_4_bits_are_made_one_at_a_time(settings: dict[str, 
     optimized.gate.weight.data.zero_()
     assert_same_step(optimized, layer, hidden)
     assert not any("forward" in vars(one) for one in optimized.experts.modules())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("LoRA (PEFT)", "qwen3_moe"),
+        ("NF4 + LoRA (PEFT)", "qwen3_moe"),
+        ("NF4 + LoRA", "deepseek_v3"),
+        ("MXFP4 + LoRA", "gpt_oss"),
+        ("FP8 in blocks + LoRA", "deepseek_v3"),
+        ("int8 + LoRA", "mixtral"),
+        ("list: NF4 + LoRA (Linear4bit, PEFT)", LIST),
+    ],
+)
+def test_adapters_in_bf16_are_no_further_from_fp32_than_the_model_as_written(name: str, family: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    cell = check(name, family)
+    assert cell.state == "local" and cell.error < FP32_TOLERANCE, cell
+    assert cell.bf16 is not None and cell.bf16 < BF16_FACTOR, cell
