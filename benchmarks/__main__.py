@@ -54,7 +54,8 @@ def _run_suite(suite: Suite, options: argparse.Namespace) -> int:
     rounds = options.rounds or (suite.quick_rounds if options.quick else suite.rounds)
     peers = options.peers.split(",") if options.peers else None
     try:
-        jobs = jobs_of(suite.name, quick=options.quick, peers=peers, steps=options.steps)
+        workloads = options.workloads.split(",") if options.workloads else None
+        jobs = jobs_of(suite.name, quick=options.quick, peers=peers, steps=options.steps, workloads=workloads)
     except ValueError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
@@ -139,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--suite", type=_suite_names, required=True, help="one, or several separated by commas")
     run.add_argument("--quick", action="store_true", help="small sizes, one round: shows that all works")
     run.add_argument("--peers", help="only these, separated by commas")
+    run.add_argument("--workloads", help="only these, separated by commas")
     run.add_argument("--rounds", type=int, help="times each job runs in a fresh process")
     run.add_argument("--steps", type=int, default=5, help="timed steps in each process (default 5)")
     run.add_argument("--json", type=Path, help="JSON-lines file; finished rows in it are not run again")

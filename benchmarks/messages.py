@@ -34,6 +34,7 @@ _RETURNING = {
     "_switch": "note",
     "_record": "verification",
     "hint_for_adapters": "warning",
+    "hint_for_packed_layers": "warning",
     "hint_for_recording": "warning",
     "_failure": "verification",
     "hint_for_cut_graphs": "warning",

@@ -96,21 +96,35 @@ def model_block(rows: Sequence[Row]) -> str:
 
 
 def adapters_block(rows: Sequence[Row]) -> str:
-    """Bytes alone, a line for each format and number of experts, beside frozen experts and beside eager."""
-    found = {(one.job.workload, one.job.sizes.experts, one.job.peer): one for one in summaries_of(rows)}
+    """A line for each format and number of experts: bytes beside frozen experts and peers, and times of timed rows."""
+    ordered = sorted(summaries_of(rows), key=lambda one: (one.job.sizes.experts, one.job.steps))  # the best timed last
+    found = {(one.job.workload, one.job.sizes.experts, one.job.peer): one for one in ordered}
     lines = []
-    for (workload, experts, peer), one in sorted(found.items(), key=lambda item: item[0][1]):
+    for (workload, experts, peer), one in found.items():
         if peer != "memfine":
             continue
         table_bytes = 4 * experts * 2 * one.job.sizes.width * one.job.sizes.hidden
-        frozen, eager = found.get(("frozen", experts, peer)), found.get((workload, experts, "eager"))
-        against = [f"{one.peak_bytes / other.peak_bytes:.3f}" if other else "-" for other in (frozen, eager)]
+        peers = [found.get((workload, experts, name)) for name in _BESIDE_ADAPTERS]
+        against = [
+            f"{one.peak_bytes / other.peak_bytes:.3f}" if other else "-"
+            for other in (found.get(("frozen", experts, peer)), *peers)
+        ]
         largest = f"{(one.last.largest_bytes or 0) / table_bytes:.3f}"
-        lines.append([workload, str(experts), f"{one.peak_bytes / MIB:.1f}", *against, largest])
+        times = [f"{one.step_seconds / other.step_seconds:.2f}" if _are_timed(one, other) else "-" for other in peers]
+        lines.append([workload, str(experts), f"{one.peak_bytes / MIB:.1f}", *against, largest, " / ".join(times)])
     header = (
-        "experts are | E | peak MiB beyond gradients | of frozen experts' | of eager's | largest allocation of a table"
+        "experts are | E | peak MiB beyond gradients | of frozen experts' | of eager's | of torch.compile's "
+        "| of eager+checkpoint's | of the loop's | largest allocation of a table | time of these four's"
     )
     return "\n".join([*_heading(rows), markdown(header, lines)])
+
+
+_BESIDE_ADAPTERS = ("eager", "compile", "eager+checkpoint", "loop")
+
+
+def _are_timed(one: Summary, other: Summary | None) -> bool:
+    """Whether both took several steps: a single one is for bytes."""
+    return other is not None and min(one.job.steps, other.job.steps) > 1
 
 
 def techniques_block() -> str:

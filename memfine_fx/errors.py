@@ -79,7 +79,8 @@ class Reason(enum.Enum):
     EXPERTS_DIFFER = "experts must be the same computation with weights of their own to share one loop"
     LAYOUTS_DIFFER = "experts of one width and layout share one loop; these do not"
     RANDOM_NUMBERS = (
-        "a recomputed chunk would draw others: move dropout behind the combined output, or set it to 0 in the experts"
+        "a recomputed chunk would draw others: move dropout behind the combined output, or set it to 0 in the experts "
+        "(lora_dropout=0 of adapters on them)"
     )
     GRADIENTS_STOP = "gradients through a detached value cannot be recomputed in chunks: detach outside the experts"
     MODES_CHANGE = "enter autocast or no_grad around the whole MoE layer, not inside it"

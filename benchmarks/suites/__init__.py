@@ -26,13 +26,22 @@ def _found() -> Iterator[Suite]:
 SUITES = {suite.name: suite for suite in _found()}
 
 
-def jobs_of(suite: str, *, quick: bool, peers: Sequence[str] | None, steps: int) -> list[Job]:
-    """The suite's jobs, table by table. ``peers`` takes those named in place of the suite's own.
+def jobs_of(
+    suite: str, *, quick: bool, peers: Sequence[str] | None, steps: int, workloads: Sequence[str] | None = None
+) -> list[Job]:
+    """The suite's jobs, table by table.
+
+    Args:
+        peers: those named in place of the suite's own.
+        workloads: those named only.
 
     Raises:
-        ValueError: a name that no workload of the suite has.
+        ValueError: a name that no workload of the suite has, or that no workload has.
     """
     parts = SUITES[suite].parts(quick)
+    if missing := set(workloads or ()) - {part.workload for part in parts}:
+        raise ValueError(f"suite {suite!r} has no workloads {sorted(missing)}")
+    parts = [part for part in parts if workloads is None or part.workload in workloads]
     if unknown := [name for name in peers or () if not any(_known(part, [name]) for part in parts)]:
         known = sorted({name for part in parts for name in peer_names(part.workload)})
         raise ValueError(f"suite {suite!r} has no peers {unknown}; it has {known}")

@@ -10,12 +10,16 @@ from benchmarks.workloads.adapted import WORKLOADS
 FULL = tuple(Sizes(batch=1, sequence=8192, hidden=512, width=1024, experts=experts, top_k=4) for experts in (64, 128))
 QUICK = Sizes(batch=1, sequence=512, hidden=128, width=256, experts=16, top_k=2)
 _PEERS = ("eager", "compile", "eager+checkpoint", "loop", "memfine")
+_WITH_MORE_EXPERTS = ("frozen", "lora", "nf4", "nf4+lora")
 _MOST_OF_EAGER, _MOST_OF_FROZEN, _MOST_TIME, _MOST_OF_A_TABLE = 0.25, 1.05, 1.0, 0.125
 
 
 def _parts(quick: bool) -> Sequence[Part]:
+    sizes = (QUICK,) if quick else FULL
     return [
-        Part(workload, sizes, "float32", _PEERS) for sizes in ((QUICK,) if quick else FULL) for workload in WORKLOADS
+        Part(workload, one, "float32", _PEERS)
+        for one in sizes
+        for workload in (WORKLOADS if one is not FULL[1] else _WITH_MORE_EXPERTS)
     ]
 
 

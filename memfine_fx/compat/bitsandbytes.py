@@ -1,4 +1,4 @@
-"""bitsandbytes: parameters in 4 bits, which a parametrization makes whole when they are read."""
+"""bitsandbytes: parameters in 4 bits, which a parametrization makes whole when they are read, and linear layers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,33 @@ import torch
 
 from memfine_fx.compat.checks import Hook, expect
 
-__all__ = ["DEQUANTIZE_4BIT", "TABLE_CACHE", "caching_hooks"]
+__all__ = [
+    "DEQUANTIZE_4BIT",
+    "LAYERS",
+    "LINEAR_4BIT",
+    "SCALES_A_BLOCK",
+    "TABLE_CACHE",
+    "caching_hooks",
+    "compute_dtype",
+    "layers_in_4_bits",
+    "linear_4bit",
+    "packed_product",
+]
 
 _MODULE = "bitsandbytes.nn.parametrize"
+_LAYERS = "bitsandbytes.nn.modules"
+_CLASSES = ("Linear4bit", "LinearNF4", "LinearFP4")
 _HOOKS = ("_enable_parametrization_cache", "_disable_parametrization_cache")
 
 DEQUANTIZE_4BIT = "bitsandbytes::dequantize_4bit"
 """(packed, absmax, blocksize, quant_type, shape, dtype) -> [*shape]; two numbers a byte, one absmax for each
 `blocksize` numbers in their order in memory."""
+
+LINEAR_4BIT = "memfine::linear_4bit"
+"""Rows times a weight in 4 bits, transposed: see `linear_4bit`."""
+
+SCALES_A_BLOCK = 256
+"""Of double quantisation: scales in bytes that have one scale."""
 
 
 def caching_hooks(model: torch.nn.Module) -> list[tuple[MutableMapping[int, Any], int]]:
@@ -34,6 +53,131 @@ def caching_hooks(model: torch.nn.Module) -> list[tuple[MutableMapping[int, Any]
         if hook in functions
     ]
     return found if found and TABLE_CACHE.holds() else []
+
+
+def layers_in_4_bits(model: torch.nn.Module) -> list[Any]:
+    """The linear layers of a model whose weights are in 4 bits; where bitsandbytes was never imported, none."""
+    modules = sys.modules.get(_LAYERS)
+    classes = [getattr(modules, name, None) for name in _CLASSES]
+    found = [] if modules is None else [one for one in model.modules() if type(one) in classes]
+    return found if found and LAYERS.holds() else []
+
+
+def compute_dtype(layer: Any, x: torch.Tensor) -> torch.dtype:
+    """The dtype in which a layer in 4 bits multiplies `x`: its own, or that of the first rows it saw."""
+    if layer.compute_type_is_set or x.dtype not in (torch.float32, torch.bfloat16):
+        return x.dtype if layer.compute_dtype is None else layer.compute_dtype
+    return x.dtype
+
+
+def packed_product(layer: Any, rows: torch.Tensor) -> torch.Tensor | None:
+    """Rows [R,in] times the transposed weight of a layer in 4 bits; None where it is packed for a kernel of its own."""
+    packed, state = layer.weight, layer.weight.quant_state
+    if state is None or getattr(state, "packing_format_for_cpu", False):
+        return None
+    if tuple(state.shape) != (layer.out_features, layer.in_features):
+        return None
+    twice = state.state2
+    scales = [state.absmax, twice.absmax, twice.code, state.offset] if state.nested else [state.absmax]
+    if state.nested and twice.blocksize != SCALES_A_BLOCK:
+        return None
+    product: torch.Tensor = linear_4bit(rows, packed, scales, state.blocksize, state.quant_type, layer.out_features)
+    return product
+
+
+@torch.library.custom_op(LINEAR_4BIT, mutates_args=())
+def linear_4bit(
+    rows: torch.Tensor, packed: torch.Tensor, scales: list[torch.Tensor], block_size: int, quant_type: str, out: int
+) -> torch.Tensor:
+    """Rows times a matrix [out,in] in 4 bits, transposed; backward makes the matrix again, as bitsandbytes does.
+
+    Args:
+        rows: [R,in] floats.
+        packed: [out in / 2, 1] bytes.
+        scales: of each block, as floats; or their bytes, what these are scaled by, their codebook and an offset.
+        block_size: numbers with one scale.
+        quant_type: "nf4" or "fp4".
+        out: rows of the matrix.
+
+    Returns:
+        [R,out] in the rows' dtype.
+    """
+    shape = [out, rows.shape[-1]]
+    multiply = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)  # its kernels read packed numbers where rows are few
+    if multiply is None or rows.dtype is torch.float64 or not rows.numel():
+        return torch.nn.functional.linear(rows, _weight_of(packed, scales, block_size, quant_type, shape, rows.dtype))
+    absmax, *twice = scales
+    product: torch.Tensor
+    if not twice:
+        product = multiply(rows, packed, shape, absmax, block_size, quant_type)
+    else:
+        nested = dict(absmax_8bit=absmax, absmax_code=twice[1], absmax_offset=twice[2])
+        product = multiply(rows, packed, shape, twice[0], block_size, quant_type, **nested)
+    return product
+
+
+@linear_4bit.register_fake
+def _(
+    rows: torch.Tensor, packed: torch.Tensor, scales: list[torch.Tensor], block_size: int, quant_type: str, out: int
+) -> torch.Tensor:
+    return rows.new_empty(*rows.shape[:-1], out)
+
+
+def _keep_packed(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    rows, packed, scales, ctx.block_size, ctx.quant_type, out = inputs
+    ctx.shape, ctx.num_scales = [out, rows.shape[-1]], len(scales)
+    ctx.save_for_backward(packed, *scales)
+
+
+def _gradient_of_rows(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    packed, *scales = ctx.saved_tensors
+    weight = _weight_of(packed, scales, ctx.block_size, ctx.quant_type, ctx.shape, grad.dtype)
+    return grad @ weight, None, [None] * ctx.num_scales, None, None, None
+
+
+linear_4bit.register_autograd(_gradient_of_rows, setup_context=_keep_packed)
+
+
+def _weight_of(
+    packed: torch.Tensor,
+    scales: list[torch.Tensor],
+    block_size: int,
+    quant_type: str,
+    shape: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The matrix [out,in] of packed numbers, by the library's operators, which know no fp64; see `linear_4bit`."""
+    ops: Any = torch.ops.bitsandbytes
+    is_double = dtype is torch.float64
+    absmax, *twice = (one.float() if one.dtype is torch.float64 else one for one in scales)
+    if twice:
+        absmax = ops.dequantize_blockwise(absmax, *twice[:2], SCALES_A_BLOCK, torch.float32) + twice[2]
+    made = ops.dequantize_4bit(packed, absmax, block_size, quant_type, shape, torch.float32 if is_double else dtype)
+    return made.to(dtype)  # type: ignore[no-any-return]
+
+
+def _check_layers() -> None:
+    """A layer in 4 bits gives, and hands back, what its whole weight gives."""
+    modules: Any = importlib.import_module(_LAYERS)
+    with torch.random.fork_rng(devices=[]):
+        layer = modules.Linear4bit(64, 2, bias=False, compress_statistics=True, quant_type="nf4").to("cpu")
+        rows = torch.randn(3, 64, requires_grad=True)
+    theirs, ours = layer(rows), packed_product(layer, rows)
+    expect(ours is not None, "its weight is packed in another way")
+    assert ours is not None
+    expect(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), "it multiplies by another weight")
+    for_theirs, for_ours = (torch.autograd.grad(one.sum(), rows)[0] for one in (theirs, ours))
+    expect(torch.allclose(for_ours, for_theirs, rtol=1e-4, atol=1e-5), "its gradient is another")
+
+
+LAYERS = Hook(
+    name="bitsandbytes.nn.modules.Linear4bit",
+    host="bitsandbytes",
+    purpose="lists of experts whose linear layers are in 4 bits, in one graph",
+    seen=("0.50", "0.50"),
+    loss="Experts in a list whose linear layers bitsandbytes keeps in 4 bits run as they were, and are not chunked.",
+    check=_check_layers,
+)
 
 
 def _check_cache() -> None:

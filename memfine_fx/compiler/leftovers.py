@@ -1,4 +1,8 @@
-"""What Dynamo flags let into a graph beside regions: an attempt under them is good only where nothing is left over."""
+"""What Dynamo flags let into a graph beside regions: an attempt under them is good only where nothing is left over.
+
+Without the flags the loop over experts is outside the graph, and nothing there says why it was not chunked: the attempt
+did. So its refusals are kept, and told in the place of graph breaks.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,27 @@ from collections.abc import Sequence
 from torch import fx
 
 from memfine_fx.compiler.captured_graph import LoweredRegion
-from memfine_fx.errors import LeftoverShapes
+from memfine_fx.errors import LeftoverShapes, Reason
 from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, provenance
 from memfine_fx.passes.read.harmless import is_harmless_marker
 from memfine_fx.passes.read.marker import LOOP_MARKERS
 from memfine_fx.records import Refusal
 
-__all__ = ["check_leftover_shapes"]
+__all__ = ["as_told_by_attempts", "check_leftover_shapes"]
 
 
-def check_leftover_shapes(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal]) -> None:
+def check_leftover_shapes(
+    body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], kept: list[Refusal]
+) -> None:
     """Refuse an attempt that helped nothing here, or whose rewritten loops are not proved.
 
     Data-dependent shapes beside a loop that was raised are left to the compiler: it fails now or never.
+
+    Args:
+        kept: given the refusals of layers that the attempt saw whole.
+
+    Raises:
+        LeftoverShapes: the attempt is given up.
     """
     lowered = [one for one in outcomes if isinstance(one, LoweredRegion)]
     has_loop = any(one.region.family == "loops" for one in lowered)
@@ -28,6 +40,20 @@ def check_leftover_shapes(body: fx.GraphModule, outcomes: Sequence[LoweredRegion
         is_unproved = node.target in LOOP_MARKERS and not (has_loop and is_harmless_marker(node))
         is_left = is_unproved or (not has_loop and has_unbacked_shape(node))
         if node not in swallowed and is_left and not is_only_asserted(node):
-            refusals = [one.details for one in outcomes if isinstance(one, Refusal)]
-            reason = f"; refused: {'; '.join(refusals)}" if refusals else ""
+            refusals = [one for one in outcomes if isinstance(one, Refusal)]
+            kept.extend(one for one in refusals if one.reason not in (Reason.GRAPH_BREAK, Reason.NO_EXPERTS))
+            reason = f"; refused: {'; '.join(one.details for one in refusals)}" if refusals else ""
             raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")
+
+
+def as_told_by_attempts(
+    outcomes: Sequence[LoweredRegion | Refusal], kept: Sequence[Refusal]
+) -> list[LoweredRegion | Refusal]:
+    """Outcomes in which a graph break before the experts is what an attempt without that break refused them for."""
+    return [_told(one, kept) if isinstance(one, Refusal) else one for one in outcomes]
+
+
+def _told(refusal: Refusal, kept: Sequence[Refusal]) -> Refusal:
+    layer = refusal.where.module.rpartition(".")[0]  # a router and its experts stand in one module
+    of_layer = [one for one in kept if not layer or one.where.module.startswith(f"{layer}.")]
+    return of_layer[0] if of_layer and refusal.reason is Reason.GRAPH_BREAK else refusal

@@ -31,7 +31,7 @@ from memfine_fx.capture.flags import CapturingCall
 from memfine_fx.capture.implementation import switch_experts
 from memfine_fx.capture.input_gradients import WantedInputGradients
 from memfine_fx.capture.output_recorders import RecordedOutputs
-from memfine_fx.capture.quantized import UncachedTables
+from memfine_fx.capture.quantized import UncachedTables, hint_for_packed_layers, traced_layers
 from memfine_fx.capture.ranks import captured_on_ranks
 from memfine_fx.capture.standing import StandIns, backbones, behind, is_compiled_inside, stand_in, state_as_written
 from memfine_fx.capture.structure import FoundAgain
@@ -312,6 +312,7 @@ def captured(
     compiled = CapturingCall(model, compile_with, note) if captures_loops else compile_with((), lambda: None)
     parts = FoundAgain(model, _SpecialParts)
     session.notes.extend(parts.current().adapters.notes)
+    session.hint = hint_for_packed_layers(model)
 
     @functools.wraps(compiled)
     def call_prepared(place: int, *args: Any, **kwargs: Any) -> Any:
@@ -328,6 +329,7 @@ class _SpecialParts:
         self.adapters = TracedAdapters(model)
         self._stand_ins, self._recorded = StandIns(model), RecordedOutputs(model)
         self._embeddings, self._uncached = WantedInputGradients(model), UncachedTables(model)
+        self._in_4_bits = traced_layers(model)
 
     @contextlib.contextmanager
     def prepared(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -338,6 +340,7 @@ class _SpecialParts:
             self._recorded.prepared(kwargs),
             self.adapters.installed(),
             self._uncached.installed(),
+            self._in_4_bits.installed(),
             debug_lines_left_out(),
             kept_whole(),
         ):

@@ -10,7 +10,7 @@ from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
-from memfine_fx.compiler.leftovers import check_leftover_shapes
+from memfine_fx.compiler.leftovers import as_told_by_attempts, check_leftover_shapes
 from memfine_fx.compiler.session import Session, next_site
 from memfine_fx.config import Config, uses_gpu_kernels
 from memfine_fx.errors import CannotChunk, Reason
@@ -67,8 +67,8 @@ def plan_regions(body: fx.GraphModule, modes: Modes, session: Session, record: C
     if not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):
         outcomes = [*own_exchanges(body.graph), *outcomes]
     if session.capture_flags:
-        check_leftover_shapes(body, outcomes)
-    return BodyRegions(body, modes, outcomes)
+        check_leftover_shapes(body, outcomes, session.refused_in_attempts)
+    return BodyRegions(body, modes, as_told_by_attempts(outcomes, session.refused_in_attempts))
 
 
 def lower_regions(found: BodyRegions, session: Session) -> None:

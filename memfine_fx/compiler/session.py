@@ -59,6 +59,8 @@ class Session:
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
+        hint: what to do about packed layers that keep experts out of the graphs, for the warning and the report.
+        refused_in_attempts: why layers were not chunked that attempts under flags saw, before these were given up.
         holds_compiled: whether what it compiled lives no longer than itself: Dynamo never lets go of code that it
             compiled for a model, so what it is given holds nothing.
         stage_seconds: wall time spent in each stage of the pipeline ("read", "check", "plan", ...).
@@ -75,6 +77,8 @@ class Session:
     has_warned_of_failure: bool = False
     capture_flags: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+    hint: str = ""
+    refused_in_attempts: list[Refusal] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     _seconds_within: float = 0.0
     _warned_models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
@@ -287,7 +291,7 @@ class Session:
         step = self._step_report()
         foreseen = [] if step is None else [Prediction(None, step.peak.num_bytes)]
         timeline = None if measured is None else timeline_of(measured, self._names_of_sites(), foreseen)
-        notes = tuple(self.notes)
+        notes = (*self.notes, self.hint.removeprefix("; ")) if self.hint and not self.has_chunked else tuple(self.notes)
         return Report(
             regions,
             self.num_graphs,

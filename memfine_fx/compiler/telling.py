@@ -11,6 +11,7 @@ from torch import fx
 from memfine_fx.capture.adapters import hint_for_adapters
 from memfine_fx.capture.buckets import hint_for_cut_graphs
 from memfine_fx.capture.output_recorders import hint_for_recording
+from memfine_fx.capture.quantized import hint_for_packed_layers
 from memfine_fx.compat.interpreter import running_model
 from memfine_fx.compat.tensors import is_sharded
 from memfine_fx.compat.traces import trace_artifact
@@ -43,7 +44,8 @@ def warn_without_regions(session: Session) -> None:
         return
     found = "no experts to chunk, only the head" if has_head else "nothing to chunk"
     reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
-    reasons += hint_for_cut_graphs() + recording + hint_for_adapters(model)
+    packed = session.hint if model is None else hint_for_packed_layers(model)
+    reasons += hint_for_cut_graphs() + recording + hint_for_adapters(model) + packed
     warnings.warn(
         f"memfine_fx found {found} and compiled the model as plain {session.config.inner_backend}: {reasons}",
         stacklevel=2,

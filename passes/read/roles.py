@@ -110,6 +110,10 @@ class Roles:
             without_ones("tk", self.size_of)
         )
 
+    def note_made(self, node: fx.Node) -> None:
+        """A matrix was read that each expert makes when it runs."""
+        self._pulling.computed_tables[node] = ""
+
     def check_num_experts(self, num_experts: int, call: Call | None = None) -> None:
         if self.num_experts not in (None, num_experts):
             node = None if call is None else call.node

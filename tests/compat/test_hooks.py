@@ -140,6 +140,7 @@ BREAKS: dict[Hook, Break] = {
     nn.COMPILED_CALLS: having(torch.nn.Module, "__call__", lambda module, *args: module.forward(*args)),
     nn.HOOKS_AFTER_GRADIENT: having(torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None)),
     operators.SCHEMAS: having(operators, "qualified_name", lambda target: "aten::other"),
+    bitsandbytes.LAYERS: without_module("bitsandbytes.nn.modules"),
     bitsandbytes.TABLE_CACHE: without_module("bitsandbytes.nn.parametrize"),
     peft.MAGNITUDES: without_module("peft"),
     peft.WRAPPERS: without_module("peft"),

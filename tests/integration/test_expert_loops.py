@@ -274,3 +274,15 @@ def test_experts_skipped_for_another_reason_stay_skipped() -> None:
     optimized = optimized_copy(model)
     assert_same_step(optimized, model, hidden_states(11))
     assert memfine_fx.report(optimized).num_chunked == 0
+
+
+def test_dropout_in_experts_of_a_list_is_told_as_such() -> None:
+    """Without the flags that let the loop into a graph, all that shows is a graph break before the experts."""
+    layer = loop_layer("where")
+    layer.experts = nn.ModuleList(nn.Sequential(expert, nn.Dropout(0.1)) for expert in layer.experts)
+    optimized = optimized_copy(layer, rows_per_chunk=5)
+    with pytest.warns(UserWarning, match="random numbers are drawn inside the experts"):
+        optimized(**hidden_states(12)).sum().backward()
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "refused" and region.refused_for == "RANDOM_NUMBERS", str(region)
+    assert "lora_dropout=0" in str(region) and region.where.module.startswith("experts.0")

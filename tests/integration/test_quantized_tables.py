@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import memfine_fx
+from memfine_fx.compat.bitsandbytes import linear_4bit
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.models.loops import LoopConfig, LoopMoE
 from tests.integration.comparison import assert_same_step, optimized_copy
 
 E, K, H, WIDTH, T = 16, 2, 64, 64, 24
@@ -36,6 +38,20 @@ if importlib.util.find_spec("bitsandbytes") is None:
 
 else:
     import bitsandbytes  # noqa: F401  # registers the operator
+
+
+class QuantizedExpert(nn.Module):
+    """An expert of a list, whose matrix is in 4 bits, all rows one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.randint(0, 256, (WIDTH * H // 2, 1), dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("absmax", torch.rand(WIDTH * H // 128) / 5)
+        self.down = nn.Linear(WIDTH, H, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        up = linear_4bit(rows, self.packed, [self.absmax], 128, "nf4", WIDTH)
+        return self.down(up.relu())  # type: ignore[no-any-return]  # of a module
 
 
 class Quantized(nn.Module):
@@ -86,3 +102,27 @@ def test_blocks_across_rows_make_the_table_whole() -> None:
     (region,) = memfine_fx.report(optimized).regions
     assert region.status == "chunked"
     assert "blocks of 128 numbers lie across the borders of rows of 64" in region.why_expanded
+
+
+def test_experts_of_a_list_in_4_bits_are_made_one_at_a_time() -> None:
+    """Blocks may lie across rows: what is packed alone is not split."""
+    layer, hidden = LoopMoE(LoopConfig(hidden=H, expert_width=WIDTH, num_experts=E, top_k=K)), torch.randn(T, H)
+    layer.experts = nn.ModuleList(QuantizedExpert() for _ in range(E))
+    optimized = optimized_copy(layer, rows_per_chunk=8)
+    assert_same_step(optimized, layer, {"hidden": hidden})
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked" and region.makes_tables and not region.why_expanded, str(region)
+
+
+def test_rows_by_a_matrix_in_4_bits_keep_the_packed_matrix_alone() -> None:
+    expert, rows = QuantizedExpert(), torch.randn(T, H, requires_grad=True)
+    weight = torch.ops.bitsandbytes.dequantize_4bit(expert.packed, expert.absmax, 128, "nf4", [WIDTH, H], torch.float32)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one), one)[1], lambda one: one):
+        out = linear_4bit(rows, expert.packed, [expert.absmax], 128, "nf4", WIDTH)
+    assert sum(one.nbytes for one in kept) == expert.packed.nbytes + expert.absmax.nbytes  # type: ignore[operator]
+    (grad,) = torch.autograd.grad(out.square().sum(), rows)
+    reference = rows @ weight.t()
+    (expected,) = torch.autograd.grad(reference.square().sum(), rows)
+    torch.testing.assert_close(out, reference)
+    torch.testing.assert_close(grad, expected)

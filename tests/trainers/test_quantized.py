@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import memfine_fx
+from benchmarks.formats import LIST, check
 from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.memory.measure import trace_memory
-from tests.integration.comparison import FP32_TOLERANCE, optimized_copy, relative_error
+from memfine_fx.models.loops import LoopConfig, LoopMoE
+from tests.integration.comparison import BF16_FACTOR, FP32_TOLERANCE, assert_same_step, optimized_copy, relative_error
 
 NUM_EXPERTS, HIDDEN, WIDTH = 32, 64, 64
 SIZES = {
@@ -244,3 +246,66 @@ def test_adapters_of_peft_on_tables_in_4_bits_are_exact_and_small() -> None:
     assert [one.makes_tables for one in regions] == [made] * 2
     cpu = torch.device("cpu")
     assert not trace_memory(lambda: step(optimized, inputs), cpu).has_allocation_of(TABLE_BYTES // 8)
+
+
+def list_in_4_bits(*, dtype: torch.dtype = torch.float32, **settings: Any) -> LoopMoE:
+    """A list of experts whose linear layers are bitsandbytes'."""
+    modules = pytest.importorskip("bitsandbytes").nn
+    layer = LoopMoE(LoopConfig(hidden=HIDDEN, expert_width=WIDTH, num_experts=8, top_k=2))
+    for expert in layer.experts:
+        for name, linear in list(expert.named_children()):
+            packed = modules.Linear4bit(linear.in_features, linear.out_features, bias=False, **settings)
+            packed.load_state_dict(linear.state_dict())
+            setattr(expert, name, packed.to("cpu"))  # packs it
+    return layer.to(dtype)
+
+
+def with_lora_on_the_list(layer: LoopMoE) -> LoopMoE:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=r"experts\.\d+\.\w+", init_lora_weights=False)
+    return peft.inject_adapter_in_model(config, layer)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("adapts", [False, True], ids=["frozen", "LoRA"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"quant_type": "nf4"}, {"quant_type": "fp4", "compress_statistics": False}],
+    ids=["nf4 twice", "fp4"],
+)
+def test_experts_of_a_list_in_4_bits_are_made_one_at_a_time(settings: dict[str, Any], adapts: bool) -> None:
+    layer = list_in_4_bits(**settings)
+    layer = with_lora_on_the_list(layer) if adapts else layer
+    optimized = optimized_copy(layer, rows_per_chunk=8)
+    hidden = {"hidden": torch.randn(24, HIDDEN)}
+    for _ in range(2):
+        assert_same_step(optimized, layer, hidden)
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked" and region.makes_tables and not region.why_expanded, str(region)
+    optimized(**hidden).sum().backward()  # compiles for tokens without gradients
+    trace = trace_memory(lambda: optimized(**hidden).sum().backward(), torch.device("cpu"))
+    assert trace.peak_bytes < 8 * 3 * 4 * HIDDEN * WIDTH / 2  # of all experts' matrices
+    layer.gate.weight.data.zero_()  # all rows to the same experts, the others empty
+    optimized.gate.weight.data.zero_()
+    assert_same_step(optimized, layer, hidden)
+    assert not any("forward" in vars(one) for one in optimized.experts.modules())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("LoRA (PEFT)", "qwen3_moe"),
+        ("NF4 + LoRA (PEFT)", "qwen3_moe"),
+        ("NF4 + LoRA", "deepseek_v3"),
+        ("MXFP4 + LoRA", "gpt_oss"),
+        ("FP8 in blocks + LoRA", "deepseek_v3"),
+        ("int8 + LoRA", "mixtral"),
+        ("list: NF4 + LoRA (Linear4bit, PEFT)", LIST),
+    ],
+)
+def test_adapters_in_bf16_are_no_further_from_fp32_than_the_model_as_written(name: str, family: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    cell = check(name, family)
+    assert cell.state == "local" and cell.error < FP32_TOLERANCE, cell
+    assert cell.bf16 is not None and cell.bf16 < BF16_FACTOR, cell

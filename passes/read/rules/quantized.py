@@ -8,11 +8,12 @@ gives other numbers where a row is shorter than a block (0.50), so rows must be 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from memfine_fx.compat.bitsandbytes import DEQUANTIZE_4BIT
+from memfine_fx.compat.bitsandbytes import DEQUANTIZE_4BIT, LINEAR_4BIT, SCALES_A_BLOCK
 from memfine_fx.compat.operators import qualified_name
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import static_size
@@ -50,4 +51,27 @@ def _dequantize_4bit(reader: Reader, call: Call, args: tuple[Any, ...], kwargs: 
     return Rows(Lead.EXPERT, reader.emit(aten.unsqueeze.default, expr, 0), per_row=False, is_dispatched=True)
 
 
-_RULES: dict[str, Rule] = {DEQUANTIZE_4BIT: _dequantize_4bit}
+def _linear_4bit(reader: Reader, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+    """Rows times a matrix of one expert, which is made of its own packed numbers when it runs."""
+    values, packed, scales, block_size, quant_type, out = args
+    rows = reader.as_rows(values, call)
+    is_row_wise = rows.per_row and rows.lead.num_dims == 1
+    if not is_row_wise or not all(isinstance(one, Leaf) for one in (packed, *scales)):
+        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"{rows.lead.in_words} by a matrix in 4 bits", call.node)
+    width, dtype = int(call.shape()[-1]), call.out.dtype
+    absmax, *twice = map(reader.whole_of, scales)
+    if twice:
+        made = torch.ops.bitsandbytes.dequantize_blockwise.default
+        absmax = reader.emit(made, absmax, *twice[:2], SCALES_A_BLOCK, torch.float32)
+        absmax = reader.emit(aten.add.Tensor, absmax, twice[2])
+    made = torch.ops.bitsandbytes.dequantize_4bit.default
+    matrix = reader.emit(made, reader.whole_of(packed), absmax, block_size, quant_type, [out, width], dtype)
+    if rows.copy.expert is not None:
+        reader.note_experts(call, "loops", width)
+        reader.note_made(call.node)
+    expr = reader.emit(aten.mm.default, rows.expr, reader.emit(aten.t.default, matrix))
+    is_dispatched = rows.is_dispatched or rows.copy.expert is not None
+    return replace(rows, expr=expr, off=0.0 if rows.off == 0 else None, is_dispatched=is_dispatched)
+
+
+_RULES: dict[str, Rule] = {DEQUANTIZE_4BIT: _dequantize_4bit, LINEAR_4BIT: _linear_4bit}
