@@ -104,11 +104,12 @@ def record_step(
     optimizer = made_optimizer(trained, setup.optimizer)  # it lives while plans are made: its state counts in budgets
     with mode, floats, attention_of(setup.device):
         tokens = torch.zeros(batch, seq, dtype=torch.long)
+        labels = tokens.clone()  # a trainer's are a tensor of their own, and alive until its loss
         if shares is None:
             session.notes.extend(switch_experts(model))
         call = captured(model, [functools.partial(plain_call, model)], session, fullgraph=False, dynamic=True)
         try:
-            call(0, input_ids=tokens, labels=tokens).loss.backward()
+            call(0, input_ids=tokens, labels=labels).loss.backward()
         except MemfineError:
             raise
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
