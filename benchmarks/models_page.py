@@ -45,8 +45,9 @@ supposed to get a row of every token, the worst that routing can do. The logits 
 loss stay whole on both sides. The plain step is read from the graph's operations, and is an estimate where its layers
 were not found to keep the same. Sizes of models are from memory; benchmarks/known_models.py says which were compared.
 Of {known} models {asked} of {all} rows were asked so far, the others were not. LoRA on 4-bit weights is not asked:
-`fit` has none. Where a cell is shorter with memfine_fx (GPT-OSS), attention is written out with its scores, of which
-the plan of the smallest budget holds more than checkpoints of whole layers do; both together were not asked.
+`fit` has none. **Where a cell is shorter with memfine_fx** (GPT-OSS, Qwen1.5-MoE), checkpoints of whole layers keep
+less than its plans that treat layers alike, which drop such checkpoints for a budget; chunked experts inside
+checkpointed layers, without a budget, were not asked.
 
 """
 _BEYOND = """
