@@ -43,10 +43,16 @@ sequence a step in bf16 with AdamW (bf16 state, no fp32 copies) on one device: w
 GB of 10^9 bytes. LoRA has rank 16 on every linear layer but the head, by PEFT's own choice of targets. One expert is
 supposed to get a row of every token, the worst that routing can do. The logits of a model that returns them beside its
 loss stay whole on both sides. The plain step is read from the graph's operations, and is an estimate where its layers
-were not found to keep the same. Models of which even parameters (in full training with gradients and optimizer state)
-exceed 192 GB were not recorded: no sequence fits. Sizes of models are from memory; benchmarks/known_models.py says
-which were compared. Of {known} models {asked} of {all} rows were asked so far, the others were not. LoRA on 4-bit
-weights is not asked: `fit` has none.
+were not found to keep the same. Sizes of models are from memory; benchmarks/known_models.py says which were compared.
+Of {known} models {asked} of {all} rows were asked so far, the others were not. LoRA on 4-bit weights is not asked:
+`fit` has none. **Where a cell is shorter with memfine_fx** (GPT-OSS, Qwen1.5-MoE), checkpoints of whole layers keep
+less than its plans that treat layers alike, which drop such checkpoints for a budget; chunked experts inside
+checkpointed layers, without a budget, were not asked.
+
+"""
+_BEYOND = """
+**What no sequence fits**, on one device of 192 GB: parameters alone are more, in full training with gradients and
+optimizer state. `--fsdp` and `--expert-parallel` of `memfine fit` ask for several ranks. What each needs at least:
 
 """
 
@@ -105,12 +111,27 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| model | weights | training | " + " | ".join(f"{memory} GB" for memory in MEMORIES) + " |"]
     lines.append("|---|---|---|" + "---|" * len(MEMORIES))
     places = list(KNOWN_MODELS)
-    for row in sorted(rows, key=lambda one: (places.index(one["model"]), one["train"])):
+    ordered = sorted(rows, key=lambda one: (places.index(one["model"]), one["train"]))
+    beyond = [row for row in ordered if "floor_bytes" in row]
+    for row in (row for row in ordered if "floor_bytes" not in row):
         cells = [f"{_shown(row['with'][str(one)])} / {_shown(row['without'][str(one)])}" for one in MEMORIES]
         weights = f"{row['parameter_bytes'] / 1e9:.1f} GB"
         lines.append(f"| {row['model']} | {weights} | {row['train']} | " + " | ".join(cells) + " |")
     counted = {"known": len(KNOWN_MODELS), "asked": len(rows), "all": len(KNOWN_MODELS) * len(TRAINS)}
-    return _HEAD.format(**counted) + "\n".join(lines) + "\n"
+    text = _HEAD.format(**counted) + "\n".join(lines) + "\n"
+    return text + _BEYOND + _beyond(beyond) if beyond else text
+
+
+def _beyond(rows: Sequence[dict[str, Any]]) -> str:
+    """Models beyond every memory, with the bytes that they take without a token."""
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        found.setdefault(row["model"], {})[row["train"]] = row["floor_bytes"]
+    lines = ["| model | " + " | ".join(TRAINS) + " |", "|---|" + "---|" * len(TRAINS)]
+    for model, floors in found.items():
+        cells = [f"{floors[train] / 1e9:,.0f} GB" if train in floors else "" for train in TRAINS]
+        lines.append(f"| {model} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _shown(seq: int) -> str:

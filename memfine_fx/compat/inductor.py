@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "WRAPPERS",
     "CustomPartitionerFn",
     "SchedulerPass",
+    "captured_copy",
     "captured_inputs",
     "compile_body",
     "compile_inner",
@@ -120,6 +122,20 @@ def captured_inputs(inputs: Sequence[Any]) -> tuple[FakeTensorMode, tuple[Any, .
     if fake_mode is None:
         return None
     return fake_mode, tuple(fake_mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in inputs)
+
+
+def captured_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph from Dynamo that AOT autograd takes for one: with what says which inputs are parameters.
+
+    `copy.deepcopy` leaves that behind, and the partitioner then saves views of parameters as if they were results.
+    """
+    copied = copy.deepcopy(graph_module)
+    if hasattr(graph_module, "_param_name_to_source"):
+        copied._param_name_to_source = graph_module._param_name_to_source
+    for node, other in zip(graph_module.graph.nodes, copied.graph.nodes, strict=True):
+        if hasattr(node, "_dynamo_source"):
+            other._dynamo_source = node._dynamo_source
+    return copied
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:

@@ -52,8 +52,9 @@ class CapturedGraph:
         step: its memory, of the latest of its partitions that ran.
         heads: its heads, and losses whose logits stayed whole.
         foreseen: what it would hold under the smallest budget that works ("least") and under one that nothing exceeds
-            ("most"), and as partitions that are the same for every layer ("lean", "spare"); estimated from the graph,
-            and only where nothing is built.
+            ("most"), and as partitions that are the same for every layer ("lean", "spare"), only where nothing is
+            built; estimated from the graph, or read from code that would be compiled: "most estimated" is then what it
+            would be chosen by.
     """
 
     outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)

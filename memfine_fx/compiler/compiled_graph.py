@@ -6,7 +6,8 @@ for good reasons: gradients to accumulate onto, state of an optimizer that did n
 are several partitions of one graph.
 
 1. The first one made that can keep the budget with some chunk size runs.
-2. Where none can, the graph is partitioned and compiled once more for the bytes that there are now.
+2. Where none can, the graph is partitioned and compiled once more for the bytes that there are now; and where compiled
+   code holds more than the estimate that it was chosen by, once more as for the smallest budget.
 3. Where no partition can, the call is refused before anything has run.
 4. Bytes that stay for the rest of a run (parameters, optimizer state) replace the partitions instead, so that a plan
    does not depend on what an earlier part of the run looked like.
@@ -15,7 +16,6 @@ are several partitions of one graph.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.compat.inductor import captured_inputs, compiling_again
+from memfine_fx.compat.inductor import captured_copy, captured_inputs, compiling_again
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.inner import Foresees, compile_with_regions, record_plain, take_estimate
@@ -37,7 +37,7 @@ from memfine_fx.memory.machine import measurement_key
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.passes.dataflow import node_value, tensor_of
 from memfine_fx.passes.lower.bodies import ExpertBodies
-from memfine_fx.passes.step.fit import Even
+from memfine_fx.passes.step.fit import Even, StepBudget
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.plan.budget import (
     GraphBudget,
@@ -61,8 +61,11 @@ log = logging.getLogger(__name__)
 
 _MOST_PARTITIONS = 4
 """Of one graph at a time: without and with gradients there, short and long sequences."""
-_BOUNDLESS = 1 << 62
-"""Bytes that no step exceeds."""
+_LEAST_CODE = 1.25
+"""What is estimated to exceed the budget by more than this is not compiled; the most that an estimate was seen to be
+above its code is 1.12 (gpt_oss in fp32, smallest chunks)."""
+_FORESEEN = {"least": 0, "most": 1 << 62}
+"""Bytes in the place of a budget: fewer and more than any step takes."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,10 @@ class CompiledGraph:
         self._sizes = _sizes_of_inputs(graph_module.graph)
         record.step.sizes.update({size.name: size.hint for size in self._sizes})
         budget = budget_of_graph(session, record, inputs, hidden) if record.lowered else None
-        pristine = None if budget is None else copy.deepcopy(graph_module)
+        pristine = None if budget is None else captured_copy(graph_module)
         self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}  # by situation; compiling forgets them
+        if session.records == "code" and record.lowered:
+            self._foresee_code(graph_module, inputs, hidden)
         self._partitions = [self._compile(graph_module, inputs, record.step, budget)]
         self._again = None if pristine is None else _again(pristine, inputs, hidden)
 
@@ -159,18 +164,28 @@ class CompiledGraph:
         persistent = self._session.persistent_bytes(self._session.history.members())
         current = [one for one in self._partitions if not self._is_outdated(one, run, persistent)]
         serving = [one for one in current if one.serves(run.memory.sizes)]
+        is_short = False
         for one in serving:
             refusal = self._refusal_of(run, one)
             if refusal is None:
                 return one
-            # NOTE: compiled code may hold a little more than what it was chosen by; made again it would be the same.
-            if self._situation(run, one).key[1:] == one.made_for or len(serving) >= _MOST_PARTITIONS:
+            # NOTE: compiled code may hold a little more than what it was chosen by; chosen again it would be the same.
+            is_same = self._situation(run, one).key[1:] == one.made_for
+            if (is_same and one.step.is_least) or len(serving) >= _MOST_PARTITIONS:
                 return self._refused(one, refusal)
-        try:
-            self._partitions = [*current, self._made(run, again)]
-        except BudgetInfeasible as refusal:
-            return self._refused(self._partitions[-1], refusal)
-        return self._partitions[-1]
+            is_short = is_short or is_same
+        for is_least in dict.fromkeys((is_short, True)):
+            try:
+                made = self._made(run, again, is_least=is_least)
+            except BudgetInfeasible as error:
+                return self._refused(self._partitions[-1], error)
+            current = self._partitions = [*current, made]
+            refusal = self._refusal_of(run, made)
+            if refusal is None:
+                return made
+            if is_least or made.step.is_least:
+                return self._refused(made, refusal)
+        raise AssertionError("the last partition that is made is the one for the smallest budget")
 
     def _refused(self, last: _Compiled, refusal: BudgetInfeasible) -> _Compiled:
         """Raise before anything has run; but let the op do it, which tells the others, where ranks share experts."""
@@ -200,8 +215,8 @@ class CompiledGraph:
             self._refusals[situation.key] = refusal_of(self._session, situation, device)
         return self._refusals[situation.key]
 
-    def _made(self, run: Run, again: _Again) -> _Compiled:
-        """The graph partitioned for this run and compiled."""
+    def _made(self, run: Run, again: _Again, *, is_least: bool) -> _Compiled:
+        """The graph partitioned for this run, or as for the smallest budget, and compiled."""
         session, first = self._session, self._record.step
         step = GraphStep(first.regions, run.memory.values, heads=first.heads, sole=first.sole)
         run.memory = replace(run.memory, step=step)
@@ -210,11 +225,12 @@ class CompiledGraph:
         refused = self._refusals.get(key)
         if refused is not None:
             raise refused
-        budget = GraphBudget(session, situation, again.hidden)
+        budget = GraphBudget(session, replace(situation, available_bytes=0) if is_least else situation, again.hidden)
 
         def check() -> None:
             refusal = refusal_of(session, situation, device_of(self._record))
-            if refusal is not None:
+            roomier = replace(situation, available_bytes=int((situation.available_bytes or 0) * _LEAST_CODE))
+            if refusal is not None and refusal_of(session, roomier, device_of(self._record)) is not None:
                 self._refusals[key] = refusal
                 raise refusal
 
@@ -224,10 +240,10 @@ class CompiledGraph:
             shape_env = again.fake_mode.shape_env
             known = 0 if shape_env is None else len(shape_env.guards)
             with compiling_again(again.fake_mode), session.timed("made again"):
-                module = copy.deepcopy(again.graph_module)
+                module = captured_copy(again.graph_module)
                 made = self._compile(module, again.inputs, step, budget, partitioned=check)
             added = () if shape_env is None else tuple(guard.expr for guard in shape_env.guards[known:])
-            return replace(made, guards=added)
+            return replace(made, guards=added, made_for=situation.key[1:])
         except BaseException:
             self._record.step = first
             raise
@@ -269,7 +285,7 @@ class CompiledGraph:
             partitioned=partitioned,
             mode=session.mode,
             records=session.records,
-            foresees=self._foresees(step) if session.records else None,
+            foresees=self._foresees(step) if session.records == "graph" else None,
             identity=self._identity() if budget is None else "",
         )
         members = {*session.history.members(), self._record}
@@ -307,17 +323,31 @@ class CompiledGraph:
             return None
         return functools.partial(device_rates, hidden.device.type, hidden.dtype)
 
-    def _foresees(self, step: GraphStep) -> Foresees:
-        """The smallest budget and one that nothing exceeds, in the place of the session's own; and what is even."""
-        hidden = tensor_of(self._record.lowered[0].region.hidden)
-        beside = RunMemory(step, dict(step.sizes))
-        budgets = {
-            name: GraphBudget(self._session, Situation(beside, available), hidden)
-            for name, available in (("least", 0), ("most", _BOUNDLESS))
-        }
+    def _foresee_code(self, graph_module: fx.GraphModule, inputs: Sequence[Any], hidden: torch.Tensor) -> None:
+        """Compile the graph under other budgets than its own, as far as code is written here at all."""
+        record = self._record
+        for name in self._session.foresees:
+            step = GraphStep(record.step.regions, record.step.sizes, heads=record.step.heads)
 
-        evens: dict[str, Even] = {"lean": "lean", "spare": "spare"}
-        return {**budgets, **evens}, self._told(step)
+            def note_estimate(name: str = name, step: GraphStep = step) -> None:
+                record.foreseen[f"{name} estimated"] = replace(step)
+
+            budget = self._foreseen_budget(name, step, hidden)
+            self._compile(captured_copy(graph_module), inputs, step, budget, partitioned=note_estimate)
+            record.foreseen[name] = step
+
+    def _foreseen_budget(self, name: str, step: GraphStep, hidden: torch.Tensor) -> GraphBudget:
+        return GraphBudget(self._session, Situation(RunMemory(step, dict(step.sizes)), _FORESEEN[name]), hidden)
+
+    def _foresees(self, step: GraphStep) -> Foresees:
+        """Other budgets in the place of the session's own, and what is even."""
+        hidden = tensor_of(self._record.lowered[0].region.hidden)
+        evens: dict[str, StepBudget | Even] = {"lean": "lean", "spare": "spare"}
+        budgets = {
+            name: evens[name] if name in evens else self._foreseen_budget(name, step, hidden)
+            for name in self._session.foresees
+        }
+        return budgets, self._told(step)
 
     def _told(self, step: GraphStep) -> Callable[[str, Partition], None]:
         def told(name: str, partition: Partition) -> None:

@@ -56,6 +56,7 @@ class Session:
             "code" that Inductor would write, or of the "graph" alone, which is quicker; "" where code is built.
         shares: where nothing is looked for and graphs are read as torch.compile takes them (`fit`): for which values of
             its `activation_memory_budget` beside 1; None where regions are looked for.
+        foresees: which other plans of a graph are recorded (`fit`), see `CapturedGraph`.
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
@@ -72,6 +73,7 @@ class Session:
     holds_compiled: bool = False
     records: Records = ""
     shares: tuple[float, ...] | None = None
+    foresees: tuple[str, ...] = ()
     has_warned: bool = False
     has_told: bool = False
     has_warned_of_failure: bool = False
@@ -385,10 +387,11 @@ def open_session(
     holds_compiled: bool = False,
     records: Records = "",
     shares: tuple[float, ...] | None = None,
+    foresees: tuple[str, ...] = (),
 ) -> Session:
     set_up_logs()
     warn_outside_tested_range()
-    session = Session(config, is_dry, mode, holds_compiled, records, shares)
+    session = Session(config, is_dry, mode, holds_compiled, records, shares, foresees)
     with _lock:
         number = next(_session_numbers)
         if number == 0:

@@ -6,13 +6,13 @@ import functools
 from dataclasses import dataclass
 
 from memfine_fx.config import Config, parse_budget
-from memfine_fx.fitting.recording import RecordedStep
+from memfine_fx.fitting.recording import ESTIMATED, RecordedStep
 from memfine_fx.fitting.setup import OptimizerBytes, Setup
 from memfine_fx.fitting.stack import Stack
 from memfine_fx.fitting.stretch import PARTS, Moment, is_even, moments_of, stretched
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory, SizeOf
-from memfine_fx.plan.budget import unbounded_rows
+from memfine_fx.plan.budget import MARGIN_PERCENT, SCALAR_BYTES, unbounded_rows
 from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
 from memfine_fx.plan.rows import LEAST_ROWS, largest
 
@@ -90,12 +90,22 @@ class Analysis:
         Args:
             plan: one of the records' runs.
             rows: a chunk may have; None for as many as the plan has.
+
+        For a plan other than "asked" it is the budget that the plan is chosen under: where its bytes are an estimate,
+        with the margin that the planner leaves too.
         """
         if plan == "least":
             rows = LEAST_ROWS if rows is None else rows
             totals = [self._total(one, batch, seq, rows) for one in self.least_plans]
             return min(totals, key=lambda one: one.num_bytes)
+        if plan == "most":
+            return max((self._total(one, batch, seq, rows) for one in self.most_plans), key=lambda one: one.num_bytes)
         return self._total(plan, batch, seq, rows)
+
+    @property
+    def most_plans(self) -> tuple[str, ...]:
+        """Those whose larger one is the budget that nothing is computed again under: it must hold both."""
+        return ("most", ESTIMATED) if ESTIMATED in self.records[0].runs else ("most",)
 
     @functools.cached_property
     def least_plans(self) -> tuple[str, ...]:
@@ -120,24 +130,23 @@ class Analysis:
             peak = max(moments, key=lambda one: one.num_bytes)
         else:
             peak = stretched(found[0], found[1], self.more)
-        return self._with_static(peak, batch, seq)
+        percent = MARGIN_PERCENT if plan in self.records[0].estimated else 0
+        return self._with_static(peak, batch, seq, peak.num_bytes * percent // 100)
 
     def asked(self, batch: int, seq: int) -> StepTotal:
         """Under the setup's own budget: chunks as large as it allows.
 
-        The smallest chunks' peak is given where not even these keep it.
+        Where not even the smallest keep it, the plan of the smallest budget is taken, and else what that needs.
         """
         budget = parse_budget(self.setup.budget)
         free = self.total("asked", batch, seq)
         if budget is None or free.num_bytes <= budget:
             return free
-        smallest = self.total("asked", batch, seq, LEAST_ROWS)
-        if smallest.num_bytes > budget:
-            return smallest
-        rows = largest(
-            LEAST_ROWS, batch * seq + 1, lambda one: self.total("asked", batch, seq, one).num_bytes <= budget
-        )
-        return self.total("asked", batch, seq, rows)
+        plan = "asked" if self.total("asked", batch, seq, LEAST_ROWS).num_bytes <= budget else "least"
+        if self.total(plan, batch, seq, LEAST_ROWS).num_bytes > budget:
+            return self.total(plan, batch, seq, LEAST_ROWS)
+        rows = largest(LEAST_ROWS, batch * seq + 1, lambda one: self.total(plan, batch, seq, one).num_bytes <= budget)
+        return self.total(plan, batch, seq, rows)
 
     def _size_of(self, runs: tuple[RunMemory, ...], rows: int | None) -> SizeOf:
         steps = [run.step for run in runs]
@@ -158,13 +167,13 @@ class Analysis:
 
         return size_of
 
-    def _with_static(self, peak: Moment, batch: int, seq: int) -> StepTotal:
+    def _with_static(self, peak: Moment, batch: int, seq: int, margin: int) -> StepTotal:
         static, optimizer = self.static, self.static.optimizer
         always = {
             "parameters": self._on_rank(static.parameters, static.experts),
             "fp32 copies of parameters": self._on_rank(optimizer.masters, self._of_experts(optimizer.masters)),
             "optimizer state": self._on_rank(optimizer.state, self._of_experts(optimizer.state)),
-            "inputs and buffers": static.buffers + _NUM_INPUTS * _TOKEN_BYTES * batch * seq,
+            "inputs and buffers": static.buffers + _NUM_INPUTS * _TOKEN_BYTES * batch * seq + SCALAR_BYTES,
         }
         parts = dict(zip(PARTS, peak.parts, strict=True))
         gradients = parts["gradients"]
@@ -172,6 +181,7 @@ class Analysis:
         if self.setup.fsdp > 1:
             parts["parameters gathered by FSDP"] = static.root + _GATHERED_LAYERS * static.layer
             parts["gradients that FSDP has not reduced"] = min(gradients, static.trained_layer)
+        parts["margin of the estimate"] = margin
         within = StepTotal(peak.where, _sorted(always | parts))
         held = self._on_rank(static.trained, static.trained_experts)
         stepping = {"gradients": held, "working set of the optimizer": -(-optimizer.working // self.setup.fsdp)}

@@ -19,7 +19,7 @@ from memfine_fx.fitting.changes import Changed, changes
 from memfine_fx.fitting.cuda_terms import CUDA_TERMS, CudaTerm
 from memfine_fx.fitting.devices import device_bytes
 from memfine_fx.fitting.models import expert_tables, fake_model, loaded_config
-from memfine_fx.fitting.recording import RecordedStep, record_step
+from memfine_fx.fitting.recording import EVEN_PLANS, PLANS, RecordedStep, record_step
 from memfine_fx.fitting.report import FitReport
 from memfine_fx.fitting.setup import Setup, optimizer_bytes
 from memfine_fx.fitting.stack import Stack, find_stack, layer_lists, shortened
@@ -96,9 +96,16 @@ def answer(source: object, setup: Setup, question: Question, config: Config) -> 
     return dataclasses.replace(report, changes=changes(changed, question.available or 0))
 
 
-def analyse(source: object, setup: Setup, config: Config, *, has_even_routing: bool = False) -> tuple[Analysis, str]:
-    """The records of a model, and what was recorded, in words."""
-    analysis, _ = _analysed(source, setup, config, None, has_even_routing)
+def analyse(
+    source: object,
+    setup: Setup,
+    config: Config,
+    *,
+    has_even_routing: bool = False,
+    plans: tuple[str, ...] = PLANS,
+) -> tuple[Analysis, str]:
+    """The records of a model, and what was recorded, in words; `plans` of models that are recorded whole."""
+    analysis, _ = _analysed(source, setup, config, None, has_even_routing, plans)
     if len(analysis.records) == 1:
         has_stack = analysis.records[0].is_of_graph
         text = "the graph's operations" if has_stack else "the code that Inductor would write"
@@ -118,7 +125,12 @@ def analysed_plainly(source: object, setup: Setup, config: Config) -> Analysis:
 
 
 def _analysed(
-    source: object, setup: Setup, config: Config, shares: tuple[float, ...] | None, has_even_routing: bool
+    source: object,
+    setup: Setup,
+    config: Config,
+    shares: tuple[float, ...] | None,
+    has_even_routing: bool,
+    plans: tuple[str, ...] = PLANS,
 ) -> tuple[Analysis, bool]:
     """The records, and whether they are exact for every layer."""
     whole = fake_model(source, setup, _mode())
@@ -136,7 +148,7 @@ def _analysed(
     mode = _mode()
     # NOTE: the code of many layers takes minutes to write, and that of a plain step calls what no reader of ours knows.
     records: Records = "code" if stack is None and shares is None else "graph"
-    record = record_step(fake_model(source, setup, mode), setup, mode, config, records, shares)
+    record = record_step(fake_model(source, setup, mode), setup, mode, config, records, shares, plans)
     return Analysis((record,), 0, static, setup, config, has_even_routing), True
 
 
@@ -156,7 +168,7 @@ def _recorded(
     mode = _mode()
     model = fake_model(source, setup, mode)
     shortened(model, stack, repeats)
-    return record_step(model, setup, mode, config, "graph", shares)
+    return record_step(model, setup, mode, config, "graph", shares, EVEN_PLANS)
 
 
 def _static_bytes(model: torch.nn.Module, setup: Setup) -> StaticBytes:

@@ -24,6 +24,7 @@ from memfine_fx.memory.liveness import Call, GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, workspace_expression
 from memfine_fx.memory.step import RunMemory
 from memfine_fx.memory.symbols import ROWS
+from memfine_fx.plan.budget import MARGIN_PERCENT, SCALAR_BYTES
 from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
 from memfine_fx.plan.rows import KNEE_ROWS, LEAST_ROWS
 
@@ -103,6 +104,10 @@ class Exported:
             "more": analysis.more,
             "isExtended": len(analysis.records) > 1,
             "leastPlans": analysis.least_plans if "least" in plans else (),
+            "mostPlans": analysis.most_plans if "most" in plans else (),
+            "estimated": analysis.records[0].estimated,
+            "marginPercent": MARGIN_PERCENT,
+            "scalars": SCALAR_BYTES,
             "leastRows": LEAST_ROWS,
             "hasBatch": all(one.batch for one in analysis.records),
             "hasSeq": all(one.seq for one in analysis.records),
@@ -111,7 +116,8 @@ class Exported:
 
     def _needed(self, analysis: Analysis, plans: tuple[str, ...]) -> list[str]:
         least = analysis.least_plans if "least" in plans else ()
-        return list(dict.fromkeys((*(one for one in plans if one != "least"), *least)))
+        most = analysis.most_plans if "most" in plans else ()
+        return list(dict.fromkeys((*(one for one in plans if one != "least"), *least, *most)))
 
     def _plan(self, analysis: Analysis, plan: str) -> list[list[dict[str, Any]]]:
         """For each record its runs."""

@@ -98,8 +98,9 @@ function momentsOf(runs, size, rows) {
   });
   return found;
 }
-const extended = (short, long, times) =>
-  ({where: short.where, parts: short.parts.map((mine, part) => mine + times * (long.parts[part] - mine))});
+const extendedAs = (one, short, long, times) =>
+  ({where: one.where, parts: one.parts.map((mine, part) => mine + times * (long.parts[part] - short.parts[part]))});
+const extended = (short, long, times) => extendedAs(short, short, long, times);
 function placesOf(short, long) {
   const fromFront = Math.max(1, 2 * short.length - long.length), back = Math.floor((short.length + 1) / 2);
   return [...Array(fromFront).keys(), ...[...Array(back).keys()].map((place) => -1 - place)];
@@ -111,8 +112,11 @@ function peakOf(analysis, plan, size, rows) {
   if (found.length === 1) return highest(found[0].flat());
   const [shorts, longs] = found, candidates = [];
   shorts.forEach((short, number) => {
-    const long = longs[number];
-    for (const place of placesOf(short, long)) candidates.push(extended(at(short, place), at(long, place), analysis.more));
+    const long = longs[number], unit = long.length - short.length;
+    for (const place of placesOf(short, long)) {
+      const one = at(short, place), longer = at(long, place), within = at(long, place < 0 ? place - unit : place + unit);
+      candidates.push(extended(one, longer, analysis.more), extendedAs(within, one, longer, analysis.more - 1));
+    }
   });
   return highest(candidates);
 }
@@ -129,16 +133,18 @@ function always(analysis, size) {
     ["parameters", onRank(analysis, fixed.parameters, fixed.experts)],
     ["fp32 copies of parameters", onRank(analysis, optimizer.masters, ofExperts(analysis, optimizer.masters))],
     ["optimizer state", onRank(analysis, optimizer.state, ofExperts(analysis, optimizer.state))],
-    ["inputs and buffers", fixed.buffers + 16 * size.b * size.s],
+    ["inputs and buffers", fixed.buffers + 16 * size.b * size.s + analysis.scalars],
   ];
 }
-function within(analysis, parts) {
+function within(analysis, plan, parts) {
+  const peak = sum(parts), margin = analysis.estimated.includes(plan) ? Math.floor((peak * analysis.marginPercent) / 100) : 0;
   const terms = tables.parts.map((name, part) => [name, parts[part]]), gradients = parts[GRADIENTS];
   terms[GRADIENTS][1] = onRank(analysis, gradients, ofExperts(analysis, gradients));
   if (analysis.fsdp > 1) {
     terms.push(["parameters gathered by FSDP", analysis.static.root + 2 * analysis.static.layer]);
     terms.push(["gradients that FSDP has not reduced", Math.min(gradients, analysis.static.trained_layer)]);
   }
+  terms.push(["margin of the estimate", margin]);
   return terms;
 }
 function stepping(analysis) {
@@ -154,11 +160,15 @@ function total(analysis, plan, size, rows = null) {
     const found = analysis.leastPlans.map((one) => totalPlain(analysis, one, size, rows ?? analysis.leastRows));
     return found.reduce((best, one) => (one.bytes < best.bytes ? one : best));
   }
+  if (plan === "most") {
+    const found = analysis.mostPlans.map((one) => totalPlain(analysis, one, size, rows));
+    return found.reduce((best, one) => (one.bytes > best.bytes ? one : best));
+  }
   return totalPlain(analysis, plan, size, rows);
 }
 function totalPlain(analysis, plan, size, rows) {
   const peak = peakOf(analysis, plan, size, rows), fixed = always(analysis, size);
-  const inside = totalOf(peak.where, [...fixed, ...within(analysis, peak.parts)]);
+  const inside = totalOf(peak.where, [...fixed, ...within(analysis, plan, peak.parts)]);
   const after = totalOf("optimizer step", [...fixed, ...stepping(analysis)]);
   return {...(after.bytes > inside.bytes ? after : inside), plan, rows};
 }
@@ -173,10 +183,10 @@ function largest(low, high, fits) {
 function asked(analysis, budget, size) {
   const free = total(analysis, "asked", size);
   if (budget === null || free.bytes <= budget) return free;
-  const low = analysis.leastRows, smallest = total(analysis, "asked", size, low);
-  if (smallest.bytes > budget) return smallest;
-  const rows = largest(low, size.b * size.s + 1, (one) => total(analysis, "asked", size, one).bytes <= budget);
-  return total(analysis, "asked", size, rows);
+  const low = analysis.leastRows, plan = total(analysis, "asked", size, low).bytes <= budget ? "asked" : "least";
+  if (total(analysis, plan, size, low).bytes > budget) return total(analysis, plan, size, low);
+  const rows = largest(low, size.b * size.s + 1, (one) => total(analysis, plan, size, one).bytes <= budget);
+  return total(analysis, plan, size, rows);
 }
 function longest(needed, available, low, most) {
   if (needed(low) > available) return 0;
@@ -213,7 +223,7 @@ function timeline(analysis, shown, size) {
     moments = shorts.flatMap((short, number) => stitched(short, longs[number], analysis.more));
   }
   const fixed = always(analysis, size);
-  const points = moments.map((one) => ({where: one.where, isCall: one.isCall, terms: [...fixed, ...within(analysis, one.parts)]}));
+  const points = moments.map((one) => ({where: one.where, isCall: one.isCall, terms: [...fixed, ...within(analysis, shown.plan, one.parts)]}));
   return [...points, {where: "optimizer step", terms: [...fixed, ...stepping(analysis)]}];
 }
 // From the front and from the back as they are extended; units between them lie on a line.
@@ -236,6 +246,7 @@ const COLOURS = {
   "optimizer state": "#59a14f", "gradients": "#f28e2b", "gradients that FSDP has not reduced": "#ffbe7d",
   "kept for backward": "#b07aa1", "working set of experts": "#e15759", "working set of the head": "#ff9d9a",
   "passing tensors": "#9c755f", "inputs and buffers": "#bab0ac", "working set of the optimizer": "#8cd17d",
+  "margin of the estimate": "#d7d2cf",
 };
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 function readable(bytes) {

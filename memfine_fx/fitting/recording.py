@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import unittest.mock
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +23,14 @@ from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.setup import Setup, made_optimizer
 from memfine_fx.memory.step import RunMemory
 
-__all__ = ["PLANS", "RecordedStep", "attention_of", "record_step"]
+__all__ = ["ESTIMATED", "EVEN_PLANS", "PLANS", "RecordedStep", "attention_of", "record_step"]
 
-PLANS = ("least", "most", "lean", "spare")
-"""Of the smallest budget that works, of one that nothing exceeds, and two that treat equal layers alike."""
+PLANS = ("least", "most")
+"""Of the smallest budget that works, and of one that nothing exceeds."""
+EVEN_PLANS = ("most", "lean", "spare")
+"""Those that treat equal layers alike."""
+ESTIMATED = "most estimated"
+"""What "most" is chosen by, where that itself is read from code."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class RecordedStep:
         refused: (where, why) of what stays as it was written.
         decision: of the plan that was asked for, in words.
         is_of_graph: it was read from the graph's operations alone.
+        is_plain: of torch.compile alone.
     """
 
     runs: Mapping[str, tuple[RunMemory, ...]]
@@ -49,6 +54,15 @@ class RecordedStep:
     refused: tuple[tuple[str, str], ...]
     decision: str
     is_of_graph: bool = False
+    is_plain: bool = False
+
+    @property
+    def estimated(self) -> tuple[str, ...]:
+        """Plans beside "asked" that a budget is compared with by an estimate, with `MARGIN_PERCENT` upon it."""
+        if self.is_plain:
+            return ()
+        others = [plan for plan in self.runs if plan != "asked"]
+        return tuple(others) if self.is_of_graph else tuple(plan for plan in others if plan == ESTIMATED)
 
     def sized(self, plan: str, batch: int, seq: int) -> tuple[RunMemory, ...]:
         """The runs of a plan at another batch and sequence length."""
@@ -63,6 +77,7 @@ def record_step(
     config: Config,
     records: Records,
     shares: tuple[float, ...] | None = None,
+    plans: tuple[str, ...] = PLANS,
 ) -> RecordedStep:
     """Forward and backward of a fake model as a causal language model.
 
@@ -70,9 +85,10 @@ def record_step(
         model: of this mode's tensors.
         config: options of `optimize`.
         records, shares: see `Session`.
+        plans: recorded beside "asked" where there are no shares.
 
     Returns:
-        Its runs by plan: "asked", "least" and "most"; with shares those of torch.compile alone, "asked" and each share.
+        Its runs by plan: "asked" and `plans`; with shares those of torch.compile alone, "asked" and each share.
 
     Raises:
         ConfigError: the step fails for these sizes.
@@ -81,18 +97,19 @@ def record_step(
     # NOTE: a size of 1 is no symbol, and equal sizes are one symbol. Records hold for all sizes, so others stand in.
     batch = max(2, setup.batch)
     seq = setup.seq + 1 if setup.seq == batch else setup.seq
-    session = open_session(config, holds_compiled=True, records=records, shares=shares)
+    session = open_session(config, holds_compiled=True, records=records, shares=shares, foresees=plans)
     # NOTE: code is read as a real run would have it, with the floats that are inputs there; that changes its kernels.
     floats = floats_as_constants() if records == "graph" else contextlib.nullcontext()
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = made_optimizer(trained, setup.optimizer)  # it lives while plans are made: its state counts in budgets
     with mode, floats, attention_of(setup.device):
         tokens = torch.zeros(batch, seq, dtype=torch.long)
+        labels = tokens.clone()  # a trainer's are a tensor of their own, and alive until its loss
         if shares is None:
             session.notes.extend(switch_experts(model))
         call = captured(model, [functools.partial(plain_call, model)], session, fullgraph=False, dynamic=True)
         try:
-            call(0, input_ids=tokens, labels=tokens).loss.backward()
+            call(0, input_ids=tokens, labels=labels).loss.backward()
         except MemfineError:
             raise
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
@@ -100,7 +117,7 @@ def record_step(
             raise ConfigError(f"a step of the model fails: {type(error).__name__}: {first}") from error
     if records == "code":  # estimates of many layers stay what they are: as a step's first plan has them
         read_bodies(session)
-    recorded = _recorded(session, batch, seq, PLANS if shares is None else [str(share) for share in shares])
+    recorded = _recorded(session, batch, seq, plans if shares is None else tuple(map(str, shares)))
     del optimizer
     return recorded
 
@@ -128,11 +145,13 @@ def attention_of(device: str) -> Iterator[None]:
         yield
 
 
-def _recorded(session: Session, batch: int, seq: int, plans: Sequence[str]) -> RecordedStep:
+def _recorded(session: Session, batch: int, seq: int, plans: tuple[str, ...]) -> RecordedStep:
     passed = session.latest_runs()
     if not any(run.step.forward is not None for run in passed):
         raise MemfineError("nothing of the model could be captured as a graph; TORCH_LOGS=graph_breaks shows why")
     runs = {"asked": passed}
+    if session.records == "code" and "most" in plans:
+        plans = (*plans, ESTIMATED)
     for plan in plans:
         runs[plan] = tuple(replace(run, step=session.foreseen_of(run.step, plan)) for run in passed)
     values = {name: size for run in passed for name, size in run.sizes.items()}
@@ -147,4 +166,5 @@ def _recorded(session: Session, batch: int, seq: int, plans: Sequence[str]) -> R
         tuple(refused),
         "" if report.step is None else report.step.decision,
         session.records == "graph",
+        session.shares is not None,
     )

@@ -133,7 +133,8 @@ def _state_bytes(parameter: torch.nn.Parameter, setup: Setup) -> int:
     if setup.optimizer == "adafactor":
         return elements * item_bytes
     optimizer = made_optimizer([parameter], setup.optimizer)
-    return foreseen_state_bytes([parameter], [optimizer]) // parameter.element_size() * item_bytes
+    foreseen = foreseen_state_bytes([parameter], [optimizer]) - _SCALAR_BYTES[setup.optimizer]
+    return foreseen // parameter.element_size() * item_bytes
 
 
 def _two_updates(parameters: list[torch.nn.Parameter], setup: Setup) -> int:

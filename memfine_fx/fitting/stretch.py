@@ -12,6 +12,10 @@ of the k-th layer are linear in k, so the largest stand in the first or in the l
 shorter model has, so extending each of its moments by the difference to the longer one, and taking the largest, gives
 the peak for any number. `is_even` holds a record to the assumption: every layer must keep the same.
 
+Layers that repeat as a unit of several may begin with one that also keeps what all share (the mask of a kind of
+attention, made where it is first read). The line then begins at the second unit, which only the longer record has
+within; it is extended too, by what the unit before or behind it is.
+
 The plan that keeps everything does so. The one of the smallest budget, and the one without a budget, do not: they
 compute again what costs least of the whole step's FLOPs, so how much a layer keeps depends on how many there are, and
 a few and of one more of them may be even where six are not. What is extended of them is an estimate.
@@ -50,8 +54,12 @@ class Moment:
 
     def extended(self, longer: Moment, times: int) -> Moment:
         """By so many times the difference to another one."""
-        pairs = zip(self.parts, longer.parts, strict=True)
-        return Moment(self.where, tuple(mine + times * (other - mine) for mine, other in pairs))
+        return self.extended_as(self, longer, times)
+
+    def extended_as(self, shorter: Moment, longer: Moment, times: int) -> Moment:
+        """By so many times the difference between two others."""
+        parts = zip(self.parts, shorter.parts, longer.parts, strict=True)
+        return Moment(self.where, tuple(mine + times * (more - less) for mine, less, more in parts))
 
 
 def moments_of(runs: Sequence[RunMemory], size_of: SizeOf) -> list[list[Moment]]:
@@ -83,9 +91,13 @@ def stretched(shorts: list[list[Moment]], longs: list[list[Moment]], more: int) 
     """
     candidates: list[Moment] = []
     for short, long in zip(shorts, longs, strict=True):
-        from_front = max(1, 2 * len(short) - len(long))  # all but the last unit's
-        places = [*range(from_front), *(-1 - place for place in range((len(short) + 1) // 2))]
-        candidates += [short[place].extended(long[place], more) for place in places]
+        unit = len(long) - len(short)
+        from_front = max(1, len(short) - unit)  # all but the last unit's
+        from_back = (len(short) + 1) // 2
+        for place in (*range(from_front), *range(-from_back, 0)):
+            within = place + unit if place >= 0 else place - unit
+            candidates.append(short[place].extended(long[place], more))
+            candidates.append(long[within].extended_as(short[place], long[place], more - 1))
     return max(candidates, key=lambda one: one.num_bytes)
 
 
@@ -107,8 +119,8 @@ def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
         if unit < 1 or more[: len(kept) - unit] != kept[: len(kept) - unit]:
             return False
         gaps = [later - earlier for earlier, later in zip(more, more[unit:], strict=False)]
-        inner = gaps[:-1]  # the last layer may keep less: its backward begins at once
-        if any(gap != inner[place % unit] for place, gap in enumerate(inner)):
+        # The last layer may keep less, its backward begins at once; or the first unit more, what all of them share.
+        if len(set(gaps[:-1])) > 1 and len(set(gaps[unit - 1 :])) > 1:
             return False
     return True
 

@@ -23,11 +23,12 @@ def static_terms(parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.
 def foreseen_state_bytes(parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes that optimizers which have not stepped yet will hold of these parameters.
 
-    Known of torch's own optimizers, whose state is so many tensors like the parameter; others count as they are.
+    Known of torch's own optimizers, to the byte: what is made for a budget is made again where this number changes.
+    Others count as they are.
     """
     wanted = {id(parameter) for parameter in parameters}
     return sum(
-        _num_states(optimizer, group) * parameter.numel() * parameter.element_size()
+        _state_bytes(optimizer, group, parameter)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
@@ -51,25 +52,29 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Sequ
     return [value for value in state.values() if isinstance(value, torch.Tensor)]
 
 
-_NUM_STATES: dict[str, Callable[[dict[str, Any]], int]] = {
-    "Adam": lambda group: 2 + bool(group.get("amsgrad")),
-    "AdamW": lambda group: 2 + bool(group.get("amsgrad")),
-    "NAdam": lambda group: 2,
-    "RAdam": lambda group: 2,
-    "Adamax": lambda group: 2,
-    "Adadelta": lambda group: 2,
-    "Rprop": lambda group: 2,
-    "SGD": lambda group: int(bool(group.get("momentum"))),
-    "Muon": lambda group: 1,
-    "RMSprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered")),
+_STATES: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
+    "Adam": lambda group: (2 + bool(group.get("amsgrad")), 1),
+    "AdamW": lambda group: (2 + bool(group.get("amsgrad")), 1),
+    "NAdam": lambda group: (2, 2),
+    "RAdam": lambda group: (2, 1),
+    "Adamax": lambda group: (2, 1),
+    "Adadelta": lambda group: (2, 1),
+    "Rprop": lambda group: (2, 1),
+    "SGD": lambda group: (int(bool(group.get("momentum"))), 0),
+    "Muon": lambda group: (1, 0),
+    "RMSprop": lambda group: (1 + bool(group.get("momentum")) + bool(group.get("centered")), 1),
 }
-"""Tensors like the parameter that an optimizer of torch keeps, by class name."""
+"""What an optimizer of torch keeps of a parameter, by class name: tensors like it, and counts of steps or the like."""
 
 
-def _num_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> int:
     names = (base.__name__ for base in type(optimizer).__mro__)
-    known = next((_NUM_STATES[name] for name in names if name in _NUM_STATES), None)
-    return 0 if known is None else known(group)
+    known = next((_STATES[name] for name in names if name in _STATES), None)
+    if known is None:
+        return 0
+    num_tensors, num_counts = known(group)
+    is_double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    return num_tensors * parameter.numel() * parameter.element_size() + num_counts * (8 if is_double else 4)
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

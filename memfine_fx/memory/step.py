@@ -124,6 +124,7 @@ class GraphStep:
         forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
         keeps_all: whether it computes nothing dense again and regions keep all that pays.
+        is_least: whether it is the partition for budgets that no other fits.
         optional: seconds spared per byte by regions that keep something where a run has room for it (`plan.free`).
         estimated: directions whose record is an estimate although exact ones come from compiled code.
         sole: (site, place) of results of regions' backwards that are the whole gradient of one input of the graph ->
@@ -136,6 +137,7 @@ class GraphStep:
     backward: GraphMemory | None = None
     decision: str = ""
     keeps_all: bool = False
+    is_least: bool = False
     heads: dict[str, HeadMemory] = field(default_factory=dict)
     optional: dict[str, float] = field(default_factory=dict)
     estimated: set[Direction] = field(default_factory=set)

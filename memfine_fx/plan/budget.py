@@ -28,6 +28,8 @@ from memfine_fx.records import ChunkPlan
 from memfine_fx.records.heads import HeadPlan
 
 __all__ = [
+    "MARGIN_PERCENT",
+    "SCALAR_BYTES",
     "GraphBudget",
     "SessionState",
     "automatic_bytes",
@@ -43,10 +45,10 @@ __all__ = [
     "unbounded_rows",
 ]
 
-_SCALAR_BYTES = 64
+SCALAR_BYTES = 64
 """Left free for what autograd makes outside the graphs: the loss's gradient and its like."""
 _LEAST_RESERVE = 1 << 30
-_ESTIMATE_MARGIN = 1.02
+MARGIN_PERCENT = 2
 """What an estimate made before compilation may be short of the compiled code (docs/design/memory.md)."""
 
 
@@ -167,7 +169,7 @@ class GraphBudget:
         trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
         size_of = chunk_sizes(self._session.config, trial, rows, self._head_tokens(rows))
         peak = step_peak_bytes([replace(self.situation.memory, step=trial, sizes=step.sizes)], size_of)
-        return 0 if peak is None else int(peak * _ESTIMATE_MARGIN)
+        return 0 if peak is None else peak + peak * MARGIN_PERCENT // 100
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         return self._session.timed(stage)
@@ -349,7 +351,7 @@ def _available_bytes(
     budget = budget_bytes(session.config, device)
     if budget is None:
         return None
-    return budget - session.persistent_bytes(members) - there - _SCALAR_BYTES
+    return budget - session.persistent_bytes(members) - there - SCALAR_BYTES
 
 
 def _as_terms(peak: StepPeak) -> dict[str, int]:

@@ -180,7 +180,8 @@ def _fit_less(
         if budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows) <= budget.available_bytes:
             return chosen
     smallest_rows = budget.rows_choices()[-1][0]
-    return min((lean, spare), key=lambda one: budget.peak(one.forward_memory, one.backward_memory, smallest_rows))
+    least = min((lean, spare), key=lambda one: budget.peak(one.forward_memory, one.backward_memory, smallest_rows))
+    return replace(least, is_least=True)
 
 
 def _bases(

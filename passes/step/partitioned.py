@@ -21,6 +21,7 @@ class Partition:
         forward_memory, backward_memory: what each would hold.
         decision: what was decided, in words.
         keeps_all: whether all that pays is kept.
+        is_least: whether it is the one for budgets that no other fits: nothing smaller can be made.
         optional: what may be kept where a run has room for it: site -> seconds spared per byte.
         sole: see `GraphStep`.
     """
@@ -31,5 +32,6 @@ class Partition:
     backward_memory: GraphMemory
     decision: str = ""
     keeps_all: bool = False
+    is_least: bool = False
     optional: Mapping[str, float] = field(default_factory=dict)
     sole: Mapping[tuple[str, int], int] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import sympy
 
 from memfine_fx.config import Config
 from memfine_fx.demo.model import ModelSizes
-from memfine_fx.fitting.recording import PLANS, RecordedStep, record_step
+from memfine_fx.fitting.recording import EVEN_PLANS, RecordedStep, record_step
 from memfine_fx.fitting.setup import Setup
 from memfine_fx.fitting.stack import find_stack, shortened
 from memfine_fx.fitting.stretch import Moment, is_even, moments_of, stretched
@@ -25,8 +25,11 @@ def size_of(site: str, num_tokens: int) -> ChunkSize:
     return ChunkSize(1)
 
 
-def step_of(num_layers: int, *, gradient: int = GRADIENT, odd: int = 0) -> RunMemory:
-    """Each layer keeps something and runs experts; in backward each leaves a gradient. Four positions a layer."""
+def step_of(num_layers: int, *, gradient: int = GRADIENT, odd: int = 0, shared: int = 0) -> RunMemory:
+    """Each layer keeps something and runs experts; in backward each leaves a gradient. Four positions a layer.
+
+    With `odd` layer 1 keeps more; with `shared` it makes what it and all later odd layers read in their backwards.
+    """
     forward, backward = [], []
     last = 4 * num_layers
     for layer in range(num_layers):
@@ -36,6 +39,9 @@ def step_of(num_layers: int, *, gradient: int = GRADIENT, odd: int = 0) -> RunMe
         forward.append(Allocation(f"passing {layer}", sympy.Integer(PASSING), begin + 1, begin + 3))
         backward.append(Allocation(f"kept {layer}", kept, 0, back + 3, is_input=True))
         backward.append(Allocation(f"gradient {layer}", sympy.Integer(gradient), back + 2, None))
+    if shared:
+        forward.append(Allocation("shared", sympy.Integer(shared), 5, None))
+        backward.append(Allocation("shared", sympy.Integer(shared), 0, 4 * (num_layers - 1), is_input=True))
     forward.append(Allocation("head", sympy.Integer(HEAD), last, last + 1))
     backward.append(Allocation("head", sympy.Integer(HEAD), 0, 1))
     calls = [Call(4 * layer + 2, str(layer), "forward") for layer in range(num_layers)]
@@ -75,6 +81,16 @@ def test_a_layer_that_keeps_more_is_not_even() -> None:
     assert not is_even([step_of(3, odd=1)], [step_of(4, odd=1)])
 
 
+@pytest.mark.parametrize("gradient", [1, 8, 25])
+@pytest.mark.parametrize("shared", [3, 60, 900])
+def test_what_units_share_is_made_by_the_first(shared: int, gradient: int) -> None:
+    """Units of two layers, the second of which is of a kind that reads something made once."""
+    short, long, whole = (step_of(number, gradient=gradient, shared=shared) for number in (4, 6, 24))
+    assert is_even([short], [long])
+    shorts, longs = (moments_of([one], size_of) for one in (short, long))
+    assert stretched(shorts, longs, 10).num_bytes == peak_of([whole])
+
+
 def test_steps_of_as_many_layers_are_not_even() -> None:
     assert not is_even([step_of(3)], [step_of(3)])
 
@@ -93,12 +109,12 @@ def test_six_layers_of_a_model_peak_as_three_and_four_of_them_say() -> None:
         stack = find_stack(model)
         assert stack is not None and (stack.begin, stack.unit, stack.repeats) == (0, 1, 8)
         shortened(model, stack, num_layers)
-        return record_step(model, setup, mode, Config(), "graph")
+        return record_step(model, setup, mode, Config(), "graph", plans=("least", *EVEN_PLANS))
 
     short, long, whole = (recorded(number) for number in (3, 4, 6))
     assert is_even(short.runs["most"], long.runs["most"])
     said = {}
-    for plan in PLANS:
+    for plan in ("least", *EVEN_PLANS):
         shorts, longs = (moments_of(one.runs[plan], size_of_whole) for one in (short, long))
         peak = max(one.num_bytes for each in moments_of(whole.runs[plan], size_of_whole) for one in each)
         said[plan] = stretched(shorts, longs, 3).num_bytes / peak

@@ -12,6 +12,11 @@ from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, st
 MAKE: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
     "AdamW with amsgrad": lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
+    "RAdam": lambda params: torch.optim.RAdam(params, lr=0.1),
+    "Adamax": lambda params: torch.optim.Adamax(params, lr=0.1),
+    "Adadelta": lambda params: torch.optim.Adadelta(params, lr=0.1),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.1),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
     "SGD with momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "RMSprop, centered": lambda params: torch.optim.RMSprop(params, lr=0.1, centered=True),
@@ -30,8 +35,7 @@ def test_what_is_foreseen_is_what_the_first_step_makes(name: str) -> None:
         param.grad = torch.ones_like(param)
     optimizer.step()
     after = static_terms(params, [optimizer])["optimizer state"]
-    counters = sum(8 * 4 for _ in params)  # step counts, a few bytes a parameter
-    assert foreseen <= after - before <= foreseen + counters
+    assert foreseen == (after - before if name != "Adagrad" else 0)
     assert foreseen_state_bytes(params, [optimizer]) == 0
 
 

@@ -1,0 +1,36 @@
+"""What is copied of a graph from Dynamo."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from memfine_fx.compat.functorch import compile_on_aot_autograd, min_cut_partition
+from memfine_fx.compat.inductor import captured_copy
+
+
+def known_parameters(copied: Callable[[fx.GraphModule], fx.GraphModule]) -> int:
+    """Inputs that the partitioner takes for parameters, of a copy in the place of the graph that Dynamo gave."""
+    counts: list[int] = []
+
+    def partition(gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        counts.append(len(options["static_lifetime_input_indices"]))
+        return min_cut_partition(gm, joint_inputs, **options)
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        return compile_on_aot_autograd(copied(graph_module), list(inputs), partition, lambda backward: backward)
+
+    torch._dynamo.reset()
+    model = torch.nn.Linear(8, 8)
+    torch.compile(model, backend=backend)(torch.randn(4, 8)).sum().backward()
+    return counts[0]
+
+
+def test_a_copy_knows_which_inputs_are_parameters() -> None:
+    """Else the partitioner saves their transposed views, which are then counted as results."""
+    assert known_parameters(captured_copy) == 2
+    assert known_parameters(copy.deepcopy) == 0, "a plain copy would do"
