@@ -65,7 +65,7 @@ STAGES = {
     "plan of the call": "memfine_fx.runtime.store:LiveRegion.plan_for",
     "inner compile": "memfine_fx.compiler.compiled_graph:compile_with_regions",
     "partition": "memfine_fx.passes.step.partition:StepPartitioner.__call__",
-    "body compile": "memfine_fx.passes.lower.bodies:_Compiled._compile",
+    "body compile": "memfine_fx.passes.lower.compiled_body:CompiledBody._compile",
     "forward op": "memfine_fx.runtime.op:run_forward",
     "backward op": "memfine_fx.runtime.op:run_backward",
     "measuring": "memfine_fx.api:trace_memory",
