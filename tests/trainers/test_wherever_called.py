@@ -219,8 +219,9 @@ def test_checkpoints_that_are_switched_on(steps: Steps, way: str, is_before: boo
 
 @pytest.fixture
 def accelerator_of() -> Iterator[Callable[[str], Any]]:
-    """An accelerator of a precision; a process has one, so that it is taken back."""
+    """An accelerator of a precision; a process has one, so that another test's is taken away, and this one back."""
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield lambda precision: accelerate.Accelerator(cpu=True, mixed_precision=precision)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
