@@ -20,7 +20,7 @@ def _parts(quick: bool) -> Sequence[Part]:
         return [Part("layer", _LAYER, "float32", ("compile", "memfine"), steps=1)]
     return [
         Part("layer", _LAYER, "float32", _LAYER_PEERS, steps=2),
-        *(Part("model", replace(_MODEL, layers=layers), "float32", _MODEL_PEERS, steps=2) for layers in (4, 12, 24)),
+        *(Part("model", replace(_MODEL, layers=layers), "float32", _MODEL_PEERS, steps=2) for layers in (2, 6)),
     ]
 
 
