@@ -335,6 +335,10 @@ def lived(script: Script, budget: int | None, dtype: torch.dtype, inner: Any = "
     return life
 
 
+_ENDS_WITH_TWO_LOSSES = (two_losses, two_losses_accumulated)
+"""A step that begins like one with two losses is planned for both; the plan of one loss is back a step later."""
+
+
 def fresh(life: Life, script: Script) -> Life:
     """A model that has seen nothing but such a step, with the same optimizer and the same checkpoints."""
     torch._dynamo.reset()
@@ -364,6 +368,8 @@ def live_within(script: Script, dtype: torch.dtype, inner: Any = "aot_eager") ->
     for budget in (smallest, smallest * 5 // 4, None):
         life = lived(script, budget, dtype, inner)
         assert life.num_steps and (budget is None or life.most_bytes <= budget)
+        if script in _ENDS_WITH_TWO_LOSSES:
+            life.train()
         assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh(life, script).plans()
 
 
@@ -401,6 +407,8 @@ def test_a_life_keeps_its_smallest_budget_and_its_plans(script: Script) -> None:
     smallest = smallest_budget(ended(script))
     life = lived(script, smallest, torch.float32)
     assert life.most_bytes <= smallest
+    if script in _ENDS_WITH_TWO_LOSSES:
+        life.train()
     assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh(life, script).plans()
 
 
