@@ -43,8 +43,8 @@ from memfine_fx.plan.budget import (
     GraphBudget,
     budget_of_graph,
     device_of,
-    dropped_in,
     fits_unbounded,
+    keeping_in,
     refusal_of,
     situation_of,
 )
@@ -368,7 +368,8 @@ class CompiledGraph:
         """Plans are made for this run until another begins."""
         self._record.step = compiled.step
         run.memory = replace(run.memory, step=compiled.step)
-        run.memory = replace(run.memory, drops=dropped_in(self._session, run))
+        if compiled.step.optional:
+            run.memory = keeping_in(self._session, run, tensor_of(self._record.lowered[0].region.hidden))
         self._session.situation = situation_of(self._session, run)
 
     def _forget(self) -> None:

@@ -193,7 +193,7 @@ class _Reader:
             op = next(self._ops[function])
             self._hold(name, [self._new(label, num_bytes) for num_bytes in op.results])
             if function in _KEEPING:
-                _keep(self._held[name][1:], _texts(call))
+                _keep(self._held[name][1:-1], _texts(call))  # the last is how many rows were kept
             elif function in _FINDING:
                 _keep(self._listed(call.args[_KEPT_ARGUMENT]), _texts(call))
             if _PHASES.get(function) == "backward":
@@ -207,8 +207,8 @@ class _Reader:
             raise _Unreadable(f"{name} = {function}(...)")
 
     def _listed(self, names: ast.expr) -> list[_Storage]:
-        """Storages of the names in a list."""
-        found = names.elts if isinstance(names, ast.List) else []
+        """Storages of the names in a list but the last, which is how many rows were kept."""
+        found = names.elts[:-1] if isinstance(names, ast.List) else []
         return [one for name in found if isinstance(name, ast.Name) for one in self._held.get(name.id, [])]
 
     def _new(self, name: str, num_bytes: sympy.Expr, *, is_input: bool = False) -> _Storage:
