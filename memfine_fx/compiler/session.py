@@ -31,7 +31,6 @@ from memfine_fx.plan.free import describe_budget
 from memfine_fx.plan.peaks import SolvedPeaks
 from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_of
 from memfine_fx.records import Refusal, Where
-from memfine_fx.records.heads import HeadRefusal
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.logs import set_up_logs
 from memfine_fx.report.reports import Report, StepReport
@@ -340,12 +339,12 @@ class Session:
         refused = [outcome for outcome in self.outcomes if isinstance(outcome, Refusal)]
         return VerifyReport(verified, tuple(one for one in refused if (one.where, one.details) not in failed))
 
-    def _latest_heads(self) -> list[LoweredHead | HeadRefusal]:
+    def _latest_heads(self) -> list[LoweredHead | Refusal]:
         """The heads of `_latest_graphs`, one for each place in the source."""
-        latest: dict[object, LoweredHead | HeadRefusal] = {}
+        latest: dict[object, LoweredHead | Refusal] = {}
         for graph in self._latest_graphs():
             for number, head in enumerate(graph.heads):
-                where = head.where if isinstance(head, HeadRefusal) else head.region.where
+                where = head.where if isinstance(head, Refusal) else head.region.where
                 latest[where.source, graph.parameter_ids, number] = head
         return list(latest.values())
 
