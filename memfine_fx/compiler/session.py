@@ -100,6 +100,7 @@ class Session:
             yield
         finally:
             spent = time.perf_counter() - started
+            # Stages nest: seconds that those within have counted are theirs.
             own = spent - self._seconds_within
             self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + own
             self._seconds_within = before + spent
@@ -349,7 +350,7 @@ class Session:
         return list(latest.values())
 
     def _latest(self) -> list[LoweredRegion | Refusal]:
-        """One outcome a place: recompilations of the same code replace what they recompiled."""
+        """The latest outcome of each place in the source, since a recompilation replaces what was there before."""
         latest: dict[object, LoweredRegion | Refusal] = {}
         for graph in self._latest_graphs():
             seen: Counter[object] = Counter()
@@ -403,6 +404,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
     """Tell the sessions of its parameters; all sessions are asked at its first step only."""
     owners = _sessions_of.get(optimizer)
     is_first = optimizer not in _stepped
+    # The hook runs after every step of every optimizer in the process, so the answer is kept.
     if owners is None:
         ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         owners = weakref.WeakSet(one for one in sessions() if one.reads_any(ours))

@@ -62,6 +62,7 @@ class StepChoice:
 def ranked(keepables: Sequence[Keepable]) -> list[Keepable]:
     """Those worth keeping, best first. Choices of one region come in their order, or the larger ones not at all."""
     worth = [one for one in keepables if one.seconds > 0]
+    # The sort is stable: choices of one region that are worth the same a byte stay in their order.
     worth.sort(key=lambda one: (not one.is_in_last_layer, -one.seconds / max(1, one.num_bytes)))
     return worth
 

@@ -138,8 +138,10 @@ class Expressions:
         walks = [_Walk(copy, node) for copy in copies]
         for walk, result in zip(walks, results, strict=True):
             walk.pair(results[0], result)
+        # From here on copy 0's calls, with expert e's tensors in the place of its own, are copy e's calls.
         num_experts = 1 + max(copy.expert or 0 for copy in copies)
         for walk in walks[num_experts:]:
+            # An expert has one tensor for each parameter, so its copies for further choices must read the same ones.
             if walk.met != walks[walk.copy.expert or 0].met:
                 raise CannotChunk(
                     Reason.EXPERTS_DIFFER, f"expert {walk.copy.expert} differs between a token's choices", node
@@ -172,6 +174,7 @@ class Expressions:
                 raise CannotChunk(Reason.EXPERTS_DIFFER, "an expert has several weight columns, or another's", node)
             self.columns = outers
             return
+        # Each copy may write the view of the same weights anew.
         if roles == {"weight"} and all(is_same_view(outers[0], outer) for outer in outers):
             return
         self._set_param(placeholder, _param(members, roles, outers, node), node)

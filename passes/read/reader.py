@@ -184,6 +184,7 @@ class Reader(Roles):
         before, num_experts = self.num_experts, int(tensor_of(node).shape[0])
         if before not in (None, num_experts):
             return False
+        # The rules for parts divide first dimensions by it.
         self.num_experts = num_experts
         self._pulling.computed_tables[node] = ""
         new = [one for one in made_of if not self._form.holds(one)]
@@ -257,6 +258,7 @@ class Reader(Roles):
                 self.masks.append(node)
             if self.frame.is_index_like(tensor):
                 self.indices.append(node)  # zeros and ones may be read as ids themselves
+        # Nothing of the experts is in these, so the graph may compute them before the op.
         is_number = isinstance(value, Rows) and not tensor.dtype.is_floating_point
         if (isinstance(value, Unknown) or is_number) and not value.is_dispatched:
             if is_one_tensor and self.frame.is_index_like(tensor):
@@ -351,6 +353,8 @@ class Reader(Roles):
         return rule(self, call, args, kwargs)
 
     def _unknown(self, refusal: CannotChunk, operands: Sequence[Any], target: Any = None) -> Unknown:
+        # Parameters picked by the routing, and grouped matmuls, belong to the experts even where no rule follows them:
+        # left outside, their results would be taken for tokens.
         picks = any(isinstance(value, (Ids, Mask)) for value in operands)
         tables = [value.node for value in operands if isinstance(value, Leaf)]
         dispatched = (
@@ -392,6 +396,7 @@ class Reader(Roles):
         return known[1]
 
 
+# They read a shape and no number, so what they make is known although their operand is not.
 _SHAPES_ONLY = frozenset(
     {
         aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,

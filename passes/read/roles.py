@@ -77,6 +77,7 @@ class Roles:
     def regroup(self, lead: Lead, source: Sequence[Size], target: Sequence[Size]) -> Lead | None:
         """The lead of a reshape from `source` to `target`; None where rows would mix."""
         source, target = ([self.known_size(size) for size in shape] for shape in (source, target))
+        # A dimension of one atom has the size that stands in the graph, which need not be written as the frame's is.
         own = {group: size for group, size in zip(lead.groups, source, strict=False) if len(group) == 1}
         return regroup(lead, target, lambda atom: own[atom] if atom in own else self.size_of(atom))
 
@@ -301,6 +302,7 @@ class Roles:
                 Reason.ROWS_NOT_FOLLOWED, f"an integer tensor from outside the region, {outer}, used as row data"
             )
         is_param = isinstance(value, torch.nn.Parameter)
+        # Weights before tokens: [T,K] has the shape of tokens too.
         lead = self._lead_of_choices(value)
         if lead is not None and not is_param:
             return Rows(lead, self.expressions.input(Input("weight", outer)))

@@ -296,6 +296,8 @@ def region_keepables(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> li
         else:
             spared = had_seconds - 2 * (num_bytes - had_bytes) / rates.copy_bytes
         more_bytes, more_seconds = num_bytes - had_bytes, spared - had_seconds
+        # A larger choice contains the smaller ones of its region, so it must rank behind them: its seconds a byte are
+        # held at theirs or below.
         ratio = min(had_ratio, more_seconds / max(1, more_bytes))
         before[choice.site] = (num_bytes, spared, ratio)
         found.append(Keepable(choice.site, more_bytes, ratio * more_bytes, choice.site == last, choice.keep))

@@ -119,6 +119,8 @@ def _sum(reader: Reader, call: Call, base: Any, which: Named, values: Any) -> An
         return _grown(reader, call, base, which, rows, sums=True)
     lead = Lead(*which.names)
     is_fresh = base == Fill(0.0)
+    # Row i goes to the token of assignment i because index and rows stand in one order, and every assignment is there
+    # once.
     if not (is_fresh or isinstance(base, Leaf)) or rows.lead is not which.lead or not reader.is_all_tokens(lead):
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "rows added to other than tokens in their own order")
     if not reader.covers_choices(rows.lead) or merged(rows.copy, which.copy) is None or not rows.copy.is_all:

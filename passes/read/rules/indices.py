@@ -175,6 +175,7 @@ def _with_led_ones(reader: Reader, call: Call, source: Any, num_dims: int) -> An
 
 def _moved(source: Any, lead: Lead, which: Named, call: Call) -> Any:
     leaves_order = "r" in "".join(which.names) and "r" not in which.lead.atoms
+    # Undoing a sort takes rows out of the order of one copy; only places of that same order give each its own row.
     own = source.copy.unordered if leaves_order and source.copy.order == which.copy.order else source.copy
     copy = merged(own, which.copy.unordered if leaves_order else which.copy)
     if copy is None or (leaves_order and merged(source.copy, which.copy) is None):
@@ -238,6 +239,7 @@ def _divided(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return pointwise(reader, call, args, kwargs)
     if call.target is aten.div.Tensor_mode and kwargs.get("rounding_mode") is None:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "true division of an index")
+    # Assignments are t*K + k, or k*T + t in a turned index: the quotient is what their first atom counts.
     divisor = {"tk": reader.frame.top_k, "kt": reader.frame.num_tokens}.get(ids.names)
     if divisor is None or not isinstance(args[1], (int, torch.SymInt)) or not same_size(args[1], divisor):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "integer division of other than assignments by top-k")
@@ -249,6 +251,7 @@ def _remainder(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     ids, divisor = args[0], args[1]
     if not isinstance(ids, Ids):
         return pointwise(reader, call, args, kwargs)
+    # The remainder is what their second atom counts, see `_divided`.
     modulus = {"tk": reader.frame.top_k, "kt": reader.frame.num_tokens}.get(ids.names)
     if modulus is not None and isinstance(divisor, (int, torch.SymInt)) and same_size(divisor, modulus):
         return replace(ids, names=ids.names[1], is_iota=False)
@@ -284,6 +287,7 @@ def _counts(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
                 Reason.INDEX_NOT_FOLLOWED,
                 f"histogram of {bins} bins over [{low}, {high}] does not count experts one by one",
             )
+        # The last bin holds its upper end too, so ids of E count as E - 1 there and are not dropped.
         reader.counts_past_the_last |= high == bins
     return Counts()
 
@@ -307,6 +311,7 @@ def _arange(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if start != 0 or (len(args) > 2 and args[2] != 1):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "arange that does not count from 0 by 1")
     frame = reader.frame
+    # 0 .. N-1 are the numbers of all assignments, and 0 .. T-1 of all tokens, whatever they were made for.
     for names, size in (("tk", frame.num_rows), ("t", frame.num_tokens)):
         if same_size(end, size):
             return Ids(names, Lead(names), is_iota=True)

@@ -169,6 +169,7 @@ def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> A
     number = _constant(values)
     is_sum = call.target is aten.scatter_add.default
     if number is not None:
+        # Ones that are added make a two where a token names an expert twice; ones that are written do not.
         is_mask = {base.value, number} == {0.0, 1.0} and (reader.frame.is_distinct or not is_sum)
         if is_mask:
             return Mask(lead, ids.copy, is_negated=number == 0.0)

@@ -131,6 +131,7 @@ def _gathered(reader: Reader, call: Call, left: Any, right: Any) -> Rows | None:
             Reason.ROWS_NOT_FOLLOWED, f"bmm of {tuple(left_shape)} by {tuple(right_shape)}: a row is not a vector"
         )
     reader.note_experts(call, "gathered", width)
+    # One row times its expert's matrix, for each row of the batch: as rows of one expert these are one product.
     product = reader.emit(aten.mm.default, vector, matrix)
     return Rows(lead, reader.emit(aten.unsqueeze.default, product, out_dim), copy=copy, is_dispatched=True)
 

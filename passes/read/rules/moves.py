@@ -140,6 +140,7 @@ def _expand(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return replace(rows, expr=reader.emit(aten.expand.default, rows.expr, list(target)))
     lead, expr = Lead(*[""] * (len(target) - len(source)), *rows.lead.groups), rows.expr
     first = len(target) - len(source) + rows.lead.num_dims
+    # [T,1,H] expanded to [T,K,H] gives each choice the token's vector: the new dimension is lead, not part of a row.
     repeats_tokens = Lead(rows.lead.atoms) is Lead.TOKEN and len(source) > rows.lead.num_dims + 1
     if repeats_tokens and same_size(source[rows.lead.num_dims], 1) and not same_size(target[first], 1):
         lead, expr = Lead(*lead.groups, ""), reader.emit(aten.select.int, expression_of(rows, call), 1, 0)

@@ -155,6 +155,7 @@ def _about_choices(
 
 def _outside(call: Call, about: tuple[Lead, Copy], values: list[Any], spec: Any, tensors: list[Any]) -> Rows:
     """Numbers about choices: what stands at unchosen entries."""
+    # No expression is written: it stays a node of the graph, and becomes an input of the region if rows meet it.
     offs: list[Any] = list(values)
     dtypes: dict[int, torch.dtype] = {}
     for place, value in enumerate(values):
@@ -180,6 +181,7 @@ def align(reader: Reader, operands: Sequence[Operand], out_dims: int, call: Call
     Raises:
         CannotChunk: rows of different tokens, choices or experts would meet.
     """
+    # Broadcasting lines dimensions up from the right: what has fewer of them has its lead further in.
     routed = [one for one in operands if one.rows.lead is not Lead.NONE]
     num_lead = max((out_dims - one.tensor.ndim + _num_led(reader, one) for one in routed), default=0)
     operands = [_shortened(reader, one, num_lead - (out_dims - one.tensor.ndim), call) for one in operands]
