@@ -1,7 +1,7 @@
 """From a budget of bytes to what a step keeps and how many rows its chunks have: a pure function of peaks and seconds.
 
 Terms
-    keepable    a result that forward may keep for backward, or that backward computes again: a dense matmul or
+    keepable    a result that forward may keep for backward, or that backward computes again: a matmul or
                 attention, or what a chunked region can keep of its routed rows
     ranking     keepables of the last layer first, whose backward begins at once, so that keeping them hardly moves the
                 peak; then by seconds spared per byte
@@ -26,12 +26,12 @@ class Keepable:
     """One result that may be kept.
 
     Args:
-        name: of a dense result's node, or a region's site.
+        name: of a costly result's node, or a region's site.
         num_bytes: it takes from forward to backward, beyond smaller choices of the same region.
         seconds: backward is spared.
         is_in_last_layer: whether its backward comes at once.
-        keep: for a region, how much it keeps with this one; "nothing" for dense results.
-        storages: names of the allocations that hold a dense result.
+        keep: for a region, how much it keeps with this one; "nothing" for costly results.
+        storages: names of the allocations that hold a costly result.
     """
 
     name: str
