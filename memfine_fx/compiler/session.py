@@ -22,6 +22,7 @@ from memfine_fx.compat.checks import warn_outside_tested_range
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
 from memfine_fx.compiler.outcomes import head_report, outcome_report
 from memfine_fx.config import Config
+from memfine_fx.errors import Reason
 from memfine_fx.memory.measure import MemoryTrace
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
@@ -336,9 +337,8 @@ class Session:
 
     def verify_report(self) -> VerifyReport:
         verified = tuple(verification for graph in self._graphs for verification in graph.verifications)
-        failed = {(verification.where, f"verification failed: {verification.failure}") for verification in verified}
         refused = [outcome for outcome in self.outcomes if isinstance(outcome, Refusal)]
-        return VerifyReport(verified, tuple(one for one in refused if (one.where, one.details) not in failed))
+        return VerifyReport(verified, tuple(one for one in refused if one.reason is not Reason.VERIFICATION_FAILED))
 
     def _latest_heads(self) -> list[LoweredHead | Refusal]:
         """The heads of `_latest_graphs`, one for each place in the source."""

@@ -37,8 +37,8 @@ def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
     name = target_name(source) if isinstance(source, fx.Node) else target_name(seed)
     picks = list(_picks(flow, seed))
 
-    def refused(reason: Reason, details: str) -> Refusal:
-        return Refusal(provenance(seed), reason, details, str(seed))
+    def refused(reason: Reason, message: str) -> Refusal:
+        return Refusal(provenance(seed), reason, message, str(seed))
 
     if "output" in users:
         return refused(
