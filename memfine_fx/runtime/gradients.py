@@ -46,6 +46,7 @@ class ParamGradient:
             for tensor, is_wanted, there in zip(tensors, wanted, onto, strict=True)
         ]
         self._kind = kind
+        # Where a gradient is there already its entries count as written, so that products are added and never set.
         is_there = [one is not None for one in onto]
         self._written = is_there * tensors[0].shape[0] if kind == "expert" else is_there
         self._item_bytes = tensors[0].element_size()

@@ -158,6 +158,7 @@ def _replace(graph: fx.Graph, cut: Cut, result: fx.Node) -> None:
                 user.replace_input_with(target, result)
     cut.exit.replace_all_uses_with(result)
     _erase_assertions(cut)
+    # Last first, so that a node's readers inside are gone when its turn comes.
     for node in reversed(cut.nodes):
         if not node.users and (node is cut.exit or not _writes_for_survivors(flow, node)):
             graph.erase_node(node)
