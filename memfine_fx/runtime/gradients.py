@@ -27,7 +27,7 @@ class ParamGradient:
         tensors: the [E,...] table, every expert's own tensor, or the tensor that all share.
         kind: which of the three.
         wanted: whether each of `tensors` wants its gradient; the others are not computed into.
-        in_fp32: whether all of it stands in fp32, because others are to be added to it.
+        in_fp32: whether all of it stands in fp32 at least, because others are to be added to it.
         onto: gradients of some of `tensors` that are there and are added to; None for those that are made.
     """
 
@@ -150,4 +150,4 @@ class ParamGradient:
 
 
 def _made(tensor: torch.Tensor, *, in_fp32: bool) -> torch.Tensor:
-    return torch.empty_like(tensor, dtype=torch.float32 if in_fp32 else None)
+    return torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32) if in_fp32 else None)
