@@ -2,7 +2,7 @@
 
 In 4 bits (NF4 in blocks of 64, scales quantized too) are all plain linear layers but the head, as transformers loads a
 model with `load_in_4bit`, and tables over experts, which that leaves whole and bitsandbytes' `replace_parameter_4bit`
-packs. All others keep their dtype. PEFT makes adapters of packed linear layers in fp32, and fp32 they are here.
+packs. All others keep their dtype, and adapters have that of the model (PEFT with `autocast_adapter_dtype=False`).
 """
 
 from __future__ import annotations
