@@ -108,17 +108,29 @@ def merged(kept: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
 
 
 def fast_tests_of(torch: str, *reports: str) -> FastTests:
-    """The fast tests' outcomes, of reports that may each hold a part of them."""
-    cases = sorted(_cases(reports))
-    count = Counter(outcome for _, outcome in cases)
-    failed = tuple(name for name, outcome in cases if outcome == "**fails**")
+    """The fast tests' outcomes, of reports that may each hold a part of them.
+
+    A test that a later report ran again, once what failed was mended, counts as it ran there.
+    """
+    cases = {(case.get("classname"), case.get("name")): case for case in _elements(reports)}
+    count = Counter(map(_outcome, cases.values()))
+    failed = tuple(sorted(_name(case) for case in cases.values() if _outcome(case) == "**fails**"))
     return FastTests(torch, count["works"], count["not run"], failed)
 
 
 def _cases(reports: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for case in (case for report in reports for case in ElementTree.fromstring(report).iter("testcase")):
-        file = case.get("classname", "").rsplit(".", 1)[-1]
-        yield f"{file}::{case.get('name', '')}", _outcome(case)
+    for case in _elements(reports):
+        yield _name(case), _outcome(case)
+
+
+def _elements(reports: Iterable[str]) -> Iterator[ElementTree.Element]:
+    for report in reports:
+        yield from ElementTree.fromstring(report).iter("testcase")
+
+
+def _name(case: ElementTree.Element) -> str:
+    """FILE::TEST"""
+    return f"{case.get('classname', '').rsplit('.', 1)[-1]}::{case.get('name', '')}"
 
 
 def table(environments: Mapping[str, Environment]) -> str:

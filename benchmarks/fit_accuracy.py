@@ -31,7 +31,7 @@ from memfine_fx.config import Config
 from memfine_fx.errors import MemfineError
 from memfine_fx.fitting.analysis import Analysis
 from memfine_fx.fitting.answer import analyse
-from memfine_fx.fitting.models import real_model
+from memfine_fx.fitting.models import held_tensors, real_model
 from memfine_fx.fitting.setup import Setup
 from memfine_fx.memory.measure import trace_memory
 
@@ -104,6 +104,8 @@ SETUPS = (
     Combination(Setup(2, 384, dtype="bf16"), "most"),
     Combination(Setup(2, 384, dtype="fp32"), "least"),
     Combination(Setup(1, 768, train="lora", dtype="fp32", checkpointing=True)),
+    Combination(Setup(2, 256, train="qlora", dtype="bf16")),
+    Combination(Setup(2, 512, train="qlora", dtype="bf16")),
 )
 
 
@@ -163,7 +165,7 @@ def measured_peak(config: Any, setup: Setup) -> int:
 
     for _ in range(_WARM_STEPS):
         step()
-    there = [*model.parameters(), *model.buffers(), tokens, labels]
+    there = [*held_tensors(model), *model.buffers(), tokens, labels]
     there += [one for state in optimizer.state.values() for one in state.values()]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in there}
     return sum(storages.values()) + trace_memory(step, torch.device("cpu")).peak_bytes

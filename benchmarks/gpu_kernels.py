@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensorMode
 
 from memfine_fx.runtime.kernels.launches import Launch, recording
 
-__all__ = ["CASES", "PAGE", "RESULTS", "TARGETS", "Case", "Row", "filled", "launches_of", "rows_of", "table"]
+__all__ = ["CASES", "PAGE", "RESULTS", "TARGETS", "Case", "Row", "filled", "launches_of", "rows_of", "step_of", "table"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_kernels.json"
@@ -75,6 +75,7 @@ class Case:
     rows_per_window: int
     layout: Any = "halves"
     activation: Any = "swiglu"
+    has_bias: bool = False
     dtype: str = "bfloat16"
     table_dtype: str = "bfloat16"
     keeps_products: bool = False
@@ -88,7 +89,7 @@ CASES = (
     Case("Qwen3-30B-A3B, kept, deterministic", **_QWEN3, keeps_products=True, is_deterministic=True),
     Case("Qwen3-30B-A3B, tables in fp32", **_QWEN3, table_dtype="float32"),
     Case("Qwen3-30B-A3B, tf32", **_QWEN3, dtype="float32", table_dtype="float32", precision="tf32"),
-    Case("GPT-OSS-120B, without biases", 8192, 4, 128, 2880, 2880, 16384, "interleaved_in_out", "clamped"),
+    Case("GPT-OSS-120B", 8192, 4, 128, 2880, 2880, 16384, "interleaved_in_out", "clamped", has_bias=True),
 )
 
 
@@ -127,8 +128,8 @@ def launches_of(case: Case, target: str) -> tuple[list[Launch], list[Launch]]:
 
     dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
     options = LayerOptions(
-        case.rows_per_window, case.layout, case.activation, case.keeps_products, case.is_deterministic, case.precision,
-        tiles_for(target, dtype),
+        case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products,
+        case.is_deterministic, case.precision, tiles_for(target, dtype),
     )  # fmt: skip
     with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
         hidden = torch.empty(case.tokens, case.hidden, dtype=dtype)
@@ -143,11 +144,12 @@ def launches_of(case: Case, target: str) -> tuple[list[Launch], list[Launch]]:
     return forward, backward
 
 
-def _shapes(case: Case) -> list[tuple[int, int, int]]:
+def _shapes(case: Case) -> list[tuple[int, ...]]:
     experts, hidden, width = case.experts, case.hidden, case.width
+    shapes: list[tuple[int, ...]] = [(experts, hidden, 2 * width), (experts, width, hidden)]
     if case.layout == "halves":
-        return [(experts, 2 * width, hidden), (experts, hidden, width)]
-    return [(experts, hidden, 2 * width), (experts, width, hidden)]
+        shapes = [(experts, 2 * width, hidden), (experts, hidden, width)]
+    return [*shapes, (experts, 2 * width), (experts, hidden)] if case.has_bias else shapes
 
 
 def rows_of(case: Case, target: Target) -> list[Row]:
@@ -155,16 +157,16 @@ def rows_of(case: Case, target: Target) -> list[Row]:
     forward, backward = launches_of(case, target.name)
     found: dict[str, Row] = {}
     for launch in (*forward, *backward):
-        step = _step(launch)
+        step = step_of(launch)
         if step not in found:
             found[step] = _row(case, target, step, launch)
     return list(found.values())
 
 
-_TELLING = ("WRITES_PRODUCTS", "WRITES_ACTIVATED", "HAS_SECOND", "IS_ATOMIC", "IS_FIRST_WINDOW")
+_TELLING = ("WRITES_PRODUCTS", "WRITES_ACTIVATED", "HAS_SECOND", "HAS_BIAS", "IS_ATOMIC", "IS_FIRST_WINDOW")
 
 
-def _step(launch: Launch) -> str:
+def step_of(launch: Launch) -> str:
     telling = [name.lower() for name in _TELLING if launch.constants.get(name)]
     return ", ".join([launch.name.removesuffix("_kernel"), *telling])
 

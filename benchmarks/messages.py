@@ -23,13 +23,13 @@ _ERRORS = frozenset(
 )
 _KINDS = {
     "CannotChunk": "refusal",
+    "refused": "refusal",
     "Refusal": "refusal",
-    "HeadRefusal": "refusal",
     "warn": "warning",
     "warning": "warning",
     "append": "note",
 }
-_TEXT_PLACES = {"CannotChunk": 1, "Refusal": 2, "HeadRefusal": 2}
+_TEXT_PLACES = {"CannotChunk": 1, "refused": 1, "Refusal": 2}
 _RETURNING = {
     "_switch": "note",
     "_record": "verification",

@@ -1,9 +1,10 @@
 """Train a small Qwen3-MoE whose experts are shared by all ranks; rows travel to them in rounds of bounded size.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py
+    torchrun --nproc-per-node 8 examples/expert_parallel.py --device cuda --slots 2
 
-On CPU over gloo; with a GPU per process over NCCL. DistributedDataParallel averages what is not sharded, a checkpoint
-is written and read back at the end, and rank 0 exports the whole model under its original keys.
+On CPU over gloo; with a GPU per process over NCCL, which has not been run. DistributedDataParallel averages what is not
+sharded, a checkpoint is written and read back at the end, and rank 0 exports the whole model under its original keys.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import memfine_fx
+from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.state import TrainingState, whole_state_dict
 
 
@@ -44,12 +46,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rows", type=int, default=64, help="most rows that a rank receives at once")
+    parser.add_argument("--slots", type=int, default=0, help="room on every rank for clones of hot experts")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
     parser.add_argument("--replicas", type=int, default=1, help="data-parallel replicas of the experts")
     parser.add_argument("--inner", default="inductor", choices=("inductor", "aot_eager", "eager"))
     options = parser.parse_args()
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    is_on_gpu = torch.cuda.is_available() if options.device is None else options.device == "cuda"
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if is_on_gpu and local_rank >= torch.cuda.device_count():
+        parser.error(f"process {local_rank} has no GPU: torch sees {torch.cuda.device_count()}; start fewer processes")
+    device = torch.device("cuda", local_rank) if is_on_gpu else torch.device("cpu")
+    if is_on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -58,7 +66,7 @@ def main() -> None:
 
     model = tiny_model().to(device)
     config = memfine_fx.Config(rows_per_chunk=options.rows, inner_backend=options.inner)
-    memfine_fx.optimize(model, expert_parallel=mesh, config=config)
+    memfine_fx.optimize(model, expert_parallel=expert_group(mesh, slots=options.slots), config=config)
     trained = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

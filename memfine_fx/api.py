@@ -164,7 +164,7 @@ def fit(
         memory: bytes of the device, as "80GiB" or an int; None asks for the bytes alone.
         gpu: the device's name instead, such as "h100"; `memfine_fx.fitting.devices` has the table.
         batch, seq: sequences, and tokens of each.
-        train: "full", or "lora" by PEFT.
+        train: "full"; "lora" by PEFT; "qlora", with frozen weights in 4 bits (NF4) by bitsandbytes.
         lora_r, targets: rank of the adapters, and names of the linear layers that get one; () for all but the head.
         dtype: of parameters: "fp32", "bf16" or "fp16". A module, or what a callable makes, keeps its own.
         optimizer: "adamw", "adafactor" or "sgd" (without momentum), as torch has them, or bitsandbytes' "adamw8bit".
@@ -175,7 +175,7 @@ def fit(
         device: where the model would train.
         has_even_routing: experts get equal numbers of rows; otherwise one expert may get a row of every token.
         alternatives: also record the same step without us (plain, with gradient checkpointing, under torch.compile's
-            `activation_memory_budget`), and with LoRA where nothing fits; takes two to four times as long.
+            `activation_memory_budget`), and with LoRA and QLoRA where nothing fits; takes two to four times as long.
         config: options of `optimize`.
 
     Returns:
@@ -183,7 +183,7 @@ def fit(
 
     Raises:
         ConfigError: the config cannot be read, lacks a field or has sizes that cannot be.
-        MissingPackage: transformers or PEFT is needed and not installed.
+        MissingPackage: transformers, PEFT or bitsandbytes is needed and not installed.
     """
     from memfine_fx.fitting.answer import Question, answer
     from memfine_fx.fitting.setup import Setup

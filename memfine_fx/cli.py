@@ -110,7 +110,7 @@ def _add_fit(commands: Any) -> None:
     fitted.add_argument("--gpu", help="the device by its name, e.g. h100, rtx-4090, mi300x")
     fitted.add_argument("--batch", type=int, default=1)
     fitted.add_argument("--seq", type=int, default=4096)
-    fitted.add_argument("--train", choices=("full", "lora"), default="full")
+    fitted.add_argument("--train", choices=("full", "lora", "qlora"), default="full")
     fitted.add_argument("--lora-r", type=int, default=16)
     fitted.add_argument("--targets", nargs="+", default=(), help="linear layers with adapters; all but the head")
     fitted.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")

@@ -1,0 +1,6 @@
+"""Tests. Every process of them begins here, those too that tests start."""
+
+import torch._dynamo.config
+
+# On Python 3.13.0 alone Dynamo warns of slower guards, which is an error where a test counts warnings.
+torch._dynamo.config.issue_3_13_0_warning = False

@@ -18,9 +18,9 @@ from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.lower import region as lower
 from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
-from memfine_fx.passes.read.outline import outline
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.tracing import TensorSpec
+from memfine_fx.passes.verify.outline import outline
 from memfine_fx.records import ExpertFunction, MoERegion, ParamKind, Refusal
 
 HIDDEN = 8
@@ -140,11 +140,11 @@ def refusal_reason(layer: TinyMoE) -> str:
 
 def insert_identity(graph_module: fx.GraphModule, region: MoERegion, name: str) -> None:
     """Put the outlined region back in its own place, as a submodule: the control that must change nothing."""
-    outlined, inputs = outline(region.cut, specializes_floats=False)
+    outlined, _ = outline(region.cut)
     exit_node = region.cut.exit
     graph_module.add_submodule(name, outlined)
     with graph_module.graph.inserting_before(exit_node):
-        call = graph_module.graph.call_module(name, tuple(inputs))
+        call = graph_module.graph.call_module(name, region.cut.inputs)
     call.meta["example_value"] = node_value(exit_node)
     lower._replace(graph_module.graph, region.cut, call)
     graph_module.graph.lint()

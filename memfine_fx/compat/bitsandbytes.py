@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import math
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 import torch
@@ -21,7 +23,12 @@ __all__ = [
     "compute_dtype",
     "layers_in_4_bits",
     "linear_4bit",
+    "num_packed",
+    "pack_layers",
+    "pack_table",
     "packed_product",
+    "scale_tensors",
+    "with_scales",
 ]
 
 _MODULE = "bitsandbytes.nn.parametrize"
@@ -61,6 +68,67 @@ def layers_in_4_bits(model: torch.nn.Module) -> list[Any]:
     classes = [getattr(modules, name, None) for name in _CLASSES]
     found = [] if modules is None else [one for one in model.modules() if type(one) in classes]
     return found if found and LAYERS.holds() else []
+
+
+def pack_layers(model: torch.nn.Module, kept: Collection[str]) -> None:
+    """Put a `Linear4bit` in the place of each plain linear layer, as transformers does for `load_in_4bit`: NF4, scales
+    quantized too, products in the weight's dtype. Weights may be meta tensors.
+
+    Args:
+        kept: names of layers that stay as they are.
+    """
+    _make_codebook()
+    layers = [(name, one) for name, one in model.named_modules() if type(one) is torch.nn.Linear and name not in kept]
+    for name, linear in layers:
+        model.set_submodule(name, _packed_layer(linear))
+
+
+def _packed_layer(linear: torch.nn.Linear) -> torch.nn.Module:
+    modules: Any = importlib.import_module(_LAYERS)
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    sizes, dtype, settings = (linear.in_features, linear.out_features), linear.weight.dtype, {"quant_type": "nf4"}
+    packed: Any = modules.Linear4bit(*sizes, bias=False, compute_dtype=dtype, device="meta", **settings)
+    numbers, state = functional.quantize_4bit(linear.weight.data, compress_statistics=True, **settings)
+    packed.weight = modules.Params4bit(numbers, quant_state=state, module=packed, bnb_quantized=True, **settings)
+    packed.quant_state, packed.bias = state, linear.bias
+    return packed  # type: ignore[no-any-return]
+
+
+def pack_table(module: torch.nn.Module, name: str) -> None:
+    """Keep a parameter in NF4 with quantized scales, made whole when it is read; it may be a meta tensor."""
+    _make_codebook()
+    parametrize: Any = importlib.import_module(_MODULE)
+    parametrize.replace_parameter_4bit(module, name, compress_statistics=True, quant_type="nf4")
+
+
+def _make_codebook() -> None:
+    """The codebook of scales is kept for the process where it is first asked for: never on the meta device."""
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    functional.quantize_blockwise(torch.zeros(1))
+
+
+def scale_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """What belongs to a module's own weights in 4 bits and is neither parameter nor buffer: scales and codebooks."""
+    return [one for state in _states(module) for one in vars(state).values() if isinstance(one, torch.Tensor)]
+
+
+def num_packed(module: torch.nn.Module) -> int:
+    """How many numbers a module's own weights in 4 bits are."""
+    return sum(math.prod(state.shape) for state in _states(module) if state.shape is not None)
+
+
+def _states(module: torch.nn.Module) -> list[Any]:
+    """What says how a module's own weights are packed, once each, scales' own too."""
+    owners = (module, *module._parameters.values())
+    states = [vars(one).get("quant_state") for one in owners if one is not None]
+    states += [getattr(one, "state2", None) for one in states]
+    return list({id(one): one for one in states if one is not None}.values())
+
+
+def with_scales(packed: torch.nn.Parameter, source: torch.nn.Parameter, memo: dict[int, Any]) -> None:
+    """Give a parameter what makes another one in 4 bits readable: a fake tensor cannot be of the library's class."""
+    for name, value in vars(source).items():
+        setattr(packed, name, copy.deepcopy(value, memo) if name == "quant_state" else value)
 
 
 def compute_dtype(layer: Any, x: torch.Tensor) -> torch.dtype:

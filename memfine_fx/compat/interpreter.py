@@ -44,6 +44,10 @@ def every_optimizer() -> list[torch.optim.Optimizer]:
     return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
 
 
+_MOST_FROZEN = 10_000
+"""Objects; `import torch` alone makes more than ten times as many."""
+
+
 class _Probe(torch.nn.Module):
     def forward(self) -> torch.nn.Module | None:
         return _outermost_module()
@@ -57,7 +61,8 @@ def _check_frames() -> None:
 def _check_objects() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     expect(gc.is_tracked(optimizer), "the collector does not know of optimizers")
-    expect(gc.get_freeze_count() == 0, f"gc.freeze() hides {gc.get_freeze_count()} objects from it")
+    # Python 3.12 freezes a few hundred objects of its own at its start; what freezes an optimizer freezes all of torch.
+    expect(gc.get_freeze_count() < _MOST_FROZEN, f"gc.freeze() hides {gc.get_freeze_count()} objects from it")
 
 
 FRAMES = Hook(

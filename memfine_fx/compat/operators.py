@@ -17,6 +17,7 @@ __all__ = [
     "op_name",
     "qualified_name",
     "schema_arguments",
+    "viewed_arguments",
     "without_write",
 ]
 
@@ -36,6 +37,19 @@ def schema_arguments(target: OpOverload) -> list[Any]:
     return list(target._schema.arguments)
 
 
+def viewed_arguments(target: OpOverload) -> list[int | None]:
+    """For each result the place of the argument that it is always a view of, as the schema says; else None."""
+    places = {
+        name: place
+        for place, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and not argument.alias_info.is_write
+        for name in argument.alias_info.before_set
+    }
+    infos = [one.alias_info for one in target._schema.returns]
+    names = [min(info.before_set, default="") if info is not None and not info.is_write else "" for info in infos]
+    return [places.get(name) for name in names]
+
+
 def without_write(target: OpOverload) -> OpOverload | None:
     """The overload that gives in a new tensor what this one writes; itself where it writes nothing, None if none is."""
     if not target._schema.is_mutable:
@@ -53,6 +67,8 @@ def _check_schemas() -> None:
     written = [one.alias_info is not None and one.alias_info.is_write for one in schema_arguments(add_)]
     expect(written == [True, False, False], f"add_ writes {written}")
     expect(schema_arguments(add)[0].alias_info is None, "add writes its argument")
+    views = [viewed_arguments(one) for one in (add, add_, torch.ops.aten.view_as_complex.default)]
+    expect(views == [[None], [None], [0]], f"results of add, add_ and view_as_complex are views of {views}")
     expect(without_write(add_) is add and without_write(add) is add, "add_ without its write is not add")
 
 

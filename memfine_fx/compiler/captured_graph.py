@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdRef
 
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.records import MoERegion, Refusal
-from memfine_fx.records.heads import HeadRefusal, HeadRegion
+from memfine_fx.records.heads import HeadRegion
 from memfine_fx.records.verification import RegionVerification
 from memfine_fx.report.picture import RegionGraph
 from memfine_fx.runtime.live_head import LiveHead
@@ -60,7 +60,7 @@ class CapturedGraph:
     outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)
     step: GraphStep = field(default_factory=GraphStep)
     verifications: list[RegionVerification] = field(default_factory=list)
-    heads: list[LoweredHead | HeadRefusal] = field(default_factory=list)
+    heads: list[LoweredHead | Refusal] = field(default_factory=list)
     foreseen: dict[str, GraphStep] = field(default_factory=dict)
     _parameters: tuple[WeakIdRef, ...] = ()
     _places: tuple[int, ...] = ()  # of parameters among the inputs

@@ -52,8 +52,8 @@ from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.runs import Run, Situation
 from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, is_added
+from memfine_fx.runtime.live import MOST_PLANS
 from memfine_fx.runtime.live_head import LiveHead
-from memfine_fx.runtime.store import MOST_PLANS
 
 __all__ = ["CompiledGraph"]
 
@@ -108,7 +108,7 @@ class _Again:
 
 
 class CompiledGraph:
-    """See above.
+    """One graph and the partitions that were made of it, as the module's docstring tells.
 
     Args:
         graph_module: rewritten; from Dynamo.
@@ -242,6 +242,8 @@ class CompiledGraph:
             with compiling_again(again.fake_mode), session.timed("made again"):
                 module = captured_copy(again.graph_module)
                 made = self._compile(module, again.inputs, step, budget, partitioned=check)
+            # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see
+            # `_Compiled.serves`.
             added = () if shape_env is None else tuple(guard.expr for guard in shape_env.guards[known:])
             return replace(made, guards=added, made_for=situation.key[1:])
         except BaseException:

@@ -19,7 +19,8 @@ from memfine_fx.passes.head.find import find_heads
 from memfine_fx.passes.lower.head import lower_head
 from memfine_fx.passes.modes import called_bodies
 from memfine_fx.plan.budget import choose_head_plan
-from memfine_fx.records.heads import HeadRefusal, HeadRegion
+from memfine_fx.records import Refusal
+from memfine_fx.records.heads import HeadRegion
 from memfine_fx.runtime.live_head import LiveHead, register_head
 
 __all__ = ["lower_heads", "plan_heads"]
@@ -27,9 +28,7 @@ __all__ = ["lower_heads", "plan_heads"]
 log = logging.getLogger(__name__)
 
 
-def plan_heads(
-    graph_module: fx.GraphModule, session: Session, record: CapturedGraph
-) -> list[LoweredHead | HeadRefusal]:
+def plan_heads(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> list[LoweredHead | Refusal]:
     """The heads of a captured graph, each with the op's counterpart; nothing has touched the graph yet."""
     try:
         bodies = [body for body, _ in called_bodies(graph_module)]
@@ -39,7 +38,7 @@ def plan_heads(
     except Exception:  # NOTE: a bug of ours must not take down a model that compiles without us
         log.warning("memfine_fx failed while it looked for heads; they stay as they were", exc_info=True)
         return []
-    return [head if isinstance(head, HeadRefusal) else _plan(head, session, record) for head in found]
+    return [head if isinstance(head, Refusal) else _plan(head, session, record) for head in found]
 
 
 def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from memfine_fx.compiler.captured_graph import LoweredHead, LoweredRegion
 from memfine_fx.records import MoERegion, Refusal
-from memfine_fx.records.heads import HeadRefusal
 from memfine_fx.report.reports import HeadReport, RegionReport
 
 __all__ = ["head_report", "outcome_report"]
@@ -45,9 +44,9 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
     )
 
 
-def head_report(head: LoweredHead | HeadRefusal) -> HeadReport:
+def head_report(head: LoweredHead | Refusal) -> HeadReport:
     """What is known of one head or refusal now."""
-    if isinstance(head, HeadRefusal):
+    if isinstance(head, Refusal):
         return HeadReport(
             "refused", head.where, head.details, node=head.node, refused_for=head.reason.name, hint=head.reason.hint
         )

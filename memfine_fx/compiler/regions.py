@@ -201,6 +201,6 @@ def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> Ex
 def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: Session) -> None:
     if session.is_dry:
         return
-    lower_region(body, region, live.site, shares_counts=live.exchange is not None)
+    lower_region(body, region, live.site, table_shape=None if live.exchange is None else live.exchange.table_shape)
     if live.exchange is not None:
         drop_unread_tables(body)

@@ -22,6 +22,7 @@ from memfine_fx.compat.checks import warn_outside_tested_range
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
 from memfine_fx.compiler.outcomes import head_report, outcome_report
 from memfine_fx.config import Config
+from memfine_fx.errors import Reason
 from memfine_fx.memory.measure import MemoryTrace
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
@@ -31,7 +32,6 @@ from memfine_fx.plan.free import describe_budget
 from memfine_fx.plan.peaks import SolvedPeaks
 from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_of
 from memfine_fx.records import Refusal, Where
-from memfine_fx.records.heads import HeadRefusal
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.logs import set_up_logs
 from memfine_fx.report.reports import Report, StepReport
@@ -101,6 +101,7 @@ class Session:
             yield
         finally:
             spent = time.perf_counter() - started
+            # Stages nest: seconds that those within have counted are theirs.
             own = spent - self._seconds_within
             self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + own
             self._seconds_within = before + spent
@@ -336,21 +337,20 @@ class Session:
 
     def verify_report(self) -> VerifyReport:
         verified = tuple(verification for graph in self._graphs for verification in graph.verifications)
-        failed = {(verification.where, f"verification failed: {verification.failure}") for verification in verified}
         refused = [outcome for outcome in self.outcomes if isinstance(outcome, Refusal)]
-        return VerifyReport(verified, tuple(one for one in refused if (one.where, one.details) not in failed))
+        return VerifyReport(verified, tuple(one for one in refused if one.reason is not Reason.VERIFICATION_FAILED))
 
-    def _latest_heads(self) -> list[LoweredHead | HeadRefusal]:
+    def _latest_heads(self) -> list[LoweredHead | Refusal]:
         """The heads of `_latest_graphs`, one for each place in the source."""
-        latest: dict[object, LoweredHead | HeadRefusal] = {}
+        latest: dict[object, LoweredHead | Refusal] = {}
         for graph in self._latest_graphs():
             for number, head in enumerate(graph.heads):
-                where = head.where if isinstance(head, HeadRefusal) else head.region.where
+                where = head.where if isinstance(head, Refusal) else head.region.where
                 latest[where.source, graph.parameter_ids, number] = head
         return list(latest.values())
 
     def _latest(self) -> list[LoweredRegion | Refusal]:
-        """One outcome a place: recompilations of the same code replace what they recompiled."""
+        """The latest outcome of each place in the source, since a recompilation replaces what was there before."""
         latest: dict[object, LoweredRegion | Refusal] = {}
         for graph in self._latest_graphs():
             seen: Counter[object] = Counter()
@@ -404,6 +404,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
     """Tell the sessions of its parameters; all sessions are asked at its first step only."""
     owners = _sessions_of.get(optimizer)
     is_first = optimizer not in _stepped
+    # The hook runs after every step of every optimizer in the process, so the answer is kept.
     if owners is None:
         ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         owners = weakref.WeakSet(one for one in sessions() if one.reads_any(ours))

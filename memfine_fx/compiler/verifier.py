@@ -16,7 +16,6 @@ from memfine_fx.passes.verify.head import cut_of_head, verify_head
 from memfine_fx.passes.verify.real_run import Recorded, record_regions
 from memfine_fx.passes.verify.region import verify_region
 from memfine_fx.records import Modes, Refusal
-from memfine_fx.records.heads import HeadRefusal
 from memfine_fx.records.verification import RegionVerification
 
 __all__ = ["verify_found"]
@@ -70,8 +69,8 @@ def _verify_regions(
 
 
 def _verify_heads(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], heads: Sequence[LoweredHead | HeadRefusal]
-) -> tuple[list[RegionVerification], list[LoweredHead | HeadRefusal]]:
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], heads: Sequence[LoweredHead | Refusal]
+) -> tuple[list[RegionVerification], list[LoweredHead | Refusal]]:
     """As `_verify_regions`, for the heads of a graph."""
     found = [head for head in heads if isinstance(head, LoweredHead)]
     if not found:
@@ -84,7 +83,7 @@ def _verify_heads(
         recorded = [f"the graph could not be run to record its heads: {error}"] * len(found)
     at = modes_at(graph_module.graph, Modes())
     values, verifications = iter(recorded), []
-    kept: list[LoweredHead | HeadRefusal] = []
+    kept: list[LoweredHead | Refusal] = []
     for head in heads:
         if isinstance(head, LoweredHead):
             verification = _verify_head(head, next(values), at[head.region.exit])
@@ -105,10 +104,10 @@ def _verify_head(head: LoweredHead, recorded: Recorded | str | None, modes: Mode
         return replace(unverified, failure=f"it could not be verified: {type(error).__name__}: {error}")
 
 
-def _judged_head(head: LoweredHead, verification: RegionVerification) -> LoweredHead | HeadRefusal:
+def _judged_head(head: LoweredHead, verification: RegionVerification) -> LoweredHead | Refusal:
     if verification.has_passed:
         return replace(head, verification=verification)
-    return HeadRefusal(head.region.where, Reason.VERIFICATION_FAILED, f"verification failed: {verification.failure}")
+    return Refusal(head.region.where, Reason.VERIFICATION_FAILED, f"verification failed: {verification.failure}")
 
 
 def _is_raised(outcome: LoweredRegion | Refusal) -> bool:

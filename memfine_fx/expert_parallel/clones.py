@@ -1,9 +1,10 @@
 """Clones of other ranks' experts in one walk: their weights come into slots, their gradients go back.
 
 A slot is one row of a table that is made like the rank's own and filled by the expert's owner, straight from and into
-the tables, in forward and again in backward, since weights are not kept. Gradients of clones are summed in fp32 where
-they are made. They return when the walk has passed, and the owner adds them one after the other in the order of the
-plan, so that every run adds in the same order. Frozen parameters have none.
+the tables, in forward and again in backward, since weights are not kept. They travel while the first round's rows do
+and while a rank's own experts compute. Gradients of clones are summed in fp32 where they are made. They return when the
+walk has passed, and the owner adds them one after the other in the order of the plan, so that every run adds in the
+same order. Frozen parameters have none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 
 from memfine_fx.expert_parallel.arrival import wait_for
 from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at
@@ -20,7 +22,7 @@ from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.spread import Spread
 from memfine_fx.runtime.gradients import ParamGradient
 
-__all__ = ["Clones", "can_clone"]
+__all__ = ["Clones", "Slots", "can_clone"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,29 @@ class _Move:
 def can_clone(kinds: Sequence[str]) -> bool:
     """Whether experts stand in tables, of which a slot can be made everywhere."""
     return "expert" in kinds and "each" not in kinds
+
+
+@dataclass
+class Slots:
+    """What is to stand in a rank's slots in one walk.
+
+    Args:
+        tables: parameters of the slots, by parameter of the expert function.
+        exchange, place: by which they come, for messages.
+        pending: what has not come, or has not been sent.
+    """
+
+    tables: list[Sequence[torch.Tensor]]
+    exchange: Exchange
+    place: Place
+    pending: list[dist.Work]
+
+    def arrived(self) -> list[Sequence[torch.Tensor]]:
+        """The tables, filled."""
+        with failing_at(self.place, self.exchange.group):
+            while self.pending:
+                wait_for(self.pending.pop())
+        return self.tables
 
 
 @dataclass(frozen=True)
@@ -80,10 +105,15 @@ class Clones:
     def _first(self) -> int:
         return self.placement.owned(self.rank).start
 
-    def fetch(self, phase: str) -> list[Sequence[torch.Tensor]]:
-        """This walk's parameters of the slots, filled; a collective call of those ranks that have clones."""
+    @cached_property
+    def num_used(self) -> int:
+        """Slots of this rank that hold a clone: the first ones."""
+        return sum(expert >= 0 for expert in self.spread.clones_on(self.rank))
+
+    def fetch(self, phase: str) -> Slots:
+        """Begin to fill this rank's slots and those of the ranks that clone its experts; a call of all those ranks."""
         slots = [
-            [_table_like(group[0], self.spread.slots)] if kind == "expert" else group
+            [_table_like(group[0], self.num_used)] if kind == "expert" else group
             for group, kind in zip(self.params, self.kinds, strict=True)
         ]
         tables = [
@@ -97,8 +127,7 @@ class Clones:
                 sent += [(_flat(own[move.expert - self._first]), move.rank) for own, _ in tables]
             if move.rank == self.rank:
                 received += [(_flat(slot[move.slot]), move.owner) for _, slot in tables]
-        self._pass_on(sent, received, phase)
-        return slots
+        return Slots(slots, self.exchange, self._place(phase), self._begin(sent, received, phase))
 
     def open_gradients(
         self, slots: Sequence[Sequence[torch.Tensor]], own: Sequence[ParamGradient | None]
@@ -115,7 +144,11 @@ class Clones:
         ]
 
     def give_back(self, slots: Sequence[ParamGradient | None], own: Sequence[ParamGradient | None]) -> None:
-        """Gradients of clones to their owners, and added there; one expert after the other."""
+        """Gradients of clones to their owners, and added there; one expert after the other.
+
+        An owner waits for each gradient before it takes the next; who sends goes on with the next move.
+        """
+        sending: list[dist.Work] = []
         pairs = [
             (slot.finish_all()[0], param)
             for slot, param, kind in zip(slots, own, self.kinds, strict=True)
@@ -123,19 +156,32 @@ class Clones:
         ]
         for move in self.moves:
             if move.rank == self.rank:
-                self._pass_on([(_flat(gradient[move.slot]), move.owner) for gradient, _ in pairs], [], "backward")
+                sending += self._begin([(_flat(one[move.slot]), move.owner) for one, _ in pairs], [], "backward")
             if move.owner == self.rank:
-                inboxes = [torch.empty_strided(one.shape[1:], one.stride()[1:], device=one.device) for one, _ in pairs]
-                self._pass_on([], [(_flat(inbox), move.rank) for inbox in inboxes], "backward")
+                inboxes = [_like(one) for one, _ in pairs]
+                self._wait(self._begin([], [(_flat(inbox), move.rank) for inbox in inboxes], "backward"))
                 for inbox, (_, param) in zip(inboxes, pairs, strict=True):
                     param.add_tensor(move.expert - self._first, inbox, is_part=True)
+        self._wait(sending)
 
-    def _pass_on(
+    def _place(self, phase: str) -> Place:
+        return Place(f"clones of experts of {self.layer}", phase)
+
+    def _begin(
         self, sent: Sequence[tuple[torch.Tensor, int]], received: Sequence[tuple[torch.Tensor, int]], phase: str
-    ) -> None:
-        with failing_at(Place(f"clones of experts of {self.layer}", phase), self.exchange.group):
-            for work in self.exchange.pass_on(sent, received):
+    ) -> list[dist.Work]:
+        with failing_at(self._place(phase), self.exchange.group):
+            return self.exchange.pass_on(sent, received)
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        with failing_at(self._place("backward"), self.exchange.group):
+            for work in works:
                 wait_for(work)
+
+
+def _like(table: torch.Tensor) -> torch.Tensor:
+    """Room for one expert of a table."""
+    return torch.empty_strided(table.shape[1:], table.stride()[1:], dtype=table.dtype, device=table.device)
 
 
 def _table_like(own: torch.Tensor, slots: int) -> torch.Tensor:

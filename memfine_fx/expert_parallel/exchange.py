@@ -43,7 +43,7 @@ __all__ = [
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 NUM_EXTRAS = 4
-"""Columns of the table before the counts: see `Announcement`, and the place of its first row in expert order."""
+"""Columns of the table before clones and counts: see `Announcement`, and where its first row is in expert order."""
 _MOST_NAMED = 8
 """Ranks that a message names one by one."""
 _STOPPED = "stopped"
@@ -116,12 +116,14 @@ class Announcement:
         because: why, for the error of ranks that disagree; may differ between ranks.
         rows: R, that it takes in a round.
         room: rows that it can keep from forward to backward.
+        clones: the experts that were in its slots in the layer's latest step, -1 for none: S of them.
     """
 
     doing: str
     because: str = ""
     rows: int = 0
     room: int = 0
+    clones: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.doing}, because {self.because}" if self.because else self.doing
@@ -134,18 +136,18 @@ def _fingerprint(text: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def widen(exchange: Exchange, num_experts: int) -> None:
-    """Let every announcement of a group have room for so many counts, E of its largest layer; a collective call.
+def widen(exchange: Exchange, num_columns: int) -> None:
+    """Let every announcement of a group have room for S clones and E counts of its largest layer; a collective call.
 
     Ranks that stand in layers of different sizes would else meet in collectives of different sizes.
     """
     name = exchange.group.group_name
-    own = torch.tensor([max(num_experts, _widths.get(name, 0))])
+    own = torch.tensor([max(num_columns, _widths.get(name, 0))])
     _widths[name] = int(gather_rows(exchange, own, Place("the model", "sharding")).max())
 
 
 def gather_table(exchange: Exchange, offsets: torch.Tensor, own: Announcement, place: Place) -> torch.Tensor:
-    """Every rank's (fingerprint, R, room, first row, counts), [ep,4+E] int64 on the host.
+    """Every rank's (fingerprint, R, room, first row, clones, counts), [ep,4+S+E] int64 on the host.
 
     Args:
         offsets: [E+1] of this rank's rows in expert order.
@@ -156,13 +158,13 @@ def gather_table(exchange: Exchange, offsets: torch.Tensor, own: Announcement, p
         ExchangeFailed: a rank did not answer.
     """
     told = torch.tensor([_fingerprint(own.doing), own.rows, own.room])
-    counts = offsets.diff()
-    spare = counts.new_zeros(max(0, _widths.get(exchange.group.group_name, 0) - counts.numel()))
-    table = gather_rows(exchange, torch.cat([told, offsets[:1], counts, spare]), place)
+    columns = torch.cat([told, offsets[:1], torch.tensor(own.clones, dtype=torch.int64), offsets.diff()])
+    spare = columns.new_zeros(max(0, NUM_EXTRAS + _widths.get(exchange.group.group_name, 0) - columns.numel()))
+    table = gather_rows(exchange, torch.cat([columns, spare]), place)
     marks: Sequence[int] = table[:, 0].tolist()
     if any(mark != marks[0] for mark in marks):
         raise _disagreement(exchange, own, place)
-    return table[:, : NUM_EXTRAS + counts.numel()].contiguous()
+    return table[:, : columns.numel()].contiguous()
 
 
 def announce(exchange: Exchange, own: Announcement, place: Place) -> None:
@@ -217,9 +219,15 @@ def gather_rows(exchange: Exchange, own: torch.Tensor, place: Place) -> torch.Te
 
 @dataclass(frozen=True)
 class Table:
-    """What `gather_table` gathered, [ep,4+E]."""
+    """What `gather_table` gathered, [ep,4+S+E].
+
+    Args:
+        rows: of it.
+        slots: S.
+    """
 
     rows: torch.Tensor
+    slots: int = 0
 
     @property
     def limits(self) -> list[int]:
@@ -236,7 +244,13 @@ class Table:
     @property
     def counts(self) -> torch.Tensor:
         """[ep,E]."""
-        return self.rows[:, NUM_EXTRAS:]
+        return self.rows[:, NUM_EXTRAS + self.slots :]
+
+    @property
+    def clones(self) -> list[tuple[int, int]]:
+        """(expert, rank) of those in the latest step."""
+        by_rank: list[list[int]] = self.rows[:, NUM_EXTRAS : NUM_EXTRAS + self.slots].tolist()
+        return [(expert, rank) for rank, experts in enumerate(by_rank) for expert in experts if expert >= 0]
 
     def first(self, rank: int) -> int:
         """Where a rank's rows begin in its own expert order."""

@@ -33,7 +33,7 @@ import torch
 
 from memfine_fx.expert_parallel.placement import Placement
 
-__all__ = ["Clone", "Help", "no_help", "plan_help", "split_rows"]
+__all__ = ["Clone", "Help", "no_help", "plan_help", "refit_help", "split_rows"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,28 @@ def plan_help(
         if computed[rank] > target:
             heapq.heappush(excesses, (target - computed[rank], rank))
     return Help(tuple(clones), tuple(computed))
+
+
+def refit_help(counts: torch.Tensor, placement: Placement, clones: Sequence[tuple[int, int]], *, target: int) -> Help:
+    """A plan with no other clones than these, as many rows of each as end an excess or fill a rank.
+
+    Args:
+        counts: [ep,E] int64 on the host.
+        placement: of the experts.
+        clones: (expert, rank), in the order in which they take rows; those that get none are left out.
+        target: rows.
+    """
+    computed, left = list(no_help(counts, placement).computed), counts.sum(dim=0).tolist()
+    found = []
+    for expert, rank in clones:
+        owner = placement.owner(expert)
+        rows = min(computed[owner] - target, target - computed[rank], left[expert])
+        if rows > 0:
+            found.append(Clone(expert, rank, rows))
+            computed[owner] -= rows
+            computed[rank] += rows
+            left[expert] -= rows
+    return Help(tuple(found), tuple(computed))
 
 
 def split_rows(counts: torch.Tensor, clones: Sequence[Clone], owner: int, node_ranks: int) -> torch.Tensor:

@@ -7,7 +7,9 @@ sends an expert to more than two others of a node and two other nodes, and gradi
 same in every run.
 
 `choose_help` makes a plan for each of a few targets, from nearly even rows to those that there are, and takes the one
-with the least seconds: no help, where moving weights takes longer than the skew.
+with the least seconds: no help, where moving weights takes longer than the skew. The clones of the step before stay,
+with the rows that there are now, while they are nearly as good: then no plan is made, which takes seconds at a thousand
+ranks, and the same weights travel the same ways in every step.
 
 Not counted: work that hides behind an exchange, or weights sent ahead of the layer. Both would favour help.
 """
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memfine_fx.expert_parallel.help import Clone, Help, no_help, plan_help, split_rows
+from memfine_fx.expert_parallel.help import Clone, Help, no_help, plan_help, refit_help, split_rows
 from memfine_fx.expert_parallel.placement import Placement
 
 __all__ = ["TARGETS", "HelpCosts", "Wire", "choose_help", "flows_of"]
@@ -28,6 +30,8 @@ TARGETS = (1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Rows of the busiest rank over the mean that plans are made for."""
 _LEAST_GAIN = 0.02
 """Of a step's seconds, without which nobody helps: less than the model knows."""
+_STAYS = 0.05
+"""By how much the busiest rank may exceed that of a new plan, and the step its seconds, for clones to stay."""
 _PIECES = 16
 """In which weights pass through a tree: a rank passes one on while the next comes."""
 _FAN_OUT = 2
@@ -148,24 +152,42 @@ def tree_of(owner: int, clones: Sequence[Clone], node_ranks: int) -> list[tuple[
     ]
 
 
-def choose_help(counts: torch.Tensor, placement: Placement, costs: HelpCosts, slots: int) -> Help:
-    """The plan with the least seconds; no help where none spares enough.
+def choose_help(
+    counts: torch.Tensor,
+    placement: Placement,
+    costs: HelpCosts,
+    slots: int,
+    before: Sequence[tuple[int, int]] = (),
+) -> Help:
+    """The plan with the least seconds, or that of the step before while it is nearly as good; no help where none pays.
 
     Args:
         counts: [ep,E] int64 on the host.
         placement: of the experts.
         costs: of the layer and its links.
         slots: S.
+        before: (expert, rank) of the clones in the step before.
     """
-    best = no_help(counts, placement)
-    least = costs.seconds(counts, placement, best) * (1 - _LEAST_GAIN)
-    mean = int(counts.sum()) / placement.num_ranks
-    busiest = best.busiest
-    for target in (int(factor * mean) + 1 for factor in TARGETS):
-        if target >= busiest or not slots:
+    alone, targets = no_help(counts, placement), _targets(counts, placement)
+    most = costs.seconds(counts, placement, alone) * (1 - _LEAST_GAIN)
+    old = refit_help(counts, placement, before, target=targets[0])
+    old_seconds = costs.seconds(counts, placement, old)
+    pays = bool(old.clones) and old_seconds < most
+    if pays and old.busiest <= (1 + _STAYS) * targets[0]:
+        return old
+    new, seconds = alone, most
+    for target in targets if slots else ():
+        if target >= alone.busiest:
             break
         plan = plan_help(counts, placement, slots=slots, target=target, node_ranks=costs.node_ranks)
-        seconds = costs.seconds(counts, placement, plan)
-        if seconds < least:
-            best, least = plan, seconds
-    return best
+        its_seconds = costs.seconds(counts, placement, plan)
+        if its_seconds < seconds:
+            new, seconds = plan, its_seconds
+    is_near = old.busiest <= (1 + _STAYS) * new.busiest and old_seconds <= (1 + _STAYS) * seconds
+    return old if pays and is_near else new
+
+
+def _targets(counts: torch.Tensor, placement: Placement) -> list[int]:
+    """Rows, from the fewest."""
+    mean = int(counts.sum()) / placement.num_ranks
+    return [int(factor * mean) + 1 for factor in TARGETS]

@@ -12,7 +12,9 @@ Terms
    Experts come one after the other, so their weights are read once and their gradients are complete when the walk has
    passed.
 2. Round i takes each destination from row i*R to row (i+1)*R. No rank receives more than its R, whatever the routing,
-   and the number of rounds is the largest of ceil(rows / R).
+   and the number of rounds is the largest of ceil(rows / R). Where ranks keep rows for backward, the first rounds are
+   kept, as many as every rank has room for, and those after them have half as many rows: in backward their rows come
+   again beside what is kept, and beside the gradients that come in any round.
 3. How many rows of (source, expert) have gone at a position is a clamp of the position by where they begin on the walk.
    So the rows of an expert that a source sends in a leg are one range, and all split sizes of all ranks follow.
 4. A round in which a source would stage more than its `max_sent` rows is cut in legs, as few as do, down to one row a
@@ -80,8 +82,9 @@ class Schedule(Protocol):
         """[E_local]: rows of each own expert that came before round `number`."""
         ...
 
-    def num_kept(self, rooms: Sequence[int]) -> int:
-        """How many rounds, from the first on, every rank has room to keep; `rooms` are rows of each."""
+    @property
+    def num_kept(self) -> int:
+        """How many rounds, from the first on, every rank has room to keep."""
         ...
 
 
@@ -93,6 +96,7 @@ class Rounds:
         placement: of the experts.
         rows_per_round: R, or R of each rank.
         max_sent: rows that a rank may stage for one leg, or those of each rank, as far as legs can be cut.
+        rooms: rows that each rank can keep; none where nothing is kept.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Rounds:
         placement: Placement,
         rows_per_round: int | Sequence[int],
         max_sent: int | Sequence[int],
+        rooms: Sequence[int] = (),
     ) -> None:
         num_ranks = placement.num_ranks
         limits = [rows_per_round] * num_ranks if isinstance(rows_per_round, int) else list(rows_per_round)
@@ -110,6 +115,8 @@ class Rounds:
         self.counts, self.placement = counts, placement
         self._max_sent = torch.tensor(staged, dtype=torch.int64)
         self._limits = torch.tensor(limits, dtype=torch.int64)
+        self._rooms = torch.tensor(list(rooms) or [0] * num_ranks, dtype=torch.int64)
+        self._later_limits = torch.where((self._rooms > 0).any(), (self._limits + 1) // 2, self._limits)
         self._owners = placement.owners()
         self._view: _View | None = None
 
@@ -120,8 +127,26 @@ class Rounds:
 
     @cached_property
     def num_rounds(self) -> int:
-        needed = torch.div(self.received + self._limits - 1, self._limits, rounding_mode="floor")
-        return int(needed.max())
+        first = _ceil_div(self.received, self._limits).clamp(max=self._most_kept)
+        left = (self.received - self._most_kept * self._limits).clamp(min=0)
+        return int((first + _ceil_div(left, self._later_limits)).max())
+
+    @property
+    def num_kept(self) -> int:
+        return min(self.num_rounds, self._most_kept)
+
+    @cached_property
+    def _most_kept(self) -> int:
+        """Rounds that every rank could keep: all, where each has room for all its rows."""
+        is_short = self.received > self._rooms
+        if not bool(is_short.any()):
+            return int(_ceil_div(self.received, self._limits).max())
+        return int(torch.div(self._rooms, self._limits, rounding_mode="floor")[is_short].min())
+
+    def _round_begins(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[n,ep]: where the walks stand before rounds of these numbers [n]."""
+        kept, later = numbers.clamp(max=self._most_kept), (numbers - self._most_kept).clamp(min=0)
+        return kept.unsqueeze(1) * self._limits + later.unsqueeze(1) * self._later_limits
 
     @cached_property
     def _begins(self) -> torch.Tensor:
@@ -142,7 +167,8 @@ class Rounds:
     def _positions(self, number: int, num_legs: int) -> torch.Tensor:
         """[num_legs+1,ep]: where the walks stand before, between and after the legs of a round."""
         parts = torch.arange(num_legs + 1).unsqueeze(1)
-        return self._limits * number + torch.div(self._limits * parts, num_legs, rounding_mode="floor")
+        bounds = self._round_begins(torch.tensor([number, number + 1]))
+        return bounds[:1] + torch.div(bounds.diff(dim=0) * parts, num_legs, rounding_mode="floor")
 
     def num_legs(self, number: int) -> int:
         """Exchanges of round `number`: as few as keep every source within `max_sent`."""
@@ -156,7 +182,7 @@ class Rounds:
 
     def _most_stages(self) -> list[int]:
         """Of each round, how many times what it may stage the source sends that sends most of it."""
-        rounds = torch.arange(self.num_rounds + 1).unsqueeze(1) * self._limits
+        rounds = self._round_begins(torch.arange(self.num_rounds + 1))
         everything = slice(None)
         at_once = max(1, _MOST_ENTRIES // max(1, self.counts.numel()))
         gone = torch.cat([self._gone(some, everything, everything).sum(dim=2) for some in torch.split(rounds, at_once)])
@@ -165,7 +191,7 @@ class Rounds:
 
     def _stages(self, gone: torch.Tensor) -> torch.Tensor:
         """Between counts of what has gone of each source [P,ep], how many times what it may stage: [P-1,ep]."""
-        return torch.div(gone.diff(dim=0) + self._max_sent - 1, self._max_sent, rounding_mode="floor")
+        return _ceil_div(gone.diff(dim=0), self._max_sent)
 
     def _fewest_legs(self, number: int, stages: int) -> int:
         most_received, everything = int(self._limits.max()), slice(None)
@@ -182,16 +208,6 @@ class Rounds:
     def received_before(self, rank: int, number: int) -> torch.Tensor:
         return self._seen_by(rank).received_before[number]
 
-    def num_kept(self, rooms: Sequence[int]) -> int:
-        received: list[int] = self.received.tolist()
-        fitting = [
-            room // limit
-            for room, rows, limit in zip(rooms, received, self._limits.tolist(), strict=True)
-            if rows > room
-        ]
-        num_kept: int = min([self.num_rounds, *fitting])
-        return num_kept
-
     def _seen_by(self, rank: int) -> _View:
         """All rounds as one rank sees them, made at once: a few operations on arrays and not a few a round."""
         if self._view is None or self._view.rank != rank:
@@ -202,7 +218,7 @@ class Rounds:
         own, everything = _slice(self.placement.owned(rank)), slice(None)
         num_legs = self._num_legs
         parts = [self._positions(number, legs)[:-1] for number, legs in enumerate(num_legs)]
-        positions = torch.cat([*parts, (self._limits * self.num_rounds).unsqueeze(0)])
+        positions = torch.cat([*parts, self._round_begins(torch.tensor([self.num_rounds]))])
         sent = self._gone(positions, slice(rank, rank + 1), everything)[:, 0]
         received = self._gone(positions, everything, own)
         legs = iter(_legs(self.placement, sent, received))
@@ -241,8 +257,13 @@ class TokenSlices:
     def received_before(self, rank: int, number: int) -> torch.Tensor:
         return self._bounds[number][:, _slice(self.placement.owned(rank))].sum(dim=0)
 
-    def num_kept(self, rooms: Sequence[int]) -> int:
+    @property
+    def num_kept(self) -> int:
         return 0
+
+
+def _ceil_div(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return torch.div(values + by - 1, by, rounding_mode="floor")
 
 
 def _slice(experts: range) -> slice:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from memfine_fx.compat.distributed import IGNORED_BY_DDP, ignore_in_ddp
 from memfine_fx.compat.nn import own_parameters
@@ -69,7 +70,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
             "and it would average different experts"
         )
     found = [*_tables(model, ranks), *_lists(model, ranks)]
-    _check_same(_described(model, found, config or Config()), ranks)
+    _check_same(_described(model, found, config or Config(), ranks), ranks)
     if not found:
         raise ConfigError(
             "no experts were found to shard: expected parameters [E,...] in a module, or a ModuleList of experts, "
@@ -88,7 +89,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
         _make_whole_when_read(module, owned)
         object.__setattr__(module, _ATTRIBUTE, tuple(owned))
         speak_dtensor(module, owned)
-    widen(Exchange(ranks.group, ranks.device), max(one.placement.num_experts for one in found))
+    widen(Exchange(ranks.group, ranks.device), ranks.slots + max(one.placement.num_experts for one in found))
     measure_bandwidth(ranks)
     names = [name for name, parameter in model.named_parameters() if id(parameter) in done]
     ignore_in_ddp(model, names)
@@ -142,8 +143,28 @@ def _names_experts(text: str) -> bool:
 
 def _make_whole_when_read(module: nn.Module, owned: Sequence[ShardedParameter]) -> None:
     cls = type(module)
-    reads = {one.name: property(_reader(one)) for one in owned}
-    module.__class__ = type(cls.__name__, (cls,), {**reads, "__module__": cls.__module__, "__doc__": cls.__doc__})
+    own: dict[str, Any] = {one.name: property(_reader(one)) for one in owned}
+    own |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__setattr__": _setter(cls, owned)}
+    module.__class__ = type(cls.__name__, (cls,), own)
+
+
+def _setter(cls: type[nn.Module], owned: Sequence[ShardedParameter]) -> Any:
+    """How a module's attributes are set. FSDP2 sets the parameters that it shards, where this is not torch's own way.
+
+    It would cut each rank's slice and join parts of different experts.
+    """
+    names = {one.name: one.full_name for one in owned}
+
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        if name in names and isinstance(value, DTensor):
+            raise ConfigError(
+                f"{names[name]} holds other experts on each rank and cannot be sharded over them once more: call "
+                "fully_shard(..., ignored_params={one.parameter for one in sharded_parameters(model).values()}), with "
+                "sharded_parameters of memfine_fx.expert_parallel.shard"
+            )
+        cls.__setattr__(self, name, value)
+
+    return set_attribute
 
 
 def _reader(one: ShardedParameter) -> Any:
@@ -167,7 +188,9 @@ def _reader(one: ShardedParameter) -> Any:
     return read_one
 
 
-def _described(model: nn.Module, found: Sequence[ShardedParameter], config: Config) -> dict[str, str]:
+def _described(
+    model: nn.Module, found: Sequence[ShardedParameter], config: Config, ranks: ExpertGroup
+) -> dict[str, str]:
     """What every rank of the group must share, in words, by name."""
     sharded = {id(one.parameter) for one in found}
     described = {
@@ -178,6 +201,8 @@ def _described(model: nn.Module, found: Sequence[ShardedParameter], config: Conf
     for field in dataclasses.fields(config):
         if field.name != "memory_budget":
             described[f"Config.{field.name}"] = repr(getattr(config, field.name))
+    for name in ("overlaps", "slots"):
+        described[f"expert_group({name}=...)"] = repr(getattr(ranks, name))
     return described
 
 

@@ -59,24 +59,35 @@ class _Way:
 
 
 class _LatestWay:
-    """The way of the latest counts: backward walks that of forward, and counts that repeat theirs."""
+    """The way of the latest counts: backward walks that of forward, and counts that repeat theirs.
+
+    It is a function of the gathered table alone, which backward finds among what forward saved. What clones there were
+    in the step before stands in the table too, from each rank its own: a rank that has compiled the layer again knows
+    of none, and so all ranks know that.
+    """
 
     def __init__(self, placement: Placement, travel: Travel) -> None:
         self._placement, self._travel = placement, travel
         self._latest: tuple[torch.Tensor, _Way] | None = None
 
-    def of(self, table: Table, costs: HelpCosts | None, slots: int) -> _Way:
+    def clones_on(self, rank: int, slots: int) -> tuple[int, ...]:
+        """The experts in a rank's slots in the latest step, -1 for none."""
+        spread = None if self._latest is None else self._latest[1].spread
+        return (-1,) * slots if spread is None else tuple(spread.clones_on(rank))
+
+    def of(self, table: Table, costs: HelpCosts | None) -> _Way:
         """See `ShardedExperts`; without `costs` nobody helps."""
         latest = self._latest
         if latest is not None and torch.equal(latest[0], table.rows):
             return latest[1]
-        counts, placement, spread = table.counts, self._placement, None
-        plan = None if costs is None else choose_help(counts, placement, costs, slots)
+        counts, placement, spread, limits = table.counts, self._placement, None, table.limits
+        plan = None if costs is None else choose_help(counts, placement, costs, table.slots, table.clones)
         if plan is not None and costs is not None and plan.clones:
-            spread = spread_rows(counts, placement, plan, slots, costs.node_ranks)
+            spread = spread_rows(counts, placement, plan, table.slots, costs.node_ranks)
             counts, placement = spread.counts, spread.placement
-        rounds = Rounds(counts, placement, table.limits, [self._travel.leg_rows(rows) for rows in table.limits])
-        way = _Way(rounds, spread)
+            limits = [self._travel.helped_rows(rows) for rows in limits]
+        legs = [self._travel.leg_rows(rows) for rows in limits]
+        way = _Way(Rounds(counts, placement, limits, legs, table.rooms), spread)
         self._latest = (table.rows.clone(), way)
         return way
 
@@ -105,7 +116,7 @@ class ShardedExperts:
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        return self.placement.num_ranks, NUM_EXTRAS + self.placement.num_experts
+        return self.placement.num_ranks, NUM_EXTRAS + self.ranks.slots + self.placement.num_experts
 
     @property
     def bandwidth(self) -> float:
@@ -144,7 +155,8 @@ class ShardedExperts:
         rows = plan.rows_at_once
         if self.axis == "rows" and _LEAST_KEPT <= room < rows:  # a larger round would not be kept
             rows = room
-        own = Announcement(self.doing, rows=rows, room=room)
+        clones = self._way.clones_on(self.ranks.rank, self.ranks.slots)
+        own = Announcement(self.doing, rows=rows, room=room, clones=clones)
         return gather_table(self._exchange, offsets, own, place)
 
     def forward(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> torch.Tensor:
@@ -155,7 +167,7 @@ class ShardedExperts:
         region.plan, region.num_tokens = region.plan_for(num_tokens), num_tokens
         region.num_chunks, region.largest_chunk = stats.num_chunks, stats.largest_chunk
         region.stages_gradients = stats.is_split
-        table = Table(routed.offsets)
+        table = Table(routed.offsets, self.ranks.slots)
         received: list[int] = self.placement.by_rank(table.counts.sum(dim=0)).tolist()
         spread = None if walk.clones is None else walk.clones.spread
         computed = received if spread is None else spread.placement.by_rank(spread.counts.sum(dim=0)).tolist()
@@ -195,7 +207,7 @@ class ShardedExperts:
         return gradients
 
     def _walk(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> LayerWalk:
-        table = Table(routed.offsets)
+        table = Table(routed.offsets, self.ranks.slots)
         rank, way = self.ranks.rank, self._way_of(region, routed, table)
         packing, own = _packing(routed.hidden, routed.flat_weight), self._own(region, routed.params)
         begins, clones = table.begins(rank), None
@@ -213,14 +225,14 @@ class ShardedExperts:
             rows=max(1, int(table.counts.sum())) if self.axis == "tokens" else min(table.limits[rank], self.chunk_rows),
             layer=self.layer,
             overlaps=self.ranks.overlaps,
-            kept=KeptRounds.of(kept, way.schedule.num_kept(table.rooms), packing, routed.hidden),
+            kept=KeptRounds.of(kept, way.schedule.num_kept, packing, routed.hidden),
             clones=clones,
             stats=WalkStats(),
         )
 
     def _way_of(self, region: LiveRegion, routed: Routed, table: Table) -> _Way:
         if self.axis == "rows":
-            return self._way.of(table, self._help_costs(region, routed), self.ranks.slots)
+            return self._way.of(table, self._help_costs(region, routed))
         place = Place(self.layer, "slicing")
         return _Way(agreed_slices(self._exchange, self.placement, table, routed, region.tuner.bins, place))
 

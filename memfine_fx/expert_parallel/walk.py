@@ -17,14 +17,14 @@ Rows of other rounds travel again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 
 from memfine_fx.expert_parallel.arrival import Arrival, Parcel, returned
-from memfine_fx.expert_parallel.clones import Clones
+from memfine_fx.expert_parallel.clones import Clones, Slots
 from memfine_fx.expert_parallel.exchange import Exchange, Place
 from memfine_fx.expert_parallel.kept import KeptRounds
 from memfine_fx.expert_parallel.packing import Packing
@@ -131,7 +131,7 @@ class LayerWalk:
         slots, slot_gradients = None, gradients
         if self.clones is not None:
             slots = self.clones.fetch("backward")
-            slot_gradients = self.clones.open_gradients(slots, gradients)
+            slot_gradients = self.clones.open_gradients(slots.tables, gradients)
         grad_hidden = grad_weight = None
         if body.rows_grad is not None:
             grad_hidden = hidden.new_zeros(hidden.shape, dtype=accumulator_dtype(hidden.dtype))
@@ -252,17 +252,19 @@ class LayerWalk:
         weight = weights[0].unsqueeze(1) if weights else None
         return Routed(rows, weight, self._places.order(arrival.number), offsets, self.routed.params, 1)
 
-    def _parts(
-        self, number: int, routed: Routed, slots: Sequence[Sequence[torch.Tensor]] | None
-    ) -> list[tuple[Routed, list[Chunk]]]:
-        """A round's rows with the parameters that they meet: those of this rank's experts, then those of its slots."""
+    def _parts(self, number: int, routed: Routed, slots: Slots | None) -> Iterator[tuple[Routed, list[Chunk]]]:
+        """A round's rows with the parameters that they meet: those of this rank's experts, then those of its slots.
+
+        Clones may still be on their way while the first of the two is computed.
+        """
         places = self._places_of_experts
-        parts = [(routed, self._chunks(number, routed.offsets, places))]
+        num_used = 0 if self.clones is None else self.clones.num_used
+        own = self._chunks(number, routed.offsets, places)
+        helped = self._chunks(number, routed.offsets, range(places.stop, places.stop + num_used))
+        self.stats.add([*own, *helped])
+        yield routed, own
         if slots is not None:
-            own = range(places.stop, routed.offsets.numel() - 1)
-            parts.append((replace(routed, params=slots), self._chunks(number, routed.offsets, own)))
-        self.stats.add([chunk for _, chunks in parts for chunk in chunks])
-        return parts
+            yield replace(routed, params=slots.arrived()), helped
 
     @property
     def _places_of_experts(self) -> range:

@@ -28,12 +28,13 @@ class StaticBytes:
     """What is there in every step.
 
     Args:
-        parameters, trained: all, and of them those that are trained.
+        parameters, trained: all, with scales of those in 4 bits, and of them those that are trained.
         buffers: of the model.
         optimizer: its bytes.
         layer: parameters of the largest layer; trained_layer: those of them that are trained.
         root: parameters that are in no layer.
         experts, trained_experts: parameters that are tables over experts.
+        num_parameters: how many numbers they are.
     """
 
     parameters: int
@@ -45,6 +46,7 @@ class StaticBytes:
     root: int = 0
     experts: int = 0
     trained_experts: int = 0
+    num_parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,22 @@ class Analysis:
     def most_plans(self) -> tuple[str, ...]:
         """Those whose larger one is the budget that nothing is computed again under: it must hold both."""
         return ("most", ESTIMATED) if ESTIMATED in self.records[0].runs else ("most",)
+
+    @functools.cached_property
+    def is_asked_known(self) -> bool:
+        """Whether "asked" holds for every layer: what was extended must keep the same of each."""
+        return len(self.records) == 1 or is_even(*(one.runs["asked"] for one in self.records))
+
+    def lightest(self, batch: int, seq: int) -> StepTotal:
+        """What the step needs at least: under the smallest budget, or as it was asked for.
+
+        A budget drops a model's own checkpoints for what it computes again itself. Without one they stay, with chunks
+        inside of them, and that may hold less.
+        """
+        least = self.total("least", batch, seq)
+        if self.setup.budget is not None or not self.is_asked_known:
+            return least
+        return min(least, self.asked(batch, seq), key=lambda one: one.num_bytes)
 
     @functools.cached_property
     def least_plans(self) -> tuple[str, ...]:

@@ -18,10 +18,10 @@ from memfine_fx.fitting.analysis import Analysis, StaticBytes
 from memfine_fx.fitting.changes import Changed, changes
 from memfine_fx.fitting.cuda_terms import CUDA_TERMS, CudaTerm
 from memfine_fx.fitting.devices import device_bytes
-from memfine_fx.fitting.models import expert_tables, fake_model, loaded_config
+from memfine_fx.fitting.models import expert_tensors, fake_model, held_tensors, loaded_config, num_parameters
 from memfine_fx.fitting.recording import EVEN_PLANS, PLANS, RecordedStep, record_step
 from memfine_fx.fitting.report import FitReport
-from memfine_fx.fitting.setup import Setup, optimizer_bytes
+from memfine_fx.fitting.setup import Setup, Train, optimizer_bytes
 from memfine_fx.fitting.stack import Stack, find_stack, layer_lists, shortened
 from memfine_fx.fitting.stretch import fewest_repeats, is_even
 from memfine_fx.plan.rows import largest
@@ -91,7 +91,7 @@ def answer(source: object, setup: Setup, question: Question, config: Config) -> 
     changed = Changed(
         analysis,
         functools.partial(_with_optimizer, source, analysis),
-        functools.partial(_of_lora, source, setup, config, question) if question.compares else None,
+        functools.partial(_of_training, source, setup, config, question) if question.compares else None,
     )
     return dataclasses.replace(report, changes=changes(changed, question.available or 0))
 
@@ -172,24 +172,24 @@ def _recorded(
 
 
 def _static_bytes(model: torch.nn.Module, setup: Setup) -> StaticBytes:
-    parameters = list(model.parameters())
-    layers = [list(layer.parameters()) for layer in layer_lists(model)]
-    experts = expert_tables(model)
+    weights, layers = held_tensors(model), [held_tensors(layer) for layer in layer_lists(model)]
+    experts = expert_tensors(model)
     return StaticBytes(
-        _num_bytes(parameters),
-        _num_bytes(_trained(parameters)),
+        _num_bytes(weights),
+        _num_bytes(_trained(weights)),
         _num_bytes(list(model.buffers())),
-        optimizer_bytes(parameters, setup),
+        optimizer_bytes(model.parameters(), setup),
         layer=max(map(_num_bytes, layers), default=0),
         trained_layer=max((_num_bytes(_trained(layer)) for layer in layers), default=0),
-        root=_num_bytes(parameters) - sum(map(_num_bytes, layers)),
+        root=_num_bytes(weights) - sum(map(_num_bytes, layers)),
         experts=_num_bytes(experts),
         trained_experts=_num_bytes(_trained(experts)),
+        num_parameters=num_parameters(model),
     )
 
 
-def _trained(parameters: list[Any]) -> list[Any]:
-    return [one for one in parameters if one.requires_grad]
+def _trained(tensors: list[Any]) -> list[Any]:
+    return [one for one in tensors if one.requires_grad]
 
 
 def _num_bytes(tensors: list[Any]) -> int:
@@ -202,14 +202,14 @@ def report_of(source: object, analysis: Analysis, how: str, question: Question) 
     batch, seq = setup.batch, setup.seq
     is_extended = len(analysis.records) > 1
     return FitReport(
-        f"{_name(source)} of {analysis.static.parameters // setup.torch_dtype.itemsize:,} parameters",
+        f"{_name(source)} of {analysis.static.num_parameters:,} parameters",
         setup,
         question.memory_bytes,
-        None if is_extended else analysis.asked(batch, seq),
+        analysis.asked(batch, seq) if analysis.is_asked_known else None,
         analysis.total("least", batch, seq),
         analysis.total("most", batch, seq),
-        _longest_seq(question, lambda one: analysis.total("least", batch, one).num_bytes),
-        _longest(question, _MOST_SEQUENCES, lambda one: analysis.total("least", one, seq).num_bytes, 1),
+        _longest_seq(question, lambda one: analysis.lightest(batch, one).num_bytes),
+        _longest(question, _MOST_SEQUENCES, lambda one: analysis.lightest(one, seq).num_bytes, 1),
         question.terms,
         record.chunked,
         record.refused,
@@ -255,8 +255,8 @@ def _with_optimizer(source: object, analysis: Analysis, name: Any) -> Analysis:
     return with_setup(source, analysis, dataclasses.replace(analysis.setup, optimizer=name))
 
 
-def _of_lora(source: object, setup: Setup, config: Config, question: Question) -> Analysis:
-    asked = dataclasses.replace(setup, train="lora", budget=None)
+def _of_training(source: object, setup: Setup, config: Config, question: Question, train: Train) -> Analysis:
+    asked = dataclasses.replace(setup, train=train, budget=None)
     return _analysed(source, asked, config, None, question.has_even_routing)[0]
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from memfine_fx.errors import MissingPackage
 from memfine_fx.fitting.analysis import Analysis
+from memfine_fx.fitting.setup import Train
 from memfine_fx.plan.rows import largest
 
 __all__ = ["Change", "Changed", "changes"]
 
 _LEANER = {"adamw": ("adamw8bit", "adafactor", "sgd"), "adamw8bit": ("adafactor", "sgd"), "adafactor": ("sgd",)}
 _MOST_RANKS = 1024
+_SMALLER: dict[Train, tuple[Train, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,12 @@ class Changed:
     Args:
         analysis: of the setup as it is.
         with_optimizer: by the name of another optimizer.
-        of_lora: its analysis with adapters; None where it is not to be recorded.
+        of_training: its analysis with adapters by "lora" and "qlora"; None where it is not to be recorded.
     """
 
     analysis: Analysis
     with_optimizer: Callable[[str], Analysis]
-    of_lora: Callable[[], Analysis] | None = None
+    of_training: Callable[[Train], Analysis] | None = None
 
 
 def changes(changed: Changed, available: int) -> tuple[Change, ...]:
@@ -58,18 +61,16 @@ def _tried(changed: Changed, available: int) -> Iterator[tuple[str, int]]:
     if setup.expert_parallel == 1:
         ranks = _ranks_that_fit(analysis, available)
         yield f"fsdp={ranks} (an estimate)", _least(_on_ranks(analysis, ranks))
-    if changed.of_lora is None or setup.train == "lora":
+    if changed.of_training is None:
         return
-    try:
-        adapted = changed.of_lora()
-    except MissingPackage:  # without PEFT it is one change less
-        return
-    yield "train='lora'", _least(adapted)
+    for train in _SMALLER[setup.train]:
+        with contextlib.suppress(MissingPackage):  # without PEFT or bitsandbytes it is one change less
+            yield f"train={train!r}", _least(changed.of_training(train))
 
 
 def _least(analysis: Analysis, batch: int | None = None, seq: int | None = None) -> int:
     setup = analysis.setup
-    return analysis.total("least", batch or setup.batch, seq or setup.seq).num_bytes
+    return analysis.lightest(batch or setup.batch, seq or setup.seq).num_bytes
 
 
 def _length_that_fits(analysis: Analysis, available: int) -> int:

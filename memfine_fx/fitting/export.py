@@ -102,7 +102,7 @@ class Exported:
             "fsdp": setup.fsdp,
             "expertParallel": setup.expert_parallel,
             "more": analysis.more,
-            "isExtended": len(analysis.records) > 1,
+            "isAskedKnown": analysis.is_asked_known,
             "leastPlans": analysis.least_plans if "least" in plans else (),
             "mostPlans": analysis.most_plans if "most" in plans else (),
             "estimated": analysis.records[0].estimated,

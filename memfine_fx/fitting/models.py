@@ -6,18 +6,19 @@ import copy
 import importlib
 import json
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from memfine_fx.compat.bitsandbytes import num_packed, scale_tensors, with_scales
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.errors import ConfigError, MissingPackage
+from memfine_fx.fitting.adapters import adapted
 from memfine_fx.fitting.setup import Setup
 
-__all__ = ["expert_tables", "fake_model", "loaded_config", "real_model"]
+__all__ = ["expert_tensors", "fake_model", "held_tensors", "loaded_config", "num_parameters", "real_model"]
 
 _POSITIVE = (
     "hidden_size",
@@ -108,16 +109,27 @@ def fake_model(source: object, setup: Setup, mode: FakeTensorMode) -> torch.nn.M
     model = _of_module(model, meta)
     if setup.checkpointing:
         _checkpoint(model)
-    if setup.train == "lora":
-        model = _with_adapters(model, setup)
+    if setup.train != "full":
+        model = adapted(model, setup)
     with mode:
         return _of_module(model, torch.device("cpu")).train()
 
 
-def expert_tables(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters of modules whose names say that they are routed experts."""
-    named = ((name.split("."), one) for name, one in model.named_parameters())
-    return [one for path, one in named if "experts" in path]
+def expert_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Of `held_tensors` those of modules whose names say that they are routed experts."""
+    experts = (one for path, one in model.named_modules() if path.split(".")[-1] == "experts")
+    return [tensor for one in experts for tensor in held_tensors(one)]
+
+
+def held_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters, and what weights in 4 bits have beside them."""
+    return [*model.parameters(), *(one for part in model.modules() for one in scale_tensors(part))]
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    """How many numbers a model's parameters are, those in 4 bits too."""
+    packed = sum(num_packed(part) for part in model.modules())
+    return packed + sum(one.numel() for one in model.parameters() if one.dtype is not torch.uint8)
 
 
 def real_model(source: object, setup: Setup) -> torch.nn.Module:
@@ -125,8 +137,8 @@ def real_model(source: object, setup: Setup) -> torch.nn.Module:
     model = _made(source, setup, torch.device("cpu"))
     if setup.checkpointing:
         _checkpoint(model)
-    if setup.train == "lora":
-        model = _with_adapters(model, setup)
+    if setup.train != "full":
+        model = adapted(model, setup)
     return model.train()
 
 
@@ -170,11 +182,13 @@ def _of_config(config: Any, dtype: torch.dtype) -> Any:
 def _of_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """A copy whose tensors are on another device; the module itself may be on any, meta too."""
     memo: dict[int, Any] = {}
+    scales = [one for part in module.modules() for one in scale_tensors(part)]
+    for tensor in (*module.buffers(), *scales):
+        memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     for one in module.parameters():
-        made = torch.empty(one.shape, dtype=one.dtype, device=device)
-        memo[id(one)] = torch.nn.Parameter(made, requires_grad=one.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        made = torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device=device), one.requires_grad)
+        with_scales(made, one, memo)
+        memo[id(one)] = made
     copied: torch.nn.Module = copy.deepcopy(module, memo)
     return copied
 
@@ -211,19 +225,3 @@ def _checkpoint(model: Any) -> None:
     if enable is None:
         raise ConfigError(f"checkpointing=True: {type(model).__name__} offers no gradient_checkpointing_enable")
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _with_adapters(model: Any, setup: Setup) -> torch.nn.Module:
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError as error:
-        raise MissingPackage("peft", "trainers", "LoRA adapters") from error
-    targets = list(setup.targets) or "all-linear"
-    try:
-        config = peft.LoraConfig(r=setup.lora_r, target_modules=targets, task_type="CAUSAL_LM")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT warns of its own patterns for expert tables that it did not use
-            adapted: torch.nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise ConfigError(f"targets={list(setup.targets)}: {error}") from error
-    return adapted

@@ -188,21 +188,28 @@ function asked(analysis, budget, size) {
   const rows = largest(low, size.b * size.s + 1, (one) => total(analysis, plan, size, one).bytes <= budget);
   return total(analysis, plan, size, rows);
 }
+// Under the smallest budget, or as it was asked for where that holds less.
+function lightest(data, size) {
+  const analysis = data.analysis, least = total(analysis, "least", size);
+  if (data.budget !== null || !analysis.isAskedKnown) return least;
+  const free = asked(analysis, null, size);
+  return free.bytes < least.bytes ? free : least;
+}
 function longest(needed, available, low, most) {
   if (needed(low) > available) return 0;
   return largest(low, most + 1, (one) => needed(one) <= available);
 }
 function answer(data, size, memory) {
   const analysis = data.analysis, available = memory - data.beside;
-  const least = (b, s) => total(analysis, "least", {b, s}).bytes;
+  const needed = (b, s) => lightest(data, {b, s}).bytes, least = lightest(data, size);
   const found = {
     least: total(analysis, "least", size), most: total(analysis, "most", size),
-    asked: analysis.isExtended ? null : asked(analysis, data.budget, size),
-    longestSeq: analysis.hasSeq ? longest((one) => least(size.b, one), available, FEWEST_TOKENS, MOST_TOKENS) : null,
-    largestBatch: analysis.hasBatch ? longest((one) => least(one, size.s), available, 1, MOST_SEQUENCES) : null,
+    asked: analysis.isAskedKnown ? asked(analysis, data.budget, size) : null,
+    longestSeq: analysis.hasSeq ? longest((one) => needed(size.b, one), available, FEWEST_TOKENS, MOST_TOKENS) : null,
+    largestBatch: analysis.hasBatch ? longest((one) => needed(one, size.s), available, 1, MOST_SEQUENCES) : null,
   };
-  found.fits = found.least.bytes <= available;
-  found.shown = found.asked !== null && found.asked.bytes <= available ? found.asked : found.least;
+  found.fits = least.bytes <= available;
+  found.shown = found.asked !== null && found.asked.bytes <= available ? found.asked : least;
   return found;
 }
 
@@ -348,7 +355,7 @@ function show(data) {
   const needs = drawn.bytes + data.beside;
   put("verdict", found.fits, (found.fits ? "fits" : "does not fit") + " in " + readable(memory));
   element("verdict").className = found.fits ? "fits" : "misses";
-  put("drawn", drawn.bytes, `its peak is ${readable(needs)}, in the ${drawn.where}` + (drawn === found.least ? ", under the smallest budget" : ""));
+  put("drawn", drawn.bytes, `its peak is ${readable(needs)}, in the ${drawn.where}` + (drawn.bytes === found.least.bytes && drawn.plan !== "asked" ? ", under the smallest budget" : ""));
   putBytes("least", found.least);
   putBytes("most", found.most);
   if (found.asked !== null) putBytes("asked", found.asked);
@@ -390,7 +397,7 @@ function start(data) {
   for (const [name, has] of [["batch", data.analysis.hasBatch], ["seq", data.analysis.hasSeq]]) {
     element(name + "-range").disabled = element(name).disabled = !has;
   }
-  if (data.analysis.isExtended) {
+  if (!data.analysis.isAskedKnown) {
     element("plan").querySelector("[value=asked]").remove();
     element("asked").parentElement.remove();
   }

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from memfine_fx.config import parse_budget
 from memfine_fx.errors import ConfigError
 from memfine_fx.fitting.export import Exported
+from memfine_fx.fitting.setup import TRAININGS
 
 if TYPE_CHECKING:
     from memfine_fx.fitting.report import FitReport
@@ -44,8 +45,7 @@ def page(report: FitReport) -> str:
         raise ConfigError("this report has no records of the step to write a page from")
     files = resources.files("memfine_fx.fitting")
     setup = report.setup
-    kind = "LoRA" if setup.train == "lora" else "full"
-    about = f"{kind} training in {setup.dtype} with {setup.optimizer}"
+    about = f"{TRAININGS[setup.train]} training in {setup.dtype} with {setup.optimizer}"
     about += ", gradient checkpointing of layers" if setup.checkpointing else ""
     return Template(files.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         model=escape(report.model),
@@ -69,8 +69,8 @@ def _data(report: FitReport) -> dict[str, Any]:
         }
         for one in report.alternatives
     ]
-    analysis = exported.add(report.analysis, _PLANS if len(report.analysis.records) == 1 else _PLANS[1:])
-    memory = report.memory_bytes or int(_ROOM * (report.least.num_bytes + report.beside_bytes))
+    analysis = exported.add(report.analysis, _PLANS if report.analysis.is_asked_known else _PLANS[1:])
+    memory = report.memory_bytes or int(_ROOM * (report.lightest.num_bytes + report.beside_bytes))
     return {
         "analysis": analysis,
         "alternatives": others,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import unittest.mock
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.setup import Setup, made_optimizer
 from memfine_fx.memory.step import RunMemory
 
-__all__ = ["ESTIMATED", "EVEN_PLANS", "PLANS", "RecordedStep", "attention_of", "record_step"]
+__all__ = ["ESTIMATED", "EVEN_PLANS", "PLANS", "RecordedStep", "attention_of", "record_step", "what_failed"]
 
 PLANS = ("least", "most")
 """Of the smallest budget that works, and of one that nothing exceeds."""
@@ -113,13 +114,21 @@ def record_step(
         except MemfineError:
             raise
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-            first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-            raise ConfigError(f"a step of the model fails: {type(error).__name__}: {first}") from error
+            raise ConfigError(f"a step of the model fails: {type(error).__name__}: {what_failed(error)}") from error
     if records == "code":  # estimates of many layers stay what they are: as a step's first plan has them
         read_bodies(session)
     recorded = _recorded(session, batch, seq, plans if shares is None else tuple(map(str, shares)))
     del optimizer
     return recorded
+
+
+def what_failed(error: Exception) -> str:
+    """One line of an error: what was raised, which Dynamo's own text holds further down, and the last line of code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    raised = re.search(r"got (\w+\(.*\))$", str(error), re.MULTILINE)
+    said = raised[1] if raised else lines[0] if lines else ""
+    place = max((place for place, line in enumerate(lines) if line.startswith('File "')), default=None)
+    return said if place is None else f"{said}, at {' '.join(lines[place : place + 2])}"
 
 
 @contextlib.contextmanager

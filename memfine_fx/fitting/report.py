@@ -12,7 +12,7 @@ from memfine_fx.fitting.analysis import Analysis, StepTotal
 from memfine_fx.fitting.changes import Change
 from memfine_fx.fitting.cuda_terms import CudaTerm
 from memfine_fx.fitting.page import page
-from memfine_fx.fitting.setup import Setup
+from memfine_fx.fitting.setup import TRAININGS, Setup
 
 __all__ = ["FitReport"]
 
@@ -27,10 +27,11 @@ class FitReport:
         model: what it was asked of, with the number of parameters.
         setup: how it is trained.
         memory_bytes: of the device, None where none was given.
-        asked: the step under the setup's own budget, or without one; None where only budgets could be answered.
+        asked: the step under the setup's own budget, or without one; None where only budgets could be answered: where
+            layers were extended and not all of them keep the same.
         least: the same under the smallest budget that works.
         most: the same where nothing is computed again.
-        longest_seq, largest_batch: with which the smallest budget fits in the memory, the other as it is; 0 for none.
+        longest_seq, largest_batch: with which `lightest` fits in the memory, the other as it is; 0 for none.
         cuda_terms: what the device takes beyond, unmeasured; () on a CPU.
         chunked: layers whose experts are chunked.
         refused: (where, why) of what is counted as it was written.
@@ -67,25 +68,37 @@ class FitReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether some budget works within the memory; None where no memory was given."""
+        """Whether the step works within the memory, under some budget or without; None where no memory was given."""
         if self.memory_bytes is None:
             return None
-        return self.least.num_bytes + self.beside_bytes <= self.memory_bytes
+        return self.lightest.num_bytes + self.beside_bytes <= self.memory_bytes
+
+    @property
+    def lightest(self) -> StepTotal:
+        """The fewest bytes that the step takes: under the smallest budget, or as it was asked for.
+
+        The latter where the model's own checkpoints keep less: a budget drops them for what it computes again itself.
+        """
+        if self.asked is None or self.setup.budget is not None:
+            return self.least
+        return min(self.least, self.asked, key=lambda one: one.num_bytes)
 
     @property
     def shown(self) -> StepTotal:
-        """The step that is described: as it is asked for where that is known and fits, else under the least budget."""
+        """The step that is described: as it is asked for where that is known and fits, else with the fewest bytes."""
         if self.asked is None:
             return self.least
         limit = self.memory_bytes
         is_too_much = limit is not None and self.asked.num_bytes + self.beside_bytes > limit
-        return self.least if is_too_much else self.asked
+        return self.lightest if is_too_much else self.asked
 
     @property
     def line(self) -> str:
         """What to write in a training script; "" where nothing fits."""
         if self.fits is False:
             return ""
+        if self.lightest is not self.least:
+            return "memfine_fx.optimize(model)"
         if self.memory_bytes is None:
             budget = max(self.least.num_bytes, self.most.num_bytes)
         else:
@@ -120,8 +133,7 @@ class FitReport:
 
     def _answer(self) -> list[str]:
         shown, setup = self.shown, self.setup
-        kind = "LoRA" if setup.train == "lora" else "full"
-        what = f"{self.model}, {kind} training in {setup.dtype}, {setup.batch} x {setup.seq:,} tokens"
+        what = f"{self.model}, {TRAININGS[setup.train]} training in {setup.dtype}, {setup.batch} x {setup.seq:,} tokens"
         needs = shown.num_bytes + self.beside_bytes
         peak = f"its peak is {_readable(needs)}, in the {shown.where}"
         if self.fits is None:
@@ -138,8 +150,9 @@ class FitReport:
         return lines
 
     def _budgets(self) -> list[str]:
+        kept = "" if self.lightest is self.least else ", more than without a budget, which leaves checkpoints in place"
         lines = [
-            f"smallest budget that works: {_readable(self.least.num_bytes)} ({self.least.num_bytes:,} B)",
+            f"smallest budget that works: {_readable(self.least.num_bytes)} ({self.least.num_bytes:,} B){kept}",
             f"budget that computes nothing again: {_readable(self.most.num_bytes)} ({self.most.num_bytes:,} B)",
         ]
         if self.memory_bytes is not None:

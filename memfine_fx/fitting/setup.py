@@ -12,10 +12,21 @@ from memfine_fx.config import MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.static import foreseen_state_bytes
 
-__all__ = ["DTYPES", "OptimizerBytes", "OptimizerName", "Setup", "Train", "made_optimizer", "optimizer_bytes"]
+__all__ = [
+    "DTYPES",
+    "TRAININGS",
+    "OptimizerBytes",
+    "OptimizerName",
+    "Setup",
+    "Train",
+    "made_optimizer",
+    "optimizer_bytes",
+]
 
-Train = Literal["full", "lora"]
+Train = Literal["full", "lora", "qlora"]
 OptimizerName = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
+TRAININGS: dict[Train, str] = {"full": "full", "lora": "LoRA", "qlora": "QLoRA (NF4)"}
+"""What each is called."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -25,7 +36,7 @@ class Setup:
 
     Args:
         batch, seq: sequences, and tokens of each.
-        train: all parameters, or LoRA adapters beside frozen ones.
+        train: all parameters; or LoRA adapters beside frozen ones, which "qlora" keeps in 4 bits (see `adapters`).
         lora_r: their rank.
         targets: names of the linear layers that get adapters; () for all of them but the head.
         dtype: of parameters, a key of `DTYPES`.

@@ -29,6 +29,7 @@ _VIEWS = frozenset(
     {
         "view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select",
         "split", "split_with_sizes", "alias", "detach", "getitem", "unbind", "reshape", "as_strided",
+        "view_as_complex", "view_as_real",
     }
 )  # fmt: skip
 
@@ -205,7 +206,11 @@ def _name(target: Any) -> str:
 
 
 def _is_fused_away(node: fx.Node) -> bool:
-    return _is_pointwise(node.target) and all(_absorbs(user) for user in _users_through_views(node))
+    return (
+        _is_pointwise(node.target)
+        and not _is_complex(node)
+        and all(_absorbs(user) for user in _users_through_views(node))
+    )
 
 
 def _users_through_views(node: fx.Node) -> list[fx.Node]:
@@ -217,7 +222,12 @@ def _users_through_views(node: fx.Node) -> list[fx.Node]:
 
 def _absorbs(user: fx.Node) -> bool:
     is_reduction = _name(user.target) in ("sum", "mean", "amax", "amin")
-    return user.op != "output" and (_is_pointwise(user.target) or is_reduction)
+    return user.op != "output" and (_is_pointwise(user.target) or is_reduction) and not _is_complex(user)
+
+
+def _is_complex(node: fx.Node) -> bool:
+    """Whether a node makes complex numbers, which Inductor leaves to eager: nothing is fused with it."""
+    return any(one.is_complex() for one in _tensors(node))
 
 
 def _is_pointwise(target: Any) -> bool:

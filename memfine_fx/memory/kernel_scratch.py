@@ -8,6 +8,9 @@ scores and their gradients. In low precision the scores are there in both precis
 2. backward's products need memory of oneDNN's own, for which a bound on what was measured stands;
 3. backward copies a gradient that does not lie as [B,S,H,D] in memory.
 
+A product with a weight in 4 bits (`compat.bitsandbytes.linear_4bit`) makes the weight whole, beside its scales as
+floats where these are quantized too. On CUDA, kernels that read packed numbers do with less where rows are few.
+
 What oneDNN does depends on the CPU (`machine.CpuFeatures`). The formulas are held against this machine's kernels once
 (`kernel_probe`): where these take more, what they take is counted, and a warning says so.
 """
@@ -24,6 +27,8 @@ import sympy
 import torch
 from torch import fx
 
+from memfine_fx.compat.bitsandbytes import LINEAR_4BIT
+from memfine_fx.compat.operators import qualified_name
 from memfine_fx.memory.kernel_probe import (
     ATTENTION_SHAPES,
     PRODUCT_SHAPES,
@@ -59,6 +64,7 @@ _TILE, _HALF_TILE, _INNER_BLOCK = 64, 32, 256
 """oneDNN rounds keys and queries of a block up to these, and takes at most so many keys at once."""
 _FP16_COLUMNS, _ROUNDING = 80, 4096
 """Columns that it converts to fp32 beside the scores, in fp16; and what small things are rounded up to."""
+_FLOAT_BYTES = 4
 _PADDING_ROWS, _BLOCK_ROWS = 88, 560
 """Rows that are added to a product's, which stand for sums in fp32 too, and the most that blocks have at once."""
 _BLOCK_LEFT, _BLOCK_RIGHT, _LEAST_RIGHT = 256, 640, 64
@@ -106,6 +112,8 @@ class Attention:
 
 def scratch_bytes(node: fx.Node) -> sympy.Expr:
     """Bytes in the graph's symbols, for the number of threads that run now; 0 for kernels that need none."""
+    if qualified_name(node.target) == LINEAR_4BIT:
+        return _unpacked(node)
     if node.target is not _FORWARD and node.target is not _BACKWARD:
         return sympy.Integer(0)
     call, threads, features = _attention(node), torch.get_num_threads(), cpu_features()
@@ -194,6 +202,14 @@ def _copied_gradient(node: fx.Node) -> sympy.Expr:
             return sympy.prod(sizes) * gradient.dtype.itemsize
         dense *= size
     return sympy.Integer(0)
+
+
+def _unpacked(node: fx.Node) -> sympy.Expr:
+    """Bytes of the weight of `linear_4bit` in its rows' dtype, and of its scales as floats where they are bytes."""
+    arguments: Any = node.args
+    rows, scales, num_out = _value(arguments[0]), arguments[2], arguments[5]
+    weight = size_expr(num_out) * size_expr(rows.shape[-1]) * rows.dtype.itemsize
+    return weight if len(scales) == 1 else weight + _FLOAT_BYTES * size_expr(_value(scales[0]).numel())
 
 
 def product_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device_type: str) -> sympy.Expr:

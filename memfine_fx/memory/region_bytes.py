@@ -65,6 +65,13 @@ class Travel:
         """
         return max(self.num_ranks, _LEAST_LEG_ROWS, -(-rows // 4))
 
+    def helped_rows(self, rows: int) -> int:
+        """Rows of a round in a step with clones, which stand where half of the rows would.
+
+        Rows are even then, so that two rounds bring what one does where routing is even.
+        """
+        return -(-rows // 2)
+
 
 @dataclass(frozen=True)
 class RegionBytes:
@@ -229,7 +236,7 @@ def _forward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str,
         cast = rows * region.out_width * region.accumulator_item_bytes
     chunk += _called(region.forward_peak, region.forward_results, cast, region, rows) + _index_chunk(rows)
     if region.travel is not None:
-        chunk = _forward_round(region, region.travel, at_once, chunk) + region.clones_forward
+        chunk = _with_clones(_forward_round, region, region.travel, at_once, chunk, region.clones_forward)
     return {
         "output": num_tokens * region.out_width * _held(region.out_item_bytes, region.accumulator_item_bytes),
         "index": _index_bytes(region, num_tokens),
@@ -249,7 +256,7 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str
     after = larger(cast, _body(region.product_scratch, region, rows))
     chunk += _called(region.backward_peak, region.backward_results, after, region, rows) + _index_chunk(rows)
     if region.travel is not None:
-        chunk = _backward_round(region, region.travel, at_once, chunk) + region.clones_backward
+        chunk = _with_clones(_backward_round, region, region.travel, at_once, chunk, region.clones_backward)
     return {
         "output grad": num_tokens * region.out_width * region.out_item_bytes,
         "hidden grad": num_tokens * region.hidden * _held(region.item_bytes, region.accumulator_item_bytes),
@@ -258,6 +265,19 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str
         "index": _index_bytes(region, num_tokens),
         "chunk": chunk,
     }
+
+
+def _with_clones(
+    round_bytes: Callable[[RegionBytes, Travel, int, int], int],
+    region: RegionBytes,
+    travel: Travel,
+    rows: int,
+    chunk: int,
+    clones: int,
+) -> int:
+    """The larger of a round in a step without clones and of one with them, where there may be some."""
+    alone = round_bytes(region, travel, rows, chunk)
+    return max(alone, round_bytes(region, travel, travel.helped_rows(rows), chunk) + clones) if clones else alone
 
 
 def _forward_round(region: RegionBytes, travel: Travel, rows: int, chunk: int) -> int:

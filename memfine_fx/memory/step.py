@@ -141,7 +141,7 @@ class GraphStep:
         sizes: value of each symbol in the call that it was partitioned for.
         forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
-        keeps_all: whether it computes nothing dense again and regions keep all that pays.
+        keeps_all: whether it computes nothing costly again and regions keep all that pays.
         is_least: whether it is the partition for budgets that no other fits.
         optional: seconds spared per byte by regions that keep as many rows as a run has room for (`plan.kept`).
         estimated: directions whose record is an estimate although exact ones come from compiled code.

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.inductor import WRAPPERS
-from memfine_fx.compat.operators import OpOverload
+from memfine_fx.compat.operators import OpOverload, viewed_arguments
 from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
 from memfine_fx.memory.sizes import size_expr
@@ -86,10 +86,14 @@ def _flatten(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 @dataclass(frozen=True)
 class _OpBytes:
-    """Bytes of one call of an op: its results, and what it needs while it runs."""
+    """Bytes of one call of an op: its results, and what it needs while it runs.
+
+    `views` has for each result the place of the argument that it is a view of, or None.
+    """
 
     results: list[sympy.Expr]
     scratch: sympy.Expr
+    views: list[int | None]
 
 
 def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
@@ -99,7 +103,8 @@ def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
         if isinstance(node.target, OpOverload):
             value = node.meta.get("val")
             values = value if isinstance(value, (tuple, list)) else [value]
-            found = _OpBytes([_tensor_bytes(one) for one in values], scratch_bytes(node))
+            views = viewed_arguments(node.target)
+            found = _OpBytes([_tensor_bytes(one) for one in values], scratch_bytes(node), views)
             calls[f"torch.ops.{node.target}"].append(found)
     return calls
 
@@ -191,7 +196,9 @@ class _Reader:
         elif function.startswith("torch.ops.") and function in self._ops:
             label = function.removeprefix("torch.ops.")
             op = next(self._ops[function])
-            self._hold(name, [self._new(label, num_bytes) for num_bytes in op.results])
+            viewed = self._viewed(call, op.views[0]) if len(op.views) == 1 else None
+            made = [self._new(label, num_bytes) for num_bytes in op.results] if viewed is None else viewed
+            self._hold(name, made)
             if function in _KEEPING:
                 _keep(self._held[name][1:-1], _texts(call))  # the last is how many rows were kept
             elif function in _FINDING:
@@ -205,6 +212,18 @@ class _Reader:
                 self._calls.append(call_of(self._position, _PHASES[function], _texts(call)))
         elif name.startswith("buf"):
             raise _Unreadable(f"{name} = {function}(...)")
+
+    def _viewed(self, call: ast.Call, place: int | None) -> list[_Storage] | None:
+        """The storage of the argument at a place, none for an input that does not count; None where there is no such.
+
+        The result of an op that gives a view, as that of complex numbers as real ones, is no memory of its own.
+        """
+        if place is None or place >= len(call.args):
+            return None
+        argument = call.args[place]
+        if isinstance(argument, ast.Call) and ast.unparse(argument.func) == "reinterpret_tensor":
+            argument = argument.args[0]
+        return self._held.get(argument.id, []) if isinstance(argument, ast.Name) else None
 
     def _listed(self, names: ast.expr) -> list[_Storage]:
         """Storages of the names in a list but the last, which is how many rows were kept."""

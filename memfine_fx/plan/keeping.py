@@ -1,7 +1,7 @@
 """From a budget of bytes to what a step keeps and how many rows its chunks have: a pure function of peaks and seconds.
 
 Terms
-    keepable    a result that forward may keep for backward, or that backward computes again: a dense matmul or
+    keepable    a result that forward may keep for backward, or that backward computes again: a matmul or
                 attention, or what a chunked region can keep of its routed rows
     ranking     keepables of the last layer first, whose backward begins at once, so that keeping them hardly moves the
                 peak; then by seconds spared per byte
@@ -27,12 +27,12 @@ class Keepable:
     """One result that may be kept.
 
     Args:
-        name: of a dense result's node, or a region's site.
+        name: of a costly result's node, or a region's site.
         num_bytes: it takes from forward to backward, beyond smaller choices of the same region.
         seconds: backward is spared.
         is_in_last_layer: whether its backward comes at once.
-        keep: for a region, how much it keeps with this one; "nothing" for dense results.
-        storages: names of the allocations that hold a dense result.
+        keep: for a region, how much it keeps with this one; "nothing" for costly results.
+        storages: names of the allocations that hold a costly result.
         is_divisible: whether a run may keep it of a part of its region's rows.
     """
 
@@ -67,6 +67,7 @@ class StepChoice:
 def ranked(keepables: Sequence[Keepable]) -> list[Keepable]:
     """Those worth keeping, best first. Choices of one region come in their order, or the larger ones not at all."""
     worth = [one for one in keepables if one.seconds > 0]
+    # The sort is stable: choices of one region that are worth the same a byte stay in their order.
     worth.sort(key=lambda one: (not one.is_in_last_layer, -one.seconds / max(1, one.num_bytes)))
     return worth
 

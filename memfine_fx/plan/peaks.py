@@ -68,6 +68,7 @@ class SolvedPeaks:
 
 def revision_of(step: GraphStep) -> int:
     """A number that changes with the byte terms of a step's regions: it only grows."""
+    # Each only grows, so two sums are equal only if none of them has grown in between.
     return sum(region.revision() for region in step.regions.values())
 
 

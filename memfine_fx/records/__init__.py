@@ -212,6 +212,10 @@ class ChunkPlan:
     kept_rows: int = 0
 
     @property
+    def size_in_words(self) -> str:
+        return f"{self.rows_per_chunk} rows"
+
+    @property
     def rows_at_once(self) -> int:
         """Rows that come to this rank at once."""
         return self.rows_per_round or self.rows_per_chunk

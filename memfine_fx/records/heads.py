@@ -11,10 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from memfine_fx.errors import Reason
 from memfine_fx.records import Where
 
-__all__ = ["HeadDims", "HeadLoss", "HeadPlan", "HeadRefusal", "HeadRegion", "RowMove"]
+__all__ = ["HeadDims", "HeadLoss", "HeadPlan", "HeadRegion", "RowMove"]
 
 
 @dataclass(frozen=True)
@@ -99,16 +98,6 @@ class HeadRegion:
 
 
 @dataclass(frozen=True)
-class HeadRefusal:
-    """A cross-entropy whose logits stay as they were, and why."""
-
-    where: Where
-    reason: Reason
-    details: str
-    node: str | None = None
-
-
-@dataclass(frozen=True)
 class HeadPlan:
     """How a head runs in one step.
 
@@ -121,3 +110,7 @@ class HeadPlan:
     tokens_per_chunk: int
     predicted_bytes: int
     reason: str
+
+    @property
+    def size_in_words(self) -> str:
+        return f"{self.tokens_per_chunk} tokens"

@@ -27,7 +27,7 @@ class ParamGradient:
         tensors: the [E,...] table, every expert's own tensor, or the tensor that all share.
         kind: which of the three.
         wanted: whether each of `tensors` wants its gradient; the others are not computed into.
-        in_fp32: whether all of it stands in fp32, because others are to be added to it.
+        in_fp32: whether all of it stands in fp32 at least, because others are to be added to it.
         onto: gradients of some of `tensors` that are there and are added to; None for those that are made.
     """
 
@@ -46,6 +46,7 @@ class ParamGradient:
             for tensor, is_wanted, there in zip(tensors, wanted, onto, strict=True)
         ]
         self._kind = kind
+        # Where a gradient is there already its entries count as written, so that products are added and never set.
         is_there = [one is not None for one in onto]
         self._written = is_there * tensors[0].shape[0] if kind == "expert" else is_there
         self._item_bytes = tensors[0].element_size()
@@ -149,4 +150,4 @@ class ParamGradient:
 
 
 def _made(tensor: torch.Tensor, *, in_fp32: bool) -> torch.Tensor:
-    return torch.empty_like(tensor, dtype=torch.float32 if in_fp32 else None)
+    return torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32) if in_fp32 else None)

@@ -233,6 +233,7 @@ def run_backward(
             arguments += [tensor[chunk.start : chunk.stop] for tensor in kept.tensors]
         results = body.call(*arguments)
         effects: list[Callable[[], object]] = []
+        # Always in this order: what is walked again after a failure skips as many effects as had happened.
         if grad_hidden is not None and body.rows_grad is not None:
             effects.append(partial(_add_rows, grad_hidden, tokens, results[body.rows_grad]))
         if grad_weight is not None and body.weight_grad is not None:

@@ -152,6 +152,7 @@ class ChunkTuner:
 
     def _fewest(self, counter: SliceCounter, plan: ChunkPlan, at_least: int) -> tuple[int, torch.Tensor]:
         """(number, bounds) of at least so many slices whose largest expert keeps within the plan's rows."""
+        # It ends: each turn cuts more slices, and slices as small as the plan's are within its rows for any routing.
         num_slices = max(at_least, -(-counter.largest_expert // plan.rows_per_chunk))
         while True:
             if self.bins is not None:

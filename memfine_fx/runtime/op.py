@@ -55,11 +55,17 @@ def _(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch
 @torch.library.custom_op(
     "memfine::route_shared",
     mutates_args=(),
-    schema="(Tensor expert_index, SymInt num_experts, str site) -> (Tensor, Tensor)",
+    schema="(Tensor expert_index, SymInt num_experts, int[] table_shape, str site) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
-def route_shared(expert_index: torch.Tensor, num_experts: int, site: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `memfine::route` for experts on several ranks: every rank's counts come in the place of the offsets."""
+def route_shared(
+    expert_index: torch.Tensor, num_experts: int, table_shape: Sequence[int], site: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `memfine::route` for experts on several ranks: every rank's counts come in the place of the offsets.
+
+    Args:
+        table_shape: of these. It stands in the graph, because compiled code that a cache keeps rests on it.
+    """
     region = lookup(site)
     assert region.exchange is not None, f"{site} has its experts here"
     order, offsets = sort_assignments(expert_index, num_experts)
@@ -67,11 +73,11 @@ def route_shared(expert_index: torch.Tensor, num_experts: int, site: str) -> tup
 
 
 @route_shared.register_fake
-def _(expert_index: torch.Tensor, num_experts: int, site: str) -> tuple[torch.Tensor, torch.Tensor]:
-    exchange = lookup(site).exchange
-    assert exchange is not None
+def _(
+    expert_index: torch.Tensor, num_experts: int, table_shape: Sequence[int], site: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     order = expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
-    return order, torch.empty(exchange.table_shape, dtype=torch.int64, device="cpu")
+    return order, torch.empty(list(table_shape), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op(

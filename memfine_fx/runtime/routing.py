@@ -31,9 +31,11 @@ def sort_assignments(expert_index: torch.Tensor, num_experts: int) -> tuple[torc
         raise MemfineError(f"{flat.numel()} routed rows in one layer; at most {_MAX_ROWS} can be indexed")
     if flat.dtype not in (torch.int32, torch.int64):
         flat = flat.to(torch.int32)
+    # Stable, so that an expert's rows stand in token order: slices of tokens are ranges of them then.
     sorted_ids, order = torch.sort(flat, stable=True)
     bounds = torch.arange(num_experts + 1, device=flat.device, dtype=sorted_ids.dtype)
     offsets = torch.searchsorted(sorted_ids, bounds)
+    # The loop over chunks is Python and needs the counts: this is where the host waits for the routing, once a layer.
     return order.to(torch.int32), offsets.to("cpu", torch.int64)
 
 
@@ -53,6 +55,8 @@ class SliceCounter:
         counts = offsets.diff()
         self.largest_expert = int(counts.max()) if self.num_experts else 0
         self._first = int(offsets[0])
+        # expert * T + token of every row: rows stand by expert, and by token within one, so these keys only rise and a
+        # slice's border in an expert's rows is found by bisection.
         experts = torch.arange(self.num_experts, device=order.device).mul_(num_tokens)
         keys = torch.repeat_interleave(experts, counts.to(order.device))
         keys.add_(torch.div(order[self._first : int(offsets[-1])], top_k, rounding_mode="floor"))

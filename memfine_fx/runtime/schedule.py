@@ -83,6 +83,7 @@ def even_rows(offsets: Sequence[int], rows_per_chunk: int, held: int = 0) -> int
         return held
     step = -(-rows_per_chunk // _STEPS)
     low, high = max(largest, -(-sum(counts) // max(1, fewest))) // step, _STEPS  # `low` steps are too few
+    # `high` always makes no more chunks than R does, so it may be used whether or not fewer rows would do too.
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _num_groups(counts, middle * step) <= fewest else (middle, high)
@@ -172,6 +173,7 @@ def _between(chunk: Chunk, offsets: Sequence[int], start: int, stop: int) -> Chu
 def _parts(expert: int, start: int, stop: int, rows_per_chunk: int) -> Iterator[Chunk]:
     num_rows = stop - start
     num_parts = -(-num_rows // rows_per_chunk)
+    # Parts that differ by one row at most: a short last one would cost a launch for little.
     bounds = [start + num_rows * part // num_parts for part in range(num_parts + 1)]
     for begin, end in itertools.pairwise(bounds):
         yield Chunk(begin, end, expert, (end - begin,), is_part=num_parts > 1, completes=end == stop)

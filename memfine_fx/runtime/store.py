@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,66 +10,47 @@ import torch
 
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import Bodies
+from memfine_fx.runtime.live import Live
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.parallel import RowExchange
 from memfine_fx.runtime.registry import Registry
 
-__all__ = ["MOST_PLANS", "LiveRegion", "lookup", "register", "unregister"]
-
-log = logging.getLogger("memfine_fx.plans")
-
-MOST_PLANS = 256
-"""Kept for one region: a generation has another length at each token."""
+__all__ = ["LiveRegion", "lookup", "register", "unregister"]
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-@dataclass
-class LiveRegion:
-    """One lowered call site.
+@dataclass(kw_only=True)
+class LiveRegion(Live[ChunkPlan]):
+    """One lowered region.
 
     Args:
-        site: its key.
         bodies: what its chunks call.
         num_experts, top_k: E, K.
-        out_dtype: of the combined output.
         drops_out_of_range: whether assignments with an expert id outside [0, E) are skipped, or an error.
-        choose_plan: T -> plan; pure for given T and context, called once for each.
         tuner: how many chunks a step's rows get under the plan.
         warn: told in words when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
         uses_kernels: whether the GPU kernels may run it.
-        name: its layer, as profiles and logs call it.
         loads: how uneven its routing was.
-        context: what plans depend on beside T now; equal where they are equal.
     """
 
-    site: str
     bodies: Bodies
     num_experts: int
     top_k: int
-    out_dtype: torch.dtype
     drops_out_of_range: bool
-    choose_plan: Callable[[int], ChunkPlan]
     tuner: ChunkTuner = field(default_factory=ChunkTuner)
     warn: Callable[[str], None] = _warn
     exchange: RowExchange | None = None
-    name: str = ""
     uses_kernels: bool = False
     loads: LoadHistory = field(default_factory=LoadHistory)
-    context: Callable[[], object] = lambda: None
-    plan: ChunkPlan | None = None
-    num_tokens: int = 0
-    num_chunks: int = 0
     largest_chunk: int = 0  # rows, in the latest step
     stages_gradients: bool = False  # whether a gradient was added to more than once in it
     num_added: int = 0  # gradients that it added to where they were, in the latest backward
     rounds: RoundStats | None = None  # of the latest step, where the experts are sharded
-    num_steps: int = 0
-    _plans: dict[tuple[int, object], ChunkPlan] = field(default_factory=dict)
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left
 
     def check_ids(self, order: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -82,21 +62,9 @@ class LiveRegion:
         if not self.drops_out_of_range and (offsets[0] != 0 or offsets[-1] != order.numel()):
             raise IndexError(f"expert ids outside [0, {self.num_experts}) reach a table of {self.num_experts} experts")
 
-    def plan_for(self, num_tokens: int) -> ChunkPlan:
-        """The plan for T tokens; decided at run time, so that sizes change without recompiling."""
-        key = num_tokens, self.context()
-        if key not in self._plans:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            limits = [rows for tokens, rows in self._limits.items() if tokens <= num_tokens]
-            plan = self._plans[key] = _at_most(self.choose_plan(num_tokens), min(limits, default=None))
-            if self.name:  # a layer of a model, not one that stands in for it in a comparison
-                log.info("%s, T=%d: %d rows a chunk; %s", self.name, num_tokens, plan.rows_per_chunk, plan.reason)
-        return self._plans[key]
-
-    def forget_plans(self) -> None:
-        """Choose again at the next call."""
-        self._plans.clear()
+    def _choose(self, num_tokens: int) -> ChunkPlan:
+        limits = [rows for tokens, rows in self._limits.items() if tokens <= num_tokens]
+        return _at_most(self.choose_plan(num_tokens), min(limits, default=None))
 
     def use_plan(self, num_tokens: int, plan: ChunkPlan) -> None:
         """Replace the plan for T tokens from the next step on."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from memfine_fx.records import ChunkPlan
+from memfine_fx.runtime.kernels.window_size import KNOWN_RATES, DeviceFigures, LayerSizes, rows_per_window
 from memfine_fx.runtime.kernels.windows import ceil_div
 from memfine_fx.runtime.routed import Routed, sent
 from memfine_fx.runtime.store import LiveRegion
@@ -26,7 +28,7 @@ _MOST_ENTRIES = 2**31 - 1
 
 
 def is_taken(region: LiveRegion, routed: Routed, plan: ChunkPlan) -> bool:
-    """Whether the kernels run this step of a region: rows in windows of the plan's size, nothing kept."""
+    """Whether the kernels run this step of a region: rows in windows of at most the plan's size, nothing kept."""
     if not region.uses_kernels or region.bodies.kernel_form is None or plan.axis != "rows":
         return False
     tensors = [routed.hidden, *(tensor for tensors in routed.params for tensor in tensors)]
@@ -87,5 +89,32 @@ def _arguments(region: LiveRegion, routed: Routed, plan: ChunkPlan) -> tuple[Rou
     # The inverse map is for deterministic sums only.
     routing = Routing(routed.order, routed.order, offsets, routed.top_k)
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    options = LayerOptions(max(1, plan.rows_per_chunk), layout=form.layout, precision=precision)
-    return routing, options, [routed.params[position][0] for position in form.positions]
+    params = [routed.params[position][0] for position in form.positions]
+    options = LayerOptions(
+        plan.rows_per_chunk, layout=form.layout, activation=form.activation, has_bias=form.has_bias, precision=precision
+    )
+    return routing, replace(options, rows_per_window=_rows(routed, params, options, plan)), params
+
+
+def _rows(routed: Routed, params: Sequence[torch.Tensor], options: LayerOptions, plan: ChunkPlan) -> int:
+    """R by the device's figures, at most the plan's; the plan's where there are none."""
+    most, device = max(1, plan.rows_per_chunk), routed.hidden.device
+    if device.type != "cuda":
+        return most
+    tables, tiles = options.tables_of(params), options.tiles_of(routed.hidden).gate_up
+    sizes = LayerSizes(
+        routed.order.shape[0], tables.num_experts, tables.hidden, tables.width, routed.hidden.element_size(),
+        tiles.rows, tiles.columns, 2 + options.has_up,
+    )  # fmt: skip
+    return rows_per_window(sizes, _figures(device, routed.hidden.dtype), most)
+
+
+@functools.cache
+def _figures(device: torch.device, dtype: torch.dtype) -> DeviceFigures:
+    """Units and L2 as the driver says, rates as data sheets do; fp32 at half of 16 bits, as tf32 is."""
+    from memfine_fx.runtime.kernels.tiling import target_of
+
+    told = torch.cuda.get_device_properties(device)
+    flops, bandwidth = KNOWN_RATES[target_of(device)]
+    rate = flops / 2 if dtype is torch.float32 else flops
+    return DeviceFigures(told.multi_processor_count, told.L2_cache_size, rate, bandwidth)

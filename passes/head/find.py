@@ -33,7 +33,8 @@ from memfine_fx.passes.dataflow import (
     target_name,
     tensor_of,
 )
-from memfine_fx.records.heads import HeadDims, HeadLoss, HeadRefusal, HeadRegion, RowMove
+from memfine_fx.records import Refusal
+from memfine_fx.records.heads import HeadDims, HeadLoss, HeadRegion, RowMove
 
 __all__ = ["find_heads", "reads_sizes"]
 
@@ -44,7 +45,7 @@ _CASTS = frozenset(("to", "type", "float", "half", "bfloat16"))
 _LOSSES = ("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd")
 
 
-def find_heads(graph: fx.Graph, config: Config, *, is_body: bool = False) -> list[HeadRegion | HeadRefusal]:
+def find_heads(graph: fx.Graph, config: Config, *, is_body: bool = False) -> list[HeadRegion | Refusal]:
     """The heads of a captured graph in its order, and the losses that lead to none.
 
     Losses of few classes are left out, unless `config.chunks_head` asks for every head.
@@ -56,7 +57,7 @@ def find_heads(graph: fx.Graph, config: Config, *, is_body: bool = False) -> lis
     """
     if config.chunks_head is False:
         return []
-    found: list[HeadRegion | HeadRefusal] = []
+    found: list[HeadRegion | Refusal] = []
     for node in graph.nodes:
         if node.op != "call_function" or target_name(node) not in _LOSSES:
             continue
@@ -73,7 +74,7 @@ def find_heads(graph: fx.Graph, config: Config, *, is_body: bool = False) -> lis
                 continue
             found.append(head)
         except CannotChunk as refusal:
-            found.append(HeadRefusal(provenance(node), refusal.reason, refusal.details, refusal.node))
+            found.append(Refusal(provenance(node), refusal.reason, refusal.details, refusal.node))
     return found
 
 

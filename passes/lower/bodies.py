@@ -68,6 +68,7 @@ def bodies_for(
         takes_group: lift over the experts of a chunk.
         inner: compiler of the bodies.
     """
+    # All that compiled code depends on: layers with equal recipes share it, whatever their parameters are called.
     recipe = (
         expert_fn.graph_module.code,
         tuple(specs),
@@ -257,6 +258,7 @@ def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad |
         assert index is not None
         return PlainGrad(index)
     left, right = (_operand(results, argument) for argument in product.args[:2])
+    # (A B)^T is B^T A^T.
     if is_transposed:
         left, right = _flip(right), _flip(left)
     return ProductGrad(left, right)

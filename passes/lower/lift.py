@@ -111,6 +111,7 @@ class _LiftInterpreter(fx.Interpreter):
         if target in (aten.t.default, aten.permute.default, aten.transpose.int) and table.ndim == 3:
             return _Table(table.transpose(1, 2))
         if target is aten.unsqueeze.default:
+            # The function of one expert does not know the dimension of experts, which stands in front.
             dim = args[1] + table.ndim if args[1] < 0 else args[1]
             return _Table(table.unsqueeze(dim + 1))
         if torch.Tag.pointwise in target.tags or target is aten._to_copy.default:

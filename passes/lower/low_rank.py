@@ -136,6 +136,7 @@ class _Product:
             inner, scale = matrix.args if _is_matrix(matrix.args[0]) else matrix.args[::-1]
             assert isinstance(inner, fx.Node)
             return self.with_matrix(inner, is_turned=is_turned, scales=(*scales, scale))
+        # rows (B A)^T is (rows A^T) B^T: turned factors meet the rows in the other order.
         first, second = matrix.args if not is_turned else matrix.args[::-1]
         narrow = self._call(aten.mm.default, self._rows, self._factor(first, is_turned))  # type: ignore[arg-type]
         narrow = self._scaled(narrow, scales)

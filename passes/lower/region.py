@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,16 @@ from memfine_fx.records import Cut, MoERegion, SlotLayout
 __all__ = ["lower_region", "recording"]
 
 
-def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str, *, shares_counts: bool = False) -> None:
+def lower_region(
+    graph_module: fx.GraphModule, region: MoERegion, site: str, *, table_shape: Sequence[int] | None = None
+) -> None:
     """Rewrite `region` in its graph.
 
     Args:
         graph_module: the graph that holds the region.
         region: from `read_regions` on this graph.
         site: key of the registered live region.
-        shares_counts: whether its experts live on several ranks.
+        table_shape: of the counts that ranks share, where its experts live on several of them.
     """
     graph = graph_module.graph
     exit_node = region.cut.exit
@@ -46,8 +48,10 @@ def lower_region(graph_module: fx.GraphModule, region: MoERegion, site: str, *, 
             index = _flat(call, tokens, top_k)
         else:
             hidden, index, sizes = _rows_of_slots(call, region, region.slots)
-        if shares_counts:
-            route = call(torch.ops.memfine.route_shared.default, index, region.dims.num_experts, site)
+        if table_shape is not None:
+            route = call(
+                torch.ops.memfine.route_shared.default, index, region.dims.num_experts, list(table_shape), site
+            )
         else:
             route = call(torch.ops.memfine.route.default, index, region.dims.num_experts)
         order, offsets = call(operator.getitem, route, 0), call(operator.getitem, route, 1)
@@ -158,6 +162,7 @@ def _replace(graph: fx.Graph, cut: Cut, result: fx.Node) -> None:
                 user.replace_input_with(target, result)
     cut.exit.replace_all_uses_with(result)
     _erase_assertions(cut)
+    # Last first, so that a node's readers inside are gone when its turn comes.
     for node in reversed(cut.nodes):
         if not node.users and (node is cut.exit or not _writes_for_survivors(flow, node)):
             graph.erase_node(node)

@@ -73,7 +73,7 @@ def region_bytes(
 
 
 def _clones_bytes(region: MoERegion, exchange: ShardedExperts | None, *, backward: bool) -> int:
-    """Of the slots for clones of other ranks' experts: weights, and in backward gradients in fp32.
+    """Of the slots for clones of other ranks' experts: weights, and in backward gradients in fp32 at least.
 
     There the owner also holds one that returned; and in low precision sums of its experts that others compute rows of.
     """
@@ -86,7 +86,7 @@ def _clones_bytes(region: MoERegion, exchange: ShardedExperts | None, *, backwar
         elements, is_low = math.prod(table.shape[1:]), accumulator_dtype(table.dtype) is not table.dtype
         num_bytes += slots * elements * table.dtype.itemsize
         if backward and table.requires_grad:
-            num_bytes += 4 * elements * (slots + 1 + (int(table.shape[0]) if is_low else 0))
+            num_bytes += max(4, table.dtype.itemsize) * elements * (slots + 1 + (int(table.shape[0]) if is_low else 0))
     return num_bytes
 
 

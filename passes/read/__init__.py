@@ -7,5 +7,7 @@ Idea   what a routing decision reaches runs once as functional ATen on fake tens
 Never  changes what the graph computes (ids of a mask may be written into it, see `dropped`), knows of bytes or plans,
        or matches a spelling: spellings fall out of the rules.
 
-    seeds -> normal_form -> reader + rules -> expressions -> regions -> removable
+    seeds -> normal_form -> reader + rules -> expressions -> extraction -> removable
+
+`regions` runs this for each routing decision, and `slots` is a second reader, for rows in their experts' slots.
 """

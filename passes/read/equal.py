@@ -96,6 +96,7 @@ class _Match:
         """Whether each node at `places` repeats `shift` places later."""
         if places[-1] + shift >= len(self._nodes):
             return False
+        # Along the graph by induction: the same calls on operands that are pairs give results that are pairs.
         stretch = [(self._nodes[place], self._nodes[place + shift]) for place in places]
         for one, other in stretch:
             if not self._pair(one, other):
@@ -104,6 +105,7 @@ class _Match:
         return all(self._repeats(one, other, inner) for one, other in stretch)
 
     def _pair(self, one: fx.Node, other: fx.Node) -> bool:
+        # Both ways: else a layer that reads one tensor twice would pass for one that reads two.
         return self.pairs.setdefault(one, other) is other and self._partners.setdefault(other, one) is one
 
     def _repeats(self, one: fx.Node, other: fx.Node, inner: set[fx.Node]) -> bool:

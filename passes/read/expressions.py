@@ -3,7 +3,7 @@
 Rules write one call per operation on one expert's rows. Inputs are placeholders that remember the outer node they stand
 for and the role it plays. Copies of a loop share one graph: each has written an expression of its own, and `unify`
 walks them side by side. Operations and constants must agree; where one copy reads parameter p and the other q, p and q
-stand in one slot:
+are one parameter of the expert function, which an expert finds in one of three ways:
 
     one tensor per expert        W_0, W_1, ...  (an nn.ModuleList of experts)
     entries of one table         W[0], W[1], ...
@@ -25,7 +25,7 @@ from memfine_fx.passes.dataflow import is_same_view, node_value, static_size
 from memfine_fx.passes.read.values import Copy
 from memfine_fx.records import ParamKind
 
-__all__ = ["FLAT", "Expressions", "Input", "Role", "RowsDiffer", "Slot"]
+__all__ = ["FLAT", "Expressions", "Input", "Param", "Role", "RowsDiffer"]
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Slot:
+class Param:
     """A parameter of the expert function: how an expert finds it, the outer nodes that hold it, a table's `dim`."""
 
     kind: ParamKind
@@ -74,7 +74,7 @@ class Expressions:
     """One graph of calls on one expert's rows."""
 
     def __init__(self) -> None:
-        self.slots: dict[fx.Node, Slot] = {}
+        self.params: dict[fx.Node, Param] = {}
         self.columns: tuple[fx.Node, ...] = ()
         self._graph = fx.Graph()
         self._inputs: dict[Input, fx.Node] = {}
@@ -102,7 +102,7 @@ class Expressions:
         Raises:
             CannotChunk: copies of a loop have it for a parameter of their own already.
         """
-        known = self.slots.get(self._inputs[one]) if one in self._inputs else None
+        known = self.params.get(self._inputs[one]) if one in self._inputs else None
         if known is not None and known.kind != "shared":
             raise CannotChunk(
                 Reason.EXPERTS_DIFFER, "an expert's parameter is also used outside the loop over experts", one.outer
@@ -121,10 +121,10 @@ class Expressions:
     def is_of_one_expert(self, result: fx.Node) -> bool:
         """Whether an expression reads one entry of a table, no other expert having been put beside it."""
         found = self.inputs_of(result).items()
-        return any(one.role == "entry" and placeholder not in self.slots for placeholder, one in found)
+        return any(one.role == "entry" and placeholder not in self.params for placeholder, one in found)
 
     def unify(self, copies: Sequence[Copy], results: Sequence[fx.Node], node: fx.Node) -> fx.Node:
-        """The expression of all copies, written with copy 0's; what its parameters stand for goes to `slots`.
+        """The expression of all copies, written with copy 0's; what its parameters stand for goes to `params`.
 
         Args:
             copies: all experts in order, for one choice after the other where the loop runs over choices too.
@@ -132,20 +132,22 @@ class Expressions:
             node: for refusals.
 
         Raises:
-            CannotChunk: two copies differ, or a slot mixes tables and tensors.
+            CannotChunk: two copies differ, or a parameter mixes tables and tensors.
             RowsDiffer: their rows come from different tensors.
         """
         walks = [_Walk(copy, node) for copy in copies]
         for walk, result in zip(walks, results, strict=True):
             walk.pair(results[0], result)
+        # From here on copy 0's calls, with expert e's tensors in the place of its own, are copy e's calls.
         num_experts = 1 + max(copy.expert or 0 for copy in copies)
         for walk in walks[num_experts:]:
+            # An expert has one tensor for each parameter, so its copies for further choices must read the same ones.
             if walk.met != walks[walk.copy.expert or 0].met:
                 raise CannotChunk(
                     Reason.EXPERTS_DIFFER, f"expert {walk.copy.expert} differs between a token's choices", node
                 )
         for placeholder in walks[0].met:
-            self._give_slot(placeholder, [walk.met[placeholder] for walk in walks[:num_experts]], node)
+            self._give_param(placeholder, [walk.met[placeholder] for walk in walks[:num_experts]], node)
         return results[0]
 
     @staticmethod
@@ -158,10 +160,10 @@ class Expressions:
                 return place
         return len(copies)
 
-    def _give_slot(self, placeholder: fx.Node, members: list[Input], node: fx.Node) -> None:
+    def _give_param(self, placeholder: fx.Node, members: list[Input], node: fx.Node) -> None:
         roles = {one.role for one in members}
         outers = tuple(one.outer for one in members)
-        if placeholder in self.slots and len(set(members)) == 1:
+        if placeholder in self.params and len(set(members)) == 1:
             return  # copies were put together before, and this is what stands for all of them since
         if roles == {"rows"}:
             if len(set(outers)) > 1:
@@ -172,13 +174,14 @@ class Expressions:
                 raise CannotChunk(Reason.EXPERTS_DIFFER, "an expert has several weight columns, or another's", node)
             self.columns = outers
             return
+        # Each copy may write the view of the same weights anew.
         if roles == {"weight"} and all(is_same_view(outers[0], outer) for outer in outers):
             return
-        self._set_slot(placeholder, _slot(members, roles, outers, node), node)
+        self._set_param(placeholder, _param(members, roles, outers, node), node)
 
-    def _set_slot(self, placeholder: fx.Node, slot: Slot, node: fx.Node) -> None:
-        if self.slots.setdefault(placeholder, slot) != slot:
-            raise CannotChunk(Reason.EXPERTS_DIFFER, "a parameter stands in two slots", node)
+    def _set_param(self, placeholder: fx.Node, param: Param, node: fx.Node) -> None:
+        if self.params.setdefault(placeholder, param) != param:
+            raise CannotChunk(Reason.EXPERTS_DIFFER, "a parameter is found in two ways", node)
 
     def finish(self, result: fx.Node, order: Sequence[fx.Node]) -> fx.GraphModule:
         """The function that returns `result`, its arguments being these placeholders."""
@@ -213,21 +216,21 @@ def _reached(result: fx.Node) -> Iterator[fx.Node]:
                 pending.append(source)
 
 
-def _slot(members: list[Input], roles: set[Role], outers: tuple[fx.Node, ...], node: fx.Node) -> Slot:
+def _param(members: list[Input], roles: set[Role], outers: tuple[fx.Node, ...], node: fx.Node) -> Param:
     if roles == {"entry"}:
         is_one_table = all(is_same_view(outers[0], outer) for outer in outers)  # each expert may view it anew
         if is_one_table and [one.expert for one in members] == list(range(len(members))):
-            return Slot("expert", outers[:1])
+            return Param("expert", outers[:1])
         raise CannotChunk(Reason.EXPERTS_DIFFER, "an expert reads another expert's entry of a table", node)
     if roles != {"whole"}:
         raise CannotChunk(Reason.EXPERTS_DIFFER, "some experts read a table, others tensors of their own", node)
     if len(set(outers)) == 1:
         if any(static_size(size) is None for size in _tensor(outers[0]).shape):
             raise CannotChunk(Reason.EXPERTS_DIFFER, "the experts read all tokens at once", node)
-        return Slot("shared", outers[:1])
+        return Param("shared", outers[:1])
     if len(set(map(_layout, outers))) > 1:
         raise CannotChunk(Reason.LAYOUTS_DIFFER, "the experts' parameters differ in shape, strides or dtype", node)
-    return Slot("each", outers)
+    return Param("each", outers)
 
 
 def _tensor(node: fx.Node) -> torch.Tensor:

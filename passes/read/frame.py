@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
+from memfine_fx.passes.dataflow import same_size, static_size
 from memfine_fx.passes.read.leads import Lead, Size
 from memfine_fx.passes.read.values import Combined, Rows
 
@@ -57,6 +59,14 @@ class Frame:
     @property
     def num_rows(self) -> Size:
         return self.num_tokens * self.top_k
+
+    def is_index_like(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may be an index: integers, one a token or one for each of its choices."""
+        is_integer = not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool
+        tokens = self.token_shape
+        has_choices = tensor.ndim == len(tokens) + 1 and static_size(tensor.shape[-1]) is not None
+        fits = has_choices or (tensor.ndim == len(tokens) and not self.has_choices)
+        return is_integer and fits and all(map(same_size, tensor.shape, tokens))
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,4 @@ def is_harmless_marker(marker: fx.Node) -> bool:
 
 
 def _nodes(places: object) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    found.extend(leaf for leaf in tree_leaves(places) if isinstance(leaf, fx.Node))
-    return found
+    return [leaf for leaf in tree_leaves(places) if isinstance(leaf, fx.Node)]

@@ -96,6 +96,7 @@ def join(left: Lead, right: Lead, size_of: Callable[[str], Size]) -> Lead | None
     for a, b in zip(left.groups, right.groups, strict=True):
         if a and b and a != b and without_ones(a, size_of) != without_ones(b, size_of):
             return None
+        # They are equal but for atoms of size one: the longer group names more of what stands there.
         groups.append(max(a, b, key=len))
     lead = Lead(*groups)
     again = [atom for atom in set(lead.atoms) - {"?"} if lead.atoms.count(atom) > 1]
@@ -110,6 +111,7 @@ def regroup(lead: Lead, shape: Sequence[Size], size_of: Callable[[str], Size]) -
         shape: the target's, leading dimensions first.
         size_of: size of an atom; "t" may be the product of "b" and "s".
     """
+    # A reshape keeps the order of entries, so equal sizes are the same dimensions, whatever they are called.
     if len(shape) >= lead.num_dims and all(
         same_size(size, _size(group, size_of)) for size, group in zip(shape, lead.groups, strict=False)
     ):
@@ -125,6 +127,7 @@ def regroup(lead: Lead, shape: Sequence[Size], size_of: Callable[[str], Size]) -
         groups.append(group)
         if not atoms:
             return Lead(*groups)
+    # What is left over has one entry only, so it may stand in the last dimension.
     if groups and not without_ones("".join(atoms), size_of):
         return Lead(*groups[:-1], groups[-1] + "".join(atoms))
     return None
@@ -138,6 +141,7 @@ def _take(atoms: list[str], size: Size, size_of: Callable[[str], Size]) -> str |
         group += atoms.pop(0)
     if not same_size(_size(group, size_of), size):
         return None
+    # An atom of size one fits anywhere; it stays with what it followed, or the next dimension would not find its first.
     while atoms and group and same_size(size_of(atoms[0]), 1):
         group += atoms.pop(0)
     return group

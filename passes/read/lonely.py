@@ -36,37 +36,29 @@ def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
     source = seed.args[0] if target_name(seed) == "getitem" else None
     name = target_name(source) if isinstance(source, fx.Node) else target_name(seed)
     picks = list(_picks(flow, seed))
-    where, node = provenance(seed), str(seed)
+
+    def refused(reason: Reason, message: str) -> Refusal:
+        return Refusal(provenance(seed), reason, message, str(seed))
+
     if "output" in users:
-        return Refusal(
-            where,
-            Reason.GRAPH_BREAK,
-            f"{name}: its indices leave the captured graph (a graph break before the experts?)",
-            node,
+        return refused(
+            Reason.GRAPH_BREAK, f"{name}: its indices leave the captured graph (a graph break before the experts?)"
         )
     if any(map(_is_of_vectors, picks)):
-        return Refusal(
-            where, Reason.EXPERTS_ARE_VECTORS, f"{name}: its experts are rows of a table, which is not raised", node
-        )
+        return refused(Reason.EXPERTS_ARE_VECTORS, f"{name}: its experts are rows of a table, which is not raised")
     if any(map(_is_of_activations, picks)):
-        return Refusal(
-            where, Reason.EXPERTS_CHOOSE_TOKENS, f"{name}: it picks tokens, not an expert for each token", node
-        )
+        return refused(Reason.EXPERTS_CHOOSE_TOKENS, f"{name}: it picks tokens, not an expert for each token")
     if users & {"one_hot", "eq", "where", "nonzero", "__eq__"} and _meets_matmul(flow, seed):
-        return Refusal(
-            where,
+        return refused(
             Reason.UNKNOWN_SPELLING,
             f"{name}: dispatch by mask or one-hot without a table of expert weights is not raised yet",
-            node,
         )
     if any(map(_is_output, _integers_of(flow, seed))):
-        return Refusal(
-            where,
+        return refused(
             Reason.GRAPH_BREAK,
             f"{name}: what is made of its indices leaves the captured graph (a graph break before the experts?)",
-            node,
         )
-    return Refusal(where, Reason.NO_EXPERTS, f"{name}: no expert matmul depends on it", node)
+    return refused(Reason.NO_EXPERTS, f"{name}: no expert matmul depends on it")
 
 
 def _meets_matmul(flow: Dataflow, seed: fx.Node) -> bool:

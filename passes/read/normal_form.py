@@ -88,6 +88,10 @@ class Call:
         """Of an argument, by position."""
         return self.args[position].shape  # type: ignore[no-any-return]  # a tensor
 
+    def refused(self, reason: Reason, message: str) -> CannotChunk:
+        """Why nothing can be proved of this call, at the node that it belongs to."""
+        return CannotChunk(reason, message, self.node)
+
     def dropping_first(self) -> Call:
         """The same without its first argument: a product without the bias that it is added to."""
         return Call(self.target, self.args[1:], self.kwargs, self.out, self.node)

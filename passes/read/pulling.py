@@ -126,11 +126,14 @@ class Pulling:
         made_of = self._made_of(node, at)
         calls = {one for one in made_of if one.op in ("call_function", "call_method")}
         written = {self._flow.root(target) for one in calls for target in self._flow.mutations.get(one, ())}
+        # Integers carry no gradient, so nothing trained may be among the leaves. The calls run again on each expert's
+        # part, so what they write into must have been made by one of them.
         packed = [one for one in made_of - calls if _is_packed_leaf(one) and _num_entries(one) == num_experts]
         is_frozen = all(map(_is_frozen, made_of - calls)) and written <= calls
         if not packed or not is_frozen or any(map(is_dequantized, calls)):
             return []
-        large = [one for one in calls if 2 * _num_elements(one) > _num_elements(node)]  # scales for each number
+        # Scales that were expanded to every number cost what the table does; smaller ones may be made outside, whole.
+        large = [one for one in calls if 2 * _num_elements(one) > _num_elements(node)]
         depends = self._flow.descendants([*packed, *large]).union(large)
         needed = [one for one in calls if one in depends or self._flow.root(one) in written]
         return sorted(needed, key=self._flow.position.__getitem__)
@@ -243,6 +246,7 @@ class Pulling:
 
     def _is_written(self, node: fx.Node, ran: Collection[fx.Node], at: int) -> bool:
         """Whether something that did not run has written into it before position `at`."""
+        # Run later, in the region, it would read what was written since.
         root = self._flow.root(node)
         return any(
             mutation not in ran

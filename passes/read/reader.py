@@ -25,7 +25,7 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size, tensor_of
 from memfine_fx.passes.modes import Modes, gradient_stop
 from memfine_fx.passes.read.expressions import Input, RowsDiffer
-from memfine_fx.passes.read.frame import Exit, Frame, Slots
+from memfine_fx.passes.read.frame import Exit, Frame
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call, NormalForm
 from memfine_fx.passes.read.pulling import is_dequantized
@@ -42,10 +42,13 @@ from memfine_fx.passes.read.values import (
     is_dispatched,
 )
 
-__all__ = ["Reader", "Rule"]
+__all__ = ["Args", "Kwargs", "Reader", "Rule"]
 
 aten = torch.ops.aten
-Rule = Callable[["Reader", Call, tuple[Any, ...], dict[str, Any]], Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Rule = Callable[["Reader", Call, Args, Kwargs], Any]
+"""(reader, call, values of its arguments) -> the value of its result, a list where it has several; see `rules`."""
 
 
 class Reader(Roles):
@@ -77,7 +80,6 @@ class Reader(Roles):
         self.ran: dict[fx.Node, None] = {}
         self.stops: list[fx.Node] = []
         self._is_unpacking = False
-        self._slot_exit: tuple[fx.Node, Rows] | None = None
         self._rule_of = rule_of
         self._values: dict[int, tuple[torch.Tensor, Any]] = {}
         self._form = NormalForm(flow.graph, modes, self._told)
@@ -111,32 +113,6 @@ class Reader(Roles):
 
         self._form.reading(walk)
         return found[0] if found else None
-
-    def read_slots(self, reached: set[fx.Node], later: set[fx.Node]) -> tuple[fx.Node, Rows] | None:
-        """Walk from the first rows in their experts' slots instead: what fills them stays outside, whatever it is.
-
-        Args:
-            reached: by the routing decision.
-            later: routing decisions at which to stop.
-
-        Returns:
-            The last of the experts' results that stand in the same slots, and what they are.
-        """
-
-        self._end = min(map(self.flow.position.__getitem__, later), default=self._end)
-
-        def walk() -> None:
-            for node in list(self.flow.graph.nodes)[: self._end]:
-                if node not in reached:
-                    continue
-                if self.slots is None:
-                    self._place_slots(node, reached)
-                is_call = node.op in ("call_function", "call_method")
-                if is_call and self.slots is not None and any(map(self._is_active, node.all_input_nodes)):
-                    self._run(node)
-
-        self._form.reading(walk)
-        return self._slot_exit
 
     def _walk(self) -> None:
         start = self.flow.position[self.frame.index]
@@ -208,6 +184,7 @@ class Reader(Roles):
         before, num_experts = self.num_experts, int(tensor_of(node).shape[0])
         if before not in (None, num_experts):
             return False
+        # The rules for parts divide first dimensions by it.
         self.num_experts = num_experts
         self._pulling.computed_tables[node] = ""
         new = [one for one in made_of if not self._form.holds(one)]
@@ -237,27 +214,6 @@ class Reader(Roles):
         if node in self._pulling.computed_tables:
             self._pulling.computed_tables[node] = str(why or "its operation is not followed")
 
-    def _place_slots(self, node: fx.Node, reached: set[fx.Node]) -> None:
-        """Where experts' weights meet a tensor that the routing fills, or it is taken apart expert by expert."""
-        for source in node.all_input_nodes:
-            dim = self._pulling.expert_dim(node, source) if self._is_filled(source, reached) else None
-            if dim is None:
-                continue
-            (tensor,) = self._form.tensors(self._form.result(source))
-            self.slots = Slots(source, dim, tuple(tensor.shape))
-            self.num_experts = static_size(tensor.shape[dim])
-            expr = self.expressions.input(Input("rows", source))
-            self._give_tensor(tensor, Rows(self.slots.lead, expr, is_dispatched=True))
-            return
-
-    def _is_filled(self, node: fx.Node, reached: set[fx.Node]) -> bool:
-        """Whether the routing reaches a tensor, or something that is written into it."""
-        root = self.flow.root(node)
-        return node in reached or any(
-            mutation in reached and root in map(self.flow.root, targets)
-            for mutation, targets in self.flow.mutations.items()
-        )
-
     def _operand_values(self, node: fx.Node) -> list[Any]:
         return [value for source in node.all_input_nodes for value in self._operands_at(source)]
 
@@ -266,26 +222,23 @@ class Reader(Roles):
 
     def _settle(self, node: fx.Node, *, is_pulled: bool = False) -> None:
         """At the end of a node: leaves again, exits, written tensors."""
-        tensors = list(self._form.tensors(self._form.result(node)))
-        for target in self.flow.mutations.get(node, ()):
-            tensors += self._form.tensors(self._form.result(target))
+        tensors = self._results_of(node)
         self._stop_gradients(node, tensors)
         for tensor in tensors:
             value = self._value_of(tensor, node)
-            settled = (
-                value
-                if is_pulled and isinstance(value, Rows) and value.expr is not None
-                else self._settled(value, tensor, node)
-            )
+            is_kept = is_pulled and isinstance(value, Rows) and value.expr is not None
+            settled = value if is_kept else self._settled(value, tensor, node)
             if settled is not value:
                 self._give_tensor(tensor, settled)
             if isinstance(settled, Combined) and not is_pulled and self._is_one_vector_a_token(tensor):
                 raise Exit(node, settled)
             if isinstance(settled, Rows) and self._ends_here(settled, tensor, node):
                 raise Exit(node, settled)
-            is_slots = isinstance(settled, Rows) and self.slots is not None and settled.lead is self.slots.lead
-            if is_slots and settled.is_dispatched and node in self.expert_nodes:
-                self._slot_exit = node, settled
+
+    def _results_of(self, node: fx.Node) -> list[torch.Tensor]:
+        """The tensors that a node gave, and those that it wrote into."""
+        nodes = [node, *self.flow.mutations.get(node, ())]
+        return [tensor for one in nodes for tensor in self._form.tensors(self._form.result(one))]
 
     def _stop_gradients(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> None:
         """What is made of parameters and lets no gradient through (`detach`) lets none through in a body either."""
@@ -300,18 +253,15 @@ class Reader(Roles):
 
     def _settled(self, value: Any, tensor: torch.Tensor, node: fx.Node) -> Any:
         is_one_tensor = isinstance(node_value(node), torch.Tensor)
-        if (
-            is_one_tensor
-            and isinstance(value, Mask)
-            and value.is_part
-            and value.lead is Lead(*self.frame.lead.groups, "e")
-        ):
-            self.masks.append(node)
-        if is_one_tensor and isinstance(value, Mask) and value.is_part and self._is_index_like(tensor):
-            self.indices.append(node)  # zeros and ones may be read as ids themselves
+        if is_one_tensor and isinstance(value, Mask) and value.is_part:
+            if value.lead is Lead(*self.frame.lead.groups, "e"):
+                self.masks.append(node)
+            if self.frame.is_index_like(tensor):
+                self.indices.append(node)  # zeros and ones may be read as ids themselves
+        # Nothing of the experts is in these, so the graph may compute them before the op.
         is_number = isinstance(value, Rows) and not tensor.dtype.is_floating_point
         if (isinstance(value, Unknown) or is_number) and not value.is_dispatched:
-            if is_one_tensor and self._is_index_like(tensor):
+            if is_one_tensor and self.frame.is_index_like(tensor):
                 self.indices.append(node)
             return Leaf(node, value.refusal if isinstance(value, Unknown) else None)
         is_kept = isinstance(value, Rows) and (value.is_dispatched or "r" in value.lead.atoms)
@@ -347,14 +297,6 @@ class Reader(Roles):
         tokens, shape = self.frame.token_shape, [self.known_size(size) for size in tensor.shape]
         is_flat = tensor.ndim == 2 and same_size(shape[0], self.frame.num_tokens)
         return is_flat or (tensor.ndim == len(tokens) + 1 and all(map(same_size, shape, tokens)))
-
-    def _is_index_like(self, tensor: torch.Tensor) -> bool:
-        """Integers of the index's shape, made from it in a way that is not followed."""
-        is_integer = not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool
-        tokens = self.frame.token_shape
-        has_choices = tensor.ndim == len(tokens) + 1 and static_size(tensor.shape[-1]) is not None
-        fits = has_choices or (tensor.ndim == len(tokens) and not self.frame.has_choices)
-        return is_integer and fits and all(map(same_size, tensor.shape, tokens))
 
     def _ends_here(self, value: Rows, tensor: torch.Tensor, node: fx.Node) -> bool:
         """With one choice a token, rows in token order are combined, once no expert of theirs is left to run."""
@@ -405,12 +347,14 @@ class Reader(Roles):
             dispatched = any(map(is_dispatched, operands))
             return Unknown(next((one for one in unknown if one.is_dispatched), unknown[0]).refusal, dispatched)
         if rule is None and torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
-            raise CannotChunk(Reason.RANDOM_NUMBERS, "random numbers are drawn inside the experts (dropout)", call.node)
+            raise call.refused(Reason.RANDOM_NUMBERS, "random numbers are drawn inside the experts (dropout)")
         if rule is None:
-            raise CannotChunk(Reason.NO_RULE, f"no row-wise rule for {call.target}", call.node)
+            raise call.refused(Reason.NO_RULE, f"no row-wise rule for {call.target}")
         return rule(self, call, args, kwargs)
 
     def _unknown(self, refusal: CannotChunk, operands: Sequence[Any], target: Any = None) -> Unknown:
+        # Parameters picked by the routing, and grouped matmuls, belong to the experts even where no rule follows them:
+        # left outside, their results would be taken for tokens.
         picks = any(isinstance(value, (Ids, Mask)) for value in operands)
         tables = [value.node for value in operands if isinstance(value, Leaf)]
         dispatched = (
@@ -452,6 +396,7 @@ class Reader(Roles):
         return known[1]
 
 
+# They read a shape and no number, so what they make is known although their operand is not.
 _SHAPES_ONLY = frozenset(
     {
         aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,

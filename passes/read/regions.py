@@ -1,15 +1,14 @@
-"""Regions: what was read, as the one canonical record, or a refusal with its reason.
+"""Regions: one walk for each frame of a routing decision until one gives a region, or a refusal with its reason.
 
-The region is read off: its exit is where the walk ended, its inside whatever ran between its inputs and that exit, its
-inputs the outer nodes that the experts' expression reads. Then it is asked whether it may be taken out of the graph:
-one mode of autocast and gradients, no gradient stopped inside, nothing written that somebody else reads.
+What a walk found becomes a record (`extraction`), and then it is asked whether that region may be taken out of the
+graph (`removable`). A walk is tried again where it took results of experts for tokens, or where computed tables could
+not be followed; a decision whose layer repeats one that was read is not walked at all (`equal`).
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,16 +22,13 @@ from memfine_fx.passes.dataflow import (
     is_int_tensor,
     node_value,
     provenance,
-    static_size,
     target_name,
-    tensor_of,
-    written_node,
 )
 from memfine_fx.passes.modes import Modes, modes_at
-from memfine_fx.passes.read.dropped import insert_ids
 from memfine_fx.passes.read.equal import KnownRegion, repeated
-from memfine_fx.passes.read.expressions import Expressions, Input, RowsDiffer, Slot
-from memfine_fx.passes.read.frame import Exit, Frame
+from memfine_fx.passes.read.expressions import RowsDiffer
+from memfine_fx.passes.read.extraction import NoExperts, first_matmul, region_of_rows, region_of_slots
+from memfine_fx.passes.read.frame import Frame
 from memfine_fx.passes.read.lonely import chooses_for_sequences, lonely_seed, sequence_choice
 from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
 from memfine_fx.passes.read.pulling import MATMULS, behind_views
@@ -40,9 +36,9 @@ from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
 from memfine_fx.passes.read.rules import rule_of
 from memfine_fx.passes.read.seeds import frames_of, is_router, masked, reframed, seeds_of
+from memfine_fx.passes.read.slots import SlotReader
 from memfine_fx.passes.read.tables import move_tables
-from memfine_fx.passes.read.values import Combined, Rows
-from memfine_fx.records import Cut, ExpertFunction, MoERegion, Refusal, RegionDims, SlotLayout
+from memfine_fx.records import MoERegion, Refusal
 
 __all__ = ["read_regions"]
 
@@ -98,14 +94,6 @@ class _Body:
         told = Refusal(provenance(stopped.where), refusal.reason, refusal.details, refusal.node)
         self.stopped[told] = stopped.where
         return told
-
-
-class _NoExperts(CannotChunk):
-    """What is combined is not made of tokens and parameters of experts: a lookup, or a spelling that is not known."""
-
-    def __init__(self, node: fx.Node) -> None:
-        details = "no token-indexed input or no expert parameters reach the output"
-        super().__init__(Reason.UNKNOWN_SPELLING, details, node)
 
 
 class _Refused(Exception):
@@ -192,10 +180,10 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
         try:
             found = reader.read(later)
             if found is not None:
-                region = check_removable(_routed(body, reader, found), body.flow, body.modes)
+                region = check_removable(region_of_rows(reader, found), body.flow, body.modes)
                 why = expanded or reader.why_expanded
                 region = replace(region, makes_tables=reader.has_computed_tables, why_expanded=why)
-                return region, _first_matmul(region.cut, reader)
+                return region, first_matmul(region.cut, reader)
             if reader.has_computed_tables:
                 expanded = str((reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0])
                 continue
@@ -213,7 +201,7 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
                 expanded = str(refusal)
                 continue
             _add_frames(frame, reader, frames)
-            if isinstance(refusal, _NoExperts) and not _expert_nodes(body, reader):
+            if isinstance(refusal, NoExperts) and not _expert_nodes(body, reader):
                 return None
             raise _Refused(refusal, _where(body, reader)) from refusal
     raise _Refused(
@@ -234,14 +222,14 @@ def _add_frames(frame: Frame, reader: Reader, frames: list[Frame]) -> None:
 
 def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> tuple[MoERegion, fx.Node] | None:
     """As `_reading`, of the region between rows in their experts' slots; None where there are no slots."""
-    reader = Reader(body.flow, body.modes, frame, rule_of)
+    reached = body.flow.descendants([frame.index])
+    reader = SlotReader(body.flow, body.modes, frame, rule_of, reached)
     try:
-        reached = body.flow.descendants([frame.index])
-        found = reader.read_slots(reached, later)
+        found = reader.read_slots(later)
         if found is None or not _is_combined(found[0], reached):
             return None  # a layer for each part of any tensor looks the same
-        region = check_removable(_slotted(body, reader, *found), body.flow, body.modes)
-        return region, _first_matmul(region.cut, reader)
+        region = check_removable(region_of_slots(reader, *found), body.flow, body.modes)
+        return region, first_matmul(region.cut, reader)
     except CannotChunk as refusal:
         raise _Refused(refusal, _where(body, reader)) from refusal
 
@@ -298,159 +286,7 @@ def _is_expert_operand(node: fx.Node) -> bool:
     return is_table or is_picked or (is_float_tensor(node) and has_unbacked_rows(node))
 
 
-def _routed(body: _Body, reader: Reader, found: Exit) -> MoERegion:
-    value, frame = found.value, reader.frame
-    expr = value.expr
-    assert expr is not None
-    inputs = _Inputs.of(reader.expressions, expr, found.node)
-    roots = {*inputs.outers, frame.index}
-    base = value.base if isinstance(value, Combined) else None
-    cut = _cut(body.flow, reader, found.node, roots | ({base} if base is not None else set()))
-    num_token_dims = len(frame.token_shape)
-    hidden, out = tensor_of(inputs.hidden), tensor_of(written_node(found.node))
-    if hidden.ndim not in (2, num_token_dims + 1):
-        raise CannotChunk(Reason.UNREADABLE, f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", inputs.hidden)
-    if out.ndim not in (2, num_token_dims + 1):
-        raise CannotChunk(
-            Reason.RESULTS_APART, "the exit holds rows of several dimensions, not yet one vector a token", found.node
-        )
-    return _record(body, reader, cut, inputs, expr, base, None)
-
-
-def _slotted(body: _Body, reader: Reader, node: fx.Node, rows: Rows) -> MoERegion:
-    assert rows.expr is not None and reader.slots is not None
-    inputs = _Inputs.of(reader.expressions, rows.expr, node)
-    if inputs.hidden is not reader.slots.root or inputs.weight is not None:
-        raise CannotChunk(Reason.RESULTS_APART, "rows leave the experts in other slots than they came in", node)
-    cut = _cut(body.flow, reader, node, set(inputs.outers))
-    return _record(
-        body, reader, cut, inputs, rows.expr, None, SlotLayout(reader.slots.expert_dim, len(reader.slots.shape))
-    )
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What an expression reads: placeholders in the order of arguments, and the outer nodes behind them."""
-
-    order: tuple[fx.Node, ...]
-    hidden: fx.Node
-    weight: Input | None
-    columns: tuple[fx.Node, ...]
-    slots: tuple[Slot, ...]
-
-    @property
-    def outers(self) -> Iterator[fx.Node]:
-        yield self.hidden
-        if self.weight is not None:
-            yield self.weight.outer
-        yield from self.columns
-        for slot in self.slots:
-            yield from slot.nodes
-
-    @staticmethod
-    def of(expressions: Expressions, expr: fx.Node, node: fx.Node) -> _Inputs:
-        found = expressions.inputs_of(expr)
-        rows = [placeholder for placeholder, one in found.items() if one.role == "rows"]
-        outers = {found[placeholder].outer for placeholder in rows}
-        if len(outers) > 1:
-            raise RowsDiffer(list(outers), node)
-        weights = [placeholder for placeholder, one in found.items() if one.role in ("weight", "column")]
-        if len(weights) > 1:
-            names = " and ".join(str(found[placeholder].outer) for placeholder in weights[:2])
-            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"two routing weights, {names}; expected one", node)
-        params = [placeholder for placeholder in found if placeholder not in (*rows, *weights)]
-        slots = tuple(_slot_of(expressions, placeholder, found[placeholder], node) for placeholder in params)
-        if not rows or not any(slot.kind != "shared" for slot in slots):
-            raise _NoExperts(node)
-        weight = found[weights[0]] if weights else None
-        is_column = weight is not None and weight.role == "column"
-        if is_column and not expressions.columns:
-            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a weight of one expert stands for all", node)
-        columns = expressions.columns if is_column else ()
-        return _Inputs((*rows, *weights, *params), outers.pop(), weight, columns, slots)
-
-
-def _slot_of(expressions: Expressions, placeholder: fx.Node, one: Input, node: fx.Node) -> Slot:
-    known = expressions.slots.get(placeholder)
-    if known is not None:
-        return known
-    if one.role == "entry":
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "one entry of a table stands for all experts'", node)
-    return Slot("expert", (one.outer,), one.dim) if one.role == "table" else Slot("shared", (one.outer,))
-
-
-def _record(
-    body: _Body,
-    reader: Reader,
-    cut: Cut,
-    inputs: _Inputs,
-    expr: fx.Node,
-    base: fx.Node | None,
-    slots: SlotLayout | None,
-) -> MoERegion:
-    frame, num_experts = reader.frame, reader.num_experts
-    hidden = tensor_of(inputs.hidden)
-    hidden_size = static_size(hidden.shape[-1])
-    if hidden_size is None:
-        raise CannotChunk(Reason.UNREADABLE, f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", inputs.hidden)
-    if num_experts is None:
-        raise _NoExperts(cut.exit)
-    num_tokens = frame.num_tokens if slots is None else math.prod(hidden.shape[:-1])
-    family = "slots" if slots is not None else _family(reader, cut.exit)
-    weight = inputs.weight
-    is_gathered = weight is not None and (weight.is_gathered or bool(inputs.columns))
-    kinds = tuple(slot.kind for slot in inputs.slots)
-    graph_module = reader.expressions.finish(expr, inputs.order)
-    return MoERegion(
-        cut=cut,
-        family=family,
-        hidden=inputs.hidden,
-        expert_index=None if slots is not None else frame.index if not frame.is_mask else insert_ids(frame.index),
-        routing_weight=None if weight is None else weight.outer,
-        params=tuple(node for slot in inputs.slots for node in slot.nodes),
-        expert_fn=ExpertFunction(graph_module, weight is not None, kinds),
-        dims=RegionDims(
-            str(num_tokens), hidden_size, num_experts, frame.top_k if slots is None else 1,
-            reader.widths[-1] if reader.widths else None,
-        ),
-        where=provenance(_first_matmul(cut, reader)),
-        drops_out_of_range=family in ("grouped", "loops") and not reader.counts_past_the_last,
-        base=base,
-        gathers_weight=is_gathered,
-        weight_columns=inputs.columns,
-        slots=slots,
-        expert_dims=tuple(slot.dim for slot in inputs.slots for _ in slot.nodes),
-        stops=tuple(node for node in cut.nodes if node in reader.stops),
-    )  # fmt: skip
-
-
-def _family(reader: Reader, node: fx.Node) -> str:
-    if not reader.families:
-        raise CannotChunk(Reason.UNKNOWN_SPELLING, "no known spelling of experts", node)
-    return next(iter(reader.families))
-
-
-def _first_matmul(cut: Cut, reader: Reader) -> fx.Node:
-    """Of the experts, in graph order: what the report names."""
-    names = (node for node in cut.nodes if node in reader.expert_nodes or target_name(node) in MATMULS)
-    return next(names, cut.exit)
-
-
 def _where(body: _Body, reader: Reader) -> fx.Node:
     """The first expert, or where reading began."""
     experts = _expert_nodes(body, reader)
     return experts[0] if experts else reader.frame.index
-
-
-def _cut(flow: Dataflow, reader: Reader, exit_node: fx.Node, roots: set[fx.Node]) -> Cut:
-    """Whatever ran between the inputs and the exit."""
-    inside, pending = {exit_node}, [exit_node]
-    while pending:
-        for source in flow.digraph.predecessors(pending.pop()):
-            if source in reader.ran and source not in roots and source not in inside:
-                inside.add(source)
-                pending.append(source)
-    nodes = tuple(sorted(inside, key=flow.position.__getitem__))
-    inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
-    index = None if reader.slots is not None else reader.frame.index
-    return Cut(index, exit_node, nodes, tuple(inputs), len(reader.frame.token_shape))

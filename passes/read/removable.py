@@ -80,6 +80,7 @@ def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) ->
     num_tokens = None if cut.expert_index is None else tensor_of(cut.expert_index).shape[0]
     for node in cut.nodes:
         outside_users = [user for user in node.users if user not in inside and not is_only_asserted(user)]
+        # Integers, and floats with one row a token, may stay in the graph for their readers: they hold no routed rows.
         is_routed = is_float_tensor(node) and (num_tokens is None or _is_routed(node, num_tokens))
         if node not in replaced and outside_users and is_routed:
             raise CannotChunk(

@@ -46,7 +46,7 @@ class Roles:
         self.emit = self.expressions.emit
         self.num_experts: int | None = None
         self.slots: Slots | None = None
-        self.families: dict[str, None] = {}
+        self.family: str | None = None
         self.widths: list[int] = []
         self.counted: dict[object, int] = {}
         self.counts_past_the_last = False
@@ -77,6 +77,7 @@ class Roles:
     def regroup(self, lead: Lead, source: Sequence[Size], target: Sequence[Size]) -> Lead | None:
         """The lead of a reshape from `source` to `target`; None where rows would mix."""
         source, target = ([self.known_size(size) for size in shape] for shape in (source, target))
+        # A dimension of one atom has the size that stands in the graph, which need not be written as the frame's is.
         own = {group: size for group, size in zip(lead.groups, source, strict=False) if len(group) == 1}
         return regroup(lead, target, lambda atom: own[atom] if atom in own else self.size_of(atom))
 
@@ -127,7 +128,7 @@ class Roles:
     def note_experts(self, call: Call, family: str, width: Size | None = None) -> None:
         """An expert's projection was read: which spelling it has, and its inner width."""
         self.expert_nodes[call.node] = None
-        self.families.setdefault(family)
+        self.family = self.family or family
         if width is not None:
             self.widths.append(int(width))
 
@@ -142,9 +143,7 @@ class Roles:
             return value
         if isinstance(value, Partial):
             if value.node is call.node:  # the node's own result is something else
-                raise CannotChunk(
-                    Reason.RESULTS_APART, "a sum over experts is read by the operation that makes it", call.node
-                )
+                raise call.refused(Reason.RESULTS_APART, "a sum over experts is read by the operation that makes it")
             return self.whole(value)
         if isinstance(value, Leaf):
             try:
@@ -153,9 +152,7 @@ class Roles:
                 raise value.why or refusal from refusal
         if isinstance(value, Unknown):
             raise value.refusal
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED, f"{type(value).__name__.lower()} {value} used as row data", call.node
-        )
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"{type(value).__name__.lower()} {value} used as row data")
 
     def whole(self, value: Partial) -> Rows:
         """A sum of results that is complete because something reads it.
@@ -205,7 +202,7 @@ class Roles:
         tensor = node_value(value.node)
         assert isinstance(tensor, torch.Tensor)
         if not tensor.is_contiguous():
-            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "packed parts of experts that are not contiguous", call.node)
+            raise call.refused(Reason.ROWS_NOT_FOLLOWED, "packed parts of experts that are not contiguous")
         self.check_num_experts(num_experts, call)
         return self.expressions.input(Input("table", value.node, dim=FLAT))
 
@@ -242,16 +239,14 @@ class Roles:
         if isinstance(value, Rows) and value.lead.groups[:1] == ("e",) and not value.per_row:
             return value
         if not isinstance(value, Leaf):
-            raise CannotChunk(
-                Reason.ROWS_NOT_FOLLOWED,
-                "expected a table of expert parameters, [E,...], from outside the region",
-                call.node,
+            raise call.refused(
+                Reason.ROWS_NOT_FOLLOWED, "expected a table of expert parameters, [E,...], from outside the region"
             )
         table = node_value(value.node)
         assert isinstance(table, torch.Tensor)
         num_experts = static_size(table.shape[dim])
         if num_experts is None:
-            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"number of experts is symbolic: {table.shape[dim]}", call.node)
+            raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"number of experts is symbolic: {table.shape[dim]}")
         self.check_num_experts(num_experts, call)
         expr = self.expressions.input(Input("table", value.node, dim=dim))
         return Rows(Lead.EXPERT, self.emit(aten.unsqueeze.default, expr, 0), per_row=False, is_dispatched=True)
@@ -303,12 +298,11 @@ class Roles:
         value = node_value(outer)
         assert isinstance(value, torch.Tensor)
         if not is_float_tensor(outer):
-            raise CannotChunk(
-                Reason.ROWS_NOT_FOLLOWED,
-                f"an integer tensor from outside the region, {outer}, used as row data",
-                call.node,
+            raise call.refused(
+                Reason.ROWS_NOT_FOLLOWED, f"an integer tensor from outside the region, {outer}, used as row data"
             )
         is_param = isinstance(value, torch.nn.Parameter)
+        # Weights before tokens: [T,K] has the shape of tokens too.
         lead = self._lead_of_choices(value)
         if lead is not None and not is_param:
             return Rows(lead, self.expressions.input(Input("weight", outer)))
@@ -318,10 +312,9 @@ class Roles:
         if is_entry_each or (value.ndim >= 3 and self._pulling.is_made_of_parameters(outer)):
             return self.as_table(Leaf(outer), call)
         if any(static_size(size) is None for size in value.shape):
-            raise CannotChunk(
+            raise call.refused(
                 Reason.ROWS_NOT_FOLLOWED,
                 f"an input of symbolic shape {tuple(value.shape)} is neither tokens nor weights",
-                call.node,
             )
         return Rows(Lead.NONE, self.expressions.input(Input("whole", outer)), per_row=False)
 

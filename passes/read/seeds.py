@@ -68,6 +68,7 @@ def reframed(frame: Frame, node: fx.Node) -> Frame:
     root, value = node, tensor_of(node)
     while target_name(root) in _GLUE and root.args and isinstance(root.args[0], fx.Node):
         root = root.args[0]
+    # Only a top-k of its own proves that a token's ids differ: ids that are computed from others may meet.
     is_own = is_seed(root) and _is_distinct(root) and same_size(tensor_of(root).shape[-1], value.shape[-1])
     num_experts = static_size(_scores(root).shape[-1]) if is_own else frame.num_experts
     has_choices = value.ndim > len(frame.token_shape)

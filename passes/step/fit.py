@@ -1,7 +1,7 @@
 """Fit: what forward keeps for backward so that a step stays within its budget in the least time.
 
 Terms
-    full    functorch's plain partition, and each region keeps all that pays: nothing dense is computed again
+    full    functorch's plain partition, and each region keeps all that pays: nothing costly is computed again
     spare   what steps without a budget have (`spare`): elementwise work and a few matmuls are computed again
     lean    elementwise work is computed again freely, matmuls and attentions too, and regions keep nothing
 
@@ -9,7 +9,7 @@ Terms
    where a policy of the user demands something), and the full partition is tried.
 2. If it does not fit, the planner asks for the step's peak under other choices. The answers come from records of the
    three partitions, edited (`memory.edits`), so that no graph is partitioned to ask. To full and to spare, what regions
-   keep is added; to lean, dense results too. What spare and lean compute again is counted.
+   keep is added; to lean, costly results too. What spare and lean compute again is counted.
 3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept. Regions get room for all
    their rows, one more region among them than fit; of how many rows they keep something, each run decides
    (`plan.kept`).
@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memfine_fx.compat.functorch import recomputing_elementwise
 from memfine_fx.memory.edits import Pair, keeping_in_region, keeping_results, sized
 from memfine_fx.memory.liveness import GraphMemory
-from memfine_fx.passes.step.dense_results import DenseResult, dense_results, is_attention, must_save
+from memfine_fx.passes.step.costly_results import CostlyResult, costly_results, is_attention, must_save
 from memfine_fx.passes.step.keep import keep_choices, keep_in_regions
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.spare import cheapest, spared
@@ -147,7 +147,7 @@ def even(gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., 
     _drop_wishes(gm.graph)
     if kind == "spare":
         return spared(_copied(gm), (), partition)
-    return _lean(gm, partition, dense_results(gm.graph, num_forward_outputs))
+    return _lean(gm, partition, costly_results(gm.graph, num_forward_outputs))
 
 
 def _with_hints(
@@ -177,7 +177,7 @@ def _fit_less(
     plain: Pair,
 ) -> Partition:
     """Where not all that pays can be kept; `plain` is the full partition without what regions keep."""
-    results = dense_results(gm.graph, num_forward_outputs)
+    results = costly_results(gm.graph, num_forward_outputs)
     spare = spared(_copied(gm), results, partition, of_regions=_described_regions({}, gm.graph))
     lean = _lean(gm, partition, results)
     bases = _bases(gm, results, plain, spare, lean, regions, budget)
@@ -193,7 +193,7 @@ def _fit_less(
 
 def _bases(
     gm: fx.GraphModule,
-    results: Sequence[DenseResult],
+    results: Sequence[CostlyResult],
     plain: Pair,
     spare: Partition,
     lean: Partition,
@@ -202,7 +202,7 @@ def _bases(
 ) -> list[_Base]:
     """Full, spare and lean, each with what is not kept in it."""
     spare_pair, lean_pair = _sized(spare, budget), _sized(lean, budget)
-    dense = _dense_keepables(gm.graph, results, lean_pair[1], budget.rates)
+    costly = _costly_keepables(gm.graph, results, lean_pair[1], budget.rates)
 
     def rewritten(pair: Pair) -> float:
         return max(0, _written(pair) - _written(plain)) * 2 / budget.rates.copy_bytes
@@ -211,7 +211,7 @@ def _bases(
     return [
         _Base("full", None, plain, ranked(regions), 0.0),
         _Base("spare", spare, spare_pair, ranked(regions), rewritten(spare_pair) + again),
-        _Base("lean", lean, lean_pair, ranked([*dense, *regions]), rewritten(lean_pair)),
+        _Base("lean", lean, lean_pair, ranked([*costly, *regions]), rewritten(lean_pair)),
     ]
 
 
@@ -240,7 +240,7 @@ def _realized(
     partition: Callable[..., Partition],
     base: _Base,
     choice: StepChoice,
-    results: Sequence[DenseResult],
+    results: Sequence[CostlyResult],
 ) -> Partition:
     if base.partition is not None and choice.num_kept == 0 and choice.part is None:
         return base.partition
@@ -254,17 +254,17 @@ def _realized(
         made = spared(module, results, partition, of_regions=_described_regions(keeps, gm.graph))
         return replace(made, optional=optional)
     dropped = {one.name for one in left if one.keep == "nothing"}
-    num_dense = sum(one.keep == "nothing" for one in base.ranking)
+    num_costly = sum(one.keep == "nothing" for one in base.ranking)
     decision = (
-        f"{num_dense - len(dropped)} of {num_dense} dense results are kept, the others computed again in backward"
+        f"{num_costly - len(dropped)} of {num_costly} costly results are kept, the others computed again in backward"
     )
     saved = {one.name for one in kept if one.keep == "nothing"}
     decision = f"{decision}; {_described_regions(keeps, gm.graph)}"
     return replace(_leaned(module, partition, saved, results, decision), optional=optional)
 
 
-def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[DenseResult]) -> Partition:
-    decision = f"no dense result is kept, all are computed again in backward; {_described_regions({}, gm.graph)}"
+def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[CostlyResult]) -> Partition:
+    decision = f"no costly result is kept, all are computed again in backward; {_described_regions({}, gm.graph)}"
     return _leaned(_copied(gm), partition, set(), results, decision)
 
 
@@ -272,7 +272,7 @@ def _leaned(
     module: fx.GraphModule,
     partition: Callable[..., Partition],
     saved: set[str],
-    results: Sequence[DenseResult],
+    results: Sequence[CostlyResult],
     decision: str,
 ) -> Partition:
     wanted = {result.name for result in results} - saved
@@ -307,6 +307,8 @@ def region_keepables(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> li
         else:
             spared = had_seconds - 2 * (num_bytes - had_bytes) / rates.copy_bytes
         more_bytes, more_seconds = num_bytes - had_bytes, spared - had_seconds
+        # A larger choice contains the smaller ones of its region, so it must rank behind them: its seconds a byte are
+        # held at theirs or below.
         ratio = min(had_ratio, more_seconds / max(1, more_bytes))
         before[choice.site] = (num_bytes, spared, ratio)
         is_divisible = choice.is_divisible and is_first
@@ -315,10 +317,10 @@ def region_keepables(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> li
     return found
 
 
-def _dense_keepables(
-    joint: fx.Graph, results: Sequence[DenseResult], backward: GraphMemory, rates: DeviceRates
+def _costly_keepables(
+    joint: fx.Graph, results: Sequence[CostlyResult], backward: GraphMemory, rates: DeviceRates
 ) -> list[Keepable]:
-    """Dense results that the lean backward computes again."""
+    """Costly results that the lean backward computes again."""
     made = {one.name for one in backward.allocations if not one.is_input}
     nodes = {node.name: node for node in joint.nodes}
     found = []
@@ -354,7 +356,7 @@ def _with_regions(gm: fx.GraphModule, keeps: Mapping[str, Keep]) -> tuple[fx.Gra
 
 
 def _described(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
-    return f"nothing dense is computed again; {_described_regions(keeps, joint)}"
+    return f"nothing costly is computed again; {_described_regions(keeps, joint)}"
 
 
 def _described_regions(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:

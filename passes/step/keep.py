@@ -22,7 +22,7 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compat.functorch import DONATED
 from memfine_fx.compat.tensors import FakeTensor, tree_map
-from memfine_fx.passes.step.dense_results import must_save
+from memfine_fx.passes.step.costly_results import must_save
 from memfine_fx.records import Keep
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import lookup

@@ -12,8 +12,8 @@ stands in front of it and says, by tags, what it must not decide otherwise:
   (MUST_RECOMPUTE) is obeyed.
 
 Without a budget and without checkpoints of the model's own, elementwise work is computed again: see `spare`; and
-regions keep what a run has room for: see `optional`. With a budget of bytes it also decides how much of the dense part
-(projections, attention, head) and of the regions is computed again: see `fit`.
+regions keep what a run has room for: see `optional`. With a budget of bytes it also decides how much of the rest of the
+model (projections, attention, head) and of the regions is computed again: see `fit`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import CountedInputs
 from memfine_fx.memory.wrapper_code import READER_FILES
 from memfine_fx.passes.read.normal_form import fake_mode_of
-from memfine_fx.passes.step.dense_results import dense_results, is_attention, must_save
+from memfine_fx.passes.step.costly_results import costly_results, is_attention, must_save
 from memfine_fx.passes.step.fit import Even, StepBudget, even, fit
 from memfine_fx.passes.step.optional import give_room
 from memfine_fx.passes.step.partitioned import Partition
@@ -107,7 +107,7 @@ class StepPartitioner(CustomPartitionerFn):
         elif self._budget is not None:
             chosen = fit(gm, num_outputs, partition, self._budget)
         else:
-            results = dense_results(gm.graph, num_outputs) if self._is_fused else []
+            results = costly_results(gm.graph, num_outputs) if self._is_fused else []
             optional = {} if self._rates is None else give_room(gm.graph, self._rates)
             spared = spare(gm, results, partition) if self._is_fused else None
             chosen = replace(partition(gm) if spared is None else spared, optional=optional)

@@ -1,7 +1,7 @@
 """Spare: without a budget, forward keeps for backward only what it would cost time to compute again.
 
 Elementwise work is computed again freely, inside the kernels of backward that read it. Matmuls and attentions are kept,
-but for those that free most bytes per FLOP: they may add a small share to the FLOPs of the dense part (`_SHARE`).
+but for those that free most bytes per FLOP: they may add a small share to the FLOPs outside of regions (`_SHARE`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.compat.functorch import recomputing_elementwise
-from memfine_fx.passes.step.dense_results import DenseResult, is_attention, must_save
+from memfine_fx.passes.step.costly_results import CostlyResult, is_attention, must_save
 from memfine_fx.passes.step.partitioned import Partition
 
 __all__ = ["cheapest", "spare", "spared"]
@@ -22,12 +22,12 @@ _STEP_PER_FORWARD = 3
 """Backward takes two products for each of forward's."""
 
 
-def spare(gm: fx.GraphModule, results: Sequence[DenseResult], partition: Callable[..., Partition]) -> Partition | None:
+def spare(gm: fx.GraphModule, results: Sequence[CostlyResult], partition: Callable[..., Partition]) -> Partition | None:
     """The partition of a joint graph without a budget, or None where the model's own checkpoints decide.
 
     Args:
         gm: the joint graph; what must be saved or computed again is tagged in it.
-        results: its dense results.
+        results: its costly results.
         partition: (graph, decision) -> partition.
     """
     if any("ac_graph_id" in node.meta for node in gm.graph.nodes):
@@ -37,7 +37,7 @@ def spare(gm: fx.GraphModule, results: Sequence[DenseResult], partition: Callabl
 
 def spared(
     gm: fx.GraphModule,
-    results: Sequence[DenseResult],
+    results: Sequence[CostlyResult],
     partition: Callable[..., Partition],
     *,
     of_regions: str = "",
@@ -46,7 +46,7 @@ def spared(
 
     Args:
         gm: as above.
-        results: its dense results.
+        results: its costly results.
         partition: as above.
         of_regions: what was decided for them, in words.
     """
@@ -57,14 +57,14 @@ def spared(
         elif is_attention(node):
             must_save(node)
     decision = (
-        f"elementwise work is computed again in backward, and {len(again)} of {len(results)} dense results that cost "
-        f"least for their bytes" + (f"; {of_regions}" if of_regions else "")
+        f"elementwise work is computed again in backward, and {len(again)} of {len(results)} costly results, those "
+        f"that cost least for their bytes" + (f"; {of_regions}" if of_regions else "")
     )
     with recomputing_elementwise():
         return partition(gm, decision=decision)
 
 
-def cheapest(results: Sequence[DenseResult]) -> list[DenseResult]:
+def cheapest(results: Sequence[CostlyResult]) -> list[CostlyResult]:
     """Those given up first, as far as their share of the FLOPs goes."""
     left = _SHARE * _STEP_PER_FORWARD * sum(result.flops for result in results)
     chosen = []

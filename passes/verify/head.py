@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from memfine_fx.passes.dataflow import node_value
 from memfine_fx.passes.lower.head import lower_head
 from memfine_fx.passes.modes import enter_autocast
-from memfine_fx.passes.read.outline import outline_with_map
+from memfine_fx.passes.verify.outline import outline
 from memfine_fx.passes.verify.real_run import Recorded
 from memfine_fx.passes.verify.region import (
     SMALL_CHUNKS,
@@ -95,8 +95,8 @@ class _Forms:
     @staticmethod
     def of(head: HeadRegion, live: LiveHead, modes: Modes) -> _Forms:
         cut = cut_of_head(head)
-        original, _ = outline_with_map(cut, specializes_floats=False)
-        chunked, env = outline_with_map(cut, specializes_floats=False)
+        original, _ = outline(cut)
+        chunked, env = outline(cut)
         for node, copied in env.items():
             copied.meta.update(node.meta)
         site = f"{live.site}/verify"

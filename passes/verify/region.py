@@ -28,7 +28,7 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import is_same_view, node_value
 from memfine_fx.passes.lower.region import lower_region
 from memfine_fx.passes.modes import enter_autocast
-from memfine_fx.passes.read.outline import outline_with_map
+from memfine_fx.passes.verify.outline import outline
 from memfine_fx.passes.verify.real_run import Recorded
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.records import ChunkPlan, Modes, MoERegion
@@ -133,8 +133,8 @@ class Forms:
 
     @staticmethod
     def of(region: MoERegion, live: LiveRegion, modes: Modes) -> Forms:
-        original, _ = outline_with_map(region.cut, specializes_floats=False)
-        rewritten, env = outline_with_map(region.cut, specializes_floats=False)
+        original, _ = outline(region.cut)
+        rewritten, env = outline(region.cut)
         for node, copied in env.items():
             copied.meta.update(node.meta)
         output = next(iter(reversed(rewritten.graph.nodes)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks import fit_accuracy, models_page
 from benchmarks.known_models import KNOWN_MODELS
+from benchmarks.models_figure import draw
 
 
 def test_a_summary_counts_what_is_near_and_what_is_under() -> None:
@@ -41,7 +43,35 @@ def test_a_page_shows_a_dash_where_nothing_fits() -> None:
     row = {"model": "OLMoE-1B-7B", "train": "full", "parameter_bytes": 14 * 10**9}
     row |= {"with": dict.fromkeys(map(str, models_page.MEMORIES), 0)}
     row |= {"without": dict.fromkeys(map(str, models_page.MEMORIES), 4096)}
-    assert models_page.page([row]).endswith("| OLMoE-1B-7B | 14.0 GB | full |" + " - / 4,096 |" * 5 + "\n")
+    assert "\n| OLMoE-1B-7B | 14.0 GB | full |" + " - / 4,096 |" * 5 + "\n" in models_page.page([row])
+
+
+def test_the_figure_is_drawn_of_rows_that_fit_somewhere(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    about = {"model": "OLMoE-1B-7B", "train": "full", "codes": {}}
+    nothing, something = (
+        about | {way: dict.fromkeys(map(str, models_page.MEMORIES), seq) for way in ("with", "without")}
+        for seq in (0, 100)
+    )
+    draw([nothing], tmp_path / "none.png")
+    draw([something], tmp_path / "one.png")
+    assert not (tmp_path / "none.png").exists()
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_takes_the_longer_of_a_budget_and_of_checkpointed_layers() -> None:
+    """Lines of one row come one after another, each with the code that gave it."""
+    memories = list(map(str, models_page.MEMORIES))
+    about = {"model": "OLMoE-1B-7B", "train": "qlora", "parameter_bytes": 4 * 10**9}
+    lines = [
+        about | {"with": dict.fromkeys(memories, 100)},
+        about | {"without": dict.fromkeys(memories, 50), "code": "abc"},
+        about | {"with_checkpoints": dict.fromkeys(memories[:4], 90) | {memories[4]: 2000}, "code": "abc"},
+    ]
+    page = models_page.page(lines)
+    assert "| QLoRA (NF4) |" + " 100 / 50 |" * 4 + " 2,000 c / 50 |\n" in page
+    assert "abc: OLMoE-1B-7B qlora without, OLMoE-1B-7B qlora with checkpoints" in page
+    assert "Asked under a budget alone" not in page and "Asked under a budget alone" in models_page.page(lines[:2])
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)

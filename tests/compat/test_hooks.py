@@ -135,7 +135,7 @@ BREAKS: dict[Hook, Break] = {
     inductor.TRACING: having(torch._guards.TracingContext, "try_get", staticmethod(lambda: None)),
     inductor.WRAPPERS: lambda patch: patch.delitem(CompiledFxGraph.__annotations__, "source_code"),
     interpreter.FRAMES: having(interpreter, "_outermost_module", lambda: None),
-    interpreter.OBJECTS: having(gc, "get_freeze_count", lambda: 3),
+    interpreter.OBJECTS: having(gc, "get_freeze_count", lambda: 200_000),
     llamafactory.CHECKPOINTING: having(llamafactory, "capture_checkpoints", lambda module: None),
     nn.COMPILED_CALLS: having(torch.nn.Module, "__call__", lambda module, *args: module.forward(*args)),
     nn.HOOKS_AFTER_GRADIENT: having(torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None)),

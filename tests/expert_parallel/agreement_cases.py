@@ -79,7 +79,7 @@ class Agreement:
         layers: told when ranks run layers with different numbers of experts.
         ids: what is raised when a routing of rank 1 names an expert that is not there.
         budget: what is raised when the budget of rank 1 alone cannot be met.
-        sharding: told by `optimize` when ranks hold another config, and another model.
+        sharding: told by `optimize` when ranks hold another config, another model, and another number of slots.
         bodies: told when ranks compute a layer in different ways.
     """
 
@@ -93,7 +93,7 @@ class Agreement:
     layers: Told
     ids: Told
     budget: Told
-    sharding: tuple[Told, Told]
+    sharding: tuple[Told, Told, Told]
     bodies: Told
 
 
@@ -136,7 +136,11 @@ def agreeing(rank: int) -> Agreement:
             lambda: _gradients(_optimized(Layer(EXPERTS), memory_budget=1000 if rank == 1 else None)),
             BudgetInfeasible if rank == 1 else RanksDisagree,
         ),
-        sharding=(_told(lambda: layer(rows=ROWS + rank)), _told(lambda: layer(experts=EXPERTS + rank))),
+        sharding=(
+            _told(lambda: layer(rows=ROWS + rank)),
+            _told(lambda: layer(experts=EXPERTS + rank)),
+            _told(lambda: layer(slots=rank)),
+        ),
         bodies=bodies,
     )
 

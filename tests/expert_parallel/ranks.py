@@ -19,7 +19,7 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0, limit_s: float | None = None
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 300.0, limit_s: float | None = None
 ) -> list[Any]:
     """`function(rank, *args)` on every rank.
 
@@ -27,7 +27,7 @@ def run_ranks(
         function: of a module, so that another process can import it.
         num_ranks: processes.
         timeout_s: of the group.
-        limit_s: until rank 0 has returned; then the others, one of which may hang or be dead, are ended. Without it
+        limit_s: until all but the last rank have returned, which may hang or be dead; then all are ended. Without it
             every rank must return.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +36,7 @@ def run_ranks(
         processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(num_ranks)]
         for process in processes:
             process.start()
-        for process in processes if limit_s is None else processes[:1]:
+        for process in processes if limit_s is None else processes[:-1]:
             process.join(limit_s)
         for process in () if limit_s is None else processes:
             process.kill()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfine_fx.expert_parallel.help import Help, no_help, plan_help, split_rows
+from memfine_fx.expert_parallel.help import Help, no_help, plan_help, refit_help, split_rows
 from memfine_fx.expert_parallel.placement import Placement
 
 
@@ -137,3 +137,27 @@ def test_two_slots_balance_a_thousand_ranks(load: str) -> None:
     mean = int(counts.sum()) / 1024
     plan = plan_help(counts, Placement(1024, 1024), slots=2, target=int(1.1 * mean), node_ranks=8)
     assert plan.busiest <= 1.1 * mean < no_help(counts, Placement(1024, 1024)).busiest / 10
+
+
+@given(cases())
+@settings(deadline=None, max_examples=100)
+def test_clones_that_stay_take_other_rows_and_burden_nobody(case: Case) -> None:
+    """Clones of one step with the rows of another, which are the same in another order of sources and experts."""
+    before = [(clone.expert, clone.rank) for clone in case.plan().clones]
+    later = Case(case.counts.flip(0, 1), case.placement, case.slots, case.slack, case.node_ranks)
+    plan = refit_help(later.counts, later.placement, before, target=later.target)
+    pairs = [(clone.expert, clone.rank) for clone in plan.clones]
+    assert all(clone.rows > 0 for clone in plan.clones) and [pair for pair in before if pair in pairs] == pairs
+    assert tuple(computed_by(later, plan).tolist()) == plan.computed
+    alone = no_help(later.counts, later.placement).computed
+    for rows_before, rows_after in zip(alone, plan.computed, strict=True):
+        assert min(rows_before, later.target) <= rows_after <= max(rows_before, later.target)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=50)
+def test_clones_that_stay_with_the_same_rows_help_as_much(case: Case) -> None:
+    plan = case.plan()
+    before = [(clone.expert, clone.rank) for clone in plan.clones]
+    again = refit_help(case.counts, case.placement, before, target=case.target)
+    assert again.busiest <= max(plan.busiest, case.target)

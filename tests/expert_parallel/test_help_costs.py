@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from memfine_fx.expert_parallel import help_costs
 from memfine_fx.expert_parallel.help import Clone, Help, no_help
 from memfine_fx.expert_parallel.help_costs import HelpCosts, choose_help, flows_of, tree_of
 from memfine_fx.expert_parallel.placement import Placement
@@ -89,3 +90,45 @@ def test_bytes_of_clones_are_counted_there_and_back() -> None:
     near, far = wire.num_bytes.tolist()
     assert near == [[1000, 2000, 0, 0], [2000, 1000, 0, 0]]
     assert far == [[1000, 0, 0, 2000], [2000, 0, 0, 1000]]
+
+
+def _pairs(plan: Help) -> list[tuple[int, int]]:
+    return [(clone.expert, clone.rank) for clone in plan.clones]
+
+
+def test_clones_stay_while_they_are_nearly_as_good_as_new_ones() -> None:
+    """Rows waver by some percent, and clones take more or less of them."""
+    first = choose_help(COUNTS, Placement(4, 4), COSTS, slots=2)
+    wavering = COUNTS + torch.tensor([[0, 30, 0, 0]] * 4)
+    stayed = choose_help(wavering, Placement(4, 4), COSTS, 2, before=_pairs(first))
+    assert _pairs(stayed) == _pairs(first) and stayed.busiest <= 1.05 * 1.05 * 530 + 2
+    assert sum(clone.rows for clone in stayed.clones) != sum(clone.rows for clone in first.clones)
+
+
+def test_clones_go_where_others_are_better_and_where_rows_are_even() -> None:
+    before = _pairs(choose_help(COUNTS, Placement(4, 4), COSTS, slots=1))
+    other = choose_help(COUNTS.roll(1, 1), Placement(4, 4), COSTS, 1, before=before)
+    assert {clone.expert for clone in other.clones} == {1} and other.busiest <= 1.05 * 500 + 1
+    assert not choose_help(torch.full((4, 4), 125), Placement(4, 4), COSTS, 1, before=before).clones
+
+
+def test_clones_that_stay_need_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes seconds at a thousand ranks."""
+    before = _pairs(choose_help(COUNTS, Placement(4, 4), COSTS, slots=1))
+
+    def plan(*args: object, **options: object) -> Help:
+        raise AssertionError("a plan was made")
+
+    monkeypatch.setattr(help_costs, "plan_help", plan)
+    assert _pairs(choose_help(COUNTS + 3, Placement(4, 4), COSTS, 1, before=before)) == before
+
+
+@given(cases())
+@settings(deadline=None, max_examples=50)
+def test_what_stays_takes_no_longer_than_no_help_and_is_near_a_new_plan(case: Case) -> None:
+    before = _pairs(case.plan())
+    later = case.counts.flip(0, 1)
+    chosen, new = (choose_help(later, case.placement, COSTS, case.slots, before=some) for some in (before, ()))
+    costs = [COSTS.seconds(later, case.placement, plan) for plan in (chosen, no_help(later, case.placement))]
+    assert costs[0] <= costs[1] and chosen.slots_used() <= case.slots
+    assert chosen == new or chosen.busiest <= 1.05 * max(new.busiest, 1.05 * case.counts.sum() / len(later) + 1) + 1

@@ -14,15 +14,16 @@ NUM_LAYERS = {"Qwen3-MoE": 2, "DeepSeek-like": 2, "list of experts": 1}
 
 def check(by_rank: list[list[Comparison]], plan: Plan) -> None:
     for rank, comparisons in enumerate(by_rank):
-        for (name, shape, _, _), one in zip(plan, comparisons, strict=True):
+        for (name, shape, _, _, slots), one in zip(plan, comparisons, strict=True):
             assert (one.num_chunked, one.num_refused) == (NUM_LAYERS[name], 0), f"{name} on {shape}"
+            assert (one.num_clones > 0) == (slots > 0), f"{name} on {shape}: {one.num_clones} clones"
             assert one.loss < 1e-5, f"{name} on {shape}, rank {rank}: loss off by {one.loss:.1e}"
             assert one.gradient < 1e-4, f"{name} on {shape}, rank {rank}: {one.worst} off by {one.gradient:.1e}"
 
 
 def test_two_ranks_train_as_one_and_resume_with_another_number_of_them(tmp_path: Path) -> None:
     plan: Plan = [
-        ("Qwen3-MoE", (2,), str(tmp_path / "qwen"), False),
+        ("Qwen3-MoE", (2,), str(tmp_path / "qwen"), False, 0),
     ]
     check(run_ranks(run_models, 2, plan), plan)
 
@@ -30,10 +31,12 @@ def test_two_ranks_train_as_one_and_resume_with_another_number_of_them(tmp_path:
 @pytest.mark.slow
 def test_two_ranks_train_other_spellings_and_under_fsdp_as_one(tmp_path: Path) -> None:
     plan: Plan = [
-        ("DeepSeek-like", (2,), None, False),
-        ("Qwen3-MoE", (2,), None, True),
-        ("DeepSeek-like", (2,), None, True),
-        ("list of experts", (2,), str(tmp_path / "list"), False),
+        ("DeepSeek-like", (2,), None, False, 0),
+        ("Qwen3-MoE", (2,), None, True, 0),
+        ("DeepSeek-like", (2,), None, True, 0),
+        ("list of experts", (2,), str(tmp_path / "list"), False, 0),
+        ("Qwen3-MoE", (2,), None, True, 2),
+        ("DeepSeek-like", (2,), None, False, 2),
     ]
     check(run_ranks(run_models, 2, plan), plan)
 
@@ -41,10 +44,10 @@ def test_two_ranks_train_other_spellings_and_under_fsdp_as_one(tmp_path: Path) -
 @pytest.mark.slow
 def test_four_ranks_and_two_by_two_train_as_one(tmp_path: Path) -> None:
     plan: Plan = [
-        ("Qwen3-MoE", (4,), str(tmp_path / "four"), False),
-        ("Qwen3-MoE", (2, 2), str(tmp_path / "two by two"), False),
-        ("DeepSeek-like", (4,), None, False),
-        ("DeepSeek-like", (4,), None, True),
-        ("DeepSeek-like", (2, 2), None, False),
+        ("Qwen3-MoE", (4,), str(tmp_path / "four"), False, 0),
+        ("Qwen3-MoE", (2, 2), str(tmp_path / "two by two"), False, 0),
+        ("DeepSeek-like", (4,), None, False, 0),
+        ("DeepSeek-like", (4,), None, True, 0),
+        ("DeepSeek-like", (2, 2), None, False, 0),
     ]
     check(run_ranks(run_models, 4, plan), plan)

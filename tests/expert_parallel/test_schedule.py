@@ -21,9 +21,10 @@ class Case:
     placement: Placement
     limits: list[int]
     max_sent: int
+    rooms: tuple[int, ...] = ()
 
     def schedule(self) -> Rounds:
-        return Rounds(self.counts, self.placement, self.limits, self.max_sent)
+        return Rounds(self.counts, self.placement, self.limits, self.max_sent, self.rooms)
 
     @property
     def num_ranks(self) -> int:
@@ -42,8 +43,11 @@ def cases(draw: st.DrawFn) -> Case:
         counts[1:] = 0
     elif kind == "nothing":
         counts.zero_()
-    limits = draw(st.lists(st.integers(1, 20), min_size=num_ranks, max_size=num_ranks))
-    return Case(counts, Placement(num_experts, num_ranks), limits, draw(st.integers(1, 30)))
+    limits, rooms = (
+        draw(st.lists(st.integers(*bounds), min_size=num_ranks, max_size=num_ranks)) for bounds in ((1, 20), (0, 60))
+    )
+    some = tuple(rooms) if draw(st.booleans()) else ()
+    return Case(counts, Placement(num_experts, num_ranks), limits, draw(st.integers(1, 30)), some)
 
 
 Names = list[tuple[int, int, int]]
@@ -106,8 +110,14 @@ def test_no_rank_receives_more_than_its_limit_in_a_round(case: Case) -> None:
 @given(cases())
 @settings(deadline=None, max_examples=50)
 def test_rounds_are_as_few_as_the_fullest_rank_needs(case: Case) -> None:
+    """One after the other as large as its rank may have it: those that are kept, then half as large ones."""
     received = case.placement.by_rank(case.counts.sum(dim=0)).tolist()
-    needed = [-(-rows // limit) for rows, limit in zip(received, case.limits, strict=True)]
+    kept = case.schedule().num_kept
+    needed = []
+    for rows, limit in zip(received, case.limits, strict=True):
+        first = min(kept, -(-rows // limit))
+        later = (limit + 1) // 2 if any(case.rooms) else limit
+        needed.append(first + -(-max(0, rows - first * limit) // later))
     assert case.schedule().num_rounds == max(needed)
 
 
@@ -153,18 +163,26 @@ def test_received_before_is_the_sum_of_earlier_rounds(case: Case) -> None:
             so_far = so_far + sum(leg.received.sum(dim=0) for leg in schedule.legs(rank, number))
 
 
-@given(cases(), st.lists(st.integers(0, 60), min_size=6, max_size=6))
-@settings(deadline=None, max_examples=50)
-def test_as_many_rounds_are_kept_as_every_rank_has_room_for(case: Case, rooms: list[int]) -> None:
-    schedule = case.schedule()
-    rooms = rooms[: case.num_ranks]
-    kept = schedule.num_kept(rooms)
+@given(cases())
+@settings(deadline=None, max_examples=100)
+def test_as_many_rounds_are_kept_as_every_rank_has_room_for(case: Case) -> None:
+    received = case.placement.by_rank(case.counts.sum(dim=0)).tolist()
+    kept, rooms = case.schedule().num_kept, case.rooms or (0,) * case.num_ranks
+    ranks = list(zip(received, case.limits, rooms, strict=True))
 
     def fits(number: int) -> bool:
-        ranks = zip(range(case.num_ranks), rooms, strict=True)
-        return all(int(schedule.received_before(rank, number).sum()) <= room for rank, room in ranks)
+        return all(min(rows, number * limit) <= room for rows, limit, room in ranks)
 
-    assert fits(kept) and (kept == schedule.num_rounds or not fits(kept + 1))
+    assert fits(kept) and (kept == case.schedule().num_rounds or not fits(kept + 1))
+
+
+@given(cases())
+@settings(deadline=None, max_examples=50)
+def test_rounds_after_those_that_are_kept_have_half_as_many_rows(case: Case) -> None:
+    schedule = case.schedule()
+    for number in range(schedule.num_kept, schedule.num_rounds if any(case.rooms) else 0):
+        for rank, limit in enumerate(case.limits):
+            assert sum(leg.num_received for leg in schedule.legs(rank, number)) <= (limit + 1) // 2
 
 
 @pytest.mark.parametrize("load", ["even", "one rank"])

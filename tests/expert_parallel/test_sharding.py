@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import memfine_fx
@@ -61,6 +62,22 @@ def test_state_dicts_hold_dtensors_and_load_whole_tensors() -> None:
     assert isinstance(table, DTensor) and table.shape == whole["experts.down_proj"].shape
     model.load_state_dict(whole)
     assert torch.equal(model.experts._parameters["down_proj"], whole["experts.down_proj"])  # type: ignore[arg-type]
+
+
+def test_fsdp_is_refused_where_it_would_shard_the_experts_once_more() -> None:
+    model = small_model()
+    sharded(model)
+    with pytest.raises(
+        ConfigError, match=r"experts\.gate_up_proj holds other experts on each rank .* ignored_params=\{"
+    ):
+        fully_shard(model, mesh=mesh())
+    other = small_model()
+    sharded(other)
+    experts = {one.parameter for one in sharded_parameters(other).values()}
+    fully_shard(other, mesh=mesh(), ignored_params=experts)
+    assert {name for name, one in other.named_parameters() if not isinstance(one, DTensor)} == set(
+        sharded_parameters(other)
+    )
 
 
 def test_a_layer_that_is_not_chunked_gathers_its_experts_and_is_right() -> None:

@@ -12,6 +12,7 @@ import torch
 import memfine_fx
 from memfine_fx.cli import main
 from memfine_fx.errors import ConfigError
+from memfine_fx.fitting.recording import what_failed
 from memfine_fx.fitting.setup import OptimizerName, Setup, optimizer_bytes
 from memfine_fx.memory.measure import trace_memory
 
@@ -121,6 +122,28 @@ def test_a_setup_that_cannot_be_is_named(given: dict[str, Any], named: str) -> N
 def test_what_is_no_model_is_named() -> None:
     with pytest.raises(ConfigError, match="object is no config of transformers and makes no module"):
         memfine_fx.fit(object())
+
+
+def test_a_step_that_fails_is_told_by_what_was_raised_and_where() -> None:
+    """Dynamo begins with the kind of its own failure, which says nothing of the model."""
+    text = """RuntimeError when making fake tensor call
+  Explanation: Dynamo failed to run FX node with fake tensors: call_function <built-in function add>(*(FakeTensor(...),
+               FakeTensor(...)), **{}): got TypeError('can only concatenate tuple (not "FakeTensor") to tuple')
+  Hint: Your code may result in an error when running in eager.
+
+from user code:
+   File "model.py", line 7, in forward
+    return self.mlp(rows)
+   File "layer.py", line 1102, in forward
+    result = result + lora_B(lora_A(rows))
+
+Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace"""
+    assert what_failed(RuntimeError(text)) == (
+        "TypeError('can only concatenate tuple (not \"FakeTensor\") to tuple'), "
+        'at File "layer.py", line 1102, in forward result = result + lora_B(lora_A(rows))'
+    )
+    assert what_failed(ValueError("seq is odd\nand long")) == "seq is odd"
+    assert what_failed(ValueError()) == ""
 
 
 def real_step(config: Any, *, batch: int, seq: int, dtype: torch.dtype, budget: Any = None) -> int:

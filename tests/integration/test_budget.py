@@ -84,7 +84,7 @@ def test_a_budget_that_is_large_enough_keeps_what_pays_and_gradients_stay_exact(
     monkeypatch.setattr(budget, "device_rates", lambda device_type, dtype: slow_products)
     _, _, free = trained(None)
     model, report, measured = trained(2**40)
-    assert report.step is not None and report.step.decision.startswith("nothing dense is computed again; 2 of 2")
+    assert report.step is not None and report.step.decision.startswith("nothing costly is computed again; 2 of 2")
     assert {region.plan.keeps for region in report.regions if region.plan} == {"projections"}
     assert measured > free
     assert_gradients_exact(model)
@@ -108,7 +108,7 @@ def test_code_that_holds_more_than_its_estimate_gives_way_to_the_leanest(monkeyp
     monkeypatch.setattr(budget, "MARGIN_PERCENT", -60)  # partitions seem to hold less than half of what they do
     model, report, measured = trained(limit, "inductor")
     assert param_bytes(model) + measured <= limit
-    assert report.step is not None and "nothing dense is computed again" not in report.step.decision
+    assert report.step is not None and "nothing costly is computed again" not in report.step.decision
     assert_gradients_exact(model)
 
 

@@ -14,7 +14,7 @@ import torch
 
 import memfine_fx
 from memfine_fx.errors import BudgetInfeasible
-from tests.integration.lives import STANDARD, Life, backward_of, fresh_model, smallest_budget, tokens
+from tests.integration.lives import STANDARD, Life, Plans, backward_of, fresh_model, smallest_budget, tokens
 
 Script = Callable[[Life], None]
 SHORT, LONG, WIDE = (2, 96), (2, 160), (3, 128)
@@ -339,18 +339,30 @@ _ENDS_WITH_TWO_LOSSES = (two_losses, two_losses_accumulated)
 """A step that begins like one with two losses is planned for both; the plan of one loss is back a step later."""
 
 
-def fresh(life: Life, script: Script) -> Life:
-    """A model that has seen nothing but such a step, with the same optimizer and the same checkpoints."""
+def fresh_plans(life: Life, script: Script) -> Plans:
+    """Of a model that has seen nothing but such a step, with the same optimizer and the same checkpoints."""
+    optimizer = type(life.optimizers[0]) if life.optimizers else None
+    return _fresh_plans(life.budget, life.dtype, life.inner, script in _CHANGES_THE_MODEL, optimizer)
+
+
+@functools.cache
+def _fresh_plans(
+    budget: int | None,
+    dtype: torch.dtype,
+    inner: Any,
+    is_checkpointed: bool,
+    optimizer: type[torch.optim.Optimizer] | None,
+) -> Plans:
     torch._dynamo.reset()
-    other = Life(life.budget, life.dtype, life.inner)
-    if script in _CHANGES_THE_MODEL:
-        other.checkpoint()
-    if life.optimizers:
-        other.make_optimizer(type(life.optimizers[0]))
-        other.train()
-        other.step()
-    other.train()
-    return other
+    life = Life(budget, dtype, inner)
+    if is_checkpointed:
+        life.checkpoint()
+    if optimizer is not None:
+        life.make_optimizer(optimizer)
+        life.train()
+        life.step()
+    life.train()
+    return life.plans()
 
 
 def ended(script: Script) -> Script:
@@ -370,7 +382,7 @@ def live_within(script: Script, dtype: torch.dtype, inner: Any = "aot_eager") ->
         assert life.num_steps and (budget is None or life.most_bytes <= budget)
         if script in _ENDS_WITH_TWO_LOSSES:
             life.train()
-        assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh(life, script).plans()
+        assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh_plans(life, script)
 
 
 @functools.cache
@@ -383,7 +395,7 @@ def test_an_evaluation_does_not_change_what_training_may_use() -> None:
     budget = budget_of_a_plain_life()
     life = lived(evaluated, budget, torch.float32)
     assert life.most_bytes <= budget
-    assert life.plans() == fresh(life, evaluated).plans()
+    assert life.plans() == fresh_plans(life, evaluated)
 
 
 def test_a_micro_batch_that_no_plan_holds_is_refused_before_it_begins_and_works_with_what_is_named() -> None:
@@ -409,7 +421,7 @@ def test_a_life_keeps_its_smallest_budget_and_its_plans(script: Script) -> None:
     assert life.most_bytes <= smallest
     if script in _ENDS_WITH_TWO_LOSSES:
         life.train()
-    assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh(life, script).plans()
+    assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh_plans(life, script)
 
 
 @pytest.mark.campaign

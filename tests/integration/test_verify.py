@@ -124,6 +124,13 @@ def test_a_wrong_rewrite_is_refused_and_the_layer_stays_exact(
     assert region.reason.startswith(f"verification failed: {named}"), region.reason
 
 
+def test_a_failed_verification_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _corrupt_forward(monkeypatch, 0)
+    monkeypatch.setattr(compiler_regions, "check_gradients", lambda *args: "")  # another proof, which comes first
+    report = memfine_fx.verify(layer(), torch.randn(30, 16), config=EAGER)
+    assert not report.has_passed and len(report.regions) == 1 and report.refused == ()
+
+
 def test_optimize_with_verify_uses_what_passes_and_says_how_exact_it_is() -> None:
     moe = layer()
     optimized = memfine_fx.optimize(copy.deepcopy(moe), verify=True, inner_backend="eager", dynamic=True)

@@ -68,6 +68,11 @@ def split_parts(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return left @ w[: SIDE // 2], right @ w[SIDE // 2 :]
 
 
+def rotated(x: Tensor, w: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(torch.sigmoid(x).view(-1, SIDE // 2, 2))
+    return torch.relu(torch.view_as_real(pairs * pairs).view(-1, SIDE))
+
+
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize(
     ("function", "num_buffers"),
@@ -78,6 +83,7 @@ def split_parts(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         pytest.param(viewed, 3, id="a view keeps its storage alive"),
         pytest.param(split_parts, 3, id="parts share one storage"),
         pytest.param(lambda x, w: (x @ w).view(-1, 2, SIDE // 2).transpose(0, 1), 1, id="views own nothing"),
+        pytest.param(rotated, 2, id="complex numbers are views of real ones, and nothing is fused with their product"),
         pytest.param(lambda x, w: (x.t(), w.t()), 0, id="arguments and their views count nothing"),
     ],
 )

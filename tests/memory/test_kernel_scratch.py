@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from memfine_fx.compat.bitsandbytes import linear_4bit
 from memfine_fx.memory import kernel_probe, kernel_scratch
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.kernel_probe import ATTENTION_SHAPES, PRODUCT_SHAPES, Excess, excess_of
@@ -303,3 +304,22 @@ def test_inside_a_profile_the_formula_stands_alone() -> None:
         assert kernel_probe.measured_scratch("forward", torch.float32) is None
         torch.ones(3) + 1
     assert any(event.key == "aten::add" for event in profiler.key_averages())
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_product_with_a_weight_in_4_bits_takes_the_whole_weight_and_its_scales(nested: bool) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight, rows = torch.randn(512, 1024), torch.randn(4, 1024)
+    packed, state = functional.quantize_4bit(weight, compress_statistics=nested, quant_type="nf4")
+    scales = [state.absmax, state.state2.absmax, state.state2.code, state.offset] if nested else [state.absmax]
+
+    def product(rows: torch.Tensor, packed: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+        return linear_4bit(rows, packed, list(scales), state.blocksize, "nf4", 512)
+
+    graph = make_fx(product, tracing_mode="fake")(rows, packed, *scales).graph
+    counted = sum(int(scratch_bytes(node)) for node in graph.nodes)
+    measured = trace_memory(lambda: product(rows, packed, *scales), torch.device("cpu")).peak_bytes
+    result_bytes = 4 * 4 * 512
+    assert counted + result_bytes == pytest.approx(measured, rel=0.01)
+    assert counted + result_bytes >= measured - 64  # an offset's sum

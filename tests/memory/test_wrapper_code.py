@@ -209,3 +209,29 @@ return (buf1, )
     )
     assert next((one.name, one.kept_by) for one in backward.allocations) == ("saved", "a/1")
     assert live(backward.of_run(frozenset({("a/1", 0, 6)})))[0] == live(backward)[0] - 48
+
+
+def test_complex_numbers_of_real_ones_are_a_view_and_keep_them_alive() -> None:
+    graph = fx.Graph()
+    rows = graph.placeholder("x")
+    viewed = graph.call_function(torch.ops.aten.view_as_complex.default, (rows,))
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (viewed, viewed))
+    real = graph.call_function(torch.ops.aten.view_as_real.default, (product,))
+    viewed.meta["val"] = product.meta["val"] = torch.empty(2, 4, dtype=torch.complex64)
+    real.meta["val"] = torch.empty(2, 4, 2)
+    graph.output(real)
+    memory = read(
+        """
+buf0 = empty_strided_cpu((2, 4, 2), (8, 2, 1), torch.float32)
+buf1 = torch.ops.aten.view_as_complex.default(reinterpret_tensor(buf0, (2, 4, 2), (8, 2, 1), 0))
+del buf0
+buf2 = buf1; del buf1
+buf3 = torch.ops.aten.mul.Tensor(buf2, buf2)
+del buf2
+buf4 = torch.ops.aten.view_as_real.default(buf3)
+del buf3
+return (buf4, )
+""",
+        graph,
+    )
+    assert live(memory) == [64, 64, 64, 64, 64, 128, 64, 64, 64, 64]

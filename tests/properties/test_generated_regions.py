@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import memfine_fx
@@ -198,3 +198,17 @@ def test_generated_layers_are_chunked_exactly(recipe: Recipe, rows_per_chunk: in
 @given(recipe=recipes(), rows_per_chunk=st.integers(1, 12), axis=st.sampled_from(("rows", "rows", "tokens")))
 def test_many_more_generated_layers_are_chunked_exactly(recipe: Recipe, rows_per_chunk: int, axis: str) -> None:
     check(recipe, rows_per_chunk, axis)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", range(40))
+def test_ten_thousand_generated_layers_are_chunked_exactly(part: int) -> None:
+    """A fortieth of them; its number is the seed, so that one that fails can be run again alone."""
+
+    @seed(part)
+    @settings(max_examples=250, phases=(Phase.generate,), **{**EXAMPLES, "derandomize": False})  # type: ignore[arg-type]  # one dict of options
+    @given(recipe=recipes(), rows_per_chunk=st.integers(1, 12), axis=st.sampled_from(("rows", "rows", "tokens")))
+    def check_drawn(recipe: Recipe, rows_per_chunk: int, axis: str) -> None:
+        check(recipe, rows_per_chunk, axis)
+
+    check_drawn()

@@ -70,7 +70,8 @@ def chunked(
     divisor: Tensor | None = None,
     wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> Tensor:
-    HELD[:] = [LiveHead("test", loss, torch.float32, lambda tokens: HeadPlan(rows, 0, ""))]
+    plan = HeadPlan(rows, 0, "")
+    HELD[:] = [LiveHead(site="test", loss=loss, out_dtype=torch.float32, choose_plan=lambda tokens: plan)]
     register_head(HELD[0])
     found: Tensor = head_loss(*given, labels, divisor, list(wanted), "test")[0]
     return found

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime import store
+from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.op import experts, experts_backward, route
 from memfine_fx.runtime.store import LiveRegion, lookup, register
 from tests.helpers import HIDDEN, NUM_EXPERTS, bodies_of, largest_error, mlp, mlp_params, naive_combine
@@ -20,6 +21,20 @@ from tests.helpers import HIDDEN, NUM_EXPERTS, bodies_of, largest_error, mlp, ml
 SITE = "test_op/0"
 TOP_K = 2
 KINDS = ("expert", "expert")
+
+
+def live_region(
+    bodies: Bodies, choose: Callable[[int], ChunkPlan], dtype: torch.dtype = torch.float32, *, drops: bool = False
+) -> LiveRegion:
+    return LiveRegion(
+        site=SITE,
+        bodies=bodies,
+        num_experts=NUM_EXPERTS,
+        top_k=TOP_K,
+        out_dtype=dtype,
+        drops_out_of_range=drops,
+        choose_plan=choose,
+    )
 
 
 def unweighted(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -36,7 +51,7 @@ def live() -> Iterator[Callable[..., LiveRegion]]:
     ) -> LiveRegion:
         bodies = bodies_of(mlp if has_weight else unweighted, mlp_params(dtype), KINDS, has_weight=has_weight)
         plan = ChunkPlan("rows", rows, 0, 0, "")
-        region = LiveRegion(SITE, bodies, NUM_EXPERTS, TOP_K, dtype, drops, lambda num_tokens: plan)
+        region = live_region(bodies, lambda num_tokens: plan, dtype, drops=drops)
         register(region)
         held.append(region)
         return region
@@ -175,7 +190,7 @@ def test_a_plan_is_chosen_once_for_each_number_of_tokens() -> None:
         return ChunkPlan("rows", 5, 0, 0, "")
 
     bodies = bodies_of(mlp, mlp_params(), KINDS)
-    region = LiveRegion(SITE, bodies, NUM_EXPERTS, TOP_K, torch.float32, False, choose)
+    region = live_region(bodies, choose)
     assert region.plan_for(3) is region.plan_for(3)
     region.plan_for(4)
     assert asked == [3, 4]

@@ -1,4 +1,4 @@
-"""A SwiGLU expert layer in Triton kernels over fixed windows of routed rows, without a host synchronisation.
+"""A layer of experts in Triton kernels over fixed windows of routed rows, without a host synchronisation.
 
 Terms
     row         a routed assignment (token, choice) in expert order; row r of the layer is of assignment order[r]
@@ -8,10 +8,12 @@ Terms
 
 One layer, forward:  sort (`sorting`), then per window `gate_up` and `down`; `combine` where results must be the same
                      in every run, otherwise `down` adds to the tokens atomically.
-Backward, per window: `gate_up` again unless its products were kept, `down_backward` (what SwiGLU and the routing
-                     weight pass on), `input_gradient`, and `weight_gradient` twice, straight into the tables.
+Backward, per window: `gate_up` again unless its products were kept, `down_backward` (what the activation and the
+                     routing weight pass on), `down` for the tokens' gradient, and `weight_gradient`, straight into
+                     the tables.
 
 `layer.swiglu_experts` is the whole of it as a differentiable function. Every module has its kernel, the function that
-launches it and, under `reference_...`, the same in plain torch. Needs Triton, except for `windows` and `launches`.
+launches it and, under `reference_...`, the same in plain torch; `traffic` says what each loads and stores. Needs
+Triton, except for `windows`, `window_size`, `traffic`, `tables` and `launches`.
 None of it has run on a device; docs/gpu.md says what was checked and how.
 """

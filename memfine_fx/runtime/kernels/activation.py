@@ -1,21 +1,24 @@
 """The experts' activation of a gate and an up projection, and its derivative, as epilogues of the products.
 
-swiglu   silu(gate) * up
-geglu    gelu(gate) * up, gelu by tanh
-clamped  GPT-OSS's: gate at most 7, up in [-7, 7]; gate * sigmoid(1.702 gate) * (up + 1)
+swiglu       silu(gate) * up
+geglu        gelu(gate) * up, gelu by tanh
+geglu_exact  gelu(gate) * up, gelu by the error function
+clamped      GPT-OSS's: gate at most 7, up in [-7, 7]; gate * sigmoid(1.702 gate) * (up + 1)
+relu2        relu(gate) squared; there is no up projection, and what stands for it is not read
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["ACTIVATIONS", "Activation", "activate", "activate_backward", "reference_activation"]
+from memfine_fx.runtime.kernels.tables import Activation
 
-Activation = Literal["swiglu", "geglu", "clamped"]
+__all__ = ["ACTIVATIONS", "activate", "activate_backward", "reference_activation"]
+
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 _LIMIT, _SLOPE = 7.0, 1.702
@@ -33,6 +36,11 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
         result = gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "geglu":
         result = 0.5 * gate * (1 + _tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))) * up
+    elif ACTIVATION == "geglu_exact":
+        result = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACTIVATION == "relu2":
+        bounded = tl.maximum(gate, 0.0)
+        result = bounded * bounded
     else:
         bounded = tl.minimum(gate, 7.0)
         result = bounded * tl.sigmoid(1.702 * bounded) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1)
@@ -51,6 +59,13 @@ def activate_backward(gate, up, grad, ACTIVATION: tl.constexpr):
         slope = 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
         grad_gate = grad * up * 0.5 * (1 + bend + gate * (1 - bend * bend) * slope)
         grad_up = grad * 0.5 * gate * (1 + bend)
+    elif ACTIVATION == "geglu_exact":
+        below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+        grad_gate = grad * up * (below + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate))
+        grad_up = grad * gate * below
+    elif ACTIVATION == "relu2":
+        grad_gate = grad * 2 * tl.maximum(gate, 0.0)
+        grad_up = grad_gate
     else:
         bounded = tl.minimum(gate, 7.0)
         share = tl.sigmoid(1.702 * bounded)
@@ -67,5 +82,9 @@ def reference_activation(gate: torch.Tensor, up: torch.Tensor, activation: Activ
         return torch.nn.functional.silu(gate) * up
     if activation == "geglu":
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    if activation == "geglu_exact":
+        return torch.nn.functional.gelu(gate) * up
+    if activation == "relu2":
+        return torch.relu(gate).square()
     gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
     return gate * torch.sigmoid(_SLOPE * gate) * (up + 1)

@@ -6,11 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.launches import Tiles, launch
+from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.sorting import Routing
+from memfine_fx.runtime.kernels.traffic import Access, Load
 from memfine_fx.runtime.kernels.windows import Window, ceil_div
 
-__all__ = ["combine", "reference_combine"]
+__all__ = ["combine", "combine_accesses", "reference_combine"]
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row"])
@@ -53,3 +54,15 @@ def reference_combine(rows: torch.Tensor, routing: Routing, window: Window, resu
     last = min(window.last, int(routing.offsets[-1]))
     tokens = routing.order[window.first : last].long() // routing.top_k
     result.index_add_(0, tokens, rows[: last - window.first].float())
+
+
+def combine_accesses(launch: Launch, load: Load) -> list[Access]:
+    """What a launch of the kernel loads and stores."""
+    columns, (num_tokens, num_blocks) = launch.constants["COLUMNS"], launch.grid
+    num_assignments = num_tokens * launch.constants["TOP_K"]
+    return [
+        Access("inverse", num_assignments * num_blocks, num_assignments),
+        Access("rows", load.num_rows * columns, load.num_rows * columns),
+        Access("result", load.num_tokens * columns, load.num_tokens * columns),
+        Access("result", load.num_tokens * columns, load.num_tokens * columns, "store"),
+    ]

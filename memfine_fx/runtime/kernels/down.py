@@ -1,8 +1,9 @@
 """Rows of a window times one or two matrices of their experts, added to the rows' tokens in fp32.
 
 The down projection is of one pair (activated rows, down); the gradient of the tokens of two (gate's and up's
-gradients, and those matrices). Either a row's result is added to its token by atomics, or it is written to [R,H]
-for `combine`, which adds a token's rows in the same order in every run.
+gradients, and those matrices). Where experts have biases the down projection adds one, times the row's weight. Either a
+row's result is added to its token by atomics, or it is written to [R,H] for `combine`, which adds a token's rows in the
+same order in every run.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.launches import Tiles, launch
+from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tile_search import find_tile
+from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
 
-__all__ = ["add_products", "reference_products"]
+__all__ = ["add_products", "down_accesses", "reference_products"]
 
 
 @triton.jit
@@ -44,6 +46,8 @@ def _down_kernel(
     offsets,
     first_matrix,
     second_matrix,
+    bias,
+    weight,
     result,
     first_row,
     last_row,
@@ -55,6 +59,10 @@ def _down_kernel(
     STRIDE_EXPERT: tl.constexpr,
     STRIDE_COLUMN: tl.constexpr,
     STRIDE_DEPTH: tl.constexpr,
+    BIAS_STRIDE_EXPERT: tl.constexpr,
+    BIAS_STRIDE_COLUMN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     HAS_SECOND: tl.constexpr,
     IS_ATOMIC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -83,6 +91,13 @@ def _down_kernel(
             TILE_DEPTH,
         )  # fmt: skip
     is_output = is_row[:, None] & is_column[None, :]
+    if HAS_BIAS:
+        places_of_bias = bias + expert * BIAS_STRIDE_EXPERT + columns * BIAS_STRIDE_COLUMN
+        addend = tl.load(places_of_bias, mask=is_column, other=0).to(tl.float32)[None, :]
+        if HAS_WEIGHT:
+            assignments = tl.load(order + rows, mask=is_row, other=0)
+            addend = addend * tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
+        total += addend
     if IS_ATOMIC:
         tokens = (tl.load(order + rows, mask=is_row, other=0) // TOP_K).to(tl.int64)
         tl.atomic_add(result + tokens[:, None] * COLUMNS + columns[None, :], total, mask=is_output, sem="relaxed")
@@ -101,6 +116,8 @@ def add_products(
     precision: str,
     *,
     is_atomic: bool,
+    bias: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
 ) -> None:
     """Add sum of rows[i] @ matrices[i][e].T to the tokens' sums, or write it row by row.
 
@@ -109,6 +126,8 @@ def add_products(
         matrices: as many [E,C,D], of the same strides.
         result: [T,C] fp32 where it is added to, else [R,C].
         precision: of products of fp32, "ieee" or "tf32".
+        bias: [E,C], added to every row, times its weight where there is one.
+        weight: [N] by assignment.
     """
     matrix = matrices[0]
     num_experts, columns, depth = matrix.shape
@@ -121,6 +140,10 @@ def add_products(
         "STRIDE_EXPERT": matrix.stride(0),
         "STRIDE_COLUMN": matrix.stride(1),
         "STRIDE_DEPTH": matrix.stride(2),
+        "BIAS_STRIDE_EXPERT": 0 if bias is None else bias.stride(0),
+        "BIAS_STRIDE_COLUMN": 0 if bias is None else bias.stride(1),
+        "HAS_BIAS": bias is not None,
+        "HAS_WEIGHT": bias is not None and weight is not None,
         "HAS_SECOND": len(rows) == 2,
         "IS_ATOMIC": is_atomic,
         "PRECISION": precision,
@@ -135,6 +158,8 @@ def add_products(
         "offsets": routing.offsets,
         "first_matrix": matrix,
         "second_matrix": matrices[-1],
+        "bias": matrix if bias is None else bias,
+        "weight": matrix if bias is None or weight is None else weight,
         "result": result,
         "first_row": window.first,
         "last_row": window.last,
@@ -144,7 +169,12 @@ def add_products(
 
 
 def reference_products(
-    rows: Sequence[torch.Tensor], matrices: Sequence[torch.Tensor], routing: Routing, window: Window
+    rows: Sequence[torch.Tensor],
+    matrices: Sequence[torch.Tensor],
+    routing: Routing,
+    window: Window,
+    bias: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[R,C] fp32 of a window in plain torch, before anything is added to tokens; zeros in rows of no expert."""
     result = rows[0].new_zeros((window.num_rows, matrices[0].shape[1]), dtype=torch.float32)
@@ -152,4 +182,29 @@ def reference_products(
         here = slice(start - window.first, stop - window.first)
         for one, matrix in zip(rows, matrices, strict=True):
             result[here] += one[here].float() @ matrix[expert].to(one.dtype).float().T
+        if bias is not None:
+            shares = 1.0 if weight is None else weight[routing.order[start:stop].long(), None].float()
+            result[here] += bias[expert].float() * shares
     return result
+
+
+def down_accesses(launch: Launch, load: Load) -> list[Access]:
+    """What a launch of the kernel loads and stores."""
+    told, rows, present = launch.constants, load.num_rows, load.num_present
+    columns, depth, num_columns = told["COLUMNS"], told["DEPTH"], launch.grid[0]
+    tiles, tile_rows = load.num_tiles(told["TILE_ROWS"]), told["TILE_ROWS"]
+    has_share = told["HAS_BIAS"] and told["HAS_WEIGHT"]
+    num_orders = told["IS_ATOMIC"] + has_share
+    found = [of_tiles(launch)]
+    for name in ("first", "second") if told["HAS_SECOND"] else ("first",):
+        found.append(Access(name, tiles * tile_rows * depth * num_columns, rows * depth))
+        found.append(Access(f"{name}_matrix", tiles * depth * columns, present * depth * columns))
+    if num_orders:
+        found.append(Access("order", num_orders * rows * num_columns, rows))
+    if told["HAS_BIAS"]:
+        found.append(Access("bias", tiles * columns, present * columns))
+    if has_share:
+        found.append(Access("weight", rows * num_columns, rows))
+    if told["IS_ATOMIC"]:
+        return [*found, Access("result", rows * columns, load.num_tokens * columns, "atomic")]
+    return [*found, Access("result", rows * columns, rows * columns, "store")]

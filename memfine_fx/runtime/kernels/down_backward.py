@@ -1,6 +1,7 @@
 """Gradients that pass the down projection: of gate's and up's products, of the routing weight; and the activated rows.
 
 Before:  p = (grad[order // K] @ down[e]); weight_grad = (p * act(g, u)).sum(-1); (g', u') = act'(g, u, p * weight)
+         With biases weight_grad has grad . down_bias[e] too.
 After:   one kernel; g' and u' may be written over g and u. The routing weight's gradient comes in a part for every
          tile of columns, [tiles,N] by assignment, each written once: a sum over them is the same in every run.
 """
@@ -11,14 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.activation import Activation, activate, activate_backward, reference_activation
-from memfine_fx.runtime.kernels.launches import Tiles, launch
+from memfine_fx.runtime.kernels.activation import activate, activate_backward, reference_activation
+from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Tables
+from memfine_fx.runtime.kernels.tables import Activation, Tables
 from memfine_fx.runtime.kernels.tile_search import find_tile
+from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
 
-__all__ = ["down_backward", "num_weight_parts", "reference_down_backward"]
+__all__ = ["down_backward", "down_backward_accesses", "num_weight_parts", "reference_down_backward"]
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row", "num_assignments"])
@@ -28,6 +30,7 @@ def _down_backward_kernel(
     order,
     offsets,
     down,
+    down_bias,
     gate_rows,
     up_rows,
     gate_grad,
@@ -45,6 +48,11 @@ def _down_backward_kernel(
     STRIDE_EXPERT: tl.constexpr,
     STRIDE_HIDDEN: tl.constexpr,
     STRIDE_WIDTH: tl.constexpr,
+    BIAS_STRIDE_EXPERT: tl.constexpr,
+    BIAS_STRIDE_HIDDEN: tl.constexpr,
+    PRODUCT_STRIDE_ROW: tl.constexpr,
+    PRODUCT_STRIDE_WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WRITES_ACTIVATED: tl.constexpr,
@@ -74,11 +82,23 @@ def _down_backward_kernel(
         total = tl.dot(left, tl.load(entries, mask=is_entry, other=0).to(left.dtype), total, input_precision=PRECISION)
     own = (rows - first_row)[:, None] * WIDTH + columns[None, :]
     is_own = is_row[:, None] & is_column[None, :]
-    gate_tile = tl.load(gate_rows + own, mask=is_own, other=0).to(tl.float32)
-    up_tile = tl.load(up_rows + own, mask=is_own, other=0).to(tl.float32)
+    products = (rows - first_row)[:, None] * PRODUCT_STRIDE_ROW + columns[None, :] * PRODUCT_STRIDE_WIDTH
+    gate_tile = tl.load(gate_rows + products, mask=is_own, other=0).to(tl.float32)
+    if ACTIVATION == "relu2":  # noqa: SIM108 - decided when it is compiled
+        up_tile = gate_tile
+    else:
+        up_tile = tl.load(up_rows + products, mask=is_own, other=0).to(tl.float32)
     result = activate(gate_tile, up_tile, ACTIVATION)
     if HAS_WEIGHT:
         part = tl.sum(tl.where(is_own, total * result, 0.0), 1)
+        if HAS_BIAS:  # noqa: SIM102 - decided when it is compiled
+            if tl.program_id(0) == 0:  # once for every row, after the loop that is kept free of it
+                for begin in range(0, HIDDEN, TILE_DEPTH):
+                    places = begin + tl.arange(0, TILE_DEPTH)
+                    is_place = places < HIDDEN
+                    left = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0).to(tl.float32)
+                    places_of_bias = down_bias + expert * BIAS_STRIDE_EXPERT + places * BIAS_STRIDE_HIDDEN
+                    part += tl.sum(left * tl.load(places_of_bias, mask=is_place, other=0).to(tl.float32)[None, :], 1)
         parts = weight_parts + tl.program_id(0).to(tl.int64) * num_assignments
         tl.store(parts + assignments, part, mask=is_row)
         share = tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
@@ -86,7 +106,8 @@ def _down_backward_kernel(
         result *= share
     gate_tile, up_tile = activate_backward(gate_tile, up_tile, total, ACTIVATION)
     tl.store(gate_grad + own, gate_tile.to(gate_grad.dtype.element_ty), mask=is_own)
-    tl.store(up_grad + own, up_tile.to(up_grad.dtype.element_ty), mask=is_own)
+    if ACTIVATION != "relu2":
+        tl.store(up_grad + own, up_tile.to(up_grad.dtype.element_ty), mask=is_own)
     if WRITES_ACTIVATED:
         tl.store(activated + own, result.to(activated.dtype.element_ty), mask=is_own)
 
@@ -115,8 +136,9 @@ def down_backward(
     Args:
         grad: [T,H] of the output, contiguous, in the rows' dtype.
         weight: [N] by assignment, or None for ones.
-        products: gate's and up's, [R,F] each.
-        gradients: where theirs go; may be `products` again.
+        products: gate's and up's with their biases, [R,F] each, of the same strides; without an up projection the
+            second is not read.
+        gradients: where theirs go, [R,F] each, contiguous; may be `products` again. Likewise.
         activated: where act(g, u) * weight goes, [R,F], or None.
         weight_parts: [num_weight_parts,N] fp32, zeros; there where `weight` is.
         precision: of products of fp32, "ieee" or "tf32".
@@ -130,6 +152,11 @@ def down_backward(
         "STRIDE_EXPERT": tables.down.stride(0),
         "STRIDE_HIDDEN": tables.down.stride(1),
         "STRIDE_WIDTH": tables.down.stride(2),
+        "BIAS_STRIDE_EXPERT": 0 if tables.down_bias is None else tables.down_bias.stride(0),
+        "BIAS_STRIDE_HIDDEN": 0 if tables.down_bias is None else tables.down_bias.stride(1),
+        "PRODUCT_STRIDE_ROW": products[0].stride(0),
+        "PRODUCT_STRIDE_WIDTH": products[0].stride(1),
+        "HAS_BIAS": tables.down_bias is not None,
         "ACTIVATION": activation,
         "HAS_WEIGHT": weight is not None,
         "WRITES_ACTIVATED": activated is not None,
@@ -144,6 +171,7 @@ def down_backward(
         "order": routing.order,
         "offsets": routing.offsets,
         "down": tables.down,
+        "down_bias": grad if tables.down_bias is None else tables.down_bias,
         "gate_rows": products[0],
         "up_rows": products[1],
         "gate_grad": gradients[0],
@@ -173,14 +201,43 @@ def reference_down_backward(
     shares = grad.new_ones(routing.num_rows) if weight is None else weight.detach().clone()
     shares.requires_grad_()
     with torch.enable_grad():
-        result = reference_activation(gate_rows, up_rows, activation)
-        total = result.new_zeros(())
-        activated = torch.zeros_like(result)
+        total = gate_rows.new_zeros(())
+        activated = torch.zeros_like(gate_rows)
         for expert, (start, stop) in enumerate(routing.ranges(window)):
             assignments = routing.order[start:stop].long()
             here = slice(start - window.first, stop - window.first)
-            rows = (result[here] * shares[assignments, None]).float()
+            result = reference_activation(gate_rows[here], up_rows[here], activation)
+            rows = (result * shares[assignments, None]).float()
             activated[here] = rows.detach()
-            total = total + (rows @ tables.down[expert].float().T * grad[assignments // routing.top_k].float()).sum()
+            outputs = rows @ tables.down[expert].float().T
+            if tables.down_bias is not None:
+                outputs = outputs + tables.down_bias[expert].float() * shares[assignments, None]
+            total = total + (outputs * grad[assignments // routing.top_k].float()).sum()
         gradients = torch.autograd.grad(total, [gate_rows, up_rows, shares], allow_unused=True, materialize_grads=True)
     return gradients[0].to(grad.dtype), gradients[1].to(grad.dtype), activated.to(grad.dtype), gradients[2]
+
+
+def down_backward_accesses(launch: Launch, load: Load) -> list[Access]:
+    """What a launch of the kernel loads and stores."""
+    told, rows, present = launch.constants, load.num_rows, load.num_present
+    hidden, width, num_columns = told["HIDDEN"], told["WIDTH"], launch.grid[0]
+    tiles, tile_rows = load.num_tiles(told["TILE_ROWS"]), told["TILE_ROWS"]
+    names = ("gate",) if told["ACTIVATION"] == "relu2" else ("gate", "up")
+    has_bias_part = told["HAS_BIAS"] and told["HAS_WEIGHT"]
+    num_sweeps = num_columns + has_bias_part  # of the gradient's rows
+    found = [
+        of_tiles(launch),
+        Access("order", rows * num_columns, rows),
+        Access("grad", tiles * tile_rows * hidden * num_sweeps, load.num_tokens_read(tile_rows) * hidden),
+        Access("down", tiles * hidden * width, present * hidden * width),
+    ]
+    found += [Access(f"{name}_rows", rows * width, rows * width) for name in names]
+    found += [Access(f"{name}_grad", rows * width, rows * width, "store") for name in names]
+    if has_bias_part:
+        found.append(Access("down_bias", tiles * hidden, present * hidden))
+    if told["HAS_WEIGHT"]:
+        found.append(Access("weight", rows * num_columns, rows))
+        found.append(Access("weight_parts", rows * num_columns, rows * num_columns, "store"))
+    if told["WRITES_ACTIVATED"]:
+        found.append(Access("activated", rows * width, rows * width, "store"))
+    return found

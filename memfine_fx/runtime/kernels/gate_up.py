@@ -1,7 +1,9 @@
 """Gathered tokens times gate and up, activation and routing weight: [T,H] -> [R,F] of one window, no rows gathered.
 
-Before:  x = hidden[order // K]; g = x @ gate[e].T; u = x @ up[e].T; activated = act(g, u) * weight[order]
+Before:  x = hidden[order // K]; g = x @ gate[e].T + gate_bias[e]; u = x @ up[e].T + up_bias[e]
+         activated = act(g, u) * weight[order]
 After:   one kernel; g and u are written where something is to be kept of them, or backward asks for them again.
+         Without biases and up, what stands for them is not read.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.activation import Activation, activate, reference_activation
-from memfine_fx.runtime.kernels.launches import Tiles, launch
+from memfine_fx.runtime.kernels.activation import activate, reference_activation
+from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Tables
+from memfine_fx.runtime.kernels.tables import Activation, Tables
 from memfine_fx.runtime.kernels.tile_search import find_tile
+from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
 
-__all__ = ["gate_up", "reference_gate_up"]
+__all__ = ["gate_up", "gate_up_accesses", "reference_gate_up"]
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row"])
@@ -28,6 +31,8 @@ def _gate_up_kernel(
     offsets,
     gate,
     up,
+    gate_bias,
+    up_bias,
     gate_rows,
     up_rows,
     activated,
@@ -41,6 +46,11 @@ def _gate_up_kernel(
     STRIDE_EXPERT: tl.constexpr,
     STRIDE_WIDTH: tl.constexpr,
     STRIDE_HIDDEN: tl.constexpr,
+    BIAS_STRIDE_EXPERT: tl.constexpr,
+    BIAS_STRIDE_WIDTH: tl.constexpr,
+    PRODUCT_STRIDE_ROW: tl.constexpr,
+    PRODUCT_STRIDE_WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WRITES_PRODUCTS: tl.constexpr,
@@ -71,16 +81,24 @@ def _gate_up_kernel(
         tokens = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0)
         gate_tile = tl.load(gate + entries, mask=is_entry, other=0).to(tokens.dtype)
         gate_total = tl.dot(tokens, gate_tile, gate_total, input_precision=PRECISION)
-        up_tile = tl.load(up + entries, mask=is_entry, other=0).to(tokens.dtype)
-        up_total = tl.dot(tokens, up_tile, up_total, input_precision=PRECISION)
+        if ACTIVATION != "relu2":
+            up_tile = tl.load(up + entries, mask=is_entry, other=0).to(tokens.dtype)
+            up_total = tl.dot(tokens, up_tile, up_total, input_precision=PRECISION)
     outputs = (rows - first_row)[:, None] * WIDTH + columns[None, :]
     is_output = is_row[:, None] & is_column[None, :]
+    if HAS_BIAS:
+        biases = expert * BIAS_STRIDE_EXPERT + columns * BIAS_STRIDE_WIDTH
+        gate_total += tl.load(gate_bias + biases, mask=is_column, other=0).to(tl.float32)[None, :]
+        if ACTIVATION != "relu2":
+            up_total += tl.load(up_bias + biases, mask=is_column, other=0).to(tl.float32)[None, :]
     # Backward reads these in the rows' dtype; forward activates what backward will.
     gate_total = gate_total.to(hidden.dtype.element_ty)
     up_total = up_total.to(hidden.dtype.element_ty)
     if WRITES_PRODUCTS:
-        tl.store(gate_rows + outputs, gate_total, mask=is_output)
-        tl.store(up_rows + outputs, up_total, mask=is_output)
+        products = (rows - first_row)[:, None] * PRODUCT_STRIDE_ROW + columns[None, :] * PRODUCT_STRIDE_WIDTH
+        tl.store(gate_rows + products, gate_total, mask=is_output)
+        if ACTIVATION != "relu2":
+            tl.store(up_rows + products, up_total, mask=is_output)
     if WRITES_ACTIVATED:
         result = activate(gate_total.to(tl.float32), up_total.to(tl.float32), ACTIVATION)
         if HAS_WEIGHT:
@@ -105,7 +123,8 @@ def gate_up(
     Args:
         hidden: [T,H], contiguous.
         weight: [N] by assignment, or None for ones.
-        products: where gate's and up's go, [R,F] each, contiguous.
+        products: where gate's and up's go, with their biases; [R,F] each, of the same strides. Without an up projection
+            the second is not written.
         activated: where act(g, u) * weight goes, [R,F], contiguous.
         precision: of products of fp32, "ieee" or "tf32".
     """
@@ -118,6 +137,11 @@ def gate_up(
         "STRIDE_EXPERT": tables.gate.stride(0),
         "STRIDE_WIDTH": tables.gate.stride(1),
         "STRIDE_HIDDEN": tables.gate.stride(2),
+        "BIAS_STRIDE_EXPERT": 0 if tables.gate_bias is None else tables.gate_bias.stride(0),
+        "BIAS_STRIDE_WIDTH": 0 if tables.gate_bias is None else tables.gate_bias.stride(1),
+        "PRODUCT_STRIDE_ROW": 0 if products is None else products[0].stride(0),
+        "PRODUCT_STRIDE_WIDTH": 0 if products is None else products[0].stride(1),
+        "HAS_BIAS": tables.gate_bias is not None,
         "ACTIVATION": activation,
         "HAS_WEIGHT": weight is not None,
         "WRITES_PRODUCTS": products is not None,
@@ -135,6 +159,8 @@ def gate_up(
         "offsets": routing.offsets,
         "gate": tables.gate,
         "up": tables.up,
+        "gate_bias": hidden if tables.gate_bias is None else tables.gate_bias,
+        "up_bias": hidden if tables.up_bias is None else tables.up_bias,
         "gate_rows": gate_rows,
         "up_rows": up_rows,
         "activated": hidden if activated is None else activated,
@@ -161,6 +187,32 @@ def reference_gate_up(
         rows = hidden[assignments // routing.top_k]
         gate_rows[here] = rows @ tables.gate[expert].T.to(hidden.dtype)
         up_rows[here] = rows @ tables.up[expert].T.to(hidden.dtype)
+        if tables.gate_bias is not None and tables.up_bias is not None:
+            gate_rows[here] += tables.gate_bias[expert].to(hidden.dtype)
+            up_rows[here] += tables.up_bias[expert].to(hidden.dtype)
         result = reference_activation(gate_rows[here].float(), up_rows[here].float(), activation)
         activated[here] = (result if weight is None else result * weight[assignments, None]).to(hidden.dtype)
     return gate_rows, up_rows, activated
+
+
+def gate_up_accesses(launch: Launch, load: Load) -> list[Access]:
+    """What a launch of the kernel loads and stores."""
+    told, rows, present = launch.constants, load.num_rows, load.num_present
+    hidden, width, num_columns = told["HIDDEN"], told["WIDTH"], launch.grid[0]
+    tiles, tile_rows = load.num_tiles(told["TILE_ROWS"]), told["TILE_ROWS"]
+    names = ("gate",) if told["ACTIVATION"] == "relu2" else ("gate", "up")
+    found = [
+        of_tiles(launch),
+        Access("order", rows * num_columns, rows),
+        Access("hidden", tiles * tile_rows * hidden * num_columns, load.num_tokens_read(tile_rows) * hidden),
+        *(Access(name, tiles * hidden * width, present * hidden * width) for name in names),
+    ]
+    if told["WRITES_PRODUCTS"]:
+        found += [Access(f"{name}_rows", rows * width, rows * width, "store") for name in names]
+    if told["WRITES_ACTIVATED"]:
+        found.append(Access("activated", rows * width, rows * width, "store"))
+        if told["HAS_WEIGHT"]:
+            found.append(Access("weight", rows * num_columns, rows))
+    if told["HAS_BIAS"]:
+        found += [Access(f"{name}_bias", tiles * width, present * width) for name in names]
+    return found

@@ -1,4 +1,4 @@
-"""A whole layer of SwiGLU experts as one differentiable function of kernels over windows.
+"""A whole layer of experts as one differentiable function of kernels over windows.
 
 Between forward and backward it keeps its inputs and the index arrays, 8 bytes a routed row, and, where asked, the
 products of gate and up. In a pass it holds three rows [R,F] of a window, and [R,H] where sums are deterministic.
@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from memfine_fx.runtime.kernels.activation import Activation
 from memfine_fx.runtime.kernels.combine import combine
 from memfine_fx.runtime.kernels.down import add_products
 from memfine_fx.runtime.kernels.down_backward import down_backward, num_weight_parts
 from memfine_fx.runtime.kernels.gate_up import gate_up
 from memfine_fx.runtime.kernels.launches import Tiles
 from memfine_fx.runtime.kernels.sorting import Routing, sort_assignments
-from memfine_fx.runtime.kernels.tables import Layout, Tables
+from memfine_fx.runtime.kernels.tables import Activation, Layout, Tables, num_projections_of
 from memfine_fx.runtime.kernels.tiling import LayerTiles, target_of, tiles_for
-from memfine_fx.runtime.kernels.weight_gradient import new_stages, weight_gradient
+from memfine_fx.runtime.kernels.weight_gradient import TableGradients, weight_gradient
 from memfine_fx.runtime.kernels.windows import Window, windows_of
 
 __all__ = ["Gradients", "LayerOptions", "run_backward", "run_forward", "swiglu_experts"]
@@ -34,7 +33,8 @@ class LayerOptions:
     Args:
         rows_per_window: R.
         layout: of its parameters.
-        activation: of its experts.
+        activation: of its experts; "relu2" goes with the layouts that have no up projection, and with no other.
+        has_bias: whether every projection has one.
         keeps_products: whether forward keeps gate's and up's products, [N,F] each, or backward makes them again.
         is_deterministic: whether a token's rows are added in the same order in every run, for a launch more a window.
         precision: of products of fp32, "ieee" or "tf32".
@@ -44,10 +44,25 @@ class LayerOptions:
     rows_per_window: int
     layout: Layout = "halves"
     activation: Activation = "swiglu"
+    has_bias: bool = False
     keeps_products: bool = False
     is_deterministic: bool = False
     precision: str = "ieee"
     tiles: LayerTiles | None = None
+
+    @property
+    def has_up(self) -> bool:
+        return self.activation != "relu2"
+
+    def tables_of(self, params: Sequence[torch.Tensor]) -> Tables:
+        """The parameters, or their gradients, as the kernels see them.
+
+        Raises:
+            ValueError: they have not that layout, or the activation does not go with it.
+        """
+        if self.has_up is (self.layout in ("single", "single_in_out")):
+            raise ValueError(f"activation {self.activation!r} does not go with layout {self.layout!r}")
+        return Tables.of(params, self.layout, has_bias=self.has_bias)
 
     def tiles_of(self, hidden: torch.Tensor) -> LayerTiles:
         return self.tiles or tiles_for(target_of(hidden.device), hidden.dtype)
@@ -72,25 +87,28 @@ def run_forward(
     params: Sequence[torch.Tensor],
     options: LayerOptions,
     out_dtype: torch.dtype | None = None,
+    kept: Products | None = None,
 ) -> tuple[torch.Tensor, Products | None]:
     """(combined outputs [T,H], kept products [N,F] or None).
 
     Args:
+        kept: where to keep the products, [N,F] each, of the same strides; new where they are to be kept and it is None.
         out_dtype: of the outputs, or None for hidden's.
         hidden: [T,H], contiguous.
         weight: [N] by assignment, or None for ones.
     """
-    tables, tiles = Tables.of(params, options.layout), options.tiles_of(hidden)
+    tables, tiles = options.tables_of(params), options.tiles_of(hidden)
     out = hidden.new_zeros((hidden.shape[0], tables.hidden), dtype=torch.float32)
     activated = hidden.new_empty((_capacity(routing, options), tables.width))
-    kept = _products(hidden, routing.num_rows, tables.width) if options.keeps_products else None
+    if options.keeps_products and kept is None:
+        kept = _products(hidden, routing.num_rows, tables.width, options)
     add = _Adder(routing, options, tiles.down, hidden)
     for window in windows_of(routing.num_rows, options.rows_per_window):
         gate_up(
             hidden, weight, routing, tables, window, options.activation, _part(kept, window), activated, tiles.gate_up,
             options.precision,
         )  # fmt: skip
-        add([activated], [tables.down], window, out)
+        add([activated], [tables.down], window, out, tables.down_bias, weight)
     return out.to(out_dtype or hidden.dtype), kept
 
 
@@ -111,7 +129,7 @@ def run_backward(
         wanted: hidden, weight, then each parameter.
         others: as in `run_forward`.
     """
-    tables, tiles = Tables.of(params, options.layout), options.tiles_of(hidden)
+    tables, tiles = options.tables_of(params), options.tiles_of(hidden)
     grad = grad.to(hidden.dtype).contiguous()
     run = _Backward(grad, hidden, weight, routing, tables, options, tiles, wanted, params)
     for window in windows_of(routing.num_rows, options.rows_per_window):
@@ -130,11 +148,20 @@ class _Adder:
             self._rows = hidden.new_empty(shape, dtype=torch.float32)
 
     def __call__(
-        self, rows: list[torch.Tensor], matrices: list[torch.Tensor], window: Window, out: torch.Tensor
+        self,
+        rows: list[torch.Tensor],
+        matrices: list[torch.Tensor],
+        window: Window,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
     ) -> None:
         is_atomic = self._rows is None
         result = out if self._rows is None else self._rows
-        add_products(rows, matrices, self._routing, window, result, self._tiles, self._precision, is_atomic=is_atomic)
+        add_products(
+            rows, matrices, self._routing, window, result, self._tiles, self._precision, is_atomic=is_atomic, bias=bias,
+            weight=weight,
+        )  # fmt: skip
         if self._rows is not None:
             combine(self._rows, self._routing, window, out)
 
@@ -156,25 +183,29 @@ class _Backward:
     ) -> None:
         self._grad, self._hidden, self._weight, self._routing = grad, hidden, weight, routing
         self._tables, self._options, self._tiles, self._wanted = tables, options, tiles, wanted
+        self._given = params
         self._add = _Adder(routing, options, tiles.down, hidden)
         capacity = _capacity(routing, options)
-        self._room = _products(hidden, capacity, tables.width)
-        self._activated = hidden.new_empty((capacity, tables.width)) if wanted[-1] else None
+        self._room = _products(hidden, capacity, tables.width, options)
         self._hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
         self._parts: torch.Tensor | None = None
         if weight is not None:
             num_parts = num_weight_parts(tables.width, tiles.down_backward)
             self._parts = hidden.new_zeros((num_parts, routing.num_rows), dtype=torch.float32)
-        # What is not wanted stands for itself and is never written; gate and up are written together.
-        written = [*[any(wanted[2:-1])] * (len(params) - 1), wanted[-1]]
+        is_projection = _is_projection(options)
+        pairs = list(zip(is_projection, wanted[2:], strict=True))
+        has_projections = any(is_wanted for is_one, is_wanted in pairs if is_one)
+        has_down = any(is_wanted for is_one, is_wanted in pairs if not is_one)
+        self._activated = hidden.new_empty((capacity, tables.width)) if has_down else hidden
+        # What is not written stands for itself; the projections are written together, and down with its bias.
         self._params = [
-            torch.empty_like(param) if is_written else param for param, is_written in zip(params, written, strict=True)
+            _new_gradient(param, has_projections if is_one else has_down)
+            for param, is_one in zip(params, is_projection, strict=True)
         ]
-        views = Tables.of(self._params, options.layout)
-        self._projections, self._down = [views.gate, views.up], [views.down.mT]
-        is_cut = routing.num_rows > options.rows_per_window
-        self._projection_stages = new_stages(self._projections, is_cut=is_cut)
-        self._down_stages = new_stages(self._down, is_cut=is_cut)
+        self._into = TableGradients.of(
+            options.tables_of(self._params), has_projections=has_projections, has_down=has_down,
+            is_cut=routing.num_rows > options.rows_per_window,
+        )  # fmt: skip
 
     def window(self, window: Window, kept: Products | None) -> None:
         """Everything of one window."""
@@ -185,22 +216,19 @@ class _Backward:
                 self._hidden, None, routing, tables, window, options.activation, self._room, None, tiles.gate_up,
                 precision,
             )  # fmt: skip
+        into = self._into
         down_backward(
             self._grad, self._weight, routing, tables, window, options.activation, kept or self._room, self._room,
-            self._activated, self._parts, tiles.down_backward, precision,
+            self._activated if into.has_down else None, self._parts, tiles.down_backward, precision,
         )  # fmt: skip
-        rows = list(self._room)
         if self._hidden_grad is not None:
-            self._add(rows, [tables.gate.mT, tables.up.mT], window, self._hidden_grad)
-        if any(self._wanted[2:-1]):
+            rows, matrices = list(self._room), [tables.gate.mT, tables.up.mT]
+            num_matrices = 1 + options.has_up
+            self._add(rows[:num_matrices], matrices[:num_matrices], window, self._hidden_grad)
+        if into.has_projections or into.has_down:
             weight_gradient(
-                rows, self._hidden, routing, window, self._projections, self._projection_stages, tiles.weight_gradient,
-                precision,
-            )  # fmt: skip
-        if self._activated is not None:
-            weight_gradient(
-                [self._activated], self._grad, routing, window, self._down, self._down_stages,
-                tiles.down_weight_gradient, precision,
+                self._room, self._hidden, self._activated, self._grad, self._weight, routing, window, into,
+                tiles.weight_gradient, precision,
             )  # fmt: skip
 
     def gradients(self) -> Gradients:
@@ -209,7 +237,10 @@ class _Backward:
         weight = None
         if self._wanted[1] and self._parts is not None and self._weight is not None:
             weight = self._parts.sum(0).to(self._weight.dtype)
-        params = [param if is_wanted else None for param, is_wanted in zip(self._params, self._wanted[2:], strict=True)]
+        params = [
+            one.to(param.dtype) if is_wanted else None
+            for one, param, is_wanted in zip(self._params, self._given, self._wanted[2:], strict=True)
+        ]
         return Gradients(hidden, weight, params)
 
 
@@ -217,8 +248,25 @@ def _capacity(routing: Routing, options: LayerOptions) -> int:
     return min(options.rows_per_window, routing.num_rows)
 
 
-def _products(hidden: torch.Tensor, num_rows: int, width: int) -> Products:
-    return hidden.new_empty((num_rows, width)), hidden.new_empty((num_rows, width))
+def _products(hidden: torch.Tensor, num_rows: int, width: int, options: LayerOptions) -> Products:
+    """Room for gate's and up's, the same where there is no up projection."""
+    of_gate = hidden.new_empty((num_rows, width))
+    return of_gate, hidden.new_empty((num_rows, width)) if options.has_up else of_gate
+
+
+def _is_projection(options: LayerOptions) -> list[bool]:
+    """Of each parameter, whether it is of gate and up, not of down."""
+    group = [*[True] * num_projections_of(options.layout), False]
+    return group * (1 + options.has_bias)
+
+
+def _new_gradient(param: torch.Tensor, is_written: bool) -> torch.Tensor:
+    """Where a parameter's gradient goes; a bias's is summed in fp32."""
+    if not is_written:
+        return param
+    if param.ndim == 2:
+        return torch.zeros_like(param, dtype=torch.float32)
+    return torch.empty_like(param)
 
 
 def _part(kept: Products | None, window: Window) -> Products | None:
@@ -287,7 +335,7 @@ def swiglu_experts(
     Raises:
         ValueError: the parameters have not that layout, or do not fit hidden's width; a window is too large.
     """
-    tables = Tables.of(params, options.layout)
+    tables = options.tables_of(params)
     _check_window(options.rows_per_window, tables)
     if hidden.ndim != 2 or hidden.shape[1] != tables.hidden:
         raise ValueError(f"tokens {list(hidden.shape)} do not meet experts of [{tables.width}, {tables.hidden}]")

@@ -17,10 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.launches import Tiles, launch
+from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.traffic import Access, Load
 from memfine_fx.runtime.kernels.windows import Window, ceil_div
 
-__all__ = ["Routing", "reference_sort", "sort_assignments"]
+__all__ = ["Routing", "reference_sort", "sort_accesses", "sort_assignments"]
 
 _BLOCK = 128
 _TILES = Tiles(_BLOCK, 1, 1, num_warps=4, num_stages=1)
@@ -152,3 +153,24 @@ def reference_sort(expert_index: torch.Tensor, num_experts: int) -> Routing:
     inverse[order] = torch.where(rows < offsets[-1], rows, -1)
     order, inverse, offsets = (one.to(torch.int32) for one in (order, inverse, offsets))
     return Routing(order, inverse, offsets, expert_index.shape[1])
+
+
+def sort_accesses(launch: Launch, load: Load) -> list[Access]:
+    """What a launch of one of the four kernels loads and stores, at most: experts may share blocks or not.
+
+    Args:
+        load: of the whole layer.
+    """
+    experts, rows = len(load.counts), load.num_rows
+    ids = launch.arguments["ids"].shape[0] if "ids" in launch.arguments else 0
+    pairs = min(rows, experts * ceil_div(ids, _BLOCK))  # of an expert and a block
+    if launch.name == "count_kernel":
+        return [Access("ids", ids, ids), Access("counts", pairs, pairs, "store")]
+    if launch.name == "scan_kernel":
+        size = experts * launch.arguments["num_blocks"]
+        counts = [Access("counts", size, size), Access("counts", size, size, "store")]
+        return [*counts, Access("totals", experts, experts, "store")]
+    if launch.name == "offsets_kernel":
+        return [Access("totals", experts, experts), Access("offsets", experts + 1, experts + 1, "store")]
+    found = [Access("ids", ids, ids), Access("counts", rows, pairs), Access("offsets", rows, experts)]
+    return [*found, Access("order", rows, rows, "store"), Access("inverse", ids, ids, "store")]

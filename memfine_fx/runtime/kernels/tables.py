@@ -8,9 +8,12 @@ from typing import Literal, get_args
 
 import torch
 
-__all__ = ["LAYOUTS", "KernelForm", "Layout", "Tables"]
+__all__ = ["LAYOUTS", "Activation", "KernelForm", "Layout", "Tables", "num_projections_of"]
 
-Layout = Literal["apart", "apart_in_out", "halves", "halves_in_out", "interleaved_in_out"]
+Activation = Literal["swiglu", "geglu", "geglu_exact", "clamped", "relu2"]
+"""See `memfine_fx.runtime.kernels.activation`."""
+
+Layout = Literal["apart", "apart_in_out", "halves", "halves_in_out", "interleaved_in_out", "single", "single_in_out"]
 """How the parameters hold them, matrices of E experts in front:
 
     apart               gate [F,H], up [F,H], down [H,F]
@@ -18,22 +21,33 @@ Layout = Literal["apart", "apart_in_out", "halves", "halves_in_out", "interleave
     halves              gate and up [2F,H] one after the other, down [H,F]
     halves_in_out       gate and up [H,2F] one after the other, down [F,H]
     interleaved_in_out  gate and up [H,2F] column by column, down [F,H]
+    single              gate [F,H] and no up, down [H,F]
+    single_in_out       gate [H,F] and no up, down [F,H]
+
+Where experts have biases, those follow in the same order: of one or both projections, then [H] of down; a bias of gate
+and up in one is [2F], divided as the columns are.
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _APART = ("apart", "apart_in_out")
+_SINGLE = ("single", "single_in_out")
+_OUT_IN = ("apart", "halves", "single")
 
 
 @dataclass(frozen=True)
 class KernelForm:
-    """What of an expert function makes it one that the kernels know: SwiGLU experts.
+    """What of an expert function makes it one that the kernels know.
 
     Args:
         layout: of its parameters.
-        positions: where gate and up, or both in one, and down stand among them.
+        positions: where gate and up, or both in one, down and the biases stand among them.
+        activation: between the projections.
+        has_bias: whether every projection has one.
     """
 
     layout: Layout
     positions: tuple[int, ...]
+    activation: Activation = "swiglu"
+    has_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,13 +55,18 @@ class Tables:
     """Views of the parameters, or of their gradients.
 
     Args:
-        gate, up: [E,F,H], of the same strides.
+        gate, up: [E,F,H], of the same strides; the same where there is no up projection.
         down: [E,H,F].
+        gate_bias, up_bias: [E,F], of the same strides, or None.
+        down_bias: [E,H], or None.
     """
 
     gate: torch.Tensor
     up: torch.Tensor
     down: torch.Tensor
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -62,24 +81,25 @@ class Tables:
         return self.gate.shape[2]
 
     @staticmethod
-    def of(params: Sequence[torch.Tensor], layout: Layout) -> Tables:
+    def of(params: Sequence[torch.Tensor], layout: Layout, *, has_bias: bool = False) -> Tables:
         """The views.
 
         Raises:
             ValueError: the parameters have not that layout.
         """
-        *projections, down = params
-        if len(projections) != (2 if layout in _APART else 1):
-            raise ValueError(f"layout {layout!r} does not have {len(params)} parameters")
-        if layout in _APART:
-            gate, up = projections if layout == "apart" else (one.mT for one in projections)
-        elif layout == "interleaved_in_out":
-            (both,) = projections
-            gate, up = (half.mT for half in both.view(*both.shape[:2], -1, 2).unbind(-1))
+        num_projections = num_projections_of(layout)
+        if len(params) != (num_projections + 1) * (1 + has_bias):
+            with_bias = " with biases" if has_bias else ""
+            raise ValueError(f"layout {layout!r}{with_bias} does not have {len(params)} parameters")
+        matrices, biases = params[: num_projections + 1], params[num_projections + 1 :]
+        is_out_in = layout in _OUT_IN
+        *projections, down = matrices if is_out_in else [matrix.mT for matrix in matrices]
+        gate, up = _divided(projections, layout)
+        if not has_bias:
+            tables = Tables(gate, up, down)
         else:
-            both = projections[0] if layout == "halves" else projections[0].mT
-            gate, up = both.chunk(2, dim=1)
-        tables = Tables(gate, up, down if layout in ("apart", "halves") else down.mT)
+            gate_bias, up_bias = _divided(biases[:-1], layout)
+            tables = Tables(gate, up, down, gate_bias, up_bias, biases[-1])
         tables._check(layout)
         return tables
 
@@ -92,6 +112,34 @@ class Tables:
                 f"down {_described(self.down)} does not take back what gate {_described(self.gate)} gives, "
                 f"in layout {layout!r}"
             )
+        if self.gate_bias is None or self.up_bias is None or self.down_bias is None:
+            return
+        shapes = [tuple(bias.shape) for bias in (self.gate_bias, self.up_bias, self.down_bias)]
+        if shapes != [(num_experts, width), (num_experts, width), (num_experts, hidden)]:
+            raise ValueError(f"biases {shapes} of gate, up and down do not meet gate {_described(self.gate)}")
+        if self.gate_bias.stride() != self.up_bias.stride():
+            raise ValueError(f"biases {_described(self.gate_bias)} and {_described(self.up_bias)} differ in strides")
+
+
+def num_projections_of(layout: Layout) -> int:
+    """How many parameters hold gate and up."""
+    return 2 if layout in _APART else 1
+
+
+def _divided(projections: Sequence[torch.Tensor], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate, up) of what holds them, experts in front and the width behind them."""
+    if layout in _APART:
+        gate, up = projections
+        return gate, up
+    (both,) = projections
+    if layout in _SINGLE:
+        return both, both
+    if layout == "interleaved_in_out":
+        num_experts, width, *depth = both.shape
+        gate, up = both.view(num_experts, width // 2, 2, *depth).unbind(2)
+    else:
+        gate, up = both.chunk(2, dim=1)
+    return gate, up
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -17,13 +17,12 @@ __all__ = ["LayerTiles", "target_of", "tiles_for"]
 
 @dataclass(frozen=True)
 class LayerTiles:
-    """Tiles of the kernel of each name; `down` also of the input gradient, the last two of its two uses."""
+    """Tiles of the kernel of each name; `down` also of the input gradient."""
 
     gate_up: Tiles
     down: Tiles
     down_backward: Tiles
     weight_gradient: Tiles
-    down_weight_gradient: Tiles
 
 
 _LOW_PRECISION = {
@@ -32,28 +31,24 @@ _LOW_PRECISION = {
         down=Tiles(128, 64, 64, num_warps=8, num_stages=3),
         down_backward=Tiles(64, 64, 64, num_warps=8, num_stages=3),
         weight_gradient=Tiles(128, 64, 64, num_warps=8, num_stages=3),
-        down_weight_gradient=Tiles(128, 64, 64, num_warps=8, num_stages=3),
     ),
     "sm_90": LayerTiles(
         gate_up=Tiles(128, 64, 64, num_warps=8, num_stages=3),
         down=Tiles(128, 128, 64, num_warps=8, num_stages=3),
         down_backward=Tiles(128, 32, 64, num_warps=8, num_stages=3),
         weight_gradient=Tiles(128, 64, 64, num_warps=8, num_stages=3),
-        down_weight_gradient=Tiles(128, 64, 64, num_warps=8, num_stages=3),
     ),
     "sm_100": LayerTiles(
         gate_up=Tiles(128, 64, 64, num_warps=8, num_stages=3),
         down=Tiles(128, 128, 64, num_warps=8, num_stages=3),
         down_backward=Tiles(128, 64, 64, num_warps=8, num_stages=3),
         weight_gradient=Tiles(128, 64, 64, num_warps=8, num_stages=3),
-        down_weight_gradient=Tiles(64, 64, 64, num_warps=4, num_stages=3),
     ),
     "gfx942": LayerTiles(
         gate_up=Tiles(128, 64, 32, num_warps=4, num_stages=2),
         down=Tiles(128, 128, 32, num_warps=8, num_stages=2),
         down_backward=Tiles(128, 64, 32, num_warps=4, num_stages=2),
         weight_gradient=Tiles(64, 64, 32, num_warps=4, num_stages=2),
-        down_weight_gradient=Tiles(64, 64, 32, num_warps=4, num_stages=2),
     ),
 }
 _FULL_PRECISION = LayerTiles(
@@ -61,7 +56,6 @@ _FULL_PRECISION = LayerTiles(
     down=Tiles(64, 64, 32, num_warps=8, num_stages=2),
     down_backward=Tiles(64, 32, 32, num_warps=4, num_stages=2),
     weight_gradient=Tiles(64, 32, 32, num_warps=4, num_stages=2),
-    down_weight_gradient=Tiles(64, 32, 32, num_warps=4, num_stages=2),
 )
 
 

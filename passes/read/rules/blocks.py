@@ -21,7 +21,7 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import static_size
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call
-from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.indices import RULES as INDEX_RULES
 from memfine_fx.passes.read.rules.pointwise import pointwise_rule
 from memfine_fx.passes.read.values import Fill, Leaf, Part, Rows
@@ -29,8 +29,6 @@ from memfine_fx.passes.read.values import Fill, Leaf, Part, Rows
 __all__ = ["BLOCK_RULES", "block_rule"]
 
 aten = torch.ops.aten
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def block_rule(target: Any) -> Rule | None:
@@ -42,7 +40,7 @@ def block_rule(target: Any) -> Rule | None:
 
 def _mixes(call: Call) -> CannotChunk:
     name = str(call.target).removeprefix("aten.")
-    return CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"packed numbers of several experts meet in {name}", call.node)
+    return call.refused(Reason.ROWS_NOT_FOLLOWED, f"packed numbers of several experts meet in {name}")
 
 
 def _has_parts(reader: Reader, tensor: torch.Tensor) -> bool:

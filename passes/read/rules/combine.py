@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.operators import qualified_name
-from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import same_size, static_size
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.marker import PUT_ROWS
 from memfine_fx.passes.read.normal_form import Call
-from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.indices import Named, named
 from memfine_fx.passes.read.rules.masks import scattered
 from memfine_fx.passes.read.rules.pointwise import expression_of
@@ -26,15 +26,13 @@ from memfine_fx.passes.read.values import ALL, Combined, Counts, Fill, Ids, Leaf
 __all__ = ["RULES", "library_rule"]
 
 aten = torch.ops.aten
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def _index_put(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Invert a permutation, undo it, or bring rows to their tokens or places."""
     base, indices, values = args[:3]
     if any(index is None for index in indices):
-        raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "index_put by other than one routing index", call.node)
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "index_put by other than one routing index")
     which = named(reader, list(indices), call)
     if call.argument(3, "accumulate", False):
         return _sum(reader, call, base, which, values)
@@ -45,36 +43,29 @@ def _index_put(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 def _put_back(reader: Reader, call: Call, base: Any, which: Named, taken: Taken) -> Partial:
     """out[places] = out[places] + rows"""
-    if taken.added is None or (taken.names, taken.copy) != (which.names, which.copy) or not _is_base(taken.sum, base):
-        raise CannotChunk(
-            Reason.COMBINE_NOT_FOLLOWED,
-            "rows are added to another state of the output than they were read from",
-            call.node,
+    if taken.added is None or (taken.names, taken.copy) != (which.names, which.copy) or taken.sum != base:
+        raise call.refused(
+            Reason.COMBINE_NOT_FOLLOWED, "rows are added to another state of the output than they were read from"
         )
     is_token = reader.is_all_tokens(Lead(*which.names))
     if is_token and not reader.frame.is_distinct and which.copy.choice is None:
-        raise CannotChunk(
+        raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED,
             "a token may name an expert twice here, but only one of its rows would be added",
-            call.node,
         )
     return _grown(reader, call, base, which, taken.added, sums=True)
 
 
-def _is_base(taken: Any, base: Any) -> bool:
-    return bool(taken == base)
-
-
 def _index_copy(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if args[1] != 0:
-        raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "index_copy along other than the first dimension", call.node)
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "index_copy along other than the first dimension")
     return _put(reader, call, args[0], named(reader, [args[2]], call), args[3])
 
 
 def _index_add(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     base, dim, ids, values = args[:4]
     if dim != 0 or kwargs.get("alpha", 1) != 1 or not isinstance(ids, Ids):
-        raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "index_add other than of rows to tokens", call.node)
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "index_add other than of rows to tokens")
     if ids.names == "e":
         return _counted(reader, base, values, call)
     return _sum(reader, call, base, named(reader, [ids], call), values)
@@ -84,12 +75,12 @@ def _scatter(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """By expert into [T,E]; or, with the index repeated for every column, of rows to tokens or places."""
     base, dim, ids, values = args[:4]
     if not isinstance(ids, Ids):
-        raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "a scatter by other than a routing index", call.node)
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "a scatter by other than a routing index")
     is_sum = call.target is aten.scatter_add.default
     if call.target is aten.scatter_reduce.two:
         is_sum = args[4] == "sum" and bool(kwargs.get("include_self", True))
         if not is_sum:
-            raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "a scatter that reduces by other than a sum", call.node)
+            raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "a scatter that reduces by other than a sum")
     if ids.names == "e" and call.ndim == 1 and is_sum:
         return _counted(reader, base, values, call)
     if ids.names == "e":
@@ -101,7 +92,7 @@ def _scatter(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         or any(columns)
         or not all(same_size(a, b) for own in widths for a, b in zip(own, widths[0], strict=True))
     ):
-        raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "scatter_add other than of rows to tokens", call.node)
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "scatter_add other than of rows to tokens")
     which = Named((ids.names,), Lead(*ids.lead.groups[:1]), ids.copy)
     return _sum(reader, call, base, which, values) if is_sum else _put(reader, call, base, which, values)
 
@@ -117,7 +108,7 @@ def _counted(reader: Reader, base: Any, values: Any, call: Call) -> Counts:
     """Rows per expert, as ones added to zeros."""
     num_experts = static_size(call.out.shape[0])
     if base != Fill(0.0) or values != Fill(1.0) or call.ndim != 1 or num_experts is None:
-        raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "a sum by expert of other than ones", call.node)
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "a sum by expert of other than ones")
     return Counts()
 
 
@@ -128,12 +119,12 @@ def _sum(reader: Reader, call: Call, base: Any, which: Named, values: Any) -> An
         return _grown(reader, call, base, which, rows, sums=True)
     lead = Lead(*which.names)
     is_fresh = base == Fill(0.0)
+    # Row i goes to the token of assignment i because index and rows stand in one order, and every assignment is there
+    # once.
     if not (is_fresh or isinstance(base, Leaf)) or rows.lead is not which.lead or not reader.is_all_tokens(lead):
-        raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "rows added to other than tokens in their own order", call.node)
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "rows added to other than tokens in their own order")
     if not reader.covers_choices(rows.lead) or merged(rows.copy, which.copy) is None or not rows.copy.is_all:
-        raise CannotChunk(
-            Reason.COMBINE_NOT_FOLLOWED, "some of a token's rows are added, or in another order", call.node
-        )
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "some of a token's rows are added, or in another order")
     base_node = base.node if isinstance(base, Leaf) else None
     return Combined(expression_of(rows, call), base_node)
 
@@ -144,7 +135,7 @@ def _put(reader: Reader, call: Call, base: Any, which: Named, values: Any) -> An
         return _grown(reader, call, base, which, reader.as_rows(values, call), sums=False)
     is_permutation = which.lead is Lead.SORTED and reader.covers_choices(Lead(*which.names))
     if not is_permutation or not isinstance(base, Fill):
-        raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "index_put that does not invert the dispatch order", call.node)
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "index_put that does not invert the dispatch order")
     lead = Lead(*which.names)
     if isinstance(values, Ids) and values.is_iota and values.lead.num_dims == 1 and call.ndim == 1:
         is_whole = values.names == "#" or reader.covers_choices(values.lead)
@@ -152,34 +143,28 @@ def _put(reader: Reader, call: Call, base: Any, which: Named, values: Any) -> An
             return Ids("r", lead, copy=which.copy)
     if isinstance(values, Rows) and values.lead is Lead.SORTED and merged(values.copy, which.copy) is not None:
         return replace(values, lead=lead, copy=ALL)  # a permutation overwrites every row of the base
-    raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "index_put that does not invert the dispatch order", call.node)
+    raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "index_put that does not invert the dispatch order")
 
 
 def _grown(reader: Reader, call: Call, base: Any, which: Named, rows: Rows, *, sums: bool) -> Partial:
     """A sum with the rows of one more copy."""
     expert = which.copy.expert
     if rows.copy != which.copy or rows.lead is not which.lead:
-        raise CannotChunk(
-            Reason.COMBINE_NOT_FOLLOWED,
-            f"other rows than those of expert {expert} are written at its places",
-            call.node,
+        raise call.refused(
+            Reason.COMBINE_NOT_FOLLOWED, f"other rows than those of expert {expert} are written at its places"
         )
     lead = Lead(*which.names)
     is_token = reader.is_all_tokens(lead)
     if not sums and is_token and reader.frame.top_k != 1:
-        raise CannotChunk(
-            Reason.COMBINE_NOT_FOLLOWED, "an expert's rows overwrite those of others in the output", call.node
-        )
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "an expert's rows overwrite those of others in the output")
     if sums and not is_token:
         sums = False  # every assignment has a place of its own, which held zero
         if not (base == Fill(0.0) or isinstance(base, Partial)):
-            raise CannotChunk(Reason.COMBINE_NOT_FOLLOWED, "rows are added to other than tokens", call.node)
+            raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "rows are added to other than tokens")
     target = None if sums else lead
     before = base if isinstance(base, Partial) else None
     if before is not None and (before.lead is not target or which.copy.unordered in before.copies):
-        raise CannotChunk(
-            Reason.COMBINE_NOT_FOLLOWED, f"expert {expert} is written back twice, or in two ways", call.node
-        )
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, f"expert {expert} is written back twice, or in two ways")
     reader.note_experts(call, "loops")
     part = which.copy, expression_of(rows, call)
     if before is None:
@@ -193,7 +178,7 @@ def _base_of(reader: Reader, call: Call, base: Any, sums: bool) -> fx.Node | Non
         return None  # dropped choices leave what was there
     if isinstance(base, Leaf) and sums:
         return base.node
-    raise CannotChunk(Reason.WRITTEN_IN_PLACE, "experts' rows overwrite a tensor that is not fresh", call.node)
+    raise call.refused(Reason.WRITTEN_IN_PLACE, "experts' rows overwrite a tensor that is not fresh")
 
 
 def _put_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -202,26 +187,20 @@ def _put_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     rows = reader.as_rows(values, call)
     is_fresh = isinstance(base, Fill) or (isinstance(base, Partial) and base.lead is Lead.SORTED)
     if not is_fresh or not reader.are_counts(counts):
-        raise CannotChunk(
-            Reason.COMBINE_NOT_FOLLOWED,
-            "an expert's rows are written into other than a fresh tensor in expert order",
-            call.node,
+        raise call.refused(
+            Reason.COMBINE_NOT_FOLLOWED, "an expert's rows are written into other than a fresh tensor in expert order"
         )
     known = set() if isinstance(base, Fill) else base.copies
     if rows.lead is not Lead.SORTED or rows.copy.expert != expert or rows.copy.unordered in known:
-        raise CannotChunk(
-            Reason.COMBINE_NOT_FOLLOWED,
-            f"other rows than those of expert {expert} are written at its places, or twice",
-            call.node,
+        raise call.refused(
+            Reason.COMBINE_NOT_FOLLOWED, f"other rows than those of expert {expert} are written at its places, or twice"
         )
     has_same_layout = call.args[0].dtype is call.args[1].dtype and all(
         map(same_size, call.shape(0)[1:], call.shape(1)[1:])
     )
     if not has_same_layout:
-        raise CannotChunk(
-            Reason.COMBINE_NOT_FOLLOWED,
-            "an expert's rows change their dtype or shape where they are written",
-            call.node,
+        raise call.refused(
+            Reason.COMBINE_NOT_FOLLOWED, "an expert's rows change their dtype or shape where they are written"
         )
     reader.note_experts(call, "loops")
     part = rows.copy, expression_of(rows, call)

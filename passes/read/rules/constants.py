@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Reader
@@ -31,9 +31,7 @@ def check_fills(values: Sequence[Any], tensors: Sequence[Any], call: Call) -> No
         for dim, size in ((dim, call.out.shape[dim]) for dim in range(-call.ndim, 0))
     )
     if not is_as_wide or _promoted(dtypes) is not _promoted({one.dtype for one in rows}):
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED, "a constant tensor makes rows wider, or of another dtype", call.node
-        )
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "a constant tensor makes rows wider, or of another dtype")
 
 
 def _promoted(dtypes: set[torch.dtype]) -> torch.dtype:
@@ -43,13 +41,13 @@ def _promoted(dtypes: set[torch.dtype]) -> torch.dtype:
 def number_of(reader: Reader, value: Any, call: Call) -> Any:
     """An argument that is no row data, as it goes into the expert function."""
     if isinstance(value, torch.SymInt):
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"a symbolic number {value} enters row data", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"a symbolic number {value} enters row data")
     if isinstance(value, Taken):
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "what the output holds enters row data", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "what the output holds enters row data")
     if not isinstance(value, Fill):
         return value
     if value.value is None:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "an uninitialised tensor used as row data", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "an uninitialised tensor used as row data")
     if call.target is aten.where.self:  # it takes no number in the place of a tensor
         return reader.emit(aten.scalar_tensor.default, value.value, dtype=call.out.dtype, device=call.out.device)
     return value.value

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.marker import COUNT_ROWS
 from memfine_fx.passes.read.normal_form import Call
-from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import along_dim, pointwise
 from memfine_fx.passes.read.values import (
     ALL,
@@ -38,8 +38,6 @@ from memfine_fx.passes.read.values import (
 __all__ = ["RULES", "Named", "named"]
 
 aten = torch.ops.aten
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,14 @@ def named(reader: Reader, indices: list[Any], call: Call) -> Named:
         return Named(places.names, Lead.SORTED, places.copy)
     if not indices or not all(isinstance(one, Ids) for one in indices):
         why = next((one.why for one in indices if isinstance(one, Leaf) and one.why is not None), None)
-        raise why or CannotChunk(Reason.INDEX_NOT_FOLLOWED, "indexing by other than one routing index", call.node)
+        raise why or call.refused(Reason.INDEX_NOT_FOLLOWED, "indexing by other than one routing index")
     num_dims = max(one.lead.num_dims for one in indices)
     lead, copy = Lead(*[""] * num_dims), ALL
     for one in indices:
         joined = reader.joined(lead, Lead(*[""] * (num_dims - one.lead.num_dims), *one.lead.groups))
         joint = merged(copy, one.copy)
         if joined is None or joint is None:
-            raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "indices of different experts or tokens meet", call.node)
+            raise call.refused(Reason.INDEX_NOT_FOLLOWED, "indices of different experts or tokens meet")
         lead, copy = joined, joint
     return Named(tuple(one.names for one in indices), lead, copy)
 
@@ -88,7 +86,7 @@ def coordinates(mask: Mask, call: Call, *, has_ones: bool = False) -> Coordinate
         or "e" in mask.lead.atoms
         or ("" in groups and not has_ones)
     ):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "the places of a mask of other than one expert", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "the places of a mask of other than one expert")
     atoms = mask.lead.atoms
     is_turned = "k" in atoms and not atoms.endswith("k")
     return Coordinates(groups, replace(mask.copy, order="kt" if is_turned else "t"))
@@ -96,7 +94,7 @@ def coordinates(mask: Mask, call: Call, *, has_ones: bool = False) -> Coordinate
 
 def _nonzero(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(args[0], Mask):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "the places of other than a mask of one expert", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "the places of other than a mask of one expert")
     dims = zip(args[0].lead.groups, call.shape(), strict=True)
     return coordinates(args[0], call, has_ones=all(group or same_size(size, 1) for group, size in dims))
 
@@ -107,7 +105,7 @@ def _sort(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     descending = kwargs.get("descending", args[2] if len(args) > 2 and not is_stable_overload else False)
     ids = args[0]
     if not isinstance(ids, Ids) or descending or ids.lead.num_dims != 1 or not ids.copy.is_all:
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "sort of something else than expert ids, ascending", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "sort of something else than expert ids, ascending")
     if ids.names == "e" and reader.covers_choices(ids.lead) and ids.lead is not Lead.SORTED:
         is_stable = is_stable_overload and kwargs.get("stable") is not False
         order = "kt" if ids.lead.groups == ("kt",) else "t"
@@ -116,7 +114,7 @@ def _sort(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if ids.lead is Lead.SORTED and reader.is_same(ids.names, "tk") | (ids.names == "kt"):
         lead = Lead(ids.names)
         return [Ids(ids.names, lead, is_iota=True), Ids("r", lead, copy=ids.copy)]
-    raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, f"sort of {_in_words(ids)}", call.node)
+    raise call.refused(Reason.INDEX_NOT_FOLLOWED, f"sort of {_in_words(ids)}")
 
 
 def _in_words(ids: Ids) -> str:
@@ -132,7 +130,7 @@ def _index(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     indices = list(args[1])
     first = next(place for place, index in enumerate(indices) if index is not None)
     if any(index is None for index in indices[first:]):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "indexing by other than one routing index", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "indexing by other than one routing index")
     return _picked(reader, call, args[0], first, indices[first:])
 
 
@@ -151,9 +149,7 @@ def _picked(reader: Reader, call: Call, source: Any, dim: int, indices: list[Any
     own = source.lead.groups[dim : dim + len(which.names)]
     if len(own) < len(which.names) or not all(map(reader.is_same, own, which.names)):
         expected = Lead(*which.names).in_words
-        raise CannotChunk(
-            Reason.INDEX_NOT_FOLLOWED, f"gathering {source.lead.in_words} as if it were {expected}", call.node
-        )
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, f"gathering {source.lead.in_words} as if it were {expected}")
     groups = (*source.lead.groups[:dim], *which.lead.groups, *source.lead.groups[dim + len(which.names) :])
     return _without_led_choice(reader, _moved(source, Lead(*groups), which, call))
 
@@ -179,12 +175,11 @@ def _with_led_ones(reader: Reader, call: Call, source: Any, num_dims: int) -> An
 
 def _moved(source: Any, lead: Lead, which: Named, call: Call) -> Any:
     leaves_order = "r" in "".join(which.names) and "r" not in which.lead.atoms
+    # Undoing a sort takes rows out of the order of one copy; only places of that same order give each its own row.
     own = source.copy.unordered if leaves_order and source.copy.order == which.copy.order else source.copy
     copy = merged(own, which.copy.unordered if leaves_order else which.copy)
     if copy is None or (leaves_order and merged(source.copy, which.copy) is None):
-        raise CannotChunk(
-            Reason.INDEX_NOT_FOLLOWED, "rows of one expert are read as another's, or in another order", call.node
-        )
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "rows of one expert are read as another's, or in another order")
     if isinstance(source, (Ids, Mask)):
         return replace(source, lead=lead, copy=copy)
     picks_expert = "e" in which.names
@@ -211,15 +206,13 @@ def _gather(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     source, ids = args[0], args[2]
     dim = args[1] % call.ndim
     if not isinstance(ids, Ids):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "gather other than of whole rows by a routing index", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "gather other than of whole rows by a routing index")
     if isinstance(source, Leaf) and ids.names == "e":
         weights = reader.weights_of_experts(source, call.shape()[-1]) if dim == call.ndim - 1 else None
         if weights is None:
             shape = tuple(call.shape())
-            raise CannotChunk(
-                Reason.INDEX_NOT_FOLLOWED,
-                f"gather by expert out of {shape}; expected one weight a token and expert",
-                call.node,
+            raise call.refused(
+                Reason.INDEX_NOT_FOLLOWED, f"gather by expert out of {shape}; expected one weight a token and expert"
             )
         source = weights
     elif isinstance(source, Leaf) and dim == 0:
@@ -228,16 +221,14 @@ def _gather(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     num_lead = source.lead.num_dims
     own = ids.lead.groups
     if dim >= num_lead or not reader.is_same(source.lead.groups[dim], ids.names) or any(own[num_lead:]):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "gather other than of whole rows by a routing index", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "gather other than of whole rows by a routing index")
     others = zip(own[:dim] + own[dim + 1 : num_lead], source.lead.without(dim).groups, strict=True)
     if not all(a == b or reader.is_same(a, b) for a, b in others):
-        raise CannotChunk(
-            Reason.INDEX_NOT_FOLLOWED,
-            "gather out of experts' results other than of each token's own choices",
-            call.node,
+        raise call.refused(
+            Reason.INDEX_NOT_FOLLOWED, "gather out of experts' results other than of each token's own choices"
         )
     if not all(map(same_size, call.shape()[num_lead:], call.out.shape[num_lead:])):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "gather of a part of each row", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "gather of a part of each row")
     return _moved(source, Lead(*own[:num_lead]), Named((ids.names,), Lead(*own[:num_lead]), ids.copy), call)
 
 
@@ -247,10 +238,11 @@ def _divided(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(ids, Ids):
         return pointwise(reader, call, args, kwargs)
     if call.target is aten.div.Tensor_mode and kwargs.get("rounding_mode") is None:
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "true division of an index", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "true division of an index")
+    # Assignments are t*K + k, or k*T + t in a turned index: the quotient is what their first atom counts.
     divisor = {"tk": reader.frame.top_k, "kt": reader.frame.num_tokens}.get(ids.names)
     if divisor is None or not isinstance(args[1], (int, torch.SymInt)) or not same_size(args[1], divisor):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "integer division of other than assignments by top-k", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "integer division of other than assignments by top-k")
     return replace(ids, names=ids.names[0], is_iota=False)
 
 
@@ -259,11 +251,12 @@ def _remainder(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     ids, divisor = args[0], args[1]
     if not isinstance(ids, Ids):
         return pointwise(reader, call, args, kwargs)
+    # The remainder is what their second atom counts, see `_divided`.
     modulus = {"tk": reader.frame.top_k, "kt": reader.frame.num_tokens}.get(ids.names)
     if modulus is not None and isinstance(divisor, (int, torch.SymInt)) and same_size(divisor, modulus):
         return replace(ids, names=ids.names[1], is_iota=False)
     if ids.names != "e" or not reader.frame.is_top_k or not isinstance(divisor, int):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, f"remainder of {_in_words(ids)}", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, f"remainder of {_in_words(ids)}")
     reader.check_num_experts(divisor, call)
     return ids
 
@@ -276,7 +269,7 @@ def _clamped(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     largest = reader.frame.largest_id
     is_below = high is None or (largest is not None and isinstance(high, int) and high >= largest)
     if not is_below or (low is not None and (not isinstance(low, int) or low > 0)):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "ids that may change where they are clamped", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids that may change where they are clamped")
     return ids
 
 
@@ -284,17 +277,17 @@ def _counts(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Rows per expert, by histc over 0..E-1 or bincount."""
     ids = args[0]
     if not isinstance(ids, Ids) or ids.names != "e" or not reader.covers_choices(ids.lead):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "a histogram of other than expert ids", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a histogram of other than expert ids")
     if call.target is aten.bincount.default and call.argument(1, "weights") is not None:
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "a histogram that adds up weights does not count rows", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a histogram that adds up weights does not count rows")
     if call.target is aten.histc.default:
         bins, low, high = (args[1:] + (100, 0, 0)[len(args) - 1 :])[:3]
         if low != 0 or high not in (bins - 1, bins):
-            raise CannotChunk(
+            raise call.refused(
                 Reason.INDEX_NOT_FOLLOWED,
                 f"histogram of {bins} bins over [{low}, {high}] does not count experts one by one",
-                call.node,
             )
+        # The last bin holds its upper end too, so ids of E count as E - 1 there and are not dropped.
         reader.counts_past_the_last |= high == bins
     return Counts()
 
@@ -303,9 +296,7 @@ def _cumsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], Counts) and not args[0].are_ends and args[0].expert is None:
         return Counts(are_ends=True)
     if isinstance(args[0], (Ids, Mask, Counts)):
-        raise CannotChunk(
-            Reason.TOKENS_INTERACT, "a running sum over the routing makes tokens interact (capacity?)", call.node
-        )
+        raise call.refused(Reason.TOKENS_INTERACT, "a running sum over the routing makes tokens interact (capacity?)")
     return along_dim(1)(reader, call, args, kwargs)
 
 
@@ -318,8 +309,9 @@ def _count_as_number(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> 
 def _arange(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     start, end = (0, args[0]) if len(args) == 1 else args[:2]
     if start != 0 or (len(args) > 2 and args[2] != 1):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "arange that does not count from 0 by 1", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "arange that does not count from 0 by 1")
     frame = reader.frame
+    # 0 .. N-1 are the numbers of all assignments, and 0 .. T-1 of all tokens, whatever they were made for.
     for names, size in (("tk", frame.num_rows), ("t", frame.num_tokens)):
         if same_size(end, size):
             return Ids(names, Lead(names), is_iota=True)
@@ -336,14 +328,14 @@ def _blank(value: float | None) -> Rule:
 def _full(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     value = args[0] if call.target is aten.scalar_tensor.default else args[-1] if len(args) > 1 else args[1]
     if not isinstance(value, (int, float)):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "a tensor filled with a symbolic number", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a tensor filled with a symbolic number")
     return Fill(float(value))
 
 
 def _expert_of_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """repeat_interleave(counts): the expert of each row, in expert order."""
     if args[0] != Counts():
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "repeat_interleave by other than the experts' counts", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "repeat_interleave by other than the experts' counts")
     return Ids("e", Lead.SORTED)
 
 

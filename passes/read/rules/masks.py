@@ -13,15 +13,13 @@ from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.marker import ROWS_OF
 from memfine_fx.passes.read.normal_form import Call
-from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import Operand, align, check_about, expression_of, pointwise
 from memfine_fx.passes.read.values import ALL, Coordinates, Copy, Fill, Ids, Leaf, Mask, Partial, Rows, Taken, merged
 
 __all__ = ["RULES", "scattered"]
 
 aten = torch.ops.aten
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 _THRESHOLDS: dict[Any, int] = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1, aten.eq.Scalar: 1}
 
@@ -33,7 +31,7 @@ def _compared(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         if call.target in (aten.eq.Scalar, aten.ne.Scalar):
             copy = merged(value.copy, replace(ALL, expert=number))
             if copy is None:
-                raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "one expert's ids are compared with another", call.node)
+                raise call.refused(Reason.INDEX_NOT_FOLLOWED, "one expert's ids are compared with another")
             return Mask(value.lead, copy, is_negated=call.target is aten.ne.Scalar)
         return _compared_by_size(reader, call, number)
     if isinstance(value, Mask):
@@ -41,7 +39,7 @@ def _compared(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             return value
         if call.target is aten.eq.Scalar and number == 0:
             return replace(value, is_negated=not value.is_negated)
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, f"a mask compared with {number}", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, f"a mask compared with {number}")
     return pointwise(reader, call, args, kwargs)
 
 
@@ -52,7 +50,7 @@ def _compared_by_size(reader: Reader, call: Call, number: int) -> Fill:
         found = [bool(call.target(torch.tensor(end), number)) for end in (0, largest)]
         if found[0] == found[1]:  # so of all between them
             return Fill(float(found[0]))
-    raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "ids compared by size", call.node)
+    raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids compared by size")
 
 
 def _equal(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -62,12 +60,12 @@ def _equal(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if ids is None or other is None:
         return pointwise(reader, call, args, kwargs)
     if not other.is_iota or other.names == "e":
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "ids compared with other ids", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids compared with other ids")
     mine = Lead(*[""] * (call.ndim - ids.lead.num_dims), *ids.lead.groups)
     groups = [""] * (call.ndim - other.lead.num_dims) + list(other.lead.groups)
     places = [place for place, group in enumerate(groups) if group]
     if len(places) != 1 or mine.groups[places[0]]:
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "ids compared with a range along their own dimension", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids compared with a range along their own dimension")
     return Mask(mine.with_group(places[0], "e"), ids.copy, is_negated=call.target is aten.ne.Tensor)
 
 
@@ -88,7 +86,7 @@ def _both(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 def _wide_lead(mask: Mask, call: Call) -> Lead:
     lead = Lead(*[""] * (call.ndim - mask.lead.num_dims), *mask.lead.groups)
     if any(not group and not same_size(size, 1) for group, size in zip(lead.groups, call.out.shape, strict=True)):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "a mask is widened by what it meets", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a mask is widened by what it meets")
     return lead
 
 
@@ -120,10 +118,10 @@ def _where_named(
     """Rows where the mask names the expert, `off` elsewhere."""
     copy = merged(mask.copy, rows.copy)
     if copy is None:
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "weights of different experts meet", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "weights of different experts meet")
     stand_in = Rows(mask.lead, rows.expr, copy=mask.copy)
     if rows.expr is None:
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "a mask meets weights that mix a token's choices", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a mask meets weights that mix a token's choices")
     operands = [Operand(stand_in, of_mask), Operand(rows, of_rows)]
     lead, expressions = align(reader, operands, call.ndim, call)
     check_about(copy, lead, call)
@@ -150,7 +148,7 @@ def _where(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             return _where_named(reader, call, mask, rows, call.args[places[0]], call.args[places[1]], off)
     off = _constant(other) if not isinstance(other, Rows) else other.off
     if not call.out.dtype.is_floating_point:
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "integers chosen by a mask", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "integers chosen by a mask")
     return Rows(Lead(*[""] * (call.ndim - mask.lead.num_dims), *mask.lead.groups), None, off=off, copy=mask.copy)
 
 
@@ -164,13 +162,14 @@ def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> A
     dim = call.args[1] % call.ndim
     is_dense = ids.names == "e" and dim == call.ndim - 1 and ids.lead.num_dims == call.ndim
     if not is_dense or not isinstance(base, Fill) or base.value is None or call.kwargs.get("reduce"):
-        raise CannotChunk(
-            Reason.INDEX_NOT_FOLLOWED, "a scatter other than by expert into a constant tensor of all experts", call.node
+        raise call.refused(
+            Reason.INDEX_NOT_FOLLOWED, "a scatter other than by expert into a constant tensor of all experts"
         )
     lead = ids.lead.with_group(dim, "e")
     number = _constant(values)
     is_sum = call.target is aten.scatter_add.default
     if number is not None:
+        # Ones that are added make a two where a token names an expert twice; ones that are written do not.
         is_mask = {base.value, number} == {0.0, 1.0} and (reader.frame.is_distinct or not is_sum)
         if is_mask:
             return Mask(lead, ids.copy, is_negated=number == 0.0)
@@ -184,8 +183,8 @@ def _guarded(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """What an expert was skipped for must be its own mask or places."""
     value = args[0]
     if not isinstance(value, (Mask, Ids, Coordinates, Rows)) or value.copy.expert is None:
-        raise CannotChunk(
-            Reason.INDEX_NOT_FOLLOWED, "an expert is skipped for another reason than that it has no rows", call.node
+        raise call.refused(
+            Reason.INDEX_NOT_FOLLOWED, "an expert is skipped for another reason than that it has no rows"
         )
     return value
 
@@ -199,8 +198,8 @@ def _added(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             added = reader.as_rows(rows, call)
             joint = merged(held.copy, added.copy)
             if held.added is not None or joint is None or added.copy.expert is None:
-                raise CannotChunk(
-                    Reason.INDEX_NOT_FOLLOWED, "other rows than the expert's own are added to its places", call.node
+                raise call.refused(
+                    Reason.INDEX_NOT_FOLLOWED, "other rows than the expert's own are added to its places"
                 )
             return replace(held, added=added)
         is_zero = held == Fill(0.0) or (type(held) is int and held == 0)
@@ -236,9 +235,7 @@ def _summed(reader: Reader, call: Call, args: Args) -> Partial:
             before = before or value
         elif isinstance(value, Rows) and value.copy.expert is not None and value.off == 0:
             if not reader.is_all_tokens(value.lead):
-                raise CannotChunk(
-                    Reason.INDEX_NOT_FOLLOWED, "results of experts for other than all tokens are summed", call.node
-                )
+                raise call.refused(Reason.INDEX_NOT_FOLLOWED, "results of experts for other than all tokens are summed")
             parts.append((value.copy, expression_of(value, call)))
         elif isinstance(value, Leaf) and _has_shape_of(call, place):
             bases.append(value.node)
@@ -247,7 +244,7 @@ def _summed(reader: Reader, call: Call, args: Args) -> Partial:
     if len(bases) > 1:
         raise _no_sum(reader, call, args)
     if len({copy for copy, _ in parts}) < len(parts):
-        raise CannotChunk(Reason.INDEX_NOT_FOLLOWED, "an expert's results are added twice", call.node)
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "an expert's results are added twice")
     reader.note_experts(call, "loops")
     return Partial(None, tuple(parts), bases[0] if bases else None, call.node, before)
 
@@ -255,7 +252,7 @@ def _summed(reader: Reader, call: Call, args: Args) -> Partial:
 def _no_sum(reader: Reader, call: Call, args: Args) -> CannotChunk:
     """Why two values are no sum of experts' results; what reads a sum that is complete ends the walk here."""
     whole = [reader.as_rows(one, call) for one in args[:2]]
-    return CannotChunk(Reason.INDEX_NOT_FOLLOWED, f"rows of {len(whole)} kinds meet in a sum over experts", call.node)
+    return call.refused(Reason.INDEX_NOT_FOLLOWED, f"rows of {len(whole)} kinds meet in a sum over experts")
 
 
 RULES: dict[Any, Rule] = {

@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 import memfine_fx.passes.read.normal_form  # noqa: F401  # registers the operations that stay whole
-from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.read.leads import Lead, Size
 from memfine_fx.passes.read.normal_form import Call
-from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import expression_of, joint_copy
 from memfine_fx.passes.read.rules.reductions import combine_over
 from memfine_fx.passes.read.values import Copy, Counts, Leaf, Mask, Partial, Rows, merged
@@ -29,8 +29,6 @@ from memfine_fx.passes.read.values import Copy, Counts, Leaf, Mask, Partial, Row
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 _ROW = "Z"
 
 
@@ -39,15 +37,13 @@ def _grouped_mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     reader.note_experts(call, "grouped", call.shape(1)[1])
     table = reader.as_table(args[1], call)
     if args[2] != Counts(are_ends=True):
-        unproved = CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED, "grouped matmul whose offsets are not the ends of the experts' rows", call.node
+        unproved = call.refused(
+            Reason.ROWS_NOT_FOLLOWED, "grouped matmul whose offsets are not the ends of the experts' rows"
         )
         raise getattr(args[2], "why", None) or unproved
     if rows.lead is not Lead.SORTED or not rows.copy.is_all:
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED,
-            f"grouped matmul of rows that are {rows.lead.in_words}, not sorted by expert",
-            call.node,
+        raise call.refused(
+            Reason.ROWS_NOT_FOLLOWED, f"grouped matmul of rows that are {rows.lead.in_words}, not sorted by expert"
         )
     expr = reader.emit(aten.mm.default, rows.expr, reader.matrix_of(table))
     return replace(rows, expr=expr, off=None, is_dispatched=True)
@@ -61,10 +57,8 @@ def _mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     bias = [reader.as_parameter(value, call) for value in args[:-2]]
     is_supported = rows.per_row and matrix.lead is Lead.NONE and rows.lead.num_dims == 1 and not kwargs
     if not is_supported or any(value.lead is not Lead.NONE for value in bias):
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED,
-            f"matmul of {rows.lead.in_words} by {matrix.lead.in_words}, or with scaling",
-            call.node,
+        raise call.refused(
+            Reason.ROWS_NOT_FOLLOWED, f"matmul of {rows.lead.in_words} by {matrix.lead.in_words}, or with scaling"
         )
     extra = [value.expr for value in bias]
     dispatched = rows.is_dispatched or matrix.is_dispatched or rows.copy.expert is not None
@@ -78,7 +72,7 @@ def _mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 def _product_of_matrices(reader: Reader, call: Call, left: Rows, right: Rows) -> Rows:
     """A matrix of one expert, or of all, times another: the low-rank product of an adapter in a loop."""
     if left.lead is not Lead.NONE or right.lead is not Lead.NONE:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a product of tables that is not each expert's", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "a product of tables that is not each expert's")
     copy = joint_copy([left, right], Lead.NONE, call)
     expr = reader.emit(aten.mm.default, left.expr, right.expr)
     return replace(left, expr=expr, copy=copy, is_dispatched=left.is_dispatched or right.is_dispatched)
@@ -95,15 +89,15 @@ def _bmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         result = product(reader, call, left, right)
         if result is not None:
             return result
-    raise CannotChunk(
-        Reason.UNKNOWN_SPELLING, f"no known spelling of experts: bmm of {_words(left)} by {_words(right)}", call.node
+    raise call.refused(
+        Reason.UNKNOWN_SPELLING, f"no known spelling of experts: bmm of {_words(left)} by {_words(right)}"
     )
 
 
 def _product_of_tables(reader: Reader, call: Call, left: Rows, right: Rows) -> Rows:
     """Each expert's matrix times another of its own: the low-rank product of an adapter."""
     if left.lead is not Lead.EXPERT or right.lead is not Lead.EXPERT:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a product of other than two tables [E,...]", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "a product of other than two tables [E,...]")
     product = reader.emit(aten.mm.default, reader.matrix_of(left), reader.matrix_of(right))
     return replace(left, expr=reader.emit(aten.unsqueeze.default, product, 0))
 
@@ -133,12 +127,11 @@ def _gathered(reader: Reader, call: Call, left: Any, right: Any) -> Rows | None:
         vector = reader.emit(aten.squeeze.dim, left.expr, 1)
         width, out_dim = left_shape[2], 1
     else:
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED,
-            f"bmm of {tuple(left_shape)} by {tuple(right_shape)}: a row is not a vector",
-            call.node,
+        raise call.refused(
+            Reason.ROWS_NOT_FOLLOWED, f"bmm of {tuple(left_shape)} by {tuple(right_shape)}: a row is not a vector"
         )
     reader.note_experts(call, "gathered", width)
+    # One row times its expert's matrix, for each row of the batch: as rows of one expert these are one product.
     product = reader.emit(aten.mm.default, vector, matrix)
     return Rows(lead, reader.emit(aten.unsqueeze.default, product, out_dim), copy=copy, is_dispatched=True)
 
@@ -157,14 +150,10 @@ def _dense(reader: Reader, call: Call, rows: Any, table: Any) -> Rows | None:
     is_table = isinstance(table, Rows) and not table.per_row and "e" in table.lead.atoms
     if not is_table or not (table.lead.groups == (batch,) or (table.lead is Lead.EXPERT and not batch)):
         return None
-    reader.note_experts(call, _family(reader, "dense"), call.shape(1)[1])
+    reader.note_experts(call, "dense", call.shape(1)[1])
     expr = reader.emit(aten.mm.default, rows.expr, reader.matrix_of(table))
     lead = Lead(batch or "e", *rows.lead.groups[1:])
     return Rows(lead, expr, True, 0.0 if rows.off == 0 else None, rows.copy, True)
-
-
-def _family(reader: Reader, family: str) -> str:
-    return family if reader.slots is None else "slots"
 
 
 def _weighed(reader: Reader, call: Call, weights: Any, rows: Any) -> Any:
@@ -188,11 +177,11 @@ def _weighed(reader: Reader, call: Call, weights: Any, rows: Any) -> Any:
 def _baddbmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     product = _dense(reader, call.dropping_first(), args[1], args[2])
     if product is None:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "baddbmm of other than all experts' rows and weights", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "baddbmm of other than all experts' rows and weights")
     bias = reader.as_table(args[0], call)
     shape = call.shape(0)
     if kwargs or len(shape) != 3 or not same_size(shape[1], 1):
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "baddbmm with scaling, or of a bias that is not [E,1,F]", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "baddbmm with scaling, or of a bias that is not [E,1,F]")
     row = reader.emit(aten.select.int, bias.expr, 1, 0)
     return replace(product, expr=reader.emit(aten.add.Tensor, product.expr, row), off=None)
 
@@ -217,7 +206,7 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     inputs, _, output = equation.partition("->")
     letters = inputs.split(",")
     if any(len(set(own)) != len(own) for own in letters):
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} takes a diagonal", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} takes a diagonal")
     if len(values) == 2 and all(map(reader.is_parameter, values)):
         return _einsum_of_tables(reader, call, letters, values, output)
     terms = [_term(reader, call, own, value) for own, value in zip(letters, values, strict=True)]
@@ -234,11 +223,9 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return _outside(reader, terms, Lead(*(groups[letter] for letter in output)), summed, groups, off, copy)
     inner = output[len(lead) :]
     if not output.startswith(lead) or any(letter in groups for term in terms for letter in term.inner):
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} moves or contracts routed dimensions", call.node
-        )
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} moves or contracts routed dimensions")
     if any(term.rows.lead is not Lead.NONE and not term.rows.per_row for term in terms):
-        reader.note_experts(call, _family(reader, "einsum"))
+        reader.note_experts(call, "einsum")
     expr = _on_one_row(reader, [term for term in terms if not term.is_one], inner)
     per_row = any(term.rows.per_row for term in terms)
     dispatched = any(term.rows.is_dispatched for term in terms)
@@ -246,7 +233,7 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if not summed:
         return result
     if len(summed) > 1:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} sums over several routed dimensions", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} sums over several routed dimensions")
     full = Lead(*result.lead.groups, groups[summed[0]])
     return combine_over(reader, replace(result, lead=full), full.num_dims - 1, expr, call)
 
@@ -259,8 +246,8 @@ def _einsum_of_tables(reader: Reader, call: Call, letters: list[str], values: li
     contracted = set(parts[0]) & set(parts[1])
     is_product = all(len(part) == 2 for part in parts) and len(contracted) == 1 and len(inner) == 2
     if not is_product or set(inner) != set("".join(parts)) - contracted:
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED, f"einsum {call.args[0]} of tables is no product of two matrices each", call.node
+        raise call.refused(
+            Reason.ROWS_NOT_FOLLOWED, f"einsum {call.args[0]} of tables is no product of two matrices each"
         )
     matrices = [
         _factor_of_table(reader, call, value, own.find(expert)) for own, value in zip(letters, values, strict=True)
@@ -278,7 +265,7 @@ def _factor_of_table(reader: Reader, call: Call, value: Any, dim: int) -> fx.Nod
     if dim < 0:
         return reader.matrix_of(reader.as_parameter(value, call))
     if dim and isinstance(value, Rows):
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a computed table whose experts do not come first", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "a computed table whose experts do not come first")
     return reader.matrix_of(reader.as_table(value, call, dim))
 
 
@@ -287,8 +274,6 @@ def _term(reader: Reader, call: Call, letters: str, value: Any) -> _Term:
         rows = Rows(value.lead, None, off=float(value.is_negated), copy=value.copy)
         return _Term(rows, letters, "", is_one=not value.is_negated and not value.is_part)
     rows = reader.as_rows(value, call)
-    if rows.expr is None:
-        return _Term(rows, letters[: rows.lead.num_dims], letters[rows.lead.num_dims :])
     return _Term(rows, letters[: rows.lead.num_dims], letters[rows.lead.num_dims :])
 
 
@@ -326,16 +311,14 @@ def _groups(reader: Reader, terms: list[_Term], equation: str, call: Call) -> di
         for letter, group in zip(term.lead, term.rows.lead.groups, strict=True):
             joint = reader.joined(Lead(groups.get(letter, "")), Lead(group))
             if joint is None:
-                raise CannotChunk(
-                    Reason.ROWS_NOT_FOLLOWED,
-                    f"einsum {equation}: rows in different orders meet along {letter}",
-                    call.node,
+                raise call.refused(
+                    Reason.ROWS_NOT_FOLLOWED, f"einsum {equation}: rows in different orders meet along {letter}"
                 )
             groups[letter] = joint.groups[0]
     whole = Lead(*groups.values())
     if reader.joined(whole, whole) is None:
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED, f"einsum {equation}: rows of different tokens, choices or experts meet", call.node
+        raise call.refused(
+            Reason.ROWS_NOT_FOLLOWED, f"einsum {equation}: rows of different tokens, choices or experts meet"
         )
     return groups
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import same_size, static_size
 from memfine_fx.passes.read.leads import Lead, Size
 from memfine_fx.passes.read.normal_form import Call
-from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import expression_of, inner_dim
 from memfine_fx.passes.read.values import (
     Combined,
@@ -34,8 +34,6 @@ from memfine_fx.passes.read.values import (
 __all__ = ["RULES", "dropped", "static", "still_combined"]
 
 aten = torch.ops.aten
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def _view(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -68,7 +66,7 @@ def still_combined(reader: Reader, call: Call, value: Combined) -> Combined:
     is_same = len(before) == len(after) and all(map(same_size, before, after))
     tokens = None if is_same else reader.regroup(Lead.TOKEN, (), after)
     if not is_same and (tokens is None or tokens.num_dims != len(after) - 1):
-        raise CannotChunk(Reason.RESULTS_APART, "combined tokens are reshaped before they leave the region", call.node)
+        raise call.refused(Reason.RESULTS_APART, "combined tokens are reshaped before they leave the region")
     return value
 
 
@@ -77,10 +75,9 @@ def _view_lead(reader: Reader, lead: Lead, source: Sequence[Size], target: Seque
         return lead
     regrouped = reader.regroup(_named(reader, lead, source), source, target)
     if regrouped is None:
-        raise CannotChunk(
+        raise call.refused(
             Reason.ROWS_NOT_FOLLOWED,
             f"reshape {tuple(source)} -> {tuple(target)} mixes {lead.in_words} with other dims",
-            call.node,
         )
     return regrouped
 
@@ -120,14 +117,14 @@ def _whole_lead(reader: Reader, value: Ids | Mask, source: Sequence[Size], targe
     trailing = () if lead is None else target[lead.num_dims :]
     if lead is None or not all(same_size(size, 1) for size in trailing):
         what = f"index tensor of {value.names!r}" if isinstance(value, Ids) else "a mask"
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"{what} reshaped to {tuple(target)}", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"{what} reshaped to {tuple(target)}")
     return Lead(*lead.groups, *[""] * len(trailing))
 
 
 def static(size: Size, call: Call) -> int:
     number = static_size(size)
     if number is None:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"an inner dimension is symbolic: {size}", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"an inner dimension is symbolic: {size}")
     return number
 
 
@@ -143,6 +140,7 @@ def _expand(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return replace(rows, expr=reader.emit(aten.expand.default, rows.expr, list(target)))
     lead, expr = Lead(*[""] * (len(target) - len(source)), *rows.lead.groups), rows.expr
     first = len(target) - len(source) + rows.lead.num_dims
+    # [T,1,H] expanded to [T,K,H] gives each choice the token's vector: the new dimension is lead, not part of a row.
     repeats_tokens = Lead(rows.lead.atoms) is Lead.TOKEN and len(source) > rows.lead.num_dims + 1
     if repeats_tokens and same_size(source[rows.lead.num_dims], 1) and not same_size(target[first], 1):
         lead, expr = Lead(*lead.groups, ""), reader.emit(aten.select.int, expression_of(rows, call), 1, 0)
@@ -159,22 +157,20 @@ def _repeat(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(value, (Ids, Mask)):
         if len(args[1]) == len(source) and same_size(call.out.shape[0], source[0]):
             return value
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"an index repeated {args[1]} times", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"an index repeated {args[1]} times")
     rows = reader.as_rows(value, call)
     num_new = len(args[1]) - len(source)
     groups = [""] * num_new + list(rows.lead.groups)
     counts, inner = args[1][: len(groups)], args[1][len(groups) :]
     if rows.lead is Lead.NONE or any(count != 1 for count in inner):
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"repeat {args[1]} other than of whole rows", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"repeat {args[1]} other than of whole rows")
     for place, count in enumerate(counts):
         if same_size(count, 1) or not groups[place]:
             continue
         atom = _repeated_atom(reader, count, is_first=True)
         if atom is None or atom in rows.lead.atoms:
-            raise CannotChunk(
-                Reason.ROWS_NOT_FOLLOWED,
-                f"rows repeated {count} times, neither top-k nor the number of experts",
-                call.node,
+            raise call.refused(
+                Reason.ROWS_NOT_FOLLOWED, f"rows repeated {count} times, neither top-k nor the number of experts"
             )
         groups[place] = atom + groups[place]
     return replace(rows, lead=Lead(*groups))
@@ -203,7 +199,7 @@ def _t(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 def _reordered(reader: Reader, value: Any, order: list[int], call: Call) -> Any:
     if isinstance(value, (Ids, Mask)):
         if len(order) != value.lead.num_dims:
-            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"permute {order} moves the routed dimensions", call.node)
+            raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"permute {order} moves the routed dimensions")
         return replace(value, lead=Lead(*(value.lead.groups[dim] for dim in order)))
     if isinstance(value, Fill):
         return value
@@ -212,7 +208,7 @@ def _reordered(reader: Reader, value: Any, order: list[int], call: Call) -> Any:
     if rows.expr is None and num_lead == len(order):
         return replace(rows, lead=Lead(*(rows.lead.groups[dim] for dim in order)))
     if sorted(order[:num_lead]) != list(range(num_lead)):
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"permute {order} moves the routed dimensions", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"permute {order} moves the routed dimensions")
     lead = Lead(*(rows.lead.groups[dim] for dim in order[:num_lead]))
     if rows.lead is Lead.NONE:
         return replace(rows, expr=reader.emit(aten.permute.default, rows.expr, order))

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import same_size, static_size
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call
-from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.moves import dropped, static, still_combined
 from memfine_fx.passes.read.rules.pointwise import (
     Operand,
@@ -43,8 +43,6 @@ from memfine_fx.passes.read.values import (
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def _select(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -83,7 +81,7 @@ def _one_of(reader: Reader, call: Call, value: Any, dim: int, place: Any) -> Any
 def _about(copy: Copy, group: str, place: int, call: Call) -> Copy:
     known = copy.expert if group == "e" else copy.choice
     if known is not None:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "one entry of what is about one expert already", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "one entry of what is about one expert already")
     return replace(copy, expert=place) if group == "e" else replace(copy, choice=place)
 
 
@@ -146,7 +144,7 @@ def _parts_of_lead(reader: Reader, call: Call, value: Any, dim: int) -> list[Any
     if group in ("e", "k"):
         is_unbound = call.target is aten.unbind.int
         if not is_unbound and not all(static_size(part.shape[dim]) == 1 for part in call.out):
-            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "several experts' rows are taken at once", call.node)
+            raise call.refused(Reason.ROWS_NOT_FOLLOWED, "several experts' rows are taken at once")
         lead = value.lead.without(dim) if is_unbound else value.lead.with_group(dim, "")
         return [
             replace(value, lead=lead, copy=_about(value.copy, group, place, call)) for place in range(len(call.out))
@@ -155,10 +153,9 @@ def _parts_of_lead(reader: Reader, call: Call, value: Any, dim: int) -> list[Any
     if not reader.are_counts(sizes):
         raise along_routed(dim, call)
     if value.lead is not Lead.SORTED or not value.copy.is_all:
-        raise CannotChunk(
+        raise call.refused(
             Reason.ROWS_NOT_FOLLOWED,
             f"split by the experts' counts, but rows are {value.lead.in_words}, not sorted by expert",
-            call.node,
         )
     return [replace(value, copy=replace(value.copy, expert=place)) for place in range(len(call.out))]
 
@@ -182,7 +179,7 @@ def _cat(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         if takes_new_dim and lead.num_dims and reader.is_all_tokens(lead) | _is_slots(lead):
             return _side_by_side(reader, rows, dim, is_stack, call)
     if is_stack:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "rows are stacked beside each other", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "rows are stacked beside each other")
     return _joined(reader, call, rows, dim)
 
 
@@ -196,9 +193,7 @@ def _all_places(places: list[Any], dim: int, call: Call) -> Ids:
     in_order = [place.copy.expert for place in places] == list(range(len(places)))
     same = {(place.names, place.lead, place.copy.choice, place.copy.order) for place in places}
     if not in_order or len(same) > 1 or first.lead is not Lead.SORTED or first.copy.choice is not None or dim:
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED, "an index concatenated of other than all experts' places in order", call.node
-        )
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "an index concatenated of other than all experts' places in order")
     return Ids(first.names, first.lead, first.is_iota, Copy(order=first.copy.order))
 
 
@@ -206,12 +201,10 @@ def _sorted_rows(reader: Reader, rows: list[Rows], call: Call) -> Rows:
     experts = [one.copy.expert for one in rows]
     orders, choices = {one.copy.order for one in rows}, {one.copy.choice for one in rows}
     if len(orders) > 1 or choices != {None}:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "experts' results stand in different orders", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "experts' results stand in different orders")
     if experts != list(range(len(rows))):
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED,
-            "experts' results are concatenated in another order than that of their rows",
-            call.node,
+        raise call.refused(
+            Reason.ROWS_NOT_FOLLOWED, "experts' results are concatenated in another order than that of their rows"
         )
     copies = [Copy(expert) for expert in range(len(rows))]
     expr = reader.expressions.unify(copies, [expression_of(one, call) for one in rows], call.node)
@@ -223,10 +216,8 @@ def _side_by_side(reader: Reader, rows: list[Rows], dim: int, is_stack: bool, ca
     """[T,...] of every expert as [T,E,...]."""
     experts = [one.copy.expert for one in rows]
     if experts != list(range(len(rows))) and any(expert is not None for expert in experts):
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED,
-            "experts' results are put side by side in another order than that of the experts",
-            call.node,
+        raise call.refused(
+            Reason.ROWS_NOT_FOLLOWED, "experts' results are put side by side in another order than that of the experts"
         )
     copies = [Copy(expert) for expert in range(len(rows))]
     lead = rows[0].lead.inserting(dim, "e") if is_stack else rows[0].lead.with_group(dim, "e")
@@ -238,14 +229,14 @@ def _side_by_side(reader: Reader, rows: list[Rows], dim: int, is_stack: bool, ca
     reader.check_num_experts(len(rows), call)
     dispatched = any(map(is_dispatched, rows)) or len(set(rows)) > 1
     if dispatched:
-        reader.note_experts(call, "loops" if not _is_slots(lead) else "slots")
+        reader.note_experts(call, "loops")
     return Rows(lead, expr, rows[0].per_row, off, ALL, dispatched)
 
 
 def _joined(reader: Reader, call: Call, rows: list[Rows], dim: int) -> Rows:
     operands = [Operand(one, tensor) for one, tensor in zip(rows, call.args[0], strict=True)]
     if len({one.per_row for one in rows}) > 1:
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "rows and parameters concatenated", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "rows and parameters concatenated")
     lead, expressions = align(reader, operands, call.ndim, call)
     inner = inner_dim(Rows(lead, expressions[0]), dim, call.ndim, call)
     off = 0.0 if all(one.off == 0 for one in rows) else None

@@ -24,7 +24,7 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call
-from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.constants import check_fills, number_of
 from memfine_fx.passes.read.values import (
     ALL,
@@ -54,8 +54,6 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def pointwise_rule(target: Any) -> Rule | None:
@@ -80,9 +78,7 @@ def pointwise(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     tensors = tree_flatten((call.args, call.kwargs))[0]
     refused = next((value for value in values if isinstance(value, (Ids, Combined, Counts))), None)
     if refused is not None:
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED, f"{type(refused).__name__.lower()} {refused} used as row data", call.node
-        )
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"{type(refused).__name__.lower()} {refused} used as row data")
     led = _about_choices(reader, call, values, tensors)
     if led is not None:
         return _outside(call, led, values, spec, tensors)
@@ -120,9 +116,7 @@ def joint_copy(rows: Sequence[Rows], lead: Lead, call: Call) -> Copy:
         joint = merged(copy, one.copy)
         if joint is None or (one.lead is Lead.SORTED and copy.order and one.copy.expert != copy.expert):
             experts = sorted({part.copy.expert for part in rows if part.copy.expert is not None})
-            raise CannotChunk(
-                Reason.ROWS_NOT_FOLLOWED, f"rows of experts {experts} meet before they are combined", call.node
-            )
+            raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"rows of experts {experts} meet before they are combined")
         copy = joint
     check_about(copy, lead, call)
     return copy
@@ -131,7 +125,7 @@ def joint_copy(rows: Sequence[Rows], lead: Lead, call: Call) -> Copy:
 def check_about(copy: Copy, lead: Lead, call: Call) -> None:
     """Refuse one expert's entries that meet every expert's, or one choice's that meet all of a token's."""
     if (copy.expert is not None and "e" in lead.atoms) or (copy.choice is not None and "k" in lead.atoms):
-        raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "entries of one expert or choice meet those of all", call.node)
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "entries of one expert or choice meet those of all")
 
 
 def _about_choices(
@@ -150,7 +144,7 @@ def _about_choices(
         joint = merged(copy, one.copy)
         joined = reader.joined(lead, Lead(*[""] * (call.ndim - len(own)), *own))
         if joint is None or joined is None:
-            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "weights of different experts or tokens meet", call.node)
+            raise call.refused(Reason.ROWS_NOT_FOLLOWED, "weights of different experts or tokens meet")
         lead, copy = joined, joint
     check_about(copy, lead, call)
     has_features = any(
@@ -161,6 +155,7 @@ def _about_choices(
 
 def _outside(call: Call, about: tuple[Lead, Copy], values: list[Any], spec: Any, tensors: list[Any]) -> Rows:
     """Numbers about choices: what stands at unchosen entries."""
+    # No expression is written: it stays a node of the graph, and becomes an input of the region if rows meet it.
     offs: list[Any] = list(values)
     dtypes: dict[int, torch.dtype] = {}
     for place, value in enumerate(values):
@@ -174,10 +169,8 @@ def _outside(call: Call, about: tuple[Lead, Copy], values: list[Any], spec: Any,
 
 def expression_of(rows: Rows, call: Call) -> fx.Node:
     if rows.expr is None:
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED,
-            "weights that mix a token's choices meet rows in the middle of an operation",
-            call.node,
+        raise call.refused(
+            Reason.ROWS_NOT_FOLLOWED, "weights that mix a token's choices meet rows in the middle of an operation"
         )
     return rows.expr
 
@@ -188,6 +181,7 @@ def align(reader: Reader, operands: Sequence[Operand], out_dims: int, call: Call
     Raises:
         CannotChunk: rows of different tokens, choices or experts would meet.
     """
+    # Broadcasting lines dimensions up from the right: what has fewer of them has its lead further in.
     routed = [one for one in operands if one.rows.lead is not Lead.NONE]
     num_lead = max((out_dims - one.tensor.ndim + _num_led(reader, one) for one in routed), default=0)
     operands = [_shortened(reader, one, num_lead - (out_dims - one.tensor.ndim), call) for one in operands]
@@ -200,10 +194,8 @@ def align(reader: Reader, operands: Sequence[Operand], out_dims: int, call: Call
         own, expression = _with_lead_dims(reader, operand, num_lead, out_dims, call)
         joint = reader.joined(lead, own)
         if joint is None:
-            raise CannotChunk(
-                Reason.ROWS_NOT_FOLLOWED,
-                f"rows in different orders meet: {lead.in_words} and {own.in_words}",
-                call.node,
+            raise call.refused(
+                Reason.ROWS_NOT_FOLLOWED, f"rows in different orders meet: {lead.in_words} and {own.in_words}"
             )
         lead = joint
         expressions.append(expression)
@@ -237,10 +229,9 @@ def _with_lead_dims(reader: Reader, operand: Operand, num_lead: int, out_dims: i
     groups = [""] * (out_dims - len(shape)) + list(own.groups)
     for size in shape[own.num_dims : own.num_dims + num_lead - len(groups)]:
         if not same_size(size, 1):
-            raise CannotChunk(
+            raise call.refused(
                 Reason.TOKENS_INTERACT,
                 f"broadcasting {own.in_words} rows of shape {tuple(shape)} into {out_dims}-D mixes rows",
-                call.node,
             )
         expression = reader.emit(aten.select.int, expression, 1, 0)
     return Lead(*groups, *[""] * (num_lead - len(groups))), expression
@@ -251,10 +242,9 @@ def _inner_part(reader: Reader, operand: Operand, num_inner: int, call: Call) ->
     expression = expression_of(operand.rows, call)
     for size in operand.tensor.shape[: max(0, operand.tensor.ndim - num_inner)]:
         if not same_size(size, 1):
-            raise CannotChunk(
+            raise call.refused(
                 Reason.TOKENS_INTERACT,
                 f"a tensor that is not routed varies along the routed dimension ({operand.tensor.ndim}-D)",
-                call.node,
             )
         expression = reader.emit(aten.select.int, expression, 0, 0)
     return expression
@@ -286,7 +276,7 @@ def _off(target: Any, values: Sequence[Any], spec: Any, dtypes: dict[int, torch.
 
 def along_routed(dim: int, call: Call) -> CannotChunk:
     details = f"works along the routed dimension {dim}, so rows are not independent"
-    return CannotChunk(Reason.TOKENS_INTERACT, details, call.node)
+    return call.refused(Reason.TOKENS_INTERACT, details)
 
 
 def inner_dim(rows: Rows, dim: int, num_dims: int, call: Call) -> int:
@@ -308,7 +298,7 @@ def along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] =
         dim = args[position] if len(args) > position else kwargs.get(name, default)
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
         if not dims or None in dims:
-            raise CannotChunk(Reason.TOKENS_INTERACT, "a reduction over all dimensions mixes rows", call.node)
+            raise call.refused(Reason.TOKENS_INTERACT, "a reduction over all dimensions mixes rows")
         inner = [inner_dim(rows, one, num_dims, call) for one in dims]
         new_args = list(args)
         new_args[0] = expression_of(rows, call)
@@ -343,7 +333,7 @@ def _to_copy(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(value, (Ids, Counts)):
         is_exact = dtype in (None, torch.float32, torch.float64, torch.int32, torch.int64)
         if not is_exact:
-            raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"indices cast to {dtype} may not survive", call.node)
+            raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"indices cast to {dtype} may not survive")
         return value
     if isinstance(value, (Mask, Fill)):
         return value

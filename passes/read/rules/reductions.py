@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.errors import Reason
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call
-from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import along_dim, along_routed, cast, expression_of
 from memfine_fx.passes.read.values import Combined, Counts, Fill, Mask, Rows
 
 __all__ = ["RULES", "combine_over"]
 
 aten = torch.ops.aten
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def reduced(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -28,7 +26,7 @@ def reduced(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     wanted = call.argument(1, "dim")
     keeps_dim = bool(call.argument(2, "keepdim", False))
     if wanted is None or wanted == []:
-        raise CannotChunk(Reason.TOKENS_INTERACT, "a reduction over all dimensions mixes rows", call.node)
+        raise call.refused(Reason.TOKENS_INTERACT, "a reduction over all dimensions mixes rows")
     num_dims = call.args[0].ndim
     dims = [dim % num_dims for dim in (wanted if isinstance(wanted, (list, tuple)) else [wanted])]
     value = args[0]
@@ -49,9 +47,7 @@ def _mask_reduced(reader: Reader, call: Call, mask: Mask, dims: list[int], keeps
     left = [group for place, group in enumerate(mask.lead.groups) if place not in dims]
     is_sum = call.target is aten.sum.dim_IntList
     if mask.is_negated or mask.is_part:
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED, "a mask of what was not chosen, or was dropped, is summed", call.node
-        )
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "a mask of what was not chosen, or was dropped, is summed")
     if is_sum and left == ["e"] and reader.covers_choices(Lead(*groups)):
         return Counts()
     if is_sum and left == ["e"] and reader.is_same("".join(groups), "t") and reader.frame.is_distinct:
@@ -65,8 +61,8 @@ def _mask_reduced(reader: Reader, call: Call, mask: Mask, dims: list[int], keeps
 
 def _check_distinct(reader: Reader, call: Call) -> None:
     if not reader.frame.is_distinct:
-        raise CannotChunk(
-            Reason.ROWS_NOT_FOLLOWED, "a token may name an expert twice here, but its mask counts it once", call.node
+        raise call.refused(
+            Reason.ROWS_NOT_FOLLOWED, "a token may name an expert twice here, but its mask counts it once"
         )
 
 
@@ -89,10 +85,9 @@ def combine_over(reader: Reader, rows: Rows, dim: int, expr: fx.Node, call: Call
     if group not in ("k", "e") or not reader.is_all_tokens(others) or not rows.copy.is_all:
         raise along_routed(dim, call)
     if group == "e" and rows.off != 0:
-        raise CannotChunk(
+        raise call.refused(
             Reason.NOT_PROVED_ZERO,
             "sum over all experts of results that are not proved zero where a token chose others",
-            call.node,
         )
     return Combined(expr)
 
@@ -102,10 +97,10 @@ def _layer_norm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     rows = reader.as_rows(args[0], call)
     num_inner = call.args[0].ndim - rows.lead.num_dims
     if rows.lead is Lead.NONE or len(args[1]) > num_inner:
-        raise CannotChunk(Reason.TOKENS_INTERACT, "a norm over the routed dimensions mixes rows", call.node)
+        raise call.refused(Reason.TOKENS_INTERACT, "a norm over the routed dimensions mixes rows")
     scales = [None if value is None else reader.as_rows(value, call) for value in args[2:4]]
     if any(scale is not None and scale.lead is not Lead.NONE for scale in scales):
-        raise CannotChunk(Reason.TOKENS_INTERACT, "a norm whose weight differs between rows", call.node)
+        raise call.refused(Reason.TOKENS_INTERACT, "a norm whose weight differs between rows")
     exprs = [None if scale is None else scale.expr for scale in scales]
     whole = reader.emit(call.target, expression_of(rows, call), args[1], *exprs, *args[4:])
     first = replace(rows, expr=reader.emit(operator.getitem, whole, 0), off=None)

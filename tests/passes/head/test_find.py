@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from memfine_fx.config import Config
 from memfine_fx.passes.head.find import find_heads
-from memfine_fx.records.heads import HeadLoss, HeadRefusal, HeadRegion
+from memfine_fx.records import Refusal
+from memfine_fx.records.heads import HeadLoss, HeadRegion
 from tests.helpers import capture
 
 H, V = 8, 64
@@ -35,7 +36,7 @@ class Head(nn.Module):
 
 def found_in(
     loss: Callable[[Head, Tensor, Tensor], object], config: Config = ALWAYS, *, vocab: int = V
-) -> list[HeadRegion | HeadRefusal]:
+) -> list[HeadRegion | Refusal]:
     labels = torch.randint(vocab, (2, 5))
     return find_heads(capture(Head(loss, vocab=vocab), torch.randn(2, 5, H), labels).graph, config)
 
@@ -158,7 +159,7 @@ def of_no_projection(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
 )
 def test_a_refusal_names_reason_and_source_line(loss: Callable[[Head, Tensor, Tensor], object], reason: str) -> None:
     (refusal,) = found_in(loss)
-    assert isinstance(refusal, HeadRefusal)
+    assert isinstance(refusal, Refusal)
     assert reason in refusal.details
     assert "test_find.py:" in refusal.where.source
 
@@ -173,7 +174,7 @@ def test_returned_logits_can_be_given_up_where_gradients_are_wanted(
     assert [node.name for node in head.results] == [result]
     with torch.no_grad():
         (refusal,) = found_in(loss, given_up)
-    assert isinstance(refusal, HeadRefusal)
+    assert isinstance(refusal, Refusal)
     assert "no gradients are wanted" in refusal.details
 
 

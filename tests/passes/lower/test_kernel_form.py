@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from memfine_fx.records import ParamKind
 from memfine_fx.runtime.kernels.tables import KernelForm
@@ -54,6 +54,123 @@ def test_swiglu_experts_are_known(
 ) -> None:
     params = tables(shapes, dtype)
     assert bodies_of(function, params, [EXPERT] * len(params)).kernel_form == form
+
+
+def geglu(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    both = rows @ gate_up.t()
+    return ((gelu(both[:, :WIDTH], approximate="tanh") * both[:, WIDTH:]) @ down.t()) * weight.unsqueeze(1)
+
+
+def geglu_exact(rows: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return (((rows @ up) * gelu(rows @ gate)) @ down) * weight.unsqueeze(1)
+
+
+def gpt_oss(
+    rows: Tensor, weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor, down: Tensor, down_bias: Tensor
+) -> Tensor:
+    both = rows @ gate_up + gate_up_bias
+    gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(min=-7.0, max=7.0)
+    return (((up + 1) * (gate * torch.sigmoid(gate * 1.702))) @ down + down_bias) * weight.unsqueeze(1)
+
+
+def relu_squared(rows: Tensor, weight: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return (torch.relu(rows @ up.t()).square() @ down.t()) * weight.unsqueeze(1)
+
+
+def apart_with_biases(
+    rows: Tensor, weight: Tensor, gate: Tensor, gate_bias: Tensor, up_bias: Tensor, up: Tensor, down: Tensor,
+    down_bias: Tensor,
+) -> Tensor:  # fmt: skip
+    left, right = torch.addmm(gate_bias, rows, gate.t()), up_bias + rows @ up.t()
+    return ((silu(left) * right) @ down.t() + down_bias) * weight.unsqueeze(1)
+
+
+MORE = (
+    (geglu, [FUSED, (HIDDEN, WIDTH)], KernelForm("halves", (0, 1), "geglu")),
+    (geglu_exact, [(HIDDEN, WIDTH)] * 2 + [(WIDTH, HIDDEN)], KernelForm("apart_in_out", (0, 1, 2), "geglu_exact")),
+    (
+        gpt_oss,
+        [FUSED_IN_OUT, (2 * WIDTH,), (WIDTH, HIDDEN), (HIDDEN,)],
+        KernelForm("interleaved_in_out", (0, 2, 1, 3), "clamped", has_bias=True),
+    ),
+    (relu_squared, [(WIDTH, HIDDEN), (HIDDEN, WIDTH)], KernelForm("single", (0, 1), "relu2")),
+    (
+        apart_with_biases,
+        [(WIDTH, HIDDEN), (WIDTH,), (WIDTH,), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (HIDDEN,)],
+        KernelForm("apart", (0, 3, 4, 1, 2, 5), has_bias=True),
+    ),
+)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("function", "shapes", "form"), MORE, ids=lambda value: getattr(value, "__name__", ""))
+def test_other_activations_and_biases_are_known(
+    function: Callable[..., Tensor], shapes: list[tuple[int, ...]], form: KernelForm, dtype: torch.dtype
+) -> None:
+    params = tables(shapes, dtype)
+    assert bodies_of(function, params, [EXPERT] * len(params)).kernel_form == form
+
+
+def clamped_elsewhere(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    both = rows @ gate_up
+    gate, up = both[:, ::2].clamp(max=5.0), both[:, 1::2].clamp(min=-7.0, max=7.0)
+    return (((up + 1) * gate * torch.sigmoid(gate * 1.702)) @ down) * weight.unsqueeze(1)
+
+
+def another_slope(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    both = rows @ gate_up
+    gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(min=-7.0, max=7.0)
+    return (((up + 1) * gate * torch.sigmoid(gate * 1.7)) @ down) * weight.unsqueeze(1)
+
+
+def another_gate_in_the_sigmoid(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    both = rows @ gate_up
+    gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(min=-7.0, max=7.0)
+    return (((up + 1) * gate * torch.sigmoid(up * 1.702)) @ down) * weight.unsqueeze(1)
+
+
+def relu_cubed(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return ((torch.relu(rows @ gate_up[:, :WIDTH]) ** 3) @ down) * weight.unsqueeze(1)
+
+
+def half_of_the_columns(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return (torch.relu((rows @ gate_up)[:, :WIDTH]).square() @ down) * weight.unsqueeze(1)
+
+
+def columns_swapped(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    both = rows @ gate_up
+    return ((silu(both[:, 1::2]) * both[:, ::2]) @ down) * weight.unsqueeze(1)
+
+
+def unlike_halves(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    both = rows @ gate_up
+    return ((silu(both[:, 1 : WIDTH + 1]) * both[:, WIDTH:]) @ down) * weight.unsqueeze(1)
+
+
+IN_OUT_OTHERS = (
+    clamped_elsewhere, another_slope, another_gate_in_the_sigmoid, relu_cubed, half_of_the_columns, columns_swapped,
+    unlike_halves,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", IN_OUT_OTHERS, ids=lambda function: function.__name__)
+def test_what_only_looks_like_another_activation_keeps_its_bodies(function: Callable[..., Tensor]) -> None:
+    params = tables([FUSED_IN_OUT, (WIDTH, HIDDEN)])
+    assert bodies_of(function, params, [EXPERT, EXPERT]).kernel_form is None
+
+
+def test_one_bias_of_two_keeps_its_bodies() -> None:
+    def half_biased(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+        gate, up = (rows @ gate_up.t() + bias).chunk(2, dim=-1)
+        return ((silu(gate) * up) @ down.t()) * weight.unsqueeze(1)
+
+    params = tables([FUSED, (HIDDEN, WIDTH), (2 * WIDTH,)])
+    assert bodies_of(half_biased, params, [EXPERT] * 3).kernel_form is None
+
+
+def test_experts_of_another_width_behind_keep_their_bodies() -> None:
+    params = tables([FUSED, (HIDDEN + 2, WIDTH)])
+    assert bodies_of(halves, params, [EXPERT, EXPERT]).kernel_form is None
 
 
 def test_experts_over_several_are_known_by_the_one() -> None:

@@ -58,8 +58,17 @@ def register_live(layer: TinyMoE, region: MoERegion, rows: int = 3, site: str = 
     function = region.expert_fn
     bodies = bodies_of(function.graph_module, params, function.param_kinds, has_weight=function.has_weight)
     plan = ChunkPlan("rows", rows, 0, 0, "")
-    HELD.append(LiveRegion(site, bodies, NUM_EXPERTS, layer.top_k, layer.up.dtype, False, lambda num_tokens: plan))
-    register(HELD[-1])
+    live = LiveRegion(
+        site=site,
+        bodies=bodies,
+        num_experts=NUM_EXPERTS,
+        top_k=layer.top_k,
+        out_dtype=layer.up.dtype,
+        drops_out_of_range=False,
+        choose_plan=lambda num_tokens: plan,
+    )
+    HELD.append(live)
+    register(live)
 
 
 def run(graph_module: fx.GraphModule, layer: TinyMoE, hidden: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memfine_fx.passes.read.expressions import Input, Slot
+from memfine_fx.passes.read.expressions import Input, Param
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.values import (
     Combined,
@@ -52,12 +52,12 @@ class Claims:
     Args:
         routing: on numbers.
         outer: numbers of the nodes outside.
-        slots, columns: of the expressions so far: what copies that were unified read.
+        params, columns: of the expressions so far: what copies that were unified read.
     """
 
     routing: Routing
     outer: dict[fx.Node, Any]
-    slots: dict[fx.Node, Slot] = field(default_factory=dict)
+    params: dict[fx.Node, Param] = field(default_factory=dict)
     columns: tuple[fx.Node, ...] = ()
     _known: dict[Any, Tensor] = field(default_factory=dict)
 
@@ -148,11 +148,11 @@ class Claims:
 
     def _input(self, node: fx.Node, expert: int | None, rows: Any, copy: Copy) -> Tensor:
         one: Input = node.meta["input"]
-        slot = self.slots.get(node)
-        if slot is not None:
-            assert expert is not None or slot.kind == "shared", f"{one} without an expert"
-            numbers = self.outer[slot.nodes[expert or 0] if slot.kind == "each" else slot.nodes[0]]
-            return numbers[expert] if slot.kind == "expert" else numbers  # type: ignore[no-any-return]
+        param = self.params.get(node)
+        if param is not None:
+            assert expert is not None or param.kind == "shared", f"{one} without an expert"
+            numbers = self.outer[param.nodes[expert or 0] if param.kind == "each" else param.nodes[0]]
+            return numbers[expert] if param.kind == "expert" else numbers  # type: ignore[no-any-return]
         if one.role == "column" and self.columns:
             assert expert is not None
             return self._of_rows(one, self.outer[self.columns[expert]], expert, rows)

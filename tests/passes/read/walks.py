@@ -20,7 +20,7 @@ from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import Dataflow, written_node
 from memfine_fx.passes.modes import Modes, modes_at
-from memfine_fx.passes.read.expressions import RowsDiffer, Slot
+from memfine_fx.passes.read.expressions import Param, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame
 from memfine_fx.passes.read.normal_form import Call, NormalForm
 from memfine_fx.passes.read.reader import Reader
@@ -42,7 +42,7 @@ class Heard:
     call: Call
     operands: list[Any]
     results: list[Any]
-    slots: dict[fx.Node, Slot]
+    params: dict[fx.Node, Param]
     columns: tuple[fx.Node, ...]
 
 
@@ -58,12 +58,12 @@ class Walk:
     refusal: CannotChunk | None
 
     def claims_at(self, heard: Heard) -> Claims:
-        return Claims(self.routing, self.outer, heard.slots, heard.columns)
+        return Claims(self.routing, self.outer, heard.params, heard.columns)
 
     def check_exit(self) -> None:
         """Compare what the exit claims with the numbers of its node."""
         assert self.exit is not None, self.refusal or self.reader.refusals
-        claims = Claims(self.routing, self.outer, self.reader.expressions.slots, self.reader.expressions.columns)
+        claims = Claims(self.routing, self.outer, self.reader.expressions.params, self.reader.expressions.columns)
         numbers = self.outer[written_node(self.exit.node)]
         assert isinstance(numbers, Tensor)
         _compare(self.exit.value, numbers, claims, f"the exit {self.exit.node}", "is")
@@ -169,7 +169,7 @@ class _Recorder(Reader):
         operands = self._values_of((call.args, call.kwargs))
         super()._told(call)
         results = self._values_of(call.out)
-        self.heard.append(Heard(call, operands, results, dict(self.expressions.slots), self.expressions.columns))
+        self.heard.append(Heard(call, operands, results, dict(self.expressions.params), self.expressions.columns))
 
     def _values_of(self, result: Any) -> list[Any]:
         return [self._value_of(tensor, None) for tensor in _tensors(result)]

@@ -43,7 +43,7 @@ class Budget:
 
 
 def joint_graph() -> fx.GraphModule:
-    """One dense result that backward wants."""
+    """One costly result that backward wants."""
     graph = fx.Graph()
     tokens = graph.placeholder("tokens")
     product = graph.call_function(torch.ops.aten.mm.default, (tokens, tokens))
@@ -53,13 +53,13 @@ def joint_graph() -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-@pytest.mark.parametrize(("lean", "spared", "chosen"), [(300, 200, "elementwise"), (200, 300, "no dense result")])
+@pytest.mark.parametrize(("lean", "spared", "chosen"), [(300, 200, "elementwise"), (200, 300, "no costly result")])
 def test_where_nothing_fits_the_smaller_partition_is_taken(lean: int, spared: int, chosen: str) -> None:
     decisions: list[str] = []
 
     def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
         decisions.append(decision)
-        held = lean if decision.startswith("no dense result") else spared if decision.startswith("element") else 400
+        held = lean if decision.startswith("no costly result") else spared if decision.startswith("element") else 400
         return Partition(gm, gm, holding(held), holding(held), decision)
 
     found = fit(joint_graph(), 1, partition, Budget(1))
@@ -70,7 +70,7 @@ def test_where_nothing_fits_the_smaller_partition_is_taken(lean: int, spared: in
 
 @pytest.mark.parametrize(
     ("available", "chosen", "num_partitions"),
-    [(450, "nothing dense", 1), (350, "elementwise work", 3), (250, "no dense result", 3)],
+    [(450, "nothing costly", 1), (350, "elementwise work", 3), (250, "no costly result", 3)],
 )
 def test_what_steps_without_a_budget_have_is_taken_before_more_is_computed_again(
     available: int, chosen: str, num_partitions: int
@@ -79,7 +79,7 @@ def test_what_steps_without_a_budget_have_is_taken_before_more_is_computed_again
 
     def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
         decisions.append(decision)
-        held = 400 if decision.startswith("nothing dense") else 300 if decision.startswith("element") else 200
+        held = 400 if decision.startswith("nothing costly") else 300 if decision.startswith("element") else 200
         return Partition(gm, gm, holding(held), holding(held), decision)
 
     assert fit(joint_graph(), 1, partition, Budget(available)).decision.startswith(chosen)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import memfine_fx
-from memfine_fx.passes.step.dense_results import dense_results
+from memfine_fx.passes.step.costly_results import costly_results
 from memfine_fx.passes.step.partition import StepPartitioner
 from tests.helpers import hidden_states
 from tests.passes.step.test_partition import AttentionAndExperts, attentions, called
@@ -90,11 +90,11 @@ def test_elementwise_work_is_computed_again_but_neither_attention_nor_routing_no
     assert 0 < spared.saved_bytes < 0.8 * plain.saved_bytes
 
 
-def test_dense_results_computed_again_are_a_small_share_of_the_flops(
+def test_costly_results_computed_again_are_a_small_share_of_the_flops(
     split: Callable[[nn.Module, bool], Split],
 ) -> None:
     spared = split(TwoLayers(), True)
-    results = dense_results(spared.joint.graph, spared.num_results)
+    results = costly_results(spared.joint.graph, spared.num_results)
     again = {
         node.name
         for node in spared.joint.graph.nodes

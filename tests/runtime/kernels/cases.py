@@ -26,7 +26,12 @@ _needs_triton = pytest.mark.skipif(
 in_kernels = [_needs_triton, pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYOUTS = ("apart", "apart_in_out", "halves", "halves_in_out", "interleaved_in_out")
-ACTIVATIONS = ("swiglu", "geglu", "clamped")
+ACTIVATIONS = ("swiglu", "geglu", "geglu_exact", "clamped")
+FORMS = (
+    *((activation, layout) for activation in ACTIVATIONS for layout in LAYOUTS),
+    ("relu2", "single"),
+    ("relu2", "single_in_out"),
+)
 PATTERNS = ("random", "one_expert", "last_expert", "two_experts", "dropped", "all_dropped", "even")
 
 
@@ -47,7 +52,7 @@ def small_tiles(size: int = 16) -> Any:
     from memfine_fx.runtime.kernels.tiling import LayerTiles
 
     one = Tiles(size, size, size, num_warps=4, num_stages=2)
-    return LayerTiles(one, one, one, one, one)
+    return LayerTiles(one, one, one, one)
 
 
 def expert_index(pattern: str, sizes: Sizes) -> Tensor:
@@ -68,8 +73,10 @@ def expert_index(pattern: str, sizes: Sizes) -> Tensor:
     return index.to(DEVICE)
 
 
-def parameters(layout: str, sizes: Sizes, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Tables of a layout, leaves that want gradients."""
+def parameters(
+    layout: str, sizes: Sizes, dtype: torch.dtype = torch.float32, *, has_bias: bool = False
+) -> list[Tensor]:
+    """Tables of a layout, leaves that want gradients; biases behind them."""
     experts, hidden, width = sizes.experts, sizes.hidden, sizes.width
     in_out = layout in ("halves_in_out", "interleaved_in_out")
     projection = (hidden, 2 * width) if in_out else (2 * width, hidden)
@@ -78,12 +85,38 @@ def parameters(layout: str, sizes: Sizes, dtype: torch.dtype = torch.float32) ->
         shapes = [(experts, width, hidden), (experts, width, hidden), (experts, hidden, width)]
     if layout == "apart_in_out":
         shapes = [(experts, hidden, width), (experts, hidden, width), (experts, width, hidden)]
+    if layout == "single":
+        shapes = [(experts, width, hidden), (experts, hidden, width)]
+    if layout == "single_in_out":
+        shapes = [(experts, hidden, width), (experts, width, hidden)]
+    if has_bias:
+        outputs = [width, width] if layout.startswith("apart") else [width if "single" in layout else 2 * width]
+        shapes += [(experts, size) for size in (*outputs, hidden)]
     return [(torch.randn(shape, device=DEVICE) * 0.3).to(dtype).requires_grad_() for shape in shapes]
+
+
+def biases(params: Sequence[Tensor], layout: str) -> list[Tensor]:
+    """(gate [E,F], up [E,F], down [E,H]), written out for each layout; zeros where there are none."""
+    num_tables = 3 if layout.startswith("apart") else 2
+    if len(params) == num_tables:
+        return [params[0].new_zeros(1)] * 3
+    *both, down = params[num_tables:]
+    if layout == "interleaved_in_out":
+        both = [both[0][:, ::2], both[0][:, 1::2]]
+    elif layout.startswith("halves"):
+        width = both[0].shape[1] // 2
+        both = [both[0][:, :width], both[0][:, width:]]
+    return [both[0], both[-1], down]
 
 
 def matrices(params: Sequence[Tensor], layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """(gate [E,F,H], up [E,F,H], down [E,H,F]), written out for each layout."""
+    params = params[: 3 if layout.startswith("apart") else 2]
     down = params[-1]
+    if layout == "single":
+        return params[0], params[0], down
+    if layout == "single_in_out":
+        return params[0].transpose(1, 2), params[0].transpose(1, 2), down.transpose(1, 2)
     if layout == "apart":
         return params[0], params[1], down
     if layout == "apart_in_out":
@@ -106,6 +139,10 @@ def activated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         return gate / (1 + torch.exp(-gate)) * up
     if activation == "geglu":
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    if activation == "geglu_exact":
+        return gate * 0.5 * (1 + torch.erf(gate / 2**0.5)) * up
+    if activation == "relu2":
+        return gate.clamp(min=0) ** 2
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
@@ -115,11 +152,13 @@ def eager_layer(
 ) -> Tensor:
     """The layer in float64, expert by expert."""
     gate, up, down = (table.double() for table in matrices(params, layout))
+    gate_bias, up_bias, down_bias = (bias.double().expand(gate.shape[0], -1) for bias in biases(params, layout))
     out = torch.zeros(hidden.shape, dtype=torch.float64, device=hidden.device)
     for expert in range(gate.shape[0]):
         token, choice = torch.where(index == expert)
         rows = hidden[token].double()
-        rows = activated(rows @ gate[expert].T, rows @ up[expert].T, activation) @ down[expert].T
+        halves = rows @ gate[expert].T + gate_bias[expert], rows @ up[expert].T + up_bias[expert]
+        rows = activated(*halves, activation) @ down[expert].T + down_bias[expert]
         out = out.index_add(0, token, rows if weight is None else rows * weight[token, choice, None].double())
     return out
 

@@ -38,7 +38,8 @@ def test_recorded_kernels_fit_the_target(target: Any) -> None:
 
 def test_the_page_shows_what_is_recorded() -> None:
     text = PAGE.read_text()
-    assert text.count("| down backward, writes activated |") == 1
+    assert text.count("<!-- table: Qwen3-30B-A3B -->") == 1
+    assert "| down backward, writes activated | 64x64x64" in text
     assert filled(text, RECORDED) == text
 
 

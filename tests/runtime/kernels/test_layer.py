@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.kernels.cases import (
-    ACTIVATIONS,
     DEVICE,
-    LAYOUTS,
+    FORMS,
     PATTERNS,
     Sizes,
     eager_layer,
@@ -37,6 +36,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     table_dtype: torch.dtype | None = None,
     has_weight: bool = True,
+    has_bias: bool = False,
     **options: bool,
 ) -> None:
     """Compare output and gradients in windows of so many rows."""
@@ -45,8 +45,8 @@ def check(
     hidden = torch.randn(sizes.tokens, sizes.hidden, device=DEVICE).to(dtype).requires_grad_()
     index = expert_index(pattern, sizes)
     weight = torch.rand(sizes.tokens, sizes.top_k, device=DEVICE, requires_grad=True) if has_weight else None
-    params = parameters(layout, sizes, table_dtype or dtype)
-    chosen = LayerOptions(rows, layout=layout, activation=activation, tiles=small_tiles(), **options)
+    params = parameters(layout, sizes, table_dtype or dtype, has_bias=has_bias)
+    chosen = LayerOptions(rows, layout=layout, activation=activation, has_bias=has_bias, tiles=small_tiles(), **options)
     found = swiglu_experts(hidden, index, weight, params, chosen)
     expected = eager_layer(hidden, index, weight, params, layout, activation)
     assert found.dtype is dtype
@@ -68,10 +68,25 @@ def test_windows_may_cut_an_expert_anywhere(rows: int) -> None:
     check(Sizes(tokens=5, top_k=2, experts=3, hidden=8, width=4), "random", rows)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_layouts_and_activations(activation: str, layout: str) -> None:
-    check(Sizes(tokens=7), "random", 9, layout=layout, activation=activation)
+@pytest.mark.parametrize("has_bias", (False, True))
+@pytest.mark.parametrize(("activation", "layout"), FORMS)
+def test_layouts_and_activations(activation: str, layout: str, has_bias: bool) -> None:
+    check(Sizes(tokens=7), "random", 9, layout=layout, activation=activation, has_bias=has_bias)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("activation", "layout"), (("clamped", "interleaved_in_out"), ("relu2", "single")))
+def test_experts_with_biases_under_any_routing(activation: str, layout: str, pattern: str) -> None:
+    check(Sizes(tokens=9), pattern, 5, layout=layout, activation=activation, has_bias=True)
+
+
+@pytest.mark.parametrize("rows", range(1, 11, 2))
+def test_windows_may_cut_an_expert_with_biases_anywhere(rows: int) -> None:
+    check(Sizes(tokens=5, top_k=2, experts=3, hidden=8, width=4), "random", rows, has_bias=True, keeps_products=True)
+
+
+def test_biases_without_routing_weights() -> None:
+    check(Sizes(tokens=6), "random", 7, has_weight=False, has_bias=True, is_deterministic=True)
 
 
 @pytest.mark.parametrize("is_deterministic", (False, True))
@@ -112,22 +127,39 @@ def test_drawn_layers(tokens: int, top_k: int, experts: int, hidden: int, width:
     check(Sizes(tokens, top_k, experts, hidden, width), pattern, rows)
 
 
-@pytest.mark.parametrize("frozen", (("hidden",), ("weight",), ("gate_up",), ("down",), ("gate_up", "down", "hidden")))
+@pytest.mark.parametrize(
+    "frozen",
+    (
+        ("hidden",),
+        ("weight",),
+        ("gate_up",),
+        ("down",),
+        ("gate_up", "down", "hidden"),
+        ("gate_up_bias",),
+        ("down_bias",),
+        ("gate_up", "down"),
+        ("gate_up_bias", "down_bias"),
+    ),
+)
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: tuple[str, ...]) -> None:
     from memfine_fx.runtime.kernels.layer import LayerOptions, swiglu_experts
 
     sizes = Sizes(tokens=6)
-    index, options = expert_index("random", sizes), LayerOptions(5, tiles=small_tiles(), is_deterministic=True)
+    index, options = (
+        expert_index("random", sizes),
+        LayerOptions(5, has_bias=True, tiles=small_tiles(), is_deterministic=True),
+    )
+    names = ("gate_up", "down", "gate_up_bias", "down_bias")
     leaves = {
         "hidden": torch.randn(sizes.tokens, sizes.hidden, device=DEVICE, requires_grad=True),
         "weight": torch.rand(sizes.tokens, sizes.top_k, device=DEVICE, requires_grad=True),
-        **dict(zip(("gate_up", "down"), parameters("halves", sizes), strict=True)),
+        **dict(zip(names, parameters("halves", sizes, has_bias=True), strict=True)),
     }
 
     def gradients() -> dict[str, torch.Tensor | None]:
         for leaf in leaves.values():
             leaf.grad = None
-        tables = [leaves["gate_up"], leaves["down"]]
+        tables = [leaves[name] for name in names]
         swiglu_experts(leaves["hidden"], index, leaves["weight"], tables, options).square().sum().backward()
         return {name: leaf.grad for name, leaf in leaves.items()}
 
@@ -151,6 +183,13 @@ def test_tables_that_do_not_fit_are_named() -> None:
         swiglu_experts(hidden, index, None, [gate_up, down.mT], LayerOptions(8))
     with pytest.raises(ValueError, match="layout 'apart' does not have 2 parameters"):
         swiglu_experts(hidden, index, None, [gate_up, down], LayerOptions(8, layout="apart"))
+    with pytest.raises(ValueError, match="layout 'halves' with biases does not have 3 parameters"):
+        swiglu_experts(hidden, index, None, [gate_up, down, down], LayerOptions(8, has_bias=True))
+    with pytest.raises(ValueError, match=r"biases .*\(5, 12\).* do not meet gate"):
+        biases = [gate_up.new_zeros(5, 24), gate_up.new_zeros(5, 24)]
+        swiglu_experts(hidden, index, None, [gate_up, down, *biases], LayerOptions(8, has_bias=True))
+    with pytest.raises(ValueError, match="activation 'relu2' does not go with layout 'halves'"):
+        swiglu_experts(hidden, index, None, [gate_up, down], LayerOptions(8, activation="relu2"))
     with pytest.raises(ValueError, match=r"tokens \[13, 12\] do not meet experts of \[20, 24\]"):
         swiglu_experts(hidden[:, :12], index, None, [gate_up, down], LayerOptions(8))
     with pytest.raises(ValueError, match="at least one row, not 0"):

@@ -1,4 +1,4 @@
-"""Dense results: matmuls and attentions of a forward whose results a backward may want, with what they cost.
+"""Costly results: matmuls and attentions of a forward whose results a backward may want, with what they cost.
 
 Each is a choice of the step's plan: kept (bytes, from forward to backward) or computed again (FLOPs).
 """
@@ -17,11 +17,11 @@ from torch.utils.flop_counter import flop_registry
 
 from memfine_fx.compat.operators import qualified_name
 
-__all__ = ["DenseResult", "dense_results", "is_attention", "must_save"]
+__all__ = ["CostlyResult", "costly_results", "is_attention", "must_save"]
 
 
 @dataclass(frozen=True)
-class DenseResult:
+class CostlyResult:
     """One node of a joint graph: its name, bytes of its results, FLOPs to compute it again."""
 
     name: str
@@ -30,8 +30,8 @@ class DenseResult:
     is_in_last_layer: bool
 
 
-def dense_results(joint: fx.Graph, num_forward_outputs: int) -> list[DenseResult]:
-    """Dense results of the forward, those most worth keeping first.
+def costly_results(joint: fx.Graph, num_forward_outputs: int) -> list[CostlyResult]:
+    """Costly results of the forward, those most worth keeping first.
 
     Results of the last layer (after the last but one region) come first: its backward begins at once, so keeping
     them adds next to nothing to the peak. Then by FLOPs per byte; later ones first among equals.
@@ -41,7 +41,7 @@ def dense_results(joint: fx.Graph, num_forward_outputs: int) -> list[DenseResult
     order = {node: place for place, node in enumerate(joint.nodes)}
     last_layer = order[experts[-2]] if len(experts) > 1 else -1
     found = [
-        (DenseResult(node.name, _num_bytes(node), flops, order[node] > last_layer), order[node])
+        (CostlyResult(node.name, _num_bytes(node), flops, order[node] > last_layer), order[node])
         for node in forward
         if (flops := _flops(node)) > 0
     ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -11,32 +9,20 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import node_value, written_node
 from memfine_fx.records import Cut
 
-__all__ = ["outline", "outline_with_map"]
+__all__ = ["outline"]
 
 
-def outline(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """The inside of a cut as a graph of its own, and the outer nodes behind its placeholders.
-
-    Args:
-        cut: what to copy.
-        specializes_floats: turn symbolic floats into numbers (the capture's guards keep that sound).
+def outline(cut: Cut) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """The inside of a cut as a graph of its own, whose placeholders stand for the cut's inputs; each node's copy.
 
     Raises:
         CannotChunk: an input has no recorded value, or the inside holds something that is not a call.
     """
-    outlined, env = outline_with_map(cut, specializes_floats=specializes_floats)
-    return outlined, [node for node in cut.inputs if isinstance(env[node], fx.Node)]
-
-
-def outline_with_map(cut: Cut, *, specializes_floats: bool) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
-    """As `outline`; also what became of each node: its copy, or the number it was specialised to."""
     graph = fx.Graph()
-    env: dict[fx.Node, Any] = {}
+    env: dict[fx.Node, fx.Node] = {}
     for node in cut.inputs:
         value = node_value(node)
-        if specializes_floats and isinstance(value, (torch.SymFloat, float)):
-            env[node] = float(value)
-        elif isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, int, float)):
+        if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, int, float)):
             env[node] = graph.placeholder(node.name)
         elif value is None and node.op == "get_attr":
             raise CannotChunk(

@@ -1,4 +1,4 @@
-"""Dense results of a joint graph: which they are, what they cost, which are kept first."""
+"""Costly results of a joint graph: which they are, what they cost, which are kept first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
-from memfine_fx.passes.step.dense_results import dense_results
+from memfine_fx.passes.step.costly_results import costly_results
 
 aten = torch.ops.aten
 
@@ -37,14 +37,14 @@ def joint_graph() -> fx.Graph:
 
 
 def test_results_of_the_last_layer_come_first_then_flops_per_byte_and_later_ones() -> None:
-    found = dense_results(joint_graph(), 1)
+    found = costly_results(joint_graph(), 1)
     assert [result.name for result in found] == ["mm_default_3", "mm_default_2", "mm_default_1", "mm_default"]
     assert [result.is_in_last_layer for result in found] == [True, True, False, False]
     assert [(result.flops, result.num_bytes) for result in found] == [(256, 128), (256, 128), (128, 64), (256, 128)]
 
 
-def test_elementwise_work_opaque_ops_and_the_backward_are_not_dense_results() -> None:
-    names = {result.name for result in dense_results(joint_graph(), 1)}
+def test_elementwise_work_opaque_ops_and_the_backward_are_not_costly_results() -> None:
+    names = {result.name for result in costly_results(joint_graph(), 1)}
     assert not names & {"sin_default", "experts_default", "experts_default_1", "mm_default_4", "t_default"}
 
 
@@ -56,7 +56,7 @@ def test_attention_counts_its_flops_on_the_cpu_too() -> None:
     attention = graph.call_function(aten._scaled_dot_product_flash_attention_for_cpu.default, tuple(inputs))
     attention.meta["val"] = (torch.empty((2, 3, 6, 4)), torch.empty((2, 3, 6)))
     graph.output([attention])
-    (found,) = dense_results(graph, 1)
+    (found,) = costly_results(graph, 1)
     products = 2 * (2 * 3 * 6 * 5 * 4)  # FLOPs of one of the two, query x key and scores x value
     assert (found.name, found.flops) == (attention.name, 2 * products)
     assert found.num_bytes == 4 * (2 * 3 * 6 * 4 + 2 * 3 * 6)

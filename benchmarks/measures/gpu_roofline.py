@@ -1,0 +1,164 @@
+"""What would the GPU kernels and their peers take of a device by a roofline, of which nothing was measured?
+
+Writes results/gpu_roofline.json and the tables of docs/gpu.md with --write, else compares with that file. Needs Triton
+(make gpu-kernels), but no device: launches are noted on fake tensors. See `benchmarks.roofline` for the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.gpu_kernels import PAGE
+from benchmarks.measures import RESULTS, Answer
+from benchmarks.roofline import CHIPS, PEERS, SHAPES, Chip, Kernel, Shape, kernels_of, least_bytes, peer_kernels, total
+
+__all__ = ["FILE", "filled", "measure", "table"]
+
+FILE = RESULTS / "gpu_roofline.json"
+BYTES_TARGET, TIME_TARGET = 1.15, 1.10
+_WINDOWS = 4
+_PLANS = {  # name -> (windows, keeps products, deterministic)
+    "kept, 1 window": (1, True, False),
+    f"kept, {_WINDOWS} windows": (_WINDOWS, True, False),
+    "kept, 1 window, by token": (1, True, True),
+    f"again, {_WINDOWS} windows": (_WINDOWS, False, False),
+}
+_SHOWN = ("Qwen3-30B-A3B", "H100")  # whose kernels the page shows one by one
+
+
+def measure(write: bool = False) -> Answer:
+    found = json.loads(json.dumps(table()))
+    if write:
+        FILE.write_text(_written(found))
+        PAGE.write_text(filled(PAGE.read_text(), found))
+        return Answer([f"{len(found['layers'])} layers, {len(found['kernels'])} kernels"])
+    recorded = json.loads(FILE.read_text())
+    if recorded == found:
+        return Answer(["as recorded"])
+    return Answer(["not as recorded: run with --write and look at the difference"], is_met=False)
+
+
+def table() -> dict[str, Any]:
+    """Layers by shape, device and plan; and one layer's kernels."""
+    layers = [row for shape in SHAPES for chip in CHIPS for row in _layers(shape, chip)]
+    shape = next(one for one in SHAPES if one.name == _SHOWN[0])
+    chip = next(one for one in CHIPS if one.name == _SHOWN[1])
+    kernels = [_kernel_row(one, chip) for one in kernels_of(_case(shape, f"again, {_WINDOWS} windows"), chip)]
+    return {"layers": layers, "kernels": kernels}
+
+
+def _case(shape: Shape, plan: str) -> Any:
+    windows, keeps_products, is_deterministic = _PLANS[plan]
+    rows = -(-shape.rows // windows)
+    return shape.case(rows, keeps_products=keeps_products, is_deterministic=is_deterministic)
+
+
+def _layers(shape: Shape, chip: Chip) -> Iterator[dict[str, Any]]:
+    peers = {name: total(peer_kernels(name, shape, chip), chip) for name in PEERS}
+    for plan, (windows, keeps_products, _) in _PLANS.items():
+        kernels = kernels_of(_case(shape, plan), chip)
+        seconds, num_bytes, distinct = total(kernels, chip)
+        strict, handed = least_bytes(shape, keeps_products=keeps_products)
+        num_launches = sum(one.slots > 0 for one in kernels)
+        yield {
+            "shape": shape.name,
+            "device": chip.name,
+            "plan": plan,
+            "milliseconds": _rounded(seconds * 1e3),
+            "gigabytes": _rounded(num_bytes / 1e9),
+            "distinct_gigabytes": _rounded(distinct / 1e9),
+            "over_strict": _rounded(num_bytes / strict),
+            "over_handed": _rounded(num_bytes / handed),
+            "launches": num_launches,
+            "most_launches": 14 + 2 * windows,
+            "over_sonicmoe": _rounded(seconds / peers["sonicmoe"][0]),
+            "peer_milliseconds": {name: _rounded(one[0] * 1e3) for name, one in peers.items()},
+            "peer_gigabytes": {name: _rounded(one[1] / 1e9) for name, one in peers.items()},
+        }
+
+
+def _kernel_row(kernel: Kernel, chip: Chip) -> dict[str, Any]:
+    return {
+        "kernel": kernel.name,
+        "gigaflops": _rounded(kernel.flops / 1e9),
+        "megabytes": _rounded(kernel.num_bytes / 1e6),
+        "programs": kernel.programs,
+        "slots": kernel.slots,
+        "filled": _rounded(kernel.filled),
+        "microseconds": _rounded(kernel.seconds(chip) * 1e6),
+        "bound": kernel.bound(chip),
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _written(found: dict[str, Any]) -> str:
+    parts = [f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]" for name, rows in found.items()]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+_BLOCK = re.compile(r"(<!-- roofline: ([^\n]*) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def filled(text: str, recorded: dict[str, Any]) -> str:
+    """A page with each block named in it written anew: "kernels", "layers" or "peers"."""
+    makers = {"kernels": _kernels_table, "layers": _layers_table, "peers": _peers_table, "misses": _misses}
+    return _BLOCK.sub(lambda block: block[1] + "\n" + makers[block[2]](recorded) + "\n", text)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def _kernels_table(recorded: dict[str, Any]) -> str:
+    head = ["kernel", "launches", "GFLOP", "MB", "programs", "at once", "filled", "us", "bound by"]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in recorded["kernels"]:
+        rows.setdefault(row["kernel"].replace("_", " "), []).append(row)
+    keys = ("gigaflops", "megabytes", "programs", "slots", "filled", "microseconds", "bound")
+    return _markdown(head, [[name, len(ones), *(_shown(ones[0][key]) for key in keys)] for name, ones in rows.items()])
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _layers_table(recorded: dict[str, Any]) -> str:
+    """One line for a shape and plan: each device's ratio of time, and of bytes, in one cell."""
+    head = ["layer", "plan", "launches", *(f"{chip.name}: time, bytes" for chip in CHIPS)]
+    lines = []
+    for shape in SHAPES:
+        for plan in _PLANS:
+            here = [row for row in recorded["layers"] if (row["shape"], row["plan"]) == (shape.name, plan)]
+            cells = [f"{row['over_sonicmoe']:.2f}, {row['over_handed']:.2f}" for row in here]
+            lines.append([shape.name, plan, f"{here[0]['launches']} of {here[0]['most_launches']}", *cells])
+    return _markdown(head, lines)
+
+
+def _peers_table(recorded: dict[str, Any]) -> str:
+    head = ["layer", "kept, 1 window", *PEERS]
+    lines = []
+    for row in recorded["layers"]:
+        if row["device"] == "H100" and row["plan"] == "kept, 1 window":
+            pairs = [(row["peer_gigabytes"][name], row["peer_milliseconds"][name]) for name in PEERS]
+            pairs.insert(0, (row["gigabytes"], row["milliseconds"]))
+            lines.append([row["shape"], *(f"{size:g} GB, {time:g} ms" for size, time in pairs)])
+    return _markdown(head, lines)
+
+
+def _misses(recorded: dict[str, Any]) -> str:
+    rows = recorded["layers"]
+    lines = []
+    for plan in _PLANS:
+        here = [row for row in rows if row["plan"] == plan]
+        slow = sum(row["over_sonicmoe"] > TIME_TARGET for row in here)
+        wide = sum(row["over_handed"] > BYTES_TARGET for row in here)
+        many = sum(row["launches"] > row["most_launches"] for row in here)
+        lines.append([plan, len(here), slow, wide, many])
+    return _markdown(["plan", "layers and devices", "time missed", "bytes missed", "launches missed"], lines)

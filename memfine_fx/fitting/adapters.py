@@ -1,0 +1,80 @@
+"""LoRA of PEFT on a model's layers, and their weights in 4 bits as QLoRA has them.
+
+In 4 bits (NF4 in blocks of 64, scales quantized too) are all plain linear layers but the head, as transformers loads a
+model with `load_in_4bit`, and tables over experts, which that leaves whole and bitsandbytes' `replace_parameter_4bit`
+packs. All others keep their dtype, and adapters have that of the model (PEFT with `autocast_adapter_dtype=False`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memfine_fx.compat.bitsandbytes import pack_layers, pack_table
+from memfine_fx.errors import ConfigError, MissingPackage
+from memfine_fx.fitting.setup import Setup
+
+__all__ = ["adapted"]
+
+
+def adapted(model: Any, setup: Setup) -> torch.nn.Module:
+    """The model with adapters beside frozen weights; these in 4 bits where the setup says so. Weights may be meta.
+
+    Raises:
+        ConfigError: the targets are no layers, or such that no adapter can be added to.
+        MissingPackage: PEFT or bitsandbytes is not installed.
+    """
+    peft = _package("peft", "LoRA adapters")
+    if setup.train == "qlora":
+        _pack(model)
+    others = {name: type(one).__name__ for name, one in model.named_modules() if _gives_something_else(one)}
+    for name, kind in others.items():
+        if name.rpartition(".")[2] in setup.targets:
+            raise ConfigError(
+                f"targets={list(setup.targets)}: {name} is a {kind}, which does not return what a linear layer does; "
+                "PEFT cannot add to it"
+            )
+    targets = list(setup.targets) or "all-linear"
+    try:
+        config = peft.LoraConfig(
+            r=setup.lora_r, target_modules=targets, exclude_modules=sorted(others) or None, task_type="CAUSAL_LM"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT warns of its own patterns for expert tables that it did not use
+            made: torch.nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ConfigError(f"targets={list(setup.targets)}: {error}") from error
+    return made
+
+
+def _package(name: str, purpose: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingPackage(name, "trainers", purpose) from error
+
+
+def _gives_something_else(module: torch.nn.Module) -> bool:
+    """A router that is a linear layer by its class, and returns a tuple: PEFT takes it for one, and its step fails."""
+    is_plain = type(module).forward is torch.nn.Linear.forward or type(module).__module__.startswith("bitsandbytes.")
+    return isinstance(module, torch.nn.Linear) and not is_plain
+
+
+def _pack(model: Any) -> None:
+    _package("bitsandbytes", "weights in 4 bits")
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    pack_layers(model, {name for name, one in model.named_modules() if one is head})
+    for module, name in list(_tables(model)):
+        pack_table(module, name)
+    model.is_loaded_in_4bit = True  # as after loading: PEFT asks
+
+
+def _tables(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """(module, name) of parameters that are a matrix for each expert."""
+    for path, module in model.named_modules():
+        if "experts" in path.split("."):
+            yield from ((module, name) for name, one in module.named_parameters(recurse=False) if one.dim() == 3)

@@ -1,0 +1,45 @@
+"""What every launch of a layer loads, stores and multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memfine_fx.runtime.kernels.combine import combine_accesses
+from memfine_fx.runtime.kernels.down import down_accesses
+from memfine_fx.runtime.kernels.down_backward import down_backward_accesses
+from memfine_fx.runtime.kernels.gate_up import gate_up_accesses
+from memfine_fx.runtime.kernels.launches import Launch
+from memfine_fx.runtime.kernels.sorting import sort_accesses
+from memfine_fx.runtime.kernels.traffic import Access, Load
+from memfine_fx.runtime.kernels.weight_gradient import weight_gradient_accesses
+
+__all__ = ["accesses_of", "flops_of"]
+
+_ACCESSES: dict[str, Callable[[Launch, Load], list[Access]]] = {
+    "gate_up_kernel": gate_up_accesses,
+    "down_kernel": down_accesses,
+    "down_backward_kernel": down_backward_accesses,
+    "combine_kernel": combine_accesses,
+    "weight_gradient_kernel": weight_gradient_accesses,
+}
+
+
+def accesses_of(launch: Launch, load: Load) -> list[Access]:
+    """What a launch loads and stores under a load of its window, or of the layer where it is of the sort."""
+    return _ACCESSES.get(launch.name, sort_accesses)(launch, load)
+
+
+def flops_of(launch: Launch, load: Load) -> tuple[int, int]:
+    """(FLOPs of a launch's matrix products on rows that are there, the same with tiles' rows to spare)."""
+    told, name = launch.constants, launch.name
+    if name == "weight_gradient_kernel":
+        num_matrices = told["HAS_PROJECTIONS"] * (1 + told["HAS_UP"]) + told["HAS_DOWN"]
+        entries, tile = told["HEIGHT"] * told["WIDTH"] * num_matrices, told["TILE_DEPTH"]
+    elif name == "down_kernel":
+        entries, tile = told["COLUMNS"] * told["DEPTH"] * (1 + told["HAS_SECOND"]), told["TILE_ROWS"]
+    elif name in ("gate_up_kernel", "down_backward_kernel"):
+        num_matrices = 2 if name == "gate_up_kernel" and told["ACTIVATION"] != "relu2" else 1
+        entries, tile = told["HIDDEN"] * told["WIDTH"] * num_matrices, told["TILE_ROWS"]
+    else:
+        return 0, 0
+    return 2 * entries * load.num_rows, 2 * entries * load.num_tiles(tile) * tile
