@@ -298,11 +298,12 @@ class CompiledGraph:
         """What a partition follows from where no bytes of this process decide it; "" where they do.
 
         Operators' results, and which gradients are sole, follow from the regions and heads that their sites stand for,
-        scratch inside kernels from the machine.
+        scratch inside kernels from the machine, and what pays to be kept from its rates.
         """
-        if self._session.records or self._rates() is not None:
+        if self._session.records:
             return ""
-        described: list[object] = [measurement_key(tensor_of(self._record.lowered[0].region.hidden).device.type)]
+        rates, device_type = self._rates(), tensor_of(self._record.lowered[0].region.hidden).device.type
+        described: list[object] = [measurement_key(device_type), None if rates is None else rates()]
         for one in self._record.lowered:
             live = one.live
             if isinstance(live, LiveHead):

@@ -290,10 +290,14 @@ def _keeping_within(config: Config, situation: Situation, needs: int, rates: Cal
 
 def _kept_of(site: str, step: GraphStep, situation: Situation | None, num_tokens: int) -> tuple[Keep, int, bool]:
     """What a region keeps in a run with T tokens, of how many rows, and whether of all."""
-    keep, rows = step.keep_of(site), num_tokens * step.regions[site].terms_now("nothing").top_k
+    keep = step.keep_of(site)
+    if keep == "nothing":
+        return keep, 0, False
     kept = () if situation is None else situation.memory.kept
-    num_kept = next((num_kept for one, num_kept, _ in kept if one == site), rows)
-    return (keep, num_kept, num_kept == rows) if num_kept and keep != "nothing" else ("nothing", 0, False)
+    parts = [num_kept for one, num_kept, _ in kept if one == site]
+    if not parts:  # of all, also where this rank has no rows itself and keeps what comes
+        return keep, num_tokens * step.regions[site].terms_now("nothing").top_k, True
+    return (keep, parts[0], False) if parts[0] else ("nothing", 0, False)
 
 
 def choose_head_plan(
