@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocast, without_saved_tensor_hooks
+from memfine_fx.compat.autograd import enable_python_dispatcher
 from memfine_fx.compat.shapes import symbolic_size
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode
 
@@ -72,17 +73,17 @@ def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> Tra
         function: takes one tensor per spec, returns a tensor or a flat sequence of tensors.
         specs: arguments; all `per_row` ones share the symbol R.
     """
+    # A thread begins without modes, hooks and autocast, and with autograd, which an op that runs has switched off.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(_traced, function, specs).result()
+
+
+def _traced(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> TracedBody:
     shape_env = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shape_env)
     num_rows = symbolic_size(shape_env, "num_rows", _ROWS_HINT)
     num_groups = symbolic_size(shape_env, "num_groups", _GROUPS_HINT)
-    with (
-        without_saved_tensor_hooks(),
-        fake_mode,
-        torch.no_grad(),
-        without_autocast(),
-        enable_python_dispatcher(),
-    ):
+    with fake_mode, torch.no_grad(), enable_python_dispatcher():
         inputs = tuple(_fake(spec, num_rows, num_groups) for spec in specs)
         traced = make_fx(torch.func.functionalize(function, remove="mutations"), tracing_mode="real")(*inputs)
     traced.graph.eliminate_dead_code()

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from memfine_fx.compiler import compiled_graph
+from memfine_fx.compiler import compiled_graph, regions
 from memfine_fx.expert_parallel import sharded
 from memfine_fx.expert_parallel.groups import ExpertGroup
+from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.plan import budget, front
 from memfine_fx.plan.cost import DeviceRates
 
@@ -29,10 +30,15 @@ def give_rates(put: Callable[[Any, str, Any], None] = setattr) -> None:
     for module in (budget, front, compiled_graph):
         put(module, "device_rates", _given_rates)
     put(sharded, "bandwidth_of", _given_bandwidth)
+    put(regions, "measured_knee", _no_knee)
 
 
 def _given_rates(device_type: str, dtype: torch.dtype) -> DeviceRates:
     return _RATES
+
+
+def _no_knee(region: RegionBytes, dtype: torch.dtype) -> None:
+    """Chunks have as many rows as where nothing is measured."""
 
 
 def _given_bandwidth(ranks: ExpertGroup) -> float:

@@ -43,8 +43,8 @@ from memfine_fx.plan.budget import (
     GraphBudget,
     budget_of_graph,
     device_of,
-    dropped_in,
     fits_unbounded,
+    keeping_in,
     refusal_of,
     situation_of,
 )
@@ -298,11 +298,12 @@ class CompiledGraph:
         """What a partition follows from where no bytes of this process decide it; "" where they do.
 
         Operators' results, and which gradients are sole, follow from the regions and heads that their sites stand for,
-        scratch inside kernels from the machine.
+        scratch inside kernels from the machine, and what pays to be kept from its rates.
         """
-        if self._session.records or self._rates() is not None:
+        if self._session.records:
             return ""
-        described: list[object] = [measurement_key(tensor_of(self._record.lowered[0].region.hidden).device.type)]
+        rates, device_type = self._rates(), tensor_of(self._record.lowered[0].region.hidden).device.type
+        described: list[object] = [measurement_key(device_type), None if rates is None else rates()]
         for one in self._record.lowered:
             live = one.live
             if isinstance(live, LiveHead):
@@ -370,7 +371,8 @@ class CompiledGraph:
         """Plans are made for this run until another begins."""
         self._record.step = compiled.step
         run.memory = replace(run.memory, step=compiled.step)
-        run.memory = replace(run.memory, drops=dropped_in(self._session, run))
+        if compiled.step.optional:
+            run.memory = keeping_in(self._session, run, tensor_of(self._record.lowered[0].region.hidden))
         self._session.situation = situation_of(self._session, run)
 
     def _forget(self) -> None:

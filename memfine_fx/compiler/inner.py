@@ -21,6 +21,7 @@ from memfine_fx.compat.functorch import (
     compile_on_aot_autograd,
     compile_through_cache,
     compiling_regions,
+    keep_from_donation,
     keeping_share,
     min_cut_partition,
     run_boxed,
@@ -44,6 +45,7 @@ from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.step import GraphRecord, GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.step.fit import Even, StepBudget
+from memfine_fx.passes.step.keep import kept_inputs
 from memfine_fx.passes.step.kernel_order import KernelOrder
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, partitioned_as_is
 from memfine_fx.passes.step.partitioned import Partition
@@ -154,6 +156,8 @@ def _compile_and_read(
     """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
     is_backward = bool(kwargs.get("is_backward"))
     counted = counted_inputs(graph_module.graph) if is_backward else None
+    if is_backward:
+        keep_from_donation(kept_inputs(graph_module.graph))
     compiled: Any = compile_inner(graph_module, inputs, **kwargs)
     memory = read_wrapper(wrapper_of(compiled), graph_module.graph, counted)
     step.add_hints(graph_module.graph)
@@ -275,6 +279,8 @@ def _read_alone(
     is_backward = bool(kwargs.get("is_backward"))
     counted = counted_inputs(graph_module.graph) if is_backward else None
     unchanged = fx.GraphModule(graph_module, _copied(graph_module.graph))
+    if is_backward:
+        keep_from_donation(kept_inputs(graph_module.graph))
     memory = None
     if records == "code":
         memory = read_wrapper(written_code(graph_module, inputs, **kwargs), graph_module.graph, counted)

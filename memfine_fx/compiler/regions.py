@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -14,6 +15,7 @@ from memfine_fx.compiler.leftovers import as_told_by_attempts, check_leftover_sh
 from memfine_fx.compiler.session import Session, next_site
 from memfine_fx.config import Config, uses_gpu_kernels
 from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.lower.arguments import argument_specs, wanted_gradients
@@ -28,8 +30,9 @@ from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.read.tables import restore_tables
 from memfine_fx.passes.verify.gradient_check import check_gradients
 from memfine_fx.plan.budget import choose_plan
+from memfine_fx.plan.knee import measured_knee
 from memfine_fx.plan.rows import KNEE_ROWS
-from memfine_fx.records import Modes, MoERegion, Refusal
+from memfine_fx.records import Keep, Modes, MoERegion, Refusal
 from memfine_fx.report.roles import region_graph
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
@@ -146,7 +149,10 @@ def _plan(
     chunk_rows = config.rows_per_chunk or KNEE_ROWS.get(output.device.type, KNEE_ROWS["cuda"])
     region, exchange = sharded_experts(region, bodies.key, config.axis, chunk_rows, bodies.flops_per_row)
     terms_of = functools.partial(region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
-    terms_of("nothing")  # traces them now, outside of any other compilation
+    terms = terms_of("nothing")  # traces them now, outside of any other compilation
+    if config.rows_per_chunk is None and not session.is_dry and not session.records:
+        knee = measured_knee(terms, tensor_of(region.hidden).dtype)
+        terms_of = functools.partial(_with_knee, terms_of, knee)
     site = next_site(bodies.key)
     live = LiveRegion(
         site=site,
@@ -166,6 +172,10 @@ def _plan(
     register(live)
     record.step.regions[site] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)
     return region, live
+
+
+def _with_knee(terms_of: Callable[[Keep], RegionBytes], knee: int | None, keep: Keep) -> RegionBytes:
+    return replace(terms_of(keep), knee_rows=knee)
 
 
 def _bodies(region: MoERegion, config: Config) -> ExpertBodies:

@@ -121,9 +121,10 @@ def _keepers(graph: fx.Graph) -> dict[fx.Node, str]:
     for node in graph.nodes:
         name = qualified_name(node.target)
         if name == "memfine::experts_keeping":
-            found |= {user: node.args[5] for user in node.users if _is_element(user) and user.args[1] != 0}
+            last = len(node.meta["val"]) - 1  # how many rows were kept
+            found |= {user: node.args[5] for user in node.users if _is_element(user) and 0 < user.args[1] < last}
         elif name == "memfine::experts_backward_kept":
-            found |= dict.fromkeys(node.args[8], node.args[6])
+            found |= dict.fromkeys(node.args[8][:-1], node.args[6])
     return found
 
 

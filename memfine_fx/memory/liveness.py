@@ -20,7 +20,18 @@ import sympy
 
 from memfine_fx.records import Keep
 
-__all__ = ["OP_PHASES", "Allocation", "Call", "CountedInputs", "GraphMemory", "Peak", "Phase", "Workspace", "call_of"]
+__all__ = [
+    "OP_PHASES",
+    "Allocation",
+    "Call",
+    "CountedInputs",
+    "GraphMemory",
+    "KeptRows",
+    "Peak",
+    "Phase",
+    "Workspace",
+    "call_of",
+]
 
 Phase = Literal["route", "forward", "backward", "head", "mark"]
 
@@ -45,7 +56,7 @@ class Allocation:
         num_bytes: of it.
         start, stop: the positions between which it lives.
         is_input: whether it was there before.
-        kept_by: site of the region that keeps it, "" if none does.
+        kept_by: site of the region that keeps it, a row of it for each routed row; "" if none does.
         result_of: site of the region whose backward returns it, and its place there.
     """
 
@@ -73,12 +84,16 @@ class CountedInputs:
 
 @dataclass(frozen=True)
 class Call:
-    """A chunked region's op at a position; `site` is the key of its live region, "" for routing."""
+    """A chunked region's op at a position; `site` is the key of its live region, "" for routing.
+
+    `keep` is what there is room for, and `kept_rows` of how many routed rows it is kept; None: of all.
+    """
 
     position: int
     site: str
     phase: Phase
     keep: Keep = "nothing"
+    kept_rows: int | None = None
 
 
 def call_of(position: int, phase: Phase, texts: Sequence[str]) -> Call:
@@ -87,6 +102,8 @@ def call_of(position: int, phase: Phase, texts: Sequence[str]) -> Call:
     return Call(position, site, phase, cast("Keep", keep or "nothing"))
 
 
+KeptRows = frozenset[tuple[str, int, int]]
+"""(site, rows of which its region keeps something in a run, routed rows) of regions that have room for all of them."""
 Workspace = Callable[[Call], int]
 """Bytes that a call of a region needs beyond what the graph shows."""
 _MOST_SIZES = 8
@@ -143,26 +160,38 @@ class GraphMemory:
         allocations = tuple(one for one in self.allocations if one.name not in names)
         return replace(self, allocations=allocations, calls=tuple(replace(one, keep="nothing") for one in self.calls))
 
-    def dropping(self, sites: frozenset[str], added: frozenset[tuple[str, int]] = frozenset()) -> GraphMemory:
+    def of_run(
+        self, kept: KeptRows, added: frozenset[tuple[str, int]] = frozenset(), sizes: Mapping[str, int] | None = None
+    ) -> GraphMemory:
         """The record of a run that makes less than its graph has room for.
 
         Args:
-            sites: regions that keep nothing in it.
+            kept: of how many rows regions keep something in it; those that are not named, of all.
             added: results of regions' backwards that are added to gradients which are there.
+            sizes: value of each symbol, by name, where a region keeps something of a part of its rows.
         """
-        if not sites and not added:
+        if not kept and not added:
             return self
-        if (sites, added) not in self._dropping:
-            if len(self._dropping) >= _MOST_SIZES:
-                self._dropping.clear()
-            made = (one for one in self.allocations if one.kept_by not in sites)
-            allocations = tuple(one for one in made if one.result_of not in added)
-            calls = tuple(replace(one, keep="nothing") if one.site in sites else one for one in self.calls)
-            self._dropping[sites, added] = replace(self, allocations=allocations, calls=calls)
-        return self._dropping[sites, added]
+        if (kept, added) not in self._of_runs:
+            if len(self._of_runs) >= _MOST_SIZES:
+                self._of_runs.clear()
+            self._of_runs[kept, added] = self._made_in_run(kept, added, sizes or {})
+        return self._of_runs[kept, added]
+
+    def _made_in_run(self, kept: KeptRows, added: frozenset[tuple[str, int]], sizes: Mapping[str, int]) -> GraphMemory:
+        rows = {site: (num_kept, num_rows) for site, num_kept, num_rows in kept}
+        has_parts = any(num_kept for num_kept, _ in rows.values())
+        all_bytes = self.bytes_at(sizes) if has_parts else [0] * len(self.allocations)
+        allocations = [
+            _of_rows(one, num_bytes, *rows.get(one.kept_by, (1, 1)))
+            for one, num_bytes in zip(self.allocations, all_bytes, strict=True)
+            if one.result_of not in added and rows.get(one.kept_by, (1, 1))[0]
+        ]
+        calls = (replace(one, kept_rows=rows[one.site][0]) if one.site in rows else one for one in self.calls)
+        return replace(self, allocations=tuple(allocations), calls=tuple(calls))
 
     @functools.cached_property
-    def _dropping(self) -> dict[tuple[frozenset[str], frozenset[tuple[str, int]]], GraphMemory]:
+    def _of_runs(self) -> dict[tuple[KeptRows, frozenset[tuple[str, int]]], GraphMemory]:
         return {}
 
     def live_bytes(self, sizes: Mapping[str, int], workspace: Workspace) -> list[int]:
@@ -257,6 +286,13 @@ class GraphMemory:
             names = [str(symbol) for symbol in self.symbols]
             raise KeyError(f"no value for {missing[0]}; sizes are needed for {names}")
         return tuple(sizes[str(symbol)] for symbol in self.symbols)
+
+
+def _of_rows(one: Allocation, num_bytes: int, num_kept: int, num_rows: int) -> Allocation:
+    """An allocation of `num_bytes` for a part of the rows that it has room for."""
+    if num_kept == num_rows:
+        return one
+    return replace(one, num_bytes=sympy.Integer(num_bytes // num_rows * num_kept))
 
 
 @functools.lru_cache(maxsize=256)

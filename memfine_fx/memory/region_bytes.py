@@ -93,6 +93,8 @@ class RegionBytes:
             cast and added. Without them the body's peak is taken.
         product_scratch: bytes that a kernel takes for one product of a weight's gradient, in R; see `kernel_scratch`.
         travel: where experts live on several ranks; then rows of all ranks may come, and N is no bound on R.
+        knee_rows: R at which products of its widths are as fast as they get on this machine, None where that was not
+            measured.
         clones_forward, clones_backward: of other ranks' experts in the slots of this one, and of their gradients.
     """
 
@@ -119,6 +121,7 @@ class RegionBytes:
     travel: Travel | None = None
     clones_forward: int = 0
     clones_backward: int = 0
+    knee_rows: int | None = None
 
     def chunk_rows(self, rows: int) -> int:
         """Rows of a chunk where `rows` come at once."""
@@ -138,6 +141,10 @@ class ChunkSize:
 
     rows: int
     stages: bool = True
+
+    def at_most(self, rows: int | None) -> ChunkSize:
+        """With no more than so many rows; None: as it is."""
+        return self if rows is None or rows >= self.rows else ChunkSize(rows, self.stages)
 
 
 def added_bytes(num_elements: int, item_bytes: int, device_type: str) -> int:

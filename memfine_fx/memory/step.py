@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import sympy
@@ -27,8 +27,9 @@ from memfine_fx.compat.shapes import hints_of_symbols
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.config import Axis
 from memfine_fx.memory.head_bytes import HeadMemory
-from memfine_fx.memory.liveness import Call, GraphMemory
+from memfine_fx.memory.liveness import Call, GraphMemory, KeptRows
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_workspace, workspace_expression
+from memfine_fx.memory.symbols import larger
 from memfine_fx.records import Keep
 
 __all__ = [
@@ -85,12 +86,29 @@ class RegionMemory:
     def tokens_at(self, sizes: Mapping[str, int]) -> int:
         return value_at(self.num_tokens, sizes)
 
+    def rows_at(self, sizes: Mapping[str, int]) -> int:
+        """N."""
+        return self.tokens_at(sizes) * self.terms_now("nothing").top_k
+
     def workspace(self, call: Call, sizes: Mapping[str, int], size_of: Callable[[int], ChunkSize]) -> int:
         """Bytes of the region's op beyond what the graph shows; `size_of` gives chunks for T tokens."""
         if call.phase != "forward" and call.phase != "backward":
             return 0
-        num_tokens = self.tokens_at(sizes)
-        return region_workspace(self.terms_now(call.keep), num_tokens, size_of(num_tokens), self.axis, call.phase)
+        phase, num_tokens = call.phase, self.tokens_at(sizes)
+        size = size_of(num_tokens)
+        return max(
+            region_workspace(self.terms_now(keep), num_tokens, size.at_most(most), self.axis, phase)
+            for keep, most in self.parts(call, sizes)
+        )
+
+    def parts(self, call: Call, sizes: Mapping[str, int]) -> list[tuple[Keep, int | None]]:
+        """What chunks of a call keep, and the most rows that such a chunk can have; None where all are of that kind."""
+        if call.kept_rows is None or call.keep == "nothing":
+            return [(call.keep, None)]
+        others = self.rows_at(sizes) - call.kept_rows
+        if not call.kept_rows or others <= 0:
+            return [(call.keep if call.kept_rows else "nothing", None)]
+        return [(call.keep, call.kept_rows), ("nothing", others)]
 
 
 @dataclass(frozen=True)
@@ -125,7 +143,7 @@ class GraphStep:
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
         keeps_all: whether it computes nothing costly again and regions keep all that pays.
         is_least: whether it is the partition for budgets that no other fits.
-        optional: seconds spared per byte by regions that keep something where a run has room for it (`plan.free`).
+        optional: seconds spared per byte by regions that keep as many rows as a run has room for (`plan.kept`).
         estimated: directions whose record is an estimate although exact ones come from compiled code.
         sole: (site, place) of results of regions' backwards that are the whole gradient of one input of the graph ->
             place of that input (`passes.step.sole`).
@@ -207,7 +225,7 @@ class RunMemory:
         sizes: value of each of its inputs' symbols in this run.
         saved_bytes: by earlier runs whose backwards are still to come, when this one begins.
         later_gradient_bytes: new gradients that backwards of later runs have made when its own backward begins.
-        drops: sites of its regions that keep nothing in this run, though the graph has room for it.
+        kept: rows that regions keep in this run, where it is not all that the graph has room for.
         added: those of `GraphStep.sole` that it adds to gradients which are there, so that they are not made.
     """
 
@@ -215,18 +233,33 @@ class RunMemory:
     sizes: Mapping[str, int]
     saved_bytes: int = 0
     later_gradient_bytes: int = 0
-    drops: frozenset[str] = frozenset()
+    kept: KeptRows = frozenset()
     added: frozenset[tuple[str, int]] = frozenset()
 
     @property
     def forward(self) -> GraphMemory | None:
         """What its forward holds."""
-        return None if self.step.forward is None else self.step.forward.dropping(self.drops)
+        return None if self.step.forward is None else self.step.forward.of_run(self.kept, sizes=self.values)
 
     @property
     def backward(self) -> GraphMemory | None:
         """What its backward holds."""
-        return None if self.step.backward is None else self.step.backward.dropping(self.drops, self.added)
+        return None if self.step.backward is None else self.step.backward.of_run(self.kept, self.added, self.values)
+
+    def keeping(self, rows: Mapping[str, int]) -> RunMemory:
+        """The run in which regions that may keep part of their rows keep so many, those that are not named none."""
+        kept = {site: (rows.get(site, 0), self.rows_of(site)) for site in self.step.optional}
+        return replace(self, kept=frozenset((site, *one) for site, one in kept.items() if one[0] < one[1]))
+
+    def rows_of(self, site: str) -> int:
+        """N of a region."""
+        return self.step.regions[site].rows_at(self.values)
+
+    def kept_rows(self, site: str) -> int:
+        """Rows of which a region keeps something in this run."""
+        if self.step.keep_of(site) == "nothing":
+            return 0
+        return next((num_kept for one, num_kept, _ in self.kept if one == site), self.rows_of(site))
 
     @property
     def values(self) -> dict[str, int]:
@@ -318,4 +351,8 @@ def _workspace_expression(run: RunMemory, size_of: SizeOf, call: Call) -> sympy.
     if region is None or (call.phase != "forward" and call.phase != "backward"):
         return 0
     size = size_of(call.site, region.tokens_at(run.values))
-    return workspace_expression(region.terms_now(call.keep), region.num_tokens, size, region.axis, call.phase)
+    parts = (
+        workspace_expression(region.terms_now(keep), region.num_tokens, size.at_most(most), region.axis, call.phase)
+        for keep, most in region.parts(call, run.values)
+    )
+    return functools.reduce(larger, parts)

@@ -200,7 +200,7 @@ class _Reader:
             made = [self._new(label, num_bytes) for num_bytes in op.results] if viewed is None else viewed
             self._hold(name, made)
             if function in _KEEPING:
-                _keep(self._held[name][1:], _texts(call))
+                _keep(self._held[name][1:-1], _texts(call))  # the last is how many rows were kept
             elif function in _FINDING:
                 _keep(self._listed(call.args[_KEPT_ARGUMENT]), _texts(call))
             if _PHASES.get(function) == "backward":
@@ -226,8 +226,8 @@ class _Reader:
         return self._held.get(argument.id, []) if isinstance(argument, ast.Name) else None
 
     def _listed(self, names: ast.expr) -> list[_Storage]:
-        """Storages of the names in a list."""
-        found = names.elts if isinstance(names, ast.List) else []
+        """Storages of the names in a list but the last, which is how many rows were kept."""
+        found = names.elts[:-1] if isinstance(names, ast.List) else []
         return [one for name in found if isinstance(name, ast.Name) for one in self._held.get(name.id, [])]
 
     def _new(self, name: str, num_bytes: sympy.Expr, *, is_input: bool = False) -> _Storage:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
@@ -16,15 +17,17 @@ from memfine_fx.config import Config, parse_budget
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.region_bytes import region_peak
-from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory, StepPeak, step_peak_bytes
-from memfine_fx.plan.cost import DeviceRates, rows_seconds
-from memfine_fx.plan.free import dropped_sites
-from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens, plan_head
+from memfine_fx.memory.step import GraphStep, RunMemory, StepPeak, step_peak_bytes
+from memfine_fx.plan.cost import DeviceRates
+from memfine_fx.plan.free import free_rows
+from memfine_fx.plan.head_tokens import LEAST_TOKENS, plan_head
+from memfine_fx.plan.kept import SLACK, keep_rows, kept_rows, lean_of, live_bytes
 from memfine_fx.plan.peaks import SolvedPeaks, chunk_sizes, peak_of_run, unbounded_rows
 from memfine_fx.plan.rates import device_rates
+from memfine_fx.plan.row_choices import StepWork
 from memfine_fx.plan.rows import LEAST_ROWS, infeasible, plan_region
 from memfine_fx.plan.runs import CalledGraph, Run, RunHistory, Situation, gradient_bytes
-from memfine_fx.records import ChunkPlan
+from memfine_fx.records import ChunkPlan, Keep
 from memfine_fx.records.heads import HeadPlan
 
 __all__ = [
@@ -38,8 +41,8 @@ __all__ = [
     "choose_head_plan",
     "choose_plan",
     "device_of",
-    "dropped_in",
     "fits_unbounded",
+    "keeping_in",
     "refusal_of",
     "situation_of",
     "unbounded_rows",
@@ -164,55 +167,24 @@ class GraphBudget:
     def add_hints(self, graph: fx.Graph) -> None:
         self._step.add_hints(graph)
 
-    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
+    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: str = "") -> int:
         step = self._step
         trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
-        size_of = chunk_sizes(self._session.config, trial, rows, self._head_tokens(rows))
-        peak = step_peak_bytes([replace(self.situation.memory, step=trial, sizes=step.sizes)], size_of)
+        trial.optional = {without: 0.0} if without else {}
+        size_of = chunk_sizes(self._session.config, trial, rows, self._work.head_tokens(rows))
+        memory = replace(self.situation.memory, step=trial, sizes=step.sizes, kept=frozenset())
+        peak = step_peak_bytes([lean_of(memory)], size_of)
         return 0 if peak is None else peak + peak * MARGIN_PERCENT // 100
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         return self._session.timed(stage)
 
     def rows_choices(self) -> Sequence[tuple[int | None, float]]:
-        config = self._session.config
-        if config.axis != "rows" or config.rows_per_chunk is not None:
-            return [(None, 0.0)]
-        most = max((self._unbounded(region) for region in self._step.regions.values()), default=1)
-        halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= LEAST_ROWS]
-        fastest = self._seconds(None)
-        return [(None, 0.0), *((rows, max(0.0, self._seconds(rows) - fastest)) for rows in halved)]
+        return self._work.rows_choices(lambda: self.rates)
 
-    def _head_tokens(self, rows: int | None) -> int | None:
-        """Tokens of a head's chunk beside so many rows of the experts', fewer in the same proportion."""
-        if rows is None:
-            return None
-        most = max((self._unbounded(region) for region in self._step.regions.values()), default=rows)
-        knee = max((knee_tokens(head.terms) for head in self._step.heads.values()), default=rows)
-        return max(LEAST_TOKENS, knee * rows // most)
-
-    def _unbounded(self, region: RegionMemory) -> int:
-        return unbounded_rows(self._session.config, region.terms_now("nothing"), region.tokens_at(self.sizes))
-
-    def _seconds(self, rows: int | None) -> float:
-        """Of all regions of this graph in one step."""
-        seconds = 0.0
-        for region in self._step.regions.values():
-            terms = region.terms_now("nothing")
-            seconds += rows_seconds(
-                self.rates,
-                num_routed=max(1, region.tokens_at(self.sizes) * terms.top_k),
-                num_experts=terms.num_experts,
-                flops_per_row=_STEP_FLOPS * terms.flops_per_row,
-                param_bytes=terms.param_bytes,
-                rows=self._unbounded(region) if rows is None else rows,
-                takes_group=terms.takes_group,
-            )
-        return seconds
-
-
-_STEP_FLOPS = 3.5
-"""FLOPs of a region's step for each of its forward: backward takes twice as many, and computes some again."""
+    @property
+    def _work(self) -> StepWork:
+        return StepWork(self._session.config, self._step, self.sizes)
 
 
 def choose_plan(
@@ -224,9 +196,8 @@ def choose_plan(
         BudgetInfeasible: not even `LEAST_ROWS` a chunk fit.
     """
     config, situation = session.config, _situation_in(session, graph)
-    is_dropped = situation is not None and site in situation.memory.drops
-    keep = "nothing" if is_dropped else graph.step.keep_of(site)
-    region = graph.step.regions[site].terms_now(keep)
+    keep, num_kept, is_all = _kept_of(site, graph.step, situation, num_tokens)
+    region = graph.step.regions[site].terms_now(keep if is_all else "nothing")
     solved = None if situation is None else session.peaks.peak_of(config, situation)
 
     def peak_terms(rows: int) -> dict[str, int]:
@@ -251,21 +222,82 @@ def choose_plan(
         peak_terms=peak_terms,
         peak_bytes=peak_bytes,
     )
-    return replace(plan, keeps=keep)
+    return replace(plan, keeps=keep, kept_rows=num_kept)
 
 
-def dropped_in(session: SessionState, run: Run) -> frozenset[str]:
-    """Sites that keep nothing in a run, though its graph has room for it (`plan.free`).
+def keeping_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemory:
+    """A run with as many rows kept as it has room for, of those that its graph has room for.
 
-    Nothing is kept where the step's bytes are not known: records are estimates, or later runs of the step, whose peaks
-    what is kept here would add to, are expected.
+    Without a budget nothing is kept where the step's bytes are not known: records are estimates, or later runs of the
+    step, whose peaks what is kept here would add to, are expected. With one, these runs are asked what they need.
+
+    Args:
+        hidden: tokens of a region or head, for device and dtype.
     """
-    step = run.memory.step
-    if not step.optional:
-        return frozenset()
-    if step.estimated or session.history.is_followed(run):
-        return frozenset(step.optional)
-    return session.peaks.dropped(session.config, run.memory, dropped_sites)
+    config, memory = session.config, run.memory
+    if not memory.step.optional:
+        return memory
+    if not config.has_budget:
+        if memory.step.estimated or session.history.is_followed(run):
+            return lean_of(memory)
+        return session.peaks.keeping(Situation(memory, None), 0, functools.partial(free_rows, config, memory))
+    later = session.history.expected_after(run)
+    if not later and session.history.is_followed(run):
+        return lean_of(memory)
+    situation, needs = situation_of(session, run), _needs_of(config, later)
+    rates = functools.partial(device_rates, hidden.device.type, hidden.dtype)
+    return session.peaks.keeping(situation, needs, lambda: _keeping_within(config, situation, needs, rates))
+
+
+def _needs_of(config: Config, runs: Sequence[Run]) -> int:
+    """The most bytes that runs one after another take, each with what the earlier ones saved, beside all else."""
+    most = saved = 0
+    for run in runs:
+        lean = replace(lean_of(run.memory), saved_bytes=0)
+        most = max(most, saved + (step_peak_bytes([lean], chunk_sizes(config, lean.step, None, None)) or 0))
+        saved += lean.left_bytes
+    return most
+
+
+def _keeping_within(config: Config, situation: Situation, needs: int, rates: Callable[[], DeviceRates]) -> RunMemory:
+    """Everything that a run may keep, if that fits with as many rows a chunk as time asks for; else what takes least
+    time: rows kept and rows a chunk are bought with the same bytes.
+    """
+    memory, available = situation.memory, situation.available_bytes
+    lean, work = lean_of(memory), StepWork(config, memory.step, memory.values)
+    if available is None or lean.forward is None or lean.backward is None:
+        return memory
+    if memory.step.estimated:
+        available = available * 100 // (100 + MARGIN_PERCENT)
+    peak = step_peak_bytes([memory], chunk_sizes(config, memory.step, None, None)) or 0
+    if max(peak, memory.saved_bytes + memory.left_bytes + needs) <= available:
+        return memory
+    behind, limit = memory.saved_bytes + lean.left_bytes + needs, available - available // SLACK
+    best, fewest = lean, math.inf
+    for rows, slower in work.rows_choices(rates):
+        size_of = chunk_sizes(config, memory.step, rows, work.head_tokens(rows))
+        forward, backward = live_bytes(lean, size_of)
+        keeps = keep_rows(memory, size_of, behind=1)
+        most = sum(one.num_rows * one.seconds_per_row for one in keeps)
+        if max(*forward, *backward, behind) > available or slower - most >= fewest:
+            continue
+        kept = kept_rows([[*forward, behind], backward], keeps, limit)
+        seconds = slower - sum(kept.get(one.site, 0) * one.seconds_per_row for one in keeps)
+        if seconds < fewest:
+            best, fewest = memory.keeping(kept), seconds
+    return best
+
+
+def _kept_of(site: str, step: GraphStep, situation: Situation | None, num_tokens: int) -> tuple[Keep, int, bool]:
+    """What a region keeps in a run with T tokens, of how many rows, and whether of all."""
+    keep = step.keep_of(site)
+    if keep == "nothing":
+        return keep, 0, False
+    kept = () if situation is None else situation.memory.kept
+    parts = [num_kept for one, num_kept, _ in kept if one == site]
+    if not parts:  # of all, also where this rank has no rows itself and keeps what comes
+        return keep, num_tokens * step.regions[site].terms_now("nothing").top_k, True
+    return (keep, parts[0], False) if parts[0] else ("nothing", 0, False)
 
 
 def choose_head_plan(
@@ -301,6 +333,7 @@ def refusal_of(session: SessionState, situation: Situation, device: torch.device
     available, budget = situation.available_bytes, budget_bytes(config, device)
     if available is None or budget is None:
         return None
+    situation = replace(situation, memory=lean_of(situation.memory))
     memory = situation.memory
     rows = [
         unbounded_rows(config, region.terms_now("nothing"), region.tokens_at(memory.values))

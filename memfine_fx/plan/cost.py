@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DeviceRates", "Work", "rows_seconds"]
+__all__ = ["CALLS_PER_CHUNK", "STEP_FLOPS", "DeviceRates", "Work", "rows_seconds"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ class Work:
         return self.flops / flops + self.num_bytes / rates.copy_bytes + self.launches * rates.launch_seconds
 
 
-_CALLS_PER_CHUNK = 24
+STEP_FLOPS = 3.5
+"""FLOPs of a region's step for each of its forward: backward takes twice as many, and computes some again."""
+CALLS_PER_CHUNK = 24
 """Operations that one chunk launches in forward and backward: gathers, bodies, weight gradients, additions."""
 
 
@@ -82,5 +84,5 @@ def rows_seconds(
     per_expert = max(1.0, num_routed / num_experts)
     num_chunks = -(-num_routed // rows) if takes_group else num_experts * -(-per_expert // rows)
     added = max(0.0, num_chunks - num_experts) * 2 * param_bytes / num_experts
-    work = Work(flops_per_row * num_routed, added, num_chunks * _CALLS_PER_CHUNK)
+    work = Work(flops_per_row * num_routed, added, num_chunks * CALLS_PER_CHUNK)
     return work.seconds(rates, num_routed / num_chunks)

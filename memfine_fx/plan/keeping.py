@@ -5,7 +5,8 @@ Terms
                 attention, or what a chunked region can keep of its routed rows
     ranking     keepables of the last layer first, whose backward begins at once, so that keeping them hardly moves the
                 peak; then by seconds spared per byte
-    choice      the first so many of the ranking, and rows a chunk
+    choice      the first so many of the ranking, what is left of the bytes for the next one of which a part may be
+                kept, and rows a chunk
 
 For each number of rows the longest front of the ranking that fits is found by bisection, since the peak only grows with
 what is kept. Among these the one that takes least time is chosen; more rows where two take as long.
@@ -32,6 +33,7 @@ class Keepable:
         is_in_last_layer: whether its backward comes at once.
         keep: for a region, how much it keeps with this one; "nothing" for costly results.
         storages: names of the allocations that hold a costly result.
+        is_divisible: whether a run may keep it of a part of its region's rows.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Keepable:
     is_in_last_layer: bool
     keep: Keep = "nothing"
     storages: tuple[str, ...] = ()
+    is_divisible: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,15 @@ class StepChoice:
         num_kept: so many of the ranking, from the front.
         rows: a chunk may have; None for as many as time asks for.
         seconds: beyond a step that keeps all and has as many rows as time asks for.
-        peak_bytes: of the step, without what is there before it.
+        peak_bytes: of the step, without what is there before it and without `part`.
+        part: what is kept of some rows beside these.
     """
 
     num_kept: int
     rows: int | None
     seconds: float
     peak_bytes: int
+    part: Keepable | None = None
 
 
 def ranked(keepables: Sequence[Keepable]) -> list[Keepable]:
@@ -89,7 +94,16 @@ def choose_step(
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if peak_of(middle, rows) <= available_bytes else (low, middle)
+        peak = peak_of(low, rows)
         seconds = slower + sum(one.seconds for one in ranking[low:])
+        part = _next_divisible(ranking, low)
+        if part is not None:
+            seconds -= part.seconds * min(1.0, (available_bytes - peak) / max(1, part.num_bytes))
         if best is None or seconds < best.seconds:
-            best = StepChoice(low, rows, seconds, peak_of(low, rows))
+            best = StepChoice(low, rows, seconds, peak, part)
     return best
+
+
+def _next_divisible(ranking: Sequence[Keepable], num_kept: int) -> Keepable | None:
+    """The best of what is left of which a part may be kept."""
+    return next((one for one in ranking[num_kept:] if one.is_divisible), None)

@@ -8,9 +8,10 @@ byte terms are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memfine_fx.config import Config
+from memfine_fx.memory.liveness import KeptRows
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes
 from memfine_fx.memory.step import GraphStep, RunMemory, StepPeak, step_peak, step_peak_bytes
 from memfine_fx.plan.head_tokens import knee_tokens
@@ -28,7 +29,7 @@ class SolvedPeaks:
 
     num_solved: int = 0
     _peaks: dict[Hashable, dict[tuple[int | None, int | None], int | None]] = field(default_factory=dict)
-    _dropped: dict[Hashable, frozenset[str]] = field(default_factory=dict)
+    _keeping: dict[Hashable, KeptRows] = field(default_factory=dict)
 
     def peak_of(self, config: Config, situation: Situation) -> Callable[[int | None, int | None], int | None]:
         """(rows, a head's tokens) -> bytes of the run's peak beyond what is there before it."""
@@ -46,21 +47,23 @@ class SolvedPeaks:
 
         return peak
 
-    def dropped(
-        self, config: Config, run: RunMemory, solve: Callable[[Config, RunMemory], frozenset[str]]
-    ) -> frozenset[str]:
-        """What `solve` finds for a run, once for each of its sizes and surroundings."""
-        key = (Situation(run, None).key, revision_of(run.step))
-        if key not in self._dropped:
-            if len(self._dropped) >= _MOST_SITUATIONS:
-                self._dropped.clear()
-            self._dropped[key] = solve(config, run)
-        return self._dropped[key]
+    def keeping(self, situation: Situation, needs: int, solve: Callable[[], RunMemory]) -> RunMemory:
+        """The run of a situation with the rows that `solve` finds that its regions keep, once for each situation.
+
+        Args:
+            needs: bytes that later runs of its pass are expected to take.
+        """
+        key = (situation.key, needs, revision_of(situation.memory.step))
+        if key not in self._keeping:
+            if len(self._keeping) >= _MOST_SITUATIONS:
+                self._keeping.clear()
+            self._keeping[key] = solve().kept
+        return replace(situation.memory, kept=self._keeping[key])
 
     def forget(self) -> None:
         """More is known of a graph's memory than before."""
         self._peaks.clear()
-        self._dropped.clear()
+        self._keeping.clear()
 
 
 def revision_of(step: GraphStep) -> int:

@@ -1,16 +1,16 @@
 """Rates of this device, measured once in a fraction of a second and kept on disk.
 
-Matrix products of four row counts, a copy, and a small operation, each the best of a few runs: what others do on the
+Matrix products of a few row counts, a copy, and a small operation, each the best of a few runs: what others do on the
 machine only slows things down. The file is found by what the rates depend on: device and its instructions, dtype,
-threads, torch.
+threads, torch; and for a layer's own products, their widths.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,11 @@ from memfine_fx.memory.machine import keep_fields, kept_fields, measurement_key
 from memfine_fx.memory.measure import run_outside_compilation
 from memfine_fx.plan.cost import DeviceRates
 
-__all__ = ["device_rates"]
+__all__ = ["device_rates", "product_rates"]
 
 _ROWS = (32, 128, 512, 2048)
+_ROWS_OF_LAYERS = (64, 128, 256, 512, 1024, 2048)
+_WIDEST = 8192
 _INNER, _WIDTH = 512, 1024
 _COPIED_BYTES = 1 << 25
 _LIMIT_S, _FEWEST = 0.08, 5  # a measurement is repeated for so long, and at least so often
@@ -39,19 +41,44 @@ def device_rates(device_type: str, dtype: torch.dtype) -> DeviceRates:
     return found
 
 
-def _measure(device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    matrix = torch.ones(_INNER, _WIDTH, dtype=dtype, device=device)
+@functools.lru_cache(maxsize=64)
+def product_rates(device_type: str, dtype: torch.dtype, inner: int, width: int) -> DeviceRates:
+    """The same rates with products [R,inner] @ [inner,width] in the place of general ones.
+
+    Wider ones than `_WIDEST` are as fast, and are not measured.
+    """
+    inner, width = min(inner, _WIDEST), min(width, _WIDEST)
+    others = device_rates(device_type, dtype)
+    name = f"rates_{measurement_key(device_type, str(dtype), _ROWS_OF_LAYERS, inner, width)}"
+    found = _read({**asdict(others), "matmul_flops": kept_fields(name)})
+    if found is None:
+        measure = partial(_measure_products, torch.device(device_type), dtype, _ROWS_OF_LAYERS, inner, width)
+        found = replace(others, matmul_flops=run_outside_compilation(device_type, measure))
+        keep_fields(name, found.matmul_flops)
+    return found
+
+
+def _measure_products(
+    device: torch.device, dtype: torch.dtype, row_counts: Sequence[int], inner: int, width: int
+) -> tuple[tuple[int, float], ...]:
+    """FLOPs a second by rows."""
+    matrix = torch.ones(inner, width, dtype=dtype, device=device)
     products, fastest = [], 0.0
-    for rows in _ROWS:
-        left = torch.ones(rows, _INNER, dtype=dtype, device=device)
-        rate = 2.0 * rows * _INNER * _WIDTH / _best(partial(torch.mm, left, matrix), device)
+    for rows in row_counts:
+        left = torch.ones(rows, inner, dtype=dtype, device=device)
+        rate = 2.0 * rows * inner * width / _best(partial(torch.mm, left, matrix), device)
         fastest = max(fastest, rate)  # a larger product is no slower than a smaller one, whoever else was running
         products.append((rows, fastest))
+    return tuple(products)
+
+
+def _measure(device: torch.device, dtype: torch.dtype) -> DeviceRates:
+    products = _measure_products(device, dtype, _ROWS, _INNER, _WIDTH)
     source = torch.ones(_COPIED_BYTES // dtype.itemsize, dtype=dtype, device=device)
     target = torch.empty_like(source)
     copy_bytes = 2.0 * _COPIED_BYTES / _best(lambda: target.copy_(source), device)
     small = torch.ones(8, dtype=dtype, device=device)
-    return DeviceRates(tuple(products), copy_bytes, _best(lambda: small + small, device))
+    return DeviceRates(products, copy_bytes, _best(lambda: small + small, device))
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:

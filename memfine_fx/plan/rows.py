@@ -17,8 +17,10 @@ from memfine_fx.records import ChunkPlan
 __all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "largest", "plan_region", "wanted_rows"]
 
 KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
-"""Rows a chunk at which time stops falling; docs/design/plan.md, "The throughput knee", has the measurement (CPU)
-and the reasoning where it is not measured yet (CUDA)."""
+"""Rows a chunk at which time stops falling, where that is not measured for the layer (`plan.knee`).
+
+docs/design/plan.md, "The throughput knee", has the measurement (CPU) and the reasoning where it is not measured yet
+(CUDA)."""
 LEAST_ROWS = 64
 """Rows below which no budget pushes a chunk: smaller expert matmuls cost time and no longer save memory, since what is
 alive beside so small a chunk decides the peak."""
@@ -96,15 +98,27 @@ def wanted_rows(
     On the tokens axis these are a slice's rows. Where rows of other ranks come in rounds they are a round's, as many as
     even routing brings: the rounds are what memory follows then, and the planner lowers them first.
     """
-    knee = region.at_most(KNEE_ROWS.get(region.device_type, KNEE_ROWS["cuda"]), num_tokens)
+    general = region.at_most(KNEE_ROWS.get(region.device_type, KNEE_ROWS["cuda"]), num_tokens)
     if _cuts_tokens(region, axis):  # at most one row of an expert a token, as top-k gives: rows are bounded by tokens
-        wanted = tokens_per_chunk or max(1, (rows_per_chunk or knee) // region.top_k)
+        wanted = tokens_per_chunk or max(1, (rows_per_chunk or general) // region.top_k)
         return max(1, min(wanted, num_tokens)), f"token slices of {wanted} (FCDA)"
     if _comes_in_rounds(region, axis):
-        return _round_rows(region, num_tokens, rows_per_chunk or knee)
+        return _round_rows(region, num_tokens, rows_per_chunk or general)
     if rows_per_chunk is not None:
         return region.at_most(rows_per_chunk, num_tokens), "rows per chunk fixed by the config"
-    return knee, f"throughput knee of {region.device_type}"
+    if region.knee_rows is None:
+        return general, f"throughput knee of {region.device_type}"
+    return _measured_rows(region, region.knee_rows, num_tokens)
+
+
+def _measured_rows(region: RegionBytes, knee: int, num_tokens: int) -> tuple[int, str]:
+    """Rows a chunk at full speed as it was measured, but no more than even routing gives an expert: larger chunks would
+    come with skewed routing only, and make its steps larger than others.
+    """
+    even = max(LEAST_ROWS, -(-num_tokens * region.top_k // region.num_experts))
+    if even < knee:
+        return region.at_most(even, num_tokens), "as many rows as even routing gives an expert"
+    return region.at_most(knee, num_tokens), "throughput knee measured here for products of these widths"
 
 
 def _round_rows(region: RegionBytes, num_tokens: int, chunk_rows: int) -> tuple[int, str]:

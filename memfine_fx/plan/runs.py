@@ -114,7 +114,7 @@ class Situation:
 
     def __post_init__(self) -> None:
         memory = self.memory
-        beside = (memory.saved_bytes, memory.later_gradient_bytes, self.available_bytes, memory.drops, memory.added)
+        beside = (memory.saved_bytes, memory.later_gradient_bytes, self.available_bytes, memory.kept, memory.added)
         object.__setattr__(self, "key", (id(memory.step), *sorted(memory.sizes.items()), *beside))
 
 
@@ -154,8 +154,23 @@ class RunHistory:
 
     def is_followed(self, run: Run) -> bool:
         """Whether runs that save for a backward are expected after it in its pass, as they came the last time."""
-        number = sum(one.graph is run.graph for one in run.mates) - 1
-        return bool(self._followers.get(run.graph, {}).get(number))
+        return bool(self._followers.get(run.graph, {}).get(self._number(run)))
+
+    def expected_after(self, run: Run) -> list[Run]:
+        """The runs that came after it in the pass before, those that saved for a backward."""
+        before = self._training.get(run.graph, [])
+        if before is run.mates:
+            return []
+        places = [place for place, one in enumerate(before) if one.graph is run.graph]
+        number = self._number(run)
+        if number >= len(places):
+            return []
+        return [one for one in before[places[number] + 1 :] if one.has_saved]
+
+    @staticmethod
+    def _number(run: Run) -> int:
+        """How many runs of its graph came before it in its pass."""
+        return sum(one.graph is run.graph for one in run.mates) - 1
 
     def note_results(self, run: Run, results: object, inputs: Sequence[object]) -> None:
         """The forward of a run returned."""

@@ -197,6 +197,7 @@ class ChunkPlan:
             accumulators, index arrays and the expert weight gradients.
         reason: why this and not another.
         keeps: what forward keeps for backward: what the compiled graph has room for, or nothing.
+        kept_rows: of how many routed rows, the first in expert order: 0 where it keeps nothing, at most N.
         rows_per_round: the most rows that come to this rank at once, where experts live on several ranks and the axis
             is "rows"; else 0.
     """
@@ -208,6 +209,7 @@ class ChunkPlan:
     reason: str
     keeps: Keep = "nothing"
     rows_per_round: int = 0
+    kept_rows: int = 0
 
     @property
     def size_in_words(self) -> str:

@@ -6,8 +6,6 @@ for a chunk is freed before the next. In low precision the sums over a token's c
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +19,10 @@ from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, KeepingBodies, PlainGrad, ProductGrad
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.halving import Progress, walk
+from memfine_fx.runtime.hollow import held_by, hollow
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.schedule import Chunk
+from memfine_fx.runtime.schedule import Chunk, cut_at
 
 __all__ = ["Kept", "Places", "accumulator_dtype", "chunks_of", "open_gradients", "run_backward", "run_forward"]
 
@@ -32,15 +31,27 @@ def _ignore(rows: int) -> None:
     """What nobody wants to know."""
 
 
-_NOTHING: Sequence[torch.Tensor] = ()
-
-
 @dataclass(frozen=True)
 class Kept:
-    """Bodies that keep something from forward to backward, and what is kept: tensors [N,...] in expert order."""
+    """Bodies that keep something from forward to backward, and what is kept of the first rows in expert order.
+
+    Args:
+        bodies: see `runtime.bodies`; rows of which nothing is kept go through the bodies of the region.
+        tensors: [M,...], or [N,...] where it is kept of all rows.
+        num_rows: M; None: all, however many there are.
+    """
 
     bodies: KeepingBodies
     tensors: Sequence[torch.Tensor] = ()
+    num_rows: int | None = None
+
+    def holds(self, chunk: Chunk) -> bool:
+        """Whether what is kept is that of a chunk's rows."""
+        return self.num_rows is None or chunk.stop <= self.num_rows
+
+    def cut(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Chunks all of whose rows are kept, or none."""
+        return chunks if self.num_rows is None else cut_at(chunks, self.num_rows)
 
     @property
     def copied(self) -> Sequence[torch.Tensor]:
@@ -57,18 +68,31 @@ class Kept:
         return parts
 
     @staticmethod
-    def empty(bodies: KeepingBodies, hidden: torch.Tensor, order: torch.Tensor) -> Kept:
+    def empty(bodies: KeepingBodies, hidden: torch.Tensor, order: torch.Tensor, num_rows: int | None = None) -> Kept:
         """Room for what a forward will keep; rows of dropped assignments are never written."""
-        rows = order.shape[0]
-        return Kept(bodies, [hidden.new_empty((rows, *one.shape), dtype=one.dtype) for one in bodies.kept])
+        rows = order.shape[0] if num_rows is None else num_rows
+        return Kept(bodies, [hidden.new_empty((rows, *one.shape), dtype=one.dtype) for one in bodies.kept], num_rows)
+
+    def handed_over(self, rows: int) -> list[torch.Tensor]:
+        """What the graph, which knows tensors [N,...] only, hands from forward to backward.
+
+        Where a part of the rows is kept, it goes along with address space of that shape that has no memory and is never
+        read. Whoever copies saved tensors (hooks of the user) finds zeros, and a crash nowhere.
+        """
+        if self.num_rows is None:
+            return list(self.tensors)
+        parts = self.tensors if self.num_rows else [None] * len(self.bodies.kept)
+        shapes = [((rows, *one.shape), one.dtype) for one in self.bodies.kept]
+        return [hollow(*shape, holding=part) for shape, part in zip(shapes, parts, strict=True)]
 
     @staticmethod
-    def hollow(bodies: KeepingBodies, rows: int) -> Kept:
-        """Tensors of the same shapes that hold nothing, for a run that keeps nothing: address space without memory.
-
-        They are never read. Whoever copies saved tensors (hooks of the user) finds zeros, and a crash nowhere.
-        """
-        return Kept(bodies, [_hollow((rows, *one.shape), one.dtype) for one in bodies.kept])
+    def found(bodies: KeepingBodies, tensors: Sequence[torch.Tensor], num_rows: int, rows: int) -> Kept | None:
+        """What forward handed over: `num_rows` of N; None where that is nothing, or was copied and left behind."""
+        if num_rows == rows:
+            return Kept(bodies, tensors) if rows else None
+        parts = [held_by(one) for one in tensors] if num_rows else [None]
+        found = [one for one in parts if one is not None]
+        return Kept(bodies, found, num_rows) if len(found) == len(parts) else None
 
 
 @dataclass(frozen=True)
@@ -83,22 +107,6 @@ class Places:
 
     rows: torch.Tensor | None
     weight: torch.Tensor | None
-
-
-_pages: list[mmap.mmap] = []
-"""One stretch of address space for everything hollow: it is never written and never read, so all of it may be there."""
-
-
-def _hollow(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    count = math.prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    num_bytes = count * dtype.itemsize
-    pages = next((one for one in _pages if len(one) >= num_bytes), None)
-    if pages is None:
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _pages[:] = [pages]  # a smaller stretch goes with the last tensor in it
-    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -146,7 +154,7 @@ def run_forward(
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
-    body, places = (bodies.forward(), _NOTHING) if kept is None else (kept.bodies.forward, kept.copied)
+    plain = kept.bodies.forward if kept is not None and kept.num_rows is None else bodies.forward()
     hidden = routed.hidden
     write = _add_rows if place is None else _set_rows_of
     out = place
@@ -156,13 +164,16 @@ def run_forward(
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
         arguments = routed.arguments(bodies, chunk, assignments, tokens)
-        taken = [] if kept is None else kept.give(arguments, chunk)
-        contribution, *values = body.call(*arguments, *taken)
-        writes = [partial(_set_rows, *both, chunk) for both in zip(places, values, strict=True)]
+        if kept is None or not kept.holds(chunk):
+            (contribution,) = plain.call(*arguments)
+            progress.complete([partial(write, out, tokens, contribution)])
+            return
+        contribution, *values = kept.bodies.forward.call(*arguments, *kept.give(arguments, chunk))
+        writes = [partial(_set_rows, *both, chunk) for both in zip(kept.copied, values, strict=True)]
         progress.complete([partial(write, out, tokens, contribution), *writes])
 
     def needs() -> list[tuple[str, int]]:
-        return _row_terms(routed, bodies.out_width, body.peak_bytes)
+        return _row_terms(routed, bodies.out_width, plain.peak_bytes)
 
     with without_autocast():
         limit = walk(chunks, run, groups=bodies.takes_group, needs=needs)
@@ -199,24 +210,27 @@ def run_backward(
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
-    if kept is None:
-        body, found = bodies.backward((*wanted, *map(any, wanted_params))), _NOTHING
+    if kept is not None and kept.num_rows is None:
+        plain = kept.bodies.backward
     else:
-        body, found = kept.bodies.backward, kept.tensors
+        plain = bodies.backward((*wanted, *map(any, wanted_params)))
     hidden, weight = routed.hidden, routed.flat_weight
     grad_hidden = grad_weight = None
-    if places is None and body.rows_grad is not None:
+    if places is None and plain.rows_grad is not None:
         grad_hidden = torch.zeros(hidden.shape, dtype=accumulator_dtype(hidden.dtype), device=hidden.device)
-    if body.weight_grad is not None:
+    if plain.weight_grad is not None:
         assert weight is not None
         grad_weight = torch.zeros_like(weight) if places is None else places.weight
-    params = open_gradients(body, routed.params, bodies, wanted_params, onto) if into is None else into
+    params = open_gradients(plain, routed.params, bodies, wanted_params, onto) if into is None else into
 
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
         rows_grad = grad.index_select(0, tokens).to(bodies.contribution_dtype)
         arguments = [rows_grad, *routed.arguments(bodies, chunk, assignments, tokens)]
-        arguments += [tensor[chunk.start : chunk.stop] for tensor in found]
+        body = plain
+        if kept is not None and kept.holds(chunk):
+            body = kept.bodies.backward
+            arguments += [tensor[chunk.start : chunk.stop] for tensor in kept.tensors]
         results = body.call(*arguments)
         effects: list[Callable[[], object]] = []
         # Always in this order: what is walked again after a failure skips as many effects as had happened.
@@ -233,7 +247,7 @@ def run_backward(
 
     def needs() -> list[tuple[str, int]]:
         staged = max((param.staged_bytes for param in params if param is not None), default=0)
-        return [*_row_terms(routed, bodies.out_width, body.peak_bytes), ("gradient staging of an expert", staged)]
+        return [*_row_terms(routed, bodies.out_width, plain.peak_bytes), ("gradient staging of an expert", staged)]
 
     with without_autocast():
         limit = walk(chunks, run, groups=bodies.takes_group, needs=needs)

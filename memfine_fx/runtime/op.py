@@ -132,6 +132,7 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
     if kept is None and windowed.is_taken(region, routed, plan):
         return _windowed_forward(region, routed, plan, name)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner)
+    chunks = list(chunks if kept is None else kept.cut(chunks))
     region.plan, region.num_tokens, region.num_chunks = plan, num_tokens, len(chunks)
     region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
     has_shared = "shared" in region.bodies.param_kinds
@@ -209,6 +210,7 @@ def _backward(
         with span(f"backward {site}"), range_of(name):
             return windowed.run_backward(grad, region, routed, plan, wanted)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner, is_new_step=False)
+    chunks = list(chunks if kept is None else kept.cut(chunks))
     lower = partial(region.lower, routed.num_tokens)
     chunks = ranged(chunks, name)
     there = gradients_to_add_to(site, [one for group in routed.params for one in group], wanted)
@@ -263,8 +265,8 @@ def experts_keeping(
     wanted: list[bool],
     keep: str,
 ) -> list[torch.Tensor]:
-    """The output of `memfine::experts`, what is kept of every routed row, [N,...] each in expert order, and [1] rows
-    that it was kept of: all, or none where the plan of this run has no room for it.
+    """The output of `memfine::experts`, what is kept of routed rows, [N,...] each in expert order, and [1] rows that it
+    was kept of: the first so many in expert order, as the plan of this run says.
 
     Where experts live on several ranks it is kept of rows that came, of as many as this rank has routed rows itself.
 
@@ -273,18 +275,20 @@ def experts_keeping(
         keep: a `records.Keep` other than "nothing".
     """
     routed, rows = _routed(hidden, weight, order, offsets, params, site), order.shape[0]
-    if _is_dropped(site, hidden):
-        hollow = Kept.hollow(_keeping(site, wanted, keep), rows)
-        return [_forward(routed, site, None), *hollow.tensors, torch.zeros(1, dtype=torch.int64)]
-    kept = _room(hidden, weight, order, site, wanted, keep)
-    return [_forward(routed, site, kept), *kept.tensors, torch.full((1,), rows, dtype=torch.int64)]
+    num_kept = _rows_to_keep(site, hidden, rows)
+    if num_kept == rows:
+        kept = _room(hidden, weight, order, site, wanted, keep)
+    else:
+        kept = Kept.empty(_keeping(site, wanted, keep), hidden, order, num_kept)
+    out = _forward(routed, site, kept if num_kept else None)
+    return [out, *kept.handed_over(rows), torch.full((1,), num_kept, dtype=torch.int64)]
 
 
-def _is_dropped(site: str, hidden: torch.Tensor) -> bool:
-    """Whether a region keeps nothing in this run, though its graph has room for it."""
+def _rows_to_keep(site: str, hidden: torch.Tensor, rows: int) -> int:
+    """Of how many routed rows a region keeps something in this run, though its graph has room for all."""
     region = lookup(site)
     is_asked = region.exchange is None and hidden.device.type == "cpu"
-    return is_asked and region.plan_for(hidden.shape[0]).keeps == "nothing"
+    return min(rows, region.plan_for(hidden.shape[0]).kept_rows) if is_asked else rows
 
 
 @experts_keeping.register_fake
@@ -325,7 +329,7 @@ def experts_backward_kept(
 ) -> list[torch.Tensor]:
     """As `memfine::experts_backward`, with what `memfine::experts_keeping` kept."""
     *tensors, num_kept = kept
-    found = Kept(_keeping(site, wanted, keep), tensors) if num_kept.item() else None
+    found = Kept.found(_keeping(site, wanted, keep), tensors, int(num_kept.item()), order.shape[0])
     return _backward(grad, _routed(hidden, weight, order, offsets, params, site), site, wanted, found)
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Chunk", "even_rows", "rows_schedule", "split_chunk", "tokens_schedule"]
+__all__ = ["Chunk", "cut_at", "even_rows", "rows_schedule", "split_chunk", "tokens_schedule"]
 
 _STEPS = 16
 
@@ -135,6 +135,39 @@ def split_chunk(chunk: Chunk, rows_per_chunk: int, *, groups: bool) -> list[Chun
         )
         for part in rows_schedule(offsets, rows_per_chunk, groups=groups)
     ]
+
+
+def cut_at(chunks: Sequence[Chunk], row: int) -> list[Chunk]:
+    """The same rows in the same order, in chunks none of which lies on both sides of the border before `row`."""
+    return [part for chunk in chunks for part in _cut(chunk, row)]
+
+
+def _cut(chunk: Chunk, row: int) -> Iterator[Chunk]:
+    """Up to four chunks: whole experts before the border, both parts of the expert at it, whole experts behind it."""
+    if not chunk.start < row < chunk.stop:
+        yield chunk
+        return
+    offsets = [chunk.start, *(chunk.start + end for end in chunk.ends)]
+    borders = {chunk.start, chunk.stop, row}
+    for start, stop in itertools.pairwise(offsets):
+        if start < row < stop and len(chunk.ends) > 1:
+            borders |= {start, stop}
+    for start, stop in itertools.pairwise(sorted(borders)):
+        yield _between(chunk, offsets, start, stop)
+
+
+def _between(chunk: Chunk, offsets: Sequence[int], start: int, stop: int) -> Chunk:
+    """Rows [start, stop) of a chunk, of one expert or of several whole ones."""
+    experts = [at for at, (low, high) in enumerate(itertools.pairwise(offsets)) if low < stop and high > start]
+    first, last = experts[0], experts[-1]
+    return Chunk(
+        start,
+        stop,
+        chunk.first_expert + first,
+        tuple(min(offsets[at + 1], stop) - start for at in range(first, last + 1)),
+        is_part=chunk.is_part or offsets[first] < start or offsets[last + 1] > stop,
+        completes=chunk.completes and offsets[last + 1] <= stop,
+    )
 
 
 def _parts(expert: int, start: int, stop: int, rows_per_chunk: int) -> Iterator[Chunk]:

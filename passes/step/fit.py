@@ -10,7 +10,9 @@ Terms
 2. If it does not fit, the planner asks for the step's peak under other choices. The answers come from records of the
    three partitions, edited (`memory.edits`), so that no graph is partitioned to ask. To full and to spare, what regions
    keep is added; to lean, costly results too. What spare and lean compute again is counted.
-3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept.
+3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept. Regions get room for all
+   their rows, one more region among them than fit; of how many rows they keep something, each run decides
+   (`plan.kept`).
 4. If nothing fits, it is lean or spare, whichever holds less; fewer rows a chunk have to do the rest. Lean need not be
    the smaller: in gpt_oss, whose attention is written out, it is not.
 """
@@ -39,7 +41,7 @@ from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.keeping import Keepable, StepChoice, choose_step, ranked
 from memfine_fx.records import Keep
 
-__all__ = ["Even", "StepBudget", "even", "fit", "largest_keeps", "region_keepables"]
+__all__ = ["Even", "StepBudget", "even", "fit", "largest_keeps", "optional_of", "region_keepables"]
 
 Even = Literal["lean", "spare"]
 """A partition that treats equal layers alike; this spare computes nothing again but elementwise work."""
@@ -69,8 +71,12 @@ class StepBudget(Protocol):
         """Learn the values of symbols that no input has."""
         ...
 
-    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
-        """Bytes of the whole step with this forward and backward; rows a chunk, or as many as time asks for."""
+    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: str = "") -> int:
+        """Bytes of the whole step with this forward and backward; rows a chunk, or as many as time asks for.
+
+        Args:
+            without: site of a region that keeps nothing, though its graph has room for it.
+        """
         ...
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
@@ -125,7 +131,7 @@ def fit(
     full_module, added = _with_regions(gm, largest_keeps(regions))
     full = partition(full_module, decision=_described(largest_keeps(regions), gm.graph))
     if budget.peak(full.forward_memory, full.backward_memory, None) <= available:
-        return replace(full, keeps_all=True)
+        return replace(full, keeps_all=True, optional=optional_of(regions, largest_keeps(regions)))
     with budget.timed("fit"):
         tried = functools.partial(_timed, partition, budget)
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, _without(_sized(full, budget), added))
@@ -177,7 +183,8 @@ def _fit_less(
     bases = _bases(gm, results, plain, spare, lean, regions, budget)
     for base, choice in itertools.islice(_by_time(bases, budget), _ATTEMPTS):
         chosen = _realized(gm, partition, base, choice, results)
-        if budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows) <= budget.available_bytes:
+        part = "" if choice.part is None else choice.part.name
+        if budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows, part) <= budget.available_bytes:
             return chosen
     smallest_rows = budget.rows_choices()[-1][0]
     least = min((lean, spare), key=lambda one: budget.peak(one.forward_memory, one.backward_memory, smallest_rows))
@@ -221,7 +228,7 @@ def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, St
 
 
 def _with_less(choice: StepChoice) -> StepChoice:
-    return StepChoice(choice.num_kept * 3 // 4, choice.rows, choice.seconds, choice.peak_bytes)
+    return replace(choice, num_kept=choice.num_kept * 3 // 4, part=None)
 
 
 def _peak_of(base: _Base, budget: StepBudget, count: int, rows: int | None) -> int:
@@ -235,22 +242,25 @@ def _realized(
     choice: StepChoice,
     results: Sequence[CostlyResult],
 ) -> Partition:
-    if base.partition is not None and choice.num_kept == 0:
+    if base.partition is not None and choice.num_kept == 0 and choice.part is None:
         return base.partition
     kept, left = base.ranking[: choice.num_kept], base.ranking[choice.num_kept :]
-    keeps = largest_keeps(kept)
+    keeps = largest_keeps(kept if choice.part is None else [*kept, choice.part])
     module, _ = _with_regions(gm, keeps)
+    optional = optional_of(base.ranking, keeps)
     if base.kind == "full":
-        return partition(module, decision=_described(keeps, gm.graph))
+        return replace(partition(module, decision=_described(keeps, gm.graph)), optional=optional)
     if base.kind == "spare":
-        return spared(module, results, partition, of_regions=_described_regions(keeps, gm.graph))
+        made = spared(module, results, partition, of_regions=_described_regions(keeps, gm.graph))
+        return replace(made, optional=optional)
     dropped = {one.name for one in left if one.keep == "nothing"}
     num_costly = sum(one.keep == "nothing" for one in base.ranking)
     decision = (
         f"{num_costly - len(dropped)} of {num_costly} costly results are kept, the others computed again in backward"
     )
     saved = {one.name for one in kept if one.keep == "nothing"}
-    return _leaned(module, partition, saved, results, f"{decision}; {_described_regions(keeps, gm.graph)}")
+    decision = f"{decision}; {_described_regions(keeps, gm.graph)}"
+    return replace(_leaned(module, partition, saved, results, decision), optional=optional)
 
 
 def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[CostlyResult]) -> Partition:
@@ -286,6 +296,7 @@ def region_keepables(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> li
     for choice in choices:
         num_bytes = choice.row_bytes * choice.num_rows
         had_bytes, had_seconds, had_ratio = before[choice.site]
+        is_first = had_bytes == 0
         # NOTE: keeping costs a copy in forward, one read and one write. Operands spare backward one write of what it
         # then reads, because the kernel that makes them again reads its arguments anyway: measured, they do not pay.
         # Rows that came from other ranks are kept where they came to: what they spare is coming again.
@@ -300,7 +311,9 @@ def region_keepables(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> li
         # held at theirs or below.
         ratio = min(had_ratio, more_seconds / max(1, more_bytes))
         before[choice.site] = (num_bytes, spared, ratio)
-        found.append(Keepable(choice.site, more_bytes, ratio * more_bytes, choice.site == last, choice.keep))
+        is_divisible = choice.is_divisible and is_first
+        more = (more_bytes, ratio * more_bytes, choice.site == last, choice.keep)
+        found.append(Keepable(choice.site, *more, is_divisible=is_divisible))
     return found
 
 
@@ -318,6 +331,16 @@ def _costly_keepables(
         if storages:
             seconds = result.flops / rates.peak_flops
             found.append(Keepable(result.name, result.num_bytes, seconds, result.is_in_last_layer, storages=storages))
+    return found
+
+
+def optional_of(keepables: Sequence[Keepable], keeps: Mapping[str, Keep]) -> dict[str, float]:
+    """Seconds spared per byte, by site, of what these regions keep of as many rows as a run has room for."""
+    found = {}
+    for site in keeps:
+        own = [one for one in keepables if one.name == site and one.seconds > 0]
+        if own[0].is_divisible:
+            found[site] = sum(one.seconds for one in own) / max(1, sum(one.num_bytes for one in own))
     return found
 
 

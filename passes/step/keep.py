@@ -20,13 +20,14 @@ import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.compat.functorch import DONATED
 from memfine_fx.compat.tensors import FakeTensor, tree_map
 from memfine_fx.passes.step.costly_results import must_save
 from memfine_fx.records import Keep
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import lookup
 
-__all__ = ["KeepChoice", "keep_choices", "keep_in_regions"]
+__all__ = ["KeepChoice", "keep_choices", "keep_in_regions", "kept_inputs"]
 
 _KEEPS: tuple[Keep, ...] = ("projections", "operands")
 _KEEPS_OF_RANKS: tuple[Keep, ...] = ("received", *_KEEPS)
@@ -44,6 +45,7 @@ class KeepChoice:
         row_bytes: of each routed row.
         copied_row_bytes: of these, what forward has to write beyond what it writes anyway.
         num_rows, num_experts: N of the captured call, E.
+        is_divisible: whether a run may keep it of a part of the rows: on a CPU, where the rows of no other rank come.
         flops: of the matmuls that backward is spared, in the captured call.
         travel_seconds: of the rows that need not come to this rank again.
     """
@@ -56,6 +58,7 @@ class KeepChoice:
     num_experts: int
     flops: int
     travel_seconds: float = 0.0
+    is_divisible: bool = False
 
 
 def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
@@ -67,6 +70,7 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
         flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
         num_rows = _hint(forward.args[2].meta["val"].shape[0])
         arrived, travel_seconds = 0, 0.0
+        is_divisible = region.exchange is None and forward.meta["val"].device.type == "cpu" and DONATED.holds()
         if region.exchange is not None:
             arrived = _arriving_row_bytes(forward)
             travel_seconds = arrived * num_rows / region.exchange.bandwidth
@@ -77,8 +81,16 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
                 row_bytes = arrived + bodies.row_bytes
                 flops = bodies.flops_per_row * num_rows
                 sizes = (row_bytes, bodies.copied_row_bytes, num_rows, region.num_experts)
-                choices.append(KeepChoice(site, keep, *sizes, flops, travel_seconds))
+                choices.append(KeepChoice(site, keep, *sizes, flops, travel_seconds, is_divisible))
     return choices
+
+
+def kept_inputs(backward: fx.Graph) -> set[int]:
+    """Places among a backward graph's inputs of what regions keep; it may have no memory to write over."""
+    calls = (node for node in backward.nodes if node.target is torch.ops.memfine.experts_backward_kept.default)
+    kept = {one for node in calls for one in node.args[8]}
+    inputs = [node for node in backward.nodes if node.op == "placeholder"]
+    return {place for place, node in enumerate(inputs) if node in kept}
 
 
 def _arriving_row_bytes(forward: fx.Node) -> int:

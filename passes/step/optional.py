@@ -1,4 +1,4 @@
-"""Optional: with memory_budget="free", regions get room for what pays to be kept; each run decides whether it is used.
+"""Optional: with memory_budget="free", regions get room for what pays to be kept; each run decides how much is used.
 
 Before and after: as in `keep`. The choice cannot be made here: what is compiled is not known yet, and another batch has
 another peak. So ops are given that keep or do not, as the plan of their run says (`plan.free`), in graphs that return
@@ -13,10 +13,9 @@ from collections.abc import Callable
 
 from torch import fx
 
-from memfine_fx.passes.step.fit import largest_keeps, region_keepables
+from memfine_fx.passes.step.fit import largest_keeps, optional_of, region_keepables
 from memfine_fx.passes.step.keep import keep_in_regions
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.runtime.store import lookup
 
 __all__ = ["give_room", "returns_loss"]
 
@@ -25,14 +24,10 @@ def give_room(joint: fx.Graph, rates: Callable[[], DeviceRates]) -> dict[str, fl
     """Rewrite the regions of a joint graph that may keep something; seconds spared per byte by their sites."""
     if not returns_loss(joint):
         return {}
-    keepables = [one for one in region_keepables(joint, rates) if lookup(one.name).exchange is None]
+    keepables = [one for one in region_keepables(joint, rates) if one.is_divisible]
     keeps = largest_keeps(keepables)
     keep_in_regions(joint, keeps)
-    found = {}
-    for site in keeps:
-        own = [one for one in keepables if one.name == site and one.seconds > 0]
-        found[site] = sum(one.seconds for one in own) / max(1, sum(one.num_bytes for one in own))
-    return found
+    return optional_of(keepables, keeps)
 
 
 def returns_loss(joint: fx.Graph) -> bool:

@@ -187,18 +187,19 @@ return (buf1, buf2, buf3, )
 """,
         keeping_graph(torch.ops.memfine.experts_keeping.default, 3),
     )
-    assert [one.kept_by for one in forward.allocations] == ["", "a/1", "a/1"]
+    assert [one.kept_by for one in forward.allocations] == ["", "a/1", ""]
     assert live(forward)[-1] == 32 + 48 + 8
-    dropped = forward.dropping(frozenset({"a/1"}))
-    assert live(dropped)[-1] == 32
-    assert [call.keep for call in (*forward.calls, *dropped.calls)] == ["projections", "nothing"]
-    assert forward.dropping(frozenset({"b/2"})).allocations == forward.allocations
+    for rows, num_bytes in ((0, 0), (1, 8), (5, 40), (6, 48)):
+        kept = forward.of_run(frozenset({("a/1", rows, 6)}))
+        assert live(kept)[-1] == 32 + num_bytes + 8
+        assert [(call.keep, call.kept_rows) for call in kept.calls] == [("projections", rows)]
+    assert forward.of_run(frozenset({("b/2", 0, 6)})).allocations == forward.allocations
 
 
 def test_what_a_backward_finds_kept_is_known_by_its_site() -> None:
     backward = read(
         """
-buf0 = torch.ops.memfine.experts_backward_kept.default(buf9, None, None, buf9, buf9, [], 'a/1', [True], [saved], 'projections')
+buf0 = torch.ops.memfine.experts_backward_kept.default(buf9, None, None, buf9, buf9, [], 'a/1', [True], [saved, buf9], 'projections')
 del saved
 buf1 = buf0[0]
 return (buf1, )
@@ -207,7 +208,7 @@ return (buf1, )
         CountedInputs(freed=("saved",)),
     )
     assert next((one.name, one.kept_by) for one in backward.allocations) == ("saved", "a/1")
-    assert live(backward.dropping(frozenset({"a/1"})))[0] == live(backward)[0] - 48
+    assert live(backward.of_run(frozenset({("a/1", 0, 6)})))[0] == live(backward)[0] - 48
 
 
 def test_complex_numbers_of_real_ones_are_a_view_and_keep_them_alive() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfine_fx.plan import rates
-from memfine_fx.plan.rates import device_rates
+from memfine_fx.plan.rates import device_rates, product_rates
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +17,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEMFINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(rates, "_LIMIT_S", 0.0)
     device_rates.cache_clear()
+    product_rates.cache_clear()
     return tmp_path / "cache"
 
 
@@ -43,3 +44,17 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyP
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEMFINE_CACHE", str(tmp_path / "file" / "below"))
     assert device_rates("cpu", torch.float32).launch_seconds > 0
+
+
+def test_products_of_a_layers_widths_are_measured_once_and_kept(folder: Path) -> None:
+    with FakeTensorMode():
+        found = product_rates("cpu", torch.bfloat16, 48, 80)
+    assert [rows for rows, _ in found.matmul_flops] == [64, 128, 256, 512, 1024, 2048]
+    assert all(1e6 < rate < 1e15 for _, rate in found.matmul_flops)
+    files = sorted(folder.iterdir())
+    assert len(files) == 2
+    product_rates.cache_clear()
+    assert product_rates("cpu", torch.bfloat16, 48, 80) == found
+    assert sorted(folder.iterdir()) == files
+    assert product_rates("cpu", torch.bfloat16, 80, 48).copy_bytes == found.copy_bytes
+    assert len(list(folder.iterdir())) == 3

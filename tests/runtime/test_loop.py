@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,6 +51,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     index: tuple[tuple[int, ...], ...] | None = None
     keep: Keep = "nothing"
+    kept_share: float | None = None
 
     @property
     def kinds(self) -> list[ParamKind]:
@@ -58,6 +60,9 @@ class Case:
     def params(self) -> list[Tensor]:
         extra = [torch.rand(16).to(self.dtype) + 0.5] if self.has_shared else []
         return [*mlp_params(self.dtype), *extra]
+
+    def kept_rows(self, num_rows: int) -> int | None:
+        return None if self.kept_share is None else round(self.kept_share * num_rows)
 
     def expert_index(self) -> Tensor:
         if self.index is not None:
@@ -100,7 +105,12 @@ def run(
     flags = (True, case.has_weight, *[True] * len(params)) if wanted is None else tuple(wanted)
     with torch.no_grad():
         keeping = None if case.keep == "nothing" else bodies.keeping(case.keep, flags)
-        kept = None if keeping is None else Kept.empty(keeping, hidden, routed.order)
+        kept = (
+            None
+            if keeping is None
+            else Kept.empty(keeping, hidden, routed.order, case.kept_rows(routed.order.shape[0]))
+        )
+        chunks = chunks if kept is None else kept.cut(chunks)
         out = run_forward(routed, bodies, chunks, hidden.dtype, kept=kept)
         wanted_params = [[flag] for flag in flags[2:]]
         return Step([out, *run_backward(grad, routed, bodies, chunks, flags[:2], wanted_params, kept=kept)])
@@ -146,6 +156,15 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_autograd(name: str, axis: str, keep: Keep) -> None:
     case = replace(CASES[name], axis=axis, keep=keep)
+    inputs = inputs_of(case)
+    run(case, *inputs).assert_close(reference(case, *inputs))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.77, 1.0])
+@pytest.mark.parametrize("axis", ["rows", "tokens"])
+@pytest.mark.parametrize("name", CASES)
+def test_part_of_the_rows_is_kept_wherever_the_border_falls(name: str, axis: str, share: float) -> None:
+    case = replace(CASES[name], axis=axis, keep="projections", kept_share=share)
     inputs = inputs_of(case)
     run(case, *inputs).assert_close(reference(case, *inputs))
 
@@ -289,8 +308,30 @@ def test_what_is_hollow_has_its_shape_and_takes_no_memory() -> None:
     keeping = bodies.keeping("projections", (True, True, True, True))
     assert keeping is not None
     made: list[Tensor] = []
-    trace = trace_memory(lambda: made.extend(Kept.hollow(keeping, rows).tensors[0] for rows in (5, 9, 0, 3)), CPU)
+    none = Kept(keeping, num_rows=0)
+    trace = trace_memory(lambda: made.extend(none.handed_over(rows)[0] for rows in (5, 9, 0, 3)), CPU)
     assert trace.peak_bytes == 0
     assert [(one.shape, one.stride()) for one in made] == [((rows, 2 * WIDTH), (2 * WIDTH, 1)) for rows in (5, 9, 0, 3)]
     assert len({one.untyped_storage()._cdata for one in made}) == 4  # outputs of an operation may not share a storage
     assert not any(one.any() for one in made)
+
+
+def test_a_part_goes_with_what_is_hollow_and_a_copy_leaves_it_behind() -> None:
+    bodies = bodies_of(swiglu, [torch.randn(1, HIDDEN, 2 * WIDTH), torch.randn(1, WIDTH, HIDDEN)], ("expert",) * 2)
+    keeping = bodies.keeping("projections", (True, True, True, True))
+    assert keeping is not None
+    order = torch.arange(9)
+    kept = Kept.empty(keeping, torch.randn(9, HIDDEN), order, 4)
+    kept.tensors[0].fill_(2.0)
+    part = weakref.ref(kept.tensors[0])
+    handed = kept.handed_over(9)
+    del kept
+    assert handed[0].shape == (9, 2 * WIDTH)
+    found = Kept.found(keeping, handed, 4, 9)
+    assert found is not None and found.num_rows == 4 and torch.equal(found.tensors[0], torch.full((4, 2 * WIDTH), 2.0))
+    assert Kept.found(keeping, [handed[0].clone()], 4, 9) is None
+    again = handed[0].view(-1)  # whoever holds its storage holds the part
+    del handed, found
+    assert part() is not None
+    del again
+    assert part() is None

@@ -6,10 +6,10 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memfine_fx.runtime.schedule import Chunk, rows_schedule, split_chunk, tokens_schedule
+from memfine_fx.runtime.schedule import Chunk, cut_at, rows_schedule, split_chunk, tokens_schedule
 
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 40)), max_size=9)
 FIRST = st.sampled_from([0, 5])
@@ -159,3 +159,23 @@ def test_parts_of_a_token_slice_never_complete_an_expert() -> None:
 def test_a_group_ends_with_an_expert_that_has_rows(counts: list[int], rows: int) -> None:
     for chunk in rows_schedule(offsets_of(counts), rows, groups=True):
         assert chunk.ends[-1] > (chunk.ends[-2] if len(chunk.ends) > 1 else 0)
+
+
+@settings(deadline=None)
+@given(COUNTS, FIRST, ROWS, GROUPS, st.integers(0, 370))
+def test_a_border_lies_inside_no_chunk_and_all_else_is_as_it_was(
+    counts: list[int], first: int, rows: int, groups: bool, border: int
+) -> None:
+    whole = rows_schedule(offsets_of(counts, first), rows, groups=groups)
+    parts = cut_at(whole, border)
+    assert not any(chunk.start < border < chunk.stop for chunk in parts)
+    assert owners(parts) == owners(whole)
+    for chunk in parts:
+        assert chunk.ends[-1] == chunk.num_rows > 0
+        assert len(chunk.ends) == 1 or not chunk.is_part
+    holders = Counter(expert for chunk in parts for expert in {expert for _, expert in owners([chunk])})
+    for chunk in parts:
+        experts = {expert for _, expert in owners([chunk])}
+        assert chunk.is_part == any(holders[expert] > 1 for expert in experts)
+        last = max(place for place, one in enumerate(parts) if experts & {expert for _, expert in owners([one])})
+        assert chunk.completes == (parts[last] is chunk)

@@ -31,7 +31,7 @@ class Budget:
 
     def add_hints(self, graph: fx.Graph) -> None: ...
 
-    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None) -> int:
+    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: str = "") -> int:
         return max(sum(one.bytes_at({})) for one in (forward, backward))
 
     @contextlib.contextmanager
