@@ -40,7 +40,9 @@ _LABELS = {
 _TECHNIQUES = {
     "model_cpu.jsonl": ("compile", "compile+checkpoint", "memfine", "memfine+checkpoint", "memfine-unlimited"),
     "vocab_cpu.jsonl": ("compile", "memfine+head", "memfine+checkpoint+head"),
+    "adapters_cpu.jsonl": ("compile", "eager", "eager+checkpoint", "memfine"),
 }
+_ADAPTED, _ADAPTED_EXPERTS = "lora", 64
 
 
 def write_readme(path: Path) -> bool:
@@ -131,17 +133,25 @@ def techniques_block() -> str:
     """Each technique with its bytes and seconds, beside torch.compile at the same sizes."""
     lines, machines = [], {}
     for name, peers in _TECHNIQUES.items():
-        rows = read_rows(RESULTS / name)
-        found = {one.job.peer: one for one in summaries_of(rows)}
+        rows = [row for row in read_rows(RESULTS / name) if _is_in_ladder(row)]
+        found = {one.job.peer: one for one in sorted(summaries_of(rows), key=lambda one: one.job.steps)}
         plain = found["compile"]
-        lines.append([f"*{plain.job.sizes}*", "", "", "", ""])
+        adapted = ", PEFT's LoRA on frozen experts" if plain.job.workload == _ADAPTED else ""
+        lines.append([f"*{plain.job.sizes}{adapted}*", "", "", "", ""])
         for one in map(found.__getitem__, peers):
             peak, seconds = one.peak_bytes / plain.peak_bytes, one.step_seconds / plain.step_seconds
-            lines.append([label_of(one.job.peer), _peak(one), f"{peak:.2f} x", _time(one), f"{seconds:.2f} x"])
+            times = [_time(one), f"{seconds:.2f} x"] if _are_timed(one, plain) else ["-", "-"]
+            lines.append([label_of(one.job.peer), _peak(one), f"{peak:.2f} x", *times])
         machines |= dict.fromkeys(machine_lines(rows))
     table = markdown(" | peak MiB | of torch.compile | step s | of torch.compile", lines)
     rows_from = " and ".join(f"`benchmarks/results/{name}`" for name in _TECHNIQUES)
     return "\n".join([table, "", f"Rows: {rows_from} ({'; '.join(machines)})."])
+
+
+def _is_in_ladder(row: Row) -> bool:
+    """Whether a row is of the users' model, or of adapters at one number of experts."""
+    is_adapted = row.job.workload == _ADAPTED and row.job.sizes.experts == _ADAPTED_EXPERTS
+    return row.job.suite != "adapters" or is_adapted
 
 
 def said_block(rows: Sequence[Row]) -> str:

@@ -24,7 +24,7 @@ import torch
 from memfine_fx.errors import ChunkOutOfMemory
 from memfine_fx.runtime.schedule import Chunk, split_chunk
 
-__all__ = ["Progress", "is_allocation_failure", "walk"]
+__all__ = ["Progress", "is_allocation_failure", "run_chunks"]
 
 _ALLOCATION_TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 """What torch says in a plain RuntimeError when memory could not be had; on CUDA it has a class of its own."""
@@ -60,7 +60,7 @@ def is_allocation_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATION_TEXTS)
 
 
-def walk(
+def run_chunks(
     chunks: Sequence[Chunk],
     run: Callable[[Chunk, Progress], None],
     *,

@@ -18,7 +18,7 @@ from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, KeepingBodies, PlainGrad, ProductGrad
 from memfine_fx.runtime.gradients import ParamGradient
-from memfine_fx.runtime.halving import Progress, walk
+from memfine_fx.runtime.halving import Progress, run_chunks
 from memfine_fx.runtime.hollow import held_by, hollow
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.routed import Routed
@@ -176,7 +176,7 @@ def run_forward(
         return _row_terms(routed, bodies.out_width, plain.peak_bytes)
 
     with without_autocast():
-        limit = walk(chunks, run, groups=bodies.takes_group, needs=needs)
+        limit = run_chunks(chunks, run, groups=bodies.takes_group, needs=needs)
     if limit is not None:
         on_failure(limit)
     return out if place is not None else out.to(out_dtype)
@@ -250,7 +250,7 @@ def run_backward(
         return [*_row_terms(routed, bodies.out_width, plain.peak_bytes), ("gradient staging of an expert", staged)]
 
     with without_autocast():
-        limit = walk(chunks, run, groups=bodies.takes_group, needs=needs)
+        limit = run_chunks(chunks, run, groups=bodies.takes_group, needs=needs)
     if limit is not None:
         on_failure(limit)
     grads: list[torch.Tensor] = []

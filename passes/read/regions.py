@@ -223,9 +223,9 @@ def _add_frames(frame: Frame, reader: Reader, frames: list[Frame]) -> None:
 def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> tuple[MoERegion, fx.Node] | None:
     """As `_reading`, of the region between rows in their experts' slots; None where there are no slots."""
     reached = body.flow.descendants([frame.index])
-    reader = SlotReader(body.flow, body.modes, frame, rule_of, reached)
+    reader = SlotReader(body.flow, body.modes, frame, rule_of)
     try:
-        found = reader.read_slots(later)
+        found = reader.read_slots(reached, later)
         if found is None or not _is_combined(found[0], reached):
             return None  # a layer for each part of any tensor looks the same
         region = check_removable(region_of_slots(reader, *found), body.flow, body.modes)

@@ -7,47 +7,35 @@ same slots; everything between is read by the same rules as routed rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Set
 
 from torch import fx
 
-from memfine_fx.passes.dataflow import Dataflow, static_size
-from memfine_fx.passes.modes import Modes
+from memfine_fx.passes.dataflow import static_size
 from memfine_fx.passes.read.expressions import Input
-from memfine_fx.passes.read.frame import Frame, Slots
-from memfine_fx.passes.read.reader import Reader, Rule
+from memfine_fx.passes.read.frame import Slots
+from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.values import Rows
 
 __all__ = ["SlotReader"]
 
 
 class SlotReader(Reader):
-    """Reads what experts do with the slots that one routing decision fills.
+    """Reads what experts do with the slots that one routing decision fills."""
 
-    Args:
-        flow, modes, frame, rule_of: see `Reader`.
-        reached: the nodes that the routing decision reaches.
-    """
+    _reached: Set[fx.Node] = frozenset()
+    _last: tuple[fx.Node, Rows] | None = None
 
-    def __init__(
-        self,
-        flow: Dataflow,
-        modes: dict[fx.Node, Modes],
-        frame: Frame,
-        rule_of: Callable[[Any, bool], Rule | None],
-        reached: set[fx.Node],
-    ) -> None:
-        super().__init__(flow, modes, frame, rule_of)
-        self._reached = reached
-        self._last: tuple[fx.Node, Rows] | None = None
-
-    def read_slots(self, later: set[fx.Node]) -> tuple[fx.Node, Rows] | None:
+    def read_slots(self, reached: Set[fx.Node], later: set[fx.Node]) -> tuple[fx.Node, Rows] | None:
         """Walk until one of the `later` routing decisions, or the graph's end.
+
+        Args:
+            reached: the nodes that the routing decision reaches.
 
         Returns:
             The last of the experts' results that stand in the same slots, and what they are.
         """
+        self._reached = reached
         self._end = min(map(self.flow.position.__getitem__, later), default=self._end)
         self._form.reading(self._walk)
         return self._last

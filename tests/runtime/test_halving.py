@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memfine_fx.errors import ChunkOutOfMemory, MemfineError
 from memfine_fx.records import ChunkPlan, Keep, ParamKind
-from memfine_fx.runtime.halving import Progress, is_allocation_failure, walk
+from memfine_fx.runtime.halving import Progress, is_allocation_failure, run_chunks
 from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
@@ -195,7 +195,7 @@ def test_other_errors_pass_through_at_once() -> None:
         raise RuntimeError("shape mismatch")
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        walk(rows_schedule([0, 8], 8, groups=False), run, groups=False, needs=list)
+        run_chunks(rows_schedule([0, 8], 8, groups=False), run, groups=False, needs=list)
     assert tried == [8]
 
 
@@ -211,7 +211,7 @@ def test_what_a_failed_chunk_had_made_is_gone_before_the_retry() -> None:
             raise torch.OutOfMemoryError(MESSAGE)
 
     try:
-        assert walk(rows_schedule([0, 9], 9, groups=False), run, groups=False, needs=list) == 2
+        assert run_chunks(rows_schedule([0, 9], 9, groups=False), run, groups=False, needs=list) == 2
     finally:
         gc.enable()
 
@@ -224,7 +224,7 @@ def test_later_chunks_are_not_tried_above_the_rows_that_failed() -> None:
         if chunk.num_rows > 4:
             raise torch.OutOfMemoryError(MESSAGE)
 
-    walk(rows_schedule([0, 8, 16, 20], 8, groups=False), run, groups=False, needs=list)
+    run_chunks(rows_schedule([0, 8, 16, 20], 8, groups=False), run, groups=False, needs=list)
     assert tried == [8, 4, 4, 4, 4, 4]
 
 
@@ -239,7 +239,7 @@ def test_effects_that_happened_are_not_repeated() -> None:
 
         progress.complete([lambda: happened.append(f"first {chunk.start}:{chunk.stop}"), fail])
 
-    walk(rows_schedule([0, 2, 3], 2, groups=False), run, groups=False, needs=list)
+    run_chunks(rows_schedule([0, 2, 3], 2, groups=False), run, groups=False, needs=list)
     assert happened == ["first 0:2", "second 0", "second 1", "first 2:3", "second 2"]
 
 
