@@ -13,7 +13,9 @@ from benchmarks.suites import jobs_of
 TOLERANCE = 0.05
 
 
-@pytest.mark.parametrize("peer", ["eager", "memfine-R256", pytest.param("memfine-T128", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "peer", ["eager", *(pytest.param(peer, marks=pytest.mark.slow) for peer in ("memfine-R256", "memfine-T128"))]
+)
 def test_the_peak_is_the_committed_one(peer: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     committed = [row for row in read_rows(RESULTS / "memory_cpu.jsonl") if row.job.peer == peer]

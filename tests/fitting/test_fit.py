@@ -69,7 +69,7 @@ def test_a_field_that_the_model_reads_and_the_config_lacks_is_named() -> None:
 
 def test_an_unknown_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the environment is read at its import
     with pytest.raises(ConfigError, match=r"'no_such_family' is no folder, no config\.json, no model type"):
         memfine_fx.fit("no_such_family")
 
@@ -180,6 +180,7 @@ def test_a_real_step_takes_what_was_said(dtype: str, most: float) -> None:
     assert report.least.num_bytes <= 1.02 * report.asked.num_bytes
 
 
+@pytest.mark.slow
 def test_the_command_answers_and_says_by_its_status_whether_it_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def rows_kept(report: memfine_fx.Report) -> list[int]:
     return [region.plan.kept_rows for region in report.regions if region.plan is not None]
 
 
+@pytest.mark.slow
 def test_what_is_left_of_a_budget_is_spent_on_rows() -> None:
     _, most, with_all = trained(2**40, inner_backend="aot_eager")
     assert rows_kept(most) == [NUM_ROWS]

@@ -398,6 +398,7 @@ def test_an_evaluation_does_not_change_what_training_may_use() -> None:
     assert life.plans() == fresh_plans(life, evaluated)
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_no_plan_holds_is_refused_before_it_begins_and_works_with_what_is_named() -> None:
     life = lived(plain, budget_of_a_plain_life(), torch.float32)
     before = {name: one.grad.clone() for name, one in life.model.named_parameters() if one.grad is not None}

@@ -139,7 +139,7 @@ def test_two_runs_give_the_same_bits() -> None:
     assert all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_regions_put_back_as_they_were_change_nothing_at_all(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def put_back(body: fx.GraphModule, region: MoERegion, site: str, **_: object) -> None:
         insert_identity(body, region, f"control_{site.replace('/', '_')}")
@@ -169,6 +169,7 @@ def test_bf16_models_train_chunked_at_the_loss_of_eager(family: str, is_checkpoi
     assert chunked(optimized) == NUM_MOE_LAYERS.get(family, 2)
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_gradients_of_eager_in_every_shape() -> None:
     model = tiny_causal_lm("qwen3_moe")
     optimized = optimized_copy(model, inner="inductor", rows_per_chunk=5)
