@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,12 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from memfine_fx.compat.autograd import enable_python_dispatcher
+from memfine_fx.compat.autograd import (
+    enable_python_dispatcher,
+    with_autograd,
+    without_autocast,
+    without_saved_tensor_hooks,
+)
 from memfine_fx.compat.shapes import symbolic_size
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode
 
@@ -73,17 +77,18 @@ def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> Tra
         function: takes one tensor per spec, returns a tensor or a flat sequence of tensors.
         specs: arguments; all `per_row` ones share the symbol R.
     """
-    # A thread begins without modes, hooks and autocast, and with autograd, which an op that runs has switched off.
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(_traced, function, specs).result()
-
-
-def _traced(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> TracedBody:
     shape_env = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shape_env)
     num_rows = symbolic_size(shape_env, "num_rows", _ROWS_HINT)
     num_groups = symbolic_size(shape_env, "num_groups", _GROUPS_HINT)
-    with fake_mode, torch.no_grad(), enable_python_dispatcher():
+    with (
+        without_saved_tensor_hooks(),
+        with_autograd(),
+        fake_mode,
+        torch.no_grad(),
+        without_autocast(),
+        enable_python_dispatcher(),
+    ):
         inputs = tuple(_fake(spec, num_rows, num_groups) for spec in specs)
         traced = make_fx(torch.func.functionalize(function, remove="mutations"), tracing_mode="real")(*inputs)
     traced.graph.eliminate_dead_code()

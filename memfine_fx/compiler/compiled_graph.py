@@ -26,6 +26,7 @@ import sympy
 import torch
 from torch import fx
 
+from memfine_fx.compat.autograd import OPERATOR_KEYS
 from memfine_fx.compat.inductor import captured_copy, captured_inputs, compiling_again
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.captured_graph import CapturedGraph
@@ -300,7 +301,7 @@ class CompiledGraph:
         Operators' results, and which gradients are sole, follow from the regions and heads that their sites stand for,
         scratch inside kernels from the machine, and what pays to be kept from its rates.
         """
-        if self._session.records:
+        if self._session.records or (self._rates() is not None and not OPERATOR_KEYS.holds()):
             return ""
         rates, device_type = self._rates(), tensor_of(self._record.lowered[0].region.hidden).device.type
         described: list[object] = [measurement_key(device_type), None if rates is None else rates()]
