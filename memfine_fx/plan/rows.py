@@ -7,6 +7,7 @@ in R piece by piece, so the largest R that fits is found exactly by bisection ov
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Mapping
 
 from memfine_fx.config import Axis
@@ -24,6 +25,7 @@ docs/design/plan.md, "The throughput knee", has the measurement (CPU) and the re
 LEAST_ROWS = 64
 """Rows below which no budget pushes a chunk: smaller expert matmuls cost time and no longer save memory, since what is
 alive beside so small a chunk decides the peak."""
+_DEVIATIONS = 3
 
 
 def plan_region(
@@ -112,12 +114,16 @@ def wanted_rows(
 
 
 def _measured_rows(region: RegionBytes, knee: int, num_tokens: int) -> tuple[int, str]:
-    """Rows a chunk at full speed as it was measured, but no more than even routing gives an expert: larger chunks would
-    come with skewed routing only, and make its steps larger than others.
+    """Rows a chunk at full speed as it was measured, but no more than an expert gets where tokens choose evenly: larger
+    chunks would come with skewed routing only, and make its steps larger than others.
+
+    Tokens that choose evenly give an expert n rows at the mean and hardly ever more than n + 3 sqrt(n), so that n alone
+    would split every other expert in two.
     """
     even = max(LEAST_ROWS, -(-num_tokens * region.top_k // region.num_experts))
-    if even < knee:
-        return region.at_most(even, num_tokens), "as many rows as even routing gives an expert"
+    most = even + _DEVIATIONS * math.isqrt(even)
+    if most < knee:
+        return region.at_most(most, num_tokens), "as many rows as an expert gets where tokens choose evenly"
     return region.at_most(knee, num_tokens), "throughput knee measured here for products of these widths"
 
 
