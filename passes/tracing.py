@@ -13,12 +13,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from memfine_fx.compat.autograd import (
-    enable_python_dispatcher,
-    with_autograd,
-    without_autocast,
-    without_saved_tensor_hooks,
-)
+from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocast, without_saved_tensor_hooks
 from memfine_fx.compat.shapes import symbolic_size
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode
 
@@ -83,7 +78,6 @@ def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> Tra
     num_groups = symbolic_size(shape_env, "num_groups", _GROUPS_HINT)
     with (
         without_saved_tensor_hooks(),
-        with_autograd(),
         fake_mode,
         torch.no_grad(),
         without_autocast(),

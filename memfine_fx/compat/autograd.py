@@ -17,7 +17,6 @@ __all__ = [
     "AUTOCAST",
     "KEPT_GRAPHS",
     "MODES",
-    "OPERATOR_KEYS",
     "PROFILER",
     "SAVED_TENSOR_HOOKS",
     "enable_python_dispatcher",
@@ -26,7 +25,6 @@ __all__ = [
     "is_graph_kept",
     "is_profiling",
     "run_without_modes",
-    "with_autograd",
     "without_autocast",
     "without_saved_tensor_hooks",
 ]
@@ -43,21 +41,6 @@ def without_autocast() -> contextlib.AbstractContextManager[object]:
     for device_type in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
         stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
-
-
-def with_autograd() -> contextlib.AbstractContextManager[object]:
-    """Autograd as outside of operators: while one runs its dispatch keys are excluded, and functorch needs them."""
-    return _including_autograd() if OPERATOR_KEYS.holds() else contextlib.nullcontext()
-
-
-def _including_autograd() -> contextlib.AbstractContextManager[object]:
-    keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
-    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
-        excluded = excluded.remove(key)
-    guard: contextlib.AbstractContextManager[object] = torch._C._ForceDispatchKeyGuard(
-        torch._C._dispatch_tls_local_include_set(), excluded
-    )
-    return guard
 
 
 def is_graph_kept() -> bool:
@@ -183,14 +166,6 @@ def _check_saved_tensor_hooks() -> None:
     expect(is_empty, "hooks that were taken off are still there")
 
 
-def _check_operator_keys() -> None:
-    one = torch.ones(1, requires_grad=True)
-    with torch._C._AutoDispatchBelowAutograd():
-        with _including_autograd(), torch.enable_grad():
-            expect((one * 2).requires_grad, "autograd stays off")
-        expect(not (one * 2).requires_grad, "autograd stays on")
-
-
 def _check_modes() -> None:
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -241,14 +216,6 @@ SAVED_TENSOR_HOOKS = Hook(
     seen=("2.11", "2.15"),
     loss="Layers that are first compiled under torch.autograd.graph.saved_tensors_hooks stay as they were.",
     check=_check_saved_tensor_hooks,
-)
-OPERATOR_KEYS = Hook(
-    name="torch._C._ForceDispatchKeyGuard",
-    host="torch",
-    purpose="tracing an expert function inside an operator that runs",
-    seen=("2.11", "2.15"),
-    loss='Graphs with memory_budget="free" are traced again in every process.',
-    check=_check_operator_keys,
 )
 MODES = Hook(
     name="torch.utils._python_dispatch._disable_current_modes",

@@ -26,7 +26,6 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.compat.autograd import OPERATOR_KEYS
 from memfine_fx.compat.inductor import captured_copy, captured_inputs, compiling_again
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.captured_graph import CapturedGraph
@@ -299,12 +298,11 @@ class CompiledGraph:
         """What a partition follows from where no bytes of this process decide it; "" where they do.
 
         Operators' results, and which gradients are sole, follow from the regions and heads that their sites stand for,
-        scratch inside kernels from the machine, and what pays to be kept from its rates.
+        scratch inside kernels from the machine.
         """
-        if self._session.records or (self._rates() is not None and not OPERATOR_KEYS.holds()):
+        if self._session.records or self._rates() is not None:
             return ""
-        rates, device_type = self._rates(), tensor_of(self._record.lowered[0].region.hidden).device.type
-        described: list[object] = [measurement_key(device_type), None if rates is None else rates()]
+        described: list[object] = [measurement_key(tensor_of(self._record.lowered[0].region.hidden).device.type)]
         for one in self._record.lowered:
             live = one.live
             if isinstance(live, LiveHead):

@@ -105,7 +105,6 @@ BREAKS: dict[Hook, Break] = {
     autograd.AUTOCAST: lacking(torch._C, "_DisableAutocast"),
     autograd.KEPT_GRAPHS: having(_autograd, _keeps, lambda: False),
     autograd.SAVED_TENSOR_HOOKS: having(_autograd, "_top_saved_tensors_default_hooks", lambda ignores: None),
-    autograd.OPERATOR_KEYS: lacking(torch._C, "_ForceDispatchKeyGuard"),
     autograd.MODES: lacking(torch.utils._python_dispatch, "_disable_current_modes"),
     autograd.PROFILER: lacking(torch.autograd.profiler, "_is_profiler_enabled"),
     chunking.NAMES: without_module("memfine_fx.compat.operators"),
@@ -245,7 +244,6 @@ ESSENTIAL = [
 OPTIONAL = [
     (autograd.AUTOCAST, "eager"),
     (autograd.SAVED_TENSOR_HOOKS, "eager"),
-    (autograd.OPERATOR_KEYS, "eager"),
     (autograd.PROFILER, "eager"),
     (traces.RECORDS, "eager"),
     (dynamo.CAPTURE_FLAGS, "eager"),

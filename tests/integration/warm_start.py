@@ -1,6 +1,6 @@
 """A short training run in a process of its own: what it computed, predicted and took, as one line of JSON.
 
-`python -m tests.integration.warm_start silu [free]` with TORCHINDUCTOR_CACHE_DIR set; see test_warm_start.
+`python -m tests.integration.warm_start silu` with TORCHINDUCTOR_CACHE_DIR set; see test_warm_start.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Layer(nn.Module):
         return out.square().mean()
 
 
-def run(activation: str, budget: str | None = None) -> dict[str, Any]:
+def run(activation: str) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = Layer(activation)
     hidden = torch.randn(TOKENS, HIDDEN)
-    model = memfine_fx.optimize(copy.deepcopy(plain), memory_budget=budget)
+    model = memfine_fx.optimize(copy.deepcopy(plain))
     digest: list[float] = []
     for keeps in (True, False):
         for one in (plain, model):
@@ -74,4 +74,4 @@ def run(activation: str, budget: str | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(*sys.argv[1:])))
+    print(json.dumps(run(sys.argv[1])))
