@@ -41,7 +41,7 @@ from memfine_fx.compat.inductor import (
 from memfine_fx.compiler.session import Records
 from memfine_fx.config import Config
 from memfine_fx.memory.graph_peak import read_graph
-from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.memory.liveness import CountedInputs, GraphMemory
 from memfine_fx.memory.step import GraphRecord, GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.step.fit import Even, StepBudget
@@ -155,9 +155,7 @@ def _compile_and_read(
 ) -> Any:
     """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
     is_backward = bool(kwargs.get("is_backward"))
-    counted = counted_inputs(graph_module.graph) if is_backward else None
-    if is_backward:
-        keep_from_donation(kept_inputs(graph_module.graph))
+    counted = _counted_backward(graph_module.graph) if is_backward else None
     compiled: Any = compile_inner(graph_module, inputs, **kwargs)
     memory = read_wrapper(wrapper_of(compiled), graph_module.graph, counted)
     step.add_hints(graph_module.graph)
@@ -168,6 +166,13 @@ def _compile_and_read(
     donated = take_donated() if is_backward else ()
     store_record(step.learned(donated))
     return _call_in(compiled, donated, in_backward) if is_backward else compiled
+
+
+def _counted_backward(graph: fx.Graph) -> CountedInputs:
+    """What a backward's record counts of its inputs; what regions keep, which may have no memory, is written over by none.
+    """
+    keep_from_donation(kept_inputs(graph))
+    return counted_inputs(graph)
 
 
 def _call_in(compiled: Any, donated: Sequence[int], in_backward: BackwardContext) -> Any:
@@ -277,10 +282,8 @@ def _read_alone(
 ) -> Any:
     """What a graph would hold, read; the graph as AOT autograd made it runs in the place of compiled code."""
     is_backward = bool(kwargs.get("is_backward"))
-    counted = counted_inputs(graph_module.graph) if is_backward else None
+    counted = _counted_backward(graph_module.graph) if is_backward else None
     unchanged = fx.GraphModule(graph_module, _copied(graph_module.graph))
-    if is_backward:
-        keep_from_donation(kept_inputs(graph_module.graph))
     memory = None
     if records == "code":
         memory = read_wrapper(written_code(graph_module, inputs, **kwargs), graph_module.graph, counted)

@@ -226,7 +226,7 @@ def choose_plan(
 
 
 def keeping_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemory:
-    """A run with as many rows kept as it has room for, of those that its graph has room for.
+    """A run of a graph with room, with as many rows kept as it has room for itself.
 
     Without a budget nothing is kept where the step's bytes are not known: records are estimates, or later runs of the
     step, whose peaks what is kept here would add to, are expected. With one, these runs are asked what they need.
@@ -235,8 +235,6 @@ def keeping_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemo
         hidden: tokens of a region or head, for device and dtype.
     """
     config, memory = session.config, run.memory
-    if not memory.step.optional:
-        return memory
     if not config.has_budget:
         if memory.step.estimated or session.history.is_followed(run):
             return lean_of(memory)

@@ -114,7 +114,7 @@ def keep_rows(run: RunMemory, size_of: SizeOf, behind: int = 0) -> list[KeepRows
         for site, pieces in _pieces(run, memory, workspace, behind if direction == 0 else 0).items():
             found[site] += _disjoint(direction, pieces)
     places = {call.site: place for place, call in enumerate(full.forward.calls) if call.phase == "forward"}
-    return [_keep(run, site, places.get(site, 0), found[site]) for site in found if any(found[site])]
+    return [_keep(run, site, places.get(site, 0), found[site]) for site in found if found[site]]
 
 
 def _keep(run: RunMemory, site: str, place: int, stretches: Sequence[Stretch]) -> KeepRows:

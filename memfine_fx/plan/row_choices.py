@@ -33,8 +33,9 @@ class StepWork:
             return [(None, 0.0)]
         most = max((self._unbounded(region) for region in self.step.regions.values()), default=1)
         halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= LEAST_ROWS]
-        fastest = self._seconds(None, rates())
-        return [(None, 0.0), *((rows, max(0.0, self._seconds(rows, rates()) - fastest)) for rows in halved)]
+        measured = rates()
+        fastest = self._seconds(None, measured)
+        return [(None, 0.0), *((rows, max(0.0, self._seconds(rows, measured) - fastest)) for rows in halved)]
 
     def head_tokens(self, rows: int | None) -> int | None:
         """Tokens of a head's chunk beside so many rows of the experts', fewer in the same proportion."""

@@ -49,7 +49,7 @@ class Kept:
         """Whether what is kept is that of a chunk's rows."""
         return self.num_rows is None or chunk.stop <= self.num_rows
 
-    def cut(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    def cut(self, chunks: list[Chunk]) -> list[Chunk]:
         """Chunks all of whose rows are kept, or none."""
         return chunks if self.num_rows is None else cut_at(chunks, self.num_rows)
 
@@ -88,11 +88,12 @@ class Kept:
     @staticmethod
     def found(bodies: KeepingBodies, tensors: Sequence[torch.Tensor], num_rows: int, rows: int) -> Kept | None:
         """What forward handed over: `num_rows` of N; None where that is nothing, or was copied and left behind."""
+        if not num_rows:
+            return None
         if num_rows == rows:
-            return Kept(bodies, tensors) if rows else None
-        parts = [held_by(one) for one in tensors] if num_rows else [None]
-        found = [one for one in parts if one is not None]
-        return Kept(bodies, found, num_rows) if len(found) == len(parts) else None
+            return Kept(bodies, tensors)
+        found = [part for part in map(held_by, tensors) if part is not None]
+        return Kept(bodies, found, num_rows) if len(found) == len(tensors) else None
 
 
 @dataclass(frozen=True)
@@ -115,15 +116,22 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def chunks_of(
-    routed: Routed, bodies: Bodies, plan: ChunkPlan, tuner: ChunkTuner | None = None, *, is_new_step: bool = True
+    routed: Routed,
+    bodies: Bodies,
+    plan: ChunkPlan,
+    tuner: ChunkTuner | None = None,
+    kept: Kept | None = None,
+    *,
+    is_new_step: bool = True,
 ) -> list[Chunk]:
     """The layer's chunks under a plan.
 
     Args:
         tuner: of the region; without one, slices of the tokens axis are the plan's.
+        kept: no chunk has rows of which something is kept beside others.
         is_new_step: False where backward walks the rows of an earlier forward.
     """
-    return (tuner or ChunkTuner(keeps_slices=True)).chunks(
+    chunks = (tuner or ChunkTuner(keeps_slices=True)).chunks(
         plan,
         routed.order,
         routed.offsets,
@@ -132,6 +140,7 @@ def chunks_of(
         groups=bodies.takes_group,
         is_new_step=is_new_step,
     )
+    return chunks if kept is None else kept.cut(chunks)
 
 
 def run_forward(
@@ -157,6 +166,7 @@ def run_forward(
     plain = kept.bodies.forward if kept is not None and kept.num_rows is None else bodies.forward()
     hidden = routed.hidden
     write = _add_rows if place is None else _set_rows_of
+    copied = () if kept is None else kept.copied
     out = place
     if out is None:
         out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
@@ -169,7 +179,7 @@ def run_forward(
             progress.complete([partial(write, out, tokens, contribution)])
             return
         contribution, *values = kept.bodies.forward.call(*arguments, *kept.give(arguments, chunk))
-        writes = [partial(_set_rows, *both, chunk) for both in zip(kept.copied, values, strict=True)]
+        writes = [partial(_set_rows, *both, chunk) for both in zip(copied, values, strict=True)]
         progress.complete([partial(write, out, tokens, contribution), *writes])
 
     def needs() -> list[tuple[str, int]]:

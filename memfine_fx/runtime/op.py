@@ -131,8 +131,7 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
     region.check_ids(routed.order, routed.offsets)
     if kept is None and windowed.is_taken(region, routed, plan):
         return _windowed_forward(region, routed, plan, name)
-    chunks = chunks_of(routed, region.bodies, plan, region.tuner)
-    chunks = list(chunks if kept is None else kept.cut(chunks))
+    chunks = chunks_of(routed, region.bodies, plan, region.tuner, kept)
     region.plan, region.num_tokens, region.num_chunks = plan, num_tokens, len(chunks)
     region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
     has_shared = "shared" in region.bodies.param_kinds
@@ -209,10 +208,8 @@ def _backward(
     if kept is None and windowed.is_taken(region, routed, plan):
         with span(f"backward {site}"), range_of(name):
             return windowed.run_backward(grad, region, routed, plan, wanted)
-    chunks = chunks_of(routed, region.bodies, plan, region.tuner, is_new_step=False)
-    chunks = list(chunks if kept is None else kept.cut(chunks))
+    chunks = ranged(chunks_of(routed, region.bodies, plan, region.tuner, kept, is_new_step=False), name)
     lower = partial(region.lower, routed.num_tokens)
-    chunks = ranged(chunks, name)
     there = gradients_to_add_to(site, [one for group in routed.params for one in group], wanted)
     region.num_added = sum(one is not None for one in there)
     rows_and_weight, onto = (wanted[0], wanted[1]), _grouped(there, region)
