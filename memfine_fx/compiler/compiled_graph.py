@@ -369,7 +369,7 @@ class CompiledGraph:
     def _take(self, run: Run, compiled: _Compiled) -> None:
         """Plans are made for this run until another begins."""
         self._record.step = compiled.step
-        run.memory = replace(run.memory, step=compiled.step)
+        run.memory = replace(run.memory, step=compiled.step, kept=frozenset())
         if compiled.step.optional:
             run.memory = keeping_in(self._session, run, tensor_of(self._record.lowered[0].region.hidden))
         self._session.situation = situation_of(self._session, run)
