@@ -169,8 +169,7 @@ def _compile_and_read(
 
 
 def _counted_backward(graph: fx.Graph) -> CountedInputs:
-    """What a backward's record counts of its inputs; what regions keep, which may have no memory, is written over by none.
-    """
+    """What a backward's record counts of its inputs, where no code will write over what regions keep."""
     keep_from_donation(kept_inputs(graph))
     return counted_inputs(graph)
 

@@ -293,8 +293,8 @@ def test_containers_that_a_call_makes_and_modules_set_elsewhere_compile_nothing_
     model(**tokens()), model.forward(**tokens())
     after_forward = memfine_fx.report(model).num_graphs
     model(**tokens()), model.forward(**tokens())
-    assert num_graphs == 1
-    assert after_forward <= 2, "at most one graph for each place where calls arrive; torch 2.12 shares it"
+    one_for_each = 2 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) else 1  # older ones share it
+    assert (num_graphs, after_forward) == (1, one_for_each), "one graph for each place where calls arrive"
     assert memfine_fx.report(model).num_graphs == after_forward
 
 
