@@ -144,7 +144,7 @@ def techniques_block() -> str:
             lines.append([label_of(one.job.peer), _peak(one), f"{peak:.2f} x", *times])
         machines |= dict.fromkeys(machine_lines(rows))
     table = markdown(" | peak MiB | of torch.compile | step s | of torch.compile", lines)
-    rows_from = " and ".join(f"`benchmarks/results/{name}`" for name in _TECHNIQUES)
+    rows_from = ", ".join(f"`benchmarks/results/{name}`" for name in _TECHNIQUES)
     return "\n".join([table, "", f"Rows: {rows_from} ({'; '.join(machines)})."])
 
 
