@@ -10,7 +10,7 @@ Inductor's compiled code are seen as well as eager tensors. Resident set size is
 C allocator by hundreds of megabytes.
 
 1. Collect garbage, so that no dead reference cycle of an earlier step is freed inside this one.
-2. Run the step under the profiler with ``profile_memory=True``; drop its result.
+2. Run the step under autograd's profiler, which parses nothing until it is asked; drop its result.
 3. Keep the device's allocation events in time order and add them up, leaving out the storages that the
    caller names afterwards (the gradients that the step made): what is left is bytes *beyond* those.
 4. On CUDA, with nothing left out, the peak is ``max_memory_allocated``, which the allocator itself keeps.
@@ -28,7 +28,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from memfine_fx.compat.autograd import run_without_modes
 
@@ -132,7 +132,7 @@ def trace_memory(
     if collects_garbage:
         gc.collect()
     at_start = _reset_cuda_peak(device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(use_kineto=True, profile_memory=True) as profiler:
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -160,14 +160,14 @@ def trace_memory(
 def _events_in_time_order(profiler: profile) -> list[Any]:
     # NOTE: the public events() drops allocations made outside an operator; Kineto's list has them all.
     # Its event type has no public stub, hence Any.
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    return sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    assert profiler.kineto_results is not None
+    return sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
 
 
 def _allocations(profiler: profile, device: torch.device) -> list[_Event]:
     """The device's allocator events in time order, with their addresses."""
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    roots = profiler.profiler.kineto_results.experimental_event_tree()
+    assert profiler.kineto_results is not None
+    roots = profiler.kineto_results.experimental_event_tree()
     events = [
         _Event(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
         for event in _walk(roots)

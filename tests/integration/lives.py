@@ -181,7 +181,7 @@ class Life:
     def _measured(self, run: Callable[[], Any]) -> Any:
         results: list[Any] = []
         there = self._static_bytes()
-        trace = trace_memory(lambda: results.append(run()), CPU)
+        trace = trace_memory(lambda: results.append(run()), CPU, collects_garbage=False)
         total = there + trace.peak_bytes
         self.num_steps, self.most_bytes = self.num_steps + 1, max(self.most_bytes, total)
         if self.budget is not None:
@@ -223,15 +223,15 @@ def _generated(model: nn.Module, tokens: torch.Tensor, num_tokens: int) -> torch
     return tokens
 
 
-def smallest_budget(
-    script: Callable[[Life], None], dtype: torch.dtype = torch.float32, inner: Any = "aot_eager"
-) -> int:
-    """The smallest budget that a life can be lived in: what its refusals name, each time it is refused."""
+def smallest_life(script: Callable[[Life], None], dtype: torch.dtype = torch.float32, inner: Any = "aot_eager") -> Life:
+    """A life under the smallest budget that it can be lived in: what its refusals name, each time it is refused."""
     budget = 1 << 20
     for _ in range(6):
+        torch._dynamo.reset()
+        life = Life(budget, dtype, inner)
         try:
-            script(Life(budget, dtype, inner))
-            return budget
+            script(life)
+            return life
         except BudgetInfeasible as refusal:
             assert refusal.minimum_bytes > budget
             budget = refusal.minimum_bytes

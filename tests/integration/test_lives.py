@@ -14,7 +14,7 @@ import torch
 
 import memfine_fx
 from memfine_fx.errors import BudgetInfeasible
-from tests.integration.lives import STANDARD, Life, Plans, backward_of, fresh_model, smallest_budget, tokens
+from tests.integration.lives import STANDARD, Life, Plans, backward_of, fresh_model, smallest_life, tokens
 
 Script = Callable[[Life], None]
 SHORT, LONG, WIDE = (2, 96), (2, 160), (3, 128)
@@ -326,12 +326,19 @@ _BEGINS_WITH_ANOTHER_LENGTH = (longer_first, of_many_lengths, accumulated_with_o
 kept at another length may be less, or more, than a fresh process would choose (docs/design/plan.md, limits)."""
 
 
+def ended(script: Script) -> Script:
+    def with_standard_step(life: Life) -> None:
+        script(life)
+        life.train()
+
+    return with_standard_step
+
+
 def lived(script: Script, budget: int | None, dtype: torch.dtype, inner: Any = "aot_eager") -> Life:
     """A life, ended by a standard step."""
     torch._dynamo.reset()
     life = Life(budget, dtype, inner)
-    script(life)
-    life.train()
+    ended(script)(life)
     return life
 
 
@@ -365,29 +372,19 @@ def _fresh_plans(
     return life.plans()
 
 
-def ended(script: Script) -> Script:
-    def with_standard_step(life: Life) -> None:
-        torch._dynamo.reset()
-        script(life)
+def assert_kept(life: Life, script: Script) -> None:
+    """No step exceeded the budget; plans at the end are a fresh process's."""
+    assert life.num_steps and (life.budget is None or life.most_bytes <= life.budget)
+    if script in _ENDS_WITH_TWO_LOSSES:
         life.train()
-
-    return with_standard_step
-
-
-def live_within(script: Script, dtype: torch.dtype, inner: Any = "aot_eager") -> None:
-    """The life under its smallest budget, 1.25 x of that and none; plans at its end are a fresh process's."""
-    smallest = smallest_budget(ended(script), dtype, inner)
-    for budget in (smallest, smallest * 5 // 4, None):
-        life = lived(script, budget, dtype, inner)
-        assert life.num_steps and (budget is None or life.most_bytes <= budget)
-        if script in _ENDS_WITH_TWO_LOSSES:
-            life.train()
-        assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh_plans(life, script)
+    assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh_plans(life, script)
 
 
 @functools.cache
 def budget_of_a_plain_life() -> int:
-    return smallest_budget(plain)
+    budget = smallest_life(plain).budget
+    assert budget is not None
+    return budget
 
 
 @pytest.mark.slow
@@ -417,19 +414,18 @@ def test_a_micro_batch_that_no_plan_holds_is_refused_before_it_begins_and_works_
     ids=lambda script: script.__name__,
 )
 def test_a_life_keeps_its_smallest_budget_and_its_plans(script: Script) -> None:
-    smallest = smallest_budget(ended(script))
-    life = lived(script, smallest, torch.float32)
-    assert life.most_bytes <= smallest
-    if script in _ENDS_WITH_TWO_LOSSES:
-        life.train()
-    assert script in _BEGINS_WITH_ANOTHER_LENGTH or life.plans() == fresh_plans(life, script)
+    assert_kept(smallest_life(ended(script)), script)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("script", LIVES, ids=lambda script: script.__name__)
 def test_every_life_keeps_every_budget(script: Script, dtype: torch.dtype) -> None:
-    live_within(script, dtype)
+    smallest = smallest_life(ended(script), dtype)
+    assert smallest.budget is not None
+    assert_kept(smallest, script)
+    for budget in (smallest.budget * 5 // 4, None):
+        assert_kept(lived(script, budget, dtype), script)
 
 
 @pytest.mark.campaign
@@ -439,7 +435,7 @@ def test_every_life_keeps_every_budget(script: Script, dtype: torch.dtype) -> No
     ids=lambda script: script.__name__,
 )
 def test_lives_in_compiled_code_keep_their_budgets(script: Script) -> None:
-    smallest = smallest_budget(ended(script), inner="inductor")
-    for budget in (smallest, smallest * 5 // 4):
-        life = lived(script, budget, torch.float32, "inductor")
-        assert life.most_bytes <= budget
+    smallest = smallest_life(ended(script), inner="inductor")
+    assert smallest.budget is not None
+    for life in (smallest, lived(script, smallest.budget * 5 // 4, torch.float32, "inductor")):
+        assert life.num_steps and life.budget is not None and life.most_bytes <= life.budget
