@@ -7,9 +7,9 @@ is kept with the values of its arguments and results. Then the same nodes run as
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import Dataflow, written_node
+from memfine_fx.passes.dataflow import Dataflow, target_name, written_node
 from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.read.expressions import Param, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame
@@ -31,6 +31,7 @@ from tests.passes.read.routings import NUM_EXPERTS, Routing, inputs_of
 
 __all__ = ["Heard", "Layer", "Walk", "walk"]
 
+T = TypeVar("T")
 Layer = Callable[[Any], Any]
 """A function of the tensors that `routings.inputs_of` names, as attributes."""
 
@@ -97,22 +98,32 @@ def walk(layer: Layer, routing: Routing) -> Walk:
     _record_fakes(graph, values, routing)
     reader, found, refusal = _read(graph, routing)
     outer = _record_numbers(graph, values)
-    pairs = _paired(reader.heard, _told_on_numbers(graph, list(reader.ran)))
+    heard, numbers = reader.heard, _told_on_numbers(graph, list(reader.ran))
+    if torch.__version__ < "2.12":
+        heard, numbers = _last_of_one_hot(heard, lambda one: one.call), _last_of_one_hot(numbers, lambda one: one)
+    pairs = _paired(heard, numbers)
     return Walk(routing, pairs, outer, reader, found, refusal)
 
 
 def _paired(heard: list[Heard], numbers: list[Call]) -> list[tuple[Heard, Call]]:
     """Each call that was heard with the same on numbers, where no slice that takes all is written."""
-    # one_hot of torch 2.11 looks at the numbers that it is given, which fake tensors have not.
-    called = [one for one in numbers if one.target is not torch.ops.aten.min.default]
     pairs: list[tuple[Heard, Call]] = []
     for one in heard:
-        other = called[len(pairs)]
-        if (one.call.target, one.call.node) == (other.target, other.node):
-            pairs.append((one, other))
+        other = numbers[len(pairs)]
+        is_one_hot = torch.__version__ < "2.12" and target_name(other.node) == "one_hot"
+        if one.call.node is other.node and (one.call.target is other.target or is_one_hot):
+            results_alone = replace(one, operands=[]), Call(other.target, (), {}, other.out, other.node)
+            pairs.append(results_alone if is_one_hot else (one, other))
         else:
             assert one.call.target is torch.ops.aten.slice.Tensor, f"{one.call.target}, on numbers {other.target}"
     return pairs
+
+
+def _last_of_one_hot(calls: list[T], call_of: Callable[[T], Call]) -> list[T]:
+    """Torch 2.11 compares fake ids with a range, and scatters ones by numbers: results alone are alike."""
+    nodes = [call_of(one).node for one in calls]
+    is_inner = [target_name(node) == "one_hot" and node in nodes[at + 1 :] for at, node in enumerate(nodes)]
+    return [one for one, inner in zip(calls, is_inner, strict=True) if not inner]
 
 
 def _read(graph: fx.Graph, routing: Routing) -> tuple[_Recorder, Exit | None, CannotChunk | None]:
