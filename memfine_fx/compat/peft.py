@@ -9,14 +9,18 @@ from typing import Any
 import torch
 
 from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.nn import own_parameters
 
 __all__ = [
     "MAGNITUDES",
     "WRAPPERS",
     "active_adapters",
+    "factors_to_table",
+    "has_unknown_wrappers",
     "layers_with_magnitudes",
     "low_rank_product",
     "parametrized_table",
+    "upcasts",
     "updated_weight",
     "with_adapters",
     "with_whole_weight",
@@ -30,16 +34,39 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def wrapped_tables(model: torch.nn.Module) -> list[Any]:
     """The wrappers that PEFT put around expert tables; where PEFT was never imported, none."""
-    wrapper = getattr(sys.modules.get(_MODULE), "ParamWrapper", None)
-    found = [] if wrapper is None else [one for one in model.modules() if type(one) is wrapper]
+    found = _wrappers(model)
     return found if found and WRAPPERS.holds() else []
+
+
+def has_unknown_wrappers(model: torch.nn.Module) -> bool:
+    """Whether adapters on expert tables are there which `wrapped_tables` does not find in this version."""
+    return bool(_wrappers(model)) and not WRAPPERS.holds()
+
+
+def _wrappers(model: torch.nn.Module) -> list[Any]:
+    wrapper = getattr(sys.modules.get(_MODULE), "ParamWrapper", None)
+    return [] if wrapper is None else [one for one in model.modules() if type(one) is wrapper]
 
 
 def active_adapters(wrapper: Any) -> list[str]:
     """Adapters that a wrapper adds to its weight; none where it is merged or disabled, or upcasts the weight."""
-    if wrapper.disable_adapters or wrapper.merged or wrapper.get_param().dtype not in _DTYPES:
+    if wrapper.disable_adapters or wrapper.merged or upcasts(wrapper):
         return []
     return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+
+
+def upcasts(wrapper: Any) -> bool:
+    """Whether a wrapper adds to its weight in more bits than the weight has, which is then made anew."""
+    # Not `get_param`: where experts are shared among ranks, it gathers the whole table.
+    own = own_parameters(wrapper.get_base_layer()).get(wrapper.parameter_name)
+    weight: torch.Tensor = wrapper.get_param() if own is None else own
+    return weight.dtype not in _DTYPES
+
+
+def factors_to_table(wrapper: Any) -> str:
+    """In letters: the table that an adapter's factors give, of B as [E,out,r] and A as [E,r,in]."""
+    # Newer versions take tables for [E,out,in], as transformers writes them, if their layer does not say otherwise.
+    return "eor,eri->eoi" if getattr(wrapper, "_did_swap_in_out_features", False) else "eor,eri->eio"
 
 
 def with_adapters(wrapper: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -120,6 +147,12 @@ def _check_wrappers() -> None:
         path, weight = updated_weight(wrapper)
         ours = torch.func.functional_call(wrapper.base_layer, {path: weight}, (rows,))
         expect(active_adapters(wrapper) and torch.allclose(ours, wrapper(rows)), "adapters add something else")
+        a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+        product = torch.einsum(factors_to_table(wrapper), b.view(-1, 1, 2).permute(2, 0, 1), a.view(2, 1, -1))
+        expect(
+            torch.allclose(product * wrapper.scaling["default"], wrapper.get_delta_weight("default")),
+            "factors of an adapter stand otherwise",
+        )
 
 
 WRAPPERS = Hook(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,7 +15,28 @@ from memfine_fx.compat.nn import own_parameters
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.placement import Placement
 
-__all__ = ["ShardedParameter", "speak_dtensor"]
+__all__ = ["Layout", "ShardedParameter", "experts_first", "speak_dtensor", "with_experts_back"]
+
+Layout = Literal["table", "rows", "columns"]
+"""Where experts are: [E,...]; [E*r,in], an expert's rows one behind the other; [out,r*E], experts turn by turn."""
+
+
+def experts_first(tensor: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """[E,...] of a parameter, or of some experts' part of it: [E,r,in] of rows, [E,out,r] of columns."""
+    if layout == "table":
+        return tensor
+    # A quotient, for a rank that owns no expert: of no entries -1 could be any number.
+    num_experts = tensor.shape[0 if layout == "rows" else 1] // rank
+    if layout == "rows":
+        return tensor.view(num_experts, rank, tensor.shape[1])
+    return tensor.view(tensor.shape[0], rank, num_experts).permute(2, 0, 1)
+
+
+def with_experts_back(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What `experts_first` was given."""
+    if layout == "rows":
+        return tensor.flatten(0, 1)
+    return tensor.permute(1, 2, 0).flatten(1, 2) if layout == "columns" else tensor
 
 
 @dataclass(frozen=True)
@@ -26,10 +47,12 @@ class ShardedParameter:
         module: that owns it.
         name: in the module.
         path: of the module in the model, for messages.
-        shape: of the whole: [E,...] of a table, or one expert's own.
+        shape: of the whole: of a table, see `Layout`, or one expert's own.
         placement: of the experts.
         expert: whose it is, for a parameter of one expert's module; None for a table.
         ranks: that share the experts.
+        layout: of a table.
+        rank: r of adapters' factors.
     """
 
     module: nn.Module
@@ -39,6 +62,8 @@ class ShardedParameter:
     placement: Placement
     expert: int | None
     ranks: ExpertGroup
+    layout: Layout = "table"
+    rank: int = 0
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -56,15 +81,23 @@ class ShardedParameter:
         owned = self.placement.owned(self.ranks.rank)
         return len(owned) > 0 if self.expert is None else self.expert in owned
 
+    def is_like_parameter(self, value: torch.Tensor) -> bool:
+        """Whether what an optimizer keeps has as many dimensions as the parameter, in a state dict too."""
+        return value.ndim in (len(self.shape), len(self._first_shape))
+
     def as_dtensor(self, own: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a table [E,...], or of what belongs to it, as the part of a DTensor that it is."""
-        if self.expert is not None or own.shape[1:] != self.shape[1:]:
+        """This rank's part, or of what belongs to it, as the part of a DTensor [E,...] that it is."""
+        if self.expert is not None:
+            return own
+        first = experts_first(own, self.layout, self.rank)
+        whole_shape = self._first_shape
+        if first.shape[1:] != whole_shape[1:]:
             return own
         placements: list[Shard | Replicate] = [Replicate()] * self.ranks.mesh.ndim
         placements[self.ranks.expert_dim] = Shard(0)
-        stride = torch.empty(self.shape, device="meta").stride()
+        stride = torch.empty(whole_shape, device="meta").stride()
         whole: torch.Tensor = DTensor.from_local(
-            own, self.ranks.mesh, placements, run_check=False, shape=torch.Size(self.shape), stride=stride
+            first.contiguous(), self.ranks.mesh, placements, run_check=False, shape=whole_shape, stride=stride
         )
         return whole
 
@@ -73,16 +106,27 @@ class ShardedParameter:
         if isinstance(value, DTensor):
             is_ours = value.device_mesh == self.ranks.mesh and value.placements[self.ranks.expert_dim] == Shard(0)
             if is_ours:
-                return value.to_local()
-            value = value.full_tensor()
+                return self._back(value.to_local())
+            value = self._back(value.full_tensor())
         return self.own(value) if tuple(value.shape) == self.shape else value
+
+    def whole_of(self, value: DTensor) -> torch.Tensor:
+        """The whole in the parameter's own layout; a collective call."""
+        return self._back(value.full_tensor())
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole."""
         owned = self.placement.owned(self.ranks.rank)
         if self.expert is None:
-            return whole[owned.start : owned.stop]
+            return self._back(experts_first(whole, self.layout, self.rank)[owned.start : owned.stop])
         return whole if self.expert in owned else whole.new_empty(0)
+
+    @property
+    def _first_shape(self) -> torch.Size:
+        return experts_first(torch.empty(self.shape, device="meta"), self.layout, self.rank).shape
+
+    def _back(self, first: torch.Tensor) -> torch.Tensor:
+        return first if self.expert is not None else with_experts_back(first, self.layout)
 
 
 def speak_dtensor(module: nn.Module, owned: Sequence[ShardedParameter]) -> None:

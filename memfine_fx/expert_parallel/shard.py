@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from memfine_fx.compat.distributed import IGNORED_BY_DDP, ignore_in_ddp
 from memfine_fx.compat.nn import own_parameters
-from memfine_fx.compat.peft import wrapped_tables
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError, RanksDisagree
+from memfine_fx.expert_parallel.adapters import EXPERTS_FIRST, adapters_of, add_by_slices
 from memfine_fx.expert_parallel.bandwidth import measure_bandwidth
 from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at, widen
 from memfine_fx.expert_parallel.gathering import OUTSIDE
 from memfine_fx.expert_parallel.groups import ExpertGroup
-from memfine_fx.expert_parallel.parameters import ShardedParameter, speak_dtensor
+from memfine_fx.expert_parallel.parameters import ShardedParameter, experts_first, speak_dtensor, with_experts_back
 from memfine_fx.expert_parallel.placement import Placement
 
 __all__ = ["shard_experts", "sharded_parameters"]
@@ -43,8 +43,8 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
 
     Tables are parameters of three dimensions or more, with the biases beside them, that share their first size in a
     module whose class or path names experts or MoE; lists of experts are a ModuleList or ModuleDict called so, of equal
-    members. Every rank must hold the same whole model, as for DistributedDataParallel. DDP is told to leave the experts
-    alone.
+    members. Adapters of PEFT on tables are cut as these. Every rank must hold the same whole model, as for
+    DistributedDataParallel. DDP is told to leave the experts alone.
 
     Args:
         model: whole, the same on every rank.
@@ -52,24 +52,19 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
         config: compared between ranks; the memory budget may differ.
 
     Raises:
-        ConfigError: no experts were found, the model is sharded already, or PEFT adapts tables of its experts.
+        ConfigError: no experts were found, the model is sharded already, or PEFT adapts packed tables.
         RanksDisagree: the ranks' models or configs differ; the message says in what.
         MemfineError: DistributedDataParallel of this torch cannot be told to leave parameters alone.
     """
     if sharded_parameters(model):
         raise ConfigError("this model's experts are sharded already")
-    if wrapped_tables(model):
-        raise ConfigError(
-            "expert_parallel cannot share out experts whose tables PEFT adapts (target_parameters): the adapters "
-            "[E,...] would stay whole beside a rank's slice. Adapt attention and router only, or leave "
-            "expert_parallel out"
-        )
     if not IGNORED_BY_DDP.holds():
         raise MemfineError(
             "expert_parallel cannot tell DistributedDataParallel of this torch to leave the experts alone, "
             "and it would average different experts"
         )
     found = [*_tables(model, ranks), *_lists(model, ranks)]
+    found += adapters_of(model, found)
     _check_same(_described(model, found, config or Config(), ranks), ranks)
     if not found:
         raise ConfigError(
@@ -89,6 +84,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
         _make_whole_when_read(module, owned)
         object.__setattr__(module, _ATTRIBUTE, tuple(owned))
         speak_dtensor(module, owned)
+    add_by_slices(model)
     widen(Exchange(ranks.group, ranks.device), ranks.slots + max(one.placement.num_experts for one in found))
     measure_bandwidth(ranks)
     names = [name for name, parameter in model.named_parameters() if id(parameter) in done]
@@ -144,6 +140,9 @@ def _names_experts(text: str) -> bool:
 def _make_whole_when_read(module: nn.Module, owned: Sequence[ShardedParameter]) -> None:
     cls = type(module)
     own: dict[str, Any] = {one.name: property(_reader(one)) for one in owned}
+    for one in owned:
+        if one.layout != "table":
+            own[EXPERTS_FIRST] = property(_reader_of_experts(one))
     own |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__setattr__": _setter(cls, owned)}
     module.__class__ = type(cls.__name__, (cls,), own)
 
@@ -170,12 +169,13 @@ def _setter(cls: type[nn.Module], owned: Sequence[ShardedParameter]) -> Any:
 def _reader(one: ShardedParameter) -> Any:
     name, full_name, key = one.name, one.full_name, one.ranks.key
     if one.expert is None:
-        num_experts = one.placement.num_experts
+        layout, read_experts = one.layout, _reader_of_experts(one)
 
         def read_table(self: nn.Module) -> torch.Tensor:
             own = own_parameters(self)[name]
-            whole: torch.Tensor = torch.ops.memfine.all_experts.default(own, num_experts, key, full_name, OUTSIDE)
-            return whole
+            if not isinstance(own, nn.Parameter):
+                return own  # type: ignore[return-value]  # a whole table that `functional_call` put in its place
+            return with_experts_back(read_experts(self), layout)
 
         return read_table
     owner, shape = one.placement.owner(one.expert), list(one.shape)
@@ -186,6 +186,21 @@ def _reader(one: ShardedParameter) -> Any:
         return whole
 
     return read_one
+
+
+def _reader_of_experts(one: ShardedParameter) -> Any:
+    """The whole of a table, or of adapters' factors, as [E,...]."""
+    name, full_name, key, layout, rank = one.name, one.full_name, one.ranks.key, one.layout, one.rank
+    num_experts = one.placement.num_experts
+
+    def read(self: nn.Module) -> torch.Tensor:
+        own = own_parameters(self)[name]
+        assert own is not None
+        first = experts_first(own, layout, rank)
+        whole: torch.Tensor = torch.ops.memfine.all_experts.default(first, num_experts, key, full_name, OUTSIDE)
+        return whole
+
+    return read
 
 
 def _described(

@@ -92,7 +92,7 @@ def _said(value: Any, parameter: torch.Tensor, own: ShardedParameter | None) -> 
 
 
 def _heard(value: Any, own: ShardedParameter | None) -> Any:
-    is_part = own is not None and isinstance(value, torch.Tensor) and value.ndim == len(own.shape)
+    is_part = own is not None and isinstance(value, torch.Tensor) and own.is_like_parameter(value)
     return own.from_state(value) if own is not None and is_part else value
 
 
@@ -105,8 +105,9 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     sharded = sharded_parameters(model)
     state: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        state[name] = whole.detach().cpu()
+        if isinstance(value, DTensor):
+            value = sharded[name].whole_of(value) if name in sharded else value.full_tensor()
+        state[name] = value.detach().cpu()
     lists = {name: one for name, one in sharded.items() if one.expert is not None}
     if lists:
         ranks = next(iter(lists.values())).ranks

@@ -44,6 +44,7 @@ _TRANSPOSES = frozenset("getattr t T mT transpose permute".split())
 _COPIES = frozenset("repeat_interleave repeat expand expand_as tile".split())
 _FACTORIES = frozenset("arange zeros ones empty full tensor".split())
 _LIKE_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split())
+_BEHIND_VIEWS = _VIEWS | _ENTRIES | _TRANSPOSES | frozenset(("all_experts", "expert_of"))
 LOOKED_BEHIND = _VIEWS | _ENTRIES | _SPLITS | _TRANSPOSES | _COPIES | _FACTORIES | _LIKE_FACTORIES
 """Calls behind which reading looks when it decides what a leaf is, or whether to pull it."""
 
@@ -330,8 +331,8 @@ def behind_views(node: fx.Node) -> fx.Node:
 
 
 def is_parameter_view(node: fx.Node) -> bool:
-    """A parameter, an entry of one, or a view of either."""
-    while target_name(node) in (_VIEWS | _ENTRIES | _TRANSPOSES) and node.args and isinstance(node.args[0], fx.Node):
+    """A parameter, an entry of one, a view of either, or all ranks' parts of one."""
+    while target_name(node) in _BEHIND_VIEWS and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return isinstance(node_value(node), torch.nn.Parameter) and not _is_packed_leaf(node)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.expert_parallel.model_cases import Comparison, Plan, run_models
 from tests.expert_parallel.ranks import run_ranks
 
-NUM_LAYERS = {"Qwen3-MoE": 2, "DeepSeek-like": 2, "list of experts": 1}
+NUM_LAYERS = {"Qwen3-MoE": 2, "adapted Qwen3-MoE": 2, "DeepSeek-like": 2, "list of experts": 1}
 
 
 def check(by_rank: list[list[Comparison]], plan: Plan) -> None:
@@ -50,4 +50,17 @@ def test_four_ranks_and_two_by_two_train_as_one(tmp_path: Path) -> None:
         ("DeepSeek-like", (4,), None, True, 0),
         ("DeepSeek-like", (2, 2), None, False, 0),
     ]
+    check(run_ranks(run_models, 4, plan), plan)
+
+
+@pytest.mark.trainers
+def test_adapters_of_tables_are_shared_out_with_their_experts(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    plan: Plan = [
+        ("adapted Qwen3-MoE", (2,), str(tmp_path / "adapted"), False, 0),
+        ("adapted Qwen3-MoE", (2,), None, True, 0),
+        ("adapted Qwen3-MoE", (2,), None, False, 2),
+    ]
+    check(run_ranks(run_models, 2, plan), plan)
+    plan = [("adapted Qwen3-MoE", (4,), None, False, 0)]
     check(run_ranks(run_models, 4, plan), plan)

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import memfine_fx
+from memfine_fx.compat.checks import Hook
+from memfine_fx.compat.peft import WRAPPERS
 from memfine_fx.errors import ConfigError
-from memfine_fx.expert_parallel.shard import sharded_parameters
+from memfine_fx.expert_parallel.groups import expert_group
+from memfine_fx.expert_parallel.shard import shard_experts, sharded_parameters
+from memfine_fx.expert_parallel.state import whole_state_dict
 from memfine_fx.models import DeepseekConfig, DeepseekMoE
 from memfine_fx.passes.lower.sharded import OWN_EXCHANGE
 
@@ -165,12 +170,65 @@ def test_none_once_the_group_exists_means_that_no_ranks_share_the_experts() -> N
     assert not sharded_parameters(model)
 
 
-@pytest.mark.trainers
-def test_adapted_tables_are_refused_before_anything_is_cut() -> None:
+def adapted_model(**settings: Any) -> nn.Module:
     peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-    model = peft.get_peft_model(small_model(), settings)
+    tables = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=tables, init_lora_weights=False, **settings)
+    model: nn.Module = peft.get_peft_model(small_model(), config)
+    return model
+
+
+@pytest.mark.trainers
+def test_adapters_stand_with_experts_first_in_state_dicts_and_load_as_peft_writes_them() -> None:
+    model, other = adapted_model(), adapted_model()
+    whole = copy.deepcopy(other.state_dict())
+    sharded(model)
+    factors = {name: one for name, one in model.state_dict().items() if "lora_" in name}
+    shapes = {(name.split("lora_")[1][0], tuple(one.shape)) for name, one in factors.items()}
+    assert shapes == {("A", (8, 2, 8)), ("B", (8, 8, 2)), ("A", (8, 2, 4))}
+    model.load_state_dict(whole)
+    exported = whole_state_dict(model)
+    assert exported.keys() == whole.keys()
+    assert all(torch.equal(exported[name], value) for name, value in whole.items())
+
+
+@pytest.mark.trainers
+@pytest.mark.filterwarnings("ignore:a layer reads the whole table")
+def test_adapters_of_shared_tables_are_added_outside_of_graphs_and_left_out_where_they_are_disabled() -> None:
+    model, hidden = adapted_model(), torch.randn(5, 8)
+    reference = copy.deepcopy(model)
+    shard_experts(model, expert_group(mesh()))
+    torch.testing.assert_close(model(hidden), reference(hidden))
+    with model.disable_adapter(), reference.disable_adapter():
+        torch.testing.assert_close(model(hidden), reference(hidden))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in (*copied.parameters(), *reference.parameters()):
+            parameter.mul_(1.5)
+    torch.testing.assert_close(copied(hidden), reference(hidden))
+    assert all(one.is_here for one in sharded_parameters(copied).values())
+
+
+@pytest.mark.trainers
+def test_adapters_are_not_merged_into_tables_that_ranks_share() -> None:
+    model = sharded(adapted_model())
+    with pytest.raises(ConfigError, match="whole_state_dict"):
+        model.merge_adapter()
+    (outer, _) = (one for one in model.modules() if type(one).__name__ == "ParamWrapper")
+    with pytest.raises(ConfigError, match="adapter_names"):
+        outer(torch.randn(5, 8), adapter_names=["default"] * 5)
+
+
+@pytest.mark.trainers
+def test_adapters_of_packed_or_unknown_tables_are_refused_before_anything_is_cut() -> None:
+    model = adapted_model()
     before = {name: one.shape for name, one in model.named_parameters()}
-    with pytest.raises(ConfigError, match="tables PEFT adapts"):
+    for name, one in model.named_parameters():
+        if "lora_" not in name and "experts" in name:
+            one.requires_grad_(False).data = one.data.to(torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match="their table is packed"):
         sharded(model)
     assert {name: one.shape for name, one in model.named_parameters()} == before
+    is_known = mock.patch.object(Hook, "holds", lambda hook: hook is not WRAPPERS)
+    with is_known, pytest.raises(ConfigError, match="version of PEFT"):
+        sharded(adapted_model())
