@@ -86,11 +86,13 @@ class Expressions:
         Raises:
             CannotChunk: an argument is a symbolic number, which an expert function could not be given.
         """
+        # It would be one length for all calls of a body, and chunks differ in theirs.
         if any(isinstance(leaf, torch.SymInt) for leaf in tree_leaves((args, kwargs))):
             raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a symbolic number enters row data")
         source = args[0] if args else None
         if target in _UNWRAP and isinstance(source, fx.Node) and source.target is aten.unsqueeze.default:
             wrapped, dim = source.args
+            # Copies that reach a row by another way then still have equal expressions, as `unify` asks.
             is_undone = dim == args[1] and args[2:] in ((), (0,))
             if is_undone and isinstance(wrapped, fx.Node):
                 return wrapped
@@ -108,6 +110,7 @@ class Expressions:
                 Reason.EXPERTS_DIFFER, "an expert's parameter is also used outside the loop over experts", one.outer
             )
         if one not in self._inputs:
+            # Placeholders must stand before all calls, and new ones are met while calls are written.
             with self._graph.inserting_before(self._anchor):
                 self._inputs[one] = self._graph.placeholder(f"input_{len(self._inputs)}")
             self._inputs[one].meta["input"] = one
@@ -146,6 +149,7 @@ class Expressions:
                 raise CannotChunk(
                     Reason.EXPERTS_DIFFER, f"expert {walk.copy.expert} differs between a token's choices", node
                 )
+        # Only copy 0 met its own placeholders, so its keys are those of all walks.
         for placeholder in walks[0].met:
             self._give_param(placeholder, [walk.met[placeholder] for walk in walks[:num_experts]], node)
         return results[0]
@@ -163,6 +167,7 @@ class Expressions:
     def _give_param(self, placeholder: fx.Node, members: list[Input], node: fx.Node) -> None:
         roles = {one.role for one in members}
         outers = tuple(one.outer for one in members)
+        # Sums may be read more than once, each time as a whole.
         if placeholder in self.params and len(set(members)) == 1:
             return  # copies were put together before, and this is what stands for all of them since
         if roles == {"rows"}:
@@ -170,6 +175,7 @@ class Expressions:
                 raise RowsDiffer(list(dict.fromkeys(outers)), node)
             return
         if roles == {"column"} and len(members) > 1:
+            # An expert that read another one's weights would be a correct loop, and no table in order.
             if [one.expert for one in members] != list(range(len(members))):
                 raise CannotChunk(Reason.EXPERTS_DIFFER, "an expert has several weight columns, or another's", node)
             self.columns = outers
@@ -195,6 +201,7 @@ class Expressions:
             env[source] = graph.placeholder(name)
             env[source].meta["outer"] = source.meta["input"].outer
         reached = set(_reached(result))
+        # Copies share this graph; what other copies wrote is unreached and stays behind.
         for node in self._graph.nodes:
             if node.op == "call_function" and node is not self._anchor and node in reached:
                 env[node] = graph.node_copy(node, env.__getitem__)
@@ -228,6 +235,7 @@ def _param(members: list[Input], roles: set[Role], outers: tuple[fx.Node, ...], 
         if any(static_size(size) is None for size in _tensor(outers[0]).shape):
             raise CannotChunk(Reason.EXPERTS_DIFFER, "the experts read all tokens at once", node)
         return Param("shared", outers[:1])
+    # One compiled body serves all experts, and was traced for one layout.
     if len(set(map(_layout, outers))) > 1:
         raise CannotChunk(Reason.LAYOUTS_DIFFER, "the experts' parameters differ in shape, strides or dtype", node)
     return Param("each", outers)
@@ -260,6 +268,7 @@ class _Walk:
         pending = [(left, right)]
         while pending:
             a, b = pending.pop()
+            # What copy 0 computes once and uses twice, another copy may have computed twice, and differently.
             known = self._visited.get(a)
             if known is not None:
                 if known is not b:

@@ -99,6 +99,7 @@ def join(left: Lead, right: Lead, size_of: Callable[[str], Size]) -> Lead | None
         # They are equal but for atoms of size one: the longer group names more of what stands there.
         groups.append(max(a, b, key=len))
     lead = Lead(*groups)
+    # An atom that stands twice would pair every entry with every other one.
     again = [atom for atom in set(lead.atoms) - {"?"} if lead.atoms.count(atom) > 1]
     return None if without_ones("".join(again), size_of) else lead  # [T,1] and [1,T]: every token with every other
 
@@ -116,6 +117,7 @@ def regroup(lead: Lead, shape: Sequence[Size], size_of: Callable[[str], Size]) -
         same_size(size, _size(group, size_of)) for size, group in zip(shape, lead.groups, strict=False)
     ):
         return lead
+    # A reshape may end a dimension between batch and sequence, never within one atom.
     atoms = list(lead.atoms.replace("t", "bs"))
     if "?" in atoms:
         return None
@@ -135,6 +137,7 @@ def regroup(lead: Lead, shape: Sequence[Size], size_of: Callable[[str], Size]) -
 
 def _take(atoms: list[str], size: Size, size_of: Callable[[str], Size]) -> str | None:
     """Pop the atoms whose sizes multiply to `size`, with size-one atoms that follow; "" for a new dimension of one."""
+    # With T or K of one, the dimension of one is that atom, and not a new one.
     starts_with_one = same_size(size, 1) and same_size(size_of(atoms[0]), 1)
     group = atoms.pop(0) if starts_with_one else ""
     while atoms and not same_size(_size(group, size_of), size):

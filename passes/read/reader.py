@@ -103,6 +103,7 @@ class Reader(Roles):
             RowsDiffer: results of experts were taken for tokens; read again with those nodes forced.
         """
         found: list[Exit] = []
+        # The next decision's experts are another region, and its rows would be taken for these.
         self._end = min(map(self.flow.position.__getitem__, later), default=self._end)
 
         def walk() -> None:
@@ -115,6 +116,7 @@ class Reader(Roles):
         return found[0] if found else None
 
     def _walk(self) -> None:
+        # Nothing before the decision depends on it.
         start = self.flow.position[self.frame.index]
         self._give_tensor(next(self._form.tensors(self._form.result(self.frame.index))), self._index_ids())
         for node in list(self.flow.graph.nodes)[start + 1 : self._end]:
@@ -131,6 +133,7 @@ class Reader(Roles):
     def _is_active(self, node: fx.Node) -> bool:
         """Whether something stands at a node that is more than a tensor from outside."""
         result = self._form.result(node)
+        # Lengths of an expert's rows are symbols that only its mask knows; other sizes are anybody's.
         if isinstance(result, torch.SymInt):
             return result.node.expr in self.counted
         if not isinstance(result, torch.Tensor) and not self._form.holds(node):
@@ -181,6 +184,7 @@ class Reader(Roles):
 
     def _unpack(self, node: fx.Node, made_of: list[fx.Node]) -> bool:
         """Run what makes a table of packed numbers, on one expert's part of them; whether that could be followed."""
+        # The walk may not know E yet; what fails here must not have decided it.
         before, num_experts = self.num_experts, int(tensor_of(node).shape[0])
         if before not in (None, num_experts):
             return False
@@ -244,6 +248,7 @@ class Reader(Roles):
         """What is made of parameters and lets no gradient through (`detach`) lets none through in a body either."""
         values = [self._value_of(tensor, node) for tensor in tensors]
         sources = {id(one) for source in node.all_input_nodes for one in self._form.tensors(self._form.result(source))}
+        # A node that gives its operand back shares the tensor with it, and the operand's gradients go on.
         if not values or not all(map(can_stop, values, tensors)) or not sources.isdisjoint(map(id, tensors)):
             return
         if gradient_stop([node], self.flow) is not None:
@@ -267,6 +272,7 @@ class Reader(Roles):
         is_kept = isinstance(value, Rows) and (value.is_dispatched or "r" in value.lead.atoms)
         if not isinstance(value, Rows) or is_kept or not tensor.dtype.is_floating_point:
             return value
+        # A number for each choice is a routing weight however it was computed, and the graph goes on computing it.
         is_choice = value.lead is self.frame.lead and value.lead.num_dims == tensor.ndim and value.copy.is_all
         if is_choice and value.off is None:
             return Leaf(node)
@@ -294,6 +300,7 @@ class Reader(Roles):
 
     def _is_one_vector_a_token(self, tensor: torch.Tensor) -> bool:
         """Whether combined tokens are [T,H] or [B,S,H] now, without a dimension of one in between."""
+        # A region gives [T,H]; with a dimension of one in between, more is still to be undone.
         tokens, shape = self.frame.token_shape, [self.known_size(size) for size in tensor.shape]
         is_flat = tensor.ndim == 2 and same_size(shape[0], self.frame.num_tokens)
         return is_flat or (tensor.ndim == len(tokens) + 1 and all(map(same_size, shape, tokens)))
@@ -302,6 +309,7 @@ class Reader(Roles):
         """With one choice a token, rows in token order are combined, once no expert of theirs is left to run."""
         if self.frame.top_k != 1 or not value.is_dispatched or not value.per_row or not value.copy.is_all:
             return False
+        # With K = 1 nothing is summed, so no operation marks the end: order and experts do.
         is_tokens = bool(value.lead.groups) and set(value.lead.atoms) <= set("tbsk") and "" not in value.lead.groups
         has_columns = tensor.ndim == value.lead.num_dims + 1 and tensor.ndim in (2, len(self.frame.token_shape) + 1)
         ends = is_tokens and has_columns and bool(self.expert_nodes) and not self._has_experts_behind(node)
@@ -342,6 +350,7 @@ class Reader(Roles):
     def _evaluated(self, call: Call, args: Any, kwargs: Any) -> Any:
         operands = tree_leaves((args, kwargs))
         rule = self._rule_of(call.target, self._is_unpacking or any(isinstance(value, Part) for value in operands))
+        # The refusal where row data was lost says more than one of something beside it.
         unknown = [value for value in operands if isinstance(value, Unknown)]
         if unknown and call.target not in _SHAPES_ONLY:
             dispatched = any(map(is_dispatched, operands))

@@ -62,10 +62,12 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     body = _Body(Dataflow(graph_module.graph), modes_at(graph_module.graph, start or Modes()), frozenset(seeds))
     outcomes: list[MoERegion | Refusal] = []
     for seed in seeds:
+        # Two regions from one index would both claim its experts.
         taken = {one.expert_index for one in outcomes if isinstance(one, MoERegion)}
         outcome = _guarded(_repeated, body, seed, taken) or _guarded(_outcome, body, seed, taken)
         if outcome is not None:
             outcomes.append(outcome)
+    # A refusal about experts that another decision got right would report a layer twice.
     inside = {node for one in outcomes if isinstance(one, MoERegion) for node in one.cut.nodes}
     told = [one for one in outcomes if isinstance(one, MoERegion) or body.stopped.get(one) not in inside]
     told = [move_tables(one) if isinstance(one, MoERegion) else one for one in told]
@@ -142,6 +144,7 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
             return None  # two decisions, put together, are one index
         try:
             found = _reading(body, frame, later, frames)
+            # Group-limited routers choose groups first, and then experts among them.
             if found is None and later:  # the next decision may be the same router's, of the same experts
                 found = _reading(body, frame, _after_first(body, later), frames)
         except _Refused as stopped:
@@ -176,6 +179,7 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
     forced: frozenset[fx.Node] = frozenset()
     expanded = ""
     for _ in range(_MOST_READINGS):
+        # A walk's values rest upon what it forced, so that another one begins from nothing.
         reader = Reader(body.flow, body.modes, frame, rule_of, forced, expands_tables=bool(expanded))
         try:
             found = reader.read(later)
@@ -259,6 +263,7 @@ _KEEP_SLOTS = frozenset(
 def _between(flow: Dataflow, leaves: Sequence[fx.Node]) -> frozenset[fx.Node]:
     """What lies between results of several experts and what they share: their tokens."""
     above = [flow.ancestors([leaf]) | {leaf} for leaf in leaves]
+    # What lies above several of them was there before any expert ran; what lies above one is its result.
     times: dict[fx.Node, int] = {}
     for nodes in above:
         for node in nodes:

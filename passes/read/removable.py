@@ -63,6 +63,7 @@ def _leaves_without_gradient(region: MoERegion) -> bool:
         if node not in reached and not is_stop:
             reached.add(node)
             pending.extend(node.all_input_nodes)
+    # Arguments of an expert function: rows, then the weight if there is one, then parameters.
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = iter(region.params)
     for kind, placeholder in zip(
@@ -95,6 +96,7 @@ def _is_routed(node: fx.Node, num_tokens: int | torch.SymInt) -> bool:
 
 def _uniform_modes(cut: Cut, modes: dict[fx.Node, Modes]) -> Modes:
     """The modes of all nodes that compute with floats; they must agree for one op to stand for them."""
+    # The exit is replaced by the call, and what reads it was recorded in these modes.
     expected = modes[cut.exit]
     for node in cut.nodes:
         if is_float_tensor(node) and modes[node] != expected and not _is_constant(node, modes[node], expected):
@@ -128,6 +130,7 @@ def _check_written_insides(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> No
 
 def _refuse_unless_before(cut: Cut, flow: Dataflow, mutation: fx.Node, roots: set[fx.Node]) -> None:
     """A write into an input's storage before the region reads it is ordinary; any other is not ours to order."""
+    # The call runs where the exit stood, after writes that came before the region's first read.
     inputs = {flow.root(node) for node in cut.inputs}
     reads = [flow.position[node] for node in cut.nodes if any(flow.root(s) in roots for s in node.all_input_nodes)]
     if not roots <= inputs or flow.position[mutation] > min(reads, default=-1):

@@ -86,6 +86,7 @@ class Roles:
         if not isinstance(size, torch.SymInt):
             return size
         expr = size.node.expr
+        # Only when every expert is counted is the sum known; of fewer it may be anything up to N.
         counts = [symbol for symbol in self.counted if symbol in expr.free_symbols]
         if not counts or len(counts) != len(self.counted):
             return size
@@ -161,6 +162,7 @@ class Roles:
             CannotChunk: results of some copies are missing, or copies differ.
             Exit: it is the exit.
         """
+        # A sum does not care in which order a copy held its rows.
         by_copy = {copy.unordered: expr for copy, expr in value.parts}
         choices = range(self.frame.top_k) if next(iter(by_copy)).choice is not None else (None,)
         num_experts = 1 + max(copy.expert or 0 for copy in by_copy)
@@ -173,6 +175,7 @@ class Roles:
                 value.node,
             )
         results = [by_copy[copy] for copy in copies]
+        # A shared expert that was added to the same sum is no copy of the routed ones.
         num_alike = self.expressions.num_alike(copies, results, value.node)
         alike = value.first(num_alike) if value.lead is None and num_alike > 1 and list(by_copy) == copies else None
         if alike is not None:
@@ -231,6 +234,7 @@ class Roles:
             return self.as_rows(value, call)
         tensor = node_value(value.node)
         assert isinstance(tensor, torch.Tensor)
+        # [B,S,H] keeps both dimensions, so that flattening later is seen as a regrouping.
         has_dims = len(self.frame.token_shape) == 2 and tensor.ndim > 2 and _starts_with(tensor, self.frame.token_shape)
         return Rows(Lead("b", "s") if has_dims else Lead.TOKEN, self.expressions.input(Input("rows", value.node)))
 
@@ -262,6 +266,7 @@ class Roles:
         """A leaf as weights of each choice, or of each of `num_experts` experts; None where it is neither."""
         tensor, frame = node_value(value.node), self.frame
         assert isinstance(tensor, torch.Tensor)
+        # A parameter of [T,K] by accident of sizes is trained, and no decision of a router.
         if isinstance(tensor, torch.nn.Parameter) or not is_float_tensor(value.node):
             return None
         lead = self._lead_of_choices(tensor) if frame.has_choices else None

@@ -37,6 +37,7 @@ def seeds_of(graph: fx.Graph) -> list[fx.Node]:
     """
     position = {node: place for place, node in enumerate(graph.nodes)}
     seeds = [node for node in graph.nodes if is_seed(node)]
+    # Whether an integer input is an index only what reads it could tell, so it counts with less right.
     inputs = {seed for seed in seeds if _is_index_input(seed)}
     if len(inputs) < len(seeds):
         seeds = [seed for seed in seeds if seed not in inputs or static_size(tensor_of(seed).shape[-1]) is not None]
@@ -88,6 +89,7 @@ def masked(frame: Frame, node: fx.Node) -> Frame:
 def _frame(seed: fx.Node, has_choices: bool) -> Frame | None:
     value = tensor_of(seed)
     shape = tuple(value.shape)
+    # A frame has a number for K, and asking for one would make it a guard that cannot be kept.
     if has_choices and free_unbacked_symbols(shape[-1]):
         return None  # how many are chosen is decided by the data
     if has_choices and not _belongs_to_architecture(shape[-1]):
@@ -148,6 +150,7 @@ def _is_table_lookup(node: fx.Node) -> bool:
     """Integers looked up by integers in a table from outside the graph: hash routing."""
     if target_name(node) not in _INDEXING or len(node.all_input_nodes) != 2:
         return False
+    # Integers made of integers in the graph are arithmetic on ids, not a choice.
     tables = [source for source in node.all_input_nodes if source.op in ("placeholder", "get_attr")]
     return bool(tables) and all(map(is_int_tensor, node.all_input_nodes))
 

@@ -76,6 +76,7 @@ ALL = Copy()
 
 def merged(left: Copy, right: Copy) -> Copy | None:
     """What two values that meet are about together; None where they contradict each other."""
+    # A value that is about all experts says nothing of one, so it agrees with any.
     pairs = ((left.expert, right.expert), (left.choice, right.choice), (left.order or None, right.order or None))
     if any(a is not None and b is not None and a != b for a, b in pairs):
         return None
@@ -236,6 +237,7 @@ class Partial:
         later, sum_then = self, self.before
         while sum_then is not None and len(sum_then.parts) > num_parts:
             later, sum_then = sum_then, sum_then.before
+        # Two parts that one node added at once were never alone in a node that could be the exit.
         is_held = sum_then is not None and len(sum_then.parts) == num_parts and sum_then.node is not later.node
         return sum_then if is_held else None
 
