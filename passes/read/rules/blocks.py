@@ -87,6 +87,7 @@ def _pointwise(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Part:
     for value, tensor in zip(values, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             leaves.append(value)
+        # Broadcasting lines up from the right: fewer dimensions do not reach the first one.
         elif tensor.ndim == call.ndim and tensor.shape[0] == call.out.shape[0]:
             leaves.append(_part(reader, value, tensor, call))
         else:
@@ -132,6 +133,7 @@ def _repeat(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Part:
 
 
 def _permute(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Part:
+    # With another dimension in front, an expert's numbers no longer stand one behind the other.
     if args[1][0] % call.ndim != 0:
         raise _mixes(call)
     return Part(reader.emit(call.target, _part(reader, args[0], call.args[0], call), list(args[1])))
@@ -181,6 +183,7 @@ def _along_lists(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Part
 def _lookup(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Part:
     """A codebook's entries by numbers: codebook[index]."""
     codebook, (index, *others) = call.args[0], call.args[1]
+    # A mask picks as many entries as it has ones, which differ between experts.
     if others or index is None or index.dtype is torch.bool:
         raise _mixes(call)
     part = _part(reader, args[1][0], index, call)

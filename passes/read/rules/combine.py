@@ -43,11 +43,13 @@ def _index_put(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 def _put_back(reader: Reader, call: Call, base: Any, which: Named, taken: Taken) -> Partial:
     """out[places] = out[places] + rows"""
+    # A read, an addition and a write are one sum only if nothing was written in between.
     if taken.added is None or (taken.names, taken.copy) != (which.names, which.copy) or taken.sum != base:
         raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED, "rows are added to another state of the output than they were read from"
         )
     is_token = reader.is_all_tokens(Lead(*which.names))
+    # Without accumulation, of two rows for one place the last one written is left.
     if is_token and not reader.frame.is_distinct and which.copy.choice is None:
         raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED,
@@ -81,6 +83,7 @@ def _scatter(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         is_sum = args[4] == "sum" and bool(kwargs.get("include_self", True))
         if not is_sum:
             raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "a scatter that reduces by other than a sum")
+    # Ones added by expert are counts, whatever the tensor is called.
     if ids.names == "e" and call.ndim == 1 and is_sum:
         return _counted(reader, base, values, call)
     if ids.names == "e":
@@ -107,6 +110,7 @@ def _scatter_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any
 def _counted(reader: Reader, base: Any, values: Any, call: Call) -> Counts:
     """Rows per expert, as ones added to zeros."""
     num_experts = static_size(call.out.shape[0])
+    # Anything but ones onto zeros would be a sum of weights, which no boundary of rows follows from.
     if base != Fill(0.0) or values != Fill(1.0) or call.ndim != 1 or num_experts is None:
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "a sum by expert of other than ones")
     return Counts()
@@ -123,6 +127,7 @@ def _sum(reader: Reader, call: Call, base: Any, which: Named, values: Any) -> An
     # once.
     if not (is_fresh or isinstance(base, Leaf)) or rows.lead is not which.lead or not reader.is_all_tokens(lead):
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "rows added to other than tokens in their own order")
+    # The sum is a combine only if each of a token's rows is in it once.
     if not reader.covers_choices(rows.lead) or merged(rows.copy, which.copy) is None or not rows.copy.is_all:
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "some of a token's rows are added, or in another order")
     base_node = base.node if isinstance(base, Leaf) else None
@@ -149,12 +154,14 @@ def _put(reader: Reader, call: Call, base: Any, which: Named, values: Any) -> An
 def _grown(reader: Reader, call: Call, base: Any, which: Named, rows: Rows, *, sums: bool) -> Partial:
     """A sum with the rows of one more copy."""
     expert = which.copy.expert
+    # Row i belongs to place i only where both were made by one mask, in one order.
     if rows.copy != which.copy or rows.lead is not which.lead:
         raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED, f"other rows than those of expert {expert} are written at its places"
         )
     lead = Lead(*which.names)
     is_token = reader.is_all_tokens(lead)
+    # With several choices a token has rows of several experts, and the last one would win.
     if not sums and is_token and reader.frame.top_k != 1:
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "an expert's rows overwrite those of others in the output")
     if sums and not is_token:
@@ -163,6 +170,7 @@ def _grown(reader: Reader, call: Call, base: Any, which: Named, rows: Rows, *, s
             raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "rows are added to other than tokens")
     target = None if sums else lead
     before = base if isinstance(base, Partial) else None
+    # A copy counts once; `unify` would else compare an expert with itself and call the sum complete.
     if before is not None and (before.lead is not target or which.copy.unordered in before.copies):
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, f"expert {expert} is written back twice, or in two ways")
     reader.note_experts(call, "loops")
@@ -190,11 +198,13 @@ def _put_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED, "an expert's rows are written into other than a fresh tensor in expert order"
         )
+    # A second write for one expert would overwrite the first.
     known = set() if isinstance(base, Fill) else base.copies
     if rows.lead is not Lead.SORTED or rows.copy.expert != expert or rows.copy.unordered in known:
         raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED, f"other rows than those of expert {expert} are written at its places, or twice"
         )
+    # `copy_` casts and broadcasts without a word.
     has_same_layout = call.args[0].dtype is call.args[1].dtype and all(
         map(same_size, call.shape(0)[1:], call.shape(1)[1:])
     )

@@ -61,6 +61,7 @@ def named(reader: Reader, indices: list[Any], call: Call) -> Named:
     if not indices or not all(isinstance(one, Ids) for one in indices):
         why = next((one.why for one in indices if isinstance(one, Leaf) and one.why is not None), None)
         raise why or call.refused(Reason.INDEX_NOT_FOLLOWED, "indexing by other than one routing index")
+    # Several indices broadcast with each other before they pick, as in NumPy.
     num_dims = max(one.lead.num_dims for one in indices)
     lead, copy = Lead(*[""] * num_dims), ALL
     for one in indices:
@@ -88,6 +89,7 @@ def coordinates(mask: Mask, call: Call, *, has_ones: bool = False) -> Coordinate
     ):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "the places of a mask of other than one expert")
     atoms = mask.lead.atoms
+    # `nonzero` lists places in row-major order of the mask, so its last dimension runs fastest.
     is_turned = "k" in atoms and not atoms.endswith("k")
     return Coordinates(groups, replace(mask.copy, order="kt" if is_turned else "t"))
 
@@ -111,6 +113,7 @@ def _sort(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         order = "kt" if ids.lead.groups == ("kt",) else "t"
         copy = Copy(order=order if is_stable else f"{order} sort")
         return [Ids("e", Lead.SORTED, copy=copy), Ids(ids.lead.groups[0], Lead.SORTED, copy=copy)]
+    # Sorting a permutation puts 0 .. N-1 in order, and its places are the inverse.
     if ids.lead is Lead.SORTED and reader.is_same(ids.names, "tk") | (ids.names == "kt"):
         lead = Lead(ids.names)
         return [Ids(ids.names, lead, is_iota=True), Ids("r", lead, copy=ids.copy)]
@@ -146,6 +149,7 @@ def _picked(reader: Reader, call: Call, source: Any, dim: int, indices: list[Any
     if not isinstance(source, (Rows, Ids, Mask)):
         source = reader.as_rows(source, call)
     source = _with_led_ones(reader, call, source, dim + len(which.names))
+    # An index of tokens into a dimension of anything else would pick by accident of sizes.
     own = source.lead.groups[dim : dim + len(which.names)]
     if len(own) < len(which.names) or not all(map(reader.is_same, own, which.names)):
         expected = Lead(*which.names).in_words
@@ -182,6 +186,7 @@ def _moved(source: Any, lead: Lead, which: Named, call: Call) -> Any:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "rows of one expert are read as another's, or in another order")
     if isinstance(source, (Ids, Mask)):
         return replace(source, lead=lead, copy=copy)
+    # Picking by expert is what dispatch is: from here on the value belongs to the experts.
     picks_expert = "e" in which.names
     if picks_expert and source.lead.is_dense:
         return replace(source, lead=lead, copy=copy, off=None)
@@ -222,11 +227,13 @@ def _gather(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     own = ids.lead.groups
     if dim >= num_lead or not reader.is_same(source.lead.groups[dim], ids.names) or any(own[num_lead:]):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "gather other than of whole rows by a routing index")
+    # A gather keeps its other dimensions where they are: entry i of the index looks at entry i of the source.
     others = zip(own[:dim] + own[dim + 1 : num_lead], source.lead.without(dim).groups, strict=True)
     if not all(a == b or reader.is_same(a, b) for a, b in others):
         raise call.refused(
             Reason.INDEX_NOT_FOLLOWED, "gather out of experts' results other than of each token's own choices"
         )
+    # An index that is narrower than the source takes the first columns only.
     if not all(map(same_size, call.shape()[num_lead:], call.out.shape[num_lead:])):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "gather of a part of each row")
     return _moved(source, Lead(*own[:num_lead]), Named((ids.names,), Lead(*own[:num_lead]), ids.copy), call)
@@ -255,6 +262,7 @@ def _remainder(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     modulus = {"tk": reader.frame.top_k, "kt": reader.frame.num_tokens}.get(ids.names)
     if modulus is not None and isinstance(divisor, (int, torch.SymInt)) and same_size(divisor, modulus):
         return replace(ids, names=ids.names[1], is_iota=False)
+    # Only ids of a top-k over E are known to be below E, so that the remainder changes nothing.
     if ids.names != "e" or not reader.frame.is_top_k or not isinstance(divisor, int):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, f"remainder of {_in_words(ids)}")
     reader.check_num_experts(divisor, call)
@@ -278,6 +286,7 @@ def _counts(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     ids = args[0]
     if not isinstance(ids, Ids) or ids.names != "e" or not reader.covers_choices(ids.lead):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a histogram of other than expert ids")
+    # A weighted count is a sum of weights.
     if call.target is aten.bincount.default and call.argument(1, "weights") is not None:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a histogram that adds up weights does not count rows")
     if call.target is aten.histc.default:
@@ -295,6 +304,7 @@ def _counts(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 def _cumsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], Counts) and not args[0].are_ends and args[0].expert is None:
         return Counts(are_ends=True)
+    # Such sums number tokens within their expert, as capacities do: a token's place depends on others.
     if isinstance(args[0], (Ids, Mask, Counts)):
         raise call.refused(Reason.TOKENS_INTERACT, "a running sum over the routing makes tokens interact (capacity?)")
     return along_dim(1)(reader, call, args, kwargs)

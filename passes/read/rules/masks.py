@@ -29,6 +29,7 @@ def _compared(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     value, number = args[:2]
     if isinstance(value, Ids) and value.names == "e" and type(number) is int:
         if call.target in (aten.eq.Scalar, aten.ne.Scalar):
+            # Ids that are one expert's already are all the same number.
             copy = merged(value.copy, replace(ALL, expert=number))
             if copy is None:
                 raise call.refused(Reason.INDEX_NOT_FOLLOWED, "one expert's ids are compared with another")
@@ -64,6 +65,7 @@ def _equal(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     mine = Lead(*[""] * (call.ndim - ids.lead.num_dims), *ids.lead.groups)
     groups = [""] * (call.ndim - other.lead.num_dims) + list(other.lead.groups)
     places = [place for place, group in enumerate(groups) if group]
+    # The range must stand alone in its dimension, or entry i of one would meet entry i of the other.
     if len(places) != 1 or mine.groups[places[0]]:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids compared with a range along their own dimension")
     return Mask(mine.with_group(places[0], "e"), ids.copy, is_negated=call.target is aten.ne.Tensor)
@@ -78,6 +80,7 @@ def _negated(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 def _both(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """A mask and something else: it may be zero for named experts too."""
     masks = [value for value in args if isinstance(value, Mask)]
+    # Of a negated mask the part that is taken away would be added to what was chosen.
     if len(masks) != 1 or masks[0].is_negated:
         return pointwise(reader, call, args, kwargs)
     return replace(masks[0], is_part=True, lead=_wide_lead(masks[0], call))
@@ -95,6 +98,7 @@ def _multiplied(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     for place, (mask, value) in enumerate((args[:2], args[1::-1])):
         if not isinstance(mask, Mask) or mask.is_negated:
             continue
+        # A product of masks is a mask, one with floats is rows.
         is_float = call.args[1 - place].dtype.is_floating_point
         if isinstance(value, (Rows, Leaf, Partial)) and is_float and not mask.is_part:
             rows = _rows_of_choices(reader, call, value, mask, call.args[place])
@@ -116,6 +120,7 @@ def _where_named(
     reader: Reader, call: Call, mask: Mask, rows: Rows, of_mask: torch.Tensor, of_rows: torch.Tensor, off: float
 ) -> Rows:
     """Rows where the mask names the expert, `off` elsewhere."""
+    # Rows of one expert under the mask of another are zero everywhere they are computed.
     copy = merged(mask.copy, rows.copy)
     if copy is None:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "weights of different experts meet")
@@ -160,6 +165,7 @@ def _constant(value: Any) -> float | None:
 def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> Any:
     """A constant tensor [T,E] with something written at the chosen entries."""
     dim = call.args[1] % call.ndim
+    # Entry [t, e] may only be written by token t, or tokens would meet.
     is_dense = ids.names == "e" and dim == call.ndim - 1 and ids.lead.num_dims == call.ndim
     if not is_dense or not isinstance(base, Fill) or base.value is None or call.kwargs.get("reduce"):
         raise call.refused(
@@ -175,6 +181,7 @@ def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> A
             return Mask(lead, ids.copy, is_negated=number == 0.0)
         return Rows(lead, None, off=base.value, copy=ids.copy)
     rows = reader.as_rows(values, call)
+    # Where a token names an expert twice, only one of the two values is left.
     is_own = rows.lead is ids.lead and reader.frame.is_distinct and rows.expr is not None and ids.copy.is_all
     return Rows(lead, rows.expr if is_own else None, off=base.value, copy=ids.copy, is_dispatched=rows.is_dispatched)
 
@@ -202,6 +209,7 @@ def _added(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
                     Reason.INDEX_NOT_FOLLOWED, "other rows than the expert's own are added to its places"
                 )
             return replace(held, added=added)
+        # Zeros that a loop starts its sum with add nothing, if they do not widen or cast what they meet.
         is_zero = held == Fill(0.0) or (type(held) is int and held == 0)
         if is_zero and isinstance(rows, (Rows, Partial)) and _has_shape_of(call, 1 - place):
             return rows
@@ -243,6 +251,7 @@ def _summed(reader: Reader, call: Call, args: Args) -> Partial:
             raise _no_sum(reader, call, args)
     if len(bases) > 1:
         raise _no_sum(reader, call, args)
+    # A sum that is added to itself holds every part twice.
     if len({copy for copy, _ in parts}) < len(parts):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "an expert's results are added twice")
     reader.note_experts(call, "loops")

@@ -36,6 +36,7 @@ def _grouped_mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     rows = reader.as_rows(args[0], call)
     reader.note_experts(call, "grouped", call.shape(1)[1])
     table = reader.as_table(args[1], call)
+    # Any other offsets would hand rows to another expert than the one that they are sorted to.
     if args[2] != Counts(are_ends=True):
         unproved = call.refused(
             Reason.ROWS_NOT_FOLLOWED, "grouped matmul whose offsets are not the ends of the experts' rows"
@@ -65,6 +66,7 @@ def _mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if rows.copy.expert is not None or matrix.is_dispatched:
         reader.note_experts(call, "loops", call.args[-1].shape[0])
     expr = reader.emit(call.target, *extra, rows.expr, matrix.expr)
+    # A zero row stays zero under a product, and not under a bias.
     off = 0.0 if rows.off == 0 and not bias else None
     return replace(rows, expr=expr, off=off, is_dispatched=dispatched)
 
@@ -85,6 +87,7 @@ def _bmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(left, (Rows, Partial)) or isinstance(right, (Rows, Partial)):
         left = left if isinstance(left, Leaf) else reader.as_rows(left, call)
         right = right if isinstance(right, Leaf) else reader.as_rows(right, call)
+    # Tried by what the operands are; at most one of them fits, since their leads differ.
     for product in (_gathered, _dense, _weighed):
         result = product(reader, call, left, right)
         if result is not None:
@@ -113,6 +116,7 @@ def _gathered(reader: Reader, call: Call, left: Any, right: Any) -> Rows | None:
     if left.lead.num_dims != 1 or right.lead.num_dims != 1:
         return None
     lead = reader.joined(left.lead, right.lead)
+    # A batch of experts with one row each is dense, and no row brings its own copy.
     if lead is None or lead is Lead.EXPERT:
         return None
     left_shape, right_shape = call.shape(0), call.shape(1)
@@ -153,6 +157,7 @@ def _dense(reader: Reader, call: Call, rows: Any, table: Any) -> Rows | None:
     reader.note_experts(call, "dense", call.shape(1)[1])
     expr = reader.emit(aten.mm.default, rows.expr, reader.matrix_of(table))
     lead = Lead(batch or "e", *rows.lead.groups[1:])
+    # Tokens that did not choose an expert are in its batch as well, and `off` says what they give.
     return Rows(lead, expr, True, 0.0 if rows.off == 0 else None, rows.copy, True)
 
 
@@ -163,6 +168,7 @@ def _weighed(reader: Reader, call: Call, weights: Any, rows: Any) -> Any:
     if not (isinstance(weights, Rows) and isinstance(rows, Rows)) or call.ndim != 3:
         return None
     groups = rows.lead.groups
+    # [T,1,K] by [T,K,H]: the contracted dimension must be the choices' own.
     if len(groups) != 2 or groups[1] not in ("k", "e") or weights.lead.groups != (groups[0], "", groups[1]):
         return None
     copy = merged(weights.copy, rows.copy)
@@ -205,6 +211,7 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     equation, values = args[0].replace(" ", ""), args[1]
     inputs, _, output = equation.partition("->")
     letters = inputs.split(",")
+    # A letter twice in one operand pairs entry i of one dimension with entry i of another.
     if any(len(set(own)) != len(own) for own in letters):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} takes a diagonal")
     if len(values) == 2 and all(map(reader.is_parameter, values)):
@@ -224,6 +231,7 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     inner = output[len(lead) :]
     if not output.startswith(lead) or any(letter in groups for term in terms for letter in term.inner):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} moves or contracts routed dimensions")
+    # A table with a lead is each expert's own parameter: this product is a projection.
     if any(term.rows.lead is not Lead.NONE and not term.rows.per_row for term in terms):
         reader.note_experts(call, "einsum")
     expr = _on_one_row(reader, [term for term in terms if not term.is_one], inner)
@@ -287,6 +295,7 @@ def _outside(
     copy: Copy,
 ) -> Rows:
     """Weights times masks, perhaps summed over a token's choices."""
+    # Summed over its choices, a token has one number an expert only if it names each at most once.
     sums_choices = all(groups[letter] == "k" for letter in summed)
     exprs = [term.rows.expr for term in terms if not term.is_one]
     is_chosen = not summed or (reader.frame.is_distinct and ("e" in lead.atoms or copy.expert is not None))
@@ -315,6 +324,7 @@ def _groups(reader: Reader, terms: list[_Term], equation: str, call: Call) -> di
                     Reason.ROWS_NOT_FOLLOWED, f"einsum {equation}: rows in different orders meet along {letter}"
                 )
             groups[letter] = joint.groups[0]
+    # Letters that stand for one atom would pair tokens with tokens, as [T,1] does with [1,T].
     whole = Lead(*groups.values())
     if reader.joined(whole, whole) is None:
         raise call.refused(
@@ -325,6 +335,7 @@ def _groups(reader: Reader, terms: list[_Term], equation: str, call: Call) -> di
 
 def _on_one_row(reader: Reader, terms: list[_Term], inner: str) -> fx.Node:
     if len(terms) == 2:
+        # Written as `mul` or `mm` where it is one: Inductor does better with these, and kernels match them.
         for left, right in (terms, terms[::-1]):
             fast = _product(reader, left, right, inner) or _matmul(reader, left, right, inner)
             if fast is not None:

@@ -53,6 +53,7 @@ def _view(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return replace(rows, expr=reader.emit(aten.reshape.default, rows.expr, list(target)))
     lead = _view_lead(reader, rows.lead, source, target, call)
     rest = [static(size, call) for size in target[lead.num_dims :]]
+    # Only the lead is regrouped, and an expression is about one row, which keeps its shape.
     if rows.expr is None or list(source[rows.lead.num_dims :]) == rest:
         return replace(rows, lead=lead)
     shape = [-1 if rows.per_row else 1, *rest]
@@ -110,6 +111,7 @@ def _repeated_atom(reader: Reader, count: Size, *, is_first: bool) -> str | None
 
 def _whole_lead(reader: Reader, value: Ids | Mask, source: Sequence[Size], target: Sequence[Size], call: Call) -> Lead:
     """Of integers or masks: all their dimensions are lead, and dimensions of one may be added behind."""
+    # One token with one choice: a reshape to no dimension is still that assignment.
     if not target and same_size(reader.frame.num_rows, 1):
         return value.lead
     is_untouched = _is_untouched(value.lead, source, target)
@@ -168,6 +170,7 @@ def _repeat(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         if same_size(count, 1) or not groups[place]:
             continue
         atom = _repeated_atom(reader, count, is_first=True)
+        # What is repeated must be something that routing tells apart, or copies of a row would count as rows.
         if atom is None or atom in rows.lead.atoms:
             raise call.refused(
                 Reason.ROWS_NOT_FOLLOWED, f"rows repeated {count} times, neither top-k nor the number of experts"
@@ -207,6 +210,7 @@ def _reordered(reader: Reader, value: Any, order: list[int], call: Call) -> Any:
     num_lead = rows.lead.num_dims
     if rows.expr is None and num_lead == len(order):
         return replace(rows, lead=Lead(*(rows.lead.groups[dim] for dim in order)))
+    # A routed dimension among those of a row would make entries of several assignments one row.
     if sorted(order[:num_lead]) != list(range(num_lead)):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"permute {order} moves the routed dimensions")
     lead = Lead(*(rows.lead.groups[dim] for dim in order[:num_lead]))
@@ -255,6 +259,7 @@ def _squeeze(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     value = value if isinstance(value, (Ids, Mask)) else reader.as_rows(value, call)
     if len(source) == call.ndim:
         return value
+    # From behind, so that dropping one does not move the others.
     for dim in sorted((dim % len(source) for dim in dims), reverse=True):
         if same_size(source[dim], 1):
             value = dropped(reader, value, dim)

@@ -79,6 +79,7 @@ def _one_of(reader: Reader, call: Call, value: Any, dim: int, place: Any) -> Any
 
 
 def _about(copy: Copy, group: str, place: int, call: Call) -> Copy:
+    # A dimension of experts in what is one expert's would be another table's.
     known = copy.expert if group == "e" else copy.choice
     if known is not None:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "one entry of what is about one expert already")
@@ -190,6 +191,7 @@ def _is_slots(lead: Lead) -> bool:
 def _all_places(places: list[Any], dim: int, call: Call) -> Ids:
     """The places of all experts, one behind the other."""
     first = places[0]
+    # In any other order the list is no expert order, though every place is there.
     in_order = [place.copy.expert for place in places] == list(range(len(places)))
     same = {(place.names, place.lead, place.copy.choice, place.copy.order) for place in places}
     if not in_order or len(same) > 1 or first.lead is not Lead.SORTED or first.copy.choice is not None or dim:
@@ -200,6 +202,7 @@ def _all_places(places: list[Any], dim: int, call: Call) -> Ids:
 def _sorted_rows(reader: Reader, rows: list[Rows], call: Call) -> Rows:
     experts = [one.copy.expert for one in rows]
     orders, choices = {one.copy.order for one in rows}, {one.copy.choice for one in rows}
+    # Rows of one expert in token order beside those of another in choice order have no common inverse.
     if len(orders) > 1 or choices != {None}:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "experts' results stand in different orders")
     if experts != list(range(len(rows))):
@@ -219,6 +222,7 @@ def _side_by_side(reader: Reader, rows: list[Rows], dim: int, is_stack: bool, ca
         raise call.refused(
             Reason.ROWS_NOT_FOLLOWED, "experts' results are put side by side in another order than that of the experts"
         )
+    # Unequal results side by side are experts only if their expressions agree up to parameters.
     copies = [Copy(expert) for expert in range(len(rows))]
     lead = rows[0].lead.inserting(dim, "e") if is_stack else rows[0].lead.with_group(dim, "e")
     off = 0.0 if all(one.off == 0 for one in rows) else None
@@ -235,6 +239,7 @@ def _side_by_side(reader: Reader, rows: list[Rows], dim: int, is_stack: bool, ca
 
 def _joined(reader: Reader, call: Call, rows: list[Rows], dim: int) -> Rows:
     operands = [Operand(one, tensor) for one, tensor in zip(rows, call.args[0], strict=True)]
+    # A parameter's expression has one row, which `cat` would not broadcast.
     if len({one.per_row for one in rows}) > 1:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "rows and parameters concatenated")
     lead, expressions = align(reader, operands, call.ndim, call)

@@ -76,6 +76,7 @@ class Operand:
 def pointwise(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     values, spec = tree_flatten((args, kwargs))
     tensors = tree_flatten((call.args, call.kwargs))[0]
+    # Ids are names: arithmetic on them names something else, which only rules of indices may follow.
     refused = next((value for value in values if isinstance(value, (Ids, Combined, Counts))), None)
     if refused is not None:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"{type(refused).__name__.lower()} {refused} used as row data")
@@ -96,6 +97,7 @@ def pointwise(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     expr = reader.emit(call.target, *new_args, **new_kwargs)
     off = _off(call.target, values, spec, {place: one.tensor.dtype for place, one in operands.items()})
     copy = joint_copy(rows, lead, call)
+    # Rows picked for one expert that meet something are part of it, however far its matmul still is.
     dispatched = any(one.is_dispatched for one in rows) or (copy.expert is not None and len(rows) > 1)
     return Rows(lead, expr, any(one.per_row for one in rows), off, copy, dispatched)
 
@@ -134,6 +136,7 @@ def _about_choices(
     """What numbers are about together if nothing of the experts is in them, but something that is known where these
     were not chosen; None for rows, which have features besides."""
     led = [(one, tensor) for one, tensor in zip(values, tensors, strict=True) if isinstance(one, (Rows, Mask))]
+    # Once experts are in it, an expression is needed and not only what stands at unchosen entries.
     if any(isinstance(one, Rows) and one.is_dispatched for one, _ in led):
         return None
     if not any(isinstance(one, Mask) or one.off is not None or one.expr is None or one.lead.is_dense for one, _ in led):
@@ -147,6 +150,7 @@ def _about_choices(
             raise call.refused(Reason.ROWS_NOT_FOLLOWED, "weights of different experts or tokens meet")
         lead, copy = joined, joint
     check_about(copy, lead, call)
+    # A dimension that no atom names is one of features, which weights of choices have not.
     has_features = any(
         not group and not same_size(size, 1) for group, size in zip(lead.groups, call.out.shape, strict=True)
     )
@@ -258,6 +262,7 @@ def _off(target: Any, values: Sequence[Any], spec: Any, dtypes: dict[int, torch.
             known.append(value.off if isinstance(value, Rows) else None)
         else:
             known.append(value.value if isinstance(value, Fill) else value)
+    # The constant is computed by the operation itself, in its own dtype, so that roundings are its own.
     offs = [known[place] for place in dtypes]
     if (target is aten.mul.Tensor and 0.0 in known) or (target is aten.div.Tensor and known == [0.0, None]):
         return 0.0  # zero by anything: where that is not finite, the original is not a number either
@@ -297,6 +302,7 @@ def along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] =
         num_dims = call.args[0].ndim
         dim = args[position] if len(args) > position else kwargs.get(name, default)
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
+        # No dimension means all of them.
         if not dims or None in dims:
             raise call.refused(Reason.TOKENS_INTERACT, "a reduction over all dimensions mixes rows")
         inner = [inner_dim(rows, one, num_dims, call) for one in dims]

@@ -46,10 +46,12 @@ def _mask_reduced(reader: Reader, call: Call, mask: Mask, dims: list[int], keeps
     groups = [mask.lead.groups[dim] for dim in dims]
     left = [group for place, group in enumerate(mask.lead.groups) if place not in dims]
     is_sum = call.target is aten.sum.dim_IntList
+    # Counts of such masks are not the rows that experts get.
     if mask.is_negated or mask.is_part:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "a mask of what was not chosen, or was dropped, is summed")
     if is_sum and left == ["e"] and reader.covers_choices(Lead(*groups)):
         return Counts()
+    # A mask over tokens alone counts assignments only where no token names an expert twice.
     if is_sum and left == ["e"] and reader.is_same("".join(groups), "t") and reader.frame.is_distinct:
         return Counts()
     if groups != ["k"]:
@@ -82,6 +84,7 @@ def combine_over(reader: Reader, rows: Rows, dim: int, expr: fx.Node, call: Call
         CannotChunk: it sums over something else than a token's choices, or over experts that it did not choose.
     """
     group, others = rows.lead.groups[dim], rows.lead.without(dim)
+    # The exit needs a sum over all choices of each token, and over nothing else.
     if group not in ("k", "e") or not reader.is_all_tokens(others) or not rows.copy.is_all:
         raise along_routed(dim, call)
     if group == "e" and rows.off != 0:
@@ -96,6 +99,7 @@ def _layer_norm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Normalisation over the last dimensions; the statistics it also returns are not kept."""
     rows = reader.as_rows(args[0], call)
     num_inner = call.args[0].ndim - rows.lead.num_dims
+    # Statistics over more dimensions than a row has would be those of several rows.
     if rows.lead is Lead.NONE or len(args[1]) > num_inner:
         raise call.refused(Reason.TOKENS_INTERACT, "a norm over the routed dimensions mixes rows")
     scales = [None if value is None else reader.as_rows(value, call) for value in args[2:4]]
@@ -114,6 +118,7 @@ def _softmax(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if rows is None or rows.is_dispatched or not rows.lead.is_dense:
         return along_dim(1)(reader, call, args, kwargs)
     dim = args[1] % call.ndim
+    # exp(-inf) is zero, so unchosen experts weigh nothing and the others share one.
     is_masked = dim < rows.lead.num_dims and rows.lead.groups[dim] == "e" and rows.off == -torch.inf
     return replace(rows, expr=None, off=0.0 if is_masked else None)
 
