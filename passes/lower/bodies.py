@@ -190,6 +190,7 @@ class ExpertBodies:
 
     def _differentiated(self, wanted: tuple[bool, ...]) -> tuple[int, ...]:
         """Which arguments of the function want their gradient."""
+        # Wanted gradients always have a place for the weight, arguments only where there is one.
         flags = [wanted[0], *([wanted[1]] if self.has_weight else []), *wanted[2:]]
         return tuple(position for position, flag in enumerate(flags) if flag)
 
@@ -226,6 +227,7 @@ class _Vjp:
             result: torch.Tensor | Sequence[torch.Tensor] = self.function(*full)
             return result if isinstance(result, torch.Tensor) else result[0]
 
+        # vjp of chosen arguments alone: what is frozen gets no gradient, not even a dead one.
         value, pullback = torch.func.vjp(partial, *(args[position] for position in self.differentiated))[:2]
         return (value, *pullback(grad)) if self.returns_value else tuple(pullback(grad))
 
@@ -253,6 +255,7 @@ def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad |
     if gradient is None:
         return None
     product, is_transposed = through_transposes(gradient)
+    # A factor that was scaled or summed afterwards is no product any more, and comes whole.
     if product.target is not aten.mm.default:
         index = _place(results, _unrounded(gradient))
         assert index is not None

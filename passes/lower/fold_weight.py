@@ -90,6 +90,7 @@ def _affine_chain(node: fx.Node) -> tuple[list[fx.Node], fx.Node] | None:
         if node.target is aten._to_copy.default:
             node = _node(node.args[0])
             continue
+        # `alpha` scales one side, which the bias below would not.
         if len(node.args) != 2 or node.kwargs:
             return None
         left, right = node.args
@@ -111,6 +112,7 @@ def _node(value: Any) -> fx.Node:
 
 def _is_bias(node: fx.Node) -> bool:
     shape = node.meta["val"].shape
+    # What has a row for each row is no bias: scaling it would scale something of the rows twice.
     return len(shape) < 2 or shape[0] == 1
 
 

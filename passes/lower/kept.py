@@ -62,6 +62,7 @@ def cut_joint(joint: TracedBody, keep: Keep) -> KeptCut | None:
     if not nodes:
         return None
     grad, *others = (node for node in joint.graph_module.graph.nodes if node.op == "placeholder")
+    # The vjp returns the value first, so that both sides can be cut from one graph.
     value, *gradients = _results(joint.graph_module.graph)
     given = tuple(_given_product(node, others) for node in nodes)
     taken = [node for node, product in zip(nodes, given, strict=True) if product is not None]
@@ -107,6 +108,7 @@ def kept_nodes(joint: fx.Graph, keep: Keep) -> list[fx.Node]:
     products = [node for node in free if _is_matmul(node) and node in wanted]
     if keep == "projections":
         return products
+    # A view costs nothing, and its base is what would be written.
     read = {_base(source) for node in dependent if _is_matmul(node) for source in node.all_input_nodes}
     return [node for node in free if node in read or node in products]
 
@@ -156,6 +158,7 @@ def _kept_tensor(node: fx.Node, joint: TracedBody) -> KeptTensor | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.ndim < 1 or not value.is_contiguous():
         return None
+    # Only what has one row a routed row can be cut to the rows of a chunk.
     rows, *rest = (size.node.expr if isinstance(size, torch.SymInt) else size for size in _sizes(value))
     if rows != joint.rows or not all(isinstance(size, int) for size in rest):
         return None

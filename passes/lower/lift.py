@@ -115,6 +115,7 @@ class _LiftInterpreter(fx.Interpreter):
             dim = args[1] + table.ndim if args[1] < 0 else args[1]
             return _Table(table.unsqueeze(dim + 1))
         if torch.Tag.pointwise in target.tags or target is aten._to_copy.default:
+            # Tables that meet tables, or numbers alone, stay tables; what meets rows becomes rows.
             if any(isinstance(value, _Table) for value in args[1:]) or len(args) == 1:
                 raw = [value.tensor if isinstance(value, _Table) else value for value in args]
                 return _Table(target(*raw, **kwargs))

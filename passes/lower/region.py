@@ -83,6 +83,7 @@ def recording(graph: fx.Graph, place: fx.Node) -> Iterator[Call]:
         node = graph.call_function(target, args, kwargs)
         node.meta.update({key: value for key, value in place.meta.items() if key in _PROVENANCE_META})
         values: Any = tree_map(lambda leaf: node_value(leaf) if isinstance(leaf, fx.Node) else leaf, args)
+        # Autocast of the capture would cast the fake results of calls that stand outside of it.
         with fake_mode, torch.no_grad(), without_autocast(), enable_python_dispatcher():
             node.meta["example_value"] = target(*values, **kwargs)
         return node
@@ -172,6 +173,7 @@ def _erase_assertions(cut: Cut) -> None:
     """Drop assertions about sizes inside the cut: they would keep alive what they read."""
     inside = set(cut.nodes)
     for node in cut.nodes:
+        # Erasing one assertion may take others with it, so the list is looked up again.
         for user in list(node.users):
             if user in node.users and user not in inside and is_only_asserted(user):
                 _erase_with_users(user)
@@ -186,6 +188,7 @@ def _erase_with_users(node: fx.Node) -> None:
 
 def _writes_for_survivors(flow: Dataflow, node: fx.Node) -> bool:
     """Whether something still in the graph reads, later, what `node` wrote in place."""
+    # Positions decide, since FX draws no edge from a write to what reads the same storage later.
     readers = {
         user for target in flow.mutations.get(node, ()) for alias in flow.aliases(target) for user in alias.users
     }

@@ -101,6 +101,11 @@ class _Base:
     ranking: list[Keepable]
     seconds: float
 
+    def keeps(self, choice: StepChoice) -> dict[str, Keep]:
+        """What regions keep, by site; of one a part."""
+        kept = self.ranking[: choice.num_kept]
+        return largest_keeps(kept if choice.part is None else [*kept, choice.part])
+
     def with_kept(self, count: int) -> Pair:
         pair = self.pair
         for one in self.ranking[:count]:
@@ -130,6 +135,7 @@ def fit(
         regions = region_keepables(gm.graph, lambda: budget.rates)
     full_module, added = _with_regions(gm, largest_keeps(regions))
     full = partition(full_module, decision=_described(largest_keeps(regions), gm.graph))
+    # The most common case, decided by one partition: nothing else is made.
     if budget.peak(full.forward_memory, full.backward_memory, None) <= available:
         return replace(full, keeps_all=True, optional=optional_of(regions, largest_keeps(regions)))
     with budget.timed("fit"):
@@ -182,10 +188,12 @@ def _fit_less(
     lean = _lean(gm, partition, results)
     bases = _bases(gm, results, plain, spare, lean, regions, budget)
     for base, choice in itertools.islice(_by_time(bases, budget), _ATTEMPTS):
-        chosen = _realized(gm, partition, base, choice, results)
+        made = _realized(gm, partition, base, choice, results)
+        chosen = replace(made, optional=optional_of(base.ranking, base.keeps(choice)))
         part = "" if choice.part is None else choice.part.name
         if budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows, part) <= budget.available_bytes:
             return chosen
+    # Compared with the fewest rows, since these are what a step that does not fit will take.
     smallest_rows = budget.rows_choices()[-1][0]
     least = min((lean, spare), key=lambda one: budget.peak(one.forward_memory, one.backward_memory, smallest_rows))
     return replace(least, is_least=True)
@@ -224,6 +232,7 @@ def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, St
         if choice is not None:
             found.append((base, choice))
     found.sort(key=lambda one: one[0].seconds + one[1].seconds)
+    # Records of edited partitions miss a buffer now and then; less kept is the cheaper second try.
     return [retry for base, choice in found for retry in ((base, choice), (base, _with_less(choice)))]
 
 
@@ -245,22 +254,21 @@ def _realized(
     if base.partition is not None and choice.num_kept == 0 and choice.part is None:
         return base.partition
     kept, left = base.ranking[: choice.num_kept], base.ranking[choice.num_kept :]
-    keeps = largest_keeps(kept if choice.part is None else [*kept, choice.part])
+    keeps = base.keeps(choice)
     module, _ = _with_regions(gm, keeps)
-    optional = optional_of(base.ranking, keeps)
+    of_regions = _described_regions(keeps, gm.graph)
     if base.kind == "full":
-        return replace(partition(module, decision=_described(keeps, gm.graph)), optional=optional)
+        return partition(module, decision=_described(keeps, gm.graph))
     if base.kind == "spare":
-        made = spared(module, results, partition, of_regions=_described_regions(keeps, gm.graph))
-        return replace(made, optional=optional)
+        return spared(module, results, partition, of_regions=of_regions)
     dropped = {one.name for one in left if one.keep == "nothing"}
     num_costly = sum(one.keep == "nothing" for one in base.ranking)
     decision = (
-        f"{num_costly - len(dropped)} of {num_costly} costly results are kept, the others computed again in backward"
+        f"{num_costly - len(dropped)} of {num_costly} costly results are kept, the others computed again in backward; "
+        f"{of_regions}"
     )
     saved = {one.name for one in kept if one.keep == "nothing"}
-    decision = f"{decision}; {_described_regions(keeps, gm.graph)}"
-    return replace(_leaned(module, partition, saved, results, decision), optional=optional)
+    return _leaned(module, partition, saved, results, decision)
 
 
 def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[CostlyResult]) -> Partition:
@@ -276,6 +284,7 @@ def _leaned(
     decision: str,
 ) -> Partition:
     wanted = {result.name for result in results} - saved
+    # A plain matmul that is left untagged is saved by the partitioner; attention it would compute again.
     for node in module.graph.nodes:
         if node.name in saved and is_attention(node):
             must_save(node)

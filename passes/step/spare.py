@@ -68,6 +68,7 @@ def cheapest(results: Sequence[CostlyResult]) -> list[CostlyResult]:
     """Those given up first, as far as their share of the FLOPs goes."""
     left = _SHARE * _STEP_PER_FORWARD * sum(result.flops for result in results)
     chosen = []
+    # Those most worth keeping stand first.
     for result in reversed(results):
         left -= result.flops
         if left < 0:
