@@ -284,8 +284,9 @@ def experts_keeping(
 def _rows_to_keep(site: str, hidden: torch.Tensor, rows: int) -> int:
     """Of how many routed rows a region keeps something in this run, though its graph has room for all."""
     region = lookup(site)
-    is_asked = region.exchange is None and hidden.device.type == "cpu"
-    return min(rows, region.plan_for(hidden.shape[0]).kept_rows) if is_asked else rows
+    if not region.decides_kept_rows(hidden.device):
+        return rows
+    return min(rows, region.plan_for(hidden.shape[0]).kept_rows)
 
 
 @experts_keeping.register_fake

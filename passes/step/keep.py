@@ -70,7 +70,7 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
         flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
         num_rows = _hint(forward.args[2].meta["val"].shape[0])
         arrived, travel_seconds = 0, 0.0
-        is_divisible = region.exchange is None and forward.meta["val"].device.type == "cpu" and DONATED.holds()
+        is_divisible = region.decides_kept_rows(forward.meta["val"].device) and DONATED.holds()
         if region.exchange is not None:
             arrived = _arriving_row_bytes(forward)
             travel_seconds = arrived * num_rows / region.exchange.bandwidth
@@ -86,9 +86,13 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
 
 
 def kept_inputs(backward: fx.Graph) -> set[int]:
-    """Places among a backward graph's inputs of what regions keep; it may have no memory to write over."""
-    calls = (node for node in backward.nodes if node.target is torch.ops.memfine.experts_backward_kept.default)
-    kept = {one for node in calls for one in node.args[8]}
+    """Places among a backward graph's inputs of what regions may keep of no row: it has no memory to write over."""
+    kept: set[fx.Node] = set()
+    for node in backward.nodes:
+        if node.target is torch.ops.memfine.experts_backward_kept.default:
+            grad, site, tensors = node.args[0], node.args[6], node.args[8]
+            if lookup(site).decides_kept_rows(grad.meta["val"].device):
+                kept.update(tensors)
     inputs = [node for node in backward.nodes if node.op == "placeholder"]
     return {place for place, node in enumerate(inputs) if node in kept}
 
