@@ -80,6 +80,7 @@ class Life:
     inner: Any = "aot_eager"
     model: TinyLM = field(init=False)
     twin: TinyLM = field(init=False)
+    wide: TinyLM | None = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     num_steps: int = 0
     worst_error: float = 0.0
@@ -87,14 +88,17 @@ class Life:
 
     def __post_init__(self) -> None:
         self.model, self.twin = fresh_model(self.dtype), fresh_model(self.dtype)
+        if self.dtype is not torch.float32:
+            self.wide = fresh_model(self.dtype).float()
         self.optimize()
 
     def optimize(self) -> None:
         memfine_fx.optimize(self.model, inner_backend=self.inner, dynamic=True, memory_budget=self.budget)
 
     @property
-    def models(self) -> tuple[TinyLM, TinyLM]:
-        return self.model, self.twin
+    def models(self) -> tuple[TinyLM, ...]:
+        """Ours, its twin, and in low precision the twin in fp32, which says how far off the twin itself is."""
+        return (self.model, self.twin) if self.wide is None else (self.model, self.twin, self.wide)
 
     def train(self, size: tuple[int, int] = STANDARD, *, zero: bool | None = True, losses: int = 1) -> None:
         """One forward and backward; gradients before it are None (`zero`), zeros (None) or left (False)."""
@@ -103,7 +107,8 @@ class Life:
                 model.zero_grad(set_to_none=zero is True)
         batches = [tokens(size, seed=seed) for seed in range(losses)]
         self._measured(lambda: backward_of(self.model, batches))
-        backward_of(self.twin, batches)
+        for model in self.models[1:]:
+            backward_of(model, batches)
         self.check()
 
     def evaluate(self, guard: Callable[[], Any] = torch.no_grad, size: tuple[int, int] = STANDARD) -> None:
@@ -119,7 +124,7 @@ class Life:
 
     def generate(self, num_tokens: int = 4) -> None:
         prompt = tokens((1, 7), seed=3)
-        found, expected = (_generated(model, prompt, num_tokens) for model in self.models)
+        found, expected = (_generated(model, prompt, num_tokens) for model in (self.model, self.twin))
         if self.dtype is torch.float32:  # in bf16 two logits may tie
             assert torch.equal(found, expected)
 
@@ -127,12 +132,13 @@ class Life:
         self.optimizers = [kind(model.parameters(), lr=1e-3) for model in self.models]
 
     def step(self) -> None:
-        """Both optimizers step; the twin then takes over our parameters, so that roundings do not add up."""
+        """All optimizers step; the others then take over our parameters, so that roundings do not add up."""
         for optimizer in self.optimizers:
             optimizer.step()
         with torch.no_grad():
-            for ours, theirs in zip(self.model.parameters(), self.twin.parameters(), strict=True):
-                theirs.copy_(ours)
+            for ours, *others in zip(*(model.parameters() for model in self.models), strict=True):
+                for theirs in others:
+                    theirs.copy_(ours)
 
     def freeze(self, name: str, frozen: bool = True) -> None:
         for model in self.models:
@@ -160,18 +166,24 @@ class Life:
 
     @property
     def tolerance(self) -> float:
-        return 1e-5 if self.dtype is torch.float32 else 3e-2
+        return 1e-5 if self.dtype is torch.float32 else 0.15
 
     def check(self) -> None:
-        """Gradients equal the twin's."""
-        expected = dict(self.twin.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            found, wanted = parameter.grad, expected[name].grad
-            assert (found is None) == (wanted is None), name
-            if found is not None and wanted is not None:
-                error = relative_error(found, wanted)
-                self.worst_error = max(self.worst_error, error)
-                assert error <= self.tolerance, f"{name} is off by {error:.1e}"
+        """Gradients equal the twin's, or in low precision all of them together are no further from fp32 than its are.
+
+        Single ones, of a norm or a router, are a few numbers that cancel, and the inner compiler rounds elsewhere.
+        """
+        found, expected = gradients_of(self.model), gradients_of(self.twin)
+        assert found.keys() == expected.keys()
+        errors = {name: relative_error(found[name], expected[name]) for name in found}
+        self.worst_error = max(self.worst_error, *errors.values())
+        worst = max(errors, key=errors.__getitem__)
+        assert errors[worst] <= self.tolerance, f"{worst} is off by {errors[worst]:.1e}"
+        if self.wide is not None:
+            truth = gradients_of(self.wide)
+            ours, theirs = pooled_error(found, truth), pooled_error(expected, truth)
+            # Of 256 tokens a few choose between experts that nearly tie, and each that goes elsewhere is a hundredth.
+            assert ours <= max(1.25 * theirs, 5e-2), f"gradients are off by {ours:.1e}, the twin's by {theirs:.1e}"
 
     def plans(self) -> Plans:
         """(rows a chunk, what is kept) of each region in the latest step that trained."""
@@ -199,6 +211,16 @@ class Life:
             if isinstance(value, torch.Tensor)
         ]
         return sum(one.nbytes for one in (*parameters, *gradients, *states))
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one.grad.float() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def pooled_error(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """Of all gradients as one vector."""
+    names = sorted(truth)
+    return relative_error(*(torch.cat([one[name].flatten() for name in names]) for one in (found, truth)))
 
 
 def fresh_model(dtype: torch.dtype) -> TinyLM:
