@@ -166,7 +166,7 @@ class Life:
 
     @property
     def tolerance(self) -> float:
-        return 1e-5 if self.dtype is torch.float32 else 0.15
+        return 1e-5 if self.dtype is torch.float32 else 3e-2
 
     def check(self) -> None:
         """Gradients equal the twin's, or in low precision all of them together are no further from fp32 than its are.
@@ -178,7 +178,8 @@ class Life:
         errors = {name: relative_error(found[name], expected[name]) for name in found}
         self.worst_error = max(self.worst_error, *errors.values())
         worst = max(errors, key=errors.__getitem__)
-        assert errors[worst] <= self.tolerance, f"{worst} is off by {errors[worst]:.1e}"
+        allowed = self.tolerance if self.wide is None else 5 * self.tolerance
+        assert errors[worst] <= allowed, f"{worst} is off by {errors[worst]:.1e}"
         if self.wide is not None:
             truth = gradients_of(self.wide)
             ours, theirs = pooled_error(found, truth), pooled_error(expected, truth)
