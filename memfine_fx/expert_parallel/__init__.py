@@ -11,5 +11,6 @@ walk        forward and backward of one layer, round by round, on the bodies of 
 bandwidth   bytes a second between the ranks, measured once
 groups      the process group and its replicas
 shard       parameters of a model cut in place, and the op that stands for the whole table in a trace
+adapters    PEFT's factors beside tables, cut with them
 state       sharded state dicts through torch.distributed.checkpoint
 """
