@@ -6,7 +6,7 @@ import copy
 import importlib
 import math
 import sys
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from memfine_fx.compat.checks import Hook, expect
 
 __all__ = [
+    "CODE_BOOK_BYTES",
     "DEQUANTIZE_4BIT",
     "LAYERS",
     "LINEAR_4BIT",
@@ -21,9 +22,11 @@ __all__ = [
     "TABLE_CACHE",
     "caching_hooks",
     "compute_dtype",
+    "eight_bit_bytes",
     "layers_in_4_bits",
     "linear_4bit",
     "num_packed",
+    "optimizer_state_bytes",
     "pack_layers",
     "pack_table",
     "packed_product",
@@ -45,6 +48,40 @@ LINEAR_4BIT = "memfine::linear_4bit"
 
 SCALES_A_BLOCK = 256
 """Of double quantisation: scales in bytes that have one scale."""
+
+CODE_BOOK_BYTES = 1024
+"""Of the numbers that eight bits stand for in an optimizer's state; one book for each kind of state."""
+
+_LEAST_8BIT, _STATE_BLOCK = 4096, 256
+"""Elements below which a parameter's state is in fp32; elements of a state that share a scale."""
+
+_STATES = {"AdEMAMix": 3, "Optimizer2State": 2, "Optimizer1State": 1}
+"""Tensors like a parameter that each base class keeps; the first two kinds have a code book each."""
+
+
+def eight_bit_bytes(elements: int, num_states: int, least: int = _LEAST_8BIT) -> int:
+    """What an optimizer in 8 bits keeps of a parameter, without code books."""
+    if elements < least:
+        return 4 * num_states * elements
+    return num_states * (elements + 4 * -(-elements // _STATE_BLOCK))
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> int | None:
+    """What one of bitsandbytes' optimizers will hold of parameters that it has not stepped; None of any other's.
+
+    Options that its global manager gives single parameters are not seen.
+    """
+    names = {base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("bitsandbytes.optim")}
+    num_states = (
+        3 if "AdEMAMix" in names else 2 if "Optimizer2State" in names else 1 if "Optimizer1State" in names else 0
+    )
+    options: Any = getattr(optimizer, "args", None)
+    if not num_states or options is None:
+        return None
+    least = int(options.min_8bit_size) if options.optim_bits == 8 else sys.maxsize
+    has_books = any(one.numel() >= least for one in parameters)
+    num_bytes = sum(eight_bit_bytes(one.numel(), num_states, least) for one in parameters)
+    return num_bytes + has_books * min(num_states, 2) * CODE_BOOK_BYTES
 
 
 def caching_hooks(model: torch.nn.Module) -> list[tuple[MutableMapping[int, Any], int]]:

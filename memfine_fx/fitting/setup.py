@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from memfine_fx.compat.bitsandbytes import CODE_BOOK_BYTES, eight_bit_bytes
 from memfine_fx.config import MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.static import foreseen_state_bytes
@@ -110,8 +111,6 @@ _TEMPORARIES = {"adamw": 2, "adamw8bit": 0, "sgd": 0}
 """Tensors like a parameter that are alive at once while an optimizer updates it, one parameter after another."""
 _SCALAR_BYTES = {"adamw": 4, "adamw8bit": 0, "sgd": 0, "adafactor": 4}
 """The count of steps that is kept of each parameter."""
-_SMALL_8BIT, _BLOCK_8BIT, _MAPS_8BIT = 4096, 256, 2 * 256 * 4
-"""bitsandbytes: smaller parameters have their state in fp32; elements that share a scale; its two code books."""
 
 
 def optimizer_bytes(parameters: Iterable[torch.nn.Parameter], setup: Setup) -> OptimizerBytes:
@@ -123,7 +122,7 @@ def optimizer_bytes(parameters: Iterable[torch.nn.Parameter], setup: Setup) -> O
     masters = sum(4 * one.numel() for one in low) if setup.master_weights else 0
     state = _SCALAR_BYTES[setup.optimizer] * len(trained)
     state += sum(_state_bytes(one, setup) for one in trained)
-    state += _MAPS_8BIT if setup.optimizer == "adamw8bit" else 0
+    state += 2 * CODE_BOOK_BYTES if setup.optimizer == "adamw8bit" else 0
     if setup.optimizer == "adafactor":
         return OptimizerBytes(state, masters, _two_updates(trained, setup))
     widest = max(one.numel() * (4 if setup.master_weights else one.element_size()) for one in trained)
@@ -135,9 +134,7 @@ def _state_bytes(parameter: torch.nn.Parameter, setup: Setup) -> int:
     item_bytes = 4 if setup.master_weights else parameter.element_size()
     elements = parameter.numel()
     if setup.optimizer == "adamw8bit":
-        if elements < _SMALL_8BIT:
-            return 2 * 4 * elements
-        return 2 * (elements + 4 * -(-elements // _BLOCK_8BIT))
+        return eight_bit_bytes(elements, 2)
     if setup.optimizer == "adafactor" and parameter.dim() > 1:
         rows, columns = parameter.shape[-2:]
         return elements // (rows * columns) * (rows + columns) * item_bytes

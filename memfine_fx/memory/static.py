@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from memfine_fx.compat.bitsandbytes import optimizer_state_bytes
 from memfine_fx.compat.interpreter import every_optimizer
 from memfine_fx.compat.tensors import storage_id
 
@@ -23,17 +24,24 @@ def static_terms(parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.
 def foreseen_state_bytes(parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes that optimizers which have not stepped yet will hold of these parameters.
 
-    Known of torch's own optimizers, to the byte: what is made for a budget is made again where this number changes.
-    Others count as they are.
+    Known of torch's own optimizers and of bitsandbytes', to the byte: what is made for a budget is made again where
+    this number changes. Others count as they are.
     """
     wanted = {id(parameter) for parameter in parameters}
-    return sum(
-        _state_bytes(optimizer, group, parameter)
-        for optimizer in optimizers
+    return sum(_foreseen_by(optimizer, wanted) for optimizer in optimizers)
+
+
+def _foreseen_by(optimizer: torch.optim.Optimizer, wanted: Container[int]) -> int:
+    left = [
+        (group, parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if id(parameter) in wanted and parameter.requires_grad and not _state_of(optimizer, parameter)
-    )
+    ]
+    in_few_bits = optimizer_state_bytes(optimizer, [parameter for _, parameter in left])
+    if in_few_bits is not None:
+        return in_few_bits
+    return sum(_state_bytes(optimizer, group, parameter) for group, parameter in left)
 
 
 def living_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:

@@ -44,3 +44,18 @@ def test_parameters_of_others_count_nothing() -> None:
     optimizer = torch.optim.Adam([theirs], lr=0.1)
     assert foreseen_state_bytes([ours], [optimizer]) == 0
     assert living_optimizers([ours]) == []
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "AdEMAMix8bit", "AdamW"])
+def test_state_in_eight_bits_is_foreseen(name: str) -> None:
+    optim = pytest.importorskip("bitsandbytes").optim
+    params: list[torch.Tensor] = [torch.nn.Parameter(torch.randn(*shape)) for shape in ((100, 100), (65, 64), (64,))]
+    params.append(torch.nn.Parameter(torch.randn(80, 80).bfloat16()))
+    optimizer = getattr(optim, name)(params, lr=1e-3)
+    foreseen = foreseen_state_bytes(params, [optimizer])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert foreseen == static_terms(params, [optimizer])["optimizer state"]
+    assert foreseen_state_bytes(params, [optimizer]) == 0
