@@ -5,7 +5,7 @@ OUT ?= benchmarks/results
 PIP_FLAGS ?=
 # Another torch than the project's own, each in an environment of its own: make test-torch TORCH=2.15.0
 TORCH ?=
-PINS := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
+PINS := $(if $(TORCH),torch==$(TORCH) $(shell grep ^transformers constraints.txt),-c constraints.txt)
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -70,7 +70,8 @@ TRANSFORMERS := 5.2.0 5.4.0 5.6.2 5.8.1 5.10.4 5.13.1 5.15.1 5.18.0 5.20.2 5.23.
 coverage-versions: setup  ## check five families in versions of transformers; writes docs/coverage.md
 	test -x $(VERSIONS)/bin/python || $(PYTHON) -m venv $(VERSIONS)
 	for version in $(TRANSFORMERS); do \
-	$(VERSIONS)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[test]" transformers==$$version && \
+	$(VERSIONS)/bin/python -m pip install $(PIP_FLAGS) -q -e ".[test]" $(shell grep ^torch== constraints.txt) \
+	transformers==$$version && \
 	OMP_NUM_THREADS=1 $(VERSIONS)/bin/python -m benchmarks.coverage --version || exit 1; done
 	$(BIN)/python -m benchmarks.coverage --table
 

@@ -85,11 +85,12 @@ def test_torch_is_bounded_by_the_versions_of_the_compatibility_table() -> None:
     assert f"2.{newest}.1" in bounds
 
 
-def test_the_projects_own_environment_takes_one_torch_of_these() -> None:
+def test_the_projects_own_environment_takes_one_torch_of_these_and_the_transformers_of_the_coverage_page() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    (pin,) = (Requirement(line) for line in lines if not line.startswith("#"))
-    (version,) = (one.version for one in pin.specifier if one.operator == "==")
-    assert pin.name == "torch" and version in torch_bounds().specifier
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    versions = {pin.name: one.version for pin in pins for one in pin.specifier if one.operator == "=="}
+    assert versions.keys() == {"torch", "transformers"} and versions["torch"] in torch_bounds().specifier
+    assert f"transformers {versions['transformers']}," in (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
