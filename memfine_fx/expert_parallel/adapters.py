@@ -52,6 +52,8 @@ def adapters_of(model: nn.Module, tables: Sequence[ShardedParameter]) -> Iterato
     for wrapper in wrapped_tables(model):
         name = f"{paths[wrapper]} ({wrapper.parameter_name})"
         table = by_table.get((wrapper.get_base_layer(), wrapper.parameter_name))
+        if table is None and wrapper.num_experts == 1:
+            continue  # of a router or another plain matrix, which every rank has whole
         if table is None:
             raise ConfigError(
                 f"expert_parallel cannot share out adapters of {name}: their table is no parameter [E,...] of experts"
@@ -68,8 +70,10 @@ def adapters_of(model: nn.Module, tables: Sequence[ShardedParameter]) -> Iterato
 
 
 def add_by_slices(model: nn.Module) -> None:
-    """Let each wrapper add its adapters to a sharded table."""
+    """Let each wrapper of a sharded table add its adapters to that."""
     for wrapper in wrapped_tables(model):
+        if not any(hasattr(type(linear), EXPERTS_FIRST) for linear in wrapper.lora_A.values()):
+            continue
         cls = type(wrapper)
         own = {"forward": _forward, "get_delta_weight": _delta_weight_of(cls), "merge": _merge, "unmerge": _merge}
         wrapper.__class__ = type(cls.__name__, (cls,), own | {"__module__": cls.__module__, "__doc__": cls.__doc__})

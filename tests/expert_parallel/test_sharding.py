@@ -170,10 +170,10 @@ def test_none_once_the_group_exists_means_that_no_ranks_share_the_experts() -> N
     assert not sharded_parameters(model)
 
 
-def adapted_model(**settings: Any) -> nn.Module:
+def adapted_model(*others: str) -> nn.Module:
     peft = pytest.importorskip("peft")
-    tables = ["experts.gate_up_proj", "experts.down_proj"]
-    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=tables, init_lora_weights=False, **settings)
+    tables = ["experts.gate_up_proj", "experts.down_proj", *others]
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=tables, init_lora_weights=False)
     model: nn.Module = peft.get_peft_model(small_model(), config)
     return model
 
@@ -207,6 +207,16 @@ def test_adapters_of_shared_tables_are_added_outside_of_graphs_and_left_out_wher
             parameter.mul_(1.5)
     torch.testing.assert_close(copied(hidden), reference(hidden))
     assert all(one.is_here for one in sharded_parameters(copied).values())
+
+
+@pytest.mark.trainers
+def test_adapters_of_a_router_stay_whole_on_every_rank() -> None:
+    model, hidden = adapted_model("gate.weight"), torch.randn(5, 8)
+    reference = copy.deepcopy(model)
+    sharded(model)
+    torch.testing.assert_close(model(hidden), reference(hidden))
+    assert memfine_fx.report(model).num_chunked == 1
+    assert not any(".gate." in name for name in sharded_parameters(model))
 
 
 @pytest.mark.trainers
