@@ -56,7 +56,7 @@ _LEAST_8BIT, _STATE_BLOCK = 4096, 256
 """Elements below which a parameter's state is in fp32; elements of a state that share a scale."""
 
 _STATES = {"AdEMAMix": 3, "Optimizer2State": 2, "Optimizer1State": 1}
-"""Tensors like a parameter that each base class keeps; the first two kinds have a code book each."""
+"""Tensors like a parameter that each base class keeps, the more special first; two kinds have a code book each."""
 
 
 def eight_bit_bytes(elements: int, num_states: int, least: int = _LEAST_8BIT) -> int:
@@ -72,9 +72,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence
     Options that its global manager gives single parameters are not seen.
     """
     names = {base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("bitsandbytes.optim")}
-    num_states = (
-        3 if "AdEMAMix" in names else 2 if "Optimizer2State" in names else 1 if "Optimizer1State" in names else 0
-    )
+    num_states = next((number for name, number in _STATES.items() if name in names), 0)
     options: Any = getattr(optimizer, "args", None)
     if not num_states or options is None:
         return None

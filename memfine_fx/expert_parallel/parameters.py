@@ -106,27 +106,26 @@ class ShardedParameter:
         if isinstance(value, DTensor):
             is_ours = value.device_mesh == self.ranks.mesh and value.placements[self.ranks.expert_dim] == Shard(0)
             if is_ours:
-                return self._back(value.to_local())
-            value = self._back(value.full_tensor())
+                return with_experts_back(value.to_local(), self.layout)
+            value = self.whole_of(value)
         return self.own(value) if tuple(value.shape) == self.shape else value
 
     def whole_of(self, value: DTensor) -> torch.Tensor:
         """The whole in the parameter's own layout; a collective call."""
-        return self._back(value.full_tensor())
+        return with_experts_back(value.full_tensor(), self.layout)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole."""
         owned = self.placement.owned(self.ranks.rank)
         if self.expert is None:
-            return self._back(experts_first(whole, self.layout, self.rank)[owned.start : owned.stop])
+            return with_experts_back(
+                experts_first(whole, self.layout, self.rank)[owned.start : owned.stop], self.layout
+            )
         return whole if self.expert in owned else whole.new_empty(0)
 
     @property
     def _first_shape(self) -> torch.Size:
         return experts_first(torch.empty(self.shape, device="meta"), self.layout, self.rank).shape
-
-    def _back(self, first: torch.Tensor) -> torch.Tensor:
-        return first if self.expert is not None else with_experts_back(first, self.layout)
 
 
 def speak_dtensor(module: nn.Module, owned: Sequence[ShardedParameter]) -> None:

@@ -44,6 +44,7 @@ _TRANSPOSES = frozenset("getattr t T mT transpose permute".split())
 _COPIES = frozenset("repeat_interleave repeat expand expand_as tile".split())
 _FACTORIES = frozenset("arange zeros ones empty full tensor".split())
 _LIKE_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split())
+# What gathers ranks' parts is only ever given parameters, so equal layers need not be compared behind it.
 _BEHIND_VIEWS = _VIEWS | _ENTRIES | _TRANSPOSES | frozenset(("all_experts", "expert_of"))
 LOOKED_BEHIND = _VIEWS | _ENTRIES | _SPLITS | _TRANSPOSES | _COPIES | _FACTORIES | _LIKE_FACTORIES
 """Calls behind which reading looks when it decides what a leaf is, or whether to pull it."""

@@ -32,6 +32,8 @@ from tests.passes.read.routings import NUM_EXPERTS, Routing, inputs_of
 __all__ = ["Heard", "Layer", "Walk", "walk"]
 
 T = TypeVar("T")
+_CALLS_ONE_HOT_OTHERWISE = torch.__version__.startswith("2.11.")
+"""It compares fake ids with a range, and scatters ones by numbers."""
 Layer = Callable[[Any], Any]
 """A function of the tensors that `routings.inputs_of` names, as attributes."""
 
@@ -99,7 +101,7 @@ def walk(layer: Layer, routing: Routing) -> Walk:
     reader, found, refusal = _read(graph, routing)
     outer = _record_numbers(graph, values)
     heard, numbers = reader.heard, _told_on_numbers(graph, list(reader.ran))
-    if torch.__version__ < "2.12":
+    if _CALLS_ONE_HOT_OTHERWISE:
         heard, numbers = _last_of_one_hot(heard, lambda one: one.call), _last_of_one_hot(numbers, lambda one: one)
     pairs = _paired(heard, numbers)
     return Walk(routing, pairs, outer, reader, found, refusal)
@@ -110,7 +112,7 @@ def _paired(heard: list[Heard], numbers: list[Call]) -> list[tuple[Heard, Call]]
     pairs: list[tuple[Heard, Call]] = []
     for one in heard:
         other = numbers[len(pairs)]
-        is_one_hot = torch.__version__ < "2.12" and target_name(other.node) == "one_hot"
+        is_one_hot = _CALLS_ONE_HOT_OTHERWISE and target_name(other.node) == "one_hot"
         if one.call.node is other.node and (one.call.target is other.target or is_one_hot):
             results_alone = replace(one, operands=[]), Call(other.target, (), {}, other.out, other.node)
             pairs.append(results_alone if is_one_hot else (one, other))
@@ -120,7 +122,7 @@ def _paired(heard: list[Heard], numbers: list[Call]) -> list[tuple[Heard, Call]]
 
 
 def _last_of_one_hot(calls: list[T], call_of: Callable[[T], Call]) -> list[T]:
-    """Torch 2.11 compares fake ids with a range, and scatters ones by numbers: results alone are alike."""
+    """Of one_hot's calls the last, whose result alone is alike."""
     nodes = [call_of(one).node for one in calls]
     is_inner = [target_name(node) == "one_hot" and node in nodes[at + 1 :] for at, node in enumerate(nodes)]
     return [one for one, inner in zip(calls, is_inner, strict=True) if not inner]
