@@ -89,7 +89,7 @@ def _packed(name: str, *, adapts: bool = False) -> Make:
             adapted.FORMATS[name](module, table)
             if adapts:
                 whole = getattr(module, table)
-                parametrize.register_parametrization(module, table, adapted._Adapted(whole).to(whole.dtype))
+                parametrize.register_parametrization(module, table, adapted.Adapted(whole).to(whole.dtype))
         return model
 
     return make
@@ -115,7 +115,7 @@ def _listed(kind: str = "", **lora: Any) -> Make:
 
     def make(model: nn.Module, weights: Weights) -> nn.Module:
         for expert, name in weights if kind else ():
-            setattr(expert, name, _linear_of(kind, getattr(expert, name)))
+            setattr(expert, name, linear_of(kind, getattr(expert, name)))
         if not lora:
             return model
         from peft import LoraConfig, inject_adapter_in_model
@@ -125,11 +125,12 @@ def _listed(kind: str = "", **lora: Any) -> Make:
     return make
 
 
-def _linear_of(kind: str, linear: nn.Linear) -> nn.Module:
+def linear_of(kind: str, linear: nn.Linear) -> nn.Module:
     import bitsandbytes
 
     settings: dict[str, Any] = {"quant_type": "nf4"} if kind == "Linear4bit" else {"has_fp16_weights": False}
-    packed = getattr(bitsandbytes.nn, kind)(linear.in_features, linear.out_features, bias=False, **settings)
+    sizes, has_bias = (linear.in_features, linear.out_features), linear.bias is not None
+    packed = getattr(bitsandbytes.nn, kind)(*sizes, bias=has_bias, **settings)
     packed.load_state_dict(linear.state_dict())
     return packed.to(linear.weight.dtype).to("cpu")  # type: ignore[no-any-return]  # packs it
 

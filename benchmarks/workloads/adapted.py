@@ -41,7 +41,7 @@ class _Made(nn.Module):
         return self.make(numbers, self.scales)
 
 
-class _Adapted(nn.Module):
+class Adapted(nn.Module):
     """W + s B A of each expert."""
 
     def __init__(self, table: Tensor) -> None:
@@ -116,7 +116,7 @@ def build_adapted_workload(job: Job) -> Workload:
         for table in TABLES:
             FORMATS[name](block.experts, table)
             if adapters:
-                parametrize.register_parametrization(block.experts, table, _Adapted(getattr(block.experts, table)))
+                parametrize.register_parametrization(block.experts, table, Adapted(getattr(block.experts, table)))
     layer = Layer(job, block, find_peer(job.workload, job.peer).wrap(block, job.sizes))
     return layer.at(job.sizes, job.load)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.nn import own_parameters
 
 __all__ = [
     "CODE_BOOK_BYTES",
@@ -29,7 +30,9 @@ __all__ = [
     "optimizer_state_bytes",
     "pack_layers",
     "pack_table",
+    "packed_experts",
     "packed_product",
+    "readable",
     "scale_tensors",
     "with_scales",
 ]
@@ -100,8 +103,10 @@ def caching_hooks(model: torch.nn.Module) -> list[tuple[MutableMapping[int, Any]
 def layers_in_4_bits(model: torch.nn.Module) -> list[Any]:
     """The linear layers of a model whose weights are in 4 bits; where bitsandbytes was never imported, none."""
     modules = sys.modules.get(_LAYERS)
-    classes = [getattr(modules, name, None) for name in _CLASSES]
-    found = [] if modules is None else [one for one in model.modules() if type(one) in classes]
+    classes = tuple(cls for name in _CLASSES if (cls := getattr(modules, name, None)) is not None)
+    # A subclass with a forward of its own may do something else; where experts are shared out, it has none.
+    forwards = {cls.forward for cls in classes}
+    found = [one for one in model.modules() if isinstance(one, classes) and type(one).forward in forwards]
     return found if found and LAYERS.holds() else []
 
 
@@ -142,6 +147,21 @@ def _make_codebook() -> None:
     functional.quantize_blockwise(torch.zeros(1))
 
 
+def packed_experts(module: torch.nn.Module) -> int | None:
+    """E of a table [E,...] whose numbers in 4 bits a module keeps as `original`, one expert behind the other.
+
+    None for other modules, and where a block of numbers with one scale lies across a border of experts.
+    """
+    cls = getattr(sys.modules.get(_MODULE), "Bnb4bitParametrization", None)
+    packed: Any = module._parameters.get("original")
+    if cls is None or packed is None or not isinstance(module, torch.nn.ModuleList) or type(module[0]) is not cls:
+        return None
+    state: Any = module[0].quant_state
+    num_experts, num_each = state.shape[0], math.prod(state.shape[1:])
+    is_split = len(state.shape) >= 3 and num_each % math.lcm(state.blocksize, 2 * packed.element_size()) == 0
+    return num_experts if is_split and packed.numel() * packed.element_size() * 2 == num_experts * num_each else None
+
+
 def scale_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     """What belongs to a module's own weights in 4 bits and is neither parameter nor buffer: scales and codebooks."""
     return [one for state in _states(module) for one in vars(state).values() if isinstance(one, torch.Tensor)]
@@ -160,6 +180,14 @@ def _states(module: torch.nn.Module) -> list[Any]:
     return list({id(one): one for one in states if one is not None}.values())
 
 
+def readable(whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A tensor that stands for a parameter `own`, with what makes its numbers in 4 bits readable if they are."""
+    state = getattr(own, "quant_state", None)
+    if state is not None:
+        whole.quant_state = state  # type: ignore[attr-defined]
+    return whole
+
+
 def with_scales(packed: torch.nn.Parameter, source: torch.nn.Parameter, memo: dict[int, Any]) -> None:
     """Give a parameter what makes another one in 4 bits readable: a fake tensor cannot be of the library's class."""
     for name, value in vars(source).items():
@@ -175,7 +203,7 @@ def compute_dtype(layer: Any, x: torch.Tensor) -> torch.dtype:
 
 def packed_product(layer: Any, rows: torch.Tensor) -> torch.Tensor | None:
     """Rows [R,in] times the transposed weight of a layer in 4 bits; None where it is packed for a kernel of its own."""
-    packed, state = layer.weight, layer.weight.quant_state
+    packed, state = layer.weight, getattr(own_parameters(layer)["weight"], "quant_state", None)
     if state is None or getattr(state, "packing_format_for_cpu", False):
         return None
     if tuple(state.shape) != (layer.out_features, layer.in_features):

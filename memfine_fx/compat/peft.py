@@ -15,6 +15,7 @@ __all__ = [
     "MAGNITUDES",
     "WRAPPERS",
     "active_adapters",
+    "adapters_on",
     "factors_to_table",
     "has_unknown_wrappers",
     "layers_with_magnitudes",
@@ -50,7 +51,13 @@ def _wrappers(model: torch.nn.Module) -> list[Any]:
 
 def active_adapters(wrapper: Any) -> list[str]:
     """Adapters that a wrapper adds to its weight; none where it is merged or disabled, or upcasts the weight."""
-    if wrapper.disable_adapters or wrapper.merged or upcasts(wrapper):
+    found = adapters_on(wrapper)
+    return [] if found and upcasts(wrapper) else found
+
+
+def adapters_on(wrapper: Any) -> list[str]:
+    """As `active_adapters`, of a wrapper that is known not to upcast: nothing is read."""
+    if wrapper.disable_adapters or wrapper.merged:
         return []
     return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 

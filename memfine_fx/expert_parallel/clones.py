@@ -185,10 +185,28 @@ def _like(table: torch.Tensor) -> torch.Tensor:
 
 
 def _table_like(own: torch.Tensor, slots: int) -> torch.Tensor:
-    """Room for `slots` experts, each laid out as this rank's."""
-    return torch.empty_strided((slots, *own.shape[1:]), own.stride(), dtype=own.dtype, device=own.device)
+    """Room for `slots` experts, each laid out as this rank's; in rows where those have gaps between their numbers."""
+    shape = (slots, *own.shape[1:])
+    if not _has_no_gaps(own.shape[1:], own.stride()[1:]):
+        return own.new_empty(shape)
+    return torch.empty_strided(shape, own.stride(), dtype=own.dtype, device=own.device)
 
 
 def _flat(expert: torch.Tensor) -> torch.Tensor:
-    """An expert's part of a table as it lies in memory, which is without gaps."""
+    """An expert's numbers, one behind the other: as they lie in memory, or a copy where there are gaps between them.
+
+    The columns of an adapter's factor are such: an expert's stand as far apart as its rank has experts.
+    """
+    if not _has_no_gaps(expert.shape, expert.stride()):
+        return expert.contiguous().view(-1)
     return expert.as_strided((expert.numel(),), (1,))
+
+
+def _has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor's numbers fill its memory, in whatever order of dimensions."""
+    filled = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != filled:
+            return False
+        filled *= size
+    return True

@@ -35,6 +35,7 @@ __all__ = [
     "Place",
     "Table",
     "announce",
+    "as_bytes",
     "gather_rows",
     "gather_table",
     "telling_failure",
@@ -91,9 +92,15 @@ class Exchange:
             for tensor, rank in pairs:
                 numbers[rank] = numbers.get(rank, -1) + 1
                 peer = dist.get_global_rank(self.group, rank)
-                operations.append(dist.P2POp(start, tensor, peer, self.group, numbers[rank]))
+                operations.append(dist.P2POp(start, as_bytes(tensor), peer, self.group, numbers[rank]))
         found: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
         return found
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Floats of 8 bits, which gloo does not know, as bytes in the same memory; others as they are."""
+    is_small = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    return tensor.view(torch.uint8) if is_small else tensor
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, announce, failing_at
+from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, announce, as_bytes, failing_at
 from memfine_fx.expert_parallel.groups import ExpertGroup, registered
 from memfine_fx.expert_parallel.placement import Placement
 
@@ -44,12 +44,13 @@ def all_experts(own: torch.Tensor, num_experts: int, key: str, name: str, becaus
     ranks = registered(key)
     place = _agreed(ranks, name, because)
     placement = Placement(num_experts, ranks.num_ranks)
-    padded = own.new_zeros((placement.per_rank, *own.shape[1:]))
-    padded[: own.shape[0]] = own
+    sent = as_bytes(own)
+    padded = sent.new_zeros((placement.per_rank, *own.shape[1:]))
+    padded[: own.shape[0]] = sent
     parts = [torch.empty_like(padded) for _ in range(ranks.num_ranks)]
     with failing_at(place, ranks.group):
         dist.all_gather(parts, padded, group=ranks.group)
-    return torch.cat([part[: len(placement.owned(rank))] for rank, part in enumerate(parts)])
+    return torch.cat([part[: len(placement.owned(rank))] for rank, part in enumerate(parts)]).view(own.dtype)
 
 
 @all_experts.register_fake
@@ -87,7 +88,7 @@ def expert_of(own: torch.Tensor, shape: list[int], owner: int, key: str, name: s
     place = _agreed(ranks, name, because)
     whole = own.clone() if ranks.rank == owner else own.new_empty(shape)
     with failing_at(place, ranks.group):
-        dist.broadcast(whole, group=ranks.group, group_src=owner)
+        dist.broadcast(as_bytes(whole), group=ranks.group, group_src=owner)
     return whole
 
 

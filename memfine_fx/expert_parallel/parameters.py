@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from memfine_fx.compat.nn import own_parameters
+from memfine_fx.expert_parallel.exchange import as_bytes
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.placement import Placement
 
@@ -52,7 +53,7 @@ class ShardedParameter:
         expert: whose it is, for a parameter of one expert's module; None for a table.
         ranks: that share the experts.
         layout: of a table.
-        rank: r of adapters' factors.
+        rank: r of adapters' factors; of numbers in 4 bits, which are rows [E*r,1], the words of one expert.
     """
 
     module: nn.Module
@@ -112,7 +113,11 @@ class ShardedParameter:
 
     def whole_of(self, value: DTensor) -> torch.Tensor:
         """The whole in the parameter's own layout; a collective call."""
-        return with_experts_back(value.full_tensor(), self.layout)
+        own, placements = as_bytes(value.to_local()), value.placements
+        as_sent: DTensor = DTensor.from_local(
+            own, value.device_mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+        return with_experts_back(as_sent.full_tensor().view(value.dtype), self.layout)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from memfine_fx.compat.bitsandbytes import packed_experts, readable
 from memfine_fx.compat.distributed import IGNORED_BY_DDP, ignore_in_ddp
 from memfine_fx.compat.nn import own_parameters
 from memfine_fx.config import Config
@@ -52,7 +53,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
         config: compared between ranks; the memory budget may differ.
 
     Raises:
-        ConfigError: no experts were found, the model is sharded already, or PEFT adapts packed tables.
+        ConfigError: no experts were found, the model is sharded already, or PEFT's adapters cannot be shared out.
         RanksDisagree: the ranks' models or configs differ; the message says in what.
         MemfineError: DistributedDataParallel of this torch cannot be told to leave parameters alone.
     """
@@ -104,6 +105,12 @@ def sharded_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
 def _tables(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
     for path, module in model.named_modules():
         if not _names_experts(f"{path} {type(module).__name__}"):
+            continue
+        packed = packed_experts(module)
+        if packed is not None:
+            placement = Placement(packed, ranks.num_ranks)
+            shape = tuple(module.original.shape)
+            yield ShardedParameter(module, "original", path, shape, placement, None, ranks, "rows", shape[0] // packed)
             continue
         own = {name: one for name, one in own_parameters(module).items() if one is not None}
         sizes = {one.shape[0] for one in own.values() if one.ndim >= 3}
@@ -183,7 +190,7 @@ def _reader(one: ShardedParameter) -> Any:
     def read_one(self: nn.Module) -> torch.Tensor:
         own = own_parameters(self)[name]
         whole: torch.Tensor = torch.ops.memfine.expert_of.default(own, shape, owner, key, full_name, OUTSIDE)
-        return whole
+        return whole if torch.compiler.is_compiling() or own is None else readable(whole, own)
 
     return read_one
 

@@ -104,6 +104,7 @@ class ShardedExperts:
         axis: along which it is cut; not read from a plan, which a rank may fail to make in the middle of a step.
         chunk_rows: the most rows of a chunk of what came in a round.
         flops_per_row: of the expert function's matmuls on one row, forward.
+        num_trained: numbers of one expert in tables that are trained: a clone's gradient.
     """
 
     ranks: ExpertGroup
@@ -113,6 +114,7 @@ class ShardedExperts:
     axis: Axis
     chunk_rows: int
     flops_per_row: int
+    num_trained: int
 
     @property
     def table_shape(self) -> tuple[int, int]:
@@ -251,7 +253,7 @@ class ShardedExperts:
             there_bytes=2 * row + result,
             back_bytes=row + result,
             weight_bytes=2 * sum(map(mul, elements, (table.element_size() for table in tables))),
-            gradient_bytes=4 * sum(elements),
+            gradient_bytes=4 * self.num_trained,
             near=bandwidth,
             far=bandwidth,
             latency=_LATENCY_S,

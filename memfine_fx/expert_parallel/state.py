@@ -96,6 +96,12 @@ def _heard(value: Any, own: ShardedParameter | None) -> Any:
     return own.from_state(value) if own is not None and is_part else value
 
 
+def _parametrized(name: str) -> str:
+    """The parameter of which bitsandbytes writes the packed numbers under `name`, that of the table."""
+    path, _, table = name.rpartition(".")
+    return f"{path}.parametrizations.{table}.original"
+
+
 def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of the unsharded model under its original keys, plain tensors on the host; a collective call.
 
@@ -106,7 +112,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, DTensor):
-            value = sharded[name].whole_of(value) if name in sharded else value.full_tensor()
+            own = sharded.get(name) or sharded.get(_parametrized(name))
+            value = value.full_tensor() if own is None else own.whole_of(value)
         state[name] = value.detach().cpu()
     lists = {name: one for name, one in sharded.items() if one.expert is not None}
     if lists:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.operators import OpOverload, op_name, qualified_name
-from memfine_fx.memory.kernel_scratch import scratch_bytes
+from memfine_fx.memory.kernel_scratch import cast_bytes, scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
 from memfine_fx.memory.sizes import size_expr
 
@@ -52,7 +52,7 @@ def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
         is_owner = owners.get(node) is node
         if is_owner:
             live = live + tensor_bytes(node)
-            peaks.append(sympy.expand(live))
+            peaks.append(sympy.expand(live if is_fused else live + cast_bytes(node)))
         live = live - sum(tensor_bytes(dead) for dead in freed_after.get(node, []))
     return peaks
 
@@ -93,7 +93,7 @@ def read_graph(
         kept_by, result_of = keepers.get(owner, ""), _result_of(owner, made_by)
         allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, is_input, kept_by, result_of))
     for node, place in position.items():
-        if scratch := scratch_bytes(node):
+        if scratch := scratch_bytes(node) + (0 if is_fused else cast_bytes(node)):
             allocations.append(Allocation(f"scratch of {_name(node.target)}", scratch, place, place + 1))
     calls = (*_calls(graph), *_marks(graph)) if marks else tuple(_calls(graph))
     return GraphMemory(tuple(allocations), calls, len(position))

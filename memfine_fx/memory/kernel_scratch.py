@@ -8,8 +8,9 @@ scores and their gradients. In low precision the scores are there in both precis
 2. backward's products need memory of oneDNN's own, for which a bound on what was measured stands;
 3. backward copies a gradient that does not lie as [B,S,H,D] in memory.
 
-A product with a weight in 4 bits (`compat.bitsandbytes.linear_4bit`) makes the weight whole, beside its scales as
-floats where these are quantized too. On CUDA, kernels that read packed numbers do with less where rows are few.
+A pointwise kernel of a CPU whose operands differ in dtype casts them first. A product with a weight in 4 bits
+(`compat.bitsandbytes.linear_4bit`) makes the weight whole, beside its scales as floats where these are quantized too.
+On CUDA, kernels that read packed numbers do with less where rows are few.
 
 What oneDNN does depends on the CPU (`machine.CpuFeatures`). The formulas are held against this machine's kernels once
 (`kernel_probe`): where these take more, what they take is counted, and a warning says so.
@@ -28,7 +29,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.bitsandbytes import LINEAR_4BIT
-from memfine_fx.compat.operators import qualified_name
+from memfine_fx.compat.operators import OpOverload, op_name, qualified_name
 from memfine_fx.memory.kernel_probe import (
     ATTENTION_SHAPES,
     PRODUCT_SHAPES,
@@ -46,6 +47,7 @@ from memfine_fx.memory.symbols import ROWS
 __all__ = [
     "Attention",
     "backward_scratch",
+    "cast_bytes",
     "counted_at",
     "forward_scratch",
     "product_blocks",
@@ -64,6 +66,7 @@ _TILE, _HALF_TILE, _INNER_BLOCK = 64, 32, 256
 """oneDNN rounds keys and queries of a block up to these, and takes at most so many keys at once."""
 _FP16_COLUMNS, _ROUNDING = 80, 4096
 """Columns that it converts to fp32 beside the scores, in fp16; and what small things are rounded up to."""
+_CONDITIONAL = ("where", "masked_fill")
 _FLOAT_BYTES = 4
 _PADDING_ROWS, _BLOCK_ROWS = 88, 560
 """Rows that are added to a product's, which stand for sums in fp32 too, and the most that blocks have at once."""
@@ -122,6 +125,23 @@ def scratch_bytes(node: fx.Node) -> sympy.Expr:
         return _with_excess(forward_scratch(call, features, threads), inputs, _excess("forward", call.dtype, threads))
     needed = _with_excess(backward_scratch(call, features, threads), inputs, _excess("backward", call.dtype, threads))
     return needed + _copied_gradient(node)
+
+
+def cast_bytes(node: fx.Node) -> sympy.Expr:
+    """Bytes that a pointwise kernel of a CPU takes for operands of another dtype than it computes in: it casts them
+    first, whole. Code that is generated, and kernels of CUDA, cast each number where they read it.
+    """
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+        return sympy.Integer(0)
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    operands = [one for one in values if isinstance(one, torch.Tensor) and one.ndim and one.device.type == "cpu"]
+    if op_name(target) in _CONDITIONAL:
+        operands = [one for one in operands if one.dtype is not torch.bool]
+    common = functools.reduce(torch.promote_types, (one.dtype for one in operands), torch.bool)
+    return sum(
+        (size_expr(one.numel()) * common.itemsize for one in operands if one.dtype is not common), sympy.Integer(0)
+    )
 
 
 @functools.lru_cache(maxsize=256)  # a model asks for the same call in every layer

@@ -3,12 +3,17 @@
 Before:  table = memfine::all_experts(slice, E, ...); seen = table.transpose(1, 2)      region.params = (seen, ...)
 After:   seen = slice.transpose(1, 2)      region.params = (seen, ...), and who exchanges the rows
 
+What every rank has whole and nobody trains (scales of packed numbers) is cut where it stands:
+
+Before:  scales [E,...]                    After:  own = scales[first:last]
+
 Tables of a region that is refused stay, and carry the refusal with them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,9 +26,9 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.expert_parallel.groups import registered
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.sharded import ShardedExperts
-from memfine_fx.passes.dataflow import node_value, provenance, target_name
+from memfine_fx.passes.dataflow import node_value, provenance, static_size, target_name, tensor_of
 from memfine_fx.passes.lower.region import recording
-from memfine_fx.records import MoERegion, Refusal
+from memfine_fx.records import MoERegion, ParamKind, Refusal
 from memfine_fx.runtime.params import group_params
 
 __all__ = ["OWN_EXCHANGE", "drop_unread_tables", "own_exchanges", "sharded_experts", "tell_why_gathered"]
@@ -34,6 +39,7 @@ OWN_EXCHANGE = (
 )
 
 _WHOLES = (torch.ops.memfine.all_experts.default, torch.ops.memfine.expert_of.default)
+_RESHAPES = ("reshape", "view", "flatten", "unflatten")
 
 
 def sharded_experts(
@@ -52,25 +58,25 @@ def sharded_experts(
         CannotChunk: only some of its parameters are sharded.
     """
     groups = group_params(region.params, region.expert_fn.param_kinds, region.dims.num_experts)
-    nodes = [
-        node
+    kinds = {
+        node: kind
         for kind, group in zip(region.expert_fn.param_kinds, groups, strict=True)
         for node in group
         if kind != "shared"
-    ]
-    paths = {node: _path_from_table(node) for node in nodes}
+    }
+    paths = {node: _path_from_table(node) for node in kinds}
     sources = [path[0] for path in paths.values() if path[0].target in _WHOLES]
     if not sources:
         return region, None
-    for node, path in paths.items():
-        if path[0].target not in _WHOLES:
-            raise CannotChunk(
-                Reason.SHARDED, "experts are sharded, but this parameter of theirs is computed from whole tables", node
-            )
     (key,) = {source.args[-3] for source in sources}
     assert isinstance(key, str)
     ranks = registered(key)
     placement = Placement(region.dims.num_experts, ranks.num_ranks)
+    owned = placement.owned(ranks.rank)
+    own = {
+        node: _on_slice(path) if path[0].target in _WHOLES else _slice_of(node, kinds[node], region, owned)
+        for node, path in paths.items()
+    }
     layer = region.where.module or str(region.where)
     hidden = node_value(region.hidden)
     assert isinstance(hidden, torch.Tensor)
@@ -79,9 +85,11 @@ def sharded_experts(
         f"{f', with {ranks.slots} slots for clones,' if ranks.slots else ''} "
         f"({region.dims.num_experts} experts, top-{region.dims.top_k}, {hidden.dtype}, body {body_key})"
     )
-    params = tuple(_on_slice(paths[node]) if node in paths else node for node in region.params)
+    params = tuple(own.get(node, node) for node in region.params)
+    tables = [tensor_of(node) for node, kind in kinds.items() if kind == "expert"]
+    num_trained = sum(math.prod(table.shape[1:]) for table in tables if table.requires_grad)
     return replace(region, params=params), ShardedExperts(
-        ranks, placement, layer, doing, axis, chunk_rows, flops_per_row
+        ranks, placement, layer, doing, axis, chunk_rows, flops_per_row, num_trained
     )
 
 
@@ -123,27 +131,44 @@ def own_exchanges(graph: fx.Graph) -> list[Refusal]:
 def _path_from_table(node: fx.Node) -> list[fx.Node]:
     """Nodes from where a parameter is read to `node`, as long as each acts on every expert alone."""
     path = [node]
-    while path[0].target not in _WHOLES and _keeps_experts_apart(path[0]):
-        source = path[0].args[0]
-        assert isinstance(source, fx.Node)
+    while path[0].target not in _WHOLES:
+        source = _same_experts(path[0])
+        if source is None:
+            break
         path.insert(0, source)
     return path
 
 
-def _keeps_experts_apart(node: fx.Node) -> bool:
-    """Whether a node moves or casts what stands behind the first dimension, and reads one tensor only."""
-    name = target_name(node)
-    value = node_value(node)
-    if not isinstance(value, torch.Tensor) or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
+def _same_experts(node: fx.Node) -> fx.Node | None:
+    """The tensor [E,...] of which a node moves or casts what stands behind the first dimension; None for others."""
+    value, source = node_value(node), node.args[0] if node.args else None
+    if not isinstance(value, torch.Tensor) or not isinstance(source, fx.Node):
+        return None
     if any(isinstance(leaf, fx.Node) for leaf in (*node.args[1:], *node.kwargs.values())):
-        return False
+        return None
+    name = target_name(node)
+    if name in _RESHAPES:
+        # Numbers keep their order, so that an expert's are the same ones, whatever shapes lie between.
+        source = _behind_reshapes(source, _num_first(node))
+        return source if _num_first(source) == _num_first(node) is not None else None
     if name in ("to", "contiguous", "float", "half", "bfloat16", "clone"):
-        return True
+        return source
     if name in ("transpose", "swapaxes", "swapdims"):
         dims = [dim for dim in node.args[1:] if isinstance(dim, int)]
-        return len(dims) == 2 and all(dim % value.ndim != 0 for dim in dims)
-    return name == "permute" and tuple(node.args[1:])[:1] in ((0,), ([0],))
+        return source if len(dims) == 2 and all(dim % value.ndim != 0 for dim in dims) else None
+    return source if name == "permute" and tuple(node.args[1:])[:1] in ((0,), ([0],)) else None
+
+
+def _behind_reshapes(node: fx.Node, num_first: int | None) -> fx.Node:
+    """The tensor with so many entries along its first dimension, or which is no reshape, that stands behind a node."""
+    while target_name(node) in _RESHAPES and _num_first(node) != num_first and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _num_first(node: fx.Node) -> int | None:
+    value = node_value(node)
+    return static_size(value.shape[0]) if isinstance(value, torch.Tensor) and value.ndim else None
 
 
 def _on_slice(path: list[fx.Node]) -> fx.Node:
@@ -153,17 +178,48 @@ def _on_slice(path: list[fx.Node]) -> fx.Node:
     own = first
     for node in path[1:]:
         with recording(node.graph, node) as call:
-            arguments = (own, *node.args[1:])
-            if node.op == "call_method":
-                own = call(getattr(torch.Tensor, str(node.target)), *arguments, **node.kwargs)
+            if target_name(node) in _RESHAPES:  # sizes that are left open are none where a rank has no expert
+                own = call(torch.reshape, own, (_num_first(own), *tensor_of(node).shape[1:]))
+            elif node.op == "call_method":
+                own = call(getattr(torch.Tensor, str(node.target)), own, *node.args[1:], **node.kwargs)
             else:
-                own = call(node.target, *arguments, **node.kwargs)
+                own = call(node.target, own, *node.args[1:], **node.kwargs)
     return own
+
+
+def _slice_of(node: fx.Node, kind: ParamKind, region: MoERegion, owned: range) -> fx.Node:
+    """This rank's part of what every rank has whole.
+
+    Raises:
+        CannotChunk: it is trained, and each rank would have the gradient of its own rows alone; or it is made of tables
+            that are shared out.
+    """
+    if tensor_of(node).requires_grad or _is_gathered(node):
+        raise CannotChunk(
+            Reason.SHARDED, "experts are sharded, but this parameter of theirs is computed from whole tables", node
+        )
+    if kind == "each":  # of which a rank reads its own experts' alone
+        return node
+    with recording(node.graph, region.cut.exit) as call:
+        return call(torch.ops.aten.slice.Tensor, node, 0, owned.start, owned.stop)
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether ranks' parts are in a tensor."""
+    pending, seen = [node], set()
+    while pending:
+        one = pending.pop()
+        if one.target in _WHOLES:
+            return True
+        pending += [source for source in one.all_input_nodes if source not in seen]
+        seen.update(one.all_input_nodes)
+    return False
 
 
 def drop_unread_tables(graph_module: fx.GraphModule) -> None:
     """Erase reads of whole tables, and what was made of them, that nothing uses any more."""
     for node in reversed(list(graph_module.graph.nodes)):
-        if not node.users and node.op != "output" and _path_from_table(node)[0].target in _WHOLES:
+        is_unread = not node.users and node.op != "output"
+        if is_unread and _path_from_table(_behind_reshapes(node, -1))[0].target in _WHOLES:
             graph_module.graph.erase_node(node)
     graph_module.recompile()

@@ -44,8 +44,9 @@ _TRANSPOSES = frozenset("getattr t T mT transpose permute".split())
 _COPIES = frozenset("repeat_interleave repeat expand expand_as tile".split())
 _FACTORIES = frozenset("arange zeros ones empty full tensor".split())
 _LIKE_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split())
+_GATHERS = frozenset(("all_experts", "expert_of"))
 # What gathers ranks' parts is only ever given parameters, so equal layers need not be compared behind it.
-_BEHIND_VIEWS = _VIEWS | _ENTRIES | _TRANSPOSES | frozenset(("all_experts", "expert_of"))
+_BEHIND_VIEWS = _VIEWS | _ENTRIES | _TRANSPOSES | _GATHERS
 LOOKED_BEHIND = _VIEWS | _ENTRIES | _SPLITS | _TRANSPOSES | _COPIES | _FACTORIES | _LIKE_FACTORIES
 """Calls behind which reading looks when it decides what a leaf is, or whether to pull it."""
 
@@ -126,7 +127,7 @@ class Pulling:
         if num_experts in (None, 1) or self._frame.num_experts not in (None, num_experts):
             return []
         made_of = self._made_of(node, at)
-        calls = {one for one in made_of if one.op in ("call_function", "call_method")}
+        calls = {one for one in made_of if not _is_from_outside(one)}
         written = {self._flow.root(target) for one in calls for target in self._flow.mutations.get(one, ())}
         # Integers carry no gradient, so nothing trained may be among the leaves. The calls run again on each expert's
         # part, so what they write into must have been made by one of them.
@@ -134,9 +135,11 @@ class Pulling:
         is_frozen = all(map(_is_frozen, made_of - calls)) and written <= calls
         if not packed or not is_frozen or any(map(is_dequantized, calls)):
             return []
-        # Scales that were expanded to every number cost what the table does; smaller ones may be made outside, whole.
+        # Scales that were expanded to every number cost what the table does; smaller ones may be made outside, whole,
+        # unless that takes other ranks' parts of them.
         large = [one for one in calls if 2 * _num_elements(one) > _num_elements(node)]
-        depends = self._flow.descendants([*packed, *large]).union(large)
+        gathered = [one for one in made_of - calls if target_name(one) in _GATHERS]
+        depends = self._flow.descendants([*packed, *gathered, *large]).union(large)
         needed = [one for one in calls if one in depends or self._flow.root(one) in written]
         return sorted(needed, key=self._flow.position.__getitem__)
 
@@ -296,13 +299,18 @@ _PACKED = frozenset({torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_
 def _is_packed_leaf(node: fx.Node) -> bool:
     """Numbers in a few bits that come from outside; token ids are never so short."""
     value = node_value(node)
-    return node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor) and value.dtype in _PACKED
+    return _is_from_outside(node) and isinstance(value, torch.Tensor) and value.dtype in _PACKED
+
+
+def _is_from_outside(node: fx.Node) -> bool:
+    """Whether nothing in the graph makes a tensor; what gathers ranks' parts stands for the whole parameter."""
+    return node.op in ("placeholder", "get_attr") or target_name(node) in _GATHERS
 
 
 def _is_frozen(node: fx.Node) -> bool:
     """Whether a tensor comes from outside, in a shape that is known, and is not trained."""
     value = node_value(node)
-    if not isinstance(value, torch.Tensor) or node.op not in ("placeholder", "get_attr"):
+    if not isinstance(value, torch.Tensor) or not _is_from_outside(node):
         return False
     return not value.requires_grad and all(static_size(size) is not None for size in value.shape)
 

@@ -7,11 +7,12 @@ tokens, so losses agree after averaging over ranks, and every gradient as it is.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 import memfine_fx
+from benchmarks.formats import linear_of
+from benchmarks.workloads.adapted import FORMATS, Adapted
+from memfine_fx.compat.bitsandbytes import pack_table
 from memfine_fx.expert_parallel import sharded
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.shard import sharded_parameters
@@ -55,14 +60,14 @@ class DeepseekLike(nn.Module):
 class ListOfExperts(nn.Module):
     """A loop over a ModuleList: each expert's parameters are tensors of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 16, width: int = 8) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, 16)
-        self.gate = nn.Linear(16, 5, bias=False)
+        self.embedding = nn.Embedding(VOCAB, hidden)
+        self.gate = nn.Linear(hidden, 5, bias=False)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 16, bias=False)) for _ in range(5)
+            nn.Sequential(nn.Linear(hidden, width), nn.SiLU(), nn.Linear(width, hidden, bias=False)) for _ in range(5)
         )
-        self.head = nn.Linear(16, VOCAB, bias=False)
+        self.head = nn.Linear(hidden, VOCAB, bias=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(input_ids).flatten(0, 1)
@@ -74,14 +79,14 @@ class ListOfExperts(nn.Module):
         return F.cross_entropy(self.head(hidden + out), labels.flatten())
 
 
-def qwen() -> nn.Module:
+def qwen(hidden: int = 16, expert_width: int = 8) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
-        hidden_size=16,
+        hidden_size=hidden,
         intermediate_size=32,
-        moe_intermediate_size=8,
+        moe_intermediate_size=expert_width,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
@@ -94,7 +99,7 @@ def qwen() -> nn.Module:
     return model
 
 
-def adapted() -> nn.Module:
+def adapted(model: nn.Module | None = None) -> nn.Module:
     """Adapters of PEFT on the experts' tables and on attention; the tables themselves are frozen."""
     import peft
 
@@ -104,16 +109,70 @@ def adapted() -> nn.Module:
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         init_lora_weights=False,
     )
-    model: nn.Module = peft.get_peft_model(qwen(), settings)
-    return model
+    adapters: nn.Module = peft.get_peft_model(model or qwen(), settings)
+    return adapters
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+def packed(format_name: str) -> nn.Module:
+    """Experts' tables in a format, frozen, with adapters added to what is made of them."""
+    model: Any = qwen(128, 128)  # blocks have 64 or 128 numbers
+    for layer in model.model.layers:  # the first rank's experts get most rows, so that help pays
+        layer.mlp.gate.weight.data[:2] *= 8
+    for module, table in _tables(model):
+        FORMATS[format_name](module, table)
+        parametrize.register_parametrization(module, table, Adapted(getattr(module, table)))
+    return model  # type: ignore[no-any-return]
+
+
+def packed_below_peft() -> tuple[nn.Module, nn.Module]:
+    """PEFT's adapters on tables in NF4 with quantized scales, and on those made whole: PEFT errs over packed ones."""
+    model = adapted(qwen(64, 64))
+    whole = copy.deepcopy(model)
+    for (module, table), (other, _) in zip(_tables(model), _tables(whole), strict=True):
+        pack_table(module, table)
+        getattr(other, table).data.copy_(getattr(module, table))
+    return model, whole
+
+
+def packed_list() -> nn.Module:
+    """A list of experts whose linear layers are in NF4, and PEFT's adapters on them."""
+    import peft
+
+    model = ListOfExperts(64, 64)
+    for expert in model.experts:
+        expert[0], expert[2] = (linear_of("Linear4bit", one) for one in (expert[0], expert[2]))
+        expert.requires_grad_(False)
+    settings = peft.LoraConfig(r=3, target_modules=r"experts\.\d+\.[02]", init_lora_weights=False)
+    adapters: nn.Module = peft.inject_adapter_in_model(settings, model)
+    for trained in (model.embedding, model.gate, model.head):
+        trained.requires_grad_(True)
+    return adapters
+
+
+def _tables(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Experts' tables, which are frozen."""
+    names = ("gate_up_proj", "down_proj")
+    found = [
+        (module, name)
+        for module in model.modules()
+        for name in names
+        if isinstance(getattr(module, name, None), nn.Parameter)
+    ]
+    for module, name in found:
+        getattr(module, name).requires_grad_(False)
+    return found
+
+
+MODELS: dict[str, Callable[[], nn.Module | tuple[nn.Module, nn.Module]]] = {
     "Qwen3-MoE": qwen,
     "DeepSeek-like": DeepseekLike,
     "list of experts": ListOfExperts,
     "adapted Qwen3-MoE": adapted,
+    **{name: functools.partial(packed, name) for name in ("nf4", "mxfp4", "fp8", "int8")},
+    "nf4 below PEFT": packed_below_peft,
+    "list in nf4 below PEFT": packed_list,
 }
+"""Models by name, or with what they are compared with: else a copy."""
 
 
 Plan = list[tuple[str, tuple[int, ...], str | None, bool, int]]
@@ -140,6 +199,8 @@ class Trained:
 
     def __init__(self, model: nn.Module, mesh: Any = None, *, shards_dense: bool = False, slots: int = 0) -> None:
         self.model = self.call = model
+        # In wider models roundings grow from step to step until they decide between experts that nearly tie.
+        rate = 1e-2 if next(model.parameters()).shape[-1] <= 16 else 1e-3
         if mesh is not None:
             config = memfine_fx.Config(rows_per_chunk=13)
             group = expert_group(mesh, slots=slots)
@@ -149,7 +210,7 @@ class Trained:
             fully_shard(model, mesh=_mesh((dist.get_world_size(),)), ignored_params=experts)
         elif mesh is not None:
             self.call = DistributedDataParallel(model)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-3, foreach=False)
 
     def step(self, batch: torch.Tensor) -> float:
         self.optimizer.zero_grad()
@@ -171,14 +232,14 @@ def run_model(
     warnings.simplefilter("error", RuntimeWarning)
     torch._dynamo.reset()
     torch.manual_seed(3)
-    whole = MODELS[name]()
-    whole.train()
-    reference = Trained(copy.deepcopy(whole))
-    ours = Trained(copy.deepcopy(whole), _mesh(shape), shards_dense=shards_dense, slots=slots)
+    made = MODELS[name]()
+    whole, other = made if isinstance(made, tuple) else (made, copy.deepcopy(made))
+    reference = Trained(other.train())
+    ours = Trained(whole.train(), _mesh(shape), shards_dense=shards_dense, slots=slots)
     worst_loss, worst, worst_name = 0.0, 0.0, ""
     for step in range(STEPS):
         if folder is not None and step == STEPS // 2:
-            ours = _resumed(ours, MODELS[name](), Path(folder))
+            ours = _resumed(ours, cast("nn.Module", MODELS[name]()), Path(folder))
         loss, expected, errors = _compare(rank, step, ours, reference)
         worst_loss = max(worst_loss, abs(loss - expected) / abs(expected))
         name_of_worst = max(errors, key=errors.__getitem__)
@@ -188,6 +249,7 @@ def run_model(
         reference.optimizer.step()
     report = memfine_fx.report(ours.model)
     refused = [region for region in report.regions if region.status == "refused"]
+    assert all(region.rounds is not None for region in report.regions), "a layer ran on whole tables"
     clones = sum(region.rounds.num_clones for region in report.regions if region.rounds is not None)
     return Comparison(worst_loss, worst, worst_name, report.num_chunked, len(refused), clones)
 

@@ -9,13 +9,13 @@ import pytest
 from tests.expert_parallel.model_cases import Comparison, Plan, run_models
 from tests.expert_parallel.ranks import run_ranks
 
-NUM_LAYERS = {"Qwen3-MoE": 2, "adapted Qwen3-MoE": 2, "DeepSeek-like": 2, "list of experts": 1}
+NUM_LAYERS = {"list of experts": 1, "list in nf4 below PEFT": 1}
 
 
 def check(by_rank: list[list[Comparison]], plan: Plan) -> None:
     for rank, comparisons in enumerate(by_rank):
         for (name, shape, _, _, slots), one in zip(plan, comparisons, strict=True):
-            assert (one.num_chunked, one.num_refused) == (NUM_LAYERS[name], 0), f"{name} on {shape}"
+            assert (one.num_chunked, one.num_refused) == (NUM_LAYERS.get(name, 2), 0), f"{name} on {shape}"
             assert (one.num_clones > 0) == (slots > 0), f"{name} on {shape}: {one.num_clones} clones"
             assert one.loss < 1e-5, f"{name} on {shape}, rank {rank}: loss off by {one.loss:.1e}"
             assert one.gradient < 1e-4, f"{name} on {shape}, rank {rank}: {one.worst} off by {one.gradient:.1e}"
@@ -63,4 +63,21 @@ def test_adapters_of_tables_are_shared_out_with_their_experts(tmp_path: Path) ->
     ]
     check(run_ranks(run_models, 2, plan), plan)
     plan = [("adapted Qwen3-MoE", (4,), None, False, 0)]
+    check(run_ranks(run_models, 4, plan), plan)
+
+
+@pytest.mark.trainers
+def test_packed_tables_are_shared_out_with_their_experts(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    plan: Plan = [
+        ("nf4", (2,), None, False, 0),
+        ("nf4 below PEFT", (2,), None, False, 2),
+        ("list in nf4 below PEFT", (2,), None, False, 0),
+        ("mxfp4", (2,), str(tmp_path / "mxfp4"), False, 0),
+        ("fp8", (2,), None, False, 2),
+        ("int8", (2,), None, True, 0),
+    ]
+    check(run_ranks(run_models, 2, plan), plan)
+    plan = [("nf4 below PEFT", (4,), None, False, 0), ("fp8", (2, 2), str(tmp_path / "fp8"), False, 0)]
     check(run_ranks(run_models, 4, plan), plan)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from memfine_fx.compat.bitsandbytes import linear_4bit
 from memfine_fx.memory import kernel_probe, kernel_scratch
-from memfine_fx.memory.graph_peak import read_graph
+from memfine_fx.memory.graph_peak import live_peaks, read_graph
 from memfine_fx.memory.kernel_probe import ATTENTION_SHAPES, PRODUCT_SHAPES, Excess, excess_of
 from memfine_fx.memory.kernel_scratch import (
     Attention,
@@ -242,6 +242,26 @@ def test_products_elsewhere_need_none() -> None:
 def test_other_operations_need_none() -> None:
     graph = make_fx(torch.add)(torch.ones(2), torch.ones(2)).graph
     assert all(scratch_bytes(node) == 0 for node in graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        torch.mul,
+        torch.maximum,
+        lambda wide, low: torch.addcmul(wide, wide, low),
+        lambda wide, low: torch.where(wide > 0, wide, low),
+        lambda wide, low: low[:, :1] * wide,
+        lambda wide, low: wide * wide,
+    ],
+    ids=["product", "maximum", "addcmul", "where", "broadcast", "of one dtype"],
+)
+def test_pointwise_kernels_cast_whole_operands_of_another_dtype(call: Callable[..., torch.Tensor]) -> None:
+    wide, low = torch.randn(139, 64), torch.randn(139, 64).bfloat16()
+    graph = make_fx(call, tracing_mode="fake")(wide, low).graph
+    measured = trace_memory(lambda: call(wide, low), torch.device("cpu")).peak_bytes
+    estimate = read_graph(graph, is_fused=False).peak_bytes({}, lambda _: 0)
+    assert estimate == measured == max(map(int, live_peaks(graph, is_fused=False)))
 
 
 def test_an_excess_covers_every_measurement_by_growth_and_factor() -> None:
