@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SUITES := layer,adapters,model,vocab,compile,paper,paper_ep,ep,moeblaze,scaling,memory,budget,cluster
 # One thread per worker: xdist already uses the cores, and results do not depend on the machine.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 FAST := not slow and not campaign and not cuda and not trainers
 
 .DEFAULT_GOAL := help
@@ -40,7 +40,7 @@ test-torch: setup  ## the fast tests under TORCH=VERSION, in .venv-torch-VERSION
 	$(BIN)/python -m benchmarks.compatibility --fast build/fast.xml && exit $$status
 
 test-slow: setup  ## the slow tests
-	$(PYTEST) -m "slow and not campaign and not cuda"
+	$(PYTEST) --dist worksteal -m "slow and not campaign and not cuda"
 
 campaign: setup  ## hours: every life under every budget
 	$(PYTEST) -m campaign
@@ -116,7 +116,7 @@ gpu-kernels:  ## check the GPU kernels: on a GPU or in Triton's interpreter, and
 	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[test]"
 	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) -q triton==$(TRITON) numpy
 	TRITON_INTERPRET=$$($(KERNELS)/bin/python -c "import torch; print(int(not torch.cuda.is_available()))") \
-	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -n 2 --dist worksteal -q tests/runtime/kernels
+	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -n 2 -q tests/runtime/kernels
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -134,6 +134,37 @@ def fsdp2_run(rank: int, inner: str, takes_bf16: bool) -> Fsdp2Run:
     )
 
 
+def fsdp2_adapters_run(rank: int) -> tuple[float, list[str]]:
+    """Adapters of PEFT on experts' tables, sharded like these: the worst gradient against a whole model on all batches,
+    and of each region why a table was made whole.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    reference, model = adapted_model(), adapted_model()
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    memfine_fx.optimize(model, config=config("eager"))
+    model(**batch(rank)).loss.backward()
+    for other in range(dist.get_world_size()):
+        (reference(**batch(other)).loss / dist.get_world_size()).backward()
+    errors = [
+        relative_error(_whole(ours.grad), theirs.grad)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True)
+        if theirs.grad is not None
+    ]
+    assert len(errors) == 4 * NUM_LAYERS + 1  # A and B of two tables, and the embedding
+    return max(errors), [region.why_expanded for region in memfine_fx.report(model).regions]
+
+
+def adapted_model() -> Any:
+    import peft
+
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings = peft.LoraConfig(r=3, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    model: Any = peft.inject_adapter_in_model(settings, model_of())
+    model.get_input_embeddings().weight.requires_grad_(True)
+    return model
+
+
 def ddp_run(rank: int) -> DdpRun:
     """Buckets of 1 MiB, smaller than the model's expert tables, so that torch would cut the graph."""
     seen: dict[str, list[tuple[torch.Size, ...]]] = {}

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tests.expert_parallel.ranks import run_ranks
-from tests.trainers.distributed_cases import NUM_LAYERS, cut_graph_warnings, ddp_run, fsdp2_run, head_run
+from tests.trainers.distributed_cases import (
+    NUM_LAYERS,
+    cut_graph_warnings,
+    ddp_run,
+    fsdp2_adapters_run,
+    fsdp2_run,
+    head_run,
+)
 
 pytest.importorskip("transformers")
 
@@ -25,6 +32,14 @@ def test_fsdp2_gathers_around_chunk_loops_and_never_inside(inner: str, takes_bf1
         assert run.step.gradient_dtypes == {torch.float32}
         assert run.step.loss == pytest.approx(run.reference_loss, rel=1e-2 if takes_bf16 else 1e-5)
         assert run.step.error < (3e-2 if takes_bf16 else 1e-5)
+
+
+@pytest.mark.trainers
+def test_adapters_that_fsdp2_shards_have_the_gradients_of_whole_ones() -> None:
+    pytest.importorskip("peft")
+    for error, why_expanded in run_ranks(fsdp2_adapters_run, 2):
+        assert error < 1e-5
+        assert why_expanded and not any(why_expanded), "a table was made whole"
 
 
 @pytest.mark.trainers
