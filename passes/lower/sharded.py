@@ -147,7 +147,7 @@ def _same_experts(node: fx.Node) -> fx.Node | None:
     if any(isinstance(leaf, fx.Node) for leaf in (*node.args[1:], *node.kwargs.values())):
         return None
     name = target_name(node)
-    if name in _RESHAPES:
+    if _is_reshape(node):
         # Numbers keep their order, so that an expert's are the same ones, whatever shapes lie between.
         source = _behind_reshapes(source, _num_first(node))
         return source if _num_first(source) == _num_first(node) is not None else None
@@ -161,9 +161,18 @@ def _same_experts(node: fx.Node) -> fx.Node | None:
 
 def _behind_reshapes(node: fx.Node, num_first: int | None) -> fx.Node:
     """The tensor with so many entries along its first dimension, or which is no reshape, that stands behind a node."""
-    while target_name(node) in _RESHAPES and _num_first(node) != num_first and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+    while _is_reshape(node) and _num_first(node) != num_first:
+        node = node.args[0]  # type: ignore[assignment]  # a node
     return node
+
+
+def _is_reshape(node: fx.Node) -> bool:
+    """Whether a node gives a tensor other dimensions; a view in another dtype has the same name and does more."""
+    source = node.args[0] if node.args else None
+    if target_name(node) not in _RESHAPES or not isinstance(source, fx.Node):
+        return False
+    value, before = node_value(node), node_value(source)
+    return isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and value.dtype is before.dtype
 
 
 def _num_first(node: fx.Node) -> int | None:
@@ -178,7 +187,7 @@ def _on_slice(path: list[fx.Node]) -> fx.Node:
     own = first
     for node in path[1:]:
         with recording(node.graph, node) as call:
-            if target_name(node) in _RESHAPES:  # sizes that are left open are none where a rank has no expert
+            if _is_reshape(node):  # sizes that are left open are none where a rank has no expert
                 own = call(torch.reshape, own, (_num_first(own), *tensor_of(node).shape[1:]))
             elif node.op == "call_method":
                 own = call(getattr(torch.Tensor, str(node.target)), own, *node.args[1:], **node.kwargs)
