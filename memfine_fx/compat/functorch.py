@@ -217,6 +217,16 @@ def random_state_ops() -> tuple[Any, ...]:
     return run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state
 
 
+def call_under_random_state(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """What a node calls: (operator, its arguments), also where one that checkpoints its random state calls it."""
+    operators = random_state_ops()
+    if node.target not in operators:
+        return node.target, tuple(node.args)
+    _, running, _ = operators
+    first = 1 if node.target is running else 0  # behind the state that it runs from
+    return node.args[first], tuple(node.args[first + 1 :])
+
+
 def compile_on_aot_autograd(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],

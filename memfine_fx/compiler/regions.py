@@ -150,7 +150,7 @@ def _plan(
     region, exchange = sharded_experts(region, bodies.key, config.axis, chunk_rows, bodies.flops_per_row)
     terms_of = functools.partial(region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
     terms = terms_of("nothing")  # traces them now, outside of any other compilation
-    if config.rows_per_chunk is None and not session.records:
+    if config.rows_per_chunk is None and session.measures:
         knee = measured_knee(terms, tensor_of(region.hidden).dtype)
         terms_of = functools.partial(_with_knee, terms_of, knee)
     site = next_site(bodies.key)

@@ -57,6 +57,7 @@ class Session:
         shares: where nothing is looked for and graphs are read as torch.compile takes them (`fit`): for which values of
             its `activation_memory_budget` beside 1; None where regions are looked for.
         foresees: which other plans of a graph are recorded (`fit`), see `CapturedGraph`.
+        measures: whether rows a chunk follow rates of this machine's products; not where `fit` asks for another's.
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
@@ -74,6 +75,7 @@ class Session:
     records: Records = ""
     shares: tuple[float, ...] | None = None
     foresees: tuple[str, ...] = ()
+    measures: bool = True
     has_warned: bool = False
     has_told: bool = False
     has_warned_of_failure: bool = False
@@ -388,10 +390,11 @@ def open_session(
     records: Records = "",
     shares: tuple[float, ...] | None = None,
     foresees: tuple[str, ...] = (),
+    measures: bool = True,
 ) -> Session:
     set_up_logs()
     warn_outside_tested_range()
-    session = Session(config, is_dry, mode, holds_compiled, records, shares, foresees)
+    session = Session(config, is_dry, mode, holds_compiled, records, shares, foresees, measures)
     with _lock:
         number = next(_session_numbers)
         if number == 0:

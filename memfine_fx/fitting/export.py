@@ -26,7 +26,7 @@ from memfine_fx.memory.step import RunMemory
 from memfine_fx.memory.symbols import ROWS
 from memfine_fx.plan.budget import MARGIN_PERCENT, SCALAR_BYTES
 from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
-from memfine_fx.plan.rows import KNEE_ROWS, LEAST_ROWS
+from memfine_fx.plan.rows import DEVIATIONS, KNEE_ROWS, LEAST_ROWS
 
 __all__ = ["OPERATIONS", "Exported"]
 
@@ -193,11 +193,14 @@ class _Sizes:
 
 def _chunk_rules(terms: RegionBytes, config: Config, has_even_routing: bool) -> dict[str, Any]:
     """How many rows a region's chunks have, as `Analysis` chooses them."""
-    knee = config.rows_per_chunk or KNEE_ROWS.get(terms.device_type, KNEE_ROWS["cuda"])
+    knee = config.rows_per_chunk or terms.knee_rows or KNEE_ROWS.get(terms.device_type, KNEE_ROWS["cuda"])
     return {
         "topK": terms.top_k,
         "experts": terms.num_experts,
         "knee": knee,
+        "followsExperts": config.rows_per_chunk is None and terms.knee_rows is not None,
+        "leastRows": LEAST_ROWS,
+        "deviations": DEVIATIONS,
         "takesGroup": terms.takes_group,
         "isEven": has_even_routing,
     }

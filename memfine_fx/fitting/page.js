@@ -48,7 +48,9 @@ function workspace([kind, ...found], size, rows) {
   if (kind === "head") return Math.trunc(functions[found[rows === null ? 0 : 1]](size));
   const [tokens, free, staged, rule] = found;
   const numTokens = valueOf(tokens, size), routed = numTokens * rule.topK;
-  let wanted = Math.max(1, Math.min(rule.knee, routed));
+  const even = Math.max(rule.leastRows, Math.ceil(routed / rule.experts));
+  const most = rule.followsExperts ? even + rule.deviations * Math.floor(Math.sqrt(even)) : Infinity;
+  let wanted = Math.max(1, Math.min(rule.knee, most, routed));
   if (rows !== null) wanted = Math.min(rows, wanted);
   let chunk = wanted, isStaged = true;
   if (!rule.takesGroup) {

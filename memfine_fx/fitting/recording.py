@@ -98,7 +98,10 @@ def record_step(
     # NOTE: a size of 1 is no symbol, and equal sizes are one symbol. Records hold for all sizes, so others stand in.
     batch = max(2, setup.batch)
     seq = setup.seq + 1 if setup.seq == batch else setup.seq
-    session = open_session(config, holds_compiled=True, records=records, shares=shares, foresees=plans)
+    measures = setup.device == "cpu"
+    session = open_session(
+        config, holds_compiled=True, records=records, shares=shares, foresees=plans, measures=measures
+    )
     # NOTE: code is read as a real run would have it, with the floats that are inputs there; that changes its kernels.
     floats = floats_as_constants() if records == "graph" else contextlib.nullcontext()
     trained = [one for one in model.parameters() if one.requires_grad]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.bitsandbytes import LINEAR_4BIT
+from memfine_fx.compat.functorch import call_under_random_state
 from memfine_fx.compat.operators import OpOverload, op_name, qualified_name
 from memfine_fx.memory.kernel_probe import (
     ATTENTION_SHAPES,
@@ -115,16 +116,17 @@ class Attention:
 
 def scratch_bytes(node: fx.Node) -> sympy.Expr:
     """Bytes in the graph's symbols, for the number of threads that run now; 0 for kernels that need none."""
-    if qualified_name(node.target) == LINEAR_4BIT:
-        return _unpacked(node)
-    if node.target is not _FORWARD and node.target is not _BACKWARD:
+    target, arguments = call_under_random_state(node)
+    if qualified_name(target) == LINEAR_4BIT:
+        return _unpacked(arguments)
+    if target is not _FORWARD and target is not _BACKWARD:
         return sympy.Integer(0)
-    call, threads, features = _attention(node), torch.get_num_threads(), cpu_features()
+    call, threads, features = _attention(target, arguments, node.kwargs), torch.get_num_threads(), cpu_features()
     inputs = _input_bytes(call)
-    if node.target is _FORWARD:
+    if target is _FORWARD:
         return _with_excess(forward_scratch(call, features, threads), inputs, _excess("forward", call.dtype, threads))
     needed = _with_excess(backward_scratch(call, features, threads), inputs, _excess("backward", call.dtype, threads))
-    return needed + _copied_gradient(node)
+    return needed + _copied_gradient(arguments[0])
 
 
 def cast_bytes(node: fx.Node) -> sympy.Expr:
@@ -201,20 +203,20 @@ def _products(call: Attention, features: CpuFeatures) -> sympy.Expr:
     return 2 * inner * rows + 2 * _TILE * rows + 4 * _TILE * inner + tiles + _ROUNDING
 
 
-def _attention(node: fx.Node) -> Attention:
-    first = 0 if node.target is _FORWARD else 1  # backward's first argument is the gradient of the result
-    query, key = (_value(argument) for argument in node.args[first : first + 2])
-    flag = 4 if node.target is _FORWARD else 7
-    is_causal = bool(node.args[flag]) if len(node.args) > flag else bool(node.kwargs.get("is_causal", False))
+def _attention(target: object, arguments: Sequence[Any], named: Mapping[str, Any]) -> Attention:
+    first = 0 if target is _FORWARD else 1  # backward's first argument is the gradient of the result
+    query, key = (_value(argument) for argument in arguments[first : first + 2])
+    flag = 4 if target is _FORWARD else 7
+    is_causal = bool(arguments[flag]) if len(arguments) > flag else bool(named.get("is_causal", False))
     batch, heads, queries, width = (size_expr(size) for size in query.shape)
     return Attention(
         batch, heads, size_expr(key.shape[1]), queries, size_expr(key.shape[2]), width, query.dtype, is_causal
     )
 
 
-def _copied_gradient(node: fx.Node) -> sympy.Expr:
+def _copied_gradient(argument: Any) -> sympy.Expr:
     """Bytes of the gradient's copy, unless it lies as [B,S,H,D]."""
-    gradient = _value(node.args[0]).transpose(1, 2)
+    gradient = _value(argument).transpose(1, 2)
     sizes, strides = ([size_expr(one) for one in many] for many in (gradient.shape, gradient.stride()))
     dense = sympy.Integer(1)
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -224,9 +226,8 @@ def _copied_gradient(node: fx.Node) -> sympy.Expr:
     return sympy.Integer(0)
 
 
-def _unpacked(node: fx.Node) -> sympy.Expr:
+def _unpacked(arguments: Sequence[Any]) -> sympy.Expr:
     """Bytes of the weight of `linear_4bit` in its rows' dtype, and of its scales as floats where they are bytes."""
-    arguments: Any = node.args
     rows, scales, num_out = _value(arguments[0]), arguments[2], arguments[5]
     weight = size_expr(num_out) * size_expr(rows.shape[-1]) * rows.dtype.itemsize
     return weight if len(scales) == 1 else weight + _FLOAT_BYTES * size_expr(_value(scales[0]).numel())

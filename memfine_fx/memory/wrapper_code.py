@@ -20,8 +20,10 @@ import sympy
 import torch
 from torch import fx
 
+from memfine_fx.compat.functorch import call_under_random_state
 from memfine_fx.compat.inductor import WRAPPERS
 from memfine_fx.compat.operators import OpOverload, viewed_arguments
+from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
 from memfine_fx.memory.sizes import size_expr
@@ -98,15 +100,31 @@ class _OpBytes:
 
 def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
     """Op as the wrapper spells it -> its calls."""
+    nodes = [node for node in graph.nodes if isinstance(call_under_random_state(node)[0], OpOverload)]
+    # Of an op that takes complex numbers somewhere the wrapper calls those nodes alone; kernels do what is real.
+    complex_ones = {node for node in nodes if _touches_complex(node)}
+    of_complex = {node.target for node in complex_ones}
     calls: dict[str, list[_OpBytes]] = defaultdict(list)
-    for node in graph.nodes:
-        if isinstance(node.target, OpOverload):
-            value = node.meta.get("val")
-            values = value if isinstance(value, (tuple, list)) else [value]
-            views = viewed_arguments(node.target)
-            found = _OpBytes([_tensor_bytes(one) for one in values], scratch_bytes(node), views)
-            calls[f"torch.ops.{node.target}"].append(found)
+    for node in nodes:
+        if node.target not in of_complex or node in complex_ones:
+            results = [_tensor_bytes(one) for one in _values(node)]
+            if isinstance(node.target, OpOverload):
+                found = _OpBytes(results, scratch_bytes(node), viewed_arguments(node.target))
+                calls[f"torch.ops.{node.target}"].append(found)
+            else:  # one that saves a random state, or runs another from such a state
+                found = _OpBytes(results, scratch_bytes(node), [None] * len(results))
+                calls[f"torch.ops.higher_order.{node.target}"].append(found)
     return calls
+
+
+def _touches_complex(node: fx.Node) -> bool:
+    values = [value for one in (node, *node.all_input_nodes) for value in _values(one)]
+    return any(isinstance(value, torch.Tensor) and value.is_complex() for value in values)
+
+
+def _values(node: fx.Node) -> list[object]:
+    """Results of a node, one after the other where they are nested."""
+    return tree_leaves(node.meta.get("val"))
 
 
 def _input_bytes(graph: fx.Graph, names: Collection[str]) -> dict[str, sympy.Expr]:
@@ -175,15 +193,21 @@ class _Reader:
     def _assign(self, name: str, value: ast.expr) -> None:
         if isinstance(value, ast.Name):
             self._hold(name, self._held.get(value.id, []))
-        elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
-            self._element(name, value.value.id, value.slice)
+        elif isinstance(value, ast.Subscript):
+            self._element(name, value)
         elif isinstance(value, ast.Call):
             self._call(name, value)
 
-    def _element(self, name: str, source: str, index: ast.expr) -> None:
-        held = self._held.get(source, [])
-        if isinstance(index, ast.Constant) and isinstance(index.value, int) and index.value < len(held):
-            self._hold(name, [held[index.value]])
+    def _element(self, name: str, element: ast.Subscript) -> None:
+        """Of what an op returned: `buf[2]`, or `buf[1][0]` behind the random state that stands first in `buf`."""
+        place, source = element.slice, element.value
+        behind = 0
+        if isinstance(source, ast.Subscript):
+            behind, source = ast.literal_eval(source.slice), source.value
+        if isinstance(place, ast.Constant) and isinstance(place.value, int) and isinstance(source, ast.Name):
+            held = self._held.get(source.id, [])
+            if behind + place.value < len(held):
+                self._hold(name, [held[behind + place.value]])
 
     def _call(self, name: str, call: ast.Call) -> None:
         function = ast.unparse(call.func)

@@ -15,7 +15,7 @@ from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.region_bytes import RegionBytes, region_peak, rows_of_even_round
 from memfine_fx.records import ChunkPlan
 
-__all__ = ["KNEE_ROWS", "LEAST_ROWS", "infeasible", "largest", "plan_region", "wanted_rows"]
+__all__ = ["DEVIATIONS", "KNEE_ROWS", "LEAST_ROWS", "infeasible", "largest", "plan_region", "wanted_rows"]
 
 KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
 """Rows a chunk at which time stops falling, where that is not measured for the layer (`plan.knee`).
@@ -25,7 +25,8 @@ docs/design/plan.md, "The throughput knee", has the measurement (CPU) and the re
 LEAST_ROWS = 64
 """Rows below which no budget pushes a chunk: smaller expert matmuls cost time and no longer save memory, since what is
 alive beside so small a chunk decides the peak."""
-_DEVIATIONS = 3
+DEVIATIONS = 3
+"""Of the rows of an expert, where tokens choose evenly, beyond their mean: chunks hold so many more."""
 
 
 def plan_region(
@@ -121,7 +122,7 @@ def _measured_rows(region: RegionBytes, knee: int, num_tokens: int) -> tuple[int
     would split every other expert in two.
     """
     even = max(LEAST_ROWS, -(-num_tokens * region.top_k // region.num_experts))
-    most = even + _DEVIATIONS * math.isqrt(even)
+    most = even + DEVIATIONS * math.isqrt(even)
     if most < knee:
         return region.at_most(most, num_tokens), "as many rows as an expert gets where tokens choose evenly"
     return region.at_most(knee, num_tokens), "throughput knee measured here for products of these widths"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import sympy
 import torch
@@ -9,7 +11,9 @@ from torch import fx
 from torch._functorch import config as functorch_config
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.compat.functorch import random_state_ops
 from memfine_fx.errors import CompatibilityWarning
+from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import CountedInputs, GraphMemory
 from memfine_fx.memory.wrapper_code import read_wrapper
 
@@ -235,3 +239,64 @@ return (buf4, )
         graph,
     )
     assert live(memory) == [64, 64, 64, 64, 64, 128, 64, 64, 64, 64]
+
+
+def test_of_an_op_that_also_takes_complex_numbers_the_wrapper_calls_only_those() -> None:
+    graph = fx.Graph()
+    rows = graph.placeholder("x")
+    rows.meta["val"] = torch.empty(2, 4, dtype=torch.complex64)
+    large = graph.call_function(torch.ops.aten.mul.Tensor, (1.0, 2.0))
+    large.meta["val"] = torch.empty(1000)  # in a kernel
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (rows, rows))
+    product.meta["val"] = torch.empty(2, 4, dtype=torch.complex64)
+    graph.output((large, product))
+    memory = read("buf0 = torch.ops.aten.mul.Tensor(x, x)\nreturn (buf0, )", graph)
+    assert live(memory) == [64, 64]
+
+
+def attention_graph(target: Callable[..., object], *, is_saving: bool) -> fx.Graph:
+    """One attention of [1,2,8,4] that saves its random state, or that runs from a saved one."""
+    graph = fx.Graph()
+    query = graph.placeholder("query")
+    query.meta["val"] = torch.empty(1, 2, 8, 4)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    results = torch.empty(1, 2, 8, 4), torch.empty(1, 2, 8)
+    saved = graph.placeholder("state")
+    saved.meta["val"] = torch.empty(5056, dtype=torch.uint8)
+    arguments = (operator, query, query, query) if is_saving else (saved, operator, query, query, query)
+    called = graph.call_function(target, arguments)
+    called.meta["val"] = (torch.empty(5056, dtype=torch.uint8), results) if is_saving else results
+    graph.output(called)
+    return graph
+
+
+def test_attention_under_a_random_state_holds_its_results_and_the_state() -> None:
+    saving, running, _ = random_state_ops()
+    plain = fx.Graph()
+    query = plain.placeholder("query")
+    query.meta["val"] = torch.empty(1, 2, 8, 4)
+    scratch = scratch_bytes(
+        plain.call_function(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, (query, query, query))
+    )
+    assert scratch > 0
+    saved = read(
+        """
+buf0 = torch.ops.higher_order.run_and_save_rng_state(torch.ops.aten.x, query, query, query)
+buf1 = buf0[0]
+buf2 = buf0[1][0]
+del buf0
+return (buf1, buf2)
+""",
+        attention_graph(saving, is_saving=True),
+    )
+    assert live(saved) == [5056 + 256 + 64 + scratch, 5056 + 256 + 64, 5056 + 256 + 64, 5056 + 256, 5056 + 256]
+    run = read(
+        """
+buf0 = torch.ops.higher_order.run_with_rng_state(state, torch.ops.aten.x, query, query, query)
+buf1 = buf0[0]
+del buf0
+return (buf1, )
+""",
+        attention_graph(running, is_saving=False),
+    )
+    assert live(run) == [256 + 64 + scratch, 256 + 64, 256, 256]
