@@ -1,10 +1,25 @@
 """Shared fixtures."""
 
+import gc
+
 import pytest
 import torch
 
 from memfine_fx.compat import checks
 from tests.rates import give_rates
+
+gc.get_freeze_count = lambda: 0
+"""What is frozen below holds no optimizer that a later test asks for, so the search for them stays switched on."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _earlier_objects_are_left_alone() -> None:
+    """Collecting garbage and searching for optimizers look at every object: seconds, after hundreds of tests. Of those
+    that earlier modules left behind none is looked at again.
+    """
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
