@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from memfine_fx.config import Config, parse_budget
-from memfine_fx.fitting.recording import ESTIMATED, RecordedStep
+from memfine_fx.fitting.recording import ESTIMATED, NUM_INPUTS, TOKEN_BYTES, RecordedStep
 from memfine_fx.fitting.setup import OptimizerBytes, Setup
 from memfine_fx.fitting.stack import Stack
 from memfine_fx.fitting.stretch import PARTS, Moment, is_even, moments_of, stretched
@@ -18,8 +18,6 @@ from memfine_fx.plan.rows import LEAST_ROWS, largest
 
 __all__ = ["Analysis", "StaticBytes", "StepTotal"]
 
-_TOKEN_BYTES = 8
-_NUM_INPUTS = 2  # tokens and labels
 _GATHERED_LAYERS = 2  # the one that runs, and the one that is gathered meanwhile
 
 
@@ -114,6 +112,11 @@ class Analysis:
         """Whether "asked" holds for every layer: what was extended must keep the same of each."""
         return len(self.records) == 1 or is_even(*(one.runs["asked"] for one in self.records))
 
+    @property
+    def constant_inputs(self) -> int:
+        """Bytes of inputs of any batch and length, the model's buffers among them."""
+        return max(self.static.buffers, self.records[0].constant_inputs)
+
     def lightest(self, batch: int, seq: int) -> StepTotal:
         """What the step needs at least: under the smallest budget, or as it was asked for.
 
@@ -191,7 +194,7 @@ class Analysis:
             "parameters": self._on_rank(static.parameters, static.experts),
             "fp32 copies of parameters": self._on_rank(optimizer.masters, self._of_experts(optimizer.masters)),
             "optimizer state": self._on_rank(optimizer.state, self._of_experts(optimizer.state)),
-            "inputs and buffers": static.buffers + _NUM_INPUTS * _TOKEN_BYTES * batch * seq + SCALAR_BYTES,
+            "inputs and buffers": self.constant_inputs + NUM_INPUTS * TOKEN_BYTES * batch * seq + SCALAR_BYTES,
         }
         parts = dict(zip(PARTS, peak.parts, strict=True))
         gradients = parts["gradients"]

@@ -95,7 +95,7 @@ class Exported:
             "static": {
                 name: getattr(static, name)
                 for name in (
-                    "parameters", "trained", "buffers", "layer", "trained_layer", "root", "experts", "trained_experts",
+                    "parameters", "trained", "layer", "trained_layer", "root", "experts", "trained_experts",
                 )
             },
             "optimizer": {"state": optimizer.state, "masters": optimizer.masters, "working": optimizer.working},
@@ -107,6 +107,7 @@ class Exported:
             "mostPlans": analysis.most_plans if "most" in plans else (),
             "estimated": analysis.records[0].estimated,
             "marginPercent": MARGIN_PERCENT,
+            "constantInputs": analysis.constant_inputs,
             "scalars": SCALAR_BYTES,
             "leastRows": LEAST_ROWS,
             "hasBatch": all(one.batch for one in analysis.records),

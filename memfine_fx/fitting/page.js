@@ -135,7 +135,7 @@ function always(analysis, size) {
     ["parameters", onRank(analysis, fixed.parameters, fixed.experts)],
     ["fp32 copies of parameters", onRank(analysis, optimizer.masters, ofExperts(analysis, optimizer.masters))],
     ["optimizer state", onRank(analysis, optimizer.state, ofExperts(analysis, optimizer.state))],
-    ["inputs and buffers", fixed.buffers + 16 * size.b * size.s + analysis.scalars],
+    ["inputs and buffers", analysis.constantInputs + 16 * size.b * size.s + analysis.scalars],
   ];
 }
 function within(analysis, plan, parts) {

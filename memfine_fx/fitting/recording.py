@@ -24,8 +24,21 @@ from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.setup import Setup, made_optimizer
 from memfine_fx.memory.step import RunMemory
 
-__all__ = ["ESTIMATED", "EVEN_PLANS", "PLANS", "RecordedStep", "attention_of", "record_step", "what_failed"]
+__all__ = [
+    "ESTIMATED",
+    "EVEN_PLANS",
+    "NUM_INPUTS",
+    "PLANS",
+    "TOKEN_BYTES",
+    "RecordedStep",
+    "attention_of",
+    "record_step",
+    "what_failed",
+]
 
+TOKEN_BYTES = 8
+NUM_INPUTS = 2
+"""Tokens and labels."""
 PLANS = ("least", "most")
 """Of the smallest budget that works, and of one that nothing exceeds."""
 EVEN_PLANS = ("most", "lean", "spare")
@@ -46,6 +59,7 @@ class RecordedStep:
         decision: of the plan that was asked for, in words.
         is_of_graph: it was read from the graph's operations alone.
         is_plain: of torch.compile alone.
+        constant_inputs: bytes of inputs whose size no batch or length changes: buffers, and numbers as tensors.
     """
 
     runs: Mapping[str, tuple[RunMemory, ...]]
@@ -56,6 +70,7 @@ class RecordedStep:
     decision: str
     is_of_graph: bool = False
     is_plain: bool = False
+    constant_inputs: int = 0
 
     @property
     def estimated(self) -> tuple[str, ...]:
@@ -179,4 +194,5 @@ def _recorded(session: Session, batch: int, seq: int, plans: tuple[str, ...]) ->
         "" if report.step is None else report.step.decision,
         session.records == "graph",
         session.shares is not None,
+        session.static_terms()["inputs and buffers"] - NUM_INPUTS * TOKEN_BYTES * batch * seq,
     )
