@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.operators import OpOverload
 
 __all__ = [
     "AUTOGRAD_CACHE",
@@ -219,7 +220,7 @@ def random_state_ops() -> tuple[Any, ...]:
 
 def call_under_random_state(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """What a node calls: (operator, its arguments), also where one that checkpoints its random state calls it."""
-    operators = random_state_ops()
+    operators = () if isinstance(node.target, OpOverload) else random_state_ops()
     if node.target not in operators:
         return node.target, tuple(node.args)
     _, running, _ = operators

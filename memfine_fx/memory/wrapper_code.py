@@ -200,14 +200,13 @@ class _Reader:
 
     def _element(self, name: str, element: ast.Subscript) -> None:
         """Of what an op returned: `buf[2]`, or `buf[1][0]` behind the random state that stands first in `buf`."""
-        place, source = element.slice, element.value
-        behind = 0
+        places, source = [element.slice], element.value
         if isinstance(source, ast.Subscript):
-            behind, source = ast.literal_eval(source.slice), source.value
-        if isinstance(place, ast.Constant) and isinstance(place.value, int) and isinstance(source, ast.Name):
-            held = self._held.get(source.id, [])
-            if behind + place.value < len(held):
-                self._hold(name, [held[behind + place.value]])
+            places, source = [source.slice, element.slice], source.value
+        found = [one.value for one in places if isinstance(one, ast.Constant) and isinstance(one.value, int)]
+        held = self._held.get(source.id, []) if isinstance(source, ast.Name) else []
+        if len(found) == len(places) and sum(found) < len(held):
+            self._hold(name, [held[sum(found)]])
 
     def _call(self, name: str, call: ast.Call) -> None:
         function = ast.unparse(call.func)
