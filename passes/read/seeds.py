@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from memfine_fx.compat.operators import HigherOrderOperator
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import is_int_tensor, node_value, same_size, static_size, target_name, tensor_of
 from memfine_fx.passes.read.frame import Frame
@@ -33,13 +34,14 @@ def seeds_of(graph: fx.Graph) -> list[fx.Node]:
 
     An input that is first read behind a choice is none: where experts are compiled alone they come first, and labels,
     integers [B,S] as an index may be, would be read with the whole model in front of the loss. Nor is one whose last
-    size varies, where there are choices: to read a padding mask, [B,S], as [T,K] would make S a constant of the graph.
+    size varies, where there are choices, here or in bodies that the graph calls (checkpointed layers): to read a padding
+    mask or labels, [B,S], as [T,K] would make S a constant of the graph.
     """
     position = {node: place for place, node in enumerate(graph.nodes)}
     seeds = [node for node in graph.nodes if is_seed(node)]
     # Whether an integer input is an index only what reads it could tell, so it counts with less right.
     inputs = {seed for seed in seeds if _is_index_input(seed)}
-    if len(inputs) < len(seeds):
+    if len(inputs) < len(seeds) or any(isinstance(node.target, HigherOrderOperator) for node in graph.nodes):
         seeds = [seed for seed in seeds if seed not in inputs or static_size(tensor_of(seed).shape[-1]) is not None]
     first = min((position[seed] for seed in seeds if seed not in inputs), default=len(position))
     return [
