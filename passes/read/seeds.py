@@ -34,8 +34,8 @@ def seeds_of(graph: fx.Graph) -> list[fx.Node]:
 
     An input that is first read behind a choice is none: where experts are compiled alone they come first, and labels,
     integers [B,S] as an index may be, would be read with the whole model in front of the loss. Nor is one whose last
-    size varies, where there are choices, here or in bodies that the graph calls (checkpointed layers): a padding mask or
-    labels, [B,S], read as [T,K] would make S a constant of the graph.
+    size varies, where there are choices, here or in bodies that the graph calls (checkpointed layers): a padding mask
+    or labels, [B,S], read as [T,K] would make S a constant of the graph.
     """
     position = {node: place for place, node in enumerate(graph.nodes)}
     seeds = [node for node in graph.nodes if is_seed(node)]
