@@ -26,14 +26,14 @@ class Alternative:
     Args:
         what: it, in words.
         total: its peak, None where it could not be recorded.
-        longest_seq: that fits in the memory, 0 for none or where there is no memory.
+        longest_seq: that fits in the memory, 0 for none or where there is no memory; None where it is not known.
         remark: what the number leaves open, "" where nothing.
         analysis, plan: what the total comes from, for other sizes.
     """
 
     what: str
     total: StepTotal | None
-    longest_seq: int = 0
+    longest_seq: int | None = 0
     remark: str = ""
     analysis: Analysis | None = field(default=None, repr=False, compare=False)
     plan: str = "asked"
@@ -69,5 +69,5 @@ def _alternative(
 ) -> Alternative:
     setup = analysis.setup
     total = analysis.total(plan, setup.batch, setup.seq)
-    seq = longest(lambda one: analysis.total(plan, setup.batch, one).num_bytes)
+    seq = longest(lambda one: analysis.total(plan, setup.batch, one).num_bytes) if analysis.has_seq else None
     return Alternative(name, total, seq, remark, analysis, plan)

@@ -113,6 +113,16 @@ class Analysis:
         return len(self.records) == 1 or is_even(*(one.runs["asked"] for one in self.records))
 
     @property
+    def has_batch(self) -> bool:
+        """Whether the records hold for other batches."""
+        return all(one.has_batch for one in self.records)
+
+    @property
+    def has_seq(self) -> bool:
+        """Whether the records hold for other lengths."""
+        return all(one.has_seq for one in self.records)
+
+    @property
     def constant_inputs(self) -> int:
         """Bytes of inputs of any batch and length, the model's buffers among them."""
         return max(self.static.buffers, self.records[0].constant_inputs)

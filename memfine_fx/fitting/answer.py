@@ -208,8 +208,10 @@ def report_of(source: object, analysis: Analysis, how: str, question: Question) 
         analysis.asked(batch, seq) if analysis.is_asked_known else None,
         analysis.total("least", batch, seq),
         analysis.total("most", batch, seq),
-        _longest_seq(question, lambda one: analysis.lightest(batch, one).num_bytes),
-        _longest(question, _MOST_SEQUENCES, lambda one: analysis.lightest(one, seq).num_bytes, 1),
+        _longest_seq(question, lambda one: analysis.lightest(batch, one).num_bytes) if analysis.has_seq else None,
+        _longest(question, _MOST_SEQUENCES, lambda one: analysis.lightest(one, seq).num_bytes, 1)
+        if analysis.has_batch
+        else None,
         question.terms,
         record.chunked,
         record.refused,

@@ -54,9 +54,10 @@ def _tried(changed: Changed, available: int) -> Iterator[tuple[str, int]]:
     leaner = [changed.with_optimizer(name) for name in _LEANER.get(setup.optimizer, ())]
     for other in leaner:
         yield f"optimizer={other.setup.optimizer!r}", _least(other)
-    shorter = _length_that_fits(analysis, available)
-    yield f"seq={shorter}", _least(analysis, seq=shorter)
-    if setup.batch > 1:
+    if analysis.has_seq:
+        shorter = _length_that_fits(analysis, available)
+        yield f"seq={shorter}", _least(analysis, seq=shorter)
+    if setup.batch > 1 and analysis.has_batch:
         yield "batch=1", _least(analysis, batch=1)
     if setup.expert_parallel == 1:
         ranks = _ranks_that_fit(analysis, available)

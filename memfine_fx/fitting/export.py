@@ -3,7 +3,7 @@
 Terms
     expression    a number, "b", "s" or "r" (sequences, tokens of each, rows of a chunk), or a list: operation, operands
     memory        one graph's allocations [expression, start, stop, part] and calls; a part is one of `stretch.PARTS`
-    run           the memories of its forward and backward, and bytes that are there beside them
+    run           the memories of its forward and backward, what earlier runs saved (an expression) and gradients there
 
 Equal expressions and equal memories stand there once, by number. The page's script evaluates them as `Analysis` does.
 """
@@ -19,6 +19,7 @@ import sympy
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError
 from memfine_fx.fitting.analysis import Analysis
+from memfine_fx.fitting.recording import RecordedStep
 from memfine_fx.fitting.stretch import PARTS, part_of, places_of
 from memfine_fx.memory.liveness import Call, GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, workspace_expression
@@ -110,8 +111,8 @@ class Exported:
             "constantInputs": analysis.constant_inputs,
             "scalars": SCALAR_BYTES,
             "leastRows": LEAST_ROWS,
-            "hasBatch": all(one.batch for one in analysis.records),
-            "hasSeq": all(one.seq for one in analysis.records),
+            "hasBatch": analysis.has_batch,
+            "hasSeq": analysis.has_seq,
             "plans": {plan: self._plan(analysis, plan) for plan in self._needed(analysis, plans)},
         }  # fmt: skip
 
@@ -122,18 +123,21 @@ class Exported:
 
     def _plan(self, analysis: Analysis, plan: str) -> list[list[dict[str, Any]]]:
         """For each record its runs."""
-        return [
-            [self._run(analysis, run, {one.batch: _BATCH, one.seq: _SEQ}) for run in one.runs[plan]]
-            for one in analysis.records
-        ]
+        return [self._runs(analysis, one, plan) for one in analysis.records]
 
-    def _run(self, analysis: Analysis, run: RunMemory, named: Mapping[str, sympy.Symbol]) -> dict[str, Any]:
-        sizes = _Sizes({**run.values, **{name: symbol for name, symbol in named.items() if name}})
-        memories = {
-            where: None if memory is None else self._memory(analysis, run, memory, where, sizes)
-            for where, memory in (("forward", run.step.forward), ("backward", run.step.backward))
-        }
-        return {**memories, "saved": run.saved_bytes, "later": run.later_gradient_bytes}
+    def _runs(self, analysis: Analysis, record: RecordedStep, plan: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        saved: sympy.Expr = sympy.Integer(0)
+        for run in record.runs[plan]:
+            sizes = _Sizes({**run.values, **record.in_sizes(run, _BATCH, _SEQ)})
+            memories = {
+                where: None if memory is None else self._memory(analysis, run, memory, where, sizes)
+                for where, memory in (("forward", run.step.forward), ("backward", run.step.backward))
+            }
+            found.append({**memories, "saved": self._number(saved), "later": run.later_gradient_bytes})
+            if run.forward is not None and run.step.backward is not None:
+                saved += sizes.of(run.forward.left_bytes)
+        return found
 
     def _memory(self, analysis: Analysis, run: RunMemory, memory: GraphMemory, where: str, sizes: _Sizes) -> int:
         allocations = [

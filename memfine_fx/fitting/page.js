@@ -74,9 +74,9 @@ function live(memory, size, rows) {
   for (const [position, part, ...found] of memory.calls) changes[position][part] += workspace(found, size, rows);
   return changes;
 }
-function besides(run, where, parts) {
+function besides(run, where, parts, size) {
   const found = parts.slice();
-  found[KEPT] += run.saved;
+  found[KEPT] += valueOf(run.saved, size);
   if (where === "backward") found[GRADIENTS] += run.later;
   return found;
 }
@@ -93,7 +93,7 @@ function momentsOf(runs, size, rows) {
     for (const end of [...memory.places, memory.positions - 1]) {
       let best = [0, 0, 0, 0, 0], most = -Infinity;
       for (let at = begin; at <= end; at++) if (sum(all[at]) > most) { best = all[at]; most = sum(best); }
-      stretches.push({where, parts: besides(run, where, best)});
+      stretches.push({where, parts: besides(run, where, best, size)});
       begin = end + 1;
     }
     found.push(stretches);
@@ -223,7 +223,7 @@ function timeline(analysis, shown, size) {
     const parts = {forward: [], backward: []};
     eachMemory(found[0][0], (run, where, memory) => {
       const working = new Set(memory.calls.map(([position]) => position));
-      const all = live(memory, size, shown.rows).map((one, at) => ({where, isCall: working.has(at), parts: besides(run, where, one)}));
+      const all = live(memory, size, shown.rows).map((one, at) => ({where, isCall: working.has(at), parts: besides(run, where, one, size)}));
       if (where === "forward") parts.forward.push(...all); else parts.backward.unshift(...all);
     });
     moments = [...parts.forward, ...parts.backward];

@@ -8,8 +8,9 @@ import re
 import unittest.mock
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import sympy
 import torch
 
 from memfine_fx.capture.implementation import switch_experts
@@ -36,6 +37,7 @@ __all__ = [
     "what_failed",
 ]
 
+SizeT = TypeVar("SizeT", int, sympy.Expr)
 TOKEN_BYTES = 8
 NUM_INPUTS = 2
 """Tokens and labels."""
@@ -53,7 +55,7 @@ class RecordedStep:
 
     Args:
         runs: of its graphs, by plan: "asked" is that of the setup's own budget (or of none).
-        batch, seq: names of these sizes among the graphs' symbols; "" where a size is fixed.
+        batch, seq: it was recorded with.
         chunked: layers whose experts are chunked.
         refused: (where, why) of what stays as it was written.
         decision: of the plan that was asked for, in words.
@@ -63,8 +65,8 @@ class RecordedStep:
     """
 
     runs: Mapping[str, tuple[RunMemory, ...]]
-    batch: str
-    seq: str
+    batch: int
+    seq: int
     chunked: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
     decision: str
@@ -80,10 +82,42 @@ class RecordedStep:
         others = [plan for plan in self.runs if plan != "asked"]
         return tuple(others) if self.is_of_graph else tuple(plan for plan in others if plan == ESTIMATED)
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether it holds for other batches: some graph has the batch as a symbol."""
+        return any(self.batch in run.sizes.values() for run in self.runs["asked"])
+
+    @property
+    def has_seq(self) -> bool:
+        """The same of lengths."""
+        return any(self.seq in run.sizes.values() for run in self.runs["asked"])
+
+    def in_sizes(self, run: RunMemory, batch: SizeT, seq: SizeT) -> dict[str, SizeT]:
+        """What symbols of a graph are at another batch and length; each graph has names of its own.
+
+        One of as many as all tokens is their product: what follows a cut of the graph may be flattened.
+        """
+        others = {self.batch * self.seq: batch * seq, self.batch: batch, self.seq: seq}
+        return {name: others[size] for name, size in run.sizes.items() if size in others}
+
     def sized(self, plan: str, batch: int, seq: int) -> tuple[RunMemory, ...]:
-        """The runs of a plan at another batch and sequence length."""
-        sizes = {name: size for name, size in ((self.batch, batch), (self.seq, seq)) if name}
-        return tuple(replace(run, sizes={**run.sizes, **sizes}) for run in self.runs[plan])
+        """The runs of a plan at another batch and sequence length.
+
+        Raises:
+            ConfigError: the graphs hold for the recorded one alone.
+        """
+        for what, asked, recorded, has in (
+            ("batch", batch, self.batch, self.has_batch), ("seq", seq, self.seq, self.has_seq),
+        ):  # fmt: skip
+            if asked != recorded and not has:
+                raise ConfigError(f"{what}={asked}: the model's code fixes it in its graphs, recorded with {recorded}")
+        runs: list[RunMemory] = []
+        saved = 0
+        for run in self.runs[plan]:
+            runs.append(replace(run, sizes={**run.sizes, **self.in_sizes(run, batch, seq)}, saved_bytes=saved))
+            if run.step.backward is not None:
+                saved += runs[-1].left_bytes
+        return tuple(runs)
 
 
 def record_step(
@@ -181,14 +215,13 @@ def _recorded(session: Session, batch: int, seq: int, plans: tuple[str, ...]) ->
         plans = (*plans, ESTIMATED)
     for plan in plans:
         runs[plan] = tuple(replace(run, step=session.foreseen_of(run.step, plan)) for run in passed)
-    values = {name: size for run in passed for name, size in run.sizes.items()}
     report = session.report()
     refused = [(str(one.where), one.reason) for one in report.regions if one.status == "refused"]
     refused += [(f"head {one.where}", one.reason) for one in report.heads if one.status == "refused"]
     return RecordedStep(
         runs,
-        next((name for name, size in values.items() if size == batch), ""),
-        next((name for name, size in values.items() if size == seq), ""),
+        batch,
+        seq,
         tuple(one.where.module or str(one.where) for one in report.regions if one.status == "chunked"),
         tuple(refused),
         "" if report.step is None else report.step.decision,

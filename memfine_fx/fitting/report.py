@@ -31,7 +31,8 @@ class FitReport:
             layers were extended and not all of them keep the same.
         least: the same under the smallest budget that works.
         most: the same where nothing is computed again.
-        longest_seq, largest_batch: with which `lightest` fits in the memory, the other as it is; 0 for none.
+        longest_seq, largest_batch: with which `lightest` fits in the memory, the other as it is; 0 for none, None where
+            the model's code fixes it in its graphs, so that their bytes at others are not known.
         cuda_terms: what the device takes beyond, unmeasured; () on a CPU.
         chunked: layers whose experts are chunked.
         refused: (where, why) of what is counted as it was written.
@@ -49,8 +50,8 @@ class FitReport:
     asked: StepTotal | None
     least: StepTotal
     most: StepTotal
-    longest_seq: int
-    largest_batch: int
+    longest_seq: int | None
+    largest_batch: int | None
     cuda_terms: tuple[CudaTerm, ...]
     chunked: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
@@ -157,8 +158,8 @@ class FitReport:
         ]
         if self.memory_bytes is not None:
             lines.append(
-                f"within the memory: sequences of up to {self.longest_seq:,} tokens at batch {self.setup.batch}, "
-                f"or a batch of up to {self.largest_batch:,} at {self.setup.seq:,} tokens"
+                f"within the memory: sequences of {_up_to(self.longest_seq)} tokens at batch {self.setup.batch}, "
+                f"or a batch of {_up_to(self.largest_batch)} at {self.setup.seq:,} tokens"
             )
         if self.line:
             lines.append(f"use: {self.line}")
@@ -175,7 +176,7 @@ class FitReport:
                 continue
             needs = one.total.num_bytes + self.beside_bytes
             fits = "" if self.memory_bytes is None else ", fits" if needs <= self.memory_bytes else ", does not fit"
-            longest = "" if self.memory_bytes is None else f"; sequences of up to {one.longest_seq:,} tokens"
+            longest = "" if self.memory_bytes is None else f"; sequences of {_up_to(one.longest_seq)} tokens"
             remark = f" ({one.remark})" if one.remark else ""
             lines.append(f"  {one.what}: {_readable(needs)} in the {one.total.where}{fits}{longest}{remark}")
         return lines
@@ -192,3 +193,7 @@ class FitReport:
 def _readable(num_bytes: int) -> str:
     unit, size = next(((unit, size) for unit, size in _UNITS if num_bytes >= size), ("B", 1))
     return f"{num_bytes / size:.2f} {unit}"
+
+
+def _up_to(most: int | None) -> str:
+    return "an unknown number of" if most is None else f"up to {most:,}"

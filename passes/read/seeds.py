@@ -12,7 +12,6 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from memfine_fx.compat.operators import HigherOrderOperator
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import is_int_tensor, node_value, same_size, static_size, target_name, tensor_of
 from memfine_fx.passes.read.frame import Frame
@@ -33,16 +32,12 @@ def seeds_of(graph: fx.Graph) -> list[fx.Node]:
     """Routing decisions in graph order.
 
     An input that is first read behind a choice is none: where experts are compiled alone they come first, and labels,
-    integers [B,S] as an index may be, would be read with the whole model in front of the loss. Nor is one whose last
-    size varies, where there are choices, here or in bodies that the graph calls (checkpointed layers): a padding mask
-    or labels, [B,S], read as [T,K] would make S a constant of the graph.
+    integers [B,S] as an index may be, would be read with the whole model in front of the loss.
     """
     position = {node: place for place, node in enumerate(graph.nodes)}
     seeds = [node for node in graph.nodes if is_seed(node)]
     # Whether an integer input is an index only what reads it could tell, so it counts with less right.
     inputs = {seed for seed in seeds if _is_index_input(seed)}
-    if len(inputs) < len(seeds) or any(isinstance(node.target, HigherOrderOperator) for node in graph.nodes):
-        seeds = [seed for seed in seeds if seed not in inputs or static_size(tensor_of(seed).shape[-1]) is not None]
     first = min((position[seed] for seed in seeds if seed not in inputs), default=len(position))
     return [
         seed for seed in seeds if seed not in inputs or min(map(position.__getitem__, seed.users), default=0) < first
@@ -158,7 +153,21 @@ def _is_table_lookup(node: fx.Node) -> bool:
 
 
 def _is_index_input(node: fx.Node) -> bool:
-    """Whether a node may be the expert index of experts compiled alone; what is embedded is a token."""
+    """Whether a node may be the expert index of experts compiled alone; what is embedded is a token.
+
+    A last size that varies counts where routing weights, an input of the same sizes, come with it: labels or a padding
+    mask, [B,S], would be read as [T,K], and K is a number of the architecture, so that every S had a graph of its own.
+    """
     value = node_value(node)
     is_input = node.op == "placeholder" and isinstance(value, torch.Tensor) and value.ndim == 2
-    return is_input and not any(target_name(user) == "embedding" for user in node.users)
+    if not is_input or any(target_name(user) == "embedding" for user in node.users):
+        return False
+    return static_size(tensor_of(node).shape[-1]) is not None or _comes_with_weights(node)
+
+
+def _comes_with_weights(index: fx.Node) -> bool:
+    """Whether another input has the sizes of an index and holds floating-point numbers."""
+    sizes = [size_expr(size) for size in tensor_of(index).shape]
+    inputs = (node_value(node) for node in index.graph.nodes if node.op == "placeholder")
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor) and value.is_floating_point())
+    return any([size_expr(size) for size in value.shape] == sizes for value in tensors)

@@ -64,7 +64,7 @@ def analysis_of(num_bytes: sympy.Expr) -> Analysis:
     kept = GraphMemory((Allocation("kept", num_bytes, 0, None),), (), 2)
     freed = GraphMemory((Allocation("kept", num_bytes, 0, 1, is_input=True),), (), 2)
     run = RunMemory(GraphStep(forward=kept, backward=freed), {"s27": 2, "s53": 64})
-    record = RecordedStep(dict.fromkeys(("asked", "least", "most"), (run,)), "s27", "s53", (), (), "")
+    record = RecordedStep(dict.fromkeys(("asked", "least", "most"), (run,)), 2, 64, (), (), "")
     static = StaticBytes(1000, 1000, 8, OptimizerBytes(2000, 0, 0))
     return Analysis((record,), 0, static, Setup(2, 64, dtype="fp32"), Config())
 
