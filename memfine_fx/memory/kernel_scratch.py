@@ -75,6 +75,15 @@ _BLOCK_LEFT, _BLOCK_RIGHT, _LEAST_RIGHT = 256, 640, 64
 """The most of a product's sides, [a,b], that count for one thread, and the fewest columns: results of a block have up
 to 1024, but its factors fewer, so that 640 cover both."""
 
+_AMX_LEFT, _AMX_STEP, _AMX_RIGHT, _AMX_PADDING_ROWS = 256, 16, 64, 288
+"""With AMX tiles: the most of a product's left side that a thread packs, twice the side rounded up to this, with so
+many columns of the right one; and rows beyond the product's."""
+_AMX_MOST = ((64, 2_500_000), (128, 1_750_000))
+"""Smaller side up to which a thread packs at most so many bytes, where the larger is longer than 64; both no longer
+than that, rows are packed all at once."""
+_AMX_MOST_WIDE = 1_400_000
+"""The most where both sides are longer."""
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -237,7 +246,9 @@ def product_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device_
     """Bytes in R of oneDNN's blocks of a low-precision product [a,R] @ [R,b] on a CPU; 0 elsewhere.
 
     At least what bf16 took on one and two threads at sizes of 32 to 2048 and 16 to 8192 rows, where it grew no more
-    beyond 2048 rows (tests/memory/test_kernel_scratch.py asks it of the machine at hand).
+    beyond 2048 rows (tests/memory/test_kernel_scratch.py asks it of the machine at hand). With AMX it grows further
+    where a result is small: what stands for it is at least what was taken at 27,736 sizes of 1 to 2048 and up to 32768
+    rows (tests/memory/data/product_scratch.json has the nearest).
 
     Args:
         shapes: of the gradients, [a,b]; others have no product.
@@ -263,6 +274,8 @@ def product_blocks(
     Each thread has blocks of its own. An AMD EPYC of family 26 gives all threads theirs where sums over rows are split
     among them, however small the results are; others take less.
     """
+    if dtype is torch.bfloat16 and features.packs_bf16:
+        return threads * sympy.Max(*(_packed_for_tiles(min(sides), max(sides), sides[0]) for sides in products))
     if dtype is torch.float16:
         item_bytes = 4 if features.fp16 else 0
     elif features.bf16 == "converted":
@@ -274,6 +287,15 @@ def product_blocks(
     sides = max(threads * of_thread, *map(sum, padded))
     blocks = sympy.Rational(3, 2) * sides * sympy.Min(ROWS + _PADDING_ROWS, _BLOCK_ROWS)
     return item_bytes * blocks + (threads * _ROUNDING if item_bytes else 0)
+
+
+def _packed_for_tiles(smaller: int, larger: int, left: int) -> sympy.Expr:
+    """What a thread packs of a product's factors in bf16 for AMX tiles."""
+    sides = min(2 * _AMX_STEP * -(-left // _AMX_STEP), _AMX_LEFT) + _AMX_RIGHT
+    packed = 2 * sides * (ROWS + _AMX_PADDING_ROWS)
+    if larger <= _AMX_RIGHT:
+        return packed
+    return sympy.Min(packed, next((most for side, most in _AMX_MOST if smaller <= side), _AMX_MOST_WIDE))
 
 
 def _with_excess(counted: sympy.Expr, inputs: sympy.Expr, excess: Excess) -> sympy.Expr:

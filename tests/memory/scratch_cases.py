@@ -1,16 +1,23 @@
-"""What kernels take here and what is counted, printed as JSON for the dtypes that are named: run as a script."""
+"""What kernels take here and what is counted, printed as JSON for the dtypes that are named: run as a script.
+
+`--products N` draws N sizes of a gradient's product instead, for one thread and for two.
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
-import sys
+import random
+from collections.abc import Iterator
 
 import torch
 
 from memfine_fx.memory.kernel_probe import ATTENTION_SHAPES, PRODUCT_SHAPES, Kernel, Shape, measure
 from memfine_fx.memory.kernel_scratch import counted_at
+from memfine_fx.memory.measure import trace_memory
 
-__all__ = ["rows"]
+__all__ = ["product_bytes", "rows"]
 
 Row = tuple[str, str, Shape, int, int]
 """(dtype, kernel, shape, measured, counted)."""
@@ -19,6 +26,8 @@ Row = tuple[str, str, Shape, int, int]
 def rows(dtype: torch.dtype) -> list[Row]:
     found: list[Row] = []
     for kernel, measured in measure(dtype).items():
+        if not measured:
+            continue
         shapes = PRODUCT_SHAPES if kernel == "product" else ATTENTION_SHAPES
         for shape, num_bytes in zip(shapes, measured, strict=True):
             found.append((str(dtype), kernel, shape, num_bytes, _counted(kernel, shape, dtype)))
@@ -29,5 +38,35 @@ def _counted(kernel: Kernel, shape: Shape, dtype: torch.dtype) -> int:
     return counted_at(kernel, shape, dtype, torch.get_num_threads())
 
 
+def product_bytes(left: int, right: int, num_rows: int, dtype: torch.dtype) -> int:
+    """What [a,R] @ [R,b] takes beside its result, once its code is there."""
+    factors = torch.ones(num_rows, left, dtype=dtype).t(), torch.ones(num_rows, right, dtype=dtype)
+    out = torch.empty(left, right, dtype=dtype)
+    product = functools.partial(torch.mm, *factors, out=out)
+    product()
+    return trace_memory(product, torch.device("cpu"), collects_garbage=False).peak_bytes
+
+
+def _drawn_products(count: int, dtype: torch.dtype) -> Iterator[Row]:
+    draws = random.Random(7)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for _ in range(count):
+            left, right, num_rows = (int(2 ** draws.uniform(*logs)) for logs in ((3, 11), (3, 11), (4, 15)))
+            if left * right > 1 << 20 or (left + right) * num_rows > 1 << 24:
+                continue
+            shape = left, right, num_rows
+            yield str(dtype), "product", shape, product_bytes(*shape, dtype), _counted("product", shape, dtype)
+
+
 if __name__ == "__main__":
-    print(json.dumps([row for name in sys.argv[1:] for row in rows(getattr(torch, name))]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dtypes", nargs="+")
+    parser.add_argument("--products", type=int, metavar="N")
+    given = parser.parse_args()
+    wanted = [getattr(torch, name) for name in given.dtypes]
+    print(
+        json.dumps(
+            [row for one in wanted for row in (_drawn_products(given.products, one) if given.products else rows(one))]
+        )
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -34,13 +33,15 @@ from memfine_fx.memory.kernel_scratch import (
 from memfine_fx.memory.machine import CpuFeatures, features_of
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.symbols import ROWS
-from tests.memory.scratch_cases import rows
+from tests.memory.scratch_cases import product_bytes, rows
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 RECORD = json.loads((Path(__file__).parent / "data" / "attention_scratch.json").read_text())
 """Rows of a CPU with AMX under three instruction sets."""
+PRODUCTS = json.loads((Path(__file__).parent / "data" / "product_scratch.json").read_text())
+"""Gradients' products in bf16 on the same kind of CPU."""
 NOT_COUNTED_EXACTLY = 1 << 17
 """Bytes a thread by which oneDNN's part of backward may be counted too large; threads seldom peak at once besides."""
 
@@ -221,12 +222,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("num_rows", [16, 97, 539, 2048])
 @pytest.mark.parametrize(("width", "hidden"), [(512, 256), (192, 320), (128, 64), (64, 64), (48, 80), (32, 32)])
 def test_scratch_of_a_gradients_product_is_no_more_than_is_counted(width: int, hidden: int, num_rows: int) -> None:
-    left, right = torch.randn(num_rows, width).bfloat16().t(), torch.randn(num_rows, hidden).bfloat16()
-    out = torch.empty(width, hidden, dtype=torch.bfloat16)
-    torch.mm(left, right, out=out)
-    product = functools.partial(torch.mm, left, right, out=out)
-    measured = trace_memory(product, torch.device("cpu"), collects_garbage=False).peak_bytes
+    measured = product_bytes(width, hidden, num_rows, torch.bfloat16)
     assert measured <= product_scratch([(width, hidden), (7,)], torch.bfloat16, "cpu").subs(ROWS, num_rows)
+
+
+def test_products_cover_what_a_cpu_with_amx_took() -> None:
+    features = features_of(PRODUCTS["instructions"])
+    assert features.packs_bf16 and len(PRODUCTS["rows"]) == 200
+    for threads, left, right, num_rows, measured in PRODUCTS["rows"]:
+        counted = product_blocks([(left, right)], torch.bfloat16, features, threads).subs(ROWS, num_rows)
+        assert measured <= counted <= 6 * measured + threads * (200 << 10), (threads, left, right, num_rows)
 
 
 def test_products_elsewhere_need_none() -> None:
@@ -316,6 +321,17 @@ def test_kernels_are_measured_once_and_as_they_run_outside_a_compilation(
     _forget()
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         kernel_probe.measured_scratch("forward", torch.float32)
+
+
+def test_a_kernel_that_does_not_run_here_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: object) -> None:
+        raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
+
+    monkeypatch.setattr(kernel_probe, "_FORWARD", refuses)
+    for _ in range(2):  # from the kernels, and from the file
+        assert kernel_probe.measured_scratch("backward", torch.bfloat16) is None
+        assert len(kernel_probe.measured_scratch("product", torch.bfloat16) or ()) == len(PRODUCT_SHAPES)
+        _forget()
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch before 2.13, about its own cycles
