@@ -225,6 +225,9 @@ def _plain(expr: sympy.Basic) -> Any:
         return float(expr)
     if isinstance(expr, sympy.Piecewise):
         return ["piecewise", *([_plain(value), _plain(condition)] for value, condition in expr.args)]
+    if isinstance(expr, sympy.ITE):  # a condition of cases, as sympy folds one piecewise size into another
+        condition, first, second = map(_plain, expr.args)
+        return ["or", ["and", condition, first], ["and", ["not", condition], second]]
     name = OPERATIONS.get(type(expr).__name__)
     if name is None:
         raise ConfigError(f"a size of the step has no counterpart on a page: {expr}")

@@ -45,6 +45,11 @@ OPERATIONS: dict[str, Any] = {
     "floordiv": lambda one, other: one // other,
     "mod": lambda one, other: one % other,
     ">=": lambda one, other: one >= other,
+    ">": lambda one, other: one > other,
+    "<": lambda one, other: one < other,
+    "and": lambda one, other: one and other,
+    "or": lambda one, other: one or other,
+    "not": lambda one: not one,
 }
 
 
@@ -81,6 +86,7 @@ def page_of(num_bytes: sympy.Expr) -> str:
         sympy.floor(TOKENS * LENGTH / 3) + sympy.ceiling(sympy.Rational(5, 2) * LENGTH),
         FloorDiv(TOKENS * LENGTH, 7) + Mod(LENGTH, 5),
         sympy.Piecewise((256, LENGTH >= 768), (64, LENGTH >= 192), (32, True)) * TOKENS,
+        sympy.Piecewise((8, sympy.ITE(LENGTH >= 768, TOKENS > 8, TOKENS < 2)), (4, True)) * LENGTH,
     ],
 )
 def test_an_expression_on_the_page_is_that_of_the_record(expr: sympy.Expr) -> None:
