@@ -11,10 +11,12 @@ import torch
 
 import memfine_fx
 from memfine_fx.cli import main
+from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.errors import ConfigError
-from memfine_fx.fitting.recording import what_failed
+from memfine_fx.fitting.recording import RecordedStep, what_failed
 from memfine_fx.fitting.setup import OptimizerName, Setup, optimizer_bytes
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.memory.step import GraphStep, RunMemory
 
 TINY: dict[str, Any] = dict(
     hidden_size=64,
@@ -207,6 +209,47 @@ def test_the_command_answers_and_says_by_its_status_whether_it_fits(
 def test_a_device_or_ranks_that_cannot_be_are_named(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         memfine_fx.fit(config_of(), **given)
+
+
+class Cut(torch.nn.Module):
+    """A module in front of which Dynamo cuts the graph."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        found: torch.Tensor = self.inner(hidden)
+        return found
+
+
+def cut_model() -> torch.nn.Module:
+    model: Any = tiny_causal_lm("qwen3_moe", hidden_size=64)
+    model.model.norm = Cut(model.model.norm)
+    return model  # type: ignore[no-any-return]  # of transformers
+
+
+@pytest.mark.slow
+def test_a_step_of_several_graphs_is_answered_at_other_sizes() -> None:
+    """Each graph has names of its own for batch and length, and what earlier ones save grows with these."""
+    recorded = memfine_fx.fit(cut_model, batch=2, seq=64, dtype="fp32").analysis
+    again = memfine_fx.fit(cut_model, batch=3, seq=160, dtype="fp32")
+    assert recorded is not None
+    (step,) = recorded.records
+    assert len({name for run in step.runs["asked"] for name, size in run.sizes.items() if size == 64}) > 1
+    assert [run.saved_bytes for run in step.sized("asked", 2, 64)] == [run.saved_bytes for run in step.runs["asked"]]
+    assert recorded.total("least", 3, 160).num_bytes == again.least.num_bytes
+    assert recorded.total("most", 3, 160).num_bytes == pytest.approx(again.most.num_bytes, rel=0.002)
+
+
+def test_sizes_that_the_code_fixes_are_not_answered() -> None:
+    run = RunMemory(GraphStep(), {"s1": 2})
+    step = RecordedStep({"asked": (run,)}, 2, 64, (), (), "")
+    assert step.has_batch and not step.has_seq
+    assert step.sized("asked", 5, 64)[0].sizes == {"s1": 5}
+    with pytest.raises(ConfigError, match="seq=65: the model's code fixes it in its graphs, recorded with 64"):
+        step.sized("asked", 2, 65)
 
 
 def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[torch.nn.Parameter]:
