@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 __all__ = ["Stack", "find_stack", "layer_lists", "shortened"]
 
@@ -77,7 +78,8 @@ def _stack_of(path: str, layers: Sequence[torch.nn.Module]) -> Stack | None:
 
 def _signature(layer: torch.nn.Module) -> Iterator[object]:
     for name, module in layer.named_modules():
-        yield name, type(module)
+        # Parametrized modules (bitsandbytes packs tables so) have a class each.
+        yield name, type_before_parametrizations(module)
         yield from sorted(
             (attribute, value)
             for attribute, value in vars(module).items()

@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 import sympy
+import torch
+from torch.nn.utils import parametrize
 
 from memfine_fx.config import Config
 from memfine_fx.demo.model import ModelSizes
@@ -129,3 +131,19 @@ def size_of_whole(site: str, num_tokens: int) -> ChunkSize:
 SIZES = ModelSizes(
     layers=2, hidden=64, width=64, experts=8, top_k=2, heads=4, kv_heads=2, head_dim=16, vocab=256, positions=1024
 )
+
+
+class Packed(torch.nn.Module):
+    """A parametrization: what a parameter is made of."""
+
+    def forward(self, packed: torch.Tensor) -> torch.Tensor:
+        return packed.float()
+
+
+def test_layers_with_packed_tables_are_equal() -> None:
+    """A parametrized module has a class of its own, and packed layers are analysed once too."""
+    layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(6))
+    for layer in layers[1:]:
+        parametrize.register_parametrization(layer[0], "weight", Packed())
+    stack = find_stack(torch.nn.ModuleDict({"layers": layers}))
+    assert stack is not None and (stack.begin, stack.unit, stack.repeats) == (1, 1, 5)
