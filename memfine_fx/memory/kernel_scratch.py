@@ -275,7 +275,7 @@ def product_blocks(
     among them, however small the results are; others take less.
     """
     if dtype is torch.bfloat16 and features.packs_bf16:
-        return threads * sympy.Max(*(_packed_for_tiles(min(sides), max(sides), sides[0]) for sides in products))
+        return threads * sympy.Max(*(_packed_for_tiles(left, right) for left, right in products))
     if dtype is torch.float16:
         item_bytes = 4 if features.fp16 else 0
     elif features.bf16 == "converted":
@@ -289,13 +289,13 @@ def product_blocks(
     return item_bytes * blocks + (threads * _ROUNDING if item_bytes else 0)
 
 
-def _packed_for_tiles(smaller: int, larger: int, left: int) -> sympy.Expr:
+def _packed_for_tiles(left: int, right: int) -> sympy.Expr:
     """What a thread packs of a product's factors in bf16 for AMX tiles."""
     sides = min(2 * _AMX_STEP * -(-left // _AMX_STEP), _AMX_LEFT) + _AMX_RIGHT
     packed = 2 * sides * (ROWS + _AMX_PADDING_ROWS)
-    if larger <= _AMX_RIGHT:
+    if max(left, right) <= _AMX_RIGHT:
         return packed
-    return sympy.Min(packed, next((most for side, most in _AMX_MOST if smaller <= side), _AMX_MOST_WIDE))
+    return sympy.Min(packed, next((most for side, most in _AMX_MOST if min(left, right) <= side), _AMX_MOST_WIDE))
 
 
 def _with_excess(counted: sympy.Expr, inputs: sympy.Expr, excess: Excess) -> sympy.Expr:
