@@ -49,8 +49,7 @@ even two tokens. Memory is in GB of 10^9 bytes. LoRA has rank 16 on every linear
 choice of targets; QLoRA has NF4 weights under it (linear layers but the head, and tables over experts). One expert is
 supposed to get a row of every token, the worst that routing can do. The logits of a model that returns them beside its
 loss stay whole on both sides. The plain step is read from the graph's operations, and is an estimate where its layers
-were not found to keep the same. A question mark: not asked, or an estimate that is not trusted (models whose first
-layers are dense: in the order of the graph, which Inductor may change, what is computed again of all layers piles up).
+were not found to keep the same. A question mark: not asked.
 Sizes of models are from memory; benchmarks/known_models.py says which were compared. Of {known} models {asked} of {all}
 rows were asked so far, the others were not.
 

@@ -9,7 +9,7 @@ from memfine_fx.config import Config, parse_budget
 from memfine_fx.fitting.recording import ESTIMATED, NUM_INPUTS, TOKEN_BYTES, RecordedStep
 from memfine_fx.fitting.setup import OptimizerBytes, Setup
 from memfine_fx.fitting.stack import Stack
-from memfine_fx.fitting.stretch import PARTS, Moment, is_even, moments_of, stretched
+from memfine_fx.fitting.stretch import PARTS, Moment, aligned, is_even, moments_of, stretched
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory, SizeOf
 from memfine_fx.plan.budget import MARGIN_PERCENT, SCALAR_BYTES, unbounded_rows
@@ -112,6 +112,17 @@ class Analysis:
         """Whether "asked" holds for every layer: what was extended must keep the same of each."""
         return len(self.records) == 1 or is_even(*(one.runs["asked"] for one in self.records))
 
+    def alike(self, plan: str) -> list[tuple[int, int]]:
+        """Of a plan of two records, see `aligned`; as they were recorded, whatever sizes are asked."""
+        if plan not in self._alike:
+            short, long = (one.runs[plan] for one in self.records)
+            self._alike[plan] = aligned(short, long)
+        return self._alike[plan]
+
+    @functools.cached_property
+    def _alike(self) -> dict[str, list[tuple[int, int]]]:
+        return {}
+
     @property
     def has_batch(self) -> bool:
         """Whether the records hold for other batches."""
@@ -160,7 +171,7 @@ class Analysis:
             moments = [moment for stretches in found[0] for moment in stretches]
             peak = max(moments, key=lambda one: one.num_bytes)
         else:
-            peak = stretched(found[0], found[1], self.more)
+            peak = stretched(found[0], found[1], self.more, self.alike(plan))
         percent = MARGIN_PERCENT if plan in self.records[0].estimated else 0
         return self._with_static(peak, batch, seq, peak.num_bytes * percent // 100)
 

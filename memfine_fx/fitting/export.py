@@ -91,7 +91,7 @@ class Exported:
         if analysis.config.axis != "rows":
             raise ConfigError(f"a page is written of chunks of rows only, and axis={analysis.config.axis!r}")
         static, setup = analysis.static, analysis.setup
-        optimizer = static.optimizer
+        optimizer, needed = static.optimizer, self._needed(analysis, plans)
         return {
             "static": {
                 name: getattr(static, name)
@@ -113,7 +113,8 @@ class Exported:
             "leastRows": LEAST_ROWS,
             "hasBatch": analysis.has_batch,
             "hasSeq": analysis.has_seq,
-            "plans": {plan: self._plan(analysis, plan) for plan in self._needed(analysis, plans)},
+            "plans": {plan: self._plan(analysis, plan) for plan in needed},
+            "alike": {plan: analysis.alike(plan) for plan in needed if len(analysis.records) > 1},
         }  # fmt: skip
 
     def _needed(self, analysis: Analysis, plans: tuple[str, ...]) -> list[str]:

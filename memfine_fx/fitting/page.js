@@ -103,9 +103,9 @@ function momentsOf(runs, size, rows) {
 const extendedAs = (one, short, long, times) =>
   ({where: one.where, parts: one.parts.map((mine, part) => mine + times * (long.parts[part] - short.parts[part]))});
 const extended = (short, long, times) => extendedAs(short, short, long, times);
-function placesOf(short, long) {
-  const fromFront = Math.max(1, 2 * short.length - long.length), back = Math.floor((short.length + 1) / 2);
-  return [...Array(fromFront).keys(), ...[...Array(back).keys()].map((place) => -1 - place)];
+function placesOf(short, [front, back]) {
+  const rest = Math.max(back, short.length - front);
+  return [...Array(front).keys(), ...[...Array(rest).keys()].map((place) => -1 - place)];
 }
 const at = (list, place) => list[place < 0 ? list.length + place : place];
 const highest = (moments) => moments.reduce((best, one) => (sum(one.parts) > sum(best.parts) ? one : best));
@@ -115,9 +115,10 @@ function peakOf(analysis, plan, size, rows) {
   const [shorts, longs] = found, candidates = [];
   shorts.forEach((short, number) => {
     const long = longs[number], unit = long.length - short.length;
-    for (const place of placesOf(short, long)) {
+    for (const place of placesOf(short, analysis.alike[plan][number])) {
       const one = at(short, place), longer = at(long, place), within = at(long, place < 0 ? place - unit : place + unit);
-      candidates.push(extended(one, longer, analysis.more), extendedAs(within, one, longer, analysis.more - 1));
+      candidates.push(extended(one, longer, analysis.more));
+      if (within !== undefined) candidates.push(extendedAs(within, one, longer, analysis.more - 1));
     }
   });
   return highest(candidates);
@@ -229,15 +230,15 @@ function timeline(analysis, shown, size) {
     moments = [...parts.forward, ...parts.backward];
   } else {
     const [[, shorts], [, longs]] = found;
-    moments = shorts.flatMap((short, number) => stitched(short, longs[number], analysis.more));
+    moments = shorts.flatMap((short, number) => stitched(short, longs[number], analysis.more, analysis.alike[shown.plan][number][0]));
   }
   const fixed = always(analysis, size);
   const points = moments.map((one) => ({where: one.where, isCall: one.isCall, terms: [...fixed, ...within(analysis, shown.plan, one.parts)]}));
   return [...points, {where: "optimizer step", terms: [...fixed, ...stepping(analysis)]}];
 }
 // From the front and from the back as they are extended; units between them lie on a line.
-function stitched(short, long, more) {
-  const unit = long.length - short.length, front = Math.max(1, short.length - unit), back = short.length - front;
+function stitched(short, long, more, alike) {
+  const unit = long.length - short.length, front = Math.max(1, Math.min(alike, short.length - unit)), back = short.length - front;
   const head = Array.from({length: front}, (_, place) => extended(short[place], long[place], more));
   const tail = Array.from({length: back}, (_, place) => extended(at(short, place - back), at(long, place - back), more));
   const between = [], missing = unit * more;

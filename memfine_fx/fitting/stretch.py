@@ -12,6 +12,9 @@ of the k-th layer are linear in k, so the largest stand in the first or in the l
 shorter model has, so extending each of its moments by the difference to the longer one, and taking the largest, gives
 the peak for any number. `is_even` holds a record to the assumption: every layer must keep the same.
 
+Which places are the same is read off what comes and goes in them (`aligned`), not off their number alone: a layer
+beside one of another kind (the first ones are dense) may be computed again in another order than those within.
+
 Layers that repeat as a unit of several may begin with one that also keeps what all share (the mask of a kind of
 attention, made where it is first read). The line then begins at the second unit, which only the longer record has
 within; it is extended too, by what the unit before or behind it is.
@@ -23,14 +26,26 @@ a few and of one more of them may be even where six are not. What is extended of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
 from memfine_fx.memory.step import RunMemory, SizeOf
 
-__all__ = ["PARTS", "Moment", "fewest_repeats", "is_even", "moments_of", "part_of", "places_of", "stretched"]
+__all__ = [
+    "PARTS",
+    "Moment",
+    "aligned",
+    "fewest_repeats",
+    "is_even",
+    "moments_of",
+    "part_of",
+    "places_of",
+    "stretched",
+]
 
 PARTS = ("gradients", "kept for backward", "working set of experts", "working set of the head", "passing tensors")
 _GRADIENTS, _KEPT, _EXPERTS, _HEAD, _PASSING = range(len(PARTS))
@@ -65,13 +80,17 @@ class Moment:
 def moments_of(runs: Sequence[RunMemory], size_of: SizeOf) -> list[list[Moment]]:
     """For each graph's forward and backward the moments of its stretches, in order."""
     found = []
+    for run, where, memory in _memories(runs):
+        beside = run.saved_bytes, run.later_gradient_bytes if where == "backward" else 0
+        found.append(_moments(memory, where, run.values, run.step.workspace(size_of, run.values), beside))
+    return found
+
+
+def _memories(runs: Sequence[RunMemory]) -> Iterator[tuple[RunMemory, str, GraphMemory]]:
     for run in runs:
-        workspace = run.step.workspace(size_of, run.values)
         for where, memory in (("forward", run.step.forward), ("backward", run.step.backward)):
             if memory is not None:
-                beside = run.saved_bytes, run.later_gradient_bytes if where == "backward" else 0
-                found.append(_moments(memory, where, run.values, workspace, beside))
-    return found
+                yield run, where, memory
 
 
 def fewest_repeats(unit: int) -> int:
@@ -82,27 +101,78 @@ def fewest_repeats(unit: int) -> int:
     return 3 if unit == 1 else 2
 
 
-def stretched(shorts: list[list[Moment]], longs: list[list[Moment]], more: int) -> Moment:
+def stretched(
+    shorts: list[list[Moment]], longs: list[list[Moment]], more: int, alike: Sequence[tuple[int, int]]
+) -> Moment:
     """The peak of a longer step.
 
     Args:
         shorts, longs: moments with n repeats, and with one more.
         more: repeats of the step that is asked for, beyond n.
+        alike: for each list of moments, see `aligned`.
     """
     candidates: list[Moment] = []
-    for short, long in zip(shorts, longs, strict=True):
+    for short, long, (from_front, from_back) in zip(shorts, longs, alike, strict=True):
         unit = len(long) - len(short)
-        from_front = max(1, len(short) - unit)  # all but the last unit's
-        from_back = (len(short) + 1) // 2
+        # Where a record changes too much to tell, its end takes the rest: gradients are there.
+        from_back = max(from_back, len(short) - from_front)
         for place in (*range(from_front), *range(-from_back, 0)):
             within = place + unit if place >= 0 else place - unit
             candidates.append(short[place].extended(long[place], more))
-            candidates.append(long[within].extended_as(short[place], long[place], more - 1))
+            if -len(long) <= within < len(long):
+                candidates.append(long[within].extended_as(short[place], long[place], more - 1))
     return max(candidates, key=lambda one: one.num_bytes)
+
+
+def aligned(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> list[tuple[int, int]]:
+    """How many stretches of a record the longer one has too, from the front and from the back.
+
+    Where the same bytes come and go at the same places of all stretches before (or behind), live bytes of both records
+    differ by one number. Layers beside one of another kind, and with it the plan for computing again, end that.
+
+    Args:
+        short, long: the same step with n units and with n + 1.
+
+    Returns:
+        For each graph's forward and backward both numbers.
+    """
+    found = []
+    for one, other in zip(_memories(short), _memories(long), strict=True):
+        shorter, longer = (_changes(memory, where, run.values) for run, where, memory in (one, other))
+        # NOTE: the first stretch has the graph's inputs, of which a longer model has more.
+        from_front = 1 + _num_alike(shorter[1:], longer[1:])
+        found.append((from_front, _num_alike(shorter[:0:-1], longer[:0:-1])))
+    return found
+
+
+def _num_alike(some: list[Counter[tuple[int, int]]], others: list[Counter[tuple[int, int]]]) -> int:
+    """How many are equal before the first that are not."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
+
+
+def _changes(memory: GraphMemory, where: str, values: dict[str, int]) -> list[Counter[tuple[int, int]]]:
+    """For each stretch the bytes that come and go in it, by their place in it and their part."""
+    ends = [*places_of(memory), memory.num_positions - 1]
+    found: list[Counter[tuple[int, int]]] = [Counter() for _ in ends]
+
+    def add(position: int, part: int, num_bytes: int) -> None:
+        stretch = bisect_left(ends, position)
+        if num_bytes and stretch < len(ends):
+            begin = ends[stretch - 1] + 1 if stretch else 0
+            found[stretch][position - begin, part] += num_bytes
+
+    for one, num_bytes in zip(memory.allocations, memory.bytes_at(values), strict=True):
+        part = part_of(one, where)
+        add(one.start, part, num_bytes)
+        if one.stop is not None:
+            add(one.stop, part, -num_bytes)
+    return found
 
 
 def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
     """Whether one more unit keeps for backward what each before it keeps, in every graph of a step.
+
+    Nor may a stretch be without its like in the longer record.
 
     Args:
         short, long: the same step with n units and with n + 1.
@@ -111,6 +181,8 @@ def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
         return False
     for one, other in zip(short, long, strict=True):
         if one.step.forward is None or other.step.forward is None:
+            return False
+        if (one.step.backward is None) != (other.step.backward is None):
             return False
         kept, more = (
             _kept_at_calls(memory, run) for memory, run in ((one.step.forward, one), (other.step.forward, other))
@@ -122,7 +194,8 @@ def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
         # The last layer may keep less, its backward begins at once; or the first unit more, what all of them share.
         if len(set(gaps[:-1])) > 1 and len(set(gaps[unit - 1 :])) > 1:
             return False
-    return True
+    numbers = [1 + len(places_of(memory)) for _, _, memory in _memories(short)]
+    return all(front + back >= number for number, (front, back) in zip(numbers, aligned(short, long), strict=True))
 
 
 def _kept_at_calls(memory: GraphMemory, run: RunMemory) -> list[int]:
