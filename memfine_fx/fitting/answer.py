@@ -23,7 +23,7 @@ from memfine_fx.fitting.recording import EVEN_PLANS, PLANS, RecordedStep, record
 from memfine_fx.fitting.report import FitReport
 from memfine_fx.fitting.setup import Setup, Train, optimizer_bytes
 from memfine_fx.fitting.stack import Stack, find_stack, layer_lists, shortened
-from memfine_fx.fitting.stretch import fewest_repeats, is_even
+from memfine_fx.fitting.stretch import fewest_repeats, has_all_alike, is_even
 from memfine_fx.plan.rows import largest
 
 __all__ = ["Question", "analyse", "analysed_plainly", "answer", "report_of", "static_bytes", "with_setup"]
@@ -140,8 +140,8 @@ def _analysed(
     if stack is not None and setup.budget is None:
         fewest = fewest_repeats(stack.unit)
         pair = tuple(_recorded(source, setup, config, stack, repeats, shares) for repeats in (fewest, fewest + 1))
-        plan = "most" if shares is None else "asked"
-        is_exact = is_even(pair[0].runs[plan], pair[1].runs[plan])
+        short, long = (one.runs["most" if shares is None else "asked"] for one in pair)
+        is_exact = is_even(short, long) and (shares is None or has_all_alike(short, long))
         if is_exact or shares is not None:
             more = stack.repeats - fewest
             return Analysis(pair, more, static, setup, config, has_even_routing, stack), is_exact

@@ -40,6 +40,7 @@ __all__ = [
     "Moment",
     "aligned",
     "fewest_repeats",
+    "has_all_alike",
     "is_even",
     "moments_of",
     "part_of",
@@ -172,8 +173,6 @@ def _changes(memory: GraphMemory, where: str, values: dict[str, int]) -> list[Co
 def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
     """Whether one more unit keeps for backward what each before it keeps, in every graph of a step.
 
-    Nor may a stretch be without its like in the longer record.
-
     Args:
         short, long: the same step with n units and with n + 1.
     """
@@ -194,6 +193,11 @@ def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
         # The last layer may keep less, its backward begins at once; or the first unit more, what all of them share.
         if len(set(gaps[:-1])) > 1 and len(set(gaps[unit - 1 :])) > 1:
             return False
+    return True
+
+
+def has_all_alike(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
+    """Whether every stretch has its like in the longer record; without it a step is extended by an estimate."""
     numbers = [1 + len(places_of(memory)) for _, _, memory in _memories(short)]
     return all(front + back >= number for number, (front, back) in zip(numbers, aligned(short, long), strict=True))
 

@@ -18,7 +18,7 @@ from memfine_fx.fitting.models import fake_model
 from memfine_fx.fitting.recording import EVEN_PLANS, RecordedStep, record_step
 from memfine_fx.fitting.setup import Setup
 from memfine_fx.fitting.stack import find_stack, shortened
-from memfine_fx.fitting.stretch import Moment, aligned, is_even, moments_of, stretched
+from memfine_fx.fitting.stretch import Moment, aligned, has_all_alike, is_even, moments_of, stretched
 from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import GraphStep, RunMemory, SizeOf
@@ -102,6 +102,11 @@ def test_what_units_share_is_made_by_the_first(shared: int, gradient: int) -> No
     assert extended([short], [long], 10).num_bytes == peak_of([whole])
 
 
+def test_stretches_without_their_like_are_told() -> None:
+    assert has_all_alike([step_of(3)], [step_of(4)])
+    assert not has_all_alike([step_of(3)], [step_of(4, gradient=GRADIENT + 1)])
+
+
 def test_steps_of_as_many_layers_are_not_even() -> None:
     assert not is_even([step_of(3)], [step_of(3)])
 
@@ -125,6 +130,7 @@ def of_layers(num_layers: int) -> RunMemory:
 
 def test_layers_beside_one_of_another_kind_are_aligned() -> None:
     """Nothing grows with the number of layers here, and a stretch that stands for another one would say so."""
+    assert has_all_alike([of_layers(3)], [of_layers(4)])
     assert extended([of_layers(3)], [of_layers(4)], 20).num_bytes == peak_of([of_layers(23)]) == 90
 
 
