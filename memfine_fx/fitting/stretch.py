@@ -26,8 +26,6 @@ a few and of one more of them may be even where six are not. What is extended of
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
@@ -139,35 +137,25 @@ def aligned(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> list[tuple
     """
     found = []
     for one, other in zip(_memories(short), _memories(long), strict=True):
-        shorter, longer = (_changes(memory, where, run.values) for run, where, memory in (one, other))
+        shorter, longer = (_changes_of_stretches(memory, where, run.values) for run, where, memory in (one, other))
         # NOTE: the first stretch has the graph's inputs, of which a longer model has more.
         from_front = 1 + _num_alike(shorter[1:], longer[1:])
         found.append((from_front, _num_alike(shorter[:0:-1], longer[:0:-1])))
     return found
 
 
-def _num_alike(some: list[Counter[tuple[int, int]]], others: list[Counter[tuple[int, int]]]) -> int:
+def _num_alike(some: Sequence[object], others: Sequence[object]) -> int:
     """How many are equal before the first that are not."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
 
 
-def _changes(memory: GraphMemory, where: str, values: dict[str, int]) -> list[Counter[tuple[int, int]]]:
-    """For each stretch the bytes that come and go in it, by their place in it and their part."""
-    ends = [*places_of(memory), memory.num_positions - 1]
-    found: list[Counter[tuple[int, int]]] = [Counter() for _ in ends]
-
-    def add(position: int, part: int, num_bytes: int) -> None:
-        stretch = bisect_left(ends, position)
-        if num_bytes and stretch < len(ends):
-            begin = ends[stretch - 1] + 1 if stretch else 0
-            found[stretch][position - begin, part] += num_bytes
-
-    for one, num_bytes in zip(memory.allocations, memory.bytes_at(values), strict=True):
-        part = part_of(one, where)
-        add(one.start, part, num_bytes)
-        if one.stop is not None:
-            add(one.stop, part, -num_bytes)
-    return found
+def _changes_of_stretches(memory: GraphMemory, where: str, values: dict[str, int]) -> list[list[tuple[int, list[int]]]]:
+    """For each stretch the places in it where bytes come or go, and which."""
+    changes = _changes(memory, where, values)
+    return [
+        [(place, change) for place, change in enumerate(changes[begin : end + 1]) if any(change)]
+        for begin, end in _bounds(memory)
+    ]
 
 
 def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
@@ -198,7 +186,7 @@ def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
 
 def has_all_alike(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
     """Whether every stretch has its like in the longer record; without it a step is extended by an estimate."""
-    numbers = [1 + len(places_of(memory)) for _, _, memory in _memories(short)]
+    numbers = [len(_bounds(memory)) for _, _, memory in _memories(short)]
     return all(front + back >= number for number, (front, back) in zip(numbers, aligned(short, long), strict=True))
 
 
@@ -211,10 +199,8 @@ def _moments(
     memory: GraphMemory, where: str, values: dict[str, int], workspace: Callable[[Call], int], beside: tuple[int, int]
 ) -> list[Moment]:
     live = _live(memory, where, values, workspace)
-    ends = [*places_of(memory), memory.num_positions - 1]
-    begins = [0, *(end + 1 for end in ends)]
     found = []
-    for begin, end in zip(begins, ends, strict=False):
+    for begin, end in _bounds(memory):
         parts = list(max(live[begin : end + 1], key=sum, default=(0,) * len(PARTS)))
         parts[_KEPT] += beside[0]
         parts[_GRADIENTS] += beside[1]
@@ -227,6 +213,12 @@ def places_of(memory: GraphMemory) -> list[int]:
     return [call.position for call in memory.calls if call.phase in ("forward", "backward", "mark")]
 
 
+def _bounds(memory: GraphMemory) -> list[tuple[int, int]]:
+    """The first and the last position of each stretch."""
+    ends = [*places_of(memory), memory.num_positions - 1]
+    return list(zip([0, *(end + 1 for end in ends)], ends, strict=False))
+
+
 def part_of(allocation: Allocation, where: str) -> int:
     """Which of `PARTS` an allocation of a forward or a backward counts for."""
     if allocation.is_input:
@@ -236,16 +228,22 @@ def part_of(allocation: Allocation, where: str) -> int:
     return _GRADIENTS if where == "backward" else _KEPT
 
 
-def _live(
-    memory: GraphMemory, where: str, values: dict[str, int], workspace: Callable[[Call], int]
-) -> list[tuple[int, ...]]:
-    """Live bytes by `PARTS` at each position."""
+def _changes(memory: GraphMemory, where: str, values: dict[str, int]) -> list[list[int]]:
+    """By how many bytes of each of `PARTS` live bytes change at each position, and behind the last."""
     changes = [[0] * len(PARTS) for _ in range(memory.num_positions + 1)]
     for one, num_bytes in zip(memory.allocations, memory.bytes_at(values), strict=True):
         part = part_of(one, where)
         changes[one.start][part] += num_bytes
         if one.stop is not None:
             changes[one.stop][part] -= num_bytes
+    return changes
+
+
+def _live(
+    memory: GraphMemory, where: str, values: dict[str, int], workspace: Callable[[Call], int]
+) -> list[tuple[int, ...]]:
+    """Live bytes by `PARTS` at each position."""
+    changes = _changes(memory, where, values)
     sums = accumulate(changes, lambda total, change: [a + b for a, b in zip(total, change, strict=True)])
     live = [list(one) for one in sums][: memory.num_positions]
     for call in memory.calls:
