@@ -47,7 +47,7 @@ from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.step.fit import Even, StepBudget
 from memfine_fx.passes.step.keep import kept_inputs
 from memfine_fx.passes.step.kernel_order import KernelOrder
-from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, partitioned_as_is
+from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, give_values, partitioned_as_is
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.region_distance import RegionDistance
 from memfine_fx.plan.cost import DeviceRates
@@ -282,6 +282,7 @@ def _read_alone(
     """What a graph would hold, read; the graph as AOT autograd made it runs in the place of compiled code."""
     is_backward = bool(kwargs.get("is_backward"))
     counted = _counted_backward(graph_module.graph) if is_backward else None
+    give_values(graph_module.graph)  # a plain graph's partitioner is not ours
     unchanged = fx.GraphModule(graph_module, _copied(graph_module.graph))
     memory = None
     if records == "code":

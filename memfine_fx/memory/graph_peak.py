@@ -25,13 +25,11 @@ from memfine_fx.memory.sizes import size_expr
 
 __all__ = ["live_peaks", "peak_bytes_at", "read_graph", "tensor_bytes"]
 
-_VIEWS = frozenset(
-    {
-        "view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select",
-        "split", "split_with_sizes", "alias", "detach", "getitem", "unbind", "reshape", "as_strided",
-        "view_as_complex", "view_as_real",
-    }
-)  # fmt: skip
+_SPLITS = frozenset({"split", "split_with_sizes", "unbind"})
+_VIEWS = _SPLITS | {
+    "view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select",
+    "alias", "detach", "getitem", "reshape", "as_strided", "view_as_complex", "view_as_real",
+}  # fmt: skip
 
 
 def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
@@ -75,9 +73,9 @@ def read_graph(
         if node.op == "placeholder" and str(node.target) in counted and _is_tensor(node):
             owners[node] = node
         elif _is_tuple(node):
-            owners[node] = None
+            owners[node] = _view_source(node, owners) if _is_split(node) else None
         elif _is_element(node):
-            owners[node] = node
+            owners[node] = _view_source(node, owners) if _is_split(node.args[0]) else node
         elif _is_view(node):
             owners[node] = _view_source(node, owners)
     position = {node: place for place, node in enumerate(graph.nodes)}
@@ -137,6 +135,11 @@ def _result_of(owner: fx.Node, made_by: fx.Node) -> tuple[str, int] | None:
 
 def _is_tuple(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (tuple, list))
+
+
+def _is_split(node: Any) -> bool:
+    """Whether a node makes several views of one storage."""
+    return _name(node.target) in _SPLITS
 
 
 def _is_element(node: fx.Node) -> bool:

@@ -48,7 +48,7 @@ from memfine_fx.passes.step.sole import sole_gradients
 from memfine_fx.passes.step.spare import spare
 from memfine_fx.plan.cost import DeviceRates
 
-__all__ = ["Partition", "StepPartitioner", "counted_inputs", "partitioned_as_is"]
+__all__ = ["Partition", "StepPartitioner", "counted_inputs", "give_values", "partitioned_as_is"]
 
 _FILES = (
     *sorted(str(path) for path in Path(__file__).parent.glob("*.py")),
@@ -140,7 +140,7 @@ def _partition(
 ) -> Partition:
     forward, backward = min_cut_partition(gm, joint_inputs, **options)
     for one in (forward, backward):
-        _give_values(one.graph)
+        give_values(one.graph)
     return Partition(
         forward,
         backward,
@@ -150,7 +150,7 @@ def _partition(
     )
 
 
-def _give_values(graph: fx.Graph) -> None:
+def give_values(graph: fx.Graph) -> None:
     """Results of operations that save or set a random state, which the partitioner leaves without values."""
     with_state = random_state_ops()
     for node in graph.nodes:

@@ -174,3 +174,9 @@ def test_inputs_that_count_are_alive_from_the_start_and_those_that_are_held_to_t
         node.meta["val"] = torch.empty(4, 4)
     memory = read_graph(graph, is_fused=False, inputs=inputs)
     assert memory.live_bytes({}, lambda call: 0) == expected
+
+
+def test_parts_of_a_split_keep_what_was_split() -> None:
+    traced = make_fx(split_parts, tracing_mode="fake")(torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE))
+    memory = read_graph(traced.graph, is_fused=False)
+    assert max(memory.live_bytes({}, lambda call: 0)) == 3 * SIDE * ROW_BYTES, "what was split, and two products"
