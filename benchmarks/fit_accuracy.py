@@ -8,7 +8,8 @@ For each family and setup of `SETUPS`, on this machine's CPU:
    inputs, optimizer state) and the most live bytes within it.
 
 All tokens are alike, so each of K experts gets a row of every token, as `fit` supposes. A family runs in a process of
-its own; rows that FILE has already are not run again.
+its own; rows that FILE has already are not run again. Rows "as torch.compile takes it" compare what is said of the step
+without memfine_fx, which is read from its graphs, with a step of torch.compile; they count for themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.machine import describe_machine
 from memfine_fx.config import Config
 from memfine_fx.errors import MemfineError
 from memfine_fx.fitting.analysis import Analysis
-from memfine_fx.fitting.answer import analyse
+from memfine_fx.fitting.answer import analyse, analysed_plainly
 from memfine_fx.fitting.models import held_tensors, real_model
 from memfine_fx.fitting.setup import Setup
 from memfine_fx.memory.measure import trace_memory
@@ -40,6 +41,7 @@ __all__ = ["FAMILIES", "SETUPS", "Combination", "config_of", "main", "summary"]
 RESULTS = Path(__file__).parent / "results" / "fit_accuracy.jsonl"
 WITHIN, UNDER = 0.02, 0.01
 """What is aimed at: at most so far from the measured peak, and at most so far under it."""
+_PLAIN = "as torch.compile takes it"
 _WARM_STEPS = 2  # the second is the first with state of the optimizer, and may be compiled anew under a budget
 
 _SIZES: dict[str, Any] = dict(
@@ -82,10 +84,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Combination:
-    """A setup, and which of the two budgets that `fit` names it is under; "" for none."""
+    """A setup, and which of the two budgets that `fit` names it is under; "" for none.
+
+    Args:
+        is_plain: whether torch.compile takes the step, without memfine_fx.
+    """
 
     setup: Setup
     budget: Literal["", "least", "most"] = ""
+    is_plain: bool = False
 
     @property
     def name(self) -> str:
@@ -93,7 +100,7 @@ class Combination:
         one = self.setup
         words = [one.train, one.dtype, f"{one.batch}x{one.seq}"]
         words += ["checkpointing"] * one.checkpointing + [f"{self.budget} budget"] * bool(self.budget)
-        return " ".join(words)
+        return " ".join([*words, *[_PLAIN] * self.is_plain])
 
 
 SETUPS = (
@@ -106,6 +113,8 @@ SETUPS = (
     Combination(Setup(1, 768, train="lora", dtype="fp32", checkpointing=True)),
     Combination(Setup(2, 256, train="qlora", dtype="bf16")),
     Combination(Setup(2, 512, train="qlora", dtype="bf16")),
+    Combination(Setup(2, 512, dtype="bf16", checkpointing=True), is_plain=True),
+    Combination(Setup(2, 512, train="lora", dtype="bf16", checkpointing=True), is_plain=True),
 )
 
 
@@ -124,10 +133,15 @@ def compared(family: str, combination: Combination) -> dict[str, Any]:
         plan = combination.budget
         budget = _fitted(config, setup, (plan,)).total(plan, setup.batch, setup.seq).num_bytes
         setup = replace(setup, budget=budget)
-    analysis = _fitted(config, setup, ())
+    if combination.is_plain:
+        torch._dynamo.reset()
+        analysis = analysed_plainly(config, setup, Config())
+        asked = analysis.total("asked", setup.batch, setup.seq)
+    else:
+        analysis = _fitted(config, setup, ())
+        asked = analysis.asked(setup.batch, setup.seq)
     seconds = time.process_time() - started
-    asked = analysis.asked(setup.batch, setup.seq)
-    said, measured = asked.num_bytes, measured_peak(config, setup)
+    said, measured = asked.num_bytes, measured_peak(config, setup, combination.is_plain)
     return {
         "family": family,
         "setup": combination.name,
@@ -147,12 +161,15 @@ def _fitted(config: Any, setup: Setup, plans: tuple[str, ...]) -> Analysis:
     return analyse(config, setup, Config(memory_budget=setup.budget), plans=plans)[0]
 
 
-def measured_peak(config: Any, setup: Setup) -> int:
-    """Bytes at the peak of a real step, by the allocator's events."""
+def measured_peak(config: Any, setup: Setup, is_plain: bool = False) -> int:
+    """Bytes at the peak of a real step, by the allocator's events; `is_plain`: of torch.compile without memfine_fx."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = real_model(config, setup)
-    memfine_fx.optimize(model, dynamic=True, memory_budget=setup.budget)
+    if is_plain:
+        model.compile(dynamic=True)
+    else:
+        memfine_fx.optimize(model, dynamic=True, memory_budget=setup.budget)
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0)
     tokens = torch.full((setup.batch, setup.seq), 7)
@@ -172,7 +189,13 @@ def measured_peak(config: Any, setup: Setup) -> int:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """How many rows, and how far off."""
+    """How many rows, and how far off; those without memfine_fx on a line of their own."""
+    theirs = [row for row in rows if row["setup"].endswith(_PLAIN)]
+    ours = [row for row in rows if row not in theirs]
+    return _summary(ours) + (f"\n{_PLAIN}: {_summary(theirs)}" if theirs else "")
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
     ratios = sorted(row["ratio"] for row in rows if "ratio" in row)
     if not ratios:
         return "no rows"

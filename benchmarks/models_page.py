@@ -49,9 +49,7 @@ even two tokens. Memory is in GB of 10^9 bytes. LoRA has rank 16 on every linear
 choice of targets; QLoRA has NF4 weights under it (linear layers but the head, and tables over experts). One expert is
 supposed to get a row of every token, the worst that routing can do. The logits of a model that returns them beside its
 loss stay whole on both sides. The plain step is read from the graph's operations, and is an estimate where its layers
-were not found to keep the same. **Numbers behind the slash are too small**: where attention is computed again, what is
-read from the graph has its queries, keys and values kept in every layer beside the saved random state, and the code of
-torch.compile does not keep them. A question mark: not asked.
+were not found to keep the same. A question mark: not asked.
 Sizes of models are from memory; benchmarks/known_models.py says which were compared. Of {known} models {asked} of {all}
 rows were asked so far.
 

@@ -13,9 +13,14 @@ from benchmarks.models_figure import draw
 
 
 def test_a_summary_counts_what_is_near_and_what_is_under() -> None:
-    rows = [{"ratio": one} for one in (0.985, 0.995, 1.0, 1.019, 1.05)] + [{"error": "refused"}]
-    assert fit_accuracy.summary(rows) == (
-        "5 compared, 4 within 2%, 1 more than 1% under; ratio 0.9850 to 1.0500, median 1.0000; 1 failed"
+    ours, plain = "full fp32 2x256", "full fp32 2x256 as torch.compile takes it"
+    rows = [{"setup": ours, "ratio": one} for one in (0.985, 0.995, 1.0, 1.019, 1.05)]
+    rows += [{"setup": ours, "error": "refused"}]
+    said = "5 compared, 4 within 2%, 1 more than 1% under; ratio 0.9850 to 1.0500, median 1.0000; 1 failed"
+    assert fit_accuracy.summary(rows) == said
+    assert fit_accuracy.summary([*rows, {"setup": plain, "ratio": 0.9}]) == (
+        f"{said}\nas torch.compile takes it: "
+        "1 compared, 0 within 2%, 1 more than 1% under; ratio 0.9000 to 0.9000, median 0.9000; 0 failed"
     )
 
 
