@@ -15,19 +15,25 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from memfine_fx.compat.operators import qualified_name
+from memfine_fx.compat.bitsandbytes import LINEAR_4BIT
+from memfine_fx.compat.operators import OpOverload, qualified_name, viewed_arguments
 
 __all__ = ["CostlyResult", "costly_results", "is_attention", "must_save"]
 
 
 @dataclass(frozen=True)
 class CostlyResult:
-    """One node of a joint graph: its name, bytes of its results, FLOPs to compute it again."""
+    """One node of a joint graph: its name, bytes of its results, FLOPs to compute it again.
+
+    Args:
+        is_returned: whether forward returns it, or a view of it: its caller holds it whether backward reads it or not.
+    """
 
     name: str
     num_bytes: int
     flops: int
     is_in_last_layer: bool
+    is_returned: bool = False
 
 
 def costly_results(joint: fx.Graph, num_forward_outputs: int) -> list[CostlyResult]:
@@ -40,8 +46,9 @@ def costly_results(joint: fx.Graph, num_forward_outputs: int) -> list[CostlyResu
     experts = [node for node in forward if node.target is torch.ops.memfine.experts.default]
     order = {node: place for place, node in enumerate(joint.nodes)}
     last_layer = order[experts[-2]] if len(experts) > 1 else -1
+    returned = _returned_nodes(joint, num_forward_outputs)
     found = [
-        (CostlyResult(node.name, _num_bytes(node), flops, order[node] > last_layer), order[node])
+        (CostlyResult(node.name, _num_bytes(node), flops, order[node] > last_layer, node in returned), order[node])
         for node in forward
         if (flops := _flops(node)) > 0
     ]
@@ -49,10 +56,26 @@ def costly_results(joint: fx.Graph, num_forward_outputs: int) -> list[CostlyResu
     return [result for result, _ in found]
 
 
-def _forward_nodes(joint: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:
+def _forward_outputs(joint: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:
     (results,) = joint.find_nodes(op="output")[0].args
+    return [node for node in results[:num_forward_outputs] if isinstance(node, fx.Node)]
+
+
+def _returned_nodes(joint: fx.Graph, num_forward_outputs: int) -> set[fx.Node]:
+    """Forward's outputs, and what they are views of."""
+    found: set[fx.Node] = set()
+    pending: list[Any] = list(_forward_outputs(joint, num_forward_outputs))
+    while pending:
+        node = pending.pop()
+        found.add(node)
+        viewed = viewed_arguments(node.target) if isinstance(node.target, OpOverload) else []
+        pending += [node.args[place] for place in viewed[:1] if place is not None]
+    return found
+
+
+def _forward_nodes(joint: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:
     reached: set[fx.Node] = set()
-    pending = [node for node in results[:num_forward_outputs] if isinstance(node, fx.Node)]
+    pending = _forward_outputs(joint, num_forward_outputs)
     while pending:
         node = pending.pop()
         if node not in reached:
@@ -77,11 +100,13 @@ def must_save(node: fx.Node) -> None:
 
 def _flops(node: fx.Node) -> int:
     """FLOPs of a node by torch's own formulas; 0 where it has none (elementwise work, opaque ops)."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet not in flop_registry and not is_attention(node):
+    packet, is_packed = getattr(node.target, "overloadpacket", None), qualified_name(node.target) == LINEAR_4BIT
+    if packet not in flop_registry and not is_attention(node) and not is_packed:
         return 0
     args: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), _at_hints)
+    if is_packed:
+        return int(2 * args[0].numel() * args[5])
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=_at_hints(node)))
     # torch has no formula for the CPU's attention

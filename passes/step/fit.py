@@ -3,7 +3,8 @@
 Terms
     full    functorch's plain partition, and each region keeps all that pays: nothing costly is computed again
     spare   what steps without a budget have (`spare`): elementwise work and a few matmuls are computed again
-    lean    elementwise work is computed again freely, matmuls and attentions too, and regions keep nothing
+    lean    elementwise work is computed again freely, matmuls and attentions too, layer by layer (`borders`), and
+            regions keep nothing
 
 1. Checkpoints of the model are a wish to save memory; the budget says how much is wanted, so their tags go (except
    where a policy of the user demands something), and the full partition is tried.
@@ -14,7 +15,7 @@ Terms
    their rows, one more region among them than fit; of how many rows they keep something, each run decides
    (`plan.kept`).
 4. If nothing fits, it is lean or spare, whichever holds less; fewer rows a chunk have to do the rest. Lean need not be
-   the smaller: in gpt_oss, whose attention is written out, it is not.
+   the smaller one where layers have no borders.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memfine_fx.compat.functorch import recomputing_elementwise
 from memfine_fx.memory.edits import Pair, keeping_in_region, keeping_results, sized
 from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.passes.step.borders import layer_borders
 from memfine_fx.passes.step.costly_results import CostlyResult, costly_results, is_attention, must_save
 from memfine_fx.passes.step.keep import keep_choices, keep_in_regions
 from memfine_fx.passes.step.partitioned import Partition
@@ -283,13 +285,16 @@ def _leaned(
     results: Sequence[CostlyResult],
     decision: str,
 ) -> Partition:
-    wanted = {result.name for result in results} - saved
+    wanted = {result.name for result in results if not result.is_returned} - saved
     # A plain matmul that is left untagged is saved by the partitioner; attention it would compute again.
     for node in module.graph.nodes:
         if node.name in saved and is_attention(node):
             must_save(node)
         elif node.name in wanted and node.target is not _WITHOUT_RANDOM_STATE:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    for node in layer_borders(module.graph, {result.name for result in results}):
+        if node.meta.get("recompute") is not CheckpointPolicy.MUST_RECOMPUTE:
+            must_save(node)
     with recomputing_elementwise():
         return partition(module, decision=decision)
 

@@ -168,3 +168,25 @@ def test_the_peak_as_an_expression_answers_for_another_batch() -> None:
         )
     ]
     assert any(abs(peak / measured - 1) < 0.1 for peak in peaks)
+
+
+def test_the_smallest_budget_holds_one_tensor_of_tokens_for_each_further_layer() -> None:
+    """Beside its parameters, their gradients and its routing; attentions are not computed again all at once."""
+    smallest, held = {}, {}
+    for layers in (2, 4):
+        sizes = replace(SIZES, layers=layers, hidden=128)
+        model = language_model(sizes)
+        memfine_fx.optimize(model, inner_backend="aot_eager", dynamic=True, memory_budget=param_bytes(model))
+        with pytest.raises(BudgetInfeasible) as refused:
+            step(model, tokens(2, 512))
+        assert refused.value.minimum_bytes is not None
+        smallest[layers], held[layers] = refused.value.minimum_bytes, 2 * param_bytes(model)
+    hidden = tokens(2, 512).numel() * 128 * 4
+    assert smallest[4] - smallest[2] - (held[4] - held[2]) < 2 * 1.25 * hidden
+
+    model, reference = language_model(sizes), language_model(sizes)
+    memfine_fx.optimize(model, inner_backend="aot_eager", dynamic=True, memory_budget=smallest[4])
+    assert trace_memory(lambda: step(model, tokens(2, 512)), CPU).peak_bytes + param_bytes(model) <= smallest[4]
+    step(reference, tokens(2, 512))
+    for (name, got), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert relative_error(got.grad, want.grad) < 1e-5, name
