@@ -22,6 +22,8 @@ import sympy
 import torch
 from torch import fx
 
+import memfine_fx.runtime.head
+import memfine_fx.runtime.op  # noqa: F401  # both register the ops
 from memfine_fx.memory.sizes import size_expr
 
 __all__ = ["layer_borders"]

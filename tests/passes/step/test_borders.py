@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import fx
 
-import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.passes.step.borders import layer_borders
 
 aten = torch.ops.aten
