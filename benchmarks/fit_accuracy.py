@@ -138,7 +138,7 @@ def compared(family: str, combination: Combination) -> dict[str, Any]:
         analysis = analysed_plainly(config, setup, Config())
         asked = analysis.total("asked", setup.batch, setup.seq)
     else:
-        analysis = _fitted(config, setup, ())
+        analysis = _fitted(config, setup, ("least",) if combination.budget else ())
         asked = analysis.asked(setup.batch, setup.seq)
     seconds = time.process_time() - started
     said, measured = asked.num_bytes, measured_peak(config, setup, combination.is_plain)

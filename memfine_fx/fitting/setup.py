@@ -107,8 +107,9 @@ class OptimizerBytes:
     working: int
 
 
-_TEMPORARIES = {"adamw": 2, "adamw8bit": 0, "sgd": 0}
-"""Tensors like a parameter that are alive at once while an optimizer updates it, one parameter after another."""
+_TEMPORARIES = {"adamw": 2, "adamw8bit": 0, "sgd": 0, "adafactor": 1}
+"""Tensors like a parameter that are alive at once while an optimizer updates it, one parameter after another. Where
+there are any, torch's loops hold the last one until the next parameter's are made."""
 _SCALAR_BYTES = {"adamw": 4, "adamw8bit": 0, "sgd": 0, "adafactor": 4}
 """The count of steps that is kept of each parameter."""
 
@@ -123,15 +124,20 @@ def optimizer_bytes(parameters: Iterable[torch.nn.Parameter], setup: Setup) -> O
     state = _SCALAR_BYTES[setup.optimizer] * len(trained)
     state += sum(_state_bytes(one, setup) for one in trained)
     state += 2 * CODE_BOOK_BYTES if setup.optimizer == "adamw8bit" else 0
-    if setup.optimizer == "adafactor":
-        return OptimizerBytes(state, masters, _two_updates(trained, setup))
-    widest = max(one.numel() * (4 if setup.master_weights else one.element_size()) for one in trained)
-    return OptimizerBytes(state, masters, _TEMPORARIES[setup.optimizer] * widest)
+    sizes, temporaries = [one.numel() * _item_bytes(one, setup) for one in trained], _TEMPORARIES[setup.optimizer]
+    before = [0, *sizes] if temporaries else [0] * len(sizes)
+    working = max(temporaries * one + held for one, held in zip(sizes, before, strict=False))
+    return OptimizerBytes(state, masters, working)
+
+
+def _item_bytes(parameter: torch.nn.Parameter, setup: Setup) -> int:
+    """Bytes of each number that an optimizer computes with."""
+    return 4 if setup.master_weights else parameter.element_size()
 
 
 def _state_bytes(parameter: torch.nn.Parameter, setup: Setup) -> int:
     """What an optimizer keeps of one parameter, without counts."""
-    item_bytes = 4 if setup.master_weights else parameter.element_size()
+    item_bytes = _item_bytes(parameter, setup)
     elements = parameter.numel()
     if setup.optimizer == "adamw8bit":
         return eight_bit_bytes(elements, 2)
@@ -143,12 +149,6 @@ def _state_bytes(parameter: torch.nn.Parameter, setup: Setup) -> int:
     optimizer = made_optimizer([parameter], setup.optimizer)
     foreseen = foreseen_state_bytes([parameter], [optimizer]) - _SCALAR_BYTES[setup.optimizer]
     return foreseen // parameter.element_size() * item_bytes
-
-
-def _two_updates(parameters: list[torch.nn.Parameter], setup: Setup) -> int:
-    """torch's Adafactor makes the update of a parameter while that of the one before is still there."""
-    sizes = [one.numel() * (4 if setup.master_weights else one.element_size()) for one in parameters]
-    return max(map(sum, zip(sizes, [0, *sizes], strict=False)))
 
 
 def made_optimizer(parameters: list[torch.nn.Parameter], name: OptimizerName) -> torch.optim.Optimizer:
