@@ -136,11 +136,10 @@ def compared(family: str, combination: Combination) -> dict[str, Any]:
     if combination.is_plain:
         torch._dynamo.reset()
         analysis = analysed_plainly(config, setup, Config())
-        asked = analysis.total("asked", setup.batch, setup.seq)
     else:
         analysis = _fitted(config, setup, ("least",) if combination.budget else ())
-        asked = analysis.asked(setup.batch, setup.seq)
     seconds = time.process_time() - started
+    asked = analysis.asked(setup.batch, setup.seq)
     said, measured = asked.num_bytes, measured_peak(config, setup, combination.is_plain)
     return {
         "family": family,

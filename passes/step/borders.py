@@ -75,12 +75,8 @@ def _reversed_up_to(end: fx.Node) -> nx.DiGraph[fx.Node]:
 
 def _first_tokens(experts: fx.Node, candidates: list[fx.Node]) -> fx.Node | None:
     """The first of these nodes that has as many numbers as go through the experts."""
-    hidden = experts.all_input_nodes[0]
-    return next((node for node in candidates if _has_size_of(node, hidden)), None)
-
-
-def _has_size_of(node: fx.Node, other: fx.Node) -> bool:
-    return _numel(node) is not None and _numel(node) == _numel(other)
+    wanted = _numel(experts.all_input_nodes[0])
+    return next((node for node in candidates if wanted is not None and _numel(node) == wanted), None)
 
 
 def _numel(node: fx.Node) -> sympy.Expr | None:
