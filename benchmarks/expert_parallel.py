@@ -9,6 +9,7 @@ Peers
     slices          the paper's token slices, s'_max = R, c from the bins 1, 2, 4, 8
     eight slices    the same, c = 8 in all layers
     help S          rounds, with S slots a rank for clones of hot experts
+    kept and help S both
     rounds of N     rounds of N rows, each one chunk
     one round       memfine_fx with all rows in one round and chunk an expert: the same bodies, nothing bounded
     unchunked       plain torch: one exchange of all rows, experts one by one, autograd, one exchange back
@@ -53,7 +54,10 @@ from memfine_fx.memory.region_bytes import Travel
 from memfine_fx.models._experts import GatedExperts
 
 LOADS = ("balanced", "zipf:1", "paper:15", "one", "in turn")
-PEERS = ("rounds", "kept", "overlapping", "slices", "one round", "unchunked", "experts again", "layer again")
+PEERS = (
+    "rounds", "kept", "help 2", "kept and help 2", "overlapping", "slices", "one round", "unchunked", "experts again",
+    "layer again",
+)  # fmt: skip
 AGAIN = {"unchunked": "nothing", "experts again": "experts", "layer again": "layer"}
 PEERS_IN_TURN = ("rounds", "slices", "unchunked")
 AMPLE_BUDGET = "4GiB"
@@ -87,7 +91,8 @@ class LayerSizes:
 class LayerRow:
     """One peer under one load: of each rank the rows received without help, the peak beyond parameters and gradients.
 
-    Seconds of each step by the clock, and of all ranks' processors. Rows computed are those of a step with help.
+    Seconds of each step by the clock, of all ranks' processors, and of the busiest rank's, which is what a step takes
+    at least where each rank has a processor of its own. Rows computed are those of a step with help.
     """
 
     peer: str
@@ -100,6 +105,7 @@ class LayerRow:
     output_norm: float
     gradient_norm: float
     computed_rows: tuple[int, ...] = ()
+    busiest_cpu_seconds: tuple[float, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -112,6 +118,15 @@ class LayerRow:
     @property
     def all_cpu_seconds(self) -> float:
         return statistics.median(self.cpu_seconds)
+
+    @property
+    def busiest_cpu(self) -> float:
+        return statistics.median(self.busiest_cpu_seconds)
+
+    @property
+    def busiest_over_mean(self) -> float:
+        """Rows that the busiest rank computes over the mean."""
+        return max(self.computed_rows) * len(self.computed_rows) / sum(self.computed_rows)
 
 
 @dataclass(frozen=True)
@@ -205,12 +220,14 @@ def _run_rank(rank: int, function: Callable[..., Any], num_ranks: int, folder: s
 
 def _joined(rows: Sequence[LayerRow]) -> LayerRow:
     """Of one row a rank."""
+    cpu_seconds = list(zip(*(row.cpu_seconds for row in rows), strict=True))
     return replace(
         rows[0],
         received_rows=tuple(row.received_rows[0] for row in rows),
         computed_rows=tuple(row.computed_rows[0] for row in rows),
         peak_bytes=tuple(row.peak_bytes[0] for row in rows),
-        cpu_seconds=tuple(sum(steps) for steps in zip(*(row.cpu_seconds for row in rows), strict=True)),
+        cpu_seconds=tuple(map(sum, cpu_seconds)),
+        busiest_cpu_seconds=tuple(map(max, cpu_seconds)),
         schedule_seconds=max(row.schedule_seconds for row in rows),
     )
 
@@ -240,7 +257,7 @@ def _layer(peer: str, sizes: LayerSizes, rank: int) -> nn.Module:
         return UnchunkedExperts(whole, placement, rank, AGAIN[peer])
     mesh = dist.device_mesh.init_device_mesh("cpu", (sizes.ranks,))
     config = _config(peer, sizes)
-    slots = int(peer.removeprefix(_HELP)) if peer.startswith(_HELP) else 0
+    slots = int(peer.partition(_HELP)[2] or 0)
     rows_per_round = config.rows_per_chunk if peer == "one round" or peer.startswith(_ROUNDS_OF) else None
     group = expert_group(mesh, overlaps=peer == "overlapping", rows_per_round=rows_per_round, slots=slots)
     return memfine_fx.optimize(whole, expert_parallel=group, config=config)
@@ -252,7 +269,7 @@ def _config(peer: str, sizes: LayerSizes) -> memfine_fx.Config:
         return replace(config, rows_per_chunk=sizes.ranks * sizes.tokens * sizes.top_k)
     if peer.startswith(_ROUNDS_OF):
         return replace(config, rows_per_chunk=int(peer.removeprefix(_ROUNDS_OF)))
-    if peer == "kept":
+    if peer.startswith("kept"):
         return replace(config, memory_budget=AMPLE_BUDGET)
     if peer in _BINS:
         return replace(config, axis="tokens", bins=_BINS[peer])

@@ -46,7 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rows", type=int, default=64, help="most rows that a rank receives at once")
-    parser.add_argument("--slots", type=int, default=0, help="room on every rank for clones of hot experts")
+    parser.add_argument(
+        "--slots", type=int, help="room on every rank for clones of hot experts (default: by the budget)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
     parser.add_argument("--replicas", type=int, default=1, help="data-parallel replicas of the experts")
     parser.add_argument("--inner", default="inductor", choices=("inductor", "aot_eager", "eager"))

@@ -21,8 +21,9 @@ from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.spread import Spread
 from memfine_fx.runtime.gradients import ParamGradient
+from memfine_fx.runtime.loop import accumulator_dtype
 
-__all__ = ["Clones", "Slots", "can_clone"]
+__all__ = ["Clones", "Slots", "bytes_of_clones", "can_clone"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,26 @@ class _Move:
 def can_clone(kinds: Sequence[str]) -> bool:
     """Whether experts stand in tables, of which a slot can be made everywhere."""
     return "expert" in kinds and "each" not in kinds
+
+
+def bytes_of_clones(numbers: int, dtype: torch.dtype, slots: int, num_own: int, *, with_gradients: bool) -> int:
+    """What help takes of a rank for one table: weights in the slots, and their gradients in fp32 at least.
+
+    With gradients the owner also holds one that returned; and in low precision the sums of its own experts, which are
+    open while others compute rows of them.
+
+    Args:
+        numbers: of one expert in the table.
+        dtype: of the table.
+        slots: S.
+        num_own: experts of a rank.
+        with_gradients: in a backward pass of a table that is trained.
+    """
+    num_bytes = slots * numbers * dtype.itemsize
+    if with_gradients:
+        is_low = accumulator_dtype(dtype) != dtype
+        num_bytes += max(4, dtype.itemsize) * numbers * (slots + 1 + (num_own if is_low else 0))
+    return num_bytes
 
 
 @dataclass

@@ -7,7 +7,7 @@ same ones. Tokens are everybody's own, so all ranks are data-parallel for the de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ class ExpertGroup:
         rows_per_round: the most rows that come to a rank at once; None: T K of its tokens, as even routing brings, or
             what its budget leaves.
         slots: S, room on every rank for clones of other ranks' experts; 0 for no help (`help`).
+        leaves_slots_open: whether S follows from the memory budget when a model is sharded.
     """
 
     mesh: DeviceMesh
@@ -39,6 +40,13 @@ class ExpertGroup:
     overlaps: bool = False
     rows_per_round: int | None = None
     slots: int = 0
+    leaves_slots_open: bool = False
+
+    def with_slots(self, slots: int) -> ExpertGroup:
+        """The same ranks with S decided, registered."""
+        found = replace(self, slots=slots, leaves_slots_open=False)
+        _groups[found.key] = found
+        return found
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -106,14 +114,16 @@ def registered(key: str) -> ExpertGroup:
 
 
 def expert_group(
-    mesh_or_group: MeshOrGroup, *, overlaps: bool = False, rows_per_round: int | None = None, slots: int = 0
+    mesh_or_group: MeshOrGroup, *, overlaps: bool = False, rows_per_round: int | None = None, slots: int | None = None
 ) -> ExpertGroup:
     """The ranks that a mesh or process group names, registered under their key.
 
     Args:
         mesh_or_group: a process group, or a `DeviceMesh` of one dimension, or of two: the one named "expert", "experts"
             or "ep", or else the last, shards experts and the other replicates them.
-        overlaps, rows_per_round, slots: see `ExpertGroup`.
+        overlaps, rows_per_round: see `ExpertGroup`.
+        slots: S; 0 for no help. None: two where a memory budget gives room for them, none without a budget
+            (`shard.shard_experts`).
 
     Raises:
         ConfigError: it is something else, torch.distributed is not initialized, rounds would have no rows, or slots are
@@ -123,7 +133,7 @@ def expert_group(
         raise ConfigError("expert_parallel needs torch.distributed: call torch.distributed.init_process_group first")
     if rows_per_round is not None and rows_per_round < 1:
         raise ConfigError(f"rows_per_round must be at least 1, got {rows_per_round}")
-    if slots < 0:
+    if slots is not None and slots < 0:
         raise ConfigError(f"slots must be at least 0, got {slots}")
     if isinstance(mesh_or_group, DeviceMesh):
         mesh = mesh_or_group
@@ -139,6 +149,6 @@ def expert_group(
         )
     names = mesh.mesh_dim_names or ()
     named = [dim for dim, name in enumerate(names) if name in _EXPERT_DIM_NAMES]
-    found = ExpertGroup(mesh, named[0] if named else mesh.ndim - 1, overlaps, rows_per_round, slots)
+    found = ExpertGroup(mesh, named[0] if named else mesh.ndim - 1, overlaps, rows_per_round, slots or 0, slots is None)
     _groups[found.key] = found
     return found

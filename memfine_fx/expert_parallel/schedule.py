@@ -7,15 +7,18 @@ Terms
     round       walks advance by at most R rows, here of a round; what arrives is computed before the next round
     leg         one exchange; a round has several only where a source would have to stage too many rows at once
 
-1. A destination's walk is its experts in order, each expert's rows source by source, its own first and then the next
-   rank's and so on: with even routing every source sends to another destination at any time, and about R rows a round.
+1. A destination's walk is its experts in order, each expert's rows in blocks, each block source by source, its own
+   first and then the next rank's and so on: with even routing every source sends to another destination at any time,
+   and about R rows a round. A block has an equal part of each source's rows, so that under skew, where walks meet the
+   sources at different times, a leg still has rows of them all; where experts have few rows, each is one block.
    Experts come one after the other, so their weights are read once and their gradients are complete when the walk has
    passed.
 2. Round i takes each destination from row i*R to row (i+1)*R. No rank receives more than its R, whatever the routing,
    and the number of rounds is the largest of ceil(rows / R). Where ranks keep rows for backward, the first rounds are
    kept, as many as every rank has room for, and those after them have half as many rows: in backward their rows come
    again beside what is kept, and beside the gradients that come in any round.
-3. How many rows of (source, expert) have gone at a position is a clamp of the position by where they begin on the walk.
+3. How many rows of (source, expert) have gone at a position is, block by block, a clamp of the position by where they
+   begin on the walk.
    So the rows of an expert that a source sends in a leg are one range, and all split sizes of all ranks follow.
 4. A round in which a source would stage more than its `max_sent` rows is cut in legs, as few as do, down to one row a
    destination. Receivers gather the legs of a round in one buffer, and chunks are cut there.
@@ -41,6 +44,8 @@ __all__ = ["Leg", "Rounds", "Schedule", "TokenSlices"]
 
 _MOST_ENTRIES = 1 << 22
 """Counts that are looked at together where every source's rows of every round are asked for."""
+_MOST_BLOCKS = 8
+"""Of an expert's rows; more would only take longer to schedule."""
 
 
 @dataclass(frozen=True)
@@ -149,25 +154,41 @@ class Rounds:
         return kept.unsqueeze(1) * self._limits + later.unsqueeze(1) * self._later_limits
 
     @cached_property
+    def _blocks(self) -> torch.Tensor:
+        """[B,ep,E]: rows of (source, expert) in each block of the expert's rows."""
+        most, leg = int(self.counts.sum(dim=0).max()) if self.counts.numel() else 0, int(self._max_sent.min())
+        num_blocks = min(_MOST_BLOCKS, max(1, -(-2 * most // max(1, leg))))
+        bounds = torch.arange(num_blocks + 1).view(-1, 1, 1)
+        return torch.div(bounds * self.counts, num_blocks, rounding_mode="floor").diff(dim=0)
+
+    @cached_property
     def _begins(self) -> torch.Tensor:
-        """[ep,E]: where the rows of (source, expert) begin on the walk of the expert's owner."""
+        """[B,ep,E]: where the rows of (block, source, expert) begin on the walk of the expert's owner."""
         num_ranks = self.placement.num_ranks
         sources = (self._owners.unsqueeze(1) + torch.arange(num_ranks)) % num_ranks  # [E,ep], in walking order
-        walked = self.counts.t().gather(1, sources)
+        order = sources.unsqueeze(1).expand(-1, len(self._blocks), -1)
+        walked = self._blocks.permute(2, 0, 1).gather(2, order)  # [E,B,ep]
         ends = walked.flatten().cumsum(0).view_as(walked)
         walk_begins = self.received.cumsum(0) - self.received
-        begins = ends - walked - walk_begins[self._owners].unsqueeze(1)
-        return torch.empty_like(begins).scatter_(1, sources, begins).t()
+        begins = ends - walked - walk_begins[self._owners].view(-1, 1, 1)
+        return torch.empty_like(begins).scatter_(2, order, begins).permute(1, 2, 0)
 
     def _gone(self, positions: torch.Tensor, sources: slice, experts: slice) -> torch.Tensor:
         """Rows of (source, expert) that have gone when walks stand at `positions` [P,ep]: [P,S,E']."""
-        begins, counts = self._begins[sources, experts], self.counts[sources, experts]
-        return torch.minimum((positions[:, self._owners[experts]].unsqueeze(1) - begins).clamp_(min=0), counts)
+        at = positions[:, self._owners[experts]].unsqueeze(1)
+        gone = torch.zeros((), dtype=torch.int64)
+        for begins, rows in zip(self._begins[:, sources, experts], self._blocks[:, sources, experts], strict=True):
+            gone = gone + torch.minimum((at - begins).clamp_(min=0), rows)
+        return gone
 
     def _positions(self, number: int, num_legs: int) -> torch.Tensor:
-        """[num_legs+1,ep]: where the walks stand before, between and after the legs of a round."""
+        """[num_legs+1,ep]: where the walks stand before, between and after the legs of a round.
+
+        A leg is an equal part of what each rank receives in the round: were it one of R, ranks with fewer rows would
+        all be served by the first legs.
+        """
         parts = torch.arange(num_legs + 1).unsqueeze(1)
-        bounds = self._round_begins(torch.tensor([number, number + 1]))
+        bounds = torch.minimum(self._round_begins(torch.tensor([number, number + 1])), self.received)
         return bounds[:1] + torch.div(bounds.diff(dim=0) * parts, num_legs, rounding_mode="floor")
 
     def num_legs(self, number: int) -> int:

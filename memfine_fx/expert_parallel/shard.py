@@ -23,19 +23,23 @@ from torch.distributed.tensor import DTensor
 from memfine_fx.compat.bitsandbytes import packed_experts, readable
 from memfine_fx.compat.distributed import IGNORED_BY_DDP, ignore_in_ddp
 from memfine_fx.compat.nn import own_parameters
-from memfine_fx.config import Config
+from memfine_fx.config import Config, parse_budget
 from memfine_fx.errors import ConfigError, MemfineError, RanksDisagree
 from memfine_fx.expert_parallel.adapters import EXPERTS_FIRST, adapters_of, add_by_slices
 from memfine_fx.expert_parallel.bandwidth import measure_bandwidth
-from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at, widen
+from memfine_fx.expert_parallel.clones import bytes_of_clones
+from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at, gather_rows, widen
 from memfine_fx.expert_parallel.gathering import OUTSIDE
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.parameters import ShardedParameter, experts_first, speak_dtensor, with_experts_back
 from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.memory.machine import host_bytes
 
 __all__ = ["shard_experts", "sharded_parameters"]
 
 _ATTRIBUTE = "_memfine_sharded"
+_MOST_SLOTS = 2
+_SLOTS_PART = 20
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -50,7 +54,8 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
     Args:
         model: whole, the same on every rank.
         ranks: that share the experts.
-        config: compared between ranks; the memory budget may differ.
+        config: compared between ranks; the memory budget may differ. Where `ranks` leave it open, the smallest decides
+            how many slots there are for clones of hot experts.
 
     Raises:
         ConfigError: no experts were found, the model is sharded already, or PEFT's adapters cannot be shared out.
@@ -66,12 +71,16 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
         )
     found = [*_tables(model, ranks), *_lists(model, ranks)]
     found += adapters_of(model, found)
-    _check_same(_described(model, found, config or Config(), ranks), ranks)
+    config = config or Config()
+    _check_same(_described(model, found, config, ranks), ranks)
     if not found:
         raise ConfigError(
             "no experts were found to shard: expected parameters [E,...] in a module, or a ModuleList of experts, "
             "whose class or path holds 'expert' or 'moe'"
         )
+    if ranks.leaves_slots_open:
+        ranks = ranks.with_slots(_agreed_slots(found, ranks, config))
+        found = [dataclasses.replace(one, ranks=ranks) for one in found]
     by_module: dict[nn.Module, list[ShardedParameter]] = {}
     for one in found:
         by_module.setdefault(one.module, []).append(one)
@@ -91,6 +100,35 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
     names = [name for name, parameter in model.named_parameters() if id(parameter) in done]
     ignore_in_ddp(model, names)
     return found
+
+
+def _agreed_slots(found: Sequence[ShardedParameter], ranks: ExpertGroup, config: Config) -> int:
+    """S by the memory budget, the same on every rank; a collective call.
+
+    Two slots a rank let plans come to 1.05 of the mean at up to 1,024 ranks (docs/expert_parallel.md). What help takes
+    may be a twentieth of the budget.
+    """
+    device = ranks.device
+    device_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_bytes()
+    budget = parse_budget(config.memory_budget, device_bytes)
+    fits = [slots for slots in range(1, _MOST_SLOTS + 1) if _clones_bytes(found, slots) * _SLOTS_PART <= (budget or 0)]
+    own = max(fits, default=0)
+    told = gather_rows(Exchange(ranks.group, device), torch.tensor([own]), Place("the model", "sharding"))
+    return int(told.min())
+
+
+def _clones_bytes(found: Sequence[ShardedParameter], slots: int) -> int:
+    """Of the layer where they are most; adapters of its tables come on top and are small."""
+    by_module: dict[nn.Module, int] = {}
+    for one in found:
+        if one.expert is None:
+            parameter, placement = one.parameter, one.placement
+            numbers = parameter.numel() // placement.num_experts
+            num_bytes = bytes_of_clones(
+                numbers, parameter.dtype, slots, placement.per_rank, with_gradients=parameter.requires_grad
+            )
+            by_module[one.module] = by_module.get(one.module, 0) + num_bytes
+    return max(by_module.values(), default=0)
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
@@ -223,8 +261,8 @@ def _described(
     for field in dataclasses.fields(config):
         if field.name != "memory_budget":
             described[f"Config.{field.name}"] = repr(getattr(config, field.name))
-    for name in ("overlaps", "slots"):
-        described[f"expert_group({name}=...)"] = repr(getattr(ranks, name))
+    described["expert_group(overlaps=...)"] = repr(ranks.overlaps)
+    described["expert_group(slots=...)"] = repr(None if ranks.leaves_slots_open else ranks.slots)
     return described
 
 

@@ -81,12 +81,12 @@ class _LatestWay:
         if latest is not None and torch.equal(latest[0], table.rows):
             return latest[1]
         counts, placement, spread, limits = table.counts, self._placement, None, table.limits
+        legs = [self._travel.leg_rows(rows) for rows in limits]
         plan = None if costs is None else choose_help(counts, placement, costs, table.slots, table.clones)
         if plan is not None and costs is not None and plan.clones:
             spread = spread_rows(counts, placement, plan, table.slots, costs.node_ranks)
             counts, placement = spread.counts, spread.placement
             limits = [self._travel.helped_rows(rows) for rows in limits]
-        legs = [self._travel.leg_rows(rows) for rows in limits]
         way = _Way(Rounds(counts, placement, limits, legs, table.rooms), spread)
         self._latest = (table.rows.clone(), way)
         return way

@@ -18,7 +18,16 @@ import torch
 
 from memfine_fx.config import cache_folder
 
-__all__ = ["CpuFeatures", "cpu_features", "cpu_model", "features_of", "keep_fields", "kept_fields", "measurement_key"]
+__all__ = [
+    "CpuFeatures",
+    "cpu_features",
+    "cpu_model",
+    "features_of",
+    "host_bytes",
+    "keep_fields",
+    "kept_fields",
+    "measurement_key",
+]
 
 _ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 _LADDER = ("avx512bw", "avx512bf16", "avx512fp16", "amxbf16", "amxfp16")
@@ -79,6 +88,11 @@ def cpu_features() -> CpuFeatures:
 def cpu_model() -> str:
     """The CPU's name, which `platform.processor` leaves empty on many Linux systems."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def host_bytes() -> int:
+    """Bytes of memory that the host has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def measurement_key(device_type: str, *parts: object) -> str:

@@ -68,7 +68,7 @@ class Travel:
     def helped_rows(self, rows: int) -> int:
         """Rows of a round in a step with clones, which stand where half of the rows would.
 
-        Rows are even then, so that two rounds bring what one does where routing is even.
+        Rows are even then, so that two rounds bring what one does where routing is even. Legs are as large as without.
         """
         return -(-rows // 2)
 
@@ -268,7 +268,7 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str
 
 
 def _with_clones(
-    round_bytes: Callable[[RegionBytes, Travel, int, int], int],
+    round_bytes: Callable[[RegionBytes, Travel, int, int, int], int],
     region: RegionBytes,
     travel: Travel,
     rows: int,
@@ -276,31 +276,33 @@ def _with_clones(
     clones: int,
 ) -> int:
     """The larger of a round in a step without clones and of one with them, where there may be some."""
-    alone = round_bytes(region, travel, rows, chunk)
-    return max(alone, round_bytes(region, travel, travel.helped_rows(rows), chunk) + clones) if clones else alone
+    leg = travel.leg_rows(rows)
+    alone = round_bytes(region, travel, rows, leg, chunk)
+    return max(alone, round_bytes(region, travel, travel.helped_rows(rows), leg, chunk) + clones) if clones else alone
 
 
-def _forward_round(region: RegionBytes, travel: Travel, rows: int, chunk: int) -> int:
+def _forward_round(region: RegionBytes, travel: Travel, rows: int, leg: int, chunk: int) -> int:
     """The chunk's bytes with what a round holds around it: the largest of sending, computing and returning."""
     row = _beside_weight(region, region.hidden * region.item_bytes)
     result = region.out_width * region.contribution_item_bytes
-    return _round(region, travel, rows, chunk, [row], result, 0, region.out_width)
+    return _round(region, travel, rows, leg, chunk, [row], result, 0, region.out_width)
 
 
-def _backward_round(region: RegionBytes, travel: Travel, rows: int, chunk: int) -> int:
+def _backward_round(region: RegionBytes, travel: Travel, rows: int, leg: int, chunk: int) -> int:
     """As `_forward_round`. Gradients of the rows are written where those of their results came, if these are alike."""
     grad, result = (region.out_width * region.out_item_bytes, region.hidden * region.item_bytes)
     is_alike = (region.out_width, region.out_item_bytes) == (region.hidden, region.item_bytes)
     row = _beside_weight(region, region.hidden * region.item_bytes)
     returned = _beside_weight(region, result)
     arrived = [row, returned if is_alike else grad]
-    return _round(region, travel, rows, chunk, arrived, returned, returned if is_alike else 0, region.hidden)
+    return _round(region, travel, rows, leg, chunk, arrived, returned, returned if is_alike else 0, region.hidden)
 
 
 def _round(
     region: RegionBytes,
     travel: Travel,
     rows: int,
+    leg: int,
     chunk: int,
     arrived: Sequence[int],
     returned: int,
@@ -312,19 +314,20 @@ def _round(
     Args:
         region, travel: whose rows travel, and how.
         rows: of the round.
+        leg: rows that a rank stages at a time.
         chunk: bytes of a chunk's working set.
         arrived: bytes of a row in each buffer that comes.
         returned: bytes of a row's result; `shared` of them lie where something came.
         width: of the rows that results are added to.
     """
     row, index = sum(arrived), 4
-    staged = LEGS_IN_FLIGHT * travel.leg_rows(rows)
+    staged = LEGS_IN_FLIGHT * leg
     places = 3 * 8  # of the rows of one leg or round, while they are made
     ahead = (travel.num_received - 1) * (rows * row + staged * (row + places))
     sending = rows * row + staged * (row + places)
     computing = rows * (row + returned - shared) + max(rows * (index + places), rows * index + chunk)
     added = width * (region.accumulator_item_bytes + 4)  # in the accumulator's precision, rows beside each other
-    returning = rows * returned + staged * (returned + places) + travel.leg_rows(rows) * added
+    returning = rows * returned + staged * (returned + places) + leg * added
     return max(sending, ahead + computing, ahead + returning)
 
 

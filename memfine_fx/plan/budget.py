@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from torch import fx
 from memfine_fx.config import Config, parse_budget
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.memory.machine import host_bytes
 from memfine_fx.memory.region_bytes import region_peak
 from memfine_fx.memory.step import GraphStep, RunMemory, StepPeak, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates
@@ -82,7 +82,7 @@ def budget_bytes(config: Config, device: torch.device) -> int | None:
     if isinstance(config.memory_budget, (int, str)) and config.has_budget:  # asked at every call, nothing of the device
         return parse_budget(config.memory_budget)
     if device.type != "cuda":
-        return parse_budget(config.memory_budget, _host_bytes())
+        return parse_budget(config.memory_budget, host_bytes())
     free, total = torch.cuda.mem_get_info(device)
     if config.has_budget:
         return parse_budget(config.memory_budget, total)
@@ -392,7 +392,3 @@ def _as_terms(peak: StepPeak) -> dict[str, int]:
         terms[name] = terms.get(name, 0) + num_bytes
     terms["everything else alive"] = peak.num_bytes - sum(terms.values())
     return terms
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,6 +9,7 @@ import sympy
 import torch
 
 from memfine_fx.compat.shapes import hints_of_symbols
+from memfine_fx.expert_parallel.clones import bytes_of_clones, can_clone
 from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.memory.kernel_scratch import product_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
@@ -73,21 +74,21 @@ def region_bytes(
 
 
 def _clones_bytes(region: MoERegion, exchange: ShardedExperts | None, *, backward: bool) -> int:
-    """Of the slots for clones of other ranks' experts: weights, and in backward gradients in fp32 at least.
-
-    There the owner also holds one that returned; and in low precision sums of its experts that others compute rows of.
-    """
-    if exchange is None or not exchange.ranks.slots or "each" in region.expert_fn.param_kinds:
+    """Of the slots for clones of other ranks' experts."""
+    if exchange is None or not exchange.ranks.slots or not can_clone(region.expert_fn.param_kinds):
         return 0
     kinds = region.expert_fn.param_kinds
     tables = [tensor_of(node) for node, kind in zip(region.params, kinds, strict=True) if kind == "expert"]
-    num_bytes, slots = 0, exchange.ranks.slots
-    for table in tables:
-        elements, is_low = math.prod(table.shape[1:]), accumulator_dtype(table.dtype) is not table.dtype
-        num_bytes += slots * elements * table.dtype.itemsize
-        if backward and table.requires_grad:
-            num_bytes += max(4, table.dtype.itemsize) * elements * (slots + 1 + (int(table.shape[0]) if is_low else 0))
-    return num_bytes
+    return sum(
+        bytes_of_clones(
+            math.prod(table.shape[1:]),
+            table.dtype,
+            exchange.ranks.slots,
+            int(table.shape[0]),
+            with_gradients=backward and table.requires_grad,
+        )
+        for table in tables
+    )
 
 
 def num_tokens_of(region: MoERegion) -> sympy.Expr:

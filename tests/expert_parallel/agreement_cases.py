@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import memfine_fx
 from memfine_fx.compiler.optimized import optimized_call
 from memfine_fx.errors import BudgetInfeasible, RanksDisagree, Reason
+from memfine_fx.expert_parallel.shard import sharded_parameters
 from memfine_fx.models._experts import GatedExperts
 from memfine_fx.passes.lower.bodies import bodies_for
 from memfine_fx.passes.read.regions import read_regions
@@ -80,6 +81,7 @@ class Agreement:
         ids: what is raised when a routing of rank 1 names an expert that is not there.
         budget: what is raised when the budget of rank 1 alone cannot be met.
         sharding: told by `optimize` when ranks hold another config, another model, and another number of slots.
+        slots: of this rank where the ranks' budgets differ.
         bodies: told when ranks compute a layer in different ways.
     """
 
@@ -94,6 +96,7 @@ class Agreement:
     ids: Told
     budget: Told
     sharding: tuple[Told, Told, Told]
+    slots: int
     bodies: Told
 
 
@@ -141,8 +144,13 @@ def agreeing(rank: int) -> Agreement:
             _told(lambda: layer(experts=EXPERTS + rank)),
             _told(lambda: layer(slots=rank)),
         ),
+        slots=_slots_of(_optimized(Layer(EXPERTS), memory_budget="1GiB" if rank else 100_000)),
         bodies=bodies,
     )
+
+
+def _slots_of(model: nn.Module) -> int:
+    return next(iter(sharded_parameters(model).values())).ranks.slots
 
 
 def _optimized(model: Any, **options: Any) -> Any:

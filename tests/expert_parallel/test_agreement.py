@@ -91,6 +91,10 @@ def test_models_and_configs_that_differ_are_told_by_optimize(by_rank: list[Agree
         assert "expert_group(slots=...) is 0 on rank 0 and 1 on rank 1" in slots.message
 
 
+def test_ranks_with_other_budgets_have_as_many_slots_as_the_smallest_allows(by_rank: list[Agreement]) -> None:
+    assert [agreement.slots for agreement in by_rank] == [1, 1]
+
+
 def test_layers_computed_in_different_ways_are_told_apart(by_rank: list[Agreement]) -> None:
     for agreement in by_rank:
         assert agreement.bodies.message.count("in rounds (4 experts, top-2, torch.float32, body ") == 2

@@ -139,6 +139,28 @@ def test_even_routing_sends_evenly_in_one_leg(num_ranks: int) -> None:
         assert leg.num_sent == 32
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param([[1200, 800], [400, 2400], [900, 900], [100, 100]], id="sources differ"),
+        pytest.param(
+            [[2000, 0, 0, 0], [0, 900, 700, 0], [500, 0, 1500, 300], [0, 0, 0, 800]], id="walks meet a source"
+        ),
+        pytest.param([[4000, 50, 50, 50]] * 4, id="ranks with few rows"),
+    ],
+)
+def test_legs_are_as_few_as_what_the_fullest_source_sends_asks_for(counts: list[list[int]]) -> None:
+    """But for one, as legs are parts of what ranks receive and not of what a source sends."""
+    table = torch.tensor(counts)
+    rows = -(-int(table.sum()) * 9 // (4 * 8))
+    schedule = Rounds(table, Placement(table.shape[1], 4), rows, -(-rows // 4))
+    for number in range(schedule.num_rounds):
+        by_source = [schedule.legs(rank, number) for rank in range(4)]
+        sent = max(sum(leg.num_sent for leg in legs) for legs in by_source)
+        least = max(1, -(-sent // -(-rows // 4)))
+        assert least <= len(by_source[0]) <= least + 1
+
+
 @given(cases())
 @settings(deadline=None, max_examples=50)
 def test_experts_come_one_after_the_other(case: Case) -> None:

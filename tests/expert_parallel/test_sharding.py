@@ -69,6 +69,32 @@ def test_state_dicts_hold_dtensors_and_load_whole_tensors() -> None:
     assert torch.equal(model.experts._parameters["down_proj"], whole["experts.down_proj"])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "budget, dtype, slots",
+    [
+        (None, torch.float32, 0),
+        ("free", torch.float32, 0),
+        (20 * 1152 - 1, torch.float32, 0),
+        (20 * 1152, torch.float32, 1),  # 96 numbers in a slot; in fp32 their gradient, and one that returned
+        (20 * 1920, torch.float32, 2),
+        ("1GiB", torch.float32, 2),
+        (0.5, torch.float32, 2),
+        (
+            20 * 4032 - 1,
+            torch.bfloat16,
+            0,
+        ),  # 96 numbers of two bytes, and ten gradients: this rank's eight are open too
+        (20 * 4032, torch.bfloat16, 1),
+    ],
+)
+def test_slots_follow_from_the_budget_where_they_are_left_open(budget: Any, dtype: torch.dtype, slots: int) -> None:
+    model = small_model().to(dtype)
+    (one, *_) = shard_experts(model, expert_group(mesh()), memfine_fx.Config(memory_budget=budget))
+    assert one.ranks.slots == slots
+    (one, *_) = shard_experts(small_model(), expert_group(mesh(), slots=1), memfine_fx.Config(memory_budget=budget))
+    assert one.ranks.slots == 1
+
+
 def test_fsdp_is_refused_where_it_would_shard_the_experts_once_more() -> None:
     model = small_model()
     sharded(model)
