@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -121,22 +122,39 @@ def plan_help(
 def refit_help(counts: torch.Tensor, placement: Placement, clones: Sequence[tuple[int, int]], *, target: int) -> Help:
     """A plan with no other clones than these, as many rows of each as end an excess or fill a rank.
 
+    A rank that has one clone left to give rows to, or to take some of, is settled first: what it moves there it can
+    move nowhere else. Plans join ranks like trees, since each clone ends an excess or fills a rank, and in a tree no
+    other order moves more rows.
+
     Args:
         counts: [ep,E] int64 on the host.
         placement: of the experts.
-        clones: (expert, rank), in the order in which they take rows; those that get none are left out.
+        clones: (expert, rank); those that get no rows are left out.
         target: rows.
     """
     computed, left = list(no_help(counts, placement).computed), counts.sum(dim=0).tolist()
-    found = []
-    for expert, rank in clones:
-        owner = placement.owner(expert)
-        rows = min(computed[owner] - target, target - computed[rank], left[expert])
-        if rows > 0:
-            found.append(Clone(expert, rank, rows))
-            computed[owner] -= rows
-            computed[rank] += rows
-            left[expert] -= rows
+    ends = [(("gives", placement.owner(expert)), ("takes", rank)) for expert, rank in clones]
+    unsettled: dict[tuple[str, int], dict[int, None]] = {}
+    for number, pair in enumerate(ends):
+        for end in pair:
+            unsettled.setdefault(end, {})[number] = None
+    rows = [0] * len(clones)
+    waiting = deque(end for end, numbers in unsettled.items() if len(numbers) == 1)
+    waiting.extend(unsettled)  # what a circle joins has no first
+    while waiting:
+        number = next(iter(unsettled[waiting.popleft()]), None)
+        if number is None:
+            continue
+        (_, owner), (_, rank) = ends[number]
+        expert = clones[number][0]
+        moved = rows[number] = max(0, min(computed[owner] - target, target - computed[rank], left[expert]))
+        computed[owner] -= moved
+        computed[rank] += moved
+        left[expert] -= moved
+        for end in ends[number]:
+            del unsettled[end][number]
+            (waiting.appendleft if len(unsettled[end]) == 1 else waiting.append)(end)
+    found = [Clone(*pair, moved) for pair, moved in zip(clones, rows, strict=True) if moved]
     return Help(tuple(found), tuple(computed))
 
 
@@ -156,7 +174,7 @@ def split_rows(counts: torch.Tensor, clones: Sequence[Clone], owner: int, node_r
     split[torch.arange(len(ranks)), ranks] = here
     wanted, left = wanted - here, left.index_add(0, ranks, -here)
     sources, nodes = torch.arange(len(counts)) // node_ranks, ranks // node_ranks
-    for node in sorted(set(nodes.tolist())):
+    for node in sorted(set(nodes.tolist())) if node_ranks < len(counts) else ():
         matched = _matched(wanted * (nodes == node), left * (sources == node))
         split += matched
         wanted, left = wanted - matched.sum(dim=1), left - matched.sum(dim=0)

@@ -70,12 +70,11 @@ class HelpCosts:
 
     def clones_wire(self, placement: Placement, plan: Help) -> Wire:
         """Bytes of experts that are sent, and of their gradients that return."""
-        wire = Wire.empty(placement.num_ranks, self.node_ranks)
+        sent: list[tuple[int, int, int]] = []
         for expert, clones in plan.by_expert().items():
             for parent, child in tree_of(placement.owner(expert), clones, self.node_ranks):
-                wire.add(parent, child, self.weight_bytes)
-                wire.add(child, parent, self.gradient_bytes)
-        return wire
+                sent += [(parent, child, self.weight_bytes), (child, parent, self.gradient_bytes)]
+        return Wire.of_messages(sent, placement.num_ranks, self.node_ranks)
 
     def _fill_seconds(self, plan: Help) -> float:
         """Until the first piece of an expert has come to the last of its clones, and the same for its gradient."""
@@ -95,8 +94,14 @@ class Wire:
     node_ranks: int
 
     @staticmethod
-    def empty(num_ranks: int, node_ranks: int) -> Wire:
-        return Wire(torch.zeros(2, 2, num_ranks, dtype=torch.int64), node_ranks)
+    def of_messages(sent: Sequence[tuple[int, int, int]], num_ranks: int, node_ranks: int) -> Wire:
+        """Of messages (sender, receiver, bytes)."""
+        table = torch.tensor(sent, dtype=torch.int64).view(-1, 3)
+        distance = (table[:, 0] // node_ranks != table[:, 1] // node_ranks).to(torch.int64)
+        found = torch.zeros(2, 2, num_ranks, dtype=torch.int64)
+        for way in (0, 1):
+            found.index_put_((distance, torch.full_like(distance, way), table[:, way]), table[:, 2], accumulate=True)
+        return Wire(found, node_ranks)
 
     @staticmethod
     def of_rows(flows: torch.Tensor, there_bytes: int, back_bytes: int, node_ranks: int) -> Wire:
@@ -109,11 +114,6 @@ class Wire:
             out, into = some.sum(dim=1), some.sum(dim=0)
             found.append(torch.stack([out * there_bytes + into * back_bytes, into * there_bytes + out * back_bytes]))
         return Wire(torch.stack(found), node_ranks)
-
-    def add(self, sender: int, receiver: int, num_bytes: int) -> None:
-        distance = int(sender // self.node_ranks != receiver // self.node_ranks)
-        self.num_bytes[distance, 0, sender] += num_bytes
-        self.num_bytes[distance, 1, receiver] += num_bytes
 
     def with_others(self, other: Wire) -> Wire:
         return Wire(self.num_bytes + other.num_bytes, self.node_ranks)
@@ -177,7 +177,7 @@ def choose_help(
         return old
     new, seconds = alone, most
     for target in targets if slots else ():
-        if target >= alone.busiest:
+        if target >= alone.busiest or target * costs.row_seconds >= seconds:  # the busiest of a plan has its target
             break
         plan = plan_help(counts, placement, slots=slots, target=target, node_ranks=costs.node_ranks)
         its_seconds = costs.seconds(counts, placement, plan)
