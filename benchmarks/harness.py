@@ -25,6 +25,7 @@ from pathlib import Path
 from benchmarks.peers import find_peer
 from benchmarks.records import UNAVAILABLE, Job, Row
 from memfine_fx.demo.progress import open_progress
+from memfine_fx.memory.machine import host_bytes
 
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported|Chunk|Infeasible)\b")
 Run = Callable[[Job, Path, float], Row]
@@ -147,7 +148,7 @@ def read_rows(json_file: Path | None) -> list[Row]:
 
 def default_memory_limit() -> int:
     """Bytes that one child may take on this machine."""
-    return int(_DEFAULT_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return int(_DEFAULT_SHARE * host_bytes())
 
 
 def _append(json_file: Path | None, row: Row) -> None:

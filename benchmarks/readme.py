@@ -6,18 +6,19 @@ written by ``python -m benchmarks readme`` and compared by ``python -m benchmark
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.expert_parallel import Findings
 from benchmarks.harness import read_rows
 from benchmarks.records import Row
 from benchmarks.suites import SUITES
-from benchmarks.suites.ep import describe_paper
+from benchmarks.suites.ep import describe, describe_paper
 from benchmarks.summaries import MIB, Summary, markdown, summaries_of
 from benchmarks.tables import conclusions, fraction_of_matmul_rate, machine_lines
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/expert_parallel.md")
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
 _LABELS = {
@@ -160,11 +161,11 @@ def said_block(rows: Sequence[Row]) -> str:
     return "\n".join([f"{_source(rows)}:", "", "```text", said, "```", *_without_figures(rows)])
 
 
-def paper_ep_block() -> str:
-    """The paper's methods on four ranks."""
-    found = Findings.from_json((RESULTS / "paper_ep_cpu.json").read_text())
-    source = f"`python -m benchmarks run --suite paper_ep`; {found.machine}"
-    return "\n".join([f"{source}:", "", "```text", describe_paper(found), "```"])
+def ranks_block(suite: str, say: Callable[[Findings], str]) -> str:
+    """A suite of several ranks, in its own words."""
+    found = Findings.from_json((RESULTS / f"{suite}_cpu.json").read_text())
+    source = f"`python -m benchmarks run --suite {suite}`; {found.machine}"
+    return "\n".join([f"{source}:", "", "```text", say(found), "```"])
 
 
 def _heading(rows: Sequence[Row]) -> list[str]:
@@ -237,5 +238,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "moeblaze": _from("moeblaze_cpu.jsonl", said_block),
     "compile": _from("compile_cpu.jsonl", said_block),
     "paper": _from("paper_cpu.jsonl", said_block),
-    "paper_ep": paper_ep_block,
+    "ep": partial(ranks_block, "ep", describe),
+    "paper_ep": partial(ranks_block, "paper_ep", describe_paper),
 }

@@ -28,7 +28,7 @@ from memfine_fx.expert_parallel.help_costs import TARGETS, HelpCosts, choose_hel
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.report.figure import blank_figure
 
-__all__ = ["POLICIES", "Outcome", "costs_of", "counts_of", "draw", "measure", "outcome"]
+__all__ = ["POLICIES", "Outcome", "costs_of", "counts_of", "draw", "measure", "outcome", "within_capacity"]
 
 RANKS = (32, 64, 128, 256, 512, 1024)
 LOADS = ("balanced", "zipf:1", "paper:4", "paper:8", "paper:15", "one")
@@ -141,7 +141,7 @@ def outcome(load: str, num_ranks: int, policy: str, model: Model | None = None) 
     costs, counts = costs_of(model), counts_of(load, num_ranks, model)
     placement, total = Placement(counts.shape[1], num_ranks), int(counts.sum())
     if policy == "capacity":
-        counts = _within_capacity(counts)
+        counts = within_capacity(counts)
     started = time.perf_counter()
     plan = POLICIES[policy](counts, placement, costs)
     planning_seconds = time.perf_counter() - started
@@ -159,7 +159,7 @@ def outcome(load: str, num_ranks: int, policy: str, model: Model | None = None) 
     )
 
 
-def _within_capacity(counts: torch.Tensor) -> torch.Tensor:
+def within_capacity(counts: torch.Tensor) -> torch.Tensor:
     """What is left where each expert takes 1.25 of the mean of all experts, of every source the same part."""
     rows = counts.sum(dim=0)
     part = (CAPACITY * rows.sum() / rows.numel() / rows.clamp(min=1)).clamp(max=1)

@@ -18,7 +18,7 @@ from benchmarks.summaries import MIB, align
 from memfine_fx.memory.closed_form import chunk_count
 from memfine_fx.memory.published import MODEL
 
-FULL = LayerSizes()
+FULL = LayerSizes(steps=9)
 _COLUMNS = (
     "peer", "load", "rows of the busiest", "over the mean", "peak MiB", "against balanced", "step s", "of unchunked",
     "CPU s", "of the busiest rank", "counts",

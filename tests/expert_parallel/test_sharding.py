@@ -256,13 +256,13 @@ def test_adapters_are_not_merged_into_tables_that_ranks_share() -> None:
 
 
 @pytest.mark.trainers
-def test_adapters_of_packed_or_unknown_tables_are_refused_before_anything_is_cut() -> None:
+def test_adapters_of_tables_in_other_dtypes_or_of_an_unknown_peft_are_refused_before_anything_is_cut() -> None:
     model = adapted_model()
     before = {name: one.shape for name, one in model.named_parameters()}
     for name, one in model.named_parameters():
         if "lora_" not in name and "experts" in name:
             one.requires_grad_(False).data = one.data.to(torch.float8_e4m3fn)
-    with pytest.raises(ConfigError, match="their table is packed"):
+    with pytest.raises(ConfigError, match="PEFT does not add in its dtype"):
         sharded(model)
     assert {name: one.shape for name, one in model.named_parameters()} == before
     is_known = mock.patch.object(Hook, "holds", lambda hook: hook is not WRAPPERS)
