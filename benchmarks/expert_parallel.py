@@ -384,7 +384,7 @@ def _schedule_seconds(rank: int, sizes: LayerSizes, load: str) -> float:
     placement, rows = Placement(sizes.experts, sizes.ranks), max(sizes.rows, sizes.tokens * sizes.top_k)
     leg_rows = Travel(sizes.ranks, 1).leg_rows(rows)
     times = []
-    for _ in range(5):
+    for _ in range(20):
         dist.barrier()
         started = time.perf_counter()
         table = Table(gather_table(exchange, offsets, Announcement("counts", rows=rows), Place("a layer", "counting")))

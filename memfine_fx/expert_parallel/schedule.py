@@ -44,7 +44,7 @@ __all__ = ["Leg", "Rounds", "Schedule", "TokenSlices"]
 
 _MOST_ENTRIES = 1 << 22
 """Counts that are looked at together where every source's rows of every round are asked for."""
-_MOST_BLOCKS = 4
+_MOST_BLOCKS = 6
 """Of an expert's rows; more would only take longer to schedule."""
 
 

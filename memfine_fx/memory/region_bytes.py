@@ -38,6 +38,8 @@ __all__ = [
 LEGS_IN_FLIGHT = 2
 """Legs of a round that are staged or on their way at once: one is filled while another travels."""
 _LEAST_LEG_ROWS = 64
+_LEAST_MESSAGE_ROWS = 16
+"""To each rank where routing is even: a row of 14 KB takes 0.3 us at 50 GB/s, and a message has 3 us beside it."""
 _ROW_ALIGNMENT = 16
 
 
@@ -61,9 +63,10 @@ class Travel:
         """Rows that a rank stages for one leg of a round of `rows`.
 
         Even routing sends as many rows as a round brings, in four legs or, with its noise, five. A leg takes at least a
-        row to each rank, and so many that its bytes are worth an exchange.
+        row to each rank, and so many that its bytes are worth an exchange, and its messages their latency.
         """
-        return max(self.num_ranks, _LEAST_LEG_ROWS, -(-rows // 4))
+        message_rows = min(rows, _LEAST_MESSAGE_ROWS * self.num_ranks)
+        return max(self.num_ranks, _LEAST_LEG_ROWS, message_rows, -(-rows // 4))
 
     def helped_rows(self, rows: int) -> int:
         """Rows of a round in a step with clones, which stand where half of the rows would.

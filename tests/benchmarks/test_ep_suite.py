@@ -20,9 +20,18 @@ def found() -> Findings:
 def test_committed_peaks_in_rounds_do_not_follow_the_skew(found: Findings) -> None:
     text = describe(found)
     assert "DISAGREES" not in text
-    verdicts = [line for line in text.splitlines() if "peak of the busiest rank against balanced" in line]
+    verdicts = [line for line in text.splitlines() if "peak of balanced" in line]
     rounds = [line for line in verdicts if " rounds, " in line]
     assert len(rounds) >= 3 and all(line.startswith("met") for line in rounds)
+
+
+def test_with_help_committed_rows_are_even_and_peaks_stay_below_the_even_step_s(found: Findings) -> None:
+    rows = {(row.peer, row.load): row for row in found.rows}
+    for peer in ("help 2", "kept and help 2"):
+        for load in ("zipf:1", "paper:15", "one"):
+            assert rows["unchunked", load].busiest_over_mean > 1.8
+            assert rows[peer, load].busiest_over_mean <= 1.15
+            assert rows[peer, load].peak <= 1.1 * rows[peer, "balanced"].peak
 
 
 def test_committed_peaks_of_what_is_kept_are_bounded_too(found: Findings) -> None:
