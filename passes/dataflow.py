@@ -204,6 +204,13 @@ class Dataflow:
         self._roots: dict[fx.Node, fx.Node] = {}
         self._build()
 
+    def place_inserted(self, place: fx.Node) -> None:
+        """Give nodes that were since inserted before `place` its position: as readers they count, not as views."""
+        node = place.prev
+        while node.op != "root" and node not in self.position:
+            self.position[node] = self.position[place]
+            node = node.prev
+
     def root(self, node: fx.Node) -> fx.Node:
         """The node whose storage `node` may share, following views and in-place results."""
         return self._roots[node]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.dataflow import Dataflow, node_value
 from memfine_fx.passes.lower import region as lower
 from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.read.regions import read_regions
@@ -146,7 +146,7 @@ def insert_identity(graph_module: fx.GraphModule, region: MoERegion, name: str) 
     with graph_module.graph.inserting_before(exit_node):
         call = graph_module.graph.call_module(name, region.cut.inputs)
     call.meta["example_value"] = node_value(exit_node)
-    lower._replace(graph_module.graph, region.cut, call)
+    lower._replace(Dataflow(graph_module.graph), region.cut, call)
     graph_module.graph.lint()
     graph_module.recompile()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import unittest.mock
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from memfine_fx.compat.tensors import FakeTensorMode
 __all__ = [
     "CODE",
     "COMPILER",
+    "INDICES",
     "KERNELS",
     "TRACING",
     "WRAPPERS",
@@ -41,6 +43,8 @@ __all__ = [
     "written_code",
 ]
 
+_INDEX_FUNCTIONS = ("simplify_index_in_vec_range", "stride_at_vec_range")
+_MOST_INDICES = 1 << 16
 SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 """torch 2.11 has no name of its own for it, and caches no graph that was compiled with a pass of another kind."""
 
@@ -67,7 +71,39 @@ def compile_inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **options
     """One graph of ATen compiled by Inductor, as AOT autograd asks for it."""
     from torch._inductor.compile_fx import compile_fx_inner
 
-    return compile_fx_inner(graph_module, inputs, **options)
+    with _remembering_indices():
+        return compile_fx_inner(graph_module, inputs, **options)
+
+
+@contextlib.contextmanager
+def _remembering_indices() -> Iterator[None]:
+    """Inductor asks how an index moves with a loop's variable for each kernel, by sympy, and remembers 128 answers.
+
+    A deep model has more of them, which come again in every layer: each is then always the one just forgotten.
+    """
+    if not INDICES.holds():
+        yield
+        return
+    from torch._inductor import sizevars
+    from torch._inductor.codegen import cpp
+
+    with contextlib.ExitStack() as stack:
+        for name, function in _index_functions().items():
+            for module in (sizevars, cpp):
+                if hasattr(module, name):
+                    stack.enter_context(unittest.mock.patch.object(module, name, function))
+        yield
+
+
+@functools.cache
+def _index_functions() -> dict[str, Callable[..., Any]]:
+    """The functions with room for the answers of a deep model."""
+    from torch._inductor import sizevars
+
+    return {
+        name: functools.lru_cache(maxsize=_MOST_INDICES)(getattr(sizevars, name).__wrapped__)
+        for name in _INDEX_FUNCTIONS
+    }
 
 
 def compile_body(
@@ -245,6 +281,16 @@ def _check_code() -> None:
         expect(callable(getattr(GraphLowering, name, None)), f"Inductor's graphs have no {name}")
 
 
+def _check_indices() -> None:
+    from torch._inductor import sizevars
+    from torch._inductor.codegen import cpp
+
+    for name in _INDEX_FUNCTIONS:
+        function = getattr(sizevars, name, None)
+        expect(hasattr(function, "cache_info") and hasattr(function, "__wrapped__"), f"{name} remembers nothing")
+    expect(hasattr(cpp, _INDEX_FUNCTIONS[-1]), "C++ kernels are not written by it")
+
+
 CODE = Hook(
     name="torch._inductor.graph.GraphLowering.compile_to_module",
     host="torch",
@@ -262,6 +308,14 @@ COMPILER = Hook(
     loss="Inductor cannot be given a partitioner, so nothing is chunked: models are compiled as without memfine_fx. "
     'Config(inner_backend="aot_eager") works.',
     check=_check_compiler,
+)
+INDICES = Hook(
+    name="torch._inductor.sizevars.simplify_index_in_vec_range",
+    host="torch",
+    purpose="remembering what Inductor found of index expressions, which come again in every layer of a deep model",
+    seen=("2.13", "2.13"),
+    loss="Deep models take longer to compile on a CPU.",
+    check=_check_indices,
 )
 KERNELS = Hook(
     name="torch._inductor.config._post_fusion_custom_pass",

@@ -17,7 +17,7 @@ from memfine_fx.config import Config, uses_gpu_kernels
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
-from memfine_fx.passes.dataflow import tensor_of
+from memfine_fx.passes.dataflow import Dataflow, tensor_of
 from memfine_fx.passes.lower.arguments import argument_specs, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.lower.lift import can_lift
@@ -76,9 +76,17 @@ def plan_regions(body: fx.GraphModule, modes: Modes, session: Session, record: C
 
 def lower_regions(found: BodyRegions, session: Session) -> None:
     """Rewrite the regions of one body."""
-    for outcome in reversed(found.outcomes):  # last first: a region may feed the next one
-        if isinstance(outcome, LoweredRegion):
-            _lower(found.body, outcome.region, outcome.live, session)
+    lowered = [outcome for outcome in found.outcomes if isinstance(outcome, LoweredRegion)]
+    if lowered and not session.is_dry:
+        flow = Dataflow(found.body.graph)
+        for outcome in reversed(lowered):  # last first: a region may feed the next one
+            live = outcome.live
+            table_shape = None if live.exchange is None else live.exchange.table_shape
+            lower_region(found.body, outcome.region, live.site, flow=flow, table_shape=table_shape)
+        if any(outcome.live.exchange is not None for outcome in lowered):
+            drop_unread_tables(found.body)
+        found.body.graph.lint()
+        found.body.recompile()
     drop_unread_ids(found.body)
     restore_tables(found.body)
     if not session.is_dry:
@@ -196,11 +204,3 @@ def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> Ex
         takes_group=takes_group,
         inner=config.inner_backend,
     )
-
-
-def _lower(body: fx.GraphModule, region: MoERegion, live: LiveRegion, session: Session) -> None:
-    if session.is_dry:
-        return
-    lower_region(body, region, live.site, table_shape=None if live.exchange is None else live.exchange.table_shape)
-    if live.exchange is not None:
-        drop_unread_tables(body)

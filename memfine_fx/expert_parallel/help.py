@@ -139,12 +139,13 @@ def refit_help(counts: torch.Tensor, placement: Placement, clones: Sequence[tupl
         for end in pair:
             unsettled.setdefault(end, {})[number] = None
     rows = [0] * len(clones)
-    waiting = deque(end for end, numbers in unsettled.items() if len(numbers) == 1)
+    waiting = deque(end for end, clones_of_it in unsettled.items() if len(clones_of_it) == 1)
     waiting.extend(unsettled)  # what a circle joins has no first
     while waiting:
-        number = next(iter(unsettled[waiting.popleft()]), None)
-        if number is None:
+        numbers = unsettled[waiting.popleft()]
+        if not numbers:
             continue
+        number = next(iter(numbers))
         (_, owner), (_, rank) = ends[number]
         expert = clones[number][0]
         moved = rows[number] = max(0, min(computed[owner] - target, target - computed[rank], left[expert]))

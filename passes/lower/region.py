@@ -27,7 +27,12 @@ __all__ = ["lower_region", "recording"]
 
 
 def lower_region(
-    graph_module: fx.GraphModule, region: MoERegion, site: str, *, table_shape: Sequence[int] | None = None
+    graph_module: fx.GraphModule,
+    region: MoERegion,
+    site: str,
+    *,
+    flow: Dataflow | None = None,
+    table_shape: Sequence[int] | None = None,
 ) -> None:
     """Rewrite `region` in its graph.
 
@@ -35,6 +40,7 @@ def lower_region(
         graph_module: the graph that holds the region.
         region: from `read_regions` on this graph.
         site: key of the registered live region.
+        flow: of the graph before its first region was lowered, where several are, last first; the caller recompiles it.
         table_shape: of the counts that ranks share, where its experts live on several of them.
     """
     graph = graph_module.graph
@@ -64,7 +70,11 @@ def lower_region(
             combined = _shaped_as(call, combined, exit_node, tokens)
         if region.base is not None:
             combined = call(operator.add, region.base, combined)
-    _replace(graph, region.cut, combined)
+    if flow is not None:
+        flow.place_inserted(exit_node)
+        _replace(flow, region.cut, combined)
+        return
+    _replace(Dataflow(graph), region.cut, combined)
     graph.lint()
     graph_module.recompile()
 
@@ -149,13 +159,12 @@ def _slots_of_rows(call: Call, rows: fx.Node, sizes: list[fx.Node], region: MoER
     return call(torch.movedim, call(torch.reshape, rows, shape), 0, slots.expert_dim)
 
 
-def _replace(graph: fx.Graph, cut: Cut, result: fx.Node) -> None:
+def _replace(flow: Dataflow, cut: Cut, result: fx.Node) -> None:
     """Hand the exit's readers to `result`; erase the inside, last first, except what others still read.
 
     NOTE: an exit that writes in place (out.index_add_) is read through its target as well, and a write into
     a tensor that survives must survive with it: FX draws no edge for either.
     """
-    flow = Dataflow(graph)
     last = flow.position[cut.exit]
     for target in flow.mutations.get(cut.exit, ()):
         for user in list(target.users):
@@ -166,7 +175,7 @@ def _replace(graph: fx.Graph, cut: Cut, result: fx.Node) -> None:
     # Last first, so that a node's readers inside are gone when its turn comes.
     for node in reversed(cut.nodes):
         if not node.users and (node is cut.exit or not _writes_for_survivors(flow, node)):
-            graph.erase_node(node)
+            flow.graph.erase_node(node)
 
 
 def _erase_assertions(cut: Cut) -> None:

@@ -132,6 +132,7 @@ BREAKS: dict[Hook, Break] = {
     functorch.TANGENTS: holds_gradients,
     inductor.CODE: lacking(GraphLowering, "compile_to_module"),
     inductor.COMPILER: lacking(torch._inductor.config, "custom_partitioner_fn"),
+    inductor.INDICES: lacking(torch._inductor.codegen.cpp, "stride_at_vec_range"),
     inductor.KERNELS: lacking(torch._inductor.config, "_post_fusion_custom_pass"),
     inductor.TRACING: having(torch._guards.TracingContext, "try_get", staticmethod(lambda: None)),
     inductor.WRAPPERS: lambda patch: patch.delitem(CompiledFxGraph.__annotations__, "source_code"),

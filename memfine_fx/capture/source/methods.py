@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import inspect
 import textwrap
 import types
@@ -22,6 +23,8 @@ from memfine_fx.capture.standing import is_own
 
 __all__ = ["RewrittenLoops"]
 
+_FOR_ITER = dis.opmap["FOR_ITER"]
+
 
 class RewrittenLoops:
     """The rewritten methods of a model's modules.
@@ -31,7 +34,8 @@ class RewrittenLoops:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        by_class = {one: _rewritten_methods(one) for one in dict.fromkeys(map(type, model.modules()))}
+        done: dict[types.FunctionType, Callable[..., Any] | None] = {}  # classes share what they inherit
+        by_class = {one: _rewritten_methods(one, done) for one in dict.fromkeys(map(type, model.modules()))}
         self._methods = InstalledMethods(
             [
                 (module, name, function)
@@ -46,7 +50,9 @@ class RewrittenLoops:
         return self._methods.installed()
 
 
-def _rewritten_methods(module_class: type[torch.nn.Module]) -> dict[str, Callable[..., Any]]:
+def _rewritten_methods(
+    module_class: type[torch.nn.Module], done: dict[types.FunctionType, Callable[..., Any] | None]
+) -> dict[str, Callable[..., Any]]:
     """Methods of a class that change when rewritten, by name; the most derived definition of each."""
     found: dict[str, Callable[..., Any]] = {}
     seen: set[str] = set()
@@ -57,7 +63,11 @@ def _rewritten_methods(module_class: type[torch.nn.Module]) -> dict[str, Callabl
             if name in seen:
                 continue
             seen.add(name)
-            rewritten = _rewritten(value) if isinstance(value, types.FunctionType) else None
+            if not isinstance(value, types.FunctionType):
+                continue
+            if value not in done:
+                done[value] = _rewritten(value)
+            rewritten = done[value]
             if rewritten is not None:
                 found[name] = rewritten
     return found
@@ -65,6 +75,8 @@ def _rewritten_methods(module_class: type[torch.nn.Module]) -> dict[str, Callabl
 
 def _rewritten(function: types.FunctionType) -> Callable[..., Any] | None:
     """The function with its loops rewritten, None where it stays as it is."""
+    if not _may_change(function.__code__):
+        return None
     definition = _definition(function)
     if definition is None or not _is_source_of(function, _code(definition, function)):
         return None
@@ -76,6 +88,17 @@ def _rewritten(function: types.FunctionType) -> Callable[..., Any] | None:
     rewritten = types.FunctionType(body, function.__globals__, function.__name__, function.__defaults__)
     rewritten.__qualname__, rewritten.__kwdefaults__ = function.__qualname__, function.__kwdefaults__
     return rewritten
+
+
+def _may_change(code: types.CodeType) -> bool:
+    """Whether there is a loop, or a call that is rewritten outside of one: most methods have neither, and reading the
+    source of all of a model's takes half a second.
+    """
+    return (
+        _FOR_ITER in code.co_code[::2]
+        or "bincount" in code.co_names
+        or any(_may_change(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    )
 
 
 def _definition(function: types.FunctionType) -> ast.FunctionDef | None:
