@@ -30,6 +30,7 @@ def give_rates(put: Callable[[Any, str, Any], None] = setattr) -> None:
     for module in (budget, front, compiled_graph):
         put(module, "device_rates", _given_rates)
     put(sharded, "bandwidth_of", _given_bandwidth)
+    put(sharded, "links_of", _given_links)
     put(regions, "measured_knee", _no_knee)
 
 
@@ -43,3 +44,7 @@ def _no_knee(region: RegionBytes, dtype: torch.dtype) -> None:
 
 def _given_bandwidth(ranks: ExpertGroup) -> float:
     return _BANDWIDTH
+
+
+def _given_links(ranks: ExpertGroup) -> tuple[float, float]:
+    return _BANDWIDTH, _BANDWIDTH

@@ -1,11 +1,13 @@
 """Rates of a group, measured once when experts are sharded: bytes that travel, and products that a rank computes.
 
-Each is the slowest rank's, one number on every rank, so that what is decided by it is decided alike.
+Each is the slowest rank's, one number on every rank, so that what is decided by it is decided alike. Where the group
+spans several nodes, bytes to ranks of a rank's own node and to those of others are measured apart.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,12 +15,24 @@ import torch.distributed as dist
 from memfine_fx.expert_parallel.exchange import Place, failing_at
 from memfine_fx.expert_parallel.groups import ExpertGroup
 
-__all__ = ["bandwidth_of", "flops_of", "measure_bandwidth"]
+__all__ = ["bandwidth_of", "flops_of", "links_of", "measure_bandwidth"]
 
 _PAYLOAD_BYTES = 1 << 22
 _RUNS = 4
 _SIDE = 512
-_measured: dict[str, tuple[float, float]] = {}
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Bytes a second in an exchange of all with all, with ranks of the own node, and with others; FLOPs a second."""
+
+    everyone: float
+    near: float
+    far: float
+    flops: float
+
+
+_measured: dict[str, _Rates] = {}
 
 
 def measure_bandwidth(ranks: ExpertGroup) -> float:
@@ -26,24 +40,34 @@ def measure_bandwidth(ranks: ExpertGroup) -> float:
 
     The best of a few runs, and of the ranks the slowest: the same number on every rank.
     """
-    per_rank = max(1, _PAYLOAD_BYTES // ranks.num_ranks)
-    outbox = torch.zeros(per_rank * ranks.num_ranks, dtype=torch.uint8, device=ranks.device)
+    everyone = list(range(ranks.num_ranks))
+    node = [rank // ranks.node_ranks == ranks.rank // ranks.node_ranks for rank in everyone]
+    is_one_node = ranks.node_ranks == ranks.num_ranks
+    with failing_at(Place("the model", "measuring"), ranks.group):
+        rate = _exchanged(ranks, [True] * ranks.num_ranks)
+        near = rate if is_one_node else _exchanged(ranks, node)
+        far = rate if is_one_node else _exchanged(ranks, [not is_near for is_near in node])
+        own = torch.tensor([rate, near, far, _flops(ranks.device)], dtype=torch.float64, device=ranks.device)
+        dist.all_reduce(own, dist.ReduceOp.MIN, group=ranks.group)
+    found = _measured[ranks.key] = _Rates(*own.tolist())
+    return found.everyone
+
+
+def _exchanged(ranks: ExpertGroup, partners: list[bool]) -> float:
+    """Bytes a second of an exchange with some ranks, each the same share; at least one byte with each of them."""
+    share = max(1, _PAYLOAD_BYTES // max(1, sum(partners)))
+    splits = [share if is_partner else 0 for is_partner in partners]
+    outbox = torch.zeros(sum(splits), dtype=torch.uint8, device=ranks.device)
     inbox = torch.empty_like(outbox)
     best = float("inf")
-    with failing_at(Place("the model", "measuring"), ranks.group):
-        for _ in range(_RUNS):
-            dist.barrier(ranks.group)
-            started = time.perf_counter()
-            dist.all_to_all_single(inbox, outbox, group=ranks.group)
-            if outbox.is_cuda:
-                torch.cuda.synchronize(outbox.device)
-            best = min(best, time.perf_counter() - started)
-        own = [outbox.numel() / max(best, 1e-9), _flops(ranks.device)]
-        rates = torch.tensor(own, dtype=torch.float64, device=ranks.device)
-        dist.all_reduce(rates, dist.ReduceOp.MIN, group=ranks.group)
-    bandwidth, flops = rates.tolist()
-    _measured[ranks.key] = (bandwidth, flops)
-    return float(bandwidth)
+    for _ in range(_RUNS):
+        dist.barrier(ranks.group)
+        started = time.perf_counter()
+        dist.all_to_all_single(inbox, outbox, splits, splits, group=ranks.group)
+        if outbox.is_cuda:
+            torch.cuda.synchronize(outbox.device)
+        best = min(best, time.perf_counter() - started)
+    return outbox.numel() / max(best, 1e-9)
 
 
 def _flops(device: torch.device) -> float:
@@ -61,9 +85,14 @@ def _flops(device: torch.device) -> float:
 
 def bandwidth_of(ranks: ExpertGroup) -> float:
     """What was measured when the experts were sharded."""
-    return _measured[ranks.key][0]
+    return _measured[ranks.key].everyone
+
+
+def links_of(ranks: ExpertGroup) -> tuple[float, float]:
+    """Bytes a second with ranks of the own node and of others, as measured when the experts were sharded."""
+    return _measured[ranks.key].near, _measured[ranks.key].far
 
 
 def flops_of(ranks: ExpertGroup) -> float:
     """FLOPs a second of the slowest rank, as measured when the experts were sharded."""
-    return _measured[ranks.key][1]
+    return _measured[ranks.key].flops

@@ -6,6 +6,7 @@ same ones. Tokens are everybody's own, so all ranks are data-parallel for the de
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -66,6 +67,16 @@ class ExpertGroup:
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node, by LOCAL_WORLD_SIZE, which torchrun sets; all where they do not lie node after node."""
+        everyone = dist.get_process_group_ranks(self.group)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or len(everyone))
+        first = everyone[0]
+        are_consecutive = everyone == list(range(first, first + len(everyone)))
+        fills_nodes = local > 0 and first % local == 0 and len(everyone) % local == 0
+        return local if are_consecutive and fills_nodes else len(everyone)
 
     @property
     def device(self) -> torch.device:

@@ -6,11 +6,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch._inductor import sizevars
+from torch._inductor.codegen import cpp
 
 from memfine_fx.compat.functorch import compile_on_aot_autograd, min_cut_partition
-from memfine_fx.compat.inductor import captured_copy
+from memfine_fx.compat.inductor import _remembering_indices, captured_copy
 
 
 def known_parameters(copied: Callable[[fx.GraphModule], fx.GraphModule]) -> int:
@@ -34,3 +37,17 @@ def test_a_copy_knows_which_inputs_are_parameters() -> None:
     """Else the partitioner saves their transposed views, which are then counted as results."""
     assert known_parameters(captured_copy) == 2
     assert known_parameters(copy.deepcopy) == 0, "a plain copy would do"
+
+
+def test_as_many_index_expressions_as_a_deep_model_has_are_worked_out_once() -> None:
+    variable = sympy.Symbol("d0", integer=True)
+    before = sizevars.stride_at_vec_range
+    with _remembering_indices():
+        assert cpp.stride_at_vec_range is sizevars.stride_at_vec_range is not before
+        for _ in range(2):
+            strides = [sizevars.stride_at_vec_range(number * variable, variable, 16) for number in range(2000, 2300)]
+        cached: Any = sizevars.stride_at_vec_range
+        assert strides == list(range(2000, 2300)) and cached.cache_info().hits >= 300
+    assert cpp.stride_at_vec_range is sizevars.stride_at_vec_range is before
+    with _remembering_indices():
+        assert sizevars.stride_at_vec_range is cached, "answers outlive one compilation"

@@ -6,6 +6,7 @@ Every case runs twice from the same state, so that sums in another order would b
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -154,7 +155,8 @@ class HelpOutcome:
 
 
 def run_help(rank: int, num_ranks: int) -> dict[str, HelpOutcome]:
-    """Every case on this rank."""
+    """Every case on this rank; four ranks are two nodes."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
     warnings.simplefilter("error", RuntimeWarning)
     torch._dynamo.config.recompile_limit = 64  # the models share their code
     sharded.flops_of = lambda ranks: 1.0  # type: ignore[attr-defined]  # so slow that help always pays

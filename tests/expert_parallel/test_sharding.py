@@ -21,7 +21,8 @@ import memfine_fx
 from memfine_fx.compat.checks import Hook
 from memfine_fx.compat.peft import WRAPPERS
 from memfine_fx.errors import ConfigError
-from memfine_fx.expert_parallel.groups import expert_group
+from memfine_fx.expert_parallel.bandwidth import bandwidth_of, links_of, measure_bandwidth
+from memfine_fx.expert_parallel.groups import ExpertGroup, expert_group
 from memfine_fx.expert_parallel.shard import shard_experts, sharded_parameters
 from memfine_fx.expert_parallel.state import whole_state_dict
 from memfine_fx.models import DeepseekConfig, DeepseekMoE
@@ -67,6 +68,31 @@ def test_state_dicts_hold_dtensors_and_load_whole_tensors() -> None:
     assert isinstance(table, DTensor) and table.shape == whole["experts.down_proj"].shape
     model.load_state_dict(whole)
     assert torch.equal(model.experts._parameters["down_proj"], whole["experts.down_proj"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "ranks, local, node",
+    [
+        (range(8), "4", 4),
+        (range(8, 16), "4", 4),
+        (range(8), "", 8),
+        (range(4), "8", 4),
+        (range(0, 16, 2), "4", 8),  # every other rank
+        (range(2, 10), "4", 8),  # begins within a node
+        (range(6), "4", 6),
+    ],
+)
+def test_ranks_lie_on_nodes_as_torchrun_says(
+    ranks: range, local: str, node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(ranks))
+    assert ExpertGroup(mesh(), 0).node_ranks == node
+
+
+def test_links_of_one_node_are_those_of_all() -> None:
+    rate = measure_bandwidth(ranks := expert_group(mesh()))
+    assert links_of(ranks) == (rate, rate) == (bandwidth_of(ranks),) * 2 and rate > 0
 
 
 @pytest.mark.parametrize(
