@@ -9,6 +9,7 @@ import torch
 
 from memfine_fx.compiler import compiled_graph, regions
 from memfine_fx.expert_parallel import sharded
+from memfine_fx.expert_parallel.bandwidth import Links
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.plan import budget, front
@@ -46,5 +47,5 @@ def _given_bandwidth(ranks: ExpertGroup) -> float:
     return _BANDWIDTH
 
 
-def _given_links(ranks: ExpertGroup) -> tuple[float, float]:
-    return _BANDWIDTH, _BANDWIDTH
+def _given_links(ranks: ExpertGroup) -> Links:
+    return Links(_BANDWIDTH, _BANDWIDTH, ranks.node_ranks)

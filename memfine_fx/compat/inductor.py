@@ -313,7 +313,7 @@ INDICES = Hook(
     name="torch._inductor.sizevars.simplify_index_in_vec_range",
     host="torch",
     purpose="remembering what Inductor found of index expressions, which come again in every layer of a deep model",
-    seen=("2.13", "2.13"),
+    seen=("2.13", "2.15"),
     loss="Deep models take longer to compile on a CPU.",
     check=_check_indices,
 )

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from memfine_fx.expert_parallel.exchange import Place, failing_at
+from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at, gather_rows
 from memfine_fx.expert_parallel.groups import ExpertGroup
 
-__all__ = ["bandwidth_of", "flops_of", "links_of", "measure_bandwidth"]
+__all__ = ["Links", "bandwidth_of", "flops_of", "links_of", "measure_bandwidth"]
 
 _PAYLOAD_BYTES = 1 << 22
 _RUNS = 4
@@ -23,12 +23,25 @@ _SIDE = 512
 
 
 @dataclass(frozen=True)
-class _Rates:
-    """Bytes a second in an exchange of all with all, with ranks of the own node, and with others; FLOPs a second."""
+class Links:
+    """What joins ranks.
 
-    everyone: float
+    Args:
+        near, far: bytes a second with ranks of the own node, and with those of others.
+        node_ranks: ranks of a node; all where the ranks do not agree on that.
+    """
+
     near: float
     far: float
+    node_ranks: int
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Bytes a second in an exchange of all with all, links, and FLOPs a second."""
+
+    everyone: float
+    links: Links
     flops: float
 
 
@@ -40,17 +53,20 @@ def measure_bandwidth(ranks: ExpertGroup) -> float:
 
     The best of a few runs, and of the ranks the slowest: the same number on every rank.
     """
-    everyone = list(range(ranks.num_ranks))
-    node = [rank // ranks.node_ranks == ranks.rank // ranks.node_ranks for rank in everyone]
-    is_one_node = ranks.node_ranks == ranks.num_ranks
-    with failing_at(Place("the model", "measuring"), ranks.group):
+    place = Place("the model", "measuring")
+    told: list[int] = gather_rows(Exchange(ranks.group, ranks.device), torch.tensor([ranks.node_ranks]), place).tolist()
+    node_ranks = ranks.node_ranks if told == told[:1] * len(told) else ranks.num_ranks
+    node = [rank // node_ranks == ranks.rank // node_ranks for rank in range(ranks.num_ranks)]
+    is_one_node = node_ranks == ranks.num_ranks
+    with failing_at(place, ranks.group):
         rate = _exchanged(ranks, [True] * ranks.num_ranks)
         near = rate if is_one_node else _exchanged(ranks, node)
         far = rate if is_one_node else _exchanged(ranks, [not is_near for is_near in node])
         own = torch.tensor([rate, near, far, _flops(ranks.device)], dtype=torch.float64, device=ranks.device)
         dist.all_reduce(own, dist.ReduceOp.MIN, group=ranks.group)
-    found = _measured[ranks.key] = _Rates(*own.tolist())
-    return found.everyone
+    rate, near, far, flops = own.tolist()
+    _measured[ranks.key] = _Rates(rate, Links(near, far, node_ranks), flops)
+    return float(rate)
 
 
 def _exchanged(ranks: ExpertGroup, partners: list[bool]) -> float:
@@ -88,9 +104,9 @@ def bandwidth_of(ranks: ExpertGroup) -> float:
     return _measured[ranks.key].everyone
 
 
-def links_of(ranks: ExpertGroup) -> tuple[float, float]:
-    """Bytes a second with ranks of the own node and of others, as measured when the experts were sharded."""
-    return _measured[ranks.key].near, _measured[ranks.key].far
+def links_of(ranks: ExpertGroup) -> Links:
+    """As measured when the experts were sharded."""
+    return _measured[ranks.key].links
 
 
 def flops_of(ranks: ExpertGroup) -> float:

@@ -261,7 +261,6 @@ def _described(
     for field in dataclasses.fields(config):
         if field.name != "memory_budget":
             described[f"Config.{field.name}"] = repr(getattr(config, field.name))
-    described["LOCAL_WORLD_SIZE"] = repr(ranks.node_ranks)
     described["expert_group(overlaps=...)"] = repr(ranks.overlaps)
     described["expert_group(slots=...)"] = repr(None if ranks.leaves_slots_open else ranks.slots)
     return described

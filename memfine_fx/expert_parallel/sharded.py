@@ -247,17 +247,17 @@ class ShardedExperts:
         elements = [math.prod(table.shape[1:]) for table in tables]
         row = routed.hidden.shape[1] * routed.hidden.element_size()
         result = bodies.out_width * bodies.contribution_dtype.itemsize
-        near, far = links_of(self.ranks)
+        links = links_of(self.ranks)
         return HelpCosts(
             row_seconds=_STEP_FLOPS * self.flops_per_row / flops_of(self.ranks),
             there_bytes=2 * row + result,
             back_bytes=row + result,
             weight_bytes=2 * sum(map(mul, elements, (table.element_size() for table in tables))),
             gradient_bytes=4 * self.num_trained,
-            near=near,
-            far=far,
+            near=links.near,
+            far=links.far,
             latency=_LATENCY_S,
-            node_ranks=self.ranks.node_ranks,
+            node_ranks=links.node_ranks,
         )
 
     def _own(self, region: LiveRegion, groups: Sequence[Sequence[ItemT]]) -> list[Sequence[ItemT]]:

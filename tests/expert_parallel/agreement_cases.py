@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 import memfine_fx
 from memfine_fx.compiler.optimized import optimized_call
 from memfine_fx.errors import BudgetInfeasible, RanksDisagree, Reason
+from memfine_fx.expert_parallel.bandwidth import links_of, measure_bandwidth
+from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.shard import sharded_parameters
 from memfine_fx.models._experts import GatedExperts
 from memfine_fx.passes.lower.bodies import bodies_for
@@ -82,6 +85,7 @@ class Agreement:
         budget: what is raised when the budget of rank 1 alone cannot be met.
         sharding: told by `optimize` when ranks hold another config, another model, and another number of slots.
         slots: of this rank where the ranks' budgets differ.
+        node_ranks: ranks of a node where LOCAL_WORLD_SIZE is another on each.
         bodies: told when ranks compute a layer in different ways.
     """
 
@@ -97,6 +101,7 @@ class Agreement:
     budget: Told
     sharding: tuple[Told, Told, Told]
     slots: int
+    node_ranks: int
     bodies: Told
 
 
@@ -145,8 +150,17 @@ def agreeing(rank: int) -> Agreement:
             _told(lambda: layer(slots=rank)),
         ),
         slots=_slots_of(_optimized(Layer(EXPERTS), memory_budget="1GiB" if rank else 100_000)),
+        node_ranks=_node_ranks(rank),
         bodies=bodies,
     )
+
+
+def _node_ranks(rank: int) -> int:
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(1 + rank)):
+        group = expert_group(dist.device_mesh.init_device_mesh("cpu", (2,)))
+        assert group.node_ranks == 1 + rank
+        measure_bandwidth(group)
+    return links_of(group).node_ranks
 
 
 def _slots_of(model: nn.Module) -> int:

@@ -95,6 +95,10 @@ def test_ranks_with_other_budgets_have_as_many_slots_as_the_smallest_allows(by_r
     assert [agreement.slots for agreement in by_rank] == [1, 1]
 
 
+def test_ranks_that_know_of_nodes_of_other_sizes_count_as_one_node(by_rank: list[Agreement]) -> None:
+    assert [agreement.node_ranks for agreement in by_rank] == [2, 2]
+
+
 def test_layers_computed_in_different_ways_are_told_apart(by_rank: list[Agreement]) -> None:
     for agreement in by_rank:
         assert agreement.bodies.message.count("in rounds (4 experts, top-2, torch.float32, body ") == 2

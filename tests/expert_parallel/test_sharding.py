@@ -21,7 +21,7 @@ import memfine_fx
 from memfine_fx.compat.checks import Hook
 from memfine_fx.compat.peft import WRAPPERS
 from memfine_fx.errors import ConfigError
-from memfine_fx.expert_parallel.bandwidth import bandwidth_of, links_of, measure_bandwidth
+from memfine_fx.expert_parallel.bandwidth import Links, bandwidth_of, links_of, measure_bandwidth
 from memfine_fx.expert_parallel.groups import ExpertGroup, expert_group
 from memfine_fx.expert_parallel.shard import shard_experts, sharded_parameters
 from memfine_fx.expert_parallel.state import whole_state_dict
@@ -92,7 +92,7 @@ def test_ranks_lie_on_nodes_as_torchrun_says(
 
 def test_links_of_one_node_are_those_of_all() -> None:
     rate = measure_bandwidth(ranks := expert_group(mesh()))
-    assert links_of(ranks) == (rate, rate) == (bandwidth_of(ranks),) * 2 and rate > 0
+    assert links_of(ranks) == Links(rate, rate, 1) and rate == bandwidth_of(ranks) > 0
 
 
 @pytest.mark.parametrize(
