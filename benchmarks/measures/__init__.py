@@ -105,6 +105,8 @@ def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: 
     if kind is bool:
         parser.add_argument(flag, action="store_true")
         return
-    only = next((one for one in get_args(kind) if one is not type(None)), kind)  # X of `X | None`
-    wanted: dict[str, Any] = {"choices": get_args(kind)} if get_origin(kind) is Literal else {"type": only}
+    only = kind
+    if get_origin(kind) is not Literal:
+        only = next((one for one in get_args(kind) if one is not type(None)), kind)  # X of `X | None`
+    wanted: dict[str, Any] = {"choices": get_args(only)} if get_origin(only) is Literal else {"type": only}
     parser.add_argument(flag, default=default, help=f"default {default}", **wanted)

@@ -1,13 +1,15 @@
 """Measurements: one command for all, and what each says on small sizes."""
 
+import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import measures
 from benchmarks.__main__ import main
-from benchmarks.measures import decision, head_knee, knee, paired
+from benchmarks.measures import Dtype, _add_option, decision, head_knee, knee, paired
 
 
 @pytest.mark.parametrize("name", measures.questions())
@@ -16,6 +18,15 @@ def test_every_measurement_asks_a_question_and_lists_its_options(name: str, caps
     with pytest.raises(SystemExit, match="0"):
         main(["measure", name, "--help"])
     assert measures.questions()[name] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [Dtype, Dtype | None])
+def test_an_option_of_a_few_words_takes_these_alone(kind: Any) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    _add_option(parser, "dtype", kind, None)
+    assert parser.parse_args(["--dtype", "bfloat16"]).dtype == "bfloat16" and parser.parse_args([]).dtype is None
+    with pytest.raises(argparse.ArgumentError):
+        parser.parse_args(["--dtype", "float16"])
 
 
 def test_a_knee_has_a_time_for_every_chunk_size_and_its_row_is_kept(
