@@ -15,14 +15,15 @@ from typing import Any, Literal, get_args
 
 from memfine_fx.errors import ConfigError
 
-__all__ = ["FREE", "Axis", "Config", "InnerBackend", "MemoryBudget", "budget_as_written", "parse_budget"]
+__all__ = ["LEAST", "Axis", "Config", "InnerBackend", "MemoryBudget", "budget_as_written", "parse_budget"]
 
 Axis = Literal["rows", "tokens"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
 MemoryBudget = int | float | str | None
 
-FREE = "free"
-"""As a memory budget: no limit, and what leaves the peak of a step where it is is kept."""
+LEAST = "least"
+"""As a memory budget: no limit, and regions keep nothing of routed rows, also where keeping would leave the peak of a
+step where it is."""
 
 _UNITS = {
     "": 1,
@@ -62,8 +63,8 @@ class Config:
         tokens_per_chunk: tokens in one slice of axis "tokens". None derives it from R and top-k.
         bins: numbers of chunks to choose among at run time, as the paper's (1, 2, 4, 8); None takes the exact
             number that the rows of the step require.
-        memory_budget: see `parse_budget`; bounds the peak bytes of a training step on one device. None keeps
-            nothing of routed rows for backward, and "free" what leaves that peak where it is.
+        memory_budget: see `parse_budget`; bounds the peak bytes of a training step on one device. None keeps of
+            routed rows for backward what leaves that peak where it is, and "least" nothing.
         inner_backend: what compiles the rewritten graph and the expert bodies.
         captures_loops: let `optimize` and `explain` try Dynamo's flags for data-dependent shapes, and switch
             transformers models from an eager expert loop to a spelling that reaches a graph.
@@ -106,7 +107,7 @@ class Config:
     @property
     def has_budget(self) -> bool:
         """Whether the user limits the bytes of a step."""
-        return self.memory_budget not in (None, FREE)
+        return self.memory_budget not in (None, LEAST)
 
     @staticmethod
     def from_options(options: Mapping[str, Any] | None) -> Config:
@@ -149,7 +150,7 @@ def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int |
     """Bytes of a memory budget in any of its forms.
 
     Args:
-        budget: None, "free", "20GiB" / "800MB" / "1.5G", an int of bytes, or a float in (0, 1] of the device.
+        budget: None, "least", "20GiB" / "800MB" / "1.5G", an int of bytes, or a float in (0, 1] of the device.
         device_bytes: memory of the device, for the float form; the float form is only checked without it.
 
     Returns:
@@ -158,8 +159,8 @@ def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int |
     Raises:
         ConfigError: the value has none of these forms.
     """
-    accepted = "None, an int of bytes, a float in (0, 1] of device memory, 'free', or text such as '20GiB' or '800MB'"
-    if budget is None or budget == FREE:
+    accepted = "None, an int of bytes, a float in (0, 1] of device memory, 'least', or text such as '20GiB' or '800MB'"
+    if budget is None or budget == LEAST:
         return None
     if isinstance(budget, bool):
         raise ConfigError(f"memory_budget={budget!r} is not a budget; expected {accepted}")
@@ -171,6 +172,8 @@ def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int |
         if not 0.0 < budget <= 1.0:
             raise ConfigError(f"memory_budget={budget!r} is not a fraction in (0, 1]; expected {accepted}")
         return None if device_bytes is None else int(budget * device_bytes)
+    if budget == "free":
+        raise ConfigError(f"memory_budget='free' is gone: it is what None, the default, does now; expected {accepted}")
     if isinstance(budget, str):
         match = _BUDGET_TEXT.fullmatch(budget)
         num_bytes = 0 if match is None else _text_bytes(match)

@@ -78,6 +78,7 @@ def test_a_malformed_budget_is_named_with_what_is_accepted(budget: Any) -> None:
         ({"returns_logits": None}, "Config.returns_logits must be a bool, got None"),
         ({"verify": "no"}, "Config.verify must be a bool, got 'no'"),
         ({"memory_budget": "lots"}, "memory_budget='lots' is not understood"),
+        ({"memory_budget": "free"}, "memory_budget='free' is gone: it is what None, the default, does now"),
     ],
 )
 def test_a_malformed_field_is_named_where_the_config_is_made(fields: dict[str, Any], message: str) -> None:
@@ -224,7 +225,7 @@ def test_a_bad_value_of_the_environment_names_the_variable(
     memfine_fx.optimize(torch.nn.Linear(2, 2), config=Config())
 
 
-@pytest.mark.parametrize(("budget", "has_budget"), [(None, False), ("free", False), ("20GiB", True), (0.5, True)])
+@pytest.mark.parametrize(("budget", "has_budget"), [(None, False), ("least", False), ("20GiB", True), (0.5, True)])
 def test_least_is_a_plan_and_no_limit(budget: Any, has_budget: bool) -> None:
     assert Config(memory_budget=budget).has_budget is has_budget
-    assert parse_budget("free", device_bytes=1000) is None
+    assert parse_budget("least", device_bytes=1000) is None

@@ -57,7 +57,7 @@ LAYER = (
 )
 MODEL = (
     _model("memfine"),
-    _model("memfine-free", memory_budget="free"),
+    _model("memfine-least", memory_budget="least"),
     _model("memfine-unlimited", "nothing", memory_budget=_UNLIMITED),
     _model("memfine+checkpoint", "forward", model_checkpointed),
     _model("memfine+head", config=_HEAD),

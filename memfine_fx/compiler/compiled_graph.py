@@ -31,7 +31,6 @@ from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.inner import Foresees, compile_with_regions, record_plain, take_estimate
 from memfine_fx.compiler.session import Session
-from memfine_fx.config import FREE
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.machine import measurement_key
 from memfine_fx.memory.step import GraphStep, RunMemory
@@ -298,11 +297,12 @@ class CompiledGraph:
         """What a partition follows from where no bytes of this process decide it; "" where they do.
 
         Operators' results, and which gradients are sole, follow from the regions and heads that their sites stand for,
-        scratch inside kernels from the machine.
+        scratch inside kernels from the machine, and what pays to be kept from its rates.
         """
-        if self._session.records or self._rates() is not None:
+        if self._session.records:
             return ""
-        described: list[object] = [measurement_key(tensor_of(self._record.lowered[0].region.hidden).device.type)]
+        rates, device_type = self._rates(), tensor_of(self._record.lowered[0].region.hidden).device.type
+        described: list[object] = [measurement_key(device_type), None if rates is None else rates()]
         for one in self._record.lowered:
             live = one.live
             if isinstance(live, LiveHead):
@@ -320,7 +320,7 @@ class CompiledGraph:
         """
         hidden = tensor_of(self._record.lowered[0].region.hidden)
         config, records = self._session.config, self._session.records
-        is_asked = config.memory_budget == FREE and config.inner_backend == "inductor" and not records
+        is_asked = config.memory_budget is None and config.inner_backend == "inductor" and not records
         if not is_asked or hidden.device.type != "cpu":
             return None
         return functools.partial(device_rates, hidden.device.type, hidden.dtype)

@@ -45,7 +45,7 @@ from memfine_fx.memory.liveness import CountedInputs, GraphMemory
 from memfine_fx.memory.step import GraphRecord, GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.step.fit import Even, StepBudget
-from memfine_fx.passes.step.keep import kept_inputs
+from memfine_fx.passes.step.keep import keeping_ops, kept_inputs, trace_keeping
 from memfine_fx.passes.step.kernel_order import KernelOrder
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, give_values, partitioned_as_is
 from memfine_fx.passes.step.partitioned import Partition
@@ -139,6 +139,7 @@ def _take_learned(step: GraphStep, changed: Callable[[], None], in_backward: Bac
     if not isinstance(found.record, GraphRecord):
         return False
     step.take(found.record)
+    trace_keeping(found.record.keeping)
     changed()
     if found.backward is not None:
         _call_in(found.backward, found.record.donated, in_backward)
@@ -156,6 +157,7 @@ def _compile_and_read(
     """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
     is_backward = bool(kwargs.get("is_backward"))
     counted = _counted_backward(graph_module.graph) if is_backward else None
+    keeping = keeping_ops(graph_module.graph) if is_backward else ()
     compiled: Any = compile_inner(graph_module, inputs, **kwargs)
     memory = read_wrapper(wrapper_of(compiled), graph_module.graph, counted)
     step.add_hints(graph_module.graph)
@@ -164,7 +166,7 @@ def _compile_and_read(
         step.estimated.discard("backward" if is_backward else "forward")
         changed()
     donated = take_donated() if is_backward else ()
-    store_record(step.learned(donated))
+    store_record(step.learned(donated, keeping))
     return _call_in(compiled, donated, in_backward) if is_backward else compiled
 
 

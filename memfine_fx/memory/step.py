@@ -30,7 +30,7 @@ from memfine_fx.memory.head_bytes import HeadMemory
 from memfine_fx.memory.liveness import Call, GraphMemory, KeptRows
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_workspace, workspace_expression
 from memfine_fx.memory.symbols import larger
-from memfine_fx.records import Keep
+from memfine_fx.records import Keep, KeepingOp
 
 __all__ = [
     "GraphRecord",
@@ -117,10 +117,12 @@ class GraphRecord:
 
     Args:
         donated: positions of saved tensors that its backward may write over.
+        keeping: its ops that find something kept.
         others: as those of `GraphStep`.
     """
 
     donated: tuple[int, ...]
+    keeping: tuple[KeepingOp, ...]
     forward: GraphMemory | None
     backward: GraphMemory | None
     decision: str
@@ -161,10 +163,11 @@ class GraphStep:
     estimated: set[Direction] = field(default_factory=set)
     sole: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
-    def learned(self, donated: Sequence[int] = ()) -> GraphRecord:
+    def learned(self, donated: Sequence[int] = (), keeping: Sequence[KeepingOp] = ()) -> GraphRecord:
         """What compiling the graph taught, apart from its regions, which are read anew in every process."""
         return GraphRecord(
             tuple(donated),
+            tuple(keeping),
             self.forward,
             self.backward,
             self.decision,

@@ -6,6 +6,7 @@ the step's time, which also depends on what the compiler fuses.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["CALLS_PER_CHUNK", "STEP_FLOPS", "DeviceRates", "Work", "rows_seconds"]
@@ -19,11 +20,14 @@ class DeviceRates:
         matmul_flops: (rows, FLOPs a second of a product with so many rows), rows rising.
         copy_bytes: bytes a second, read and written ones both counted.
         launch_seconds: of calling one small operation.
+        keep_bytes: bytes a second that are written to memory which was just asked for, read once and given back. On a
+            CPU the system hands out its pages as they are written; an accelerator's allocator has it already.
     """
 
     matmul_flops: tuple[tuple[int, float], ...]
     copy_bytes: float
     launch_seconds: float
+    keep_bytes: float = math.inf
 
     def flops_at(self, rows: float) -> float:
         """FLOPs a second of a product with `rows` rows, between the measured ones by straight lines."""
@@ -38,6 +42,15 @@ class DeviceRates:
     @property
     def peak_flops(self) -> float:
         return max(rate for _, rate in self.matmul_flops)
+
+    def keeping_seconds(self, num_bytes: float, copied_bytes: float) -> float:
+        """What keeping costs: memory that a chunk would have had from the one before is new.
+
+        Args:
+            num_bytes: kept.
+            copied_bytes: of these, made elsewhere, read and written once more.
+        """
+        return num_bytes / self.keep_bytes + 2 * copied_bytes / self.copy_bytes
 
 
 @dataclass(frozen=True)

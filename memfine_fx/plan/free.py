@@ -1,4 +1,4 @@
-"""Free keeps: where it is asked, regions keep what leaves the peak of the whole step where it is (`plan.kept`).
+"""Free keeps: without a budget regions keep what leaves the peak of the whole step where it is (`plan.kept`).
 
 Gradients pile up while what was kept is consumed, so a step is usually largest at the end of backward, or at its head,
 and most of what would be kept is there at neither.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfine_fx.config import FREE, Config
+from memfine_fx.config import LEAST, Config
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory
 from memfine_fx.plan.kept import SLACK, keep_rows, kept_rows, lean_of, live_bytes
@@ -40,16 +40,14 @@ def describe_budget(config: Config, runs: Sequence[RunMemory]) -> str:
     """By which budget a step's runs were planned, in words."""
     if config.has_budget:
         return f"memory_budget={config.memory_budget!r} bounds the bytes of a step"
-    if config.memory_budget != FREE:
-        return "no memory_budget: regions keep nothing"
+    if config.memory_budget == LEAST:
+        return 'memory_budget="least": regions keep nothing'
     steps = {id(run.step): run for run in runs}.values()
     num_optional = sum(len(run.step.optional) for run in steps)
     if not num_optional:
         return (
-            'memory_budget="free", but regions keep nothing: that is for graphs which return their loss, compiled by '
-            "Inductor for a CPU, and where the memory of the whole step is known"
+            "no memory_budget: regions keep nothing (where Inductor compiles a graph that returns its loss for a CPU, "
+            "they keep what leaves the step's peak where it is)"
         )
     num_keeping = sum(run.kept_rows(site) > 0 for run in steps for site in run.step.optional)
-    return (
-        f'memory_budget="free": {num_keeping} of {num_optional} regions keep what leaves the step\'s peak where it is'
-    )
+    return f"no memory_budget: {num_keeping} of {num_optional} regions keep what leaves the step's peak where it is"

@@ -69,7 +69,7 @@ def _points(sizes: LayerSizes, work: LayerWork, keep: Keep, rates: DeviceRates, 
 
 
 def _seconds(work: LayerWork, rates: DeviceRates, num_routed: int, rows: int) -> float:
-    """Of the experts; what is kept is read and written once more in forward."""
+    """Of the experts; what is kept is read and written once more in forward, to new memory."""
     seconds = rows_seconds(
         rates,
         num_routed=num_routed,
@@ -79,7 +79,8 @@ def _seconds(work: LayerWork, rates: DeviceRates, num_routed: int, rows: int) ->
         rows=rows,
         takes_group=work.region.takes_group,
     )
-    return seconds + 2 * work.kept_row_bytes * num_routed / rates.copy_bytes
+    kept_bytes = work.kept_row_bytes * num_routed
+    return seconds + rates.keeping_seconds(kept_bytes, kept_bytes)
 
 
 def read_measured(path: str | Path) -> list[MeasuredPoint]:

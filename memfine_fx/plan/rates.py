@@ -1,8 +1,8 @@
 """Rates of this device, measured once in a fraction of a second and kept on disk.
 
-Matrix products of a few row counts, a copy, and a small operation, each the best of a few runs: what others do on the
-machine only slows things down. The file is found by what the rates depend on: device and its instructions, dtype,
-threads, torch; and for a layer's own products, their widths.
+Matrix products of a few row counts, a copy, new memory that is written and read, and a small operation, each the best
+of a few runs: what others do on the machine only slows things down. The file is found by what the rates depend on:
+device and its instructions, dtype, threads, torch; and for a layer's own products, their widths.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _ROWS_OF_LAYERS = (64, 128, 256, 512, 1024, 2048)
 _WIDEST = 8192
 _INNER, _WIDTH = 512, 1024
 _COPIED_BYTES = 1 << 25
+_NEW_BYTES = 1 << 26  # malloc keeps what is smaller than half of it for the next who asks, whose pages are there
 _LIMIT_S, _FEWEST = 0.08, 5  # a measurement is repeated for so long, and at least so often
 
 
@@ -78,7 +79,10 @@ def _measure(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     target = torch.empty_like(source)
     copy_bytes = 2.0 * _COPIED_BYTES / _best(lambda: target.copy_(source), device)
     small = torch.ones(8, dtype=dtype, device=device)
-    return DeviceRates(products, copy_bytes, _best(lambda: small + small, device))
+    launch_seconds = _best(lambda: small + small, device)
+    kept = partial(torch.ones, _NEW_BYTES // 4, dtype=torch.float32, device=device)
+    keep_bytes = _NEW_BYTES / _best(lambda: kept().sum(), device)
+    return DeviceRates(products, copy_bytes, launch_seconds, keep_bytes)
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:
@@ -98,6 +102,7 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
 def _read(fields: Any) -> DeviceRates | None:
     try:
         products = tuple((int(rows), float(rate)) for rows, rate in fields["matmul_flops"])
-        return DeviceRates(products, float(fields["copy_bytes"]), float(fields["launch_seconds"]))
+        others = (float(fields[name]) for name in ("copy_bytes", "launch_seconds", "keep_bytes"))
+        return DeviceRates(products, *others)
     except (ValueError, KeyError, TypeError):
         return None

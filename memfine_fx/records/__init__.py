@@ -22,6 +22,7 @@ __all__ = [
     "Cut",
     "ExpertFunction",
     "Keep",
+    "KeepingOp",
     "MoERegion",
     "Modes",
     "ParamKind",
@@ -39,6 +40,21 @@ Keep = Literal["nothing", "received", "projections", "operands"]
 of the projections that backward would compute again; or, with them, whatever its matmuls read, so that nothing is
 written twice. Where experts live on several ranks, the rows that came from them: "received" alone, or beside the
 others."""
+
+
+@dataclass(frozen=True)
+class KeepingOp:
+    """A region's backward that finds something kept.
+
+    Args:
+        site: key of the region.
+        keep: how much.
+        wanted: gradients, as `runtime.bodies.Bodies.keeping` is asked for them.
+    """
+
+    site: str
+    keep: Keep
+    wanted: tuple[bool, ...]
 
 
 @dataclass(frozen=True)

@@ -310,17 +310,17 @@ def region_keepables(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> li
     for choice in choices:
         num_bytes = choice.row_bytes * choice.num_rows
         had_bytes, had_seconds, had_ratio = before[choice.site]
-        is_first = had_bytes == 0
-        # NOTE: keeping costs a copy in forward, one read and one write. Operands spare backward one write of what it
-        # then reads, because the kernel that makes them again reads its arguments anyway: measured, they do not pay.
+        is_first, more_bytes = had_bytes == 0, num_bytes - had_bytes
+        # NOTE: operands spare backward one write of what it then reads, because the kernel that makes them again reads
+        # its arguments anyway: measured, they do not pay.
         # Rows that came from other ranks are kept where they came to: what they spare is coming again.
         if choice.keep != "operands":
             products = choice.flops / rates.flops_at(choice.num_rows / choice.num_experts)
-            copied = 2 * choice.copied_row_bytes * choice.num_rows / rates.copy_bytes
-            spared = products + choice.travel_seconds - copied
+            costs = rates.keeping_seconds(num_bytes, choice.copied_row_bytes * choice.num_rows)
+            spared = products + choice.travel_seconds - costs
         else:
-            spared = had_seconds - 2 * (num_bytes - had_bytes) / rates.copy_bytes
-        more_bytes, more_seconds = num_bytes - had_bytes, spared - had_seconds
+            spared = had_seconds - rates.keeping_seconds(more_bytes, more_bytes)
+        more_seconds = spared - had_seconds
         # A larger choice contains the smaller ones of its region, so it must rank behind them: its seconds a byte are
         # held at theirs or below.
         ratio = min(had_ratio, more_seconds / max(1, more_bytes))

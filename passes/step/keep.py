@@ -12,7 +12,7 @@ both ops are in sight, and differently for each layer. What is kept is saved by 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,11 @@ import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compat.functorch import DONATED
 from memfine_fx.compat.tensors import FakeTensor, tree_map
 from memfine_fx.passes.step.costly_results import must_save
-from memfine_fx.records import Keep
+from memfine_fx.records import Keep, KeepingOp
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import lookup
 
-__all__ = ["KeepChoice", "keep_choices", "keep_in_regions", "kept_inputs"]
+__all__ = ["KeepChoice", "keep_choices", "keep_in_regions", "keeping_ops", "kept_inputs", "trace_keeping"]
 
 _KEEPS: tuple[Keep, ...] = ("projections", "operands")
 _KEEPS_OF_RANKS: tuple[Keep, ...] = ("received", *_KEEPS)
@@ -95,6 +95,23 @@ def kept_inputs(backward: fx.Graph) -> set[int]:
                 kept.update(tensors)
     inputs = [node for node in backward.nodes if node.op == "placeholder"]
     return {place for place, node in enumerate(inputs) if node in kept}
+
+
+def keeping_ops(backward: fx.Graph) -> tuple[KeepingOp, ...]:
+    """What regions of a backward graph find kept."""
+    found = []
+    for node in backward.nodes:
+        if node.target is torch.ops.memfine.experts_backward_kept.default:
+            region = lookup(node.args[6])
+            flags = _flags(node.args[7], region.bodies.param_kinds, region.num_experts)
+            found.append(KeepingOp(region.site, node.args[9], flags))
+    return tuple(found)
+
+
+def trace_keeping(ops: Sequence[KeepingOp]) -> None:
+    """Have bodies traced that a graph from a cache will ask for: inside an operator that runs, functorch cannot."""
+    for op in ops:
+        lookup(op.site).bodies.keeping(op.keep, op.wanted)
 
 
 def _arriving_row_bytes(forward: fx.Node) -> int:

@@ -1,4 +1,4 @@
-"""Optional: with memory_budget="free", regions get room for what pays to be kept; each run decides how much is used.
+"""Optional: without a budget regions get room for what pays to be kept; each run decides how much of it is used.
 
 Before and after: as in `keep`. The choice cannot be made here: what is compiled is not known yet, and another batch has
 another peak. So ops are given that keep or do not, as the plan of their run says (`plan.free`), in graphs that return

@@ -99,7 +99,7 @@ def test_links_of_one_node_are_those_of_all() -> None:
     "budget, dtype, slots",
     [
         (None, torch.float32, 0),
-        ("free", torch.float32, 0),
+        ("least", torch.float32, 0),
         (20 * 1152 - 1, torch.float32, 0),
         (20 * 1152, torch.float32, 1),  # 96 numbers in a slot; in fp32 their gradient, and one that returned
         (20 * 1920, torch.float32, 2),

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 SIZES = ModelSizes(
     layers=2, hidden=128, width=128, experts=16, top_k=2, heads=4, kv_heads=2, head_dim=32, vocab=512, positions=1024
 )
-LENGTHS = {torch.float32: 256, torch.bfloat16: 96}
+LENGTHS = {torch.float32: 256, torch.bfloat16: 64}
 """With which gradients are more than what is kept."""
 RATES = DeviceRates(((32, 1e9), (2048, 1e9)), copy_bytes=1e10, launch_seconds=1e-6)
 Budget = str | None
@@ -91,7 +91,7 @@ def num_keeping(report: memfine_fx.Report) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_free_is_kept_and_costs_no_byte_of_the_step(dtype: torch.dtype) -> None:
-    (_, free), (_, least) = trained("free", dtype), trained(None, dtype)
+    (_, free), (_, least) = trained(None, dtype), trained("least", dtype)
     assert num_keeping(free["report"]) > 0
     assert num_keeping(least["report"]) == 0
     assert free["standard"] <= least["standard"]
@@ -110,7 +110,7 @@ def test_what_is_free_is_kept_and_costs_no_byte_of_the_step(dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_another_length_costs_hardly_more_than_keeping_nothing(dtype: torch.dtype) -> None:
     """Not in the gate: by rates measured on a loaded machine it once took 13% more, and nobody knows why yet."""
-    (_, free), (_, least) = trained("free", dtype), trained(None, dtype)
+    (_, free), (_, least) = trained(None, dtype), trained("least", dtype)
     # NOTE: compiled at another length, kernels stand in another order, which is worth 2% there in either direction.
     assert free["longer"] <= 1.001 * free["longer lean"]
     assert free["longer"] <= 1.02 * least["longer"]
@@ -125,10 +125,10 @@ def reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_reports_say_which_plan_it_was() -> None:
-    (_, free), (_, least) = trained("free", torch.float32), trained(None, torch.float32)
+    (_, free), (_, least) = trained(None, torch.float32), trained("least", torch.float32)
     count = num_keeping(free["report"])
     assert f"{count} of 2 regions keep what leaves the step's peak where it is" in str(free["report"])
-    assert "no memory_budget: regions keep nothing" in str(least["report"])
+    assert 'memory_budget="least": regions keep nothing' in str(least["report"])
     assert abs(free["report"].step.peak.num_bytes / free["standard"] - 1) < 0.02
 
 

@@ -30,7 +30,7 @@ def test_the_automatic_budget_is_what_others_leave_less_a_reserve(
 
 @pytest.mark.parametrize(
     ("budget", "expected"),
-    [(None, 46 * GIB), ("free", 46 * GIB), (0.5, 40 * GIB), ("20GiB", 20 * GIB), (5, 5)],
+    [(None, 46 * GIB), ("least", 46 * GIB), (0.5, 40 * GIB), ("20GiB", 20 * GIB), (5, 5)],
 )
 def test_an_accelerators_own_memory_bounds_what_has_no_budget(
     monkeypatch: pytest.MonkeyPatch, budget: Any, expected: int
@@ -40,6 +40,6 @@ def test_an_accelerators_own_memory_bounds_what_has_no_budget(
     assert budget_bytes(Config(memory_budget=budget), torch.device("cuda")) == expected
 
 
-@pytest.mark.parametrize("budget", [None, "free"])
+@pytest.mark.parametrize("budget", [None, "least"])
 def test_a_cpu_bounds_nothing_without_a_budget(budget: Any) -> None:
     assert budget_bytes(Config(memory_budget=budget), torch.device("cpu")) is None

@@ -140,23 +140,23 @@ def test_a_longer_sequence_keeps_less() -> None:
     ("budget", "kept", "words"),
     [
         (
-            "free",
+            None,
             {("body/0", 0, 4096)},
-            'memory_budget="free": 2 of 3 regions keep what leaves the step\'s peak where it is',
+            "no memory_budget: 2 of 3 regions keep what leaves the step's peak where it is",
         ),
-        (None, set(), "no memory_budget: regions keep nothing"),
+        ("least", set(), 'memory_budget="least": regions keep nothing'),
         ("20GiB", set(), "memory_budget='20GiB' bounds the bytes of a step"),
     ],
 )
 def test_a_report_says_which_plan_it_is_of(budget: str | None, kept: set[tuple[str, int, int]], words: str) -> None:
-    model = deep_model(3, has_room=budget == "free", memory_budget=budget)
+    model = deep_model(3, has_room=budget is None, memory_budget=budget)
     assert describe_budget(model.config, [run_of(model, 512, frozenset(kept))]) == words
 
 
 def test_a_report_says_why_nothing_is_kept() -> None:
-    model = deep_model(3, memory_budget="free")
+    model = deep_model(3)
     words = describe_budget(model.config, [run_of(model, 512)])
-    assert words.startswith('memory_budget="free", but regions keep nothing: ')
+    assert words.startswith("no memory_budget: regions keep nothing (")
 
 
 def test_plans_of_runs_that_keep_other_things_are_other_plans() -> None:

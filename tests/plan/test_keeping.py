@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,6 +58,11 @@ def test_rates_between_measured_rows_lie_between_the_measured_rates() -> None:
     assert RATES.flops_at(272) == 2.5e9
     assert RATES.flops_at(10_000) == RATES.peak_flops == 4e9
     assert Work(4e9, 1e9, 1e6).seconds(RATES) == 3.0
+
+
+def test_keeping_costs_new_memory_and_copies_of_what_is_made_elsewhere() -> None:
+    assert RATES.keeping_seconds(5e9, 0) == 0.0
+    assert replace(RATES, keep_bytes=1e9).keeping_seconds(5e9, 2e9) == 5.0 + 4.0
 
 
 def test_smaller_chunks_cost_time_only_where_they_split_an_expert() -> None:
