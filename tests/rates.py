@@ -17,9 +17,7 @@ from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["give_rates"]
 
-_RATES = DeviceRates(
-    ((32, 7e10), (128, 9e10), (512, 1e11), (2048, 1e11)), copy_bytes=4e10, launch_seconds=3e-6, keep_bytes=4e10
-)
+_RATES = DeviceRates(((32, 7e10), (128, 9e10), (512, 1e11), (2048, 1e11)), copy_bytes=4e10, launch_seconds=3e-6)
 _BANDWIDTH = 1e9
 """Bytes a second between ranks."""
 

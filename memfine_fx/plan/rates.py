@@ -80,9 +80,10 @@ def _measure(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     copy_bytes = 2.0 * _COPIED_BYTES / _best(lambda: target.copy_(source), device)
     small = torch.ones(8, dtype=dtype, device=device)
     launch_seconds = _best(lambda: small + small, device)
-    kept = partial(torch.ones, _NEW_BYTES // 4, dtype=torch.float32, device=device)
-    keep_bytes = _NEW_BYTES / _best(lambda: kept().sum(), device)
-    return DeviceRates(products, copy_bytes, launch_seconds, keep_bytes)
+    if device.type != "cpu":
+        return DeviceRates(products, copy_bytes, launch_seconds)
+    kept = partial(torch.ones, _NEW_BYTES // 4, dtype=torch.float32)
+    return DeviceRates(products, copy_bytes, launch_seconds, _NEW_BYTES / _best(lambda: kept().sum(), device))
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:

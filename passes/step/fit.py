@@ -7,7 +7,8 @@ Terms
             regions keep nothing
 
 1. Checkpoints of the model are a wish to save memory; the budget says how much is wanted, so their tags go (except
-   where a policy of the user demands something), and the full partition is tried.
+   where a policy of the user demands something), and the full partition is tried. Where it fits and new memory is dear,
+   so is one that computes elementwise work again, and the faster one is taken.
 2. If it does not fit, the planner asks for the step's peak under other choices. The answers come from records of the
    three partitions, edited (`memory.edits`), so that no graph is partitioned to ask. To full and to spare, what regions
    keep is added; to lean, costly results too. What spare and lean compute again is counted.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -137,9 +139,10 @@ def fit(
         regions = region_keepables(gm.graph, lambda: budget.rates)
     full_module, added = _with_regions(gm, largest_keeps(regions))
     full = partition(full_module, decision=_described(largest_keeps(regions), gm.graph))
-    # The most common case, decided by one partition: nothing else is made.
+    # The most common case: no other choice is asked for its peak.
     if budget.peak(full.forward_memory, full.backward_memory, None) <= available:
-        return replace(full, keeps_all=True, optional=optional_of(regions, largest_keeps(regions)))
+        made = _faster(gm, full, partition, budget, regions)
+        return replace(made, keeps_all=True, optional=optional_of(regions, largest_keeps(regions)))
     with budget.timed("fit"):
         tried = functools.partial(_timed, partition, budget)
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, _without(_sized(full, budget), added))
@@ -174,6 +177,27 @@ def _timed(
     """A partition beyond the first, which a compilation without a budget makes too."""
     with budget.timed("further partitions"):
         return partition(gm, decision=decision)
+
+
+def _faster(
+    gm: fx.GraphModule,
+    full: Partition,
+    partition: Callable[..., Partition],
+    budget: StepBudget,
+    regions: list[Keepable],
+) -> Partition:
+    """The full partition, or one that computes elementwise work again where keeping its results takes more time: what
+    is kept is new memory, which a CPU pays more for than for what kernels compute beside reading.
+    """
+    if math.isinf(budget.rates.keep_bytes):
+        return full
+    keeps = largest_keeps(regions)
+    again = spared(_with_regions(gm, keeps)[0], (), partition, of_regions=_described_regions(keeps, gm.graph))
+    kept_pair, again_pair = _sized(full, budget), _sized(again, budget)
+    spared_bytes = int(kept_pair[0].left_bytes) - int(again_pair[0].left_bytes)
+    rewritten = 2 * max(0, _written(again_pair) - _written(kept_pair)) / budget.rates.copy_bytes
+    fits = budget.peak(again.forward_memory, again.backward_memory, None) <= budget.available_bytes
+    return again if fits and rewritten < budget.rates.keeping_seconds(spared_bytes, 0) else full
 
 
 def _fit_less(

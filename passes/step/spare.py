@@ -56,9 +56,9 @@ def spared(
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
         elif is_attention(node):
             must_save(node)
-    decision = (
-        f"elementwise work is computed again in backward, and {len(again)} of {len(results)} costly results, those "
-        f"that cost least for their bytes" + (f"; {of_regions}" if of_regions else "")
+    costly = f"and {len(again)} of {len(results)} costly results, those that cost least for their bytes"
+    decision = f"elementwise work is computed again in backward, {costly if results else 'and nothing costly'}" + (
+        f"; {of_regions}" if of_regions else ""
     )
     with recomputing_elementwise():
         return partition(gm, decision=decision)

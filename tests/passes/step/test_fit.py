@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import sympy
@@ -20,10 +22,13 @@ def holding(num_bytes: int) -> GraphMemory:
     return GraphMemory((Allocation("buffer", sympy.Integer(num_bytes), 0, 1),), (), 1)
 
 
+RATES = DeviceRates(((32, 1e9), (2048, 1e9)), copy_bytes=1e10, launch_seconds=1e-6)
+
+
 class Budget:
     """Counts what partitions hold."""
 
-    rates = DeviceRates(((32, 1e9), (2048, 1e9)), copy_bytes=1e10, launch_seconds=1e-6)
+    rates = RATES
     sizes: dict[str, int] = {}  # noqa: RUF012  # as a property of the protocol it may not be a ClassVar
 
     def __init__(self, available_bytes: int) -> None:
@@ -84,3 +89,28 @@ def test_what_steps_without_a_budget_have_is_taken_before_more_is_computed_again
 
     assert fit(joint_graph(), 1, partition, Budget(available)).decision.startswith(chosen)
     assert len(decisions) == num_partitions
+
+
+@pytest.mark.parametrize(
+    ("keep_bytes", "saved", "rewritten", "chosen"),
+    [
+        (math.inf, 100, 0, "nothing costly"),  # memory that is there already: nothing is computed again
+        (1e9, 100, 0, "elementwise work is computed again in backward, and nothing costly"),
+        (1e9, 100, 600, "nothing costly"),  # 100 ns of new memory against 120 ns of copies
+        (1e9, 400, 0, "nothing costly"),  # the same bytes
+    ],
+)
+def test_elementwise_results_are_not_kept_where_new_memory_takes_longer(
+    keep_bytes: float, saved: int, rewritten: int, chosen: str
+) -> None:
+    budget = Budget(10_000)
+    budget.rates = replace(RATES, keep_bytes=keep_bytes)
+
+    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+        is_full = decision.startswith("nothing")
+        forward = GraphMemory((Allocation("kept", sympy.Integer(200 if is_full else saved), 0, None),), (), 1)
+        return Partition(gm, gm, forward, holding(1000 if is_full else 1100 + rewritten), decision)
+
+    found = fit(joint_graph(), 1, partition, budget)
+
+    assert found.decision.startswith(chosen) and found.keeps_all
