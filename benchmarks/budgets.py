@@ -25,9 +25,8 @@ from benchmarks.machine import matmul_rate
 from benchmarks.measuring import is_cache_empty, peak_of, summed_up, time_step
 from benchmarks.records import Job, Measurement
 from benchmarks.workloads import Workload
-from benchmarks.workloads.model import build_model_workload
+from benchmarks.workloads.model import build_architecture, build_model_workload
 from memfine_fx.compiler.session import sessions
-from memfine_fx.demo.tiny import tiny_model
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.measure import trace_memory
 
@@ -184,7 +183,7 @@ def measure_predictions(job: Job) -> Measurement:
 
 def _point(job: Job, device: torch.device, budget: int) -> Point:
     torch._dynamo.reset()
-    model, inputs = build_predicted(job, device)
+    model, inputs = build_architecture(job, device)
     memfine_fx.optimize(model, memory_budget=budget or None, dynamic=True)
 
     def step() -> None:
@@ -212,42 +211,3 @@ def routers_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for name, parameter in model.named_parameters():
         if any(part in name for part in ("gate.weight", "router.weight", "router.layer.weight", "gate.wg.weight")):
             yield parameter
-
-
-def build_predicted(job: Job, device: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The model of a job and its inputs."""
-    torch.manual_seed(job.seed)
-    sizes = job.sizes
-    made = tiny_model(
-        job.workload.partition(":")[2],
-        batch=sizes.batch,
-        length=sizes.sequence,
-        experts_implementation="grouped_mm",
-        **_fields(job),
-    )
-    model: Any = made.module.to(device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, job.dtype))
-    return model, {name: value.to(device) for name, value in made.inputs.items()}
-
-
-def _fields(job: Job) -> dict[str, Any]:
-    """The job's sizes under the names that transformers' configs use; each takes those it knows."""
-    sizes, model = job.sizes, job.workload.partition(":")[2]
-    fields = {
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.width,
-        "moe_intermediate_size": sizes.width,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab_size": sizes.vocab,
-        "max_position_embeddings": 2 * sizes.sequence,
-        "num_experts": sizes.experts,
-        "num_local_experts": sizes.experts,
-    }
-    if model == "deepseek_v3":  # heads have parts of their own sizes there and each its own key, experts another name
-        del fields["head_dim"]
-        fields |= {"num_key_value_heads": sizes.heads}
-        fields |= {"n_routed_experts": sizes.experts, "kv_lora_rank": 64, "q_lora_rank": 64, "v_head_dim": 64}
-    return fields

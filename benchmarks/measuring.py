@@ -2,7 +2,7 @@
 
 1. Build the workload; two warm-up steps compile it.
 2. Time the steps, each without gradients at its beginning; they are dropped outside the clock.
-3. Trace one step's bytes onto existing gradients, and one that makes them.
+3. Trace one step's bytes onto existing gradients, and two that make them: beyond these, and with them.
 4. Sum up loss or output and gradients; measure what the machine's matrix product does.
 5. Under a compiler, run the model in further shapes and count what is compiled again.
 """
@@ -40,18 +40,20 @@ def measure_step(job: Job) -> Measurement:
     device = torch.device(job.device)
     cold = is_cache_empty()
     graphs_before = counters["stats"]["unique_graphs"]
-    workload = BUILDERS[job.workload](job)
+    workload = BUILDERS[job.kind](job)
     warm_up = [time_step(workload, device) for _ in range(_WARM_UP_STEPS)]
     graphs = int(counters["stats"]["unique_graphs"] - graphs_before)
     seconds = tuple(time_step(workload, device) for _ in range(job.steps))
     accumulating, allocated, reserved = _existing_gradients(workload, device)
     workload.drop_gradients()
     fresh = trace_memory(workload.step, device, beyond=workload.gradients)
+    whole = peak_of(workload, device)
     return replace(
         summed_up(workload, job, seconds, fresh.peak_bytes),
         cold=cold,
         compile_seconds=max(0.0, sum(warm_up) - len(warm_up) * statistics.median(seconds)),
         accumulating_peak_bytes=accumulating,
+        whole_peak_bytes=whole,
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         graphs=graphs,
@@ -130,7 +132,7 @@ def peak_of(workload: Workload, device: torch.device) -> int:
 
 def _count_recompilations(job: Job, workload: Workload) -> int | None:
     """Graphs that Dynamo captures anew in five further (batch, sequence) shapes."""
-    if job.workload != "model" or not find_peer(job.workload, job.peer).is_compiled:
+    if job.kind != "model" or not find_peer(job.workload, job.peer).is_compiled:
         return None
     before = counters["stats"]["unique_graphs"]
     for batch, sequence in further_shapes(job.sizes.sequence):

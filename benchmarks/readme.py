@@ -31,6 +31,7 @@ _LABELS = {
     "liger-tiled": "Liger tiled MLP around the block",
     "batched_mm": "transformers `batched_mm`",
     "memfine": "**memfine**",
+    "memfine-least": '**memfine, `memory_budget="least"`**',
     "memfine-unlimited": '**memfine, `memory_budget="100TiB"`: keeps what pays**',
     "memfine-tokens": "memfine, tokens axis (the paper's FCDA)",
     "memfine+checkpoint": "**memfine + gradient checkpointing**",
@@ -39,7 +40,14 @@ _LABELS = {
 }
 # What users choose among, and which rows have it.
 _TECHNIQUES = {
-    "model_cpu.jsonl": ("compile", "compile+checkpoint", "memfine", "memfine+checkpoint", "memfine-unlimited"),
+    "model_cpu.jsonl": (
+        "compile",
+        "compile+checkpoint",
+        "memfine",
+        "memfine-least",
+        "memfine+checkpoint",
+        "memfine-unlimited",
+    ),
     "vocab_cpu.jsonl": ("compile", "memfine+head", "memfine+checkpoint+head"),
     "adapters_cpu.jsonl": ("compile", "eager", "eager+checkpoint", "memfine"),
 }
@@ -87,15 +95,32 @@ def layer_block(rows: Sequence[Row]) -> str:
 
 
 def model_block(rows: Sequence[Row]) -> str:
-    """One line a peer, with compile time and recompilations."""
+    """One line a peer of the suite's first table, with compile time and recompilations."""
+    rows = [row for row in rows if row.job.workload == "model"]
     summaries = summaries_of(rows)
     lines = []
     for one in summaries:
         again = "-" if one.last.recompilations is None else str(one.last.recompilations)
         cold = "-" if one.cold_compile_seconds is None or again == "-" else f"{one.cold_compile_seconds:.1f}"
-        lines.append([label_of(one.job.peer), _peak(one), _time(one), cold, again])
-    table = markdown(" | peak MiB | step s | cold compile s | recompiled in 5 further shapes", lines)
+        lines.append([label_of(one.job.peer), _peak(one), _whole(one), _time(one), cold, again])
+    header = " | peak MiB | with gradients | step s | cold compile s | recompiled in 5 further shapes"
+    table = markdown(header, lines)
     return "\n".join([*_heading(rows), table, *_without_figures(rows), "", _model_ratios(summaries)])
+
+
+def architectures_block(rows: Sequence[Row]) -> str:
+    """A line for each further architecture and peer, beside torch.compile."""
+    rows = [row for row in rows if row.job.kind == "model" != row.job.workload]
+    found = {(one.job.workload, one.job.peer): one for one in summaries_of(rows)}
+    lines = []
+    for (workload, peer), one in found.items():
+        plain = found[workload, "compile"]
+        ratios = [one.peak_bytes / plain.peak_bytes, one.step_seconds / plain.step_seconds]
+        peak, seconds = (f"{ratio:.2f} x" for ratio in ratios)
+        name = workload.partition(":")[2]
+        lines.append([name, label_of(peer), _peak(one), peak, _whole(one), _time(one), seconds])
+    header = " | | peak MiB | of torch.compile | with gradients | step s | of torch.compile"
+    return "\n".join([*_heading(rows), markdown(header, lines), *_without_figures(rows)])
 
 
 def adapters_block(rows: Sequence[Row]) -> str:
@@ -138,13 +163,13 @@ def techniques_block() -> str:
         found = {one.job.peer: one for one in sorted(summaries_of(rows), key=lambda one: one.job.steps)}
         plain = found["compile"]
         adapted = ", PEFT's LoRA on frozen experts" if plain.job.workload == _ADAPTED else ""
-        lines.append([f"*{plain.job.sizes}{adapted}*", "", "", "", ""])
+        lines.append([f"*{plain.job.sizes}{adapted}*", "", "", "", "", ""])
         for one in map(found.__getitem__, peers):
             peak, seconds = one.peak_bytes / plain.peak_bytes, one.step_seconds / plain.step_seconds
             times = [_time(one), f"{seconds:.2f} x"] if _are_timed(one, plain) else ["-", "-"]
-            lines.append([label_of(one.job.peer), _peak(one), f"{peak:.2f} x", *times])
+            lines.append([label_of(one.job.peer), _peak(one), f"{peak:.2f} x", _whole(one), *times])
         machines |= dict.fromkeys(machine_lines(rows))
-    table = markdown(" | peak MiB | of torch.compile | step s | of torch.compile", lines)
+    table = markdown(" | peak MiB | of torch.compile | with gradients | step s | of torch.compile", lines)
     rows_from = ", ".join(f"`benchmarks/results/{name}`" for name in _TECHNIQUES)
     return "\n".join([table, "", f"Rows: {rows_from} ({'; '.join(machines)})."])
 
@@ -152,7 +177,7 @@ def techniques_block() -> str:
 def _is_in_ladder(row: Row) -> bool:
     """Whether a row is of the users' model, or of adapters at one number of experts."""
     is_adapted = row.job.workload == _ADAPTED and row.job.sizes.experts == _ADAPTED_EXPERTS
-    return row.job.suite != "adapters" or is_adapted
+    return row.job.workload == "model" or is_adapted
 
 
 def said_block(rows: Sequence[Row]) -> str:
@@ -219,6 +244,10 @@ def _peak(summary: Summary | None) -> str:
     return "-" if summary is None else f"{summary.peak_bytes / MIB:.1f}"
 
 
+def _whole(summary: Summary) -> str:
+    return "-" if summary.last.whole_peak_bytes is None else f"{summary.last.whole_peak_bytes / MIB:.1f}"
+
+
 def _time(summary: Summary | None) -> str:
     return "-" if summary is None else f"{summary.step_seconds:.2f}"
 
@@ -232,6 +261,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "adapters": _from("adapters_cpu.jsonl", adapters_block),
     "layer": _from("layer_cpu.jsonl", layer_block),
     "model": _from("model_cpu.jsonl", model_block),
+    "architectures": _from("model_cpu.jsonl", architectures_block),
     "vocab": _from("vocab_cpu.jsonl", model_block),
     "budget": _from("budget_cpu.jsonl", said_block),
     "scaling": _from("scaling_cpu.jsonl", said_block),

@@ -66,6 +66,11 @@ class Job:
     limit_bytes: int = 0  # of a search: what the step's peak may be
 
     @property
+    def kind(self) -> str:
+        """Its workload without what follows a colon, the architecture of a model."""
+        return self.workload.partition(":")[0]
+
+    @property
     def key(self) -> str:
         """Equal for equal jobs, in every process. Options added later count only where they are set."""
         fields = asdict(self)
@@ -123,6 +128,7 @@ class Measurement:
     matmul_flops_per_second: float
     compile_seconds: float = 0.0  # warm-up steps beyond their usual time
     accumulating_peak_bytes: int | None = None  # the same peak, where gradients exist already and are accumulated into
+    whole_peak_bytes: int | None = None  # beyond parameters: the gradients that the step makes are among them
     allocated_bytes: int | None = None  # CUDA: all of the process, at the peak
     reserved_bytes: int | None = None  # CUDA: what the caching allocator held of the device
     largest_bytes: int | None = None  # one allocation of a step, the largest

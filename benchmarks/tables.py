@@ -73,6 +73,7 @@ def _columns(job: Job, baselines: dict[str, Summary], reference: Summary | None)
     columns: dict[str, Column] = {
         "peer": lambda one: one.job.peer,
         "peak MiB": lambda one: _mib(one.peak_bytes),
+        "whole MiB": lambda one: _mib(one.last.whole_peak_bytes),
         "accum MiB": lambda one: _mib(one.last.accumulating_peak_bytes),
         "step s": lambda one: f"{one.step_seconds:.4g}",
         "min-max s": lambda one: f"{one.step_seconds_min:.4g}-{one.step_seconds_max:.4g}",
@@ -86,7 +87,7 @@ def _columns(job: Job, baselines: dict[str, Summary], reference: Summary | None)
     if job.device == "cuda":
         columns["allocated MiB"] = lambda one: _mib(one.last.allocated_bytes, 0)
         columns["reserved MiB"] = lambda one: _mib(one.last.reserved_bytes, 0)
-    columns |= _OF_WORKLOAD.get(job.workload, {})
+    columns |= _OF_WORKLOAD.get(job.kind, {})
     columns["check"] = lambda one: check(one, reference or one)
     return columns
 

@@ -11,7 +11,7 @@ _FAMILIES = (chunked.family_member, ours.family_member)
 
 
 def find_peer(workload: str, name: str) -> Peer:
-    """The peer of this name for a workload: "model", or any that runs one layer.
+    """The peer of this name for a workload: "model", one of an architecture ("model:mixtral"), or any of one layer.
 
     Raises:
         KeyError: there is none.
@@ -19,7 +19,7 @@ def find_peer(workload: str, name: str) -> Peer:
     listed = _peers_of(workload)
     if name in listed:
         return listed[name]
-    for family_member in _FAMILIES if workload != "model" else (ours.model_family_member,):
+    for family_member in _FAMILIES if not _is_model(workload) else (ours.model_family_member,):
         if (peer := family_member(name)) is not None:
             return peer
     raise KeyError(name)
@@ -31,4 +31,8 @@ def peer_names(workload: str) -> list[str]:
 
 
 def _peers_of(workload: str) -> dict[str, Peer]:
-    return _MODEL if workload == "model" else _LAYER
+    return _MODEL if _is_model(workload) else _LAYER
+
+
+def _is_model(workload: str) -> bool:
+    return workload.partition(":")[0] == "model"

@@ -63,6 +63,7 @@ def tiny_model(
     *,
     batch: int = 2,
     length: int = 16,
+    layers: int | None = None,
     experts_implementation: str | None = None,
     wants_experts: bool = True,
     **overrides: Any,
@@ -72,6 +73,7 @@ def tiny_model(
     Args:
         model_type: as in transformers' configs, e.g. "mixtral", "llama4", "switch_transformers".
         batch, length: sizes of the inputs, in sequences and tokens.
+        layers: as many, where that leaves room for experts.
         experts_implementation: how transformers spells the experts; None for the model's own default.
         wants_experts: add layers until the model holds experts (many keep the first ones dense).
         **overrides: config fields.
@@ -83,7 +85,7 @@ def tiny_model(
     """
     _need_transformers()
     failures: list[str] = []
-    for num_layers in _LAYER_COUNTS:
+    for num_layers in _LAYER_COUNTS if layers is None else (layers, *_LAYER_COUNTS):
         for auto_class, config_class in _ways_to_build(model_type):
             try:
                 config = shrink_config(config_class, num_layers=num_layers, **overrides)

@@ -22,6 +22,7 @@ MEASURED = Measurement(
     cold=True,
     peak_bytes=8 * MIB,
     accumulating_peak_bytes=4 * MIB,
+    whole_peak_bytes=12 * MIB,
     value=0.5,
     gradient_norm=2.0,
     gradient_checksum=0.25,

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.budgets import LEAST, NO_BUDGET, build_predicted, routers_of
+from benchmarks.budgets import LEAST, NO_BUDGET, routers_of
 from benchmarks.figures import pictures_of
 from benchmarks.records import Row
 from benchmarks.suites import jobs_of
 from benchmarks.suites.budget import MODELS, QUICK, front_points
 from benchmarks.summaries import summaries_of
 from benchmarks.tables import conclusions
+from benchmarks.workloads.model import build_architecture
 from tests.benchmarks.rows import row_of
 
 MIB = float(2**20)
@@ -94,7 +95,7 @@ def test_a_prediction_that_is_short_is_said(predicted: float, word: str) -> None
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_of_the_predictions_runs(model: str) -> None:
     (*_, job) = jobs_of("budget", quick=True, peers=None, steps=1)
-    module, inputs = build_predicted(replace(job, workload=f"prediction:{model}"), torch.device("cpu"))
+    module, inputs = build_architecture(replace(job, workload=f"prediction:{model}"), torch.device("cpu"))
     assert torch.isfinite(module(**inputs).loss)
     assert list(routers_of(module))
 

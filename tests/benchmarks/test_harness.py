@@ -79,8 +79,8 @@ def test_the_table_holds_ratios_failures_and_disagreements() -> None:
 
     assert lines[0] == "layer: layer, T=64 H=32 F=16 E=4 K=2, float32 on cpu"
     eager, compiled = lines[3].split(), lines[4].split()
-    assert eager[:3] == ["eager", "8.0", "4.0"] and eager[-1] == "ok"
-    assert compiled[6:8] == ["0.25", "0.50"]  # peak and time against eager
+    assert eager[:4] == ["eager", "8.0", "12.0", "4.0"] and eager[-1] == "ok"
+    assert compiled[7:9] == ["0.25", "0.50"]  # peak and time against eager
     assert lines[4].endswith("VALUE DIFFERS 1.0e-01")
     assert lines[5] == "diy: OUT OF MEMORY: torch.OutOfMemoryError: CUDA out of memory"
     assert lines[6] == "memfine: FAILED: AttributeError: no optimize"

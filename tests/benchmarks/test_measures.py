@@ -72,8 +72,8 @@ def test_time_within_watched_calls_counts_once() -> None:
 
 def test_a_row_of_peers_in_turn_holds_every_step_and_the_ratios_to_the_first_peer() -> None:
     pytest.importorskip("transformers")
-    row = paired.measure(suite="memory", peers="eager", quick=True, rounds=3).row
-    assert row is not None
+    row = paired.measure(suite="memory", peers="eager", quick=True, rounds=3, sizes="sequence=512,top_k=1").row
+    assert row is not None and row["sizes"] == "T=512 H=64 F=128 E=8 K=1"
     assert len(row["seconds"]["eager"]) == 3 and min(row["seconds"]["eager"]) > 0
     assert row["median_ratio_to_eager"] == {"eager": 1.0}
     assert row["median_seconds"]["eager"] == sorted(row["seconds"]["eager"])[1]

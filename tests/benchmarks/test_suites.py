@@ -8,6 +8,8 @@ from benchmarks.peers import find_peer
 from benchmarks.records import Row
 from benchmarks.suites import SUITES, jobs_of
 from benchmarks.suites.layer import FULL
+from benchmarks.suites.model import FULL as MODEL
+from benchmarks.suites.model import FURTHER
 from benchmarks.suites.moeblaze import CONFIGS, sizes_of
 from benchmarks.suites.paper import SCALE, most_rows, sizes_at
 from benchmarks.tables import conclusions, disagreements
@@ -135,6 +137,21 @@ def test_targets_are_met_or_said_not_to_be() -> None:
         "met     float32, memfine: peak against compile+checkpoint: 0.100, at most 0.125",
         "NOT MET float32, memfine: time against compile: 1.100, at most 1",
     ]
+
+
+def test_models_are_judged_by_time_and_by_the_whole_peak() -> None:
+    named = {"compile": (100, 1.0), "memfine": (50, 0.95), "memfine-least": (40, 1.05)}
+    rows = []
+    for workload, sizes in (("model", MODEL), ("model:mixtral", FURTHER)):
+        for peer, (whole_mib, seconds) in named.items():
+            row = row_of(peer, seconds=seconds, suite="model", workload=workload, sizes=sizes)
+            assert row.measurement is not None
+            rows.append(replace(row, measurement=replace(row.measurement, whole_peak_bytes=whole_mib << 20)))
+
+    (text,) = conclusions(rows)
+
+    assert "met     model, memfine: time against compile: 0.950, at most 1" in text
+    assert "NOT MET model:mixtral, memfine: whole peak against memfine-least: 1.250, at most 1.005" in text
 
 
 def test_quick_sizes_are_not_judged() -> None:
