@@ -63,12 +63,14 @@ class SessionState(Protocol):
         history: the runs of its graphs.
         situation: of the run whose forward or backward is at work, or was last.
         peaks: what was solved for its runs.
+        measures: whether its graphs run on this machine, whose rates then count.
     """
 
     config: Config
     history: RunHistory
     situation: Situation | None
     peaks: SolvedPeaks
+    measures: bool
 
     def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
         """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
@@ -158,7 +160,9 @@ class GraphBudget:
 
     @functools.cached_property
     def rates(self) -> DeviceRates:
-        return device_rates(self._device.type, self._dtype)
+        found = device_rates(self._device.type, self._dtype)
+        # Graphs that will run on an accelerator are recorded on this CPU, and memory is at hand there.
+        return found if self._session.measures else replace(found, keep_bytes=math.inf)
 
     @property
     def sizes(self) -> Mapping[str, int]:
