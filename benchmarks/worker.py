@@ -23,7 +23,7 @@ _MEASURES = {**MEASURES, "front": measure_front, "prediction": measure_predictio
 
 def measure(job: Job) -> Measurement:
     """Several points or a search where the workload says so, one workload's step elsewhere."""
-    return _MEASURES.get(job.workload.partition(":")[0], measure_step)(job)
+    return _MEASURES.get(job.kind, measure_step)(job)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -137,14 +137,16 @@ def fit(
     with budget.timed("fit"):
         available = budget.available_bytes
         regions = region_keepables(gm.graph, lambda: budget.rates)
-    full_module, added = _with_regions(gm, largest_keeps(regions))
-    full = partition(full_module, decision=_described(largest_keeps(regions), gm.graph))
+    keeps = largest_keeps(regions)
+    full_module, added = _with_regions(gm, keeps)
+    full = partition(full_module, decision=_described(keeps, gm.graph))
+    tried = functools.partial(_timed, partition, budget)
     # The most common case: no other choice is asked for its peak.
     if budget.peak(full.forward_memory, full.backward_memory, None) <= available:
-        made = _faster(gm, full, partition, budget, regions)
-        return replace(made, keeps_all=True, optional=optional_of(regions, largest_keeps(regions)))
+        with budget.timed("fit"):
+            made = _faster(gm, full, tried, budget, keeps)
+        return replace(made, keeps_all=True, optional=optional_of(regions, keeps))
     with budget.timed("fit"):
-        tried = functools.partial(_timed, partition, budget)
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, _without(_sized(full, budget), added))
 
 
@@ -184,14 +186,13 @@ def _faster(
     full: Partition,
     partition: Callable[..., Partition],
     budget: StepBudget,
-    regions: list[Keepable],
+    keeps: Mapping[str, Keep],
 ) -> Partition:
     """The full partition, or one that computes elementwise work again where keeping its results takes more time: what
     is kept is new memory, which a CPU pays more for than for what kernels compute beside reading.
     """
     if math.isinf(budget.rates.keep_bytes):
         return full
-    keeps = largest_keeps(regions)
     again = spared(_with_regions(gm, keeps)[0], (), partition, of_regions=_described_regions(keeps, gm.graph))
     kept_pair, again_pair = _sized(full, budget), _sized(again, budget)
     spared_bytes = int(kept_pair[0].left_bytes) - int(again_pair[0].left_bytes)
