@@ -319,8 +319,9 @@ class CompiledGraph:
         Not without compiled code, which the step's bytes are read from; and on an accelerator the device is the budget.
         """
         hidden = tensor_of(self._record.lowered[0].region.hidden)
-        config, records = self._session.config, self._session.records
-        is_asked = config.memory_budget is None and config.inner_backend == "inductor" and not records
+        session = self._session
+        has_code = session.config.inner_backend == "inductor" and session.records != "graph"
+        is_asked = session.config.memory_budget is None and has_code and session.measures
         if not is_asked or hidden.device.type != "cpu":
             return None
         return functools.partial(device_rates, hidden.device.type, hidden.dtype)

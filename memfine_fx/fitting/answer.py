@@ -137,7 +137,7 @@ def _analysed(
     static = _static_bytes(whole, setup)
     stack = find_stack(whole)
     config = dataclasses.replace(config, memory_budget=_budget_of_step(setup, static))
-    if stack is not None and setup.budget is None:
+    if stack is not None and not config.has_budget:
         fewest = fewest_repeats(stack.unit)
         pair = tuple(_recorded(source, setup, config, stack, repeats, shares) for repeats in (fewest, fewest + 1))
         short, long = (one.runs["most" if shares is None else "asked"] for one in pair)
@@ -155,7 +155,7 @@ def _analysed(
 def _budget_of_step(setup: Setup, static: StaticBytes) -> MemoryBudget:
     """What is left of the budget for what the pipeline counts: it knows of no fp32 copies."""
     budget = parse_budget(setup.budget)
-    return None if budget is None else max(1, budget - static.optimizer.masters)
+    return setup.budget if budget is None else max(1, budget - static.optimizer.masters)
 
 
 def _mode() -> FakeTensorMode:

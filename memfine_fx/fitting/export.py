@@ -28,6 +28,7 @@ from memfine_fx.memory.symbols import ROWS
 from memfine_fx.plan.budget import MARGIN_PERCENT, SCALAR_BYTES
 from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
 from memfine_fx.plan.rows import DEVIATIONS, KNEE_ROWS, LEAST_ROWS
+from memfine_fx.records import Keep
 
 __all__ = ["OPERATIONS", "Exported"]
 
@@ -133,7 +134,7 @@ class Exported:
             sizes = _Sizes({**run.values, **record.in_sizes(run, _BATCH, _SEQ)})
             memories = {
                 where: None if memory is None else self._memory(analysis, run, memory, where, sizes)
-                for where, memory in (("forward", run.step.forward), ("backward", run.step.backward))
+                for where, memory in (("forward", run.forward), ("backward", run.backward))
             }
             found.append({**memories, "saved": self._number(saved), "later": run.later_gradient_bytes})
             if run.forward is not None and run.step.backward is not None:
@@ -168,7 +169,8 @@ class Exported:
             return ["head", *(self._number(sympy.sympify(one)) for one in found)]
         if region is None or (call.phase != "forward" and call.phase != "backward"):
             return None
-        tokens, terms = sizes.of(region.num_tokens), region.terms_now(call.keep)
+        keep: Keep = "nothing" if call.kept_rows == 0 else call.keep
+        tokens, terms = sizes.of(region.num_tokens), region.terms_now(keep)
         free, staged = (
             workspace_expression(terms, tokens, ChunkSize(1, is_staged), region.axis, call.phase, rows=ROWS)
             for is_staged in (False, True)

@@ -24,6 +24,7 @@ from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.setup import Setup, made_optimizer
 from memfine_fx.memory.step import RunMemory
+from memfine_fx.plan.kept import lean_of
 
 __all__ = [
     "ESTIMATED",
@@ -207,10 +208,12 @@ def attention_of(device: str) -> Iterator[None]:
 
 
 def _recorded(session: Session, batch: int, seq: int, plans: tuple[str, ...]) -> RecordedStep:
-    passed = session.latest_runs()
+    # NOTE: the rows that a run keeps are of its own sizes; a record, which holds for others too, has all or none.
+    passed = tuple(replace(run, kept=frozenset()) for run in session.latest_runs())
     if not any(run.step.forward is not None for run in passed):
         raise MemfineError("nothing of the model could be captured as a graph; TORCH_LOGS=graph_breaks shows why")
-    runs = {"asked": passed}
+    # What is kept where it is free leaves the peak where it is without.
+    runs = {"asked": passed if session.config.has_budget else tuple(map(lean_of, passed))}
     if session.records == "code" and "most" in plans:
         plans = (*plans, ESTIMATED)
     for plan in plans:

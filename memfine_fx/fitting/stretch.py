@@ -87,7 +87,7 @@ def moments_of(runs: Sequence[RunMemory], size_of: SizeOf) -> list[list[Moment]]
 
 def _memories(runs: Sequence[RunMemory]) -> Iterator[tuple[RunMemory, str, GraphMemory]]:
     for run in runs:
-        for where, memory in (("forward", run.step.forward), ("backward", run.step.backward)):
+        for where, memory in (("forward", run.forward), ("backward", run.backward)):
             if memory is not None:
                 yield run, where, memory
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import memfine_fx
 from memfine_fx.memory.measure import trace_memory
 from tests.integration.comparison import relative_error
+from tests.rates import give_rates
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, TOKENS = 8, 2, 64, 128, 64
 """Gradients are more than what the last layer may keep, so that it costs nothing."""
@@ -83,4 +84,5 @@ def run(activation: str, budget: str | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    give_rates()
     print(json.dumps(run(*sys.argv[1:])))
