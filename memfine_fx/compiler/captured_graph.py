@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdRef
 
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.records import MoERegion, Refusal
-from memfine_fx.records.heads import HeadRegion
+from memfine_fx.records.heads import HeadRegion, ReturnedLogits
 from memfine_fx.records.verification import RegionVerification
 from memfine_fx.report.picture import RegionGraph
 from memfine_fx.runtime.live_head import LiveHead
@@ -51,6 +51,7 @@ class CapturedGraph:
         outcomes: its regions and refusals.
         step: its memory, of the latest of its partitions that ran.
         heads: its heads, and losses whose logits stayed whole.
+        returned: logits among its results whose gradient is taken beside it.
         foreseen: what it would hold under the smallest budget that works ("least") and under one that nothing exceeds
             ("most"), and as partitions that are the same for every layer ("lean", "spare"), only where nothing is
             built; estimated from the graph, or read from code that would be compiled: "most estimated" is then what it
@@ -61,6 +62,7 @@ class CapturedGraph:
     step: GraphStep = field(default_factory=GraphStep)
     verifications: list[RegionVerification] = field(default_factory=list)
     heads: list[LoweredHead | Refusal] = field(default_factory=list)
+    returned: list[ReturnedLogits] = field(default_factory=list)
     foreseen: dict[str, GraphStep] = field(default_factory=dict)
     _parameters: tuple[WeakIdRef, ...] = ()
     _places: tuple[int, ...] = ()  # of parameters among the inputs

@@ -21,6 +21,7 @@ from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.telling import dump_graph, tell_found
 from memfine_fx.compiler.verifier import verify_found
 from memfine_fx.errors import MemfineError
+from memfine_fx.passes.lower.returned import take_apart
 from memfine_fx.passes.modes import called_bodies
 
 __all__ = ["compile_graph"]
@@ -69,4 +70,6 @@ def _compile(
         return graph_module
     if not session.records and (not record.lowered or config.inner_backend == "eager"):
         return compile_plain(graph_module, example_inputs, config.inner_backend, session.mode)
+    if record.lowered:
+        record.returned = take_apart(graph_module, config)
     return CompiledGraph(graph_module, example_inputs, session, record).__call__

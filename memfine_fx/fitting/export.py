@@ -28,7 +28,6 @@ from memfine_fx.memory.symbols import ROWS
 from memfine_fx.plan.budget import MARGIN_PERCENT, SCALAR_BYTES
 from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
 from memfine_fx.plan.rows import DEVIATIONS, KNEE_ROWS, LEAST_ROWS
-from memfine_fx.records import Keep
 
 __all__ = ["OPERATIONS", "Exported"]
 
@@ -169,8 +168,8 @@ class Exported:
             return ["head", *(self._number(sympy.sympify(one)) for one in found)]
         if region is None or (call.phase != "forward" and call.phase != "backward"):
             return None
-        keep: Keep = "nothing" if call.kept_rows == 0 else call.keep
-        tokens, terms = sizes.of(region.num_tokens), region.terms_now(keep)
+        tokens = sizes.of(region.num_tokens)
+        terms = region.terms_now("nothing" if call.kept_rows == 0 else call.keep)
         free, staged = (
             workspace_expression(terms, tokens, ChunkSize(1, is_staged), region.axis, call.phase, rows=ROWS)
             for is_staged in (False, True)

@@ -13,7 +13,7 @@ from torch import fx
 
 from memfine_fx.records import Where
 
-__all__ = ["HeadDims", "HeadLoss", "HeadPlan", "HeadRegion", "RowMove"]
+__all__ = ["HeadDims", "HeadLoss", "HeadPlan", "HeadRegion", "ReturnedLogits", "RowMove"]
 
 
 @dataclass(frozen=True)
@@ -114,3 +114,23 @@ class HeadPlan:
     @property
     def size_in_words(self) -> str:
         return f"{self.tokens_per_chunk} tokens"
+
+
+@dataclass(frozen=True)
+class ReturnedLogits:
+    """Logits whose gradient is taken beside the graph that returns them.
+
+    Args:
+        result: their place among the graph's results.
+        hidden: place of the hidden states [...,H] among the results of the rewritten graph, behind all others.
+        weight, bias: places among its inputs.
+        is_transposed: whether the weight is [H,V].
+        dtype: of the projection; what was cast to another was cast behind it.
+    """
+
+    result: int
+    hidden: int
+    weight: int
+    bias: int | None
+    is_transposed: bool
+    dtype: torch.dtype

@@ -1,0 +1,68 @@
+"""Logits that a compiled graph returned without a gradient, and the autograd node that gives them one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memfine_fx.compat.autograd import without_autocast
+from memfine_fx.records.heads import ReturnedLogits
+
+__all__ = ["attached"]
+
+
+def attached(results: Sequence[Any], inputs: Sequence[Any], returned: Sequence[ReturnedLogits]) -> tuple[Any, ...]:
+    """What a graph returned before `lower.returned` rewrote it.
+
+    Args:
+        results: of the rewritten graph.
+        inputs: of the same call.
+        returned: what was rewritten.
+    """
+    found = list(results)
+    for one in returned:
+        bias = None if one.bias is None else inputs[one.bias]
+        operands = results[one.hidden], inputs[one.weight], bias
+        found[one.result] = _Projection.apply(results[one.result], one, *operands)  # type: ignore[no-untyped-call]
+    return tuple(found[: min(one.hidden for one in returned)])
+
+
+class _Projection(torch.autograd.Function):
+    """logits [...,V] = hidden [...,H] @ weight.T + bias, whose value is there already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        returned: ReturnedLogits,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.returned, ctx.bias_dtype = returned, None if bias is None else bias.dtype
+        ctx.save_for_backward(hidden, weight)
+        return logits.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        returned: ReturnedLogits = ctx.returned
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[2:]
+        grads: list[torch.Tensor | None] = [None, None, None]
+        with without_autocast():  # operands are cast as autocast cast them in forward
+            grad = grad.to(returned.dtype)
+            rows = grad.reshape(-1, grad.shape[-1])
+            if of_hidden:
+                matrix = weight.to(returned.dtype)
+                product = rows @ (matrix.t() if returned.is_transposed else matrix)
+                grads[0] = product.to(hidden.dtype).view(hidden.shape)
+            if of_weight:
+                tokens = hidden.to(returned.dtype).reshape(-1, hidden.shape[-1])
+                left, right = (tokens, rows) if returned.is_transposed else (rows, tokens)
+                grads[1] = (left.t() @ right).to(weight.dtype)
+            if of_bias:
+                grads[2] = rows.sum(0).to(ctx.bias_dtype)
+        return None, None, *grads

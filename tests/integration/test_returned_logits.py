@@ -1,0 +1,154 @@
+"""Logits that a model returns beside its loss: every gradient is there, and no tensor of zeros of their size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import memfine_fx
+from memfine_fx.compiler.session import sessions
+from memfine_fx.config import Config
+from memfine_fx.memory.measure import trace_memory
+from tests.integration.comparison import FP32_TOLERANCE, relative_error
+from tests.integration.warm_start import HIDDEN, Layer
+
+V = 4096
+CONFIG = Config(inner_backend="aot_eager")
+LOGITS_BYTES = 2 * 64 * V * 4
+Use = Callable[[Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Scored(nn.Module):
+    """Experts below a head; it returns its logits as the projection made them, or cast."""
+
+    def __init__(self, head: str = "linear", *, casts: bool = False, penalty: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(V, HIDDEN)
+        self.layer = Layer("silu")
+        self.lm_head = nn.Linear(HIDDEN, V, bias=head == "bias")
+        self.matrix = nn.Parameter(torch.randn(HIDDEN, V) * 0.1) if head == "matmul" else None
+        if head == "tied":
+            self.lm_head.weight = self.table.weight
+        if head == "frozen":
+            self.lm_head.requires_grad_(False)
+        self.casts, self.penalty = casts, penalty
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.table(ids)
+        with torch.autocast("cpu", enabled=False):  # the layer adds to fp32
+            hidden = rows + self.layer(rows.flatten(0, 1)).view_as(rows)
+        logits = self.lm_head(hidden[:, :, :]) if self.matrix is None else hidden @ self.matrix
+        loss = F.cross_entropy(logits.float().view(-1, V), ids.roll(-1, 1).flatten())
+        if self.penalty:
+            loss = loss + self.penalty * torch.logsumexp(logits.float(), -1).square().mean()
+        return loss, logits.float() if self.casts else logits
+
+
+def tokens(batch: int = 2, sequence: int = 64) -> Tensor:
+    return torch.randint(V, (batch, sequence), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module, use: Use, ids: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    use(*model(ids)).backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def of_loss(loss: Tensor, logits: Tensor) -> Tensor:
+    return loss
+
+
+def of_both(loss: Tensor, logits: Tensor) -> Tensor:
+    return loss + logits.square().mean()
+
+
+def of_logits(loss: Tensor, logits: Tensor) -> Tensor:
+    return logits.square().mean()
+
+
+def num_apart() -> int:
+    return sum(len(graph.returned) for graph in sessions()[-1]._graphs)
+
+
+@pytest.mark.parametrize("head", ["linear", "bias", "matmul", "tied", "frozen"])
+def test_every_use_has_every_gradient(head: str) -> None:
+    model = Scored(head)
+    chunked = memfine_fx.optimize(copy.deepcopy(model), config=CONFIG, dynamic=True)
+    for use, ids in ((of_loss, tokens()), (of_both, tokens()), (of_logits, tokens()), (of_both, tokens(3, 40))):
+        expected, found = gradients(model, use, ids), gradients(chunked, use, ids)
+        assert found.keys() == expected.keys()
+        for name, one in found.items():
+            assert relative_error(one, expected[name]) < FP32_TOLERANCE, (use.__name__, name)
+    assert (num_apart(), memfine_fx.report(chunked).num_graphs) == (1, 1)
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_autocast_has_the_gradients_that_it_has_in_eager(casts: bool) -> None:
+    model, ids = Scored("bias", casts=casts), tokens()
+    chunked = memfine_fx.optimize(copy.deepcopy(model), config=CONFIG)
+    exact = gradients(model, of_both, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = gradients(model, of_both, ids), gradients(chunked, of_both, ids)
+    assert num_apart() == 1
+    for name, one in found.items():
+        assert one.dtype is torch.float32
+        assert relative_error(one, exact[name]) <= 1.25 * relative_error(expected[name], exact[name]), name
+
+
+def test_a_step_holds_no_tangent_of_the_logits() -> None:
+    """Nor does its plan."""
+    model, ids = memfine_fx.optimize(Scored(), config=CONFIG), tokens()
+    gradients(model, of_loss, ids)
+    (run,) = sessions()[-1].latest_runs()
+    assert run.backward is not None
+    sizes = zip(run.backward.allocations, run.backward.bytes_at(run.values), strict=True)
+    tangents = [num_bytes for one, num_bytes in sizes if one.name.startswith("tangents_")]
+    assert tangents and sum(tangents) < LOGITS_BYTES // 8
+    model.zero_grad(set_to_none=True)
+    with_loss = trace_memory(lambda: model(ids)[0].backward(), torch.device("cpu")).peak_bytes
+    torch._dynamo.reset()
+    other = torch.compile(Scored(), backend="aot_eager")
+    other(ids)[0].backward()
+    other.zero_grad(set_to_none=True)
+    plain = trace_memory(lambda: other(ids)[0].backward(), torch.device("cpu")).peak_bytes
+    assert with_loss <= plain - LOGITS_BYTES * 0.9
+
+
+def test_a_graph_that_is_kept_gives_its_gradients_again() -> None:
+    model, ids = Scored(), tokens()
+    chunked = memfine_fx.optimize(copy.deepcopy(model), config=CONFIG)
+    for one in (model, chunked):
+        total = of_both(*one(ids))
+        total.backward(retain_graph=True)
+        total.backward()
+    expected = dict(model.named_parameters())
+    for name, one in chunked.named_parameters():
+        assert relative_error(one.grad, expected[name].grad) < FP32_TOLERANCE, name
+
+
+def test_logits_that_something_else_reads_stay_in_the_graph() -> None:
+    model = Scored(penalty=1e-3)
+    chunked = memfine_fx.optimize(copy.deepcopy(model), config=CONFIG)
+    expected, found = gradients(model, of_both, tokens()), gradients(chunked, of_both, tokens())
+    assert num_apart() == 0
+    assert all(relative_error(one, expected[name]) < FP32_TOLERANCE for name, one in found.items())
+
+
+def test_without_gradients_logits_are_what_the_graph_returns() -> None:
+    model, ids = memfine_fx.optimize(Scored(), config=CONFIG), tokens()
+    with torch.no_grad():
+        loss, logits = model(ids)
+    assert num_apart() == 0 and not loss.requires_grad and not logits.requires_grad
