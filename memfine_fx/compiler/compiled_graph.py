@@ -317,7 +317,8 @@ class CompiledGraph:
     def _rates(self) -> Callable[[], DeviceRates] | None:
         """The device's, where regions may keep what leaves a step's peak where it is.
 
-        Not without compiled code, which the step's bytes are read from; and on an accelerator the device is the budget.
+        Not without Inductor's code, which the step's bytes are read from, nor where rates are another machine's
+        (`fit`); and on an accelerator the device is the budget.
         """
         hidden = tensor_of(self._record.lowered[0].region.hidden)
         session = self._session

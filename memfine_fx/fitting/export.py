@@ -168,8 +168,8 @@ class Exported:
             return ["head", *(self._number(sympy.sympify(one)) for one in found)]
         if region is None or (call.phase != "forward" and call.phase != "backward"):
             return None
-        tokens = sizes.of(region.num_tokens)
-        terms = region.terms_now("nothing" if call.kept_rows == 0 else call.keep)
+        ((keep, _),) = region.parts(call, run.values)  # a record keeps something of all rows, or of none
+        tokens, terms = sizes.of(region.num_tokens), region.terms_now(keep)
         free, staged = (
             workspace_expression(terms, tokens, ChunkSize(1, is_staged), region.axis, call.phase, rows=ROWS)
             for is_staged in (False, True)

@@ -36,7 +36,7 @@ from memfine_fx.passes.dataflow import (
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadDims, HeadLoss, HeadRegion, RowMove
 
-__all__ = ["find_heads", "is_cast", "reads_sizes"]
+__all__ = ["find_heads", "is_conversion", "reads_sizes"]
 
 _AMPLIFICATION = 4
 _FEWEST_ENTRIES = 4096
@@ -376,10 +376,10 @@ def _result_of(node: fx.Node, user: fx.Node) -> fx.Node | None:
     if user.op == "output":
         return node
     is_returned = bool(user.users) and all(reader.op == "output" for reader in user.users)
-    return user if is_returned and is_cast(user) else None
+    return user if is_returned and is_conversion(user) else None
 
 
-def is_cast(node: fx.Node) -> bool:
+def is_conversion(node: fx.Node) -> bool:
     """Whether a node is a tensor in another dtype (or, by `to`, on another device)."""
     return target_name(node) in _CASTS
 

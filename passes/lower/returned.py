@@ -20,7 +20,7 @@ from torch import fx
 
 from memfine_fx.config import Config
 from memfine_fx.passes.dataflow import tensor_of
-from memfine_fx.passes.head.find import find_heads, is_cast
+from memfine_fx.passes.head.find import find_heads, is_conversion
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadRegion, ReturnedLogits
 
@@ -62,8 +62,12 @@ def _as_made(head: HeadRegion) -> list[fx.Node]:
     """Of the head's results the projection and its casts that autograd follows."""
     projection = head.nodes[0]
     device = tensor_of(projection).device
-    found = [node for node in head.results if node is projection or (is_cast(node) and projection in node.args[:1])]
-    return [node for node in found if tensor_of(node).requires_grad and tensor_of(node).device == device]
+    return [
+        node
+        for node in head.results
+        if node is projection or (is_conversion(node) and projection in node.args[:1])
+        if tensor_of(node).requires_grad and tensor_of(node).device == device
+    ]
 
 
 def _record(head: HeadRegion, place: int, of_hidden: int, inputs: dict[fx.Node, int]) -> ReturnedLogits:
