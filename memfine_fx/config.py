@@ -71,8 +71,8 @@ class Config:
         chunks_head: chunk a language model's head (projection and cross-entropy) over tokens: None where its vocabulary
             is large, True always, False never.
         tokens_per_head_chunk: tokens whose logits exist at once. None lets the planner choose.
-        returns_logits: False lets a head be chunked although the model returns its logits beside the loss, as
-            transformers' models do: where gradients are wanted and labels are given, the output's logits are then None.
+        returns_logits: False gives up logits that a model returns beside its loss, as transformers' models do: where
+            gradients are wanted and labels are given, the output's logits are then None, and never exist whole.
         verify: at first compile, run every region's original and rewritten form on the inputs at hand and on
             adversarial routings, forward and backward, and leave a region as it was when they disagree.
     """

@@ -53,7 +53,6 @@ from memfine_fx.plan.runs import Run, Situation
 from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, is_added
 from memfine_fx.runtime.live import MOST_PLANS
 from memfine_fx.runtime.live_head import LiveHead
-from memfine_fx.runtime.returned import attached
 
 __all__ = ["CompiledGraph"]
 
@@ -153,7 +152,7 @@ class CompiledGraph:
         self._take(run, compiled)
         results = compiled.run(*args)
         session.history.note_results(run, results, args)
-        return attached(results, args, self._record.returned) if self._record.returned else results
+        return results
 
     def _chosen(self, run: Run, again: _Again) -> _Compiled:
         """The partition for a run under a budget.

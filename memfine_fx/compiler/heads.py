@@ -58,6 +58,7 @@ def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> Lowere
         has_softcap=region.loss.softcap is not None,
         wanted=region.wanted,
         device_type=hidden.device.type,
+        keeps_logits=region.keeps_logits,
     )
     num_tokens: Any = tensor_of(region.labels).numel()
     is_symbolic = isinstance(num_tokens, torch.SymInt)

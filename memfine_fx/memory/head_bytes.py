@@ -5,7 +5,7 @@ block         a few rows of V in fp32, where logits are in low precision or capp
 product       copies or products of a part of the vocabulary, where low precision is multiplied into fp32
 rows          numbers per token
 
-The gradients that the op returns are in sight of the graph around it.
+The gradients and logits that the op returns are in sight of the graph around it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class HeadBytes:
         has_softcap: whether logits are capped.
         wanted: whether gradients of hidden, weight and bias are wanted.
         device_type: "cpu" or "cuda".
+        keeps_logits: whether the op returns the logits too.
     """
 
     hidden: int
@@ -55,6 +56,7 @@ class HeadBytes:
     has_softcap: bool
     wanted: tuple[bool, bool, bool]
     device_type: str
+    keeps_logits: bool = False
 
     @property
     def is_low_precision(self) -> bool:
@@ -83,9 +85,10 @@ class HeadBytes:
         return int(self.workspace(rows) + self.results(num_tokens))
 
     def results(self, num_tokens: Any) -> Any:
-        """Bytes of the gradients that the op returns."""
+        """Bytes of the gradients, in fp32, and of the logits that the op returns."""
         hidden, weight, bias = self.wanted
-        return 4 * (hidden * num_tokens * self.hidden + weight * self.vocab * self.hidden + bias * self.vocab)
+        logits = self.keeps_logits * num_tokens * self.vocab * self.item_bytes
+        return logits + 4 * (hidden * num_tokens * self.hidden + weight * self.vocab * self.hidden + bias * self.vocab)
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,9 @@ class HeadRegion:
         loss: see `HeadLoss`.
         logits_dtype: of the projection's results; differs from the weight's under autocast.
         nodes: from the projection to the exit.
-        results: those of `nodes`, or casts of them, that the graph returns and that become None
-            (`Config.returns_logits`).
+        results: those of `nodes`, or casts of them, that the graph returns. They become None (`Config.returns_logits`),
+            or are made chunk by chunk.
+        keeps_logits: which of both.
         wanted: whether gradients of hidden, weight and bias are wanted.
         dims: sizes.
         where: of the projection.
@@ -95,6 +96,7 @@ class HeadRegion:
     wanted: tuple[bool, bool, bool]
     dims: HeadDims
     where: Where
+    keeps_logits: bool = False
 
 
 @dataclass(frozen=True)

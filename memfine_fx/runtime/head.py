@@ -19,15 +19,15 @@ from memfine_fx.runtime.ranges import range_of
 
 __all__ = ["head_loss"]
 
-Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @torch.library.custom_op(
     "memfine::head_loss",
     mutates_args=(),
     schema=(
-        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? divisor, bool[] wanted, str site)"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? divisor, bool[] wanted, "
+        "bool keeps_logits, str site) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     tags=(torch.Tag.cudagraph_unsafe,),
 )
@@ -38,6 +38,7 @@ def head_loss(
     labels: torch.Tensor,
     divisor: torch.Tensor | None,
     wanted: list[bool],
+    keeps_logits: bool,
     site: str,
 ) -> Results:
     """Cross-entropy of a projection, chunk by chunk.
@@ -49,10 +50,12 @@ def head_loss(
         labels: [T] int64.
         divisor: one number by which a sum is divided, or None.
         wanted: whether gradients of hidden, weight and bias are wanted.
+        keeps_logits: whether the logits are wanted, as numbers without a gradient.
         site: key of the live head.
 
     Returns:
-        The loss, and the fields of `HeadResults` after it.
+        The loss, the fields of `HeadResults` after it, and the logits [T,V] as the projection makes them; empty where
+        they are not wanted.
     """
     head = lookup_head(site)
     num_tokens = hidden.shape[0]
@@ -62,9 +65,14 @@ def head_loss(
     head.num_steps += 1
     inputs = HeadInputs(hidden, weight, bias, labels, divisor)
     flags = (wanted[0], wanted[1], wanted[2])
+    logits = _logits_of(hidden, weight, keeps_logits)
     with span(f"forward {site}"), range_of(f"{head.name or site} forward"), without_autocast():
-        found = run_head(inputs, head.loss, bounds, flags)
-    return found.loss.to(head.out_dtype), found.power, found.hidden, found.weight, found.bias
+        found = run_head(inputs, head.loss, bounds, flags, logits if keeps_logits else None)
+    return found.loss.to(head.out_dtype), found.power, found.hidden, found.weight, found.bias, logits
+
+
+def _logits_of(hidden: torch.Tensor, weight: torch.Tensor, keeps_logits: bool) -> torch.Tensor:
+    return hidden.new_empty((hidden.shape[0], weight.shape[0]) if keeps_logits else (0,))
 
 
 @head_loss.register_fake
@@ -75,20 +83,22 @@ def _(
     labels: torch.Tensor,
     divisor: torch.Tensor | None,
     wanted: list[bool],
+    keeps_logits: bool,
     site: str,
 ) -> Results:
     empty = HeadResults.empty(hidden, weight, (wanted[0], wanted[1], wanted[2]))
     loss = hidden.new_empty((), dtype=lookup_head(site).out_dtype)
-    return loss, empty.power, empty.hidden, empty.weight, empty.bias
+    logits = _logits_of(hidden, weight, keeps_logits)
+    return loss, empty.power, empty.hidden, empty.weight, empty.bias, logits
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    hidden, weight, bias, _, _, wanted, _ = inputs
+    hidden, weight, bias, _, _, wanted, *_ = inputs
     ctx.wanted = tuple(wanted)
     ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*output[1:5])
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
@@ -99,13 +109,13 @@ def _differentiate(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch
         )
     power, *gradients = ctx.saved_tensors
     if grad is None:
-        return (None,) * 7
+        return (None,) * 8
     scale = grad.to(torch.float32) * power
     scaled = [
         (gradient.to(torch.float32) * scale).to(dtype) if is_wanted else None
         for gradient, dtype, is_wanted in zip(gradients, ctx.dtypes, ctx.wanted, strict=True)
     ]
-    return *scaled, None, None, None, None
+    return *scaled, None, None, None, None, None
 
 
 head_loss.register_autograd(_differentiate, setup_context=_save)

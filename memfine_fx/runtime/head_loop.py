@@ -1,4 +1,6 @@
-"""Projection, cross-entropy and their gradients, chunk by chunk over tokens; no [T,V] tensor is ever made.
+"""Projection, cross-entropy and their gradients, chunk by chunk over tokens.
+
+No [T,V] tensor is made, but for logits that are asked for.
 
 The loss is a number, so its gradient scales those of everything before it, and they can be made in forward, while a
 chunk's logits are there (as Liger-Kernel and Inductor's auto chunker do): three products a token instead of the four
@@ -74,9 +76,13 @@ def chunk_bounds(num_tokens: int, rows: int) -> list[tuple[int, int]]:
 
 
 def run_head(
-    inputs: HeadInputs, loss: HeadLoss, bounds: Sequence[tuple[int, int]], wanted: tuple[bool, bool, bool]
+    inputs: HeadInputs,
+    loss: HeadLoss,
+    bounds: Sequence[tuple[int, int]],
+    wanted: tuple[bool, bool, bool],
+    returned: torch.Tensor | None = None,
 ) -> HeadResults:
-    """The loss and the wanted gradients (of hidden, weight, bias), chunk by chunk."""
+    """The loss and the wanted gradients (of hidden, weight, bias), chunk by chunk; logits go into `returned` [T,V]."""
     results = HeadResults.empty(inputs.hidden, inputs.weight, wanted)
     divisor = _divisor(inputs, loss)
     mantissa, exponent = torch.frexp(torch.where(divisor == 0, torch.ones_like(divisor), 1 / divisor))
@@ -90,6 +96,8 @@ def run_head(
         if buffer is None or buffer.shape[0] < stop - start:
             buffer = hidden.new_empty((stop - start, inputs.weight.shape[0]))
         logits = _project(hidden, inputs.weight, inputs.bias, buffer[: stop - start])
+        if returned is not None:
+            returned[start:stop].copy_(logits)
         total += _to_gradients(logits, labels, loss, mantissa if any(wanted) else None)
         _add_chunk(results, logits, hidden, inputs.weight, slice(start, stop), wanted)
     results.loss.copy_(total / divisor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +10,26 @@ import torch
 from memfine_fx.compat.autograd import without_autocast
 from memfine_fx.records.heads import ReturnedLogits
 
-__all__ = ["attached"]
+__all__ = ["attaching"]
 
 
-def attached(results: Sequence[Any], inputs: Sequence[Any], returned: Sequence[ReturnedLogits]) -> tuple[Any, ...]:
-    """What a graph returned before `lower.returned` rewrote it.
+def attaching(run: Callable[..., Any], returned: Sequence[ReturnedLogits]) -> Callable[..., Any]:
+    """A graph as it was before `lower.returned` rewrote it.
 
     Args:
-        results: of the rewritten graph.
-        inputs: of the same call.
-        returned: what was rewritten.
+        run: the rewritten graph.
+        returned: what was rewritten; without anything `run` is what is returned.
     """
+    if not returned:
+        return run
+
+    def attached(*inputs: Any) -> tuple[Any, ...]:
+        return _attached(run(*inputs), inputs, returned)
+
+    return attached
+
+
+def _attached(results: Sequence[Any], inputs: Sequence[Any], returned: Sequence[ReturnedLogits]) -> tuple[Any, ...]:
     found = list(results)
     for one in returned:
         bias = None if one.bias is None else inputs[one.bias]

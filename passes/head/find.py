@@ -36,7 +36,7 @@ from memfine_fx.passes.dataflow import (
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadDims, HeadLoss, HeadRegion, RowMove
 
-__all__ = ["find_heads", "is_conversion", "reads_sizes"]
+__all__ = ["as_made", "find_heads", "reads_sizes"]
 
 _AMPLIFICATION = 4
 _FEWEST_ENTRIES = 4096
@@ -123,11 +123,18 @@ def _raise_head(loss: fx.Node, vocab: int, config: Config) -> HeadRegion:
     nodes = (*reversed(way.nodes), loss, *((exit_node,) if divisor is not None else ()))
     hidden, weight, bias, is_transposed = _operands(projection)
     is_trained = tensor_of(exit_node).requires_grad
-    results = _outer_results(nodes, exit_node, is_trained=is_trained, keeps_logits=config.returns_logits)
+    results = _outer_results(nodes, exit_node, is_trained=is_trained)
     _check_operands(hidden, weight, bias, tensor_of(projection))
-    softcap = way.after if way.has_tanh else None
     width = static_size(tensor_of(hidden).shape[-1])
     assert width is not None
+    wanted = _wanted(is_trained, hidden, weight, bias)
+    keeps_logits = config.returns_logits and bool(results)
+    if keeps_logits and not (
+        _can_be_returned(results, projection, way.moves, (weight, bias))
+        and (config.chunks_head or _is_worth_while(tensor_of(labels).numel(), width, wants_weight=wanted[1]))
+    ):
+        raise CannotChunk(Reason.LOGITS_RETURNED, "the logits are returned beside the loss", projection)
+    softcap = way.after if way.has_tanh else None
     return HeadRegion(
         exit=exit_node,
         hidden=hidden,
@@ -141,9 +148,10 @@ def _raise_head(loss: fx.Node, vocab: int, config: Config) -> HeadRegion:
         logits_dtype=tensor_of(projection).dtype,
         nodes=nodes,
         results=results,
-        wanted=_wanted(is_trained, hidden, weight, bias),
+        wanted=wanted,
         dims=HeadDims(str(tensor_of(labels).numel()), width, vocab),
         where=provenance(projection),
+        keeps_logits=keeps_logits,
     )
 
 
@@ -340,10 +348,8 @@ def _check_operands(hidden: fx.Node, weight: fx.Node, bias: fx.Node | None, logi
             raise CannotChunk(Reason.HEAD_UNKNOWN, "the size of an operand of the projection is not known", node)
 
 
-def _outer_results(
-    nodes: Sequence[fx.Node], exit_node: fx.Node, *, is_trained: bool, keeps_logits: bool
-) -> tuple[fx.Node, ...]:
-    """Nodes that the graph's output reads besides, if these may be dropped; a refusal where anything else does."""
+def _outer_results(nodes: Sequence[fx.Node], exit_node: fx.Node, *, is_trained: bool) -> tuple[fx.Node, ...]:
+    """Nodes that the graph's output reads besides; a refusal where anything else does."""
     inside = set(nodes)
     shape = tensor_of(nodes[0]).shape
     returned = []
@@ -359,8 +365,6 @@ def _outer_results(
                 raise CannotChunk(
                     Reason.LOGITS_USED, f"the logits are used elsewhere, by {target_name(user)} at {where}", user
                 )
-            if keeps_logits:
-                raise CannotChunk(Reason.LOGITS_RETURNED, "the logits are returned beside the loss", node)
             if not is_trained:
                 raise CannotChunk(
                     Reason.NO_GRADIENTS_WANTED,
@@ -377,6 +381,43 @@ def _result_of(node: fx.Node, user: fx.Node) -> fx.Node | None:
         return node
     is_returned = bool(user.users) and all(reader.op == "output" for reader in user.users)
     return user if is_returned and is_conversion(user) else None
+
+
+def as_made(head_results: Sequence[fx.Node], projection: fx.Node) -> list[fx.Node]:
+    """Of what a graph returns of a head, the projection and its conversions that autograd follows."""
+    device = tensor_of(projection).device
+    return [
+        node
+        for node in head_results
+        if node is projection or (is_conversion(node) and projection in node.args[:1])
+        if tensor_of(node).requires_grad and tensor_of(node).device == device
+    ]
+
+
+def _can_be_returned(
+    results: Sequence[fx.Node],
+    projection: fx.Node,
+    moves: Sequence[RowMove],
+    operands: Sequence[fx.Node | None],
+) -> bool:
+    """Whether logits that are made chunk by chunk are those that the graph returns, and who differentiates them can.
+
+    Every token has its logits, in their order, and the gradient beside the graph (`lower.returned`) finds its operands
+    among the inputs. On a CPU the op multiplies low precision in fp32, which takes longer than the products in place.
+    """
+    value = tensor_of(projection)
+    is_slow = value.device.type == "cpu" and value.dtype is not torch.float32
+    are_all = len(as_made(results, projection)) == len(results) and all(move.kind == "reshape" for move in moves)
+    return are_all and not is_slow and all(one is None or one.op == "placeholder" for one in operands)
+
+
+def _is_worth_while(num_tokens: torch.SymInt | int, width: int, *, wants_weight: bool) -> bool:
+    """Whether the gradient of returned logits, which chunks spare, is more than what they hold instead.
+
+    That is the gradient of a trained weight [V,H] in fp32, from forward on: as much as the logits of H tokens.
+    """
+    hint = num_tokens.node.hint if isinstance(num_tokens, torch.SymInt) else num_tokens
+    return not wants_weight or hint is None or int(hint) >= width
 
 
 def is_conversion(node: fx.Node) -> bool:

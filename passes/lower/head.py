@@ -2,24 +2,25 @@
 
 Before:  logits = linear(hidden, weight, bias);  ...;  exit = cross_entropy(logits', labels, ...)
 After:   tokens = reshape(hidden', (-1, H))              (hidden' after what happened to the tokens of the logits)
-         exit = memfine::head_loss(tokens, weight, bias, labels, divisor, wanted, site)[0]
+         exit = memfine::head_loss(tokens, weight, bias, labels, divisor, wanted, keeps_logits, site)[0]
 
 Under autocast hidden, weight and bias are cast before the call, as autocast would. Results of the graph that were
-logits become None; what asked logits for their sizes asks a view of the hidden states that has these sizes.
+logits become None, or the op's last result, which has no gradient (`returned` gives it one); what asked logits for
+their sizes asks a view of the hidden states that has these sizes.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 import memfine_fx.runtime.head  # noqa: F401  # registers the op
-from memfine_fx.passes.dataflow import is_only_asserted, tensor_of
+from memfine_fx.passes.dataflow import is_only_asserted, target_name, tensor_of
 from memfine_fx.passes.head.find import reads_sizes
-from memfine_fx.passes.lower.region import recording
+from memfine_fx.passes.lower.region import Call, recording
 from memfine_fx.records.heads import HeadRegion
 
 __all__ = ["lower_head"]
@@ -56,10 +57,17 @@ def lower_head(graph_module: fx.GraphModule, head: HeadRegion, site: str) -> Non
         bias = None if head.bias is None else cast(head.bias)
         wanted = list(head.wanted)
         op = torch.ops.memfine.head_loss.default
-        results = call(op, tokens, cast(weight), bias, labels, head.divisor, wanted, site)
+        results = call(op, tokens, cast(weight), bias, labels, head.divisor, wanted, head.keeps_logits, site)
         loss = call(operator.getitem, results, 0)
+        logits: dict[fx.Node, fx.Node] = {}
+        if head.keeps_logits:
+            flat = call(operator.getitem, results, 5)
+            shaped = call(torch.ops.aten.view_as.default, flat, _view_of_logits(call, head))
+            for node in head.results:
+                dtype = tensor_of(node).dtype
+                logits[node] = shaped if dtype is head.logits_dtype else call(torch.ops.aten.to.dtype, shaped, dtype)
     head.exit.replace_all_uses_with(loss)
-    _drop_results(graph, set(head.results))
+    _replace_results(graph, head.results, logits)
     casts = set(head.results) - set(head.nodes)
     for node in (*casts, *reversed(head.nodes)):
         _erase_readers_of_sizes(node)
@@ -80,20 +88,28 @@ def _redirect_sizes(graph: fx.Graph, head: HeadRegion) -> None:
     if not readers:
         return
     with recording(graph, head.nodes[0]) as call:
-        one = call(torch.narrow, head.hidden, -1, 0, 1)
-        view = call(torch.ops.aten.expand.default, one, (*[-1] * (tensor_of(head.hidden).ndim - 1), head.dims.vocab))
+        view = _view_of_logits(call, head)
     for node, user in readers:
         user.replace_input_with(node, view)
 
 
-def _drop_results(graph: fx.Graph, results: set[fx.Node]) -> None:
+def _view_of_logits(call: Call, head: HeadRegion) -> fx.Node:
+    """A view of the hidden states with the logits' sizes."""
+    one = call(torch.narrow, head.hidden, -1, 0, 1)
+    return call(torch.ops.aten.expand.default, one, (*[-1] * (tensor_of(head.hidden).ndim - 1), head.dims.vocab))
+
+
+def _replace_results(graph: fx.Graph, results: Sequence[fx.Node], logits: Mapping[fx.Node, fx.Node]) -> None:
+    """Put these logits, or None, where the graph returns others; `returned` may have taken their gradient off."""
     (output,) = graph.find_nodes(op="output")
-
-    def dropped(node: fx.Node) -> Any:
-        return None if node in results else node
-
+    found: dict[fx.Node, fx.Node | None] = {}
+    for node in results:
+        found[node] = logits.get(node)
+        found |= {user: logits.get(node) for user in node.users if target_name(user) == "detach"}
     if results:
-        output.args = fx.map_arg(output.args, dropped)
+        output.args = fx.map_arg(output.args, lambda node: found.get(node, node))
+    for node in set(found) - set(results):
+        graph.erase_node(node)
 
 
 def _erase_readers_of_sizes(node: fx.Node) -> None:

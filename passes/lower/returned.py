@@ -13,24 +13,30 @@ Only logits of which every reader is known (`head.find`), returned as the projec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from memfine_fx.config import Config
 from memfine_fx.passes.dataflow import tensor_of
-from memfine_fx.passes.head.find import find_heads, is_conversion
+from memfine_fx.passes.head.find import as_made, find_heads
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadRegion, ReturnedLogits
 
 __all__ = ["take_apart"]
 
 
-def take_apart(graph_module: fx.GraphModule, config: Config) -> list[ReturnedLogits]:
-    """Rewrite what a captured graph returns; one record for each of its results that were logits with a gradient."""
+def take_apart(graph_module: fx.GraphModule, config: Config, given_up: Collection[fx.Node]) -> list[ReturnedLogits]:
+    """Rewrite what a captured graph returns; one record for each of its results that were logits with a gradient.
+
+    Args:
+        graph_module: nothing of it is lowered yet.
+        config: options for heads.
+        given_up: results that will be None.
+    """
     graph = graph_module.graph
-    heads = find_heads(graph, replace(config, chunks_head=None, returns_logits=False))
+    heads = find_heads(graph, replace(config, chunks_head=config.chunks_head or None, returns_logits=False))
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else []
     inputs = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -38,7 +44,8 @@ def take_apart(graph_module: fx.GraphModule, config: Config) -> list[ReturnedLog
     for head in heads:
         if isinstance(head, Refusal) or not set(_operands(head)) <= set(inputs):
             continue
-        places = [place for place, node in enumerate(results) if node in _as_made(head)]
+        made = as_made(head.results, head.nodes[0])
+        places = [place for place, node in enumerate(results) if node in made and node not in given_up]
         for place in places:
             with graph.inserting_before(output):
                 detached = graph.call_method("detach", (results[place],))
@@ -56,18 +63,6 @@ def take_apart(graph_module: fx.GraphModule, config: Config) -> list[ReturnedLog
 
 def _operands(head: HeadRegion) -> Sequence[fx.Node]:
     return [node for node in (head.weight, head.bias) if node is not None]
-
-
-def _as_made(head: HeadRegion) -> list[fx.Node]:
-    """Of the head's results the projection and its casts that autograd follows."""
-    projection = head.nodes[0]
-    device = tensor_of(projection).device
-    return [
-        node
-        for node in head.results
-        if node is projection or (is_conversion(node) and projection in node.args[:1])
-        if tensor_of(node).requires_grad and tensor_of(node).device == device
-    ]
 
 
 def _record(head: HeadRegion, place: int, of_hidden: int, inputs: dict[fx.Node, int]) -> ReturnedLogits:

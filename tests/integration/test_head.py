@@ -111,8 +111,16 @@ def test_logits_are_none_in_training_and_there_in_evaluation() -> None:
     assert evaluated.reason == "the logits are returned, as no gradients are wanted in this graph"
 
 
-def test_returned_logits_are_kept_by_default_and_the_refusal_says_how_to_give_them_up() -> None:
-    report = memfine_fx.explain(Dense(), tokens(), tokens())
+def test_returned_logits_are_made_chunk_by_chunk_by_default() -> None:
+    model, ids = optimized(replace(EAGER, returns_logits=True)), tokens()
+    assert_same_step(model, Dense(), ids)
+    assert relative_error(model(ids, ids)[1], Dense()(ids, ids)[1]) < 1e-5
+    (head,) = memfine_fx.report(model).heads
+    assert (head.status, head.num_chunks) == ("chunked", 4)
+
+
+def test_logits_that_stay_whole_are_refused_with_how_to_give_them_up() -> None:
+    report = memfine_fx.explain(Dense().bfloat16(), tokens(), tokens())
     (head,) = report.heads
     assert (head.status, head.reason) == ("refused", "the logits are returned beside the loss")
     assert "Config(returns_logits=False)" in str(report)

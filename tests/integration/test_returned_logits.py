@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from tests.integration.comparison import FP32_TOLERANCE, relative_error
 from tests.integration.warm_start import HIDDEN, Layer
 
 V = 4096
-CONFIG = Config(inner_backend="aot_eager")
+CONFIG = Config(inner_backend="aot_eager", chunks_head=False)
+CHUNKED = Config(inner_backend="aot_eager", tokens_per_head_chunk=50)
 LOGITS_BYTES = 2 * 64 * V * 4
 Use = Callable[[Tensor, Tensor], Tensor]
 
@@ -33,13 +35,13 @@ def fresh_compiler() -> Iterator[None]:
 class Scored(nn.Module):
     """Experts below a head; it returns its logits as the projection made them, or cast."""
 
-    def __init__(self, head: str = "linear", *, returns: str = "", penalty: float = 0.0) -> None:
+    def __init__(self, head: str = "linear", *, returns: str = "", penalty: float = 0.0, vocab: int = V) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(V, HIDDEN)
+        self.table = nn.Embedding(vocab, HIDDEN)
         self.layer = Layer("silu")
-        self.lm_head = nn.Linear(HIDDEN, V, bias=head == "bias")
-        self.matrix = nn.Parameter(torch.randn(HIDDEN, V) * 0.1) if head == "matmul" else None
+        self.lm_head = nn.Linear(HIDDEN, vocab, bias=head == "bias")
+        self.matrix = nn.Parameter(torch.randn(HIDDEN, vocab) * 0.1) if head == "matmul" else None
         if head == "tied":
             self.lm_head.weight = self.table.weight
         if head == "frozen":
@@ -52,7 +54,7 @@ class Scored(nn.Module):
             hidden = rows + self.layer(rows.flatten(0, 1)).view_as(rows)
         logits = self.lm_head(hidden[:, :, :]) if self.matrix is None else hidden @ self.matrix
         exact = logits.float()
-        loss = F.cross_entropy(exact.view(-1, V), ids.roll(-1, 1).flatten())
+        loss = F.cross_entropy(exact.flatten(0, 1), ids.roll(-1, 1).flatten())
         if self.penalty:
             loss = loss + self.penalty * torch.logsumexp(exact, -1).square().mean()
         if self.returns == "cast":
@@ -60,8 +62,8 @@ class Scored(nn.Module):
         return loss, exact if self.returns == "of the loss" else logits
 
 
-def tokens(batch: int = 2, sequence: int = 64) -> Tensor:
-    return torch.randint(V, (batch, sequence), generator=torch.Generator().manual_seed(1))
+def tokens(batch: int = 2, sequence: int = 64, *, vocab: int = V) -> Tensor:
+    return torch.randint(vocab, (batch, sequence), generator=torch.Generator().manual_seed(1))
 
 
 def gradients(model: nn.Module, use: Use, ids: Tensor) -> dict[str, Tensor]:
@@ -86,16 +88,28 @@ def num_apart() -> int:
     return sum(len(graph.returned) for graph in sessions()[-1]._graphs)
 
 
+@pytest.mark.parametrize("config", [CONFIG, CHUNKED], ids=["whole", "chunked"])
 @pytest.mark.parametrize("head", ["linear", "bias", "matmul", "tied", "frozen"])
-def test_every_use_has_every_gradient(head: str) -> None:
+def test_every_use_has_every_gradient(head: str, config: Config) -> None:
     model = Scored(head)
-    chunked = memfine_fx.optimize(copy.deepcopy(model), config=CONFIG, dynamic=True)
+    chunked = memfine_fx.optimize(copy.deepcopy(model), config=config, dynamic=True)
     for use, ids in ((of_loss, tokens()), (of_both, tokens()), (of_logits, tokens()), (of_both, tokens(3, 40))):
         expected, found = gradients(model, use, ids), gradients(chunked, use, ids)
         assert found.keys() == expected.keys()
         for name, one in found.items():
             assert relative_error(one, expected[name]) < FP32_TOLERANCE, (use.__name__, name)
-    assert (num_apart(), memfine_fx.report(chunked).num_graphs) == (1, 1)
+    report = memfine_fx.report(chunked)
+    assert (num_apart(), report.num_graphs) == (1, 1)
+    assert [one.status for one in report.heads] == ["chunked"] * (config is CHUNKED)
+
+
+def test_a_head_of_few_classes_that_is_asked_for_has_every_gradient() -> None:
+    model, ids = Scored(vocab=48), tokens(vocab=48)
+    asked = memfine_fx.optimize(copy.deepcopy(model), config=replace(CHUNKED, chunks_head=True))
+    expected, found = gradients(model, of_both, ids), gradients(asked, of_both, ids)
+    assert [one.status for one in memfine_fx.report(asked).heads] == ["chunked"]
+    assert found.keys() == expected.keys()
+    assert all(relative_error(one, expected[name]) < FP32_TOLERANCE for name, one in found.items())
 
 
 @pytest.mark.parametrize("returns", ["", "cast", "of the loss"])

@@ -73,7 +73,7 @@ def chunked(
     plan = HeadPlan(rows, 0, "")
     HELD[:] = [LiveHead(site="test", loss=loss, out_dtype=torch.float32, choose_plan=lambda tokens: plan)]
     register_head(HELD[0])
-    found: Tensor = head_loss(*given, labels, divisor, list(wanted), "test")[0]
+    found: Tensor = head_loss(*given, labels, divisor, list(wanted), False, "test")[0]
     return found
 
 
@@ -162,7 +162,7 @@ def test_what_is_frozen_has_no_gradient_and_no_memory(place: int) -> None:
     assert ours[place].grad is None
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert number == place or error(one.grad, other.grad) < 1e-5
-    results = head_loss(*(one.detach() for one in ours), labels, None, list(wanted), "test")
+    results = head_loss(*(one.detach() for one in ours), labels, None, list(wanted), True, "test")
     assert results[2 + place].numel() == 0
 
 

@@ -105,11 +105,27 @@ def returned(head: Head, hidden: Tensor, labels: Tensor) -> object:
     return F.cross_entropy(logits.float().view(-1, V), labels.view(-1)), logits
 
 
+def returned_of_many(head: Head, hidden: Tensor, labels: Tensor) -> object:
+    logits = head.projection(hidden)
+    return F.cross_entropy(logits.flatten(0, 1), labels.view(-1)), logits
+
+
 def returned_in_fp32(head: Head, hidden: Tensor, labels: Tensor) -> object:
     """As accelerate returns what was computed under autocast."""
     logits = head.projection(hidden)
     loss = F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
     return loss.float(), logits.to(torch.float32)
+
+
+def shifted_and_returned(head: Head, hidden: Tensor, labels: Tensor) -> object:
+    """The loss has logits of fewer tokens than are returned."""
+    logits = head.projection(hidden)
+    return F.cross_entropy(logits[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1)), logits
+
+
+def scaled_and_returned(head: Head, hidden: Tensor, labels: Tensor) -> object:
+    logits = head.projection(hidden) * head.scale
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1)), logits
 
 
 def with_z_loss(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -145,8 +161,8 @@ def of_no_projection(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (returned, "the logits are returned beside the loss"),
-        (returned_in_fp32, "the logits are returned beside the loss"),
+        (shifted_and_returned, "the logits are returned beside the loss"),
+        (scaled_and_returned, "the logits are returned beside the loss"),
         (with_z_loss, "the logits are used elsewhere, by logsumexp at"),
         (with_accuracy, "the logits are used elsewhere, by argmax at"),
         (by_token, "reduction='none'"),
@@ -165,13 +181,37 @@ def test_a_refusal_names_reason_and_source_line(loss: Callable[[Head, Tensor, Te
 
 
 @pytest.mark.parametrize(("loss", "result"), [(returned, "logits"), (returned_in_fp32, "to")])
+def test_returned_logits_are_made_chunk_by_chunk_where_that_takes_no_longer(
+    loss: Callable[[Head, Tensor, Tensor], object], result: str
+) -> None:
+    (head,) = found_in(loss)
+    assert isinstance(head, HeadRegion)
+    assert head.keeps_logits and [node.name for node in head.results] == [result]
+    inputs = torch.randn(2, 5, H, dtype=torch.bfloat16), torch.randint(V, (2, 5))
+    (refusal,) = find_heads(capture(Head(loss).bfloat16(), *inputs).graph, ALWAYS)  # its products would be in fp32
+    assert isinstance(refusal, Refusal) and refusal.details == "the logits are returned beside the loss"
+
+
+@pytest.mark.parametrize(("tokens", "frozen", "found"), [(7, False, 0), (8, False, 1), (7, True, 1)])
+def test_few_returned_logits_stay_where_the_gradient_of_the_weight_is_larger(
+    tokens: int, frozen: bool, found: int
+) -> None:
+    """The op holds that gradient [V,H] from forward on."""
+    vocab = 4096
+    model = Head(returned_of_many, vocab=vocab)
+    model.projection.requires_grad_(not frozen)
+    graph = capture(model, torch.randn(1, tokens, H), torch.randint(vocab, (1, tokens))).graph
+    assert [isinstance(one, HeadRegion) for one in find_heads(graph, Config())] == [bool(found)]
+
+
+@pytest.mark.parametrize(("loss", "result"), [(returned, "logits"), (returned_in_fp32, "to")])
 def test_returned_logits_can_be_given_up_where_gradients_are_wanted(
     loss: Callable[[Head, Tensor, Tensor], object], result: str
 ) -> None:
     given_up = Config(chunks_head=True, returns_logits=False)
     (head,) = found_in(loss, given_up)
     assert isinstance(head, HeadRegion)
-    assert [node.name for node in head.results] == [result]
+    assert not head.keeps_logits and [node.name for node in head.results] == [result]
     with torch.no_grad():
         (refusal,) = found_in(loss, given_up)
     assert isinstance(refusal, Refusal)
