@@ -13,10 +13,12 @@ from torch import fx
 
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead
 from memfine_fx.compiler.session import Session, next_site
+from memfine_fx.config import Config
 from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.head.find import find_heads
 from memfine_fx.passes.lower.head import lower_head
+from memfine_fx.passes.lower.returned import take_apart
 from memfine_fx.passes.modes import called_bodies
 from memfine_fx.plan.budget import choose_head_plan
 from memfine_fx.records import Refusal
@@ -41,11 +43,14 @@ def plan_heads(graph_module: fx.GraphModule, session: Session, record: CapturedG
     return [head if isinstance(head, Refusal) else _plan(head, session, record) for head in found]
 
 
-def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph) -> None:
-    """Rewrite the heads of a graph."""
-    for head in record.heads:
-        if isinstance(head, LoweredHead):
-            lower_head(graph_module, head.region, head.live.site)
+def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph, config: Config) -> None:
+    """Rewrite the heads of a graph, and, where it holds anything chunked, what it returns of logits."""
+    heads = [one for one in record.heads if isinstance(one, LoweredHead)]
+    if record.lowered:
+        given_up = [node for one in heads if not one.region.keeps_logits for node in one.region.results]
+        record.returned = take_apart(graph_module, config, given_up)
+    for head in heads:
+        lower_head(graph_module, head.region, head.live.site)
 
 
 def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> LoweredHead:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
+from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.compiled_graph import CompiledGraph
 from memfine_fx.compiler.heads import lower_heads, plan_heads
 from memfine_fx.compiler.inner import compile_plain
@@ -21,7 +21,6 @@ from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.telling import dump_graph, tell_found
 from memfine_fx.compiler.verifier import verify_found
 from memfine_fx.errors import MemfineError
-from memfine_fx.passes.lower.returned import take_apart
 from memfine_fx.passes.modes import called_bodies
 from memfine_fx.runtime.returned import attaching
 
@@ -61,14 +60,11 @@ def _compile(
         record.heads.extend(plan_heads(graph_module, session, record))
     if config.verify:
         found = verify_found(graph_module, example_inputs, found, record)
-    heads = [one.region for one in record.heads if isinstance(one, LoweredHead)]
-    if heads or any(isinstance(one, LoweredRegion) for body in found for one in body.outcomes):
-        given_up = [node for head in heads if not head.keeps_logits for node in head.results]
-        record.returned = take_apart(graph_module, config, given_up)
-    lower_heads(graph_module, record)  # first: what they read may be a region's exit
+    for one in found:
+        record.outcomes.extend(one.outcomes)
+    lower_heads(graph_module, record, config)  # first: what they read may be a region's exit
     for one in found:
         lower_regions(one, session)
-        record.outcomes.extend(one.outcomes)
     dump_graph(graph_module, session, "rewritten")
     tell_found(graph_module, session, record)
     if session.is_dry:

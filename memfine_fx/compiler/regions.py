@@ -34,8 +34,10 @@ from memfine_fx.plan.knee import measured_knee
 from memfine_fx.plan.rows import KNEE_ROWS
 from memfine_fx.records import Keep, Modes, MoERegion, Refusal
 from memfine_fx.report.roles import region_graph
+from memfine_fx.runtime.kernels.tables import KernelForm
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
+from memfine_fx.runtime.windowed import can_run
 
 __all__ = ["BodyRegions", "lower_regions", "plan_regions", "read_bodies"]
 
@@ -82,7 +84,10 @@ def lower_regions(found: BodyRegions, session: Session) -> None:
         for outcome in reversed(lowered):  # last first: a region may feed the next one
             live = outcome.live
             table_shape = None if live.exchange is None else live.exchange.table_shape
-            lower_region(found.body, outcome.region, live.site, flow=flow, table_shape=table_shape)
+            lower_region(
+                found.body, outcome.region, live.site, flow=flow, table_shape=table_shape,
+                routes_on_device=live.uses_kernels,
+            )  # fmt: skip
         if any(outcome.live.exchange is not None for outcome in lowered):
             drop_unread_tables(found.body)
         found.body.graph.lint()
@@ -156,7 +161,9 @@ def _plan(
     output = tensor_of(region.cut.exit)
     chunk_rows = config.rows_per_chunk or KNEE_ROWS.get(output.device.type, KNEE_ROWS["cuda"])
     region, exchange = sharded_experts(region, bodies.key, config.axis, chunk_rows, bodies.flops_per_row)
-    terms_of = functools.partial(region_bytes, region, bodies, output, exchange)  # bodies know more once compiled
+    kernels = _kernels_of(region, bodies, config) if exchange is None else None
+    # Bodies know more once they are compiled.
+    terms_of = functools.partial(region_bytes, region, bodies, output, exchange, kernels)
     terms = terms_of("nothing")  # traces them now, outside of any other compilation
     if config.rows_per_chunk is None and session.measures:
         knee = measured_knee(terms, tensor_of(region.hidden).dtype)
@@ -173,13 +180,20 @@ def _plan(
         tuner=ChunkTuner(config.bins, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),
         exchange=exchange,
-        uses_kernels=uses_gpu_kernels(),
+        uses_kernels=kernels is not None,
         name=region.where.module or str(region.where),
         context=session.situation_key,
     )
     register(live)
     record.step.regions[site] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)
     return region, live
+
+
+def _kernels_of(region: MoERegion, bodies: ExpertBodies, config: Config) -> KernelForm | None:
+    """The form in which the GPU kernels run a region on one rank; None where they do not."""
+    tensors = [tensor_of(node) for node in (region.hidden, *region.params)]
+    runs = uses_gpu_kernels() and config.axis == "rows" and can_run(bodies.kernel_form, tensors)
+    return bodies.kernel_form if runs else None
 
 
 def _with_knee(terms_of: Callable[[Keep], RegionBytes], knee: int | None, keep: Keep) -> RegionBytes:

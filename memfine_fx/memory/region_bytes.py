@@ -4,7 +4,7 @@ output        the combined [T,H_out], and its fp32 accumulator where the model i
 hidden grad   the same for the gradient of the tokens, in backward
 weight grads  the gradients of the expert parameters, allocated by the region's backward
 index         order (4 N) and offsets, kept from forward to backward; the sort's own arrays in forward
-chunk         R rows: gathered rows and gradients, the body's peak, casts and staging
+chunk         R rows: gathered rows and gradients, the body's peak, casts and staging; of the GPU kernels, their windows
 round         where experts live on several ranks: the rows that came, their results and what is staged to be sent; it
               is counted as part of the chunk, whose working set is alive beside it
 """
@@ -26,6 +26,7 @@ __all__ = [
     "ChunkSize",
     "RegionBytes",
     "Travel",
+    "WindowBytes",
     "added_bytes",
     "padded_bytes",
     "region_peak",
@@ -77,6 +78,24 @@ class Travel:
 
 
 @dataclass(frozen=True)
+class WindowBytes:
+    """What the GPU kernels hold of a layer in windows of R rows, beyond arguments, results and sums over choices.
+
+    Args:
+        forward_row, backward_row: bytes of each row of a window.
+        assignment: of each routed row of the layer in backward: parts of the routing weight's gradient.
+        token: of each token in backward: the gradient of the output, where it is cast.
+        stages: gradients of experts that a window cuts, in fp32.
+    """
+
+    forward_row: int
+    backward_row: int
+    assignment: int
+    token: int
+    stages: int
+
+
+@dataclass(frozen=True)
 class RegionBytes:
     """What the planner knows of a region.
 
@@ -96,6 +115,7 @@ class RegionBytes:
             cast and added. Without them the body's peak is taken.
         product_scratch: bytes that a kernel takes for one product of a weight's gradient, in R; see `kernel_scratch`.
         travel: where experts live on several ranks; then rows of all ranks may come, and N is no bound on R.
+        window: of the GPU kernels, where they run in the place of bodies, whose terms then do not matter.
         knee_rows: R at which products of its widths are as fast as they get on this machine, None where that was not
             measured.
         clones_forward, clones_backward: of other ranks' experts in the slots of this one, and of their gradients.
@@ -124,6 +144,7 @@ class RegionBytes:
     travel: Travel | None = None
     clones_forward: int = 0
     clones_backward: int = 0
+    window: WindowBytes | None = None
     knee_rows: int | None = None
 
     def chunk_rows(self, rows: int) -> int:
@@ -232,6 +253,8 @@ def _staging_bytes(region: RegionBytes, axis: Axis) -> int:
 
 
 def _forward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str, Any]:
+    if region.window is not None:
+        return _forward_terms_around(region, num_tokens, rows * region.window.forward_row)
     at_once, rows = rows, region.chunk_rows(rows)
     chunk = rows * (region.hidden * region.item_bytes + region.weight_item_bytes)
     cast = 0
@@ -240,6 +263,10 @@ def _forward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str,
     chunk += _called(region.forward_peak, region.forward_results, cast, region, rows) + _index_chunk(rows)
     if region.travel is not None:
         chunk = _with_clones(_forward_round, region, region.travel, at_once, chunk, region.clones_forward)
+    return _forward_terms_around(region, num_tokens, chunk)
+
+
+def _forward_terms_around(region: RegionBytes, num_tokens: Any, chunk: Any) -> dict[str, Any]:
     return {
         "output": num_tokens * region.out_width * _held(region.out_item_bytes, region.accumulator_item_bytes),
         "index": _index_bytes(region, num_tokens),
@@ -248,6 +275,9 @@ def _forward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str,
 
 
 def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str, Any]:
+    if region.window is not None:
+        of_layer = num_tokens * (region.top_k * region.window.assignment + region.window.token) + region.window.stages
+        return _backward_terms_around(region, num_tokens, rows * region.window.backward_row + of_layer)
     at_once, rows = rows, region.chunk_rows(rows)
     rows_grad = rows * region.out_width * (region.out_item_bytes + region.contribution_item_bytes)
     if region.out_item_bytes == region.contribution_item_bytes:
@@ -260,6 +290,10 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str
     chunk += _called(region.backward_peak, region.backward_results, after, region, rows) + _index_chunk(rows)
     if region.travel is not None:
         chunk = _with_clones(_backward_round, region, region.travel, at_once, chunk, region.clones_backward)
+    return _backward_terms_around(region, num_tokens, chunk)
+
+
+def _backward_terms_around(region: RegionBytes, num_tokens: Any, chunk: Any) -> dict[str, Any]:
     return {
         "output grad": num_tokens * region.out_width * region.out_item_bytes,
         "hidden grad": num_tokens * region.hidden * _held(region.item_bytes, region.accumulator_item_bytes),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -63,11 +65,20 @@ class RoundStats:
         )
 
 
+class Arrival(Protocol):
+    """What tells whether a copy to the host is there: a `torch.cuda.Event` recorded behind it."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
 @dataclass
 class LoadHistory:
     """The largest load of each step; a number a step is all that is kept."""
 
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
+    _arriving: deque[tuple[torch.Tensor, Arrival, int | None]] = field(default_factory=deque)
 
     def note(self, offsets: torch.Tensor) -> None:
         """Note the routing of a step.
@@ -75,7 +86,35 @@ class LoadHistory:
         Args:
             offsets: [E+1] on the host, as from `routing.sort_assignments`.
         """
-        places = offsets.tolist()
+        self._add(offsets.tolist())
+
+    def note_later(self, offsets: torch.Tensor, expected_rows: int | None) -> None:
+        """Note the routing of a step whose offsets are on a device, once they came: in a later step.
+
+        Args:
+            offsets: [E+1] on the device.
+            expected_rows: rows that they must hold; None where assignments may be dropped.
+
+        Raises:
+            IndexError: those of an earlier step hold fewer.
+        """
+        self._arriving.append((*_on_its_way(offsets), expected_rows))
+        self._read(waits=False)
+
+    def _read(self, *, waits: bool) -> None:
+        """Note what has come, or all that is to come."""
+        while self._arriving and (waits or self._arriving[0][1].query()):
+            host, arrival, expected_rows = self._arriving.popleft()
+            arrival.synchronize()
+            places = host.tolist()
+            if expected_rows is not None and places[-1] - places[0] != expected_rows:
+                raise IndexError(
+                    f"expert ids outside [0, {len(places) - 1}) reached a table of {len(places) - 1} experts in an "
+                    f"earlier step: {expected_rows - places[-1] + places[0]} assignments went to no expert"
+                )
+            self._add(places)
+
+    def _add(self, places: Sequence[int]) -> None:
         num_rows, num_experts = places[-1] - places[0], len(places) - 1
         if num_rows:
             fullest = max(after - before for before, after in itertools.pairwise(places))
@@ -83,10 +122,20 @@ class LoadHistory:
 
     def summary(self) -> Imbalance | None:
         """Percentiles, None before a step with rows."""
+        self._read(waits=True)
         if not self._ratios:
             return None
         rising = sorted(self._ratios)
         return Imbalance(self._ratios[-1], _quantile(rising, 0.5), _quantile(rising, 0.95), rising[-1], len(rising))
+
+
+def _on_its_way(offsets: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
+    """A copy on the host that the device will make, and what tells when."""
+    host = torch.empty(offsets.shape, dtype=offsets.dtype, pin_memory=True)  # into other memory the host would wait
+    host.copy_(offsets, non_blocking=True)
+    arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not say
+    arrival.record(torch.cuda.current_stream(offsets.device))
+    return host, arrival
 
 
 def _quantile(rising: list[float], share: float) -> float:

@@ -29,7 +29,15 @@ from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
 from memfine_fx.runtime.store import LiveRegion, lookup
 
-__all__ = ["experts", "experts_backward", "experts_backward_kept", "experts_keeping", "route", "route_shared"]
+__all__ = [
+    "experts",
+    "experts_backward",
+    "experts_backward_kept",
+    "experts_keeping",
+    "route",
+    "route_on_device",
+    "route_shared",
+]
 
 ItemT = TypeVar("ItemT")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -50,6 +58,23 @@ def route(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, t
 def _(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     order = expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
     return order, torch.empty((num_experts + 1,), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op(
+    "memfine::route_on_device",
+    mutates_args=(),
+    schema="(Tensor expert_index, SymInt num_experts) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+def route_on_device(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `memfine::route` for regions that the GPU kernels run: offsets [E+1] int32 stay on the device, unasked for."""
+    return windowed.sort_on_device(expert_index, num_experts)
+
+
+@route_on_device.register_fake
+def _(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    order = expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
+    return order, expert_index.new_empty((num_experts + 1,), dtype=torch.int32)
 
 
 @torch.library.custom_op(
@@ -99,7 +124,7 @@ def experts(
     Args:
         hidden: [T,H].
         weight: [T,K] or None.
-        order, offsets: from `memfine::route`.
+        order, offsets: from `memfine::route` or `memfine::route_on_device`.
         params: the parameters of the expert function, see `runtime.params`.
         site: key of the live region.
 
@@ -128,9 +153,10 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
         with span(f"forward {site}"), range_of(name):
             return region.exchange.forward(region, routed, kept)
     plan = region.plan_for(num_tokens)
+    if windowed.is_taken(region, routed, kept):
+        return _windowed_forward(region, routed, plan, name, kept)
+    routed = routed.on_host()
     region.check_ids(routed.order, routed.offsets)
-    if kept is None and windowed.is_taken(region, routed, plan):
-        return _windowed_forward(region, routed, plan, name)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner, kept)
     region.plan, region.num_tokens, region.num_chunks = plan, num_tokens, len(chunks)
     region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
@@ -143,12 +169,18 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
         return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, kept)
 
 
-def _windowed_forward(region: LiveRegion, routed: Routed, plan: ChunkPlan, name: str) -> torch.Tensor:
+def _windowed_forward(
+    region: LiveRegion, routed: Routed, plan: ChunkPlan, name: str, kept: Kept | None
+) -> torch.Tensor:
     region.plan, region.num_tokens = plan, routed.num_tokens
     region.num_steps += 1
-    region.loads.note(routed.offsets)
+    if routed.offsets.device.type == "cpu":
+        region.check_ids(routed.order, routed.offsets)
+        region.loads.note(routed.offsets)
+    else:
+        region.loads.note_later(routed.offsets, None if region.drops_out_of_range else routed.order.shape[0])
     with span(f"forward {region.site}"), range_of(name):
-        return windowed.run_forward(region, routed, plan)
+        return windowed.run_forward(region, routed, plan, kept)
 
 
 def _grouped(flat: Sequence[ItemT], region: LiveRegion) -> list[tuple[ItemT, ...]]:
@@ -205,9 +237,10 @@ def _backward(
         with span(f"backward {site}"), range_of(name):
             return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params, kept)
     plan = region.plan_for(routed.num_tokens)
-    if kept is None and windowed.is_taken(region, routed, plan):
+    if windowed.is_taken(region, routed, kept):
         with span(f"backward {site}"), range_of(name):
-            return windowed.run_backward(grad, region, routed, plan, wanted)
+            return windowed.run_backward(grad, region, routed, plan, wanted, kept)
+    routed = routed.on_host()
     chunks = ranged(chunks_of(routed, region.bodies, plan, region.tuner, kept, is_new_step=False), name)
     lower = partial(region.lower, routed.num_tokens)
     there = gradients_to_add_to(site, [one for group in routed.params for one in group], wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,8 +22,8 @@ class Routed:
         hidden: [T,H].
         weight: [T,K] routing weight, or None.
         order: [N] int32, see `routing.sort_assignments`.
-        offsets: [E+1] int64 on the host; for experts on several ranks, what was gathered of all ranks' counts instead
-            (see `parallel.RowExchange`).
+        offsets: [E+1] int64 on the host, or int32 on the device where the GPU kernels may run the layer; for experts on
+            several ranks, what was gathered of all ranks' counts instead (see `parallel.RowExchange`).
         params: per parameter of the expert function its tensors: E of the "each" kind, else one.
         top_k: K.
     """
@@ -38,6 +38,10 @@ class Routed:
     @property
     def num_tokens(self) -> int:
         return self.hidden.shape[0]
+
+    def on_host(self) -> Routed:
+        """With the offsets where a loop over chunks reads them; the host waits for those that are on a device."""
+        return replace(self, offsets=self.offsets.to("cpu", torch.int64))
 
     @cached_property
     def flat_weight(self) -> torch.Tensor | None:

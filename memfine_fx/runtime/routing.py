@@ -10,9 +10,15 @@ import torch
 
 from memfine_fx.errors import MemfineError
 
-__all__ = ["SliceCounter", "sort_assignments"]
+__all__ = ["SliceCounter", "check_rows", "sort_assignments"]
 
 _MAX_ROWS = 2**31 - 1
+
+
+def check_rows(num_rows: int) -> None:
+    """Raise MemfineError where a layer has more routed rows than 32 bits count."""
+    if num_rows > _MAX_ROWS:
+        raise MemfineError(f"{num_rows} routed rows in one layer; at most {_MAX_ROWS} can be indexed")
 
 
 def sort_assignments(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,8 +33,7 @@ def sort_assignments(expert_index: torch.Tensor, num_experts: int) -> tuple[torc
         offsets: [E+1] int64 on the host; rows of expert e stand at offsets[e]:offsets[e+1].
     """
     flat = expert_index.reshape(-1)
-    if flat.numel() > _MAX_ROWS:
-        raise MemfineError(f"{flat.numel()} routed rows in one layer; at most {_MAX_ROWS} can be indexed")
+    check_rows(flat.numel())
     if flat.dtype not in (torch.int32, torch.int64):
         flat = flat.to(torch.int32)
     # Stable, so that an expert's rows stand in token order: slices of tokens are ranges of them then.

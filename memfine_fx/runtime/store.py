@@ -34,7 +34,7 @@ class LiveRegion(Live[ChunkPlan]):
         tuner: how many chunks a step's rows get under the plan.
         warn: told in words when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
-        uses_kernels: whether the GPU kernels may run it.
+        uses_kernels: whether the GPU kernels run it, but for copies of it in other dtypes, as checks make them.
         loads: how uneven its routing was.
     """
 
@@ -58,7 +58,7 @@ class LiveRegion(Live[ChunkPlan]):
 
         NOTE: address space without memory is the CPU's, and ranks would have to decide alike.
         """
-        return self.exchange is None and device.type == "cpu"
+        return self.exchange is None and device.type == "cpu" and not self.uses_kernels
 
     def check_ids(self, order: torch.Tensor, offsets: torch.Tensor) -> None:
         """Raise IndexError where an assignment names no expert and none may be dropped.

@@ -11,31 +11,85 @@ from typing import TYPE_CHECKING
 import torch
 
 from memfine_fx.records import ChunkPlan
+from memfine_fx.runtime.bodies import KeptTensor
+from memfine_fx.runtime.kernels.tables import KernelForm, num_projections_of
 from memfine_fx.runtime.kernels.window_size import KNOWN_RATES, DeviceFigures, LayerSizes, rows_per_window
 from memfine_fx.runtime.kernels.windows import ceil_div
+from memfine_fx.runtime.loop import Kept
 from memfine_fx.runtime.routed import Routed, sent
+from memfine_fx.runtime.routing import check_rows
 from memfine_fx.runtime.store import LiveRegion
 
 if TYPE_CHECKING:  # these need Triton
-    from memfine_fx.runtime.kernels.layer import LayerOptions
+    from memfine_fx.runtime.kernels.layer import LayerOptions, Products
     from memfine_fx.runtime.kernels.sorting import Routing
 
-__all__ = ["is_taken", "run_backward", "run_forward"]
+__all__ = ["can_keep", "can_run", "is_taken", "run_backward", "run_forward", "sort_on_device"]
 
 _DEVICES = ("cuda",)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_ENTRIES = 2**31 - 1
 
 
-def is_taken(region: LiveRegion, routed: Routed, plan: ChunkPlan) -> bool:
-    """Whether the kernels run this step of a region: rows in windows of at most the plan's size, nothing kept."""
-    if not region.uses_kernels or region.bodies.kernel_form is None or plan.axis != "rows":
+def can_run(form: KernelForm | None, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernels know experts of this form, on tensors of these devices and dtypes.
+
+    Args:
+        tensors: tokens and parameters.
+    """
+    are_known = all(one.device.type in _DEVICES and one.dtype in _DTYPES for one in tensors)
+    return form is not None and are_known and _has_triton()
+
+
+def can_keep(form: KernelForm, kept: Sequence[KeptTensor], dtype: torch.dtype) -> bool:
+    """Whether what bodies would keep is room for the kernels' products and for nothing else.
+
+    Bodies keep these products at least, so that as many tensors as there are projections are they.
+
+    Args:
+        dtype: of the rows.
+    """
+    are_rows = all(len(one.shape) == 1 and one.dtype is dtype for one in kept)
+    return are_rows and len(kept) == num_projections_of(form.layout)
+
+
+def is_taken(region: LiveRegion, routed: Routed, kept: Kept | None) -> bool:
+    """Whether the kernels run this step of a region: nothing is kept, or their products of all rows.
+
+    NOTE: forward and backward must answer alike, so that nothing here depends on what may change between them.
+    """
+    form = region.bodies.kernel_form
+    if not region.uses_kernels or form is None:
         return False
-    tensors = [routed.hidden, *(tensor for tensors in routed.params for tensor in tensors)]
-    if routed.hidden.device.type not in _DEVICES or any(tensor.dtype not in _DTYPES for tensor in tensors):
+    if kept is not None and (kept.num_rows is not None or not can_keep(form, kept.bodies.kept, routed.hidden.dtype)):
         return False
-    widest = max(size for tensor in tensors for size in tensor.shape[1:])
-    return plan.rows_per_chunk * widest <= _MOST_ENTRIES and _has_triton()
+    return can_run(form, [routed.hidden, *(tensor for tensors in routed.params for tensor in tensors)])
+
+
+def _products(kept: Kept, form: KernelForm) -> Products:
+    """Gate's and up's products in what a graph keeps, [N,F] each; the same where there is no up projection.
+
+    The kernels write the room that the bodies would, each in its own way: with biases, and gate before up where tables
+    alternate. Only their own backward reads it.
+    """
+    if form.activation == "relu2":
+        (both,) = kept.tensors
+        return both, both
+    if num_projections_of(form.layout) == 2:
+        gate, up = kept.tensors
+    else:
+        (both,) = kept.tensors
+        gate, up = both.chunk(2, dim=1)
+    return gate, up
+
+
+def sort_on_device(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `routing.sort_assignments`, but [E+1] int32 offsets on the device; rows behind the last one are undefined."""
+    from memfine_fx.runtime.kernels.sorting import sort_assignments
+
+    check_rows(expert_index.numel())
+    routing = sort_assignments(expert_index, num_experts)
+    return routing.order, routing.offsets
 
 
 @functools.cache
@@ -43,31 +97,36 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def run_forward(region: LiveRegion, routed: Routed, plan: ChunkPlan) -> torch.Tensor:
-    """Combined outputs, [T,H] of the region's dtype."""
+def run_forward(region: LiveRegion, routed: Routed, plan: ChunkPlan, kept: Kept | None) -> torch.Tensor:
+    """Combined outputs, [T,H] of the region's dtype; products go into what is kept."""
     from memfine_fx.runtime.kernels import layer
 
-    routing, options, params = _arguments(region, routed, plan)
+    routing, options, params, products = _arguments(region, routed, plan, kept)
     region.num_chunks = ceil_div(max(1, routing.num_rows), options.rows_per_window)
     region.largest_chunk = min(options.rows_per_window, routing.num_rows)
     out, _ = layer.run_forward(
-        routed.hidden.contiguous(), _flat_weight(routed), routing, params, options, region.out_dtype
+        routed.hidden.contiguous(), _flat_weight(routed), routing, params, options, region.out_dtype, products
     )
     return out
 
 
 def run_backward(
-    grad: torch.Tensor, region: LiveRegion, routed: Routed, plan: ChunkPlan, wanted: Sequence[bool]
+    grad: torch.Tensor,
+    region: LiveRegion,
+    routed: Routed,
+    plan: ChunkPlan,
+    wanted: Sequence[bool],
+    kept: Kept | None,
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted, in the order hidden, weight, parameters."""
     from memfine_fx.runtime.kernels import layer
 
-    routing, options, params = _arguments(region, routed, plan)
+    routing, options, params, products = _arguments(region, routed, plan, kept)
     form = region.bodies.kernel_form
     assert form is not None
     asked = [wanted[0], wanted[1], *(wanted[2 + position] for position in form.positions)]
     found = layer.run_backward(
-        grad, routed.hidden.contiguous(), _flat_weight(routed), routing, params, None, options, asked
+        grad, routed.hidden.contiguous(), _flat_weight(routed), routing, params, products, options, asked
     )
     weight = None if found.weight is None else found.weight.view(-1, routed.top_k)
     by_position = dict(zip(form.positions, found.params, strict=True))
@@ -79,26 +138,33 @@ def _flat_weight(routed: Routed) -> torch.Tensor | None:
     return None if routed.flat_weight is None else routed.flat_weight.contiguous()
 
 
-def _arguments(region: LiveRegion, routed: Routed, plan: ChunkPlan) -> tuple[Routing, LayerOptions, list[torch.Tensor]]:
+def _arguments(
+    region: LiveRegion, routed: Routed, plan: ChunkPlan, kept: Kept | None
+) -> tuple[Routing, LayerOptions, list[torch.Tensor], Products | None]:
     from memfine_fx.runtime.kernels.layer import LayerOptions
     from memfine_fx.runtime.kernels.sorting import Routing
 
     form = region.bodies.kernel_form
     assert form is not None
-    offsets = sent(routed.offsets.to(torch.int32), routed.hidden.device)
+    offsets = routed.offsets
+    if offsets.device != routed.hidden.device or offsets.dtype is not torch.int32:
+        offsets = sent(offsets.to(torch.int32), routed.hidden.device)
     # The inverse map is for deterministic sums only.
     routing = Routing(routed.order, routed.order, offsets, routed.top_k)
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     params = [routed.params[position][0] for position in form.positions]
+    products = None if kept is None else _products(kept, form)
     options = LayerOptions(
-        plan.rows_per_chunk, layout=form.layout, activation=form.activation, has_bias=form.has_bias, precision=precision
-    )
-    return routing, replace(options, rows_per_window=_rows(routed, params, options, plan)), params
+        plan.rows_per_chunk, layout=form.layout, activation=form.activation, has_bias=form.has_bias,
+        keeps_products=products is not None, precision=precision,
+    )  # fmt: skip
+    return routing, replace(options, rows_per_window=_rows(routed, params, options, plan)), params, products
 
 
 def _rows(routed: Routed, params: Sequence[torch.Tensor], options: LayerOptions, plan: ChunkPlan) -> int:
-    """R by the device's figures, at most the plan's; the plan's where there are none."""
-    most, device = max(1, plan.rows_per_chunk), routed.hidden.device
+    """R by the device's figures, at most the plan's and what 32 bits count; the most where there are no figures."""
+    widest = max(size for tensor in (routed.hidden, *params) for size in tensor.shape[1:])
+    most, device = max(1, min(plan.rows_per_chunk, _MOST_ENTRIES // widest)), routed.hidden.device
     if device.type != "cuda":
         return most
     tables, tiles = options.tables_of(params), options.tiles_of(routed.hidden).gate_up

@@ -1,7 +1,8 @@
 """Lower: replace a raised region by one call of the chunked op.
 
 Before:  sort, gather, expert matmuls, weighting, combine    (everything of the cut)
-After:   order, offsets = memfine::route(expert_index, E)      (memfine::route_shared where experts are sharded)
+After:   order, offsets = memfine::route(expert_index, E)      (memfine::route_shared where experts are sharded,
+                                                               memfine::route_on_device where GPU kernels run them)
          exit = memfine::experts(hidden, weight, order, offsets, params, site)
 
 Steps: insert the calls where the exit stood; hand them its users; erase what nothing outside reads, last
@@ -33,6 +34,7 @@ def lower_region(
     *,
     flow: Dataflow | None = None,
     table_shape: Sequence[int] | None = None,
+    routes_on_device: bool = False,
 ) -> None:
     """Rewrite `region` in its graph.
 
@@ -42,6 +44,7 @@ def lower_region(
         site: key of the registered live region.
         flow: of the graph before its first region was lowered, where several are, last first; the caller recompiles it.
         table_shape: of the counts that ranks share, where its experts live on several of them.
+        routes_on_device: whether its offsets need not come to the host.
     """
     graph = graph_module.graph
     exit_node = region.cut.exit
@@ -59,7 +62,8 @@ def lower_region(
                 torch.ops.memfine.route_shared.default, index, region.dims.num_experts, list(table_shape), site
             )
         else:
-            route = call(torch.ops.memfine.route.default, index, region.dims.num_experts)
+            op = torch.ops.memfine.route_on_device if routes_on_device else torch.ops.memfine.route
+            route = call(op.default, index, region.dims.num_experts)
         order, offsets = call(operator.getitem, route, 0), call(operator.getitem, route, 1)
         weight = _routing_weight(call, region, index)
         combined = call(torch.ops.memfine.experts.default, hidden, weight, order, offsets, list(region.params), site)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -12,18 +13,25 @@ from memfine_fx.compat.shapes import hints_of_symbols
 from memfine_fx.expert_parallel.clones import bytes_of_clones, can_clone
 from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.memory.kernel_scratch import product_scratch
-from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
+from memfine_fx.memory.region_bytes import RegionBytes, WindowBytes, added_bytes
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.lower.arguments import gradient_shapes, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies
 from memfine_fx.records import Keep, MoERegion
+from memfine_fx.runtime.kernels.tables import KernelForm, are_projections, num_projections_of
+from memfine_fx.runtime.kernels.tiling import LEAST_COLUMNS
 from memfine_fx.runtime.loop import accumulator_dtype
 
 __all__ = ["num_tokens_hint", "num_tokens_of", "region_bytes"]
 
 
 def region_bytes(
-    region: MoERegion, bodies: ExpertBodies, output: torch.Tensor, exchange: ShardedExperts | None, keep: Keep
+    region: MoERegion,
+    bodies: ExpertBodies,
+    output: torch.Tensor,
+    exchange: ShardedExperts | None,
+    kernels: KernelForm | None,
+    keep: Keep,
 ) -> RegionBytes:
     """Byte terms of a region whose forward keeps so much.
 
@@ -32,6 +40,7 @@ def region_bytes(
         bodies: what it runs; once they are compiled, their peaks are those of the compiled code.
         output: fake tensor of the combined output.
         exchange: how its rows travel between ranks, None on a single one.
+        kernels: the form in which the GPU kernels run it, None where bodies do.
         keep: what forward keeps of the routed rows.
     """
     hidden = tensor_of(region.hidden)
@@ -57,8 +66,8 @@ def region_bytes(
         accumulator_item_bytes=accumulator_dtype(output.dtype).itemsize,
         weight_item_bytes=0 if weight is None else weight.dtype.itemsize,
         param_bytes=sum(_num_bytes(param) for param in trained),
-        staging_bytes=4 * sum(elements),
-        added_bytes=added_bytes(max(elements, default=0), 2, output.device.type),
+        staging_bytes=0 if kernels is not None else 4 * sum(elements),
+        added_bytes=0 if kernels is not None else added_bytes(max(elements, default=0), 2, output.device.type),
         forward_peak=sympy.Max(*(forward.peak_bytes for forward, _ in pairs)),
         backward_peak=sympy.Max(*(backward.peak_bytes for _, backward in pairs)),
         takes_group=bodies.takes_group,
@@ -70,6 +79,29 @@ def region_bytes(
         travel=None if exchange is None else exchange.travel,
         clones_forward=_clones_bytes(region, exchange, backward=False),
         clones_backward=_clones_bytes(region, exchange, backward=True),
+        window=None if kernels is None else _window_bytes(region, kernels, hidden, output, wanted),
+    )
+
+
+def _window_bytes(
+    region: MoERegion, form: KernelForm, hidden: torch.Tensor, output: torch.Tensor, wanted: Sequence[bool]
+) -> WindowBytes:
+    """See `runtime.kernels.layer`: what it holds from window to window."""
+    down = tensor_of(region.params[form.positions[num_projections_of(form.layout)]])
+    matrix = math.prod(down.shape[1:])
+    is_projection = are_projections(form.layout, has_bias=form.has_bias)
+    pairs = list(zip(is_projection, (wanted[2 + place] for place in form.positions), strict=True))
+    trains_projections = any(is_wanted for is_one, is_wanted in pairs if is_one)
+    trains_down = any(is_wanted for is_one, is_wanted in pairs if not is_one)
+    num_products = 1 if form.activation == "relu2" else 2
+    width = matrix // region.dims.hidden
+    row = width * hidden.dtype.itemsize
+    return WindowBytes(
+        forward_row=row,
+        backward_row=row * (num_products + trains_down),
+        assignment=0 if region.routing_weight is None else 4 * -(-width // LEAST_COLUMNS),
+        token=0 if output.dtype is hidden.dtype else region.dims.hidden * hidden.dtype.itemsize,
+        stages=2 * 4 * (num_products * trains_projections + trains_down) * matrix,
     )
 
 

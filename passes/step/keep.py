@@ -24,8 +24,10 @@ from memfine_fx.compat.functorch import DONATED
 from memfine_fx.compat.tensors import FakeTensor, tree_map
 from memfine_fx.passes.step.costly_results import must_save
 from memfine_fx.records import Keep, KeepingOp
+from memfine_fx.runtime.bodies import KeepingBodies
 from memfine_fx.runtime.params import group_params
-from memfine_fx.runtime.store import lookup
+from memfine_fx.runtime.store import LiveRegion, lookup
+from memfine_fx.runtime.windowed import can_keep
 
 __all__ = ["KeepChoice", "keep_choices", "keep_in_regions", "keeping_ops", "kept_inputs", "trace_keeping"]
 
@@ -77,12 +79,20 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
         row_bytes = 0
         for keep in _KEEPS if region.exchange is None else _KEEPS_OF_RANKS:
             bodies = region.bodies.keeping(keep, flags)
+            if bodies is not None and not _has_room_for_kernels(region, bodies, forward.args[0].meta["val"].dtype):
+                continue
             if bodies is not None and arrived + bodies.row_bytes > row_bytes:
                 row_bytes = arrived + bodies.row_bytes
                 flops = bodies.flops_per_row * num_rows
                 sizes = (row_bytes, bodies.copied_row_bytes, num_rows, region.num_experts)
                 choices.append(KeepChoice(site, keep, *sizes, flops, travel_seconds, is_divisible))
     return choices
+
+
+def _has_room_for_kernels(region: LiveRegion, bodies: KeepingBodies, dtype: torch.dtype) -> bool:
+    """Whether the GPU kernels can keep what these bodies do, where they run a region."""
+    form = region.bodies.kernel_form
+    return not region.uses_kernels or (form is not None and can_keep(form, bodies.kept, dtype))
 
 
 def kept_inputs(backward: fx.Graph) -> set[int]:

@@ -60,6 +60,7 @@ _FILES = (
 """What decides a partition, its record, and the shapes of our operators' results: cached graphs are those of these."""
 _NEVER_RECOMPUTED = (
     torch.ops.memfine.route.default,
+    torch.ops.memfine.route_on_device.default,
     torch.ops.memfine.route_shared.default,
     torch.ops.memfine.experts.default,
     torch.ops.memfine.head_loss.default,

@@ -142,7 +142,7 @@ class Forms:
         stand_in = replace(live, site=site, tuner=ChunkTuner(), plan=None, _plans={})
         register(stand_in)
         try:
-            lower_region(rewritten, _translated(region, env), site)
+            lower_region(rewritten, _translated(region, env), site, routes_on_device=live.uses_kernels)
         finally:
             unregister(site)
         assert output.op == "output"

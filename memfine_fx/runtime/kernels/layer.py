@@ -18,7 +18,7 @@ from memfine_fx.runtime.kernels.down_backward import down_backward, num_weight_p
 from memfine_fx.runtime.kernels.gate_up import gate_up
 from memfine_fx.runtime.kernels.launches import Tiles
 from memfine_fx.runtime.kernels.sorting import Routing, sort_assignments
-from memfine_fx.runtime.kernels.tables import Activation, Layout, Tables, num_projections_of
+from memfine_fx.runtime.kernels.tables import Activation, Layout, Tables, are_projections
 from memfine_fx.runtime.kernels.tiling import LayerTiles, target_of, tiles_for
 from memfine_fx.runtime.kernels.weight_gradient import TableGradients, weight_gradient
 from memfine_fx.runtime.kernels.windows import Window, windows_of
@@ -192,7 +192,7 @@ class _Backward:
         if weight is not None:
             num_parts = num_weight_parts(tables.width, tiles.down_backward)
             self._parts = hidden.new_zeros((num_parts, routing.num_rows), dtype=torch.float32)
-        is_projection = _is_projection(options)
+        is_projection = are_projections(options.layout, has_bias=options.has_bias)
         pairs = list(zip(is_projection, wanted[2:], strict=True))
         has_projections = any(is_wanted for is_one, is_wanted in pairs if is_one)
         has_down = any(is_wanted for is_one, is_wanted in pairs if not is_one)
@@ -252,12 +252,6 @@ def _products(hidden: torch.Tensor, num_rows: int, width: int, options: LayerOpt
     """Room for gate's and up's, the same where there is no up projection."""
     of_gate = hidden.new_empty((num_rows, width))
     return of_gate, hidden.new_empty((num_rows, width)) if options.has_up else of_gate
-
-
-def _is_projection(options: LayerOptions) -> list[bool]:
-    """Of each parameter, whether it is of gate and up, not of down."""
-    group = [*[True] * num_projections_of(options.layout), False]
-    return group * (1 + options.has_bias)
 
 
 def _new_gradient(param: torch.Tensor, is_written: bool) -> torch.Tensor:

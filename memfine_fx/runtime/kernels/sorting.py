@@ -121,7 +121,7 @@ def sort_assignments(expert_index: torch.Tensor, num_experts: int) -> Routing:
         expert_index: [T,K] ints; an id outside [0, E) gets no row.
         num_experts: E.
     """
-    ids = expert_index.reshape(-1)
+    ids = expert_index.reshape(-1).contiguous()  # of one column a reshape is a view with that column's stride
     num_ids, device = ids.shape[0], ids.device
     num_blocks = ceil_div(num_ids, _BLOCK)
     counts = torch.zeros((num_experts, num_blocks), dtype=torch.int32, device=device)

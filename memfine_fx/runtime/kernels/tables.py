@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-__all__ = ["LAYOUTS", "Activation", "KernelForm", "Layout", "Tables", "num_projections_of"]
+__all__ = ["LAYOUTS", "Activation", "KernelForm", "Layout", "Tables", "are_projections", "num_projections_of"]
 
 Activation = Literal["swiglu", "geglu", "geglu_exact", "clamped", "relu2"]
 """See `memfine_fx.runtime.kernels.activation`."""
@@ -124,6 +124,12 @@ class Tables:
 def num_projections_of(layout: Layout) -> int:
     """How many parameters hold gate and up."""
     return 2 if layout in _APART else 1
+
+
+def are_projections(layout: Layout, *, has_bias: bool) -> list[bool]:
+    """Of each parameter, whether it is of gate and up, not of down."""
+    group = [*[True] * num_projections_of(layout), False]
+    return group * (1 + has_bias)
 
 
 def _divided(projections: Sequence[torch.Tensor], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:

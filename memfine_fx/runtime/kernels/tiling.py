@@ -12,7 +12,7 @@ import torch
 
 from memfine_fx.runtime.kernels.launches import Tiles
 
-__all__ = ["LayerTiles", "target_of", "tiles_for"]
+__all__ = ["LEAST_COLUMNS", "LayerTiles", "target_of", "tiles_for"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ _FULL_PRECISION = LayerTiles(
     down_backward=Tiles(64, 32, 32, num_warps=4, num_stages=2),
     weight_gradient=Tiles(64, 32, 32, num_warps=4, num_stages=2),
 )
+LEAST_COLUMNS = min(tiles.down_backward.columns for tiles in (*_LOW_PRECISION.values(), _FULL_PRECISION))
+"""Of all targets: each tile of so many columns has a part of the routing weight's gradient."""
 
 
 @functools.cache

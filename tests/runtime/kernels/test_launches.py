@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from memfine_fx.runtime import routing
+from memfine_fx.records import ChunkPlan
+from memfine_fx.runtime import routing, windowed
+from memfine_fx.runtime.bodies import KeptTensor
+from memfine_fx.runtime.kernels.tables import KernelForm
+from memfine_fx.runtime.loop import Kept
+from memfine_fx.runtime.routed import Routed
 from tests.runtime.kernels.cases import in_kernels
 from tests.runtime.waiting import Waiting
 
@@ -40,6 +46,32 @@ def run_layer(*, rows: int, tokens: int = 64, **options: Any) -> tuple[list[str]
 @pytest.mark.parametrize("rows", (16, 50, 128, 4096))
 def test_no_operator_waits_for_the_device(rows: int, options: dict[str, bool]) -> None:
     assert run_layer(rows=rows, **options)[2] == []
+
+
+@pytest.mark.parametrize("keeps", (False, True))
+def test_a_region_of_a_compiled_model_waits_for_nothing(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the experts' ids to the gradients, but for what tells of its routing a step later."""
+    from memfine_fx.runtime.kernels.launches import recording
+
+    form = KernelForm("halves", (0, 1))
+    tensor = KeptTensor((256,), torch.bfloat16)
+    bodies: Any = SimpleNamespace(kernel_form=form, kept=(tensor,))
+    region: Any = SimpleNamespace(bodies=bodies, uses_kernels=True, out_dtype=torch.bfloat16)
+    monkeypatch.setattr("memfine_fx.runtime.kernels.layer.target_of", lambda device: "sm_90")
+    monkeypatch.setattr(windowed, "_rows", lambda routed, params, options, plan: plan.rows_per_chunk)
+    plan = ChunkPlan("rows", 50, 0, 0, "")
+    with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
+        hidden, weight = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(64, 2)
+        params = [(torch.empty(8, 256, 256, dtype=torch.bfloat16),), (torch.empty(8, 256, 128, dtype=torch.bfloat16),)]
+        kept = Kept(bodies, [torch.empty(128, 256, dtype=torch.bfloat16)]) if keeps else None
+        index = torch.empty(64, 2, dtype=torch.int64)
+        with Waiting() as mode, recording() as launches:
+            routed = Routed(hidden, weight, *windowed.sort_on_device(index, 8), params, 2)
+            assert windowed.is_taken(region, routed, kept)
+            out = windowed.run_forward(region, routed, plan, kept)
+            windowed.run_backward(out, region, routed, plan, [True] * 4, kept)
+    assert mode.found == []
+    assert len(launches) == 4 + (5 if keeps else 6) * 3
 
 
 def test_an_operator_that_waits_would_be_seen() -> None:

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 import memfine_fx
+from memfine_fx.compiler.session import sessions
+from memfine_fx.memory.measure import trace_memory
+from memfine_fx.memory.region_bytes import ChunkSize, region_workspace
 from memfine_fx.models.gpt_oss import GptOssConfig, GptOssMoE
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from memfine_fx.models.variants import VariantConfig, VariantMoE
 from memfine_fx.runtime import windowed
+from memfine_fx.runtime.store import lookup
 from tests.runtime.kernels.cases import DEVICE, in_kernels, relative_error
 
 pytestmark = in_kernels
@@ -110,6 +114,61 @@ def test_other_experts_run_in_kernels_and_are_the_eager_layer(name: str, launche
         assert (found is None) is (expected is None)  # some variants have parameters that they do not use
         assert found is None or relative_error(found, expected) < 1e-5
     assert launches.count("weight_gradient_kernel") == 4
+
+
+@pytest.mark.parametrize("name", ["mixtral", *OTHERS])
+def test_kept_products_are_those_of_the_kernels(name: str, launches: list[str]) -> None:
+    """With room for all, backward multiplies by gate and up no second time."""
+    eager = layer() if name == "mixtral" else OTHERS[name]().to(DEVICE)
+    config = memfine_fx.Config(rows_per_chunk=7, memory_budget="1GiB")
+    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="aot_eager")
+    hidden = torch.randn(11, 32, device=DEVICE)
+    for found, expected in zip(step(model, hidden), step(eager, hidden), strict=True):
+        assert (found is None) is (expected is None)
+        assert found is None or relative_error(found, expected) < 1e-5
+    assert (launches.count("gate_up_kernel"), launches.count("down_backward_kernel")) == (4, 4)
+    assert launches.count("place_kernel") == 1  # sorted where the rows are
+
+
+@pytest.mark.parametrize("frozen", [(), ("down",), ("gate", "up"), ("down", "gate", "up")], ids=str)
+@pytest.mark.parametrize("rows_per_chunk", (200, 4096))
+def test_windows_hold_what_the_plan_counts(
+    rows_per_chunk: int, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside arguments and results; kernels that do nothing hold as much as others."""
+    from memfine_fx.runtime.kernels.launches import Launch
+
+    monkeypatch.setattr(windowed, "_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
+    run_kernel, sorts = Launch.run, ("count_kernel", "scan_kernel", "offsets_kernel", "place_kernel")
+    monkeypatch.setattr(Launch, "run", lambda self: run_kernel(self) if self.name in sorts else None)
+    model = MixtralMoE(MixtralConfig(hidden=64, expert_width=96, num_experts=4, top_k=2, spelling="gathered"))
+    for name, parameter in model.experts.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    measured = {}
+
+    def tracing(phase: str) -> Any:
+        run = getattr(windowed, f"run_{phase}")
+
+        def traced(*args: Any) -> Any:
+            results: list[Any] = []
+            peak = trace_memory(lambda: results.append(run(*args)), torch.device("cpu")).peak_bytes
+            returned = results[0] if isinstance(results[0], list) else results
+            measured[phase] = peak - sum(one.untyped_storage().nbytes() for one in returned)
+            return results[0]
+
+        return traced
+
+    for phase in ("forward", "backward"):
+        monkeypatch.setattr(windowed, f"run_{phase}", tracing(phase))
+    config = memfine_fx.Config(rows_per_chunk=rows_per_chunk)
+    chunked = memfine_fx.optimize(model, config=config, inner_backend="aot_eager")
+    chunked(torch.randn(1000, 64, requires_grad=True)).sum().backward()
+    ((site, terms),) = sessions()[-1]._graphs[-1].step.regions.items()
+    size = ChunkSize(lookup(site).plan_for(1000).rows_per_chunk)
+    for phase, found in measured.items():
+        counted = region_workspace(terms.terms_now("nothing"), 1000, size, "rows", phase)
+        assert 0.9 * counted <= found <= counted + 4096, phase
 
 
 def test_frozen_tables_get_no_gradient(launches: list[str]) -> None:
