@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from memfine_fx.errors import ChunkOutOfMemory
 from memfine_fx.runtime.schedule import Chunk, split_chunk
 
-__all__ = ["Progress", "is_allocation_failure", "run_chunks"]
+__all__ = ["Progress", "is_allocation_failure", "run_chunks", "run_halved"]
 
+ResultT = TypeVar("ResultT")
 _ALLOCATION_TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 """What torch says in a plain RuntimeError when memory could not be had; on CUDA it has a class of its own."""
 
@@ -102,14 +104,48 @@ def run_chunks(
     return limit
 
 
-def _attempt(run: Callable[[Chunk, Progress], None], chunk: Chunk, progress: Progress) -> str | None:
-    """What the allocator said, or None where the chunk ran.
+def run_halved(
+    run: Callable[[int], ResultT], rows: int, *, needs: Callable[[], Sequence[tuple[str, int]]]
+) -> tuple[ResultT, int | None]:
+    """Run a layer in one call, again from its start with half the rows at once where an allocation fails.
 
-    NOTE: only the text is returned. The error's traceback holds the frames, and they the chunk's tensors; they
-    must be gone before the retry asks for memory.
+    Args:
+        run: given the rows; it writes nothing that it does not write again.
+        rows: to begin with.
+        needs: as in `run_chunks`.
+
+    Returns:
+        Its result, and the rows that it may have from now on, or None when nothing failed.
+
+    Raises:
+        ChunkOutOfMemory: a single row failed twice.
+    """
+    limit: int | None = None
+    is_repeated = False
+    while True:
+        results: list[ResultT] = []
+        failure = _failure_of(lambda: results.append(run(rows)))  # noqa: B023  # called before the next round
+        if failure is None:
+            return results[0], limit
+        if rows == 1 and is_repeated:
+            raise ChunkOutOfMemory(needs(), failure)
+        is_repeated = rows == 1
+        limit = rows = (rows + 1) // 2
+
+
+def _attempt(run: Callable[[Chunk, Progress], None], chunk: Chunk, progress: Progress) -> str | None:
+    """What the allocator said, or None where the chunk ran."""
+    return _failure_of(lambda: run(chunk, progress))
+
+
+def _failure_of(work: Callable[[], None]) -> str | None:
+    """What the allocator said where memory could not be had.
+
+    NOTE: only the text is returned. The error's traceback holds the frames, and they what was made; it must be gone
+    before the retry asks for memory.
     """
     try:
-        run(chunk, progress)
+        work()
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, ChunkOutOfMemory) or not is_allocation_failure(error):
             raise

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import KeptTensor
+from memfine_fx.runtime.halving import run_halved
 from memfine_fx.runtime.kernels.tables import KernelForm, num_projections_of
 from memfine_fx.runtime.kernels.window_size import KNOWN_RATES, DeviceFigures, LayerSizes, rows_per_window
 from memfine_fx.runtime.kernels.windows import ceil_div
@@ -21,10 +22,12 @@ from memfine_fx.runtime.routing import check_rows
 from memfine_fx.runtime.store import LiveRegion
 
 if TYPE_CHECKING:  # these need Triton
-    from memfine_fx.runtime.kernels.layer import LayerOptions, Products
+    from memfine_fx.runtime.kernels.layer import Gradients, LayerOptions, Products
     from memfine_fx.runtime.kernels.sorting import Routing
 
 __all__ = ["can_keep", "can_run", "is_taken", "run_backward", "run_forward", "sort_on_device"]
+
+ResultT = TypeVar("ResultT")
 
 _DEVICES = ("cuda",)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -98,16 +101,23 @@ def _has_triton() -> bool:
 
 
 def run_forward(region: LiveRegion, routed: Routed, plan: ChunkPlan, kept: Kept | None) -> torch.Tensor:
-    """Combined outputs, [T,H] of the region's dtype; products go into what is kept."""
+    """Combined outputs, [T,H] of the region's dtype; products go into what is kept.
+
+    Raises:
+        ChunkOutOfMemory: memory ran out in windows of a single row.
+    """
     from memfine_fx.runtime.kernels import layer
 
     routing, options, params, products = _arguments(region, routed, plan, kept)
-    region.num_chunks = ceil_div(max(1, routing.num_rows), options.rows_per_window)
-    region.largest_chunk = min(options.rows_per_window, routing.num_rows)
-    out, _ = layer.run_forward(
-        routed.hidden.contiguous(), _flat_weight(routed), routing, params, options, region.out_dtype, products
-    )
-    return out
+
+    def run(rows: int) -> torch.Tensor:
+        region.num_chunks = ceil_div(max(1, routing.num_rows), rows)
+        region.largest_chunk = min(rows, routing.num_rows)
+        windows = replace(options, rows_per_window=rows)
+        hidden, weight = routed.hidden.contiguous(), _flat_weight(routed)
+        return layer.run_forward(hidden, weight, routing, params, windows, region.out_dtype, products)[0]
+
+    return _halved(run, region, routed, options, params)
 
 
 def run_backward(
@@ -118,20 +128,46 @@ def run_backward(
     wanted: Sequence[bool],
     kept: Kept | None,
 ) -> list[torch.Tensor]:
-    """Gradients of what is wanted, in the order hidden, weight, parameters."""
+    """Gradients of what is wanted, in the order hidden, weight, parameters.
+
+    Raises:
+        ChunkOutOfMemory: memory ran out in windows of a single row.
+    """
     from memfine_fx.runtime.kernels import layer
 
     routing, options, params, products = _arguments(region, routed, plan, kept)
     form = region.bodies.kernel_form
     assert form is not None
     asked = [wanted[0], wanted[1], *(wanted[2 + position] for position in form.positions)]
-    found = layer.run_backward(
-        grad, routed.hidden.contiguous(), _flat_weight(routed), routing, params, products, options, asked
-    )
+
+    def run(rows: int) -> Gradients:
+        windows = replace(options, rows_per_window=rows)
+        hidden, weight = routed.hidden.contiguous(), _flat_weight(routed)
+        return layer.run_backward(grad, hidden, weight, routing, params, products, windows, asked)
+
+    found = _halved(run, region, routed, options, params)
     weight = None if found.weight is None else found.weight.view(-1, routed.top_k)
     by_position = dict(zip(form.positions, found.params, strict=True))
     gradients = [found.hidden, weight, *(by_position[position] for position in range(len(params)))]
     return [gradient for gradient in gradients if gradient is not None]
+
+
+def _halved(
+    run: Callable[[int], ResultT],
+    region: LiveRegion,
+    routed: Routed,
+    options: LayerOptions,
+    params: Sequence[torch.Tensor],
+) -> ResultT:
+    """A pass of a layer, in smaller windows where memory runs out, in this step and in those to come."""
+
+    def needs() -> list[tuple[str, int]]:
+        return [("row of a window", 3 * options.tables_of(params).width * routed.hidden.element_size())]
+
+    result, limit = run_halved(run, options.rows_per_window, needs=needs)
+    if limit is not None:
+        region.lower(routed.num_tokens, limit)
+    return result
 
 
 def _flat_weight(routed: Routed) -> torch.Tensor | None:

@@ -27,7 +27,7 @@ def backward_of(site: str, device: str) -> fx.Graph:
 def test_only_what_a_run_may_keep_of_no_row_is_withheld(
     device: str, exchange: object, withheld: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    region = SimpleNamespace(exchange=exchange)
+    region = SimpleNamespace(exchange=exchange, uses_kernels=False)
     region.decides_kept_rows = lambda where: LiveRegion.decides_kept_rows(region, where)  # type: ignore[arg-type]
     monkeypatch.setattr(keep, "lookup", {"layer": region}.__getitem__)
     assert keep.kept_inputs(backward_of("layer", device)) == withheld

@@ -171,6 +171,37 @@ def test_windows_hold_what_the_plan_counts(
         assert 0.9 * counted <= found <= counted + 4096, phase
 
 
+@pytest.mark.parametrize("phase", ("forward", "backward"))
+def test_windows_are_halved_where_memory_runs_out(
+    phase: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step's results are those of a step without failures, and later steps begin with what was left."""
+    from memfine_fx.runtime.kernels import layer as kernels
+
+    run, tried = getattr(kernels, f"run_{phase}"), []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        (options,) = (one for one in args if isinstance(one, kernels.LayerOptions))
+        tried.append(options.rows_per_window)
+        if options.rows_per_window > 6:
+            run(*args, **kwargs)  # it wrote what it could
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, f"run_{phase}", failing)
+    eager = layer()
+    config = memfine_fx.Config(rows_per_chunk=16, memory_budget="1GiB")
+    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="aot_eager")
+    hidden = torch.randn(11, 32, device=DEVICE)
+    with pytest.warns(RuntimeWarning, match="Rows per chunk go from 16 to 4"):
+        found = step(model, hidden)
+    for one, expected in zip(found, step(eager, hidden), strict=True):
+        assert relative_error(one, expected) < 1e-5
+    model.zero_grad()
+    step(model, hidden)
+    assert tried == [16, 8, 4, 4]
+
+
 def test_frozen_tables_get_no_gradient(launches: list[str]) -> None:
     eager = layer()
     eager.experts.requires_grad_(False)
