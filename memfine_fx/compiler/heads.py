@@ -35,7 +35,11 @@ def plan_heads(graph_module: fx.GraphModule, session: Session, record: CapturedG
     try:
         bodies = [body for body, _ in called_bodies(graph_module)]
         found = [
-            head for body in bodies for head in find_heads(body.graph, session.config, is_body=body is not graph_module)
+            head
+            for body in bodies
+            for head in find_heads(
+                body.graph, session.config, is_body=body is not graph_module, runs_here=session.measures
+            )
         ]
     except Exception:  # NOTE: a bug of ours must not take down a model that compiles without us
         log.warning("memfine_fx failed while it looked for heads; they stay as they were", exc_info=True)
@@ -62,7 +66,7 @@ def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> Lowere
         item_bytes=region.logits_dtype.itemsize,
         has_softcap=region.loss.softcap is not None,
         wanted=region.wanted,
-        device_type=hidden.device.type,
+        device_type=hidden.device.type if session.measures else "cuda",  # `fit` records for a device on this CPU
         keeps_logits=region.keeps_logits,
     )
     num_tokens: Any = tensor_of(region.labels).numel()

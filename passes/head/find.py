@@ -45,7 +45,9 @@ _CASTS = frozenset(("to", "type", "float", "half", "bfloat16"))
 _LOSSES = ("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd")
 
 
-def find_heads(graph: fx.Graph, config: Config, *, is_body: bool = False) -> list[HeadRegion | Refusal]:
+def find_heads(
+    graph: fx.Graph, config: Config, *, is_body: bool = False, runs_here: bool = True
+) -> list[HeadRegion | Refusal]:
     """The heads of a captured graph in its order, and the losses that lead to none.
 
     Losses of few classes are left out, unless `config.chunks_head` asks for every head.
@@ -54,6 +56,7 @@ def find_heads(graph: fx.Graph, config: Config, *, is_body: bool = False) -> lis
         graph: torch-level, as captured.
         config: `chunks_head` and `returns_logits` matter.
         is_body: whether it is the body of a higher-order op (a checkpoint).
+        runs_here: False where a graph of CPU tensors will run on an accelerator.
     """
     if config.chunks_head is False:
         return []
@@ -69,7 +72,7 @@ def find_heads(graph: fx.Graph, config: Config, *, is_body: bool = False) -> lis
                 raise CannotChunk(
                     Reason.OPAQUE, "it is inside of a checkpoint or another function captured whole", node
                 )
-            head = _raise_head(node, vocab, config)
+            head = _raise_head(node, vocab, config, runs_here=runs_here)
             if config.chunks_head is None and vocab <= _AMPLIFICATION * head.dims.hidden:
                 continue
             found.append(head)
@@ -111,7 +114,7 @@ def _num_classes(loss: fx.Node) -> int | None:
     return static_size(value.shape[1])
 
 
-def _raise_head(loss: fx.Node, vocab: int, config: Config) -> HeadRegion:
+def _raise_head(loss: fx.Node, vocab: int, config: Config, *, runs_here: bool) -> HeadRegion:
     options = _loss_options(loss)
     labels, logits = _argument(loss, 1, "target"), _argument(loss, 0, "input")
     _check_labels(labels, logits)
@@ -130,7 +133,7 @@ def _raise_head(loss: fx.Node, vocab: int, config: Config) -> HeadRegion:
     wanted = _wanted(is_trained, hidden, weight, bias)
     keeps_logits = config.returns_logits and bool(results)
     if keeps_logits and not (
-        _can_be_returned(results, projection, way.moves, (weight, bias))
+        _can_be_returned(results, projection, way.moves, (weight, bias), runs_here=runs_here)
         and (config.chunks_head or _is_worth_while(tensor_of(labels).numel(), width, wants_weight=wanted[1]))
     ):
         raise CannotChunk(Reason.LOGITS_RETURNED, "the logits are returned beside the loss", projection)
@@ -399,6 +402,8 @@ def _can_be_returned(
     projection: fx.Node,
     moves: Sequence[RowMove],
     operands: Sequence[fx.Node | None],
+    *,
+    runs_here: bool,
 ) -> bool:
     """Whether logits that are made chunk by chunk are those that the graph returns, and who differentiates them can.
 
@@ -406,7 +411,7 @@ def _can_be_returned(
     among the inputs. On a CPU the op multiplies low precision in fp32, which takes longer than the products in place.
     """
     value = tensor_of(projection)
-    is_slow = value.device.type == "cpu" and value.dtype is not torch.float32
+    is_slow = runs_here and value.device.type == "cpu" and value.dtype is not torch.float32
     are_all = len(as_made(results, projection)) == len(results) and all(move.kind == "reshape" for move in moves)
     return are_all and not is_slow and all(one is None or one.op == "placeholder" for one in operands)
 

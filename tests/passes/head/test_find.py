@@ -188,8 +188,11 @@ def test_returned_logits_are_made_chunk_by_chunk_where_that_takes_no_longer(
     assert isinstance(head, HeadRegion)
     assert head.keeps_logits and [node.name for node in head.results] == [result]
     inputs = torch.randn(2, 5, H, dtype=torch.bfloat16), torch.randint(V, (2, 5))
-    (refusal,) = find_heads(capture(Head(loss).bfloat16(), *inputs).graph, ALWAYS)  # its products would be in fp32
+    graph = capture(Head(loss).bfloat16(), *inputs).graph
+    (refusal,) = find_heads(graph, ALWAYS)  # its products would be in fp32
     assert isinstance(refusal, Refusal) and refusal.details == "the logits are returned beside the loss"
+    (head,) = find_heads(graph, ALWAYS, runs_here=False)
+    assert isinstance(head, HeadRegion) and head.keeps_logits
 
 
 @pytest.mark.parametrize(("tokens", "frozen", "found"), [(7, False, 0), (8, False, 1), (7, True, 1)])
