@@ -90,11 +90,10 @@ def run_head(
     total = torch.zeros_like(divisor)
     for place in (results.hidden, results.weight, results.bias):
         place.zero_()
-    buffer: torch.Tensor | None = None
+    largest = max((stop - start for start, stop in bounds), default=0)  # not always the first
+    buffer = inputs.hidden.new_empty((largest, inputs.weight.shape[0]))
     for start, stop in bounds:
         hidden, labels = inputs.hidden[start:stop], inputs.labels[start:stop]
-        if buffer is None or buffer.shape[0] < stop - start:
-            buffer = hidden.new_empty((stop - start, inputs.weight.shape[0]))
         logits = _project(hidden, inputs.weight, inputs.bias, buffer[: stop - start])
         if returned is not None:
             returned[start:stop].copy_(logits)

@@ -144,6 +144,21 @@ def test_a_step_holds_no_tangent_of_the_logits() -> None:
     assert with_loss <= plain - LOGITS_BYTES * 0.9
 
 
+def test_a_chunked_head_holds_its_logits_once_and_its_plan_says_so() -> None:
+    """A head that is left whole holds a gradient of their size beside them."""
+    peaks, ids = {}, tokens()
+    for name, config in (("whole", CONFIG), ("chunked", CHUNKED)):
+        torch._dynamo.reset()
+        model = memfine_fx.optimize(Scored(), config=config)
+        gradients(model, of_loss, ids)
+        model.zero_grad(set_to_none=True)
+        peaks[name] = trace_memory(lambda: model(ids)[0].backward(), torch.device("cpu")).peak_bytes  # noqa: B023
+    assert peaks["chunked"] <= peaks["whole"] - 0.5 * LOGITS_BYTES
+    predicted = memfine_fx.report(model).predicted_peak_bytes
+    parameters = sum(one.numel() * one.element_size() for one in model.parameters())
+    assert predicted is not None and abs(predicted / (peaks["chunked"] + parameters) - 1) < 0.02
+
+
 def test_a_graph_that_is_kept_gives_its_gradients_again() -> None:
     model, ids = Scored(), tokens()
     chunked = memfine_fx.optimize(copy.deepcopy(model), config=CONFIG)

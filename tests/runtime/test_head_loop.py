@@ -189,12 +189,13 @@ def test_a_label_outside_the_vocabulary_is_an_error() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wanted", [(True, True, False), (True, False, False), (False, True, False)], ids=str)
+@pytest.mark.parametrize("tokens", [300, 299], ids=["even", "second chunk larger"])
 def test_what_is_measured_is_just_under_the_terms(
-    dtype: torch.dtype, wanted: tuple[bool, bool, bool], monkeypatch: pytest.MonkeyPatch
+    tokens: int, dtype: torch.dtype, wanted: tuple[bool, bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several chunks, and in low precision several parts of the vocabulary in each."""
     monkeypatch.setattr("memfine_fx.memory.head_bytes._PRODUCT_BYTES", 1 << 20)
-    tokens, width, vocab, rows = 300, 64, 5000, 100
+    width, vocab, rows = 64, 5000, 100
     hidden, weight = torch.randn(tokens, width).to(dtype), torch.randn(vocab, width).to(dtype)
     inputs = HeadInputs(hidden, weight, None, torch.randint(vocab, (tokens,)), None)
     terms = HeadBytes(width, vocab, dtype.itemsize, has_softcap=False, wanted=wanted, device_type="cpu")
