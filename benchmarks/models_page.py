@@ -48,10 +48,9 @@ budget, which drops a model's own checkpoints, and without a budget inside check
 even two tokens. Memory is in GB of 10^9 bytes. LoRA has rank 16 on every linear layer but the head, by PEFT's own
 choice of targets; QLoRA has NF4 weights under it (linear layers but the head, and tables over experts). One expert is
 supposed to get a row of every token, the worst that routing can do. The logits of a model that returns them beside its
-loss exist whole on both sides. Heads of such models are chunked with memfine_fx, so that their gradient
-is not; rows of before, by the commits below, have longer sequences now where a step is largest at its head. The
-plain step is read from the graph's
-operations, and is an estimate where its layers were not found to keep the same. A question mark: not asked.
+loss exist whole on both sides. With memfine_fx their gradient does not, because heads are chunked; rows of before, by
+the commits below, have longer sequences now where a step is largest at its head. The plain step is read from the
+graph's operations, and is an estimate where its layers were not found to keep the same. A question mark: not asked.
 Sizes of models are from memory; benchmarks/known_models.py says which were compared. Of {known} models {asked} of {all}
 rows were asked so far.
 

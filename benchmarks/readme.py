@@ -35,8 +35,8 @@ _LABELS = {
     "memfine-unlimited": '**memfine, `memory_budget="100TiB"`: keeps what pays**',
     "memfine-tokens": "memfine, tokens axis (the paper's FCDA)",
     "memfine+checkpoint": "**memfine + gradient checkpointing**",
-    "memfine+head": "**memfine, head chunked**",
-    "memfine+checkpoint+head": "**memfine + gradient checkpointing, head chunked**",
+    "memfine+head": "**memfine, logits given up**",
+    "memfine+checkpoint+head": "**memfine + gradient checkpointing, logits given up**",
 }
 # What users choose among, and which rows have it.
 _TECHNIQUES = {

@@ -57,8 +57,8 @@ class Session:
         shares: where nothing is looked for and graphs are read as torch.compile takes them (`fit`): for which values of
             its `activation_memory_budget` beside 1; None where regions are looked for.
         foresees: which other plans of a graph are recorded (`fit`), see `CapturedGraph`.
-        measures: whether rows a chunk, and what keeping costs, follow rates of this machine; not where `fit` asks for
-            another's.
+        measures: whether its graphs run on this machine; where `fit` records them for another, rows a chunk and what
+            keeping costs do not follow rates of this one, nor do heads what this one is slow at.
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.

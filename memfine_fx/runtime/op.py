@@ -56,8 +56,11 @@ def route(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, t
 
 @route.register_fake
 def _(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    order = expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
-    return order, torch.empty((num_experts + 1,), dtype=torch.int64, device="cpu")
+    return _empty_order(expert_index), torch.empty((num_experts + 1,), dtype=torch.int64, device="cpu")
+
+
+def _empty_order(expert_index: torch.Tensor) -> torch.Tensor:
+    return expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
 
 
 @torch.library.custom_op(
@@ -73,8 +76,7 @@ def route_on_device(expert_index: torch.Tensor, num_experts: int) -> tuple[torch
 
 @route_on_device.register_fake
 def _(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    order = expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
-    return order, expert_index.new_empty((num_experts + 1,), dtype=torch.int32)
+    return _empty_order(expert_index), expert_index.new_empty((num_experts + 1,), dtype=torch.int32)
 
 
 @torch.library.custom_op(
@@ -101,8 +103,7 @@ def route_shared(
 def _(
     expert_index: torch.Tensor, num_experts: int, table_shape: Sequence[int], site: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    order = expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
-    return order, torch.empty(list(table_shape), dtype=torch.int64, device="cpu")
+    return _empty_order(expert_index), torch.empty(list(table_shape), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op(

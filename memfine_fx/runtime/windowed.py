@@ -75,7 +75,7 @@ def _products(kept: Kept, form: KernelForm) -> Products:
     The kernels write the room that the bodies would, each in its own way: with biases, and gate before up where tables
     alternate. Only their own backward reads it.
     """
-    if form.activation == "relu2":
+    if not form.has_up:
         (both,) = kept.tensors
         return both, both
     if num_projections_of(form.layout) == 2:

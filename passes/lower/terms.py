@@ -18,7 +18,7 @@ from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.lower.arguments import gradient_shapes, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies
 from memfine_fx.records import Keep, MoERegion
-from memfine_fx.runtime.kernels.tables import KernelForm, are_projections, num_projections_of
+from memfine_fx.runtime.kernels.tables import KernelForm, num_projections_of, trained_parts
 from memfine_fx.runtime.kernels.tiling import LEAST_COLUMNS
 from memfine_fx.runtime.loop import accumulator_dtype
 
@@ -89,11 +89,9 @@ def _window_bytes(
     """See `runtime.kernels.layer`: what it holds from window to window."""
     down = tensor_of(region.params[form.positions[num_projections_of(form.layout)]])
     matrix = math.prod(down.shape[1:])
-    is_projection = are_projections(form.layout, has_bias=form.has_bias)
-    pairs = list(zip(is_projection, (wanted[2 + place] for place in form.positions), strict=True))
-    trains_projections = any(is_wanted for is_one, is_wanted in pairs if is_one)
-    trains_down = any(is_wanted for is_one, is_wanted in pairs if not is_one)
-    num_products = 1 if form.activation == "relu2" else 2
+    of_params = [wanted[2 + place] for place in form.positions]
+    trains_projections, trains_down = trained_parts(form.layout, of_params, has_bias=form.has_bias)
+    num_products = 1 + form.has_up
     width = matrix // region.dims.hidden
     row = width * hidden.dtype.itemsize
     return WindowBytes(

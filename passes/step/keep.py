@@ -79,9 +79,9 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
         row_bytes = 0
         for keep in _KEEPS if region.exchange is None else _KEEPS_OF_RANKS:
             bodies = region.bodies.keeping(keep, flags)
-            if bodies is not None and not _has_room_for_kernels(region, bodies, forward.args[0].meta["val"].dtype):
+            if bodies is None or not _has_room_for_kernels(region, bodies, forward.args[0].meta["val"].dtype):
                 continue
-            if bodies is not None and arrived + bodies.row_bytes > row_bytes:
+            if arrived + bodies.row_bytes > row_bytes:
                 row_bytes = arrived + bodies.row_bytes
                 flops = bodies.flops_per_row * num_rows
                 sizes = (row_bytes, bodies.copied_row_bytes, num_rows, region.num_experts)

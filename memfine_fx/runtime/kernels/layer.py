@@ -18,7 +18,7 @@ from memfine_fx.runtime.kernels.down_backward import down_backward, num_weight_p
 from memfine_fx.runtime.kernels.gate_up import gate_up
 from memfine_fx.runtime.kernels.launches import Tiles
 from memfine_fx.runtime.kernels.sorting import Routing, sort_assignments
-from memfine_fx.runtime.kernels.tables import Activation, Layout, Tables, are_projections
+from memfine_fx.runtime.kernels.tables import Activation, Layout, Tables, are_projections, has_up, trained_parts
 from memfine_fx.runtime.kernels.tiling import LayerTiles, target_of, tiles_for
 from memfine_fx.runtime.kernels.weight_gradient import TableGradients, weight_gradient
 from memfine_fx.runtime.kernels.windows import Window, windows_of
@@ -52,7 +52,7 @@ class LayerOptions:
 
     @property
     def has_up(self) -> bool:
-        return self.activation != "relu2"
+        return has_up(self.activation)
 
     def tables_of(self, params: Sequence[torch.Tensor]) -> Tables:
         """The parameters, or their gradients, as the kernels see them.
@@ -193,9 +193,7 @@ class _Backward:
             num_parts = num_weight_parts(tables.width, tiles.down_backward)
             self._parts = hidden.new_zeros((num_parts, routing.num_rows), dtype=torch.float32)
         is_projection = are_projections(options.layout, has_bias=options.has_bias)
-        pairs = list(zip(is_projection, wanted[2:], strict=True))
-        has_projections = any(is_wanted for is_one, is_wanted in pairs if is_one)
-        has_down = any(is_wanted for is_one, is_wanted in pairs if not is_one)
+        has_projections, has_down = trained_parts(options.layout, wanted[2:], has_bias=options.has_bias)
         self._activated = hidden.new_empty((capacity, tables.width)) if has_down else hidden
         # What is not written stands for itself; the projections are written together, and down with its bias.
         self._params = [

@@ -8,7 +8,17 @@ from typing import Literal, get_args
 
 import torch
 
-__all__ = ["LAYOUTS", "Activation", "KernelForm", "Layout", "Tables", "are_projections", "num_projections_of"]
+__all__ = [
+    "LAYOUTS",
+    "Activation",
+    "KernelForm",
+    "Layout",
+    "Tables",
+    "are_projections",
+    "has_up",
+    "num_projections_of",
+    "trained_parts",
+]
 
 Activation = Literal["swiglu", "geglu", "geglu_exact", "clamped", "relu2"]
 """See `memfine_fx.runtime.kernels.activation`."""
@@ -48,6 +58,10 @@ class KernelForm:
     positions: tuple[int, ...]
     activation: Activation = "swiglu"
     has_bias: bool = False
+
+    @property
+    def has_up(self) -> bool:
+        return has_up(self.activation)
 
 
 @dataclass(frozen=True)
@@ -126,10 +140,26 @@ def num_projections_of(layout: Layout) -> int:
     return 2 if layout in _APART else 1
 
 
+def has_up(activation: Activation) -> bool:
+    """Whether an activation is of gate and up, or of one projection alone."""
+    return activation != "relu2"
+
+
 def are_projections(layout: Layout, *, has_bias: bool) -> list[bool]:
     """Of each parameter, whether it is of gate and up, not of down."""
     group = [*[True] * num_projections_of(layout), False]
     return group * (1 + has_bias)
+
+
+def trained_parts(layout: Layout, wanted: Sequence[bool], *, has_bias: bool) -> tuple[bool, bool]:
+    """Whether anything of gate and up is trained, and of down.
+
+    Args:
+        wanted: of each parameter, whether its gradient is.
+    """
+    pairs = list(zip(are_projections(layout, has_bias=has_bias), wanted, strict=True))
+    projections = any(is_wanted for is_one, is_wanted in pairs if is_one)
+    return projections, any(is_wanted for is_one, is_wanted in pairs if not is_one)
 
 
 def _divided(projections: Sequence[torch.Tensor], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
