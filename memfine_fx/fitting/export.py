@@ -164,7 +164,7 @@ class Exported:
         if head is not None:
             tokens = sizes.of(head.num_tokens)
             knee = analysis.config.tokens_per_head_chunk or knee_tokens(head.terms)
-            found = (head.workspace(sympy.Min(tokens, rows)) for rows in (knee, LEAST_TOKENS))
+            found = (head.terms.workspace(sympy.Min(tokens, rows)) for rows in (knee, LEAST_TOKENS))
             return ["head", *(self._number(sympy.sympify(one)) for one in found)]
         if region is None or (call.phase != "forward" and call.phase != "backward"):
             return None

@@ -73,7 +73,7 @@ class HeadBytes:
 
     def _product(self, rows: Any) -> Any:
         """Bytes of fp32 copies or products while a chunk's gradients are added, in low precision."""
-        wants_hidden, wants_weight, _ = self.wanted
+        wants_hidden, wants_weight, _ = map(int, self.wanted)  # sympy multiplies by no bool
         part = smaller(self.vocab, product_rows(self.device_type, rows, self.hidden))
         if self.device_type == "cpu":
             copies = rows * part + wants_hidden * part * self.hidden + wants_weight * rows * self.hidden
@@ -86,8 +86,8 @@ class HeadBytes:
 
     def results(self, num_tokens: Any) -> Any:
         """Bytes of the gradients, in fp32, and of the logits that the op returns."""
-        hidden, weight, bias = self.wanted
-        logits = self.keeps_logits * num_tokens * self.vocab * self.item_bytes
+        hidden, weight, bias = map(int, self.wanted)
+        logits = int(self.keeps_logits) * num_tokens * self.vocab * self.item_bytes
         return logits + 4 * (hidden * num_tokens * self.hidden + weight * self.vocab * self.hidden + bias * self.vocab)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -203,6 +204,22 @@ def test_what_is_measured_is_just_under_the_terms(
     cpu = torch.device("cpu")
     measured = trace_memory(lambda: run_head(inputs, PLAIN, bounds, wanted), cpu, collects_garbage=False).peak_bytes
     assert 0.9 * terms.peak(tokens, rows) <= measured <= terms.peak(tokens, rows)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, False)], ids=str)
+@pytest.mark.parametrize("item_bytes", [2, 4])
+def test_terms_of_an_expression_are_those_of_a_number(
+    item_bytes: int, wanted: tuple[bool, bool, bool], device_type: str
+) -> None:
+    """The page of an answer shows bytes at sizes that are chosen there."""
+    terms = HeadBytes(64, 5000, item_bytes, has_softcap=True, wanted=wanted, device_type=device_type, keeps_logits=True)
+    tokens = sympy.Symbol("T", integer=True, positive=True)
+    rows = sympy.Min(tokens, 256)
+    for number in (100, 1000):
+        at = {tokens: number}
+        assert sympy.sympify(terms.workspace(rows)).subs(at) == terms.workspace(min(number, 256))
+        assert sympy.sympify(terms.results(tokens)).subs(at) == terms.results(number)
 
 
 def test_chunks_are_even_and_none_is_too_large() -> None:
