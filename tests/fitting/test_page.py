@@ -27,8 +27,10 @@ from memfine_fx.fitting.page import page
 from memfine_fx.fitting.recording import RecordedStep
 from memfine_fx.fitting.report import FitReport
 from memfine_fx.fitting.setup import OptimizerBytes, Setup
-from memfine_fx.memory.liveness import Allocation, GraphMemory
+from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
+from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
 from memfine_fx.memory.step import GraphStep, RunMemory
+from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
 from tests.fitting.test_fit import config_of
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -64,11 +66,13 @@ def value(expr: Any, sizes: dict[str, int]) -> Any:
     return OPERATIONS[expr[0]](*(value(one, sizes) for one in expr[1:]))
 
 
-def analysis_of(num_bytes: sympy.Expr) -> Analysis:
-    """Of a step whose forward keeps so many bytes."""
-    kept = GraphMemory((Allocation("kept", num_bytes, 0, None),), (), 2)
+def analysis_of(num_bytes: sympy.Expr, head: HeadMemory | None = None) -> Analysis:
+    """Of a step whose forward keeps so many bytes, and may have a chunked head."""
+    calls = (Call(0, "head", "head"),) if head is not None else ()
+    kept = GraphMemory((Allocation("kept", num_bytes, 0, None),), calls, 2)
     freed = GraphMemory((Allocation("kept", num_bytes, 0, 1, is_input=True),), (), 2)
-    run = RunMemory(GraphStep(forward=kept, backward=freed), {"s27": 2, "s53": 64})
+    step = GraphStep(forward=kept, backward=freed, heads={"head": head} if head is not None else {})
+    run = RunMemory(step, {"s27": 2, "s53": 64})
     record = RecordedStep(dict.fromkeys(("asked", "least", "most"), (run,)), 2, 64, (), (), "")
     static = StaticBytes(1000, 1000, 8, OptimizerBytes(2000, 0, 0))
     return Analysis((record,), 0, static, Setup(2, 64, dtype="fp32"), Config())
@@ -98,6 +102,19 @@ def test_an_expression_on_the_page_is_that_of_the_record(expr: sympy.Expr) -> No
     for tokens, length in ((1, 2), (3, 777), (16, 4096)):
         expected = int(expr.subs({TOKENS: tokens, LENGTH: length}))
         assert int(value(tables["expressions"][number], {"b": tokens, "s": length})) == expected
+
+
+def test_a_chunked_head_on_the_page_is_that_of_the_record() -> None:
+    terms = HeadBytes(64, 5000, 2, False, (True, True, False), "cuda", keeps_logits=True)
+    exported = Exported()
+    added = exported.add(analysis_of(sympy.Integer(8), HeadMemory(terms, TOKENS * LENGTH)), ("most",))
+    (run,) = added["plans"]["most"][0]
+    tables = exported.tables
+    ((_, _, kind, free, least),) = tables["memories"][run["forward"]]["calls"]
+    assert kind == "head"
+    for tokens, length in ((1, 2), (3, 777)):
+        found = [int(value(tables["expressions"][one], {"b": tokens, "s": length})) for one in (free, least)]
+        assert found == [terms.workspace(min(tokens * length, rows)) for rows in (knee_tokens(terms), LEAST_TOKENS)]
 
 
 def test_a_size_without_a_counterpart_is_named() -> None:
