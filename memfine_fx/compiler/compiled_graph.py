@@ -6,8 +6,9 @@ for good reasons: gradients to accumulate onto, state of an optimizer that did n
 are several partitions of one graph.
 
 1. The first one made that can keep the budget with some chunk size runs.
-2. Where none can, the graph is partitioned and compiled once more for the bytes that there are now; and where compiled
-   code holds more than the estimate that it was chosen by, once more as for the smallest budget.
+2. Where none can, the graph is partitioned and compiled once more for the bytes that there are now; where compiled code
+   holds more than the estimate that it was chosen by, once more for so many bytes fewer, and then as for the smallest
+   budget.
 3. Where no partition can, the call is refused before anything has run.
 4. Bytes that stay for the rest of a run (parameters, optimizer state) replace the partitions instead, so that a plan
    does not depend on what an earlier part of the run looked like.
@@ -46,6 +47,8 @@ from memfine_fx.plan.budget import (
     keeping_in,
     refusal_of,
     situation_of,
+    smallest_peak,
+    with_margin,
 )
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
@@ -58,8 +61,10 @@ __all__ = ["CompiledGraph"]
 
 log = logging.getLogger(__name__)
 
-_MOST_PARTITIONS = 4
-"""Of one graph at a time: without and with gradients there, short and long sequences."""
+_MOST_SITUATIONS = 4
+"""That one graph has partitions for at a time: without and with gradients there, short and long sequences."""
+_LAST_ATTEMPT = 2
+"""For one situation: 0 for the bytes that there are, 1 for fewer by what code holds beyond estimates, 2 for none."""
 _LEAST_CODE = 1.25
 """What is estimated to exceed the budget by more than this is not compiled; the most that an estimate was seen to be
 above its code is 1.12 (gpt_oss in fp32, smallest chunks)."""
@@ -76,6 +81,8 @@ class _Compiled:
         run: its forward, differentiable.
         persistent_bytes: parameters and optimizer state when it was made.
         made_for: what its bytes were chosen for, the key of a situation without its record; () without a budget.
+        attempt: see `_LAST_ATTEMPT`.
+        estimated: the fewest bytes that a run of it would take, by the estimate that it was chosen by.
         guards: conditions on the graph's symbols that compiling it added, which Dynamo does not check.
     """
 
@@ -83,6 +90,8 @@ class _Compiled:
     run: Callable[..., Any]
     persistent_bytes: int
     made_for: tuple[object, ...] = ()
+    attempt: int = 0
+    estimated: int = 0
     guards: tuple[sympy.Basic, ...] = ()
 
     def serves(self, sizes: Mapping[str, int]) -> bool:
@@ -163,28 +172,39 @@ class CompiledGraph:
         persistent = self._session.persistent_bytes(self._session.history.members())
         current = [one for one in self._partitions if not self._is_outdated(one, run, persistent)]
         serving = [one for one in current if one.serves(run.memory.sizes)]
-        is_short = False
+        refused: list[tuple[_Compiled, BudgetInfeasible]] = []
+        first = fewer = 0  # of the attempts that are left for this situation
         for one in serving:
             refusal = self._refusal_of(run, one)
             if refusal is None:
                 return one
+            refused.append((one, refusal))
             # NOTE: compiled code may hold a little more than what it was chosen by; chosen again it would be the same.
-            is_same = self._situation(run, one).key[1:] == one.made_for
-            if (is_same and one.step.is_least) or len(serving) >= _MOST_PARTITIONS:
-                return self._refused(one, refusal)
-            is_short = is_short or is_same
-        for is_least in dict.fromkeys((is_short, True)):
+            if self._situation(run, one).key[1:] == one.made_for and one.attempt >= first:
+                first = _LAST_ATTEMPT + 1 if one.step.is_least else one.attempt + 1
+                fewer = self._beyond_estimate(run, one)
+        if first > _LAST_ATTEMPT or (first == 0 and len({one.made_for for one in serving}) >= _MOST_SITUATIONS):
+            return self._refused(*refused[-1])
+        for attempt in range(first, _LAST_ATTEMPT + 1):
             try:
-                made = self._made(run, again, is_least=is_least)
+                made = self._made(run, again, attempt, fewer)
             except BudgetInfeasible as error:
                 return self._refused(self._partitions[-1], error)
             current = self._partitions = [*current, made]
             refusal = self._refusal_of(run, made)
             if refusal is None:
                 return made
-            if is_least or made.step.is_least:
+            if made.step.is_least or attempt == _LAST_ATTEMPT:
                 return self._refused(made, refusal)
+            fewer = self._beyond_estimate(run, made)
         raise AssertionError("the last partition that is made is the one for the smallest budget")
+
+    def _beyond_estimate(self, run: Run, one: _Compiled) -> int:
+        """By how many bytes its code holds more than the estimate that it was chosen by: for so many fewer, the same
+        partition is not chosen again.
+        """
+        found = smallest_peak(self._session, self._situation(run, one))
+        return max(0, (found or 0) - one.estimated)
 
     def _refused(self, last: _Compiled, refusal: BudgetInfeasible) -> _Compiled:
         """Raise before anything has run; but let the op do it, which tells the others, where ranks share experts."""
@@ -214,8 +234,13 @@ class CompiledGraph:
             self._refusals[situation.key] = refusal_of(self._session, situation, device)
         return self._refusals[situation.key]
 
-    def _made(self, run: Run, again: _Again, *, is_least: bool) -> _Compiled:
-        """The graph partitioned for this run, or as for the smallest budget, and compiled."""
+    def _made(self, run: Run, again: _Again, attempt: int, fewer: int) -> _Compiled:
+        """The graph partitioned for this run and compiled.
+
+        Args:
+            attempt: see `_LAST_ATTEMPT`.
+            fewer: bytes by which the first one was too large.
+        """
         session, first = self._session, self._record.step
         step = GraphStep(first.regions, run.memory.values, heads=first.heads, sole=first.sole)
         run.memory = replace(run.memory, step=step)
@@ -224,16 +249,18 @@ class CompiledGraph:
         refused = self._refusals.get(key)
         if refused is not None:
             raise refused
-        budget = GraphBudget(session, replace(situation, available_bytes=0) if is_least else situation, again.hidden)
+        available = situation.available_bytes or 0
+        asked = (available, available - fewer, 0)[attempt]
+        budget = GraphBudget(session, replace(situation, available_bytes=asked), again.hidden)
 
         def check() -> None:
             refusal = refusal_of(session, situation, device_of(self._record))
-            roomier = replace(situation, available_bytes=int((situation.available_bytes or 0) * _LEAST_CODE))
+            roomier = replace(situation, available_bytes=int(available * _LEAST_CODE))
             if refusal is not None and refusal_of(session, roomier, device_of(self._record)) is not None:
                 self._refusals[key] = refusal
                 raise refusal
 
-        log.info("a graph is partitioned again: no partition of it fits in %s bytes", f"{situation.available_bytes:,}")
+        log.info("a graph is partitioned again: no partition of it fits in %s bytes", f"{available:,}")
         self._record.step = step  # bodies and records that compiling asks for are this partition's
         try:
             shape_env = again.fake_mode.shape_env
@@ -244,7 +271,7 @@ class CompiledGraph:
             # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see
             # `_Compiled.serves`.
             added = () if shape_env is None else tuple(guard.expr for guard in shape_env.guards[known:])
-            return replace(made, guards=added, made_for=situation.key[1:])
+            return replace(made, guards=added, made_for=situation.key[1:], attempt=attempt)
         except BaseException:
             self._record.step = first
             raise
@@ -274,6 +301,14 @@ class CompiledGraph:
             shares = session.shares or ()
             run = record_plain(graph_module, inputs, session.records, step, in_backward, shares, self._told(step))
             return _Compiled(step, run, 0)
+        estimated = 0
+
+        def note_estimate() -> None:
+            nonlocal estimated
+            if budget is not None:
+                estimated = with_margin(smallest_peak(session, budget.situation) or 0)
+            partitioned()
+
         compiled = compile_with_regions(
             graph_module,
             inputs,
@@ -283,7 +318,7 @@ class CompiledGraph:
             rates=self._rates() if budget is None else None,
             changed=self._forget,
             in_backward=in_backward,
-            partitioned=partitioned,
+            partitioned=note_estimate,
             mode=session.mode,
             records=session.records,
             foresees=self._foresees(step) if session.records == "graph" else None,
@@ -291,7 +326,8 @@ class CompiledGraph:
         )
         members = {*session.history.members(), self._record}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
-        return _Compiled(step, compiled, persistent, () if budget is None else budget.situation.key[1:])
+        made_for = () if budget is None else budget.situation.key[1:]
+        return _Compiled(step, compiled, persistent, made_for, estimated=estimated)
 
     def _identity(self) -> str:
         """What a partition follows from where no bytes of this process decide it; "" where they do.

@@ -45,7 +45,9 @@ __all__ = [
     "keeping_in",
     "refusal_of",
     "situation_of",
+    "smallest_peak",
     "unbounded_rows",
+    "with_margin",
 ]
 
 SCALAR_BYTES = 64
@@ -178,7 +180,7 @@ class GraphBudget:
         size_of = chunk_sizes(self._session.config, trial, rows, self._work.head_tokens(rows))
         memory = replace(self.situation.memory, step=trial, sizes=step.sizes, kept=frozenset())
         peak = step_peak_bytes([lean_of(memory)], size_of)
-        return 0 if peak is None else peak + peak * MARGIN_PERCENT // 100
+        return 0 if peak is None else with_margin(peak)
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         return self._session.timed(stage)
@@ -336,18 +338,34 @@ def refusal_of(session: SessionState, situation: Situation, device: torch.device
     if available is None or budget is None:
         return None
     situation = replace(situation, memory=lean_of(situation.memory))
-    memory = situation.memory
-    rows = [
-        unbounded_rows(config, region.terms_now("nothing"), region.tokens_at(memory.values))
-        for region in memory.step.regions.values()
-    ]
-    fewest = min(LEAST_ROWS, max(rows, default=1))
-    smallest = session.peaks.peak_of(config, situation)(fewest, LEAST_TOKENS)
+    fewest = _fewest_rows(config, situation.memory)
+    smallest = smallest_peak(session, situation)
     if smallest is None or smallest <= available:
         return None
     peak = peak_of_run(config, situation, fewest, LEAST_TOKENS)
     assert peak is not None, "a run of known bytes has a peak"
     return infeasible(_as_terms(peak), budget, available)
+
+
+def with_margin(estimated: int) -> int:
+    """What is held against a budget where a record is an estimate of what compiled code will hold."""
+    return estimated + estimated * MARGIN_PERCENT // 100
+
+
+def smallest_peak(session: SessionState, situation: Situation) -> int | None:
+    """Bytes of a run with the smallest chunks that keeps nothing it need not; None where nothing is known of it."""
+    situation = replace(situation, memory=lean_of(situation.memory))
+    return session.peaks.peak_of(session.config, situation)(
+        _fewest_rows(session.config, situation.memory), LEAST_TOKENS
+    )
+
+
+def _fewest_rows(config: Config, memory: RunMemory) -> int:
+    rows = [
+        unbounded_rows(config, region.terms_now("nothing"), region.tokens_at(memory.values))
+        for region in memory.step.regions.values()
+    ]
+    return min(LEAST_ROWS, max(rows, default=1))
 
 
 def fits_unbounded(session: SessionState, situation: Situation) -> bool:
