@@ -64,7 +64,8 @@ class Config:
         bins: numbers of chunks to choose among at run time, as the paper's (1, 2, 4, 8); None takes the exact
             number that the rows of the step require.
         memory_budget: see `parse_budget`; bounds the peak bytes of a training step on one device. None keeps of
-            routed rows for backward what leaves that peak where it is, and "least" nothing.
+            routed rows for backward what leaves that peak where it is; on a CUDA device it is what that has left for
+            the step, which nothing is refused for. "least" keeps nothing.
         inner_backend: what compiles the rewritten graph and the expert bodies.
         captures_loops: let `optimize` and `explain` try Dynamo's flags for data-dependent shapes, and switch
             transformers models from an eager expert loop to a spelling that reaches a graph.

@@ -56,6 +56,7 @@ class CapturedGraph:
             ("most"), and as partitions that are the same for every layer ("lean", "spare"), only where nothing is
             built; estimated from the graph, or read from code that would be compiled: "most estimated" is then what it
             would be chosen by.
+        is_limited: see `CalledGraph`.
     """
 
     outcomes: list[LoweredRegion | Refusal] = field(default_factory=list)
@@ -64,6 +65,7 @@ class CapturedGraph:
     heads: list[LoweredHead | Refusal] = field(default_factory=list)
     returned: list[ReturnedLogits] = field(default_factory=list)
     foreseen: dict[str, GraphStep] = field(default_factory=dict)
+    is_limited: bool = False
     _parameters: tuple[WeakIdRef, ...] = ()
     _places: tuple[int, ...] = ()  # of parameters among the inputs
     _is_known: bool = False

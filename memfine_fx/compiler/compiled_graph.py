@@ -7,8 +7,8 @@ are several partitions of one graph.
 
 1. The first one made that can keep the budget with some chunk size runs.
 2. Where none can, the graph is partitioned and compiled once more for the bytes that there are now; where compiled code
-   holds more than the estimate that it was chosen by, once more for so many bytes fewer, and then as for the smallest
-   budget.
+   holds more than the estimate that it was chosen by, once more with that held against its like, and then as for the
+   smallest budget.
 3. Where no partition can, the call is refused before anything has run.
 4. Bytes that stay for the rest of a run (parameters, optimizer state) replace the partitions instead, so that a plan
    does not depend on what an earlier part of the run looked like.
@@ -44,6 +44,7 @@ from memfine_fx.plan.budget import (
     budget_of_graph,
     device_of,
     fits_unbounded,
+    is_limited,
     keeping_in,
     refusal_of,
     situation_of,
@@ -64,7 +65,7 @@ log = logging.getLogger(__name__)
 _MOST_SITUATIONS = 4
 """That one graph has partitions for at a time: without and with gradients there, short and long sequences."""
 _LAST_ATTEMPT = 2
-"""For one situation: 0 for the bytes that there are, 1 for fewer by what code holds beyond estimates, 2 for none."""
+"""For one situation: 0 by estimates, 1 by estimates and what code was seen to hold beyond them, 2 for no bytes."""
 _LEAST_CODE = 1.25
 """What is estimated to exceed the budget by more than this is not compiled; the most that an estimate was seen to be
 above its code is 1.12 (gpt_oss in fp32, smallest chunks)."""
@@ -82,7 +83,6 @@ class _Compiled:
         persistent_bytes: parameters and optimizer state when it was made.
         made_for: what its bytes were chosen for, the key of a situation without its record; () without a budget.
         attempt: see `_LAST_ATTEMPT`.
-        estimated: the fewest bytes that a run of it would take, by the estimate that it was chosen by.
         guards: conditions on the graph's symbols that compiling it added, which Dynamo does not check.
     """
 
@@ -91,7 +91,6 @@ class _Compiled:
     persistent_bytes: int
     made_for: tuple[object, ...] = ()
     attempt: int = 0
-    estimated: int = 0
     guards: tuple[sympy.Basic, ...] = ()
 
     def serves(self, sizes: Mapping[str, int]) -> bool:
@@ -135,6 +134,7 @@ class CompiledGraph:
         hidden = _tokens_of(record, graph_module.graph)
         self._sizes = _sizes_of_inputs(graph_module.graph)
         record.step.sizes.update({size.name: size.hint for size in self._sizes})
+        record.is_limited = is_limited(session, hidden.device, record.step.regions.values())
         budget = budget_of_graph(session, record, inputs, hidden) if record.lowered else None
         pristine = None if budget is None else captured_copy(graph_module)
         self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}  # by situation; compiling forgets them
@@ -152,7 +152,7 @@ class CompiledGraph:
             self._record.step,
             sizes,
             self._record.input_bytes(args),
-            is_limited=session.config.has_budget,
+            is_limited=self._record.is_limited,
         )
         # Every partition is cut from one joint graph, so that all of them add the same gradients.
         run.memory = replace(run.memory, added=frozenset(self._adding(self._record.step, can_add)))
@@ -173,7 +173,8 @@ class CompiledGraph:
         current = [one for one in self._partitions if not self._is_outdated(one, run, persistent)]
         serving = [one for one in current if one.serves(run.memory.sizes)]
         refused: list[tuple[_Compiled, BudgetInfeasible]] = []
-        first = fewer = 0  # of the attempts that are left for this situation
+        first = 0  # of the attempts that are left for this situation
+        beyond: dict[str, int] = {}
         for one in serving:
             refusal = self._refusal_of(run, one)
             if refusal is None:
@@ -182,12 +183,15 @@ class CompiledGraph:
             # NOTE: compiled code may hold a little more than what it was chosen by; chosen again it would be the same.
             if self._situation(run, one).key[1:] == one.made_for and one.attempt >= first:
                 first = _LAST_ATTEMPT + 1 if one.step.is_least else one.attempt + 1
-                fewer = self._beyond_estimate(run, one)
+                beyond = self._beyond_estimate(run, one)
+        leanest = [one for one, _ in refused if one.step.is_least]
+        if leanest and not self._session.config.has_budget:
+            return leanest[-1]
         if first > _LAST_ATTEMPT or (first == 0 and len({one.made_for for one in serving}) >= _MOST_SITUATIONS):
             return self._refused(*refused[-1])
         for attempt in range(first, _LAST_ATTEMPT + 1):
             try:
-                made = self._made(run, again, attempt, fewer)
+                made = self._made(run, again, attempt, beyond)
             except BudgetInfeasible as error:
                 return self._refused(self._partitions[-1], error)
             current = self._partitions = [*current, made]
@@ -196,19 +200,21 @@ class CompiledGraph:
                 return made
             if made.step.is_least or attempt == _LAST_ATTEMPT:
                 return self._refused(made, refusal)
-            fewer = self._beyond_estimate(run, made)
+            beyond = self._beyond_estimate(run, made)
         raise AssertionError("the last partition that is made is the one for the smallest budget")
 
-    def _beyond_estimate(self, run: Run, one: _Compiled) -> int:
-        """By how many bytes its code holds more than the estimate that it was chosen by: for so many fewer, the same
-        partition is not chosen again.
-        """
+    def _beyond_estimate(self, run: Run, one: _Compiled) -> dict[str, int]:
+        """By how many bytes its code holds more than the estimate that it was chosen by: it is not chosen again."""
         found = smallest_peak(self._session, self._situation(run, one))
-        return max(0, (found or 0) - one.estimated)
+        return {one.step.base: max(0, (found or 0) - one.step.chosen_by)}
 
     def _refused(self, last: _Compiled, refusal: BudgetInfeasible) -> _Compiled:
-        """Raise before anything has run; but let the op do it, which tells the others, where ranks share experts."""
-        if any(live.exchange is not None for live in self._record.live_regions()):
+        """Raise before anything has run; but let the op do it, which tells the others, where ranks share experts.
+
+        What an accelerator has is no wish of the user: a step that may just fit is tried.
+        """
+        is_shared = any(live.exchange is not None for live in self._record.live_regions())
+        if is_shared or not self._session.config.has_budget:
             return last
         raise refusal
 
@@ -234,12 +240,12 @@ class CompiledGraph:
             self._refusals[situation.key] = refusal_of(self._session, situation, device)
         return self._refusals[situation.key]
 
-    def _made(self, run: Run, again: _Again, attempt: int, fewer: int) -> _Compiled:
+    def _made(self, run: Run, again: _Again, attempt: int, beyond: Mapping[str, int]) -> _Compiled:
         """The graph partitioned for this run and compiled.
 
         Args:
             attempt: see `_LAST_ATTEMPT`.
-            fewer: bytes by which the first one was too large.
+            beyond: see `StepBudget`.
         """
         session, first = self._session, self._record.step
         step = GraphStep(first.regions, run.memory.values, heads=first.heads, sole=first.sole)
@@ -250,13 +256,14 @@ class CompiledGraph:
         if refused is not None:
             raise refused
         available = situation.available_bytes or 0
-        asked = (available, available - fewer, 0)[attempt]
-        budget = GraphBudget(session, replace(situation, available_bytes=asked), again.hidden)
+        is_asked = session.config.has_budget
+        asked = replace(situation, available_bytes=0) if attempt == _LAST_ATTEMPT else situation
+        budget = GraphBudget(session, asked, again.hidden, is_asked=is_asked, beyond=beyond)
 
         def check() -> None:
             refusal = refusal_of(session, situation, device_of(self._record))
             roomier = replace(situation, available_bytes=int(available * _LEAST_CODE))
-            if refusal is not None and refusal_of(session, roomier, device_of(self._record)) is not None:
+            if is_asked and refusal is not None and refusal_of(session, roomier, device_of(self._record)) is not None:
                 self._refusals[key] = refusal
                 raise refusal
 
@@ -282,8 +289,13 @@ class CompiledGraph:
         inputs: Sequence[Any],
         step: GraphStep,
         budget: GraphBudget | None,
-        partitioned: Callable[[], None] = lambda: None,
+        partitioned: Callable[[], None] | None = None,
     ) -> _Compiled:
+        """One partition.
+
+        Args:
+            partitioned: called once an estimate is there; then the graph is not looked for in a cache.
+        """
         session = self._session
 
         @contextlib.contextmanager
@@ -301,13 +313,12 @@ class CompiledGraph:
             shares = session.shares or ()
             run = record_plain(graph_module, inputs, session.records, step, in_backward, shares, self._told(step))
             return _Compiled(step, run, 0)
-        estimated = 0
 
         def note_estimate() -> None:
-            nonlocal estimated
             if budget is not None:
-                estimated = with_margin(smallest_peak(session, budget.situation) or 0)
-            partitioned()
+                step.chosen_by = with_margin(smallest_peak(session, budget.situation) or 0)
+            if partitioned is not None:
+                partitioned()
 
         compiled = compile_with_regions(
             graph_module,
@@ -322,23 +333,27 @@ class CompiledGraph:
             mode=session.mode,
             records=session.records,
             foresees=self._foresees(step) if session.records == "graph" else None,
-            identity=self._identity() if budget is None else "",
+            identity=self._identity(budget) if partitioned is None else "",
         )
         members = {*session.history.members(), self._record}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
         made_for = () if budget is None else budget.situation.key[1:]
-        return _Compiled(step, compiled, persistent, made_for, estimated=estimated)
+        return _Compiled(step, compiled, persistent, made_for)
 
-    def _identity(self) -> str:
-        """What a partition follows from where no bytes of this process decide it; "" where they do.
+    def _identity(self, budget: GraphBudget | None) -> str:
+        """What a partition follows from; "" where that is the bytes of a budget, which few processes have again.
 
         Operators' results, and which gradients are sole, follow from the regions and heads that their sites stand for,
-        scratch inside kernels from the machine, and what pays to be kept from its rates.
+        scratch inside kernels from the machine, and what pays to be kept from its rates. What an accelerator has is
+        rounded, so that processes alike find it again.
         """
-        if self._session.records:
+        if self._session.records or self._session.config.has_budget:
             return ""
         rates, device_type = self._rates(), tensor_of(self._record.lowered[0].region.hidden).device.type
         described: list[object] = [measurement_key(device_type), None if rates is None else rates()]
+        if budget is not None:
+            described.append(budget.rates)
+            described += [sorted(one) if isinstance(one, frozenset) else one for one in budget.situation.key[1:]]
         for one in self._record.lowered:
             live = one.live
             if isinstance(live, LiveHead):

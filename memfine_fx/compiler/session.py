@@ -28,9 +28,10 @@ from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
 from memfine_fx.memory.step import GraphStep, RunMemory, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
+from memfine_fx.plan.budget import budget_bytes, device_of
 from memfine_fx.plan.free import describe_budget
 from memfine_fx.plan.peaks import SolvedPeaks
-from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, parameters_of
+from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, gradient_bytes, parameters_of
 from memfine_fx.records import Refusal, Where
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.logs import set_up_logs
@@ -66,6 +67,7 @@ class Session:
         refused_in_attempts: why layers were not chunked that attempts under flags saw, before these were given up.
         holds_compiled: whether what it compiled lives no longer than itself: Dynamo never lets go of code that it
             compiled for a model, so what it is given holds nothing.
+        device_limits: see `plan.budget.SessionState`.
         stage_seconds: wall time spent in each stage of the pipeline ("read", "check", "plan", ...).
     """
 
@@ -93,6 +95,7 @@ class Session:
     history: RunHistory = field(default_factory=RunHistory)
     situation: Situation | None = None  # of the run whose forward or backward is at work, or was last
     peaks: SolvedPeaks = field(default_factory=SolvedPeaks)
+    device_limits: dict[torch.device, int] = field(default_factory=dict)
     _persistent: tuple[frozenset[int], int] | None = None  # ids of members -> bytes, while nothing new is known
 
     @contextlib.contextmanager
@@ -179,6 +182,10 @@ class Session:
         """Equal where plans are."""
         return None if self.situation is None else self.situation.key
 
+    def held_bytes(self) -> int:
+        """Parameters and gradients of its graphs and state of their optimizers, as far as they exist now."""
+        return sum(static_terms(self._parameters(), self._known_optimizers()).values()) + gradient_bytes(self._graphs)
+
     def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
         """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
         key = frozenset(map(id, members))
@@ -230,6 +237,7 @@ class Session:
     def _forget_bytes(self) -> None:
         """What is there before a step has changed: ask again, and let every region plan again."""
         self._persistent = None
+        self.device_limits.clear()
         self.forget_plans()
 
     def _members(self) -> Sequence[CalledGraph]:
@@ -320,8 +328,13 @@ class Session:
         steps = {id(memory.step): memory.step for memory in memories}
         decision = "; ".join(step.decision for step in steps.values() if step.decision)
         expression = functools.partial(peak_expression, memories, self._largest_chunk)
-        budget = describe_budget(self.config, memories)
+        budget = describe_budget(self.config, memories, self._device_bytes())
         return StepReport(tuple(self.static_terms().items()), peak, decision, expression, budget)
+
+    def _device_bytes(self) -> int | None:
+        """What an accelerator has, where that bounds its graphs."""
+        limited = [] if self.config.has_budget else [graph for graph in self._graphs if graph.is_limited]
+        return budget_bytes(self, device_of(limited[-1])) if limited else None
 
     def _largest_chunk(self, site: str, num_tokens: int) -> ChunkSize:
         """The largest chunk of the latest step; before one has run, as many rows as there are routed rows."""

@@ -131,6 +131,9 @@ class GraphRecord:
     estimated: frozenset[Direction]
     sole: Mapping[tuple[str, int], int]
     sizes: Mapping[str, int]
+    is_least: bool
+    base: str
+    chosen_by: int
 
 
 @dataclass
@@ -145,10 +148,12 @@ class GraphStep:
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
         keeps_all: whether it computes nothing costly again and regions keep all that pays.
         is_least: whether it is the partition for budgets that no other fits.
+        base: which partition it was made from (`passes.step.partitioned`).
         optional: seconds spared per byte by regions that keep as many rows as a run has room for (`plan.kept`).
         estimated: directions whose record is an estimate although exact ones come from compiled code.
         sole: (site, place) of results of regions' backwards that are the whole gradient of one input of the graph ->
             place of that input (`passes.step.sole`).
+        chosen_by: the fewest bytes that a run would take, by the estimate that it was chosen by under a budget.
     """
 
     regions: dict[str, RegionMemory] = field(default_factory=dict)
@@ -162,6 +167,8 @@ class GraphStep:
     optional: dict[str, float] = field(default_factory=dict)
     estimated: set[Direction] = field(default_factory=set)
     sole: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    base: str = ""
+    chosen_by: int = 0
 
     def learned(self, donated: Sequence[int] = (), keeping: Sequence[KeepingOp] = ()) -> GraphRecord:
         """What compiling the graph taught, apart from its regions, which are read anew in every process."""
@@ -176,6 +183,9 @@ class GraphStep:
             frozenset(self.estimated),
             dict(self.sole),
             dict(self.sizes),
+            self.is_least,
+            self.base,
+            self.chosen_by,
         )
 
     def take(self, record: GraphRecord) -> None:
@@ -183,7 +193,8 @@ class GraphStep:
         self.forward, self.backward = record.forward, record.backward
         self.decision, self.keeps_all = record.decision, record.keeps_all
         self.optional, self.estimated = dict(record.optional), set(record.estimated)
-        self.sole = record.sole
+        self.sole, self.is_least = record.sole, record.is_least
+        self.base, self.chosen_by = record.base, record.chosen_by
         for name, hint in record.sizes.items():
             self.sizes.setdefault(name, hint)
 

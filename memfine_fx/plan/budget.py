@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.machine import host_bytes
 from memfine_fx.memory.region_bytes import region_peak
-from memfine_fx.memory.step import GraphStep, RunMemory, StepPeak, step_peak_bytes
+from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory, StepPeak, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.free import free_rows
 from memfine_fx.plan.head_tokens import LEAST_TOKENS, plan_head
@@ -42,6 +43,8 @@ __all__ = [
     "choose_plan",
     "device_of",
     "fits_unbounded",
+    "is_accelerator",
+    "is_limited",
     "keeping_in",
     "refusal_of",
     "situation_of",
@@ -52,6 +55,7 @@ __all__ = [
 
 SCALAR_BYTES = 64
 """Left free for what autograd makes outside the graphs: the loss's gradient and its like."""
+_LIMIT_STEPS = 64
 _LEAST_RESERVE = 1 << 30
 MARGIN_PERCENT = 2
 """What an estimate made before compilation may be short of the compiled code (docs/design/memory.md)."""
@@ -66,6 +70,7 @@ class SessionState(Protocol):
         situation: of the run whose forward or backward is at work, or was last.
         peaks: what was solved for its runs.
         measures: whether its graphs run on this machine, whose rates then count.
+        device_limits: what accelerators have for this session, where it has no budget; asked anew once more is there.
     """
 
     config: Config
@@ -73,6 +78,10 @@ class SessionState(Protocol):
     situation: Situation | None
     peaks: SolvedPeaks
     measures: bool
+    device_limits: dict[torch.device, int]
+
+    def held_bytes(self) -> int:
+        """Parameters and gradients of its graphs and state of their optimizers, as far as they exist now."""
 
     def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
         """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
@@ -81,16 +90,48 @@ class SessionState(Protocol):
         """Counts the time within as the stage's."""
 
 
-def budget_bytes(config: Config, device: torch.device) -> int | None:
-    """Bytes of the budget on this device; without one, what a CUDA device has (`automatic_bytes`), no limit on CPU."""
+def budget_bytes(session: SessionState, device: torch.device) -> int | None:
+    """Bytes of the budget on this device; without one, what an accelerator has (`automatic_bytes`), no limit on CPU."""
+    config = session.config
     if isinstance(config.memory_budget, (int, str)) and config.has_budget:  # asked at every call, nothing of the device
         return parse_budget(config.memory_budget)
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return parse_budget(config.memory_budget, host_bytes())
-    free, total = torch.cuda.mem_get_info(device)
     if config.has_budget:
+        _, total = torch.cuda.mem_get_info(device)
         return parse_budget(config.memory_budget, total)
-    return automatic_bytes(free, torch.cuda.memory_reserved(device), total)
+    if device not in session.device_limits:
+        session.device_limits[device] = _device_limit(session, device)
+    return session.device_limits[device]
+
+
+def is_limited(session: SessionState, device: torch.device, regions: Iterable[RegionMemory]) -> bool:
+    """Whether bytes decide what a graph keeps and computes again: those of a budget, or without one an accelerator's.
+
+    Ranks that share experts must send the same in backward, and without a budget each would choose for itself.
+    """
+    if session.config.has_budget:
+        return True
+    is_alone = all(region.terms_now("nothing").travel is None for region in regions)
+    return session.config.memory_budget is None and session.measures and is_alone and is_accelerator(device)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device has memory of its own, which ends without a swap file."""
+    return device.type == "cuda"
+
+
+def _device_limit(session: SessionState, device: torch.device) -> int:
+    """What a session's steps may use of an accelerator, parameters and optimizer state among it.
+
+    It is a multiple of a 64th of the device: partitions are found in a cache where the limit is the same.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    own, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    counted = session.held_bytes() + sum(run.memory.left_bytes for run in session.history.opened())
+    others = max(0, allocated - counted)  # of this process: another model, copies of weights
+    found = max(0, automatic_bytes(free, own, total) - others)
+    return found - found % max(1, total // _LIMIT_STEPS)
 
 
 def automatic_bytes(free: int, own: int, total: int) -> int:
@@ -116,7 +157,7 @@ def budget_of_graph(
         inputs: of the call.
         hidden: tokens of a region or head, for device and dtype.
     """
-    if not session.config.has_budget or budget_bytes(session.config, hidden.device) is None:
+    if not graph.is_limited or budget_bytes(session, hidden.device) is None:
         return None
     opened = session.history.opened()
     members = [*session.history.members(), graph]
@@ -128,12 +169,12 @@ def budget_of_graph(
     )
     assert available is not None, "a graph without a limit has no budget"
     beside = RunMemory(graph.step, dict(graph.step.sizes), sum(run.memory.left_bytes for run in opened))
-    return GraphBudget(session, Situation(beside, available), hidden)
+    return GraphBudget(session, Situation(beside, available), hidden, is_asked=session.config.has_budget)
 
 
 def situation_of(session: SessionState, run: Run) -> Situation:
     """What plans of a run depend on now."""
-    if not session.config.has_budget:  # what an accelerator has free is asked when a plan is made, not each time
+    if not run.graph.is_limited:
         return Situation(run.memory, None)
     device = device_of(run.graph)
     there = run.gradient_bytes + sum(one.input_bytes for one in run.mates)
@@ -146,11 +187,20 @@ class GraphBudget:
     Args:
         situation: of the run that the graph is partitioned for.
         hidden: tokens of a region or head, for device and dtype.
+        is_asked, beyond: as there.
     """
 
-    def __init__(self, session: SessionState, situation: Situation, hidden: torch.Tensor) -> None:
+    def __init__(
+        self,
+        session: SessionState,
+        situation: Situation,
+        hidden: torch.Tensor,
+        *,
+        is_asked: bool = True,
+        beyond: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._session = session
-        self.situation = situation
+        self.situation, self.is_asked, self.beyond = situation, is_asked, beyond
         self._step = situation.memory.step
         self._device, self._dtype = hidden.device, hidden.dtype
 
@@ -199,7 +249,7 @@ def choose_plan(
     """The plan of one region for T tokens: as many rows as time asks for, fewer if the step would not fit.
 
     Raises:
-        BudgetInfeasible: not even `LEAST_ROWS` a chunk fit.
+        BudgetInfeasible: not even `LEAST_ROWS` a chunk fit in a budget of the user; what an accelerator has is tried.
     """
     config, situation = session.config, _situation_in(session, graph)
     keep, num_kept, is_all = _kept_of(site, graph.step, situation, num_tokens)
@@ -216,19 +266,29 @@ def choose_plan(
         found = None if solved is None else solved(rows, LEAST_TOKENS)
         return sum(peak_terms(rows).values()) if found is None else found
 
-    plan = plan_region(
-        region,
-        num_tokens,
-        axis=config.axis,
-        rows_per_chunk=config.rows_per_chunk,
-        tokens_per_chunk=config.tokens_per_chunk,
-        budget_bytes=budget_bytes(config, device),
-        available_bytes=_available_in(situation, session, graph, device),
-        min_rows=LEAST_ROWS,
-        peak_terms=peak_terms,
-        peak_bytes=peak_bytes,
-    )
+    planned = functools.partial(plan_region, region, num_tokens, axis=config.axis)
+    try:
+        plan = planned(
+            rows_per_chunk=config.rows_per_chunk,
+            tokens_per_chunk=config.tokens_per_chunk,
+            budget_bytes=budget_bytes(session, device),
+            available_bytes=_available_in(situation, session, graph, device),
+            min_rows=LEAST_ROWS,
+            peak_terms=peak_terms,
+            peak_bytes=peak_bytes,
+        )
+    except BudgetInfeasible as error:
+        if config.has_budget:
+            raise
+        plan = replace(planned(rows_per_chunk=LEAST_ROWS), reason=_tried(error))
     return replace(plan, keeps=keep, kept_rows=num_kept)
+
+
+def _tried(error: BudgetInfeasible) -> str:
+    return (
+        f"smallest chunk: the step is predicted to take {error.minimum_bytes:,} B of the {error.budget_bytes:,} B that "
+        f"the device has for it"
+    )
 
 
 def keeping_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemory:
@@ -241,7 +301,7 @@ def keeping_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemo
         hidden: tokens of a region or head, for device and dtype.
     """
     config, memory = session.config, run.memory
-    if not config.has_budget:
+    if not run.graph.is_limited:
         if memory.step.estimated or session.history.is_followed(run):
             return lean_of(memory)
         return session.peaks.keeping(Situation(memory, None), 0, functools.partial(free_rows, config, memory))
@@ -310,7 +370,7 @@ def choose_head_plan(
     """The plan of one head for T tokens; experts are taken at their smallest chunks, since they run at other times.
 
     Raises:
-        BudgetInfeasible: not even `LEAST_TOKENS` a chunk fit.
+        BudgetInfeasible: not even `LEAST_TOKENS` a chunk fit in a budget of the user.
     """
     config, head = session.config, graph.step.heads[site].terms
     situation = _situation_in(session, graph)
@@ -320,21 +380,26 @@ def choose_head_plan(
         found = None if solved is None else solved(LEAST_ROWS, rows)
         return head.peak(tokens, rows) if found is None else found
 
-    return plan_head(
-        head,
-        tokens,
-        tokens_per_chunk=config.tokens_per_head_chunk,
-        budget_bytes=budget_bytes(config, device),
-        available_bytes=_available_in(situation, session, graph, device),
-        min_tokens=LEAST_TOKENS,
-        peak_bytes=peak_bytes,
-    )
+    try:
+        return plan_head(
+            head,
+            tokens,
+            tokens_per_chunk=config.tokens_per_head_chunk,
+            budget_bytes=budget_bytes(session, device),
+            available_bytes=_available_in(situation, session, graph, device),
+            min_tokens=LEAST_TOKENS,
+            peak_bytes=peak_bytes,
+        )
+    except BudgetInfeasible as error:
+        if config.has_budget:
+            raise
+        return replace(plan_head(head, tokens, tokens_per_chunk=LEAST_TOKENS), reason=_tried(error))
 
 
 def refusal_of(session: SessionState, situation: Situation, device: torch.device) -> BudgetInfeasible | None:
     """Why a run cannot keep the user's budget, even with the smallest chunks; None where it can."""
     config = session.config
-    available, budget = situation.available_bytes, budget_bytes(config, device)
+    available, budget = situation.available_bytes, budget_bytes(session, device)
     if available is None or budget is None:
         return None
     situation = replace(situation, memory=lean_of(situation.memory))
@@ -389,9 +454,9 @@ def _situation_in(session: SessionState, graph: CalledGraph) -> Situation | None
 def _available_in(
     situation: Situation | None, session: SessionState, graph: CalledGraph, device: torch.device
 ) -> int | None:
-    if situation is not None and session.config.has_budget:
+    if situation is not None and graph.is_limited:
         return situation.available_bytes
-    if budget_bytes(session.config, device) is None:  # else every region would ask every parameter for its gradient
+    if budget_bytes(session, device) is None:  # else every region would ask every parameter for its gradient
         return None
     members = [*session.history.members(), graph]
     return _available_bytes(session, device, members, gradient_bytes(members))
@@ -401,7 +466,7 @@ def _available_bytes(
     session: SessionState, device: torch.device, members: Sequence[CalledGraph], there: int
 ) -> int | None:
     """What a run may use beyond what is there before it: `there` bytes of gradients and inputs among it."""
-    budget = budget_bytes(session.config, device)
+    budget = budget_bytes(session, device)
     if budget is None:
         return None
     return budget - session.persistent_bytes(members) - there - SCALAR_BYTES

@@ -36,12 +36,14 @@ def free_rows(config: Config, run: RunMemory) -> RunMemory:
     return run.keeping(kept_rows(live_bytes(lean, planned), keep_rows(run, planned), limit - limit // SLACK))
 
 
-def describe_budget(config: Config, runs: Sequence[RunMemory]) -> str:
-    """By which budget a step's runs were planned, in words."""
+def describe_budget(config: Config, runs: Sequence[RunMemory], device_bytes: int | None = None) -> str:
+    """By which budget a step's runs were planned, in words; `device_bytes` is what bounds them without one."""
     if config.has_budget:
         return f"memory_budget={config.memory_budget!r} bounds the bytes of a step"
     if config.memory_budget == LEAST:
         return 'memory_budget="least": regions keep nothing'
+    if device_bytes is not None:
+        return f"no memory_budget: what the device has for the step bounds it, {device_bytes:,} B"
     steps = {id(run.step): run for run in runs}.values()
     num_optional = sum(len(run.step.optional) for run in steps)
     if not num_optional:

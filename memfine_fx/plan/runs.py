@@ -36,9 +36,11 @@ class CalledGraph(Protocol):
 
     Args:
         step: memory of the latest of its partitions that ran.
+        is_limited: whether bytes decide what it keeps (`plan.budget.is_limited`).
     """
 
     step: GraphStep
+    is_limited: bool
 
     @property
     def has_gradients(self) -> bool:

@@ -12,8 +12,9 @@ Terms
 2. If it does not fit, the planner asks for the step's peak under other choices. The answers come from records of the
    three partitions, edited (`memory.edits`), so that no graph is partitioned to ask. To full and to spare, what regions
    keep is added; to lean, costly results too. What spare and lean compute again is counted.
-3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept. Regions get room for all
-   their rows, one more region among them than fit; of how many rows they keep something, each run decides
+3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept. What code held beyond an
+   earlier estimate counts for partitions made from the same one of the three: the others may be exact. Regions get room
+   for all their rows, one more region among them than fit; of how many rows they keep something, each run decides
    (`plan.kept`).
 4. If nothing fits, it is lean or spare, whichever holds less; fewer rows a chunk have to do the rest. Lean need not be
    the smaller one where layers have no borders.
@@ -56,7 +57,15 @@ the partitioner save a random state for it, for nothing."""
 
 
 class StepBudget(Protocol):
-    """What a graph's step may use, and what it would."""
+    """What a graph's step may use, and what it would.
+
+    Args:
+        is_asked: whether it is the user's; what an accelerator has overrules no checkpoints of the model's own.
+        beyond: by how many bytes compiled code was seen to hold more than the estimate of a partition made from a base.
+    """
+
+    is_asked: bool
+    beyond: Mapping[str, int]
 
     @property
     def available_bytes(self) -> int:
@@ -135,16 +144,15 @@ def fit(
     budget.add_hints(gm.graph)
     partition = functools.partial(_with_hints, partition, budget)
     with budget.timed("fit"):
-        available = budget.available_bytes
         regions = region_keepables(gm.graph, lambda: budget.rates)
     keeps = largest_keeps(regions)
     full_module, added = _with_regions(gm, keeps)
     full = partition(full_module, decision=_described(keeps, gm.graph))
     tried = functools.partial(_timed, partition, budget)
     # The most common case: no other choice is asked for its peak.
-    if budget.peak(full.forward_memory, full.backward_memory, None) <= available:
+    if budget.peak(full.forward_memory, full.backward_memory, None) <= _available(budget, "full"):
         with budget.timed("fit"):
-            made = _faster(gm, full, tried, budget, keeps)
+            made = _faster(gm, replace(full, base="full"), tried, budget, keeps)
         return replace(made, keeps_all=True, optional=optional_of(regions, keeps))
     with budget.timed("fit"):
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, _without(_sized(full, budget), added))
@@ -197,8 +205,8 @@ def _faster(
     kept_pair, again_pair = _sized(full, budget), _sized(again, budget)
     spared_bytes = int(kept_pair[0].left_bytes) - int(again_pair[0].left_bytes)
     rewritten = 2 * max(0, _written(again_pair) - _written(kept_pair)) / budget.rates.copy_bytes
-    fits = budget.peak(again.forward_memory, again.backward_memory, None) <= budget.available_bytes
-    return again if fits and rewritten < budget.rates.keeping_seconds(spared_bytes, 0) else full
+    fits = budget.peak(again.forward_memory, again.backward_memory, None) <= _available(budget, "spare")
+    return replace(again, base="spare") if fits and rewritten < budget.rates.keeping_seconds(spared_bytes, 0) else full
 
 
 def _fit_less(
@@ -218,8 +226,9 @@ def _fit_less(
         made = _realized(gm, partition, base, choice, results)
         chosen = replace(made, optional=optional_of(base.ranking, base.keeps(choice)))
         part = "" if choice.part is None else choice.part.name
-        if budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows, part) <= budget.available_bytes:
-            return chosen
+        peak = budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows, part)
+        if peak <= _available(budget, base.kind):
+            return replace(chosen, base=base.kind)
     # Compared with the fewest rows, since these are what a step that does not fit will take.
     smallest_rows = budget.rows_choices()[-1][0]
     least = min((lean, spare), key=lambda one: budget.peak(one.forward_memory, one.backward_memory, smallest_rows))
@@ -255,7 +264,7 @@ def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, St
     found: list[tuple[_Base, StepChoice]] = []
     for base in bases:
         peaks = functools.lru_cache(maxsize=None)(functools.partial(_peak_of, base, budget))
-        choice = choose_step(base.ranking, budget.rows_choices(), peaks, budget.available_bytes)
+        choice = choose_step(base.ranking, budget.rows_choices(), peaks, _available(budget, base.kind))
         if choice is not None:
             found.append((base, choice))
     found.sort(key=lambda one: one[0].seconds + one[1].seconds)
@@ -265,6 +274,11 @@ def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, St
 
 def _with_less(choice: StepChoice) -> StepChoice:
     return replace(choice, num_kept=choice.num_kept * 3 // 4, part=None)
+
+
+def _available(budget: StepBudget, base: str) -> int:
+    """What the estimate of a partition may use that is made from a base."""
+    return budget.available_bytes - budget.beyond.get(base, 0)
 
 
 def _peak_of(base: _Base, budget: StepBudget, count: int, rows: int | None) -> int:

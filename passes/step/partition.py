@@ -45,7 +45,7 @@ from memfine_fx.passes.step.fit import Even, StepBudget, even, fit
 from memfine_fx.passes.step.optional import give_room
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.sole import sole_gradients
-from memfine_fx.passes.step.spare import spare
+from memfine_fx.passes.step.spare import has_checkpoints, spare
 from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["Partition", "StepPartitioner", "counted_inputs", "give_values", "partitioned_as_is"]
@@ -105,13 +105,14 @@ class StepPartitioner(CustomPartitionerFn):
         sole = sole_gradients(gm.graph, num_outputs)
         if self._kind is not None:
             chosen = even(gm, num_outputs, partition, self._kind)
-        elif self._budget is not None:
+        elif self._budget is not None and (self._budget.is_asked or not has_checkpoints(gm.graph)):
             chosen = fit(gm, num_outputs, partition, self._budget)
         else:
             results = costly_results(gm.graph, num_outputs) if self._is_fused else []
             optional = {} if self._rates is None else give_room(gm.graph, self._rates)
             spared = spare(gm, results, partition) if self._is_fused else None
-            chosen = replace(partition(gm) if spared is None else spared, optional=optional)
+            # Whatever the budget, nothing else is made without one that is asked for.
+            chosen = replace(partition(gm) if spared is None else spared, optional=optional, is_least=True)
         chosen = replace(chosen, sole=sole)
         if self._report is not None:
             self._report(chosen)

@@ -22,6 +22,7 @@ class Partition:
         decision: what was decided, in words.
         keeps_all: whether all that pays is kept.
         is_least: whether it is the one for budgets that no other fits: nothing smaller can be made.
+        base: "full", "spare" or "lean" (`passes.step.fit`), which it is or was made from; "" without a budget.
         optional: what may be kept where a run has room for it: site -> seconds spared per byte.
         sole: see `GraphStep`.
     """
@@ -33,5 +34,6 @@ class Partition:
     decision: str = ""
     keeps_all: bool = False
     is_least: bool = False
+    base: str = ""
     optional: Mapping[str, float] = field(default_factory=dict)
     sole: Mapping[tuple[str, int], int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from memfine_fx.compat.functorch import recomputing_elementwise
 from memfine_fx.passes.step.costly_results import CostlyResult, is_attention, must_save
 from memfine_fx.passes.step.partitioned import Partition
 
-__all__ = ["cheapest", "spare", "spared"]
+__all__ = ["cheapest", "has_checkpoints", "spare", "spared"]
 
 _SHARE = 0.02
 _STEP_PER_FORWARD = 3
@@ -30,9 +30,12 @@ def spare(gm: fx.GraphModule, results: Sequence[CostlyResult], partition: Callab
         results: its costly results.
         partition: (graph, decision) -> partition.
     """
-    if any("ac_graph_id" in node.meta for node in gm.graph.nodes):
-        return None
-    return spared(gm, results, partition)
+    return None if has_checkpoints(gm.graph) else spared(gm, results, partition)
+
+
+def has_checkpoints(joint: fx.Graph) -> bool:
+    """Whether layers of the model are checkpointed by its own wish."""
+    return any("ac_graph_id" in node.meta for node in joint.nodes)
 
 
 def spared(

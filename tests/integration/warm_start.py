@@ -1,6 +1,6 @@
 """A short training run in a process of its own: what it computed, predicted and took, as one line of JSON.
 
-`python -m tests.integration.warm_start silu [least]` with TORCHINDUCTOR_CACHE_DIR set; see test_warm_start.
+`python -m tests.integration.warm_start silu [least | device]` with TORCHINDUCTOR_CACHE_DIR set; see test_warm_start.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import memfine_fx
 from memfine_fx.memory.measure import trace_memory
+from tests.devices import give_device
 from tests.integration.comparison import relative_error
 from tests.rates import give_rates
 
@@ -56,7 +57,9 @@ def run(activation: str, budget: str | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = Model(Layer(activation), Layer(activation))
     hidden = torch.randn(TOKENS, HIDDEN)
-    model = memfine_fx.optimize(copy.deepcopy(plain), memory_budget=budget)
+    if budget == "device":
+        give_device(1 << 30)
+    model = memfine_fx.optimize(copy.deepcopy(plain), memory_budget=None if budget == "device" else budget)
     digest: list[float] = []
     for keeps in (True, False):
         for one in (plain, model):

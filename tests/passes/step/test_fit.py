@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -28,11 +29,12 @@ RATES = DeviceRates(((32, 1e9), (2048, 1e9)), copy_bytes=1e10, launch_seconds=1e
 class Budget:
     """Counts what partitions hold."""
 
+    is_asked = True
     rates = RATES
     sizes: dict[str, int] = {}  # noqa: RUF012  # as a property of the protocol it may not be a ClassVar
 
-    def __init__(self, available_bytes: int) -> None:
-        self.available_bytes = available_bytes
+    def __init__(self, available_bytes: int, beyond: Mapping[str, int] | None = None) -> None:
+        self.available_bytes, self.beyond = available_bytes, beyond or {}
 
     def add_hints(self, graph: fx.Graph) -> None: ...
 
@@ -58,14 +60,32 @@ def joint_graph() -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
+def held_by(gm: fx.GraphModule, decision: str, lean: int, spared: int, full: int = 400) -> Partition:
+    held = lean if decision.startswith("no costly result") else spared if decision.startswith("element") else full
+    return Partition(gm, gm, holding(held), holding(held), decision)
+
+
+def test_what_code_holds_beyond_an_estimate_counts_for_its_like() -> None:
+    """The full one seems to fit and is known not to; of the others nothing is known."""
+
+    def base_of(beyond: dict[str, int]) -> str:
+        partition = functools.partial(held_by, lean=250, spared=300)
+        found = fit(joint_graph(), 1, partition, Budget(450, beyond))
+        assert not found.is_least
+        return found.base
+
+    assert base_of({}) == "full"
+    assert base_of({"full": 100}) == "spare"
+    assert base_of({"full": 100, "spare": 200}) == "lean"
+
+
 @pytest.mark.parametrize(("lean", "spared", "chosen"), [(300, 200, "elementwise"), (200, 300, "no costly result")])
 def test_where_nothing_fits_the_smaller_partition_is_taken(lean: int, spared: int, chosen: str) -> None:
     decisions: list[str] = []
 
     def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
         decisions.append(decision)
-        held = lean if decision.startswith("no costly result") else spared if decision.startswith("element") else 400
-        return Partition(gm, gm, holding(held), holding(held), decision)
+        return held_by(gm, decision, lean, spared)
 
     found = fit(joint_graph(), 1, partition, Budget(1))
 
