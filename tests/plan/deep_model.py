@@ -40,6 +40,15 @@ class DeepModel:
     situation: Situation | None = None
     peaks: SolvedPeaks = field(default_factory=SolvedPeaks)
     has_gradients: bool = False
+    measures: bool = True
+    device_limits: dict[torch.device, int] = field(default_factory=dict)
+
+    @property
+    def is_limited(self) -> bool:
+        return self.config.has_budget
+
+    def held_bytes(self) -> int:
+        return 0
 
     def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
         return 0
