@@ -11,6 +11,7 @@ running statistics without moving it.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -27,11 +28,13 @@ class Generators:
     """The state of torch's generators, the host's and the accelerator's."""
 
     def __init__(self) -> None:
-        self._host = torch.get_rng_state()
+        # A tensor of 5,056 bytes would live as long as a call that may have to be undone, and in no plan.
+        state = torch.get_rng_state()
+        self._host = ctypes.string_at(state.data_ptr(), state.nbytes)
         self._device = _device_generators()
 
     def restore(self) -> None:
-        torch.set_rng_state(self._host)
+        torch.set_rng_state(torch.frombuffer(bytearray(self._host), dtype=torch.uint8))
         if self._device is not None:
             put_back, state = self._device
             put_back(state)

@@ -17,7 +17,9 @@ import memfine_fx
 from benchmarks.campaign.untouched import untouched
 from memfine_fx.capture import flags
 from memfine_fx.capture.flags import SETTINGS, CapturingCall
+from memfine_fx.capture.undo import Generators
 from memfine_fx.errors import LeftoverShapes
+from memfine_fx.memory.measure import trace_memory
 from memfine_fx.models import MixtralConfig, MixtralMoE
 
 HIDDEN = 16
@@ -162,6 +164,16 @@ def test_a_buffer_too_large_to_copy_in_each_call_is_not() -> None:
     call, _ = capturing(model, lambda number: False)
     call(torch.randn(6, HIDDEN))
     assert not call._written
+
+
+def test_a_call_that_may_be_undone_holds_no_tensor_of_ours() -> None:
+    """It would be in no plan, and break a budget that holds to the byte."""
+    held: list[Generators] = []
+    trace = trace_memory(lambda: held.append(Generators()), torch.device("cpu"))
+    assert trace.peak_bytes > trace.resting_bytes == 0
+    expected = torch.rand(3)
+    held[0].restore()
+    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.slow
