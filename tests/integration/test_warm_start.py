@@ -42,8 +42,10 @@ def run(folder: Path, *arguments: str, **environment: str) -> dict[str, Any]:
 def test_a_second_process_is_as_the_first(tmp_path: Path, arguments: tuple[str, ...], kept: str) -> None:
     """Losses, gradients (kept graph, then added in place), measured bytes and whole reports with their predictions."""
     cold, warm = run(tmp_path, *arguments), run(tmp_path, *arguments)
-    assert (cold.pop("hits"), warm.pop("misses")) == (0, 0)
-    assert cold.pop("misses") == warm.pop("hits") >= 3  # the graph, an expert's forward, its backward
+    missed = cold.pop("misses")
+    assert missed >= 3  # the graph, an expert's forward, its backward
+    # A layer's bodies may be found that the layer before has just written.
+    assert (warm.pop("hits"), warm.pop("misses")) == (cold.pop("hits") + missed, 0)
     assert "gradients added to where they were" in cold["reports"][0]
     assert kept in cold["reports"][1]
     assert kept or "2 regions keep" not in cold["reports"][1]
