@@ -44,7 +44,7 @@ def test_a_second_process_is_as_the_first(tmp_path: Path, arguments: tuple[str, 
     cold, warm = run(tmp_path, *arguments), run(tmp_path, *arguments)
     missed = cold.pop("misses")
     assert missed >= 3  # the graph, an expert's forward, its backward
-    # A layer's bodies may be found that the layer before has just written.
+    # A body may be found that this process has just written.
     assert (warm.pop("hits"), warm.pop("misses")) == (cold.pop("hits") + missed, 0)
     assert "gradients added to where they were" in cold["reports"][0]
     assert kept in cold["reports"][1]
