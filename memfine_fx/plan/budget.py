@@ -266,29 +266,20 @@ def choose_plan(
         found = None if solved is None else solved(rows, LEAST_TOKENS)
         return sum(peak_terms(rows).values()) if found is None else found
 
-    planned = functools.partial(plan_region, region, num_tokens, axis=config.axis)
-    try:
-        plan = planned(
-            rows_per_chunk=config.rows_per_chunk,
-            tokens_per_chunk=config.tokens_per_chunk,
-            budget_bytes=budget_bytes(session, device),
-            available_bytes=_available_in(situation, session, graph, device),
-            min_rows=LEAST_ROWS,
-            peak_terms=peak_terms,
-            peak_bytes=peak_bytes,
-        )
-    except BudgetInfeasible as error:
-        if config.has_budget:
-            raise
-        plan = replace(planned(rows_per_chunk=LEAST_ROWS), reason=_tried(error))
-    return replace(plan, keeps=keep, kept_rows=num_kept)
-
-
-def _tried(error: BudgetInfeasible) -> str:
-    return (
-        f"smallest chunk: the step is predicted to take {error.minimum_bytes:,} B of the {error.budget_bytes:,} B that "
-        f"the device has for it"
+    plan = plan_region(
+        region,
+        num_tokens,
+        axis=config.axis,
+        rows_per_chunk=config.rows_per_chunk,
+        tokens_per_chunk=config.tokens_per_chunk,
+        budget_bytes=budget_bytes(session, device),
+        available_bytes=_available_in(situation, session, graph, device),
+        min_rows=LEAST_ROWS,
+        peak_terms=peak_terms,
+        peak_bytes=peak_bytes,
+        refuses=config.has_budget,
     )
+    return replace(plan, keeps=keep, kept_rows=num_kept)
 
 
 def keeping_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemory:
@@ -380,20 +371,16 @@ def choose_head_plan(
         found = None if solved is None else solved(LEAST_ROWS, rows)
         return head.peak(tokens, rows) if found is None else found
 
-    try:
-        return plan_head(
-            head,
-            tokens,
-            tokens_per_chunk=config.tokens_per_head_chunk,
-            budget_bytes=budget_bytes(session, device),
-            available_bytes=_available_in(situation, session, graph, device),
-            min_tokens=LEAST_TOKENS,
-            peak_bytes=peak_bytes,
-        )
-    except BudgetInfeasible as error:
-        if config.has_budget:
-            raise
-        return replace(plan_head(head, tokens, tokens_per_chunk=LEAST_TOKENS), reason=_tried(error))
+    return plan_head(
+        head,
+        tokens,
+        tokens_per_chunk=config.tokens_per_head_chunk,
+        budget_bytes=budget_bytes(session, device),
+        available_bytes=_available_in(situation, session, graph, device),
+        min_tokens=LEAST_TOKENS,
+        peak_bytes=peak_bytes,
+        refuses=config.has_budget,
+    )
 
 
 def refusal_of(session: SessionState, situation: Situation, device: torch.device) -> BudgetInfeasible | None:
@@ -402,12 +389,11 @@ def refusal_of(session: SessionState, situation: Situation, device: torch.device
     available, budget = situation.available_bytes, budget_bytes(session, device)
     if available is None or budget is None:
         return None
-    situation = replace(situation, memory=lean_of(situation.memory))
-    fewest = _fewest_rows(config, situation.memory)
     smallest = smallest_peak(session, situation)
     if smallest is None or smallest <= available:
         return None
-    peak = peak_of_run(config, situation, fewest, LEAST_TOKENS)
+    situation = replace(situation, memory=lean_of(situation.memory))
+    peak = peak_of_run(config, situation, _fewest_rows(config, situation.memory), LEAST_TOKENS)
     assert peak is not None, "a run of known bytes has a peak"
     return infeasible(_as_terms(peak), budget, available)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.head_bytes import HeadBytes
-from memfine_fx.plan.rows import largest
+from memfine_fx.plan.rows import largest, tried_anyway
 from memfine_fx.records.heads import HeadPlan
 
 __all__ = ["LEAST_TOKENS", "knee_tokens", "plan_head"]
@@ -33,6 +33,7 @@ def plan_head(
     available_bytes: int | None = None,
     min_tokens: int = LEAST_TOKENS,
     peak_bytes: Callable[[int], int] | None = None,
+    refuses: bool = True,
 ) -> HeadPlan:
     """The plan of a head in one step.
 
@@ -44,6 +45,7 @@ def plan_head(
         available_bytes: what of it `peak_bytes` may use, or None without a limit.
         min_tokens: smallest chunk worth planning.
         peak_bytes: of the whole step with R tokens a chunk, increasing in R; by default of the op alone.
+        refuses: whether what fits no chunk is an error; else the smallest is tried.
 
     Raises:
         BudgetInfeasible: not even `min_tokens` a chunk fit.
@@ -64,9 +66,13 @@ def plan_head(
                 ("everything else alive", needed - head.workspace(low)),
             ]
             budget = available_bytes if budget_bytes is None else budget_bytes
-            raise BudgetInfeasible(budget, budget + needed - available_bytes, terms)
-        rows = largest(low, rows, lambda candidate: peak(candidate) <= available_bytes)
-        reason = f"largest chunk with which the step keeps within {available_bytes:,} B"
+            error = BudgetInfeasible(budget, budget + needed - available_bytes, terms)
+            if refuses:
+                raise error
+            rows, reason = low, tried_anyway(error)
+        else:
+            rows = largest(low, rows, lambda candidate: peak(candidate) <= available_bytes)
+            reason = f"largest chunk with which the step keeps within {available_bytes:,} B"
     elif available_bytes is not None:
         reason = f"{reason}, within the budget"
     return HeadPlan(rows, head.peak(num_tokens, rows), reason)

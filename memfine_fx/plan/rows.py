@@ -15,7 +15,16 @@ from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.region_bytes import RegionBytes, region_peak, rows_of_even_round
 from memfine_fx.records import ChunkPlan
 
-__all__ = ["DEVIATIONS", "KNEE_ROWS", "LEAST_ROWS", "infeasible", "largest", "plan_region", "wanted_rows"]
+__all__ = [
+    "DEVIATIONS",
+    "KNEE_ROWS",
+    "LEAST_ROWS",
+    "infeasible",
+    "largest",
+    "plan_region",
+    "tried_anyway",
+    "wanted_rows",
+]
 
 KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
 """Rows a chunk at which time stops falling, where that is not measured for the layer (`plan.knee`).
@@ -41,6 +50,7 @@ def plan_region(
     min_rows: int = LEAST_ROWS,
     peak_terms: Callable[[int], Mapping[str, int]] | None = None,
     peak_bytes: Callable[[int], int] | None = None,
+    refuses: bool = True,
 ) -> ChunkPlan:
     """The plan of one region in one step.
 
@@ -55,6 +65,7 @@ def plan_region(
         peak_terms: bytes by term at the peak with R rows a chunk, increasing in R: of the whole step, or by
             default of the region alone.
         peak_bytes: their sum, where it is known without them.
+        refuses: whether what fits no chunk is an error; else the smallest is tried.
 
     Raises:
         BudgetInfeasible: not even `min_rows` a chunk fits.
@@ -72,14 +83,16 @@ def plan_region(
     if available_bytes is not None and total(rows) > available_bytes:
         low = min(min_rows, rows)
         if total(low) > available_bytes:
-            raise infeasible(terms_of(low), budget_bytes, available_bytes)
-        rows, reason = (
-            largest(low, rows, lambda candidate: total(candidate) <= available_bytes),
-            (
+            error = infeasible(terms_of(low), budget_bytes, available_bytes)
+            if refuses:
+                raise error
+            rows, reason = low, tried_anyway(error)
+        else:
+            rows = largest(low, rows, lambda candidate: total(candidate) <= available_bytes)
+            reason = (
                 f"largest {'round' if _comes_in_rounds(region, axis) else 'chunk'} with which the step keeps within "
                 f"{available_bytes:,} B"
-            ),
-        )
+            )
     elif available_bytes is not None:
         reason = f"{reason}, within the budget"
     predicted = sum(region_peak(region, num_tokens, rows, axis).values())
@@ -150,6 +163,14 @@ def infeasible(terms: Mapping[str, int], budget_bytes: int | None, available_byt
     budget = available_bytes if budget_bytes is None else budget_bytes
     largest = sorted(terms.items(), key=lambda term: -term[1])[:4]
     return BudgetInfeasible(budget, budget + sum(terms.values()) - available_bytes, largest)
+
+
+def tried_anyway(error: BudgetInfeasible) -> str:
+    """Why a plan has the smallest chunks although even these are predicted not to fit."""
+    return (
+        f"smallest chunk: the step is predicted to take {error.minimum_bytes:,} B of the {error.budget_bytes:,} B that "
+        f"the device has for it"
+    )
 
 
 def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:

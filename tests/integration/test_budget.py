@@ -49,7 +49,7 @@ def tokens(batch: int = 2, sequence: int = 256) -> torch.Tensor:
 
 
 def trained(
-    budget: int | None, inner: Any = "aot_eager", sizes: ModelSizes = SIZES, sequence: int = 256
+    budget: int | str | None, inner: Any = "aot_eager", sizes: ModelSizes = SIZES, sequence: int = 256
 ) -> tuple[nn.Module, memfine_fx.Report, int]:
     """(model after a step, report, measured bytes of that step beyond its start)."""
     model = language_model(sizes)

@@ -11,6 +11,7 @@ import torch
 import memfine_fx
 from memfine_fx.memory.measure import trace_memory
 from tests.devices import give_device
+from tests.integration import test_budget
 from tests.integration.test_budget import (
     CPU,
     assert_gradients_exact,
@@ -21,15 +22,11 @@ from tests.integration.test_budget import (
 )
 
 
-def trained(budget: Any = None) -> tuple[torch.nn.Module, memfine_fx.Report, int]:
+def trained(memory_budget: Any = None) -> tuple[torch.nn.Module, memfine_fx.Report, int]:
     """(model after a step, report, measured bytes of that step and the model)."""
-    model = language_model()
-    memfine_fx.optimize(model, inner_backend="aot_eager", dynamic=True, memory_budget=budget)
-    step(model, tokens())
-    model.zero_grad(set_to_none=True)
-    measured = trace_memory(lambda: step(model, tokens()), CPU).peak_bytes
+    model, report, measured = test_budget.trained(memory_budget)
     assert_gradients_exact(model)
-    return model, memfine_fx.report(model), param_bytes(model) + measured
+    return model, report, param_bytes(model) + measured
 
 
 def test_what_fits_the_device_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
