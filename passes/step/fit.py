@@ -105,7 +105,8 @@ class StepBudget(Protocol):
 class _Base:
     """A partition that choices start from: its record, what can be added to it, seconds it takes beyond full.
 
-    `partition` has nothing added; of full there is none, because the one that was made keeps all that pays.
+    `partition` has nothing added; of full there is none, because the one that was made keeps all that pays. The last is
+    how many costly results it computes again.
     """
 
     kind: Literal["full", "spare", "lean"]
@@ -113,6 +114,7 @@ class _Base:
     pair: Pair
     ranking: list[Keepable]
     seconds: float
+    num_costly: int = 0
 
     def keeps(self, choice: StepChoice) -> dict[str, Keep]:
         """What regions keep, by site; of one a part."""
@@ -204,7 +206,7 @@ def _faster(
     again = spared(_with_regions(gm, keeps)[0], (), partition, of_regions=_described_regions(keeps, gm.graph))
     kept_pair, again_pair = _sized(full, budget), _sized(again, budget)
     spared_bytes = int(kept_pair[0].left_bytes) - int(again_pair[0].left_bytes)
-    rewritten = 2 * max(0, _written(again_pair) - _written(kept_pair)) / budget.rates.copy_bytes
+    rewritten = _seconds_rewritten(again_pair, kept_pair, budget.rates)
     fits = budget.peak(again.forward_memory, again.backward_memory, None) <= _available(budget, "spare")
     return replace(again, base="spare") if fits and rewritten < budget.rates.keeping_seconds(spared_bytes, 0) else full
 
@@ -248,15 +250,21 @@ def _bases(
     spare_pair, lean_pair = _sized(spare, budget), _sized(lean, budget)
     costly = _costly_keepables(gm.graph, results, lean_pair[1], budget.rates)
 
-    def rewritten(pair: Pair) -> float:
-        return max(0, _written(pair) - _written(plain)) * 2 / budget.rates.copy_bytes
+    def beyond_full(pair: Pair) -> float:
+        more_left = int(pair[0].left_bytes) - int(plain[0].left_bytes)
+        return _seconds_rewritten(pair, plain, budget.rates) + budget.rates.keeping_seconds(more_left, 0)
 
     again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
     return [
         _Base("full", None, plain, ranked(regions), 0.0),
-        _Base("spare", spare, spare_pair, ranked(regions), rewritten(spare_pair) + again),
-        _Base("lean", lean, lean_pair, ranked([*costly, *regions]), rewritten(lean_pair)),
+        _Base("spare", spare, spare_pair, ranked(regions), beyond_full(spare_pair) + again),
+        _Base("lean", lean, lean_pair, ranked([*costly, *regions]), beyond_full(lean_pair), len(costly)),
     ]
+
+
+def _seconds_rewritten(pair: Pair, full: Pair, rates: DeviceRates) -> float:
+    """What a partition takes longer than another for what it writes once more, and reads."""
+    return 2 * max(0, _written(pair) - _written(full)) / rates.copy_bytes
 
 
 def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, StepChoice]]:
@@ -294,7 +302,7 @@ def _realized(
 ) -> Partition:
     if base.partition is not None and choice.num_kept == 0 and choice.part is None:
         return base.partition
-    kept, left = base.ranking[: choice.num_kept], base.ranking[choice.num_kept :]
+    kept = base.ranking[: choice.num_kept]
     keeps = base.keeps(choice)
     module, _ = _with_regions(gm, keeps)
     of_regions = _described_regions(keeps, gm.graph)
@@ -302,13 +310,11 @@ def _realized(
         return partition(module, decision=_described(keeps, gm.graph))
     if base.kind == "spare":
         return spared(module, results, partition, of_regions=of_regions)
-    dropped = {one.name for one in left if one.keep == "nothing"}
-    num_costly = sum(one.keep == "nothing" for one in base.ranking)
+    saved = {one.name for one in kept if one.keep == "nothing"}
     decision = (
-        f"{num_costly - len(dropped)} of {num_costly} costly results are kept, the others computed again in backward; "
+        f"{len(saved)} of {base.num_costly} costly results are kept, the others computed again in backward; "
         f"{of_regions}"
     )
-    saved = {one.name for one in kept if one.keep == "nothing"}
     return _leaned(module, partition, saved, results, decision)
 
 
@@ -382,7 +388,7 @@ def _costly_keepables(
         names = (node.name, *(user.name for user in node.users))
         storages = tuple(name for name in names if name in made)
         if storages:
-            seconds = result.flops / rates.peak_flops
+            seconds = result.flops / rates.peak_flops - rates.keeping_seconds(result.num_bytes, 0)
             found.append(Keepable(result.name, result.num_bytes, seconds, result.is_in_last_layer, storages=storages))
     return found
 

@@ -134,3 +134,19 @@ def test_elementwise_results_are_not_kept_where_new_memory_takes_longer(
     found = fit(joint_graph(), 1, partition, budget)
 
     assert found.decision.startswith(chosen) and found.keeps_all
+
+
+@pytest.mark.parametrize(
+    ("keep_bytes", "chosen"),
+    [(math.inf, "elementwise"), (1e9, "no costly result")],
+)
+def test_where_all_does_not_fit_new_memory_counts_too(keep_bytes: float, chosen: str) -> None:
+    budget = Budget(2_000)
+    budget.rates = replace(RATES, keep_bytes=keep_bytes)
+
+    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+        is_full, is_lean = decision.startswith("nothing"), decision.startswith("no costly")
+        forward = GraphMemory((Allocation("kept", sympy.Integer(100 if is_lean else 300), 0, None),), (), 1)
+        return Partition(gm, gm, forward, holding(3000 if is_full else 1300 if is_lean else 1000), decision)
+
+    assert fit(joint_graph(), 1, partition, budget).decision.startswith(chosen)
