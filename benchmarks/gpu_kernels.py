@@ -28,7 +28,20 @@ from torch._subclasses import FakeTensorMode
 
 from memfine_fx.runtime.kernels.launches import Launch, recording
 
-__all__ = ["CASES", "PAGE", "RESULTS", "TARGETS", "Case", "Row", "filled", "launches_of", "rows_of", "step_of", "table"]
+__all__ = [
+    "CASES",
+    "PAGE",
+    "RESULTS",
+    "TARGETS",
+    "Case",
+    "Row",
+    "Step",
+    "filled",
+    "launches_of",
+    "rows_of",
+    "step_of",
+    "table",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_kernels.json"
@@ -122,26 +135,59 @@ class Row:
 
 def launches_of(case: Case, target: str) -> tuple[list[Launch], list[Launch]]:
     """The launches of a layer's forward, the sort first, and of its backward, on a fake device."""
-    from memfine_fx.runtime.kernels.layer import LayerOptions, run_backward, run_forward
-    from memfine_fx.runtime.kernels.sorting import sort_assignments
-    from memfine_fx.runtime.kernels.tiling import tiles_for
-
-    dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
-    options = LayerOptions(
-        case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products,
-        case.is_deterministic, case.precision, tiles_for(target, dtype),
-    )  # fmt: skip
-    with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
-        hidden = torch.empty(case.tokens, case.hidden, dtype=dtype)
-        index = torch.empty(case.tokens, case.top_k, dtype=torch.int64)
-        weight = torch.empty(case.tokens * case.top_k, dtype=dtype)
-        params = [torch.empty(shape, dtype=table_dtype) for shape in _shapes(case)]
+    with FakeTensorMode(), torch.device("cuda"):
+        step = Step(case, target)
         with recording() as forward:
-            routing = sort_assignments(index, case.experts)
-            out, kept = run_forward(hidden, weight, routing, params, options)
+            out = step.forward()
         with recording() as backward:
-            run_backward(out, hidden, weight, routing, params, kept, options, [True] * (2 + len(params)))
+            step.backward(out)
     return forward, backward
+
+
+class Step:
+    """Forward and backward of a layer on its inputs, made empty where they are wanted."""
+
+    def __init__(self, case: Case, target: str) -> None:
+        from memfine_fx.runtime.kernels.layer import LayerOptions
+        from memfine_fx.runtime.kernels.tiling import tiles_for
+
+        dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
+        self._options = LayerOptions(
+            case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products,
+            case.is_deterministic, case.precision, tiles_for(target, dtype),
+        )  # fmt: skip
+        self._num_experts = case.experts
+        self._hidden = torch.empty(case.tokens, case.hidden, dtype=dtype)
+        self._index = torch.empty(case.tokens, case.top_k, dtype=torch.int64)
+        self._weight = torch.empty(case.tokens * case.top_k, dtype=dtype)
+        self._params = [torch.empty(shape, dtype=table_dtype) for shape in _shapes(case)]
+        self._kept: Any = None
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        return [self._hidden, self._index, self._weight, *self._params]
+
+    @torch.no_grad()
+    def forward(self) -> torch.Tensor:
+        from memfine_fx.runtime.kernels.layer import run_forward
+        from memfine_fx.runtime.kernels.sorting import sort_assignments
+
+        routing = sort_assignments(self._index, self._num_experts)
+        out, products = run_forward(self._hidden, self._weight, routing, self._params, self._options)
+        self._kept = routing, products
+        return out
+
+    @torch.no_grad()
+    def backward(self, grad: torch.Tensor) -> list[torch.Tensor]:
+        """Gradients of everything but ids."""
+        from memfine_fx.runtime.kernels.layer import run_backward
+
+        routing, products = self._kept
+        wanted = [True] * (2 + len(self._params))
+        found = run_backward(
+            grad, self._hidden, self._weight, routing, self._params, products, self._options, wanted
+        )  # fmt: skip
+        return [one for one in (found.hidden, found.weight, *found.params) if one is not None]
 
 
 def _shapes(case: Case) -> list[tuple[int, ...]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.gpu_kernels import PAGE
+from benchmarks.gpu_peaks import StepBytes, bytes_of_grouped, bytes_of_kernels
 from benchmarks.measures import RESULTS, Answer
 from benchmarks.roofline import CHIPS, PEERS, SHAPES, Chip, Kernel, Shape, kernels_of, least_bytes, peer_kernels, total
 
@@ -19,13 +20,19 @@ __all__ = ["FILE", "filled", "measure", "table"]
 
 FILE = RESULTS / "gpu_roofline.json"
 BYTES_TARGET, TIME_TARGET = 1.15, 1.10
-_WINDOWS = 4
+_WINDOWS, _MANY_WINDOWS = 4, 32
 _PLANS = {  # name -> (windows, keeps products, deterministic)
     "kept, 1 window": (1, True, False),
     f"kept, {_WINDOWS} windows": (_WINDOWS, True, False),
     "kept, 1 window, by token": (1, True, True),
     f"again, {_WINDOWS} windows": (_WINDOWS, False, False),
 }
+_OF_BYTES = {  # the same, of plans whose peaks are shown
+    "kept, 1 window": (1, True, False),
+    f"again, {_WINDOWS} windows": (_WINDOWS, False, False),
+    f"again, {_MANY_WINDOWS} windows": (_MANY_WINDOWS, False, False),
+}
+_PEER = "grouped, checkpoint"
 _SHOWN = ("Qwen3-30B-A3B", "H100")  # whose kernels the page shows one by one
 
 
@@ -47,11 +54,22 @@ def table() -> dict[str, Any]:
     shape = next(one for one in SHAPES if one.name == _SHOWN[0])
     chip = next(one for one in CHIPS if one.name == _SHOWN[1])
     kernels = [_kernel_row(one, chip) for one in kernels_of(_case(shape, f"again, {_WINDOWS} windows"), chip)]
-    return {"layers": layers, "kernels": kernels}
+    return {"layers": layers, "kernels": kernels, "peaks": [_peaks(one) for one in SHAPES]}
+
+
+def _peaks(shape: Shape) -> dict[str, Any]:
+    """Of one layer by each plan, and of the grouped layer; what is allocated does not depend on the device."""
+    found = {plan: bytes_of_kernels(_case(shape, plan), CHIPS[0].target) for plan in _OF_BYTES}
+    found[_PEER] = bytes_of_grouped(_case(shape, "kept, 1 window"))
+    return {"shape": shape.name, "megabytes": {name: _in_megabytes(one) for name, one in found.items()}}
+
+
+def _in_megabytes(counted: StepBytes) -> dict[str, float]:
+    return {"between": _rounded(counted.between / 1e6), "peak": _rounded(counted.peak / 1e6)}
 
 
 def _case(shape: Shape, plan: str) -> Any:
-    windows, keeps_products, is_deterministic = _PLANS[plan]
+    windows, keeps_products, is_deterministic = (_PLANS | _OF_BYTES)[plan]
     rows = -(-shape.rows // windows)
     return shape.case(rows, keeps_products=keeps_products, is_deterministic=is_deterministic)
 
@@ -106,8 +124,14 @@ _BLOCK = re.compile(r"(<!-- roofline: ([^\n]*) -->\n).*?(?=<!-- end -->)", re.DO
 
 
 def filled(text: str, recorded: dict[str, Any]) -> str:
-    """A page with each block named in it written anew: "kernels", "layers" or "peers"."""
-    makers = {"kernels": _kernels_table, "layers": _layers_table, "peers": _peers_table, "misses": _misses}
+    """A page with each block named in it written anew."""
+    makers = {
+        "kernels": _kernels_table,
+        "layers": _layers_table,
+        "peers": _peers_table,
+        "misses": _misses,
+        "peaks": _peaks_table,
+    }
     return _BLOCK.sub(lambda block: block[1] + "\n" + makers[block[2]](recorded) + "\n", text)
 
 
@@ -150,6 +174,18 @@ def _peers_table(recorded: dict[str, Any]) -> str:
             pairs.insert(0, (row["gigabytes"], row["milliseconds"]))
             lines.append([row["shape"], *(f"{size:g} GB, {time:g} ms" for size, time in pairs)])
     return _markdown(head, lines)
+
+
+def _peaks_table(recorded: dict[str, Any]) -> str:
+    """Peak, bytes between forward and backward, and the ratio of peaks to the grouped layer's with a checkpoint."""
+    lines = []
+    for row in recorded["peaks"]:
+        found = row["megabytes"]
+        of_peer = found[_PEER]["peak"]
+        ours = ((found[plan], found[plan]["peak"] / of_peer) for plan in _OF_BYTES)
+        cells = [f"{one['peak']:g} ({ratio:.2f}), {one['between']:g}" for one, ratio in ours]
+        lines.append([row["shape"], f"{of_peer:g}, {found[_PEER]['between']:g}", *cells])
+    return _markdown(["layer", _PEER, *_OF_BYTES], lines)
 
 
 def _misses(recorded: dict[str, Any]) -> str:

@@ -19,13 +19,22 @@ H100 = CHIPS[0]
 
 def test_the_page_shows_what_is_recorded() -> None:
     text = PAGE.read_text()
-    assert text.count("<!-- roofline: ") == 4
+    assert text.count("<!-- roofline: ") == 5
     assert filled(text, RECORDED) == text
 
 
 def test_every_shape_and_device_is_recorded() -> None:
     found = {(row["shape"], row["device"]) for row in RECORDED["layers"]}
     assert found == {(shape.name, chip.name) for shape in SHAPES for chip in CHIPS}
+
+
+def test_windows_hold_less_than_the_grouped_layer_the_more_the_smaller_they_are() -> None:
+    assert [row["shape"] for row in RECORDED["peaks"]] == [shape.name for shape in SHAPES]
+    for row in RECORDED["peaks"]:
+        by_plan = row["megabytes"]
+        plans = ("again, 32 windows", "again, 4 windows", "kept, 1 window", "grouped, checkpoint")
+        peaks = [by_plan[plan]["peak"] for plan in plans]
+        assert peaks == sorted(set(peaks)), row
 
 
 def test_nothing_moves_less_than_the_least() -> None:

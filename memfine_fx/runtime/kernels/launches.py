@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Launch", "Tiles", "launch", "recording"]
+__all__ = ["Launch", "Tiles", "launch", "recording", "skipping"]
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,29 @@ class Launch:
         self.kernel[self.grid](**self.arguments, **self.constants, **options)
 
 
-_recorded: ContextVar[list[Launch] | None] = ContextVar("_recorded", default=None)
+_recorded: ContextVar[list[Launch] | deque[Launch] | None] = ContextVar("_recorded", default=None)
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
     """The launches of what runs inside, none of which is done."""
     launches: list[Launch] = []
+    with _instead(launches):
+        yield launches
+
+
+@contextlib.contextmanager
+def skipping() -> Iterator[None]:
+    """Launches inside are neither done nor noted, so that what they are given lives no longer than in a step."""
+    with _instead(deque(maxlen=0)):
+        yield
+
+
+@contextlib.contextmanager
+def _instead(launches: list[Launch] | deque[Launch]) -> Iterator[None]:
     token = _recorded.set(launches)
     try:
-        yield launches
+        yield
     finally:
         _recorded.reset(token)
 
