@@ -16,7 +16,7 @@ FAST := not slow and not campaign and not cuda and not trainers
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-torch test-slow campaign examples golden coverage coverage-packages coverage-versions docs \
-    figures lint format types check bench bench-quick gpu gpu-kernels clean
+    figures lint format types check bench bench-quick gpu gpu-dry gpu-kernels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -117,6 +117,14 @@ gpu-kernels:  ## check the GPU kernels: on a GPU or in Triton's interpreter, and
 	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) -q triton==$(TRITON) numpy
 	TRITON_INTERPRET=$$($(KERNELS)/bin/python -c "import torch; print(int(not torch.cuda.is_available()))") \
 	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -n 2 -q tests/runtime/kernels
+
+# A CUDA build of torch, about 5 GB, whose wheel is named apart from the CPU's of the same version.
+DRY := .venv-gpu-dry
+gpu-dry:  ## compile models for an H100 without one, and compare with what is recorded
+	test -x $(DRY)/bin/python || $(PYTHON) -m venv $(DRY)
+	$(DRY)/bin/python -m pip install $(PIP_FLAGS) -q "torch===2.13.0"
+	$(DRY)/bin/python -m pip install $(PIP_FLAGS) -q -e ".[hf,cluster]"
+	$(DRY)/bin/python -m benchmarks.gpu_dry
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

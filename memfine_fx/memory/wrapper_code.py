@@ -36,6 +36,7 @@ READER_FILES = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.
 _PHASES = {f"torch.ops.memfine.{name}.default": phase for name, phase in OP_PHASES.items()}
 _KEEPING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_keeping", "experts_backward_kept"))
 _KEPT_ARGUMENT = 8  # of the latter: what the former kept
+_REDUCTIONS = ("sum", "prod", "amin", "amax", "any")
 _CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this
 
 
@@ -233,6 +234,11 @@ class _Reader:
                 self._storages.append(_Storage(scratch))
             if function in _PHASES:
                 self._calls.append(call_of(self._position, _PHASES[function], _texts(call)))
+        elif (reduced := _reduced(call)) is not None:
+            self._hold(name, [self._new(name, reduced.result)])
+            if reduced.is_converted:
+                last = Allocation(f"sums of {name}", reduced.sums, self._position, self._position + 1)
+                self._storages.append(_Storage(last))
         elif name.startswith("buf"):
             raise _Unreadable(f"{name} = {function}(...)")
 
@@ -288,6 +294,36 @@ def _requested_bytes(call: ast.Call, device_type: str) -> sympy.Expr:
     elements = _storage_elements([_sized(one) for one in size.elts], [_sized(one) for one in stride.elts])
     itemsize = getattr(torch, ast.unparse(dtype).removeprefix("torch.")).itemsize
     return _rounded(elements * itemsize, device_type)
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """What a reduction leaves: sums in fp32, and where they are converted a result beside them."""
+
+    sums: sympy.Expr
+    result: sympy.Expr
+    is_converted: bool
+
+
+def _reduced(call: ast.Call) -> _Reduced | None:
+    """The last step of a reduction that a CUDA kernel leaves to the wrapper, in parts that stand in a workspace:
+    `workspace[start : stop].view(parts, n).sum(dim=0).view([...]).to(torch.bfloat16)`, of which the last two may miss.
+    """
+    methods: list[tuple[str, ast.Call]] = []
+    value: ast.expr = call
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        methods.insert(0, (value.func.attr, value))
+        value = value.func.value
+    names = [name for name, _ in methods]
+    if not isinstance(value, ast.Subscript) or len(names) < 2 or names[0] != "view" or len(methods[0][1].args) != 2:
+        return None
+    if names[1] not in _REDUCTIONS or any(name not in ("view", "to") for name in names[2:]):
+        return None
+    count = _sized(methods[0][1].args[1])
+    dtypes = [ast.unparse(one.args[0]).removeprefix("torch.") for name, one in methods if name == "to"]
+    itemsize = getattr(torch, dtypes[-1]).itemsize if dtypes else torch.float32.itemsize
+    sums, result = (_rounded(count * size, "cuda") for size in (torch.float32.itemsize, itemsize))
+    return _Reduced(sums, result, is_converted=bool(dtypes))
 
 
 def _sized(node: ast.expr) -> sympy.Expr:

@@ -159,7 +159,8 @@ def give_values(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.target not in with_state or "val" in node.meta:
             continue
         place = next(place for place, one in enumerate(node.args) if isinstance(one, OpOverload))
-        args, kwargs = fx.map_arg((node.args[place + 1 :], node.kwargs), lambda source: source.meta["val"])
+        given = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+        args, kwargs = fx.map_arg((node.args[place + 1 :], given), lambda source: source.meta["val"])
         fake_mode = fake_mode_of(tree_leaves((args, kwargs)))
         with fake_mode or contextlib.nullcontext(), torch.no_grad():
             result = node.args[place](*args, **kwargs)

@@ -300,3 +300,24 @@ return (buf1, )
         attention_graph(running, is_saving=False),
     )
     assert live(run) == [256 + 64 + scratch, 256 + 64, 256, 256]
+
+
+def test_reductions_that_cuda_kernels_leave_in_parts_make_their_results() -> None:
+    """As torch 2.13 ends the gradient of a norm's weight; blocks of the allocator have 512 bytes."""
+    memory = read(
+        """
+workspace_0 = empty_strided_cuda((2048, ), (1, ), torch.float32)
+kernel.run(workspace_0, 8192)
+buf0 = workspace_0[0 * (4) * (256) : (0 + 1) * (4) * (256)].view(4, 256).sum(dim=0).view([1, 256]).to(torch.bfloat16)
+buf1 = workspace_0[1 * (4) * (256) : (1 + 1) * (4) * (256)].view(4, 256).amax(dim=0).view([256])
+del workspace_0
+return (buf0, buf1)
+"""
+    )
+    assert live(memory) == [8192, 8192, 8192 + 512 + 1024, 8192 + 512 + 1024, 512 + 1024, 512 + 1024]
+
+
+def test_other_calls_upon_a_part_of_a_buffer_are_not_guessed() -> None:
+    source = HEAD + "    buf0 = workspace_0[0:4].view(2, 2).median(dim=0)\n    return (buf0, )\n"
+    with pytest.warns(CompatibilityWarning, match="cannot be read"):
+        assert read_wrapper(source, fx.Graph()) is None

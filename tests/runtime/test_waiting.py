@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from benchmarks.gpu_dry.waiting import Waiting
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.loop import chunks_of, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
 from tests.helpers import HIDDEN, NUM_EXPERTS, bodies_of, mlp, mlp_params
-from tests.runtime.waiting import Waiting
 
 META = torch.device("meta")
 TOP_K, TOKENS = 2, 24

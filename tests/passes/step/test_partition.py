@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -17,9 +18,10 @@ from torch.utils.checkpoint import (
 )
 
 import memfine_fx
+from memfine_fx.compat.functorch import random_state_ops
 from memfine_fx.memory.liveness import CountedInputs
 from memfine_fx.passes.step import partition as partition_module
-from memfine_fx.passes.step.partition import Partition, StepPartitioner, counted_inputs
+from memfine_fx.passes.step.partition import Partition, StepPartitioner, counted_inputs, give_values
 from tests.helpers import HIDDEN, GatheredMoE, hidden_states
 
 Graphs = list[tuple[fx.GraphModule, fx.GraphModule]]
@@ -153,3 +155,20 @@ def test_the_record_of_backward_holds_what_is_computed_again_whether_or_not_unde
     held = {one.name: one.num_bytes for one in partition.backward_memory.allocations}
     attended, _ = sorted(again.users, key=lambda user: int(user.args[1]))
     assert held[attended.name] == hidden_states().nbytes
+
+
+def test_attention_that_runs_from_a_random_state_of_a_device_has_values() -> None:
+    """On CUDA devices what is computed again is told its generator by name, which the operator itself does not know."""
+    graph = fx.Graph()
+    state, query = graph.placeholder("rng_state"), graph.placeholder("query")
+    query.meta["val"] = FakeTensorMode().from_tensor(torch.empty(1, 2, 8, 4))
+    state.meta["val"] = torch.Generator()
+    *_, running = random_state_ops()
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    called = graph.call_function(running, (attention, query, query, query), {"rng_state": state})
+    graph.output(called)
+
+    give_values(graph)
+
+    out, logsumexp = called.meta["val"]
+    assert (out.shape, logsumexp.shape) == ((1, 2, 8, 4), (1, 2, 8))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from benchmarks.gpu_dry.waiting import Waiting
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime import routing, windowed
 from memfine_fx.runtime.bodies import KeptTensor
@@ -16,7 +17,6 @@ from memfine_fx.runtime.kernels.tables import KernelForm
 from memfine_fx.runtime.loop import Kept
 from memfine_fx.runtime.routed import Routed
 from tests.runtime.kernels.cases import in_kernels
-from tests.runtime.waiting import Waiting
 
 pytestmark = in_kernels
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -20,12 +21,23 @@ _FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
 class Waiting(TorchDispatchMode):
-    """Notes the operators that read values, and copies between a device and the host that block."""
+    """Notes the operators that read values, and copies between a device and the host that block.
 
-    def __init__(self) -> None:
+    Args:
+        sees_numbers: whether tensors made of numbers are noted too, for which torch.compile would trace this mode.
+    """
+
+    def __init__(self, *, sees_numbers: bool = True) -> None:
         super().__init__()
         self.found: list[str] = []
-        self._from_numbers = _FromNumbers(self.found)
+        self._from_numbers = _FromNumbers(self.found) if sees_numbers else contextlib.nullcontext()
+
+    supports_higher_order_operators = True  # the random state of what is computed again
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs under this mode; its compilation does not."""
+        return True
 
     def __enter__(self) -> Waiting:
         self._from_numbers.__enter__()
@@ -41,7 +53,8 @@ class Waiting(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         crosses = len({tensor.device.type for tensor in tensors}) > 1
         blocks = not (kwargs or {}).get("non_blocking", False) or result.device.type == "cpu"
-        if func in _READS_VALUES or (crosses and blocks):
+        reads = func in _READS_VALUES and any(tensor.device.type != "cpu" for tensor in tensors)
+        if reads or (crosses and blocks):
             self.found.append(str(func))
         return result
 

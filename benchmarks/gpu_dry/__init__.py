@@ -1,0 +1,1 @@
+"""The compile path for a CUDA device on a machine without one."""

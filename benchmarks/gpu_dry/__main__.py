@@ -1,0 +1,132 @@
+"""Compile models for an H100 and run their steps on fake tensors: nothing is computed, no device is there.
+
+    make gpu-dry                          # makes an environment with a CUDA build of torch; compares with the record
+    python -m benchmarks.gpu_dry --write  # there: writes benchmarks/results/gpu_dry.json and the table of docs/gpu.md
+    python -m benchmarks.gpu_dry --models Mixtral-8x7B
+
+Layers have the sizes of the published models, in bf16; two of them stand for all, and one of DeepSeek-V3, two of which
+such a device could not train. Dynamo, this project's passes, functorch's partitioner and Inductor run as they do for a
+device (`stand_in` answers in its place), and every kernel is compiled to a cubin. Then steps run on fake tensors: what
+Inductor's code would launch is counted, regions run the code that launches the GPU kernels, and operators that wait for
+the device are noted (`waiting`). Peaks are those that the report predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.gpu_dry.stand_in import Kernels, install, restarted
+from benchmarks.gpu_dry.table import FILE, MODELS, PAGE, filled, written
+from benchmarks.known_models import known_config
+
+_SEQUENCES, _LENGTH = 2, 4096
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="record what is found, and write the page's table")
+    parser.add_argument("--models", default=",".join(MODELS), help="only these, separated by commas")
+    options = parser.parse_args(arguments)
+    names = options.models.split(",")
+    if not restarted(sys.argv[1:] if arguments is None else arguments):
+        return 1
+    kernels = install()
+    found = [dry_run(name, kernels) for name in names]
+    for row in found:
+        print(json.dumps(row))
+    if options.write:
+        FILE.write_text(written(found))
+        PAGE.write_text(filled(PAGE.read_text(), found))
+        return 0
+    recorded = [row for row in json.loads(FILE.read_text()) if row["model"] in names]
+    print("as recorded" if recorded == found else "not as recorded: run with --write and look at the difference")
+    return int(recorded != found)
+
+
+def _answer_for_the_device() -> None:
+    """What this project itself asks of a device: rates, here of the data sheet, and the routing, which is unknown."""
+    from benchmarks.roofline import CHIPS, chip_figures
+    from memfine_fx.plan import rates
+    from memfine_fx.plan.cost import DeviceRates
+    from memfine_fx.runtime import loads
+
+    flops, bandwidth = chip_figures(CHIPS[0])
+    products = tuple((rows, flops * min(1.0, rows / 256)) for rows in (32, 128, 512, 2048))
+    rates._measure = lambda device, dtype: DeviceRates(products, bandwidth / 2, launch_seconds=3e-6)
+    rates._measure_products = lambda *arguments: products
+    loads.LoadHistory.note_later = lambda *arguments: None
+
+
+def _model(name: str) -> Any:
+    """On no device, in bf16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = known_config(name)
+    config.num_hidden_layers = MODELS[name]
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 0
+    config._experts_implementation = "grouped_mm"
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def dry_run(name: str, kernels: Kernels) -> dict[str, Any]:
+    """A row: see `table`."""
+    import torch
+    from torch._dynamo.utils import counters
+    from torch._subclasses import FakeTensorMode
+
+    from benchmarks.gpu_dry.regions import Regions
+    from benchmarks.gpu_dry.waiting import Waiting
+    from memfine_fx.compiler.session import sessions
+    from memfine_fx.runtime.kernels.launches import recording
+    from memfine_fx.runtime.store import lookup
+
+    _answer_for_the_device()
+    torch.compiler.reset()
+    kernels.compiled.clear()
+    counters.clear()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _model(name)
+    with mode:
+        model = model.to_empty(device="cuda")
+        ids = torch.empty((_SEQUENCES, _LENGTH), dtype=torch.int64, device="cuda")
+        compiled = torch.compile(model, backend="memfine")
+        for _ in range(2):  # before the second the first has shown what backward holds
+            for parameter in model.parameters():
+                parameter.grad = None
+            kernels.launches.clear()
+            with Waiting(sees_numbers=False) as waiting, Regions() as regions, recording() as launches:
+                loss = compiled(input_ids=ids, labels=ids).loss
+                num_forward = sum(kernels.launches.values())
+                loss.backward()
+    report = sessions()[-1].report()
+    (region, *_) = regions.sites
+    of_region = Counter(launch.name for launch in launches)
+    return {
+        "model": name,
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "regions": len(regions.sites),
+        "generated": len(kernels.compiled),
+        "forward": num_forward,
+        "backward": sum(kernels.launches.values()) - num_forward,
+        "windows": lookup(region).num_chunks,
+        "of_regions": {kernel: count // len(regions.sites) for kernel, count in sorted(of_region.items())},
+        "waits": sorted(waiting.found),
+        "peak_bytes": report.step.peak.num_bytes,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Regions run on tensors that hold nothing: their launch code, not what their operators say of shapes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfine_fx.runtime import op
+
+__all__ = ["Regions"]
+
+_RUN = {
+    getattr(torch.ops.memfine, name).default: getattr(op, name)._init_fn
+    for name in ("route_on_device", "experts", "experts_keeping", "experts_backward", "experts_backward_kept")
+}
+_SITE = {"experts": 5, "experts_keeping": 5, "experts_backward": 6, "experts_backward_kept": 6}
+_FOUND = torch.ops.memfine.experts_backward_kept.default
+
+
+class Regions(TorchDispatchMode):
+    """Runs the implementations of the regions' operators, which a fake mode would pass over; notes the sites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites: dict[str, None] = {}
+
+    supports_higher_order_operators = True  # the random state of what is computed again
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs under this mode; its compilation does not."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _RUN:
+            return func(*args, **(kwargs or {}))
+        place = _SITE.get(func._schema.name.removeprefix("memfine::"))
+        if place is not None:
+            self.sites[args[place]] = None
+        if func is _FOUND:  # the last of what is kept, a number on the host, is of all rows on a device
+            *kept, _ = args[8]
+            number: Any = SimpleNamespace(item=lambda rows=args[3].shape[0]: rows)
+            args = (*args[:8], [*kept, number], *args[9:])
+        return _RUN[func](*args, **(kwargs or {}))
