@@ -1,0 +1,27 @@
+"""Dry runs of models for a GPU: what is recorded is what the page shows, and what the kernels promise."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.gpu_dry.table import FILE, MODELS, PAGE, filled
+
+RECORDED: list[dict[str, Any]] = json.loads(FILE.read_text())
+
+
+def test_the_page_shows_what_is_recorded() -> None:
+    text = PAGE.read_text()
+    assert text.count("<!-- gpu-dry -->") == 1
+    assert filled(text, RECORDED) == text
+
+
+def test_every_layer_of_every_model_is_one_region_that_waits_for_nothing() -> None:
+    assert [row["model"] for row in RECORDED] == list(MODELS)
+    for row in RECORDED:
+        assert (row["graph_breaks"], row["regions"], row["waits"]) == (0, MODELS[row["model"]], []), row
+
+
+def test_launches_of_a_layer_follow_from_its_windows_and_not_from_its_experts() -> None:
+    for row in RECORDED:
+        assert sum(row["of_regions"].values()) <= 14 + 2 * row["windows"], row
