@@ -7,8 +7,9 @@ Then backward needs neither the last projection's output nor its recomputation: 
 a row dot product of tensors that are there anyway (SonicMoE, arXiv 2512.14080; Megatron-Core does the same by
 hand). The product with the weight is rounded to the activation's dtype once, as the projection's output was.
 
-Steps: take the output's multiplication by the weight; walk from its other factor through bias additions down
-to the last matmul; rewrite. Leaves the function alone (returns False) when any step does not match.
+Steps: take the output's multiplication by the weight, before a cast or none (autocast sums in fp32); walk from its
+other factor through bias additions down to the last matmul; rewrite. Leaves the function alone (returns False) when
+any step does not match.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def fold_weight(expert_fn: fx.GraphModule, weight: fx.Node) -> bool:
     """
     graph = expert_fn.graph
     output = next(iter(reversed(graph.nodes)))
-    product = _single_result(output)
+    product = _uncast(_single_result(output))
     if product is None or product.target is not aten.mul.Tensor:
         return False
     factor, column = _split_factors(product, weight)
@@ -64,6 +65,13 @@ def _single_result(output: fx.Node) -> fx.Node | None:
     if isinstance(result, (tuple, list)) and len(result) == 1:
         result = result[0]
     return result if isinstance(result, fx.Node) else None
+
+
+def _uncast(node: fx.Node | None) -> fx.Node | None:
+    """What is cast, by which autocast sums in fp32; the cast stays behind the projection."""
+    while node is not None and node.target is aten._to_copy.default and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _split_factors(product: fx.Node, weight: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:

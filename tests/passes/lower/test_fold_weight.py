@@ -33,6 +33,11 @@ def cast_to_fp32(rows: Tensor, weight: Tensor, up: Tensor, down: Tensor, bias: T
     return (torch.relu(rows @ up) @ down + bias).float() * weight.float().unsqueeze(1)
 
 
+def cast_after(rows: Tensor, weight: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    """As autocast leaves it, which sums over a token's experts in fp32."""
+    return ((torch.relu(rows @ up) @ down + bias) * weight.unsqueeze(1)).float()
+
+
 def weight_on_input(rows: Tensor, weight: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
     return torch.relu((rows * weight.unsqueeze(1)) @ up) @ down + bias
 
@@ -117,7 +122,7 @@ def test_a_bias_is_scaled_by_the_weight() -> None:
     ]
 
 
-@pytest.mark.parametrize("function", [mlp, with_bias, weight_first, cast_to_fp32])
+@pytest.mark.parametrize("function", [mlp, with_bias, weight_first, cast_to_fp32, cast_after])
 def test_folding_keeps_values_and_gradients(function: Callable[..., Tensor]) -> None:
     graph_module = trace(function).graph_module
     assert fold(graph_module)
@@ -128,7 +133,7 @@ def test_folding_keeps_values_and_gradients(function: Callable[..., Tensor]) -> 
         assert largest_error(got, expected) < 1e-5
 
 
-@pytest.mark.parametrize("function", [mlp, with_bias, cast_to_fp32])
+@pytest.mark.parametrize("function", [mlp, with_bias, cast_to_fp32, cast_after])
 def test_folding_in_bf16_is_as_accurate_and_keeps_the_dtype(function: Callable[..., Tensor]) -> None:
     graph_module = trace(function, torch.bfloat16).graph_module
     assert fold(graph_module)
