@@ -4,11 +4,11 @@
     python -m benchmarks.gpu_dry --write  # there: writes benchmarks/results/gpu_dry.json and the table of docs/gpu.md
     python -m benchmarks.gpu_dry --models Mixtral-8x7B
 
-Layers have the sizes of the published models, in bf16; two of them stand for all, and one of DeepSeek-V3, two of which
-such a device could not train. Dynamo, this project's passes, functorch's partitioner and Inductor run as they do for a
-device (`stand_in` answers in its place), and every kernel is compiled to a cubin. Then steps run on fake tensors: what
-Inductor's code would launch is counted, regions run the code that launches the GPU kernels, and operators that wait for
-the device are noted (`waiting`). Peaks are those that the report predicts.
+Layers have the sizes of the published models; two of them stand for all, and one of DeepSeek-V3, two of which such a
+device could not train. Weights are in bf16 but under autocast. Dynamo, this project's passes, functorch's partitioner
+and Inductor run as they do for a device (`stand_in` answers in its place), and every kernel is compiled to a cubin.
+Then a step runs on fake tensors: what Inductor's code would launch is counted, regions run the code that launches the
+GPU kernels, and operators that wait for the device are noted (`waiting`). Peaks are those that the report predicts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu_dry.stand_in import Kernels, install, restarted
-from benchmarks.gpu_dry.table import FILE, MODELS, PAGE, filled, written
+from benchmarks.gpu_dry.stand_in import Kernels, install, restart_once
+from benchmarks.gpu_dry.table import FILE, PAGE, RUNS, Run, filled, written
 from benchmarks.known_models import known_config
 
 _SEQUENCES, _LENGTH = 2, 4096
@@ -30,20 +30,22 @@ _SEQUENCES, _LENGTH = 2, 4096
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="record what is found, and write the page's table")
-    parser.add_argument("--models", default=",".join(MODELS), help="only these, separated by commas")
+    every = ",".join(dict.fromkeys(run.model for run in RUNS))
+    parser.add_argument("--models", default=every, help="only these, separated by commas")
     options = parser.parse_args(arguments)
-    names = options.models.split(",")
-    if not restarted(sys.argv[1:] if arguments is None else arguments):
-        return 1
+    runs = [run for run in RUNS if run.model in options.models.split(",")]
+    if options.write and len(runs) < len(RUNS):
+        parser.error("--write records all models")
+    restart_once(sys.argv[1:] if arguments is None else arguments)
     kernels = install()
-    found = [dry_run(name, kernels) for name in names]
+    found = [dry_run(run, kernels) for run in runs]
     for row in found:
         print(json.dumps(row))
     if options.write:
         FILE.write_text(written(found))
         PAGE.write_text(filled(PAGE.read_text(), found))
         return 0
-    recorded = [row for row in json.loads(FILE.read_text()) if row["model"] in names]
+    recorded = [row for row in json.loads(FILE.read_text()) if row["model"] in {run.name for run in runs}]
     print("as recorded" if recorded == found else "not as recorded: run with --write and look at the difference")
     return int(recorded != found)
 
@@ -62,26 +64,26 @@ def _answer_for_the_device() -> None:
     loads.LoadHistory.note_later = lambda *arguments: None
 
 
-def _model(name: str) -> Any:
-    """On no device, in bf16."""
+def _model(run: Run) -> Any:
+    """On no device."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = known_config(name)
-    config.num_hidden_layers = MODELS[name]
+    config = known_config(run.model)
+    config.num_hidden_layers = run.layers
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0
     config._experts_implementation = "grouped_mm"
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    dtype = torch.float32 if run.has_autocast else torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if run.has_checkpoints:
+        model.gradient_checkpointing_enable()
+    return model.train()
 
 
-def dry_run(name: str, kernels: Kernels) -> dict[str, Any]:
+def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
     """A row: see `table`."""
     import torch
     from torch._dynamo.utils import counters
@@ -98,7 +100,7 @@ def dry_run(name: str, kernels: Kernels) -> dict[str, Any]:
     kernels.compiled.clear()
     counters.clear()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = _model(name)
+    model = _model(run)
     with mode:
         model = model.to_empty(device="cuda")
         ids = torch.empty((_SEQUENCES, _LENGTH), dtype=torch.int64, device="cuda")
@@ -108,14 +110,15 @@ def dry_run(name: str, kernels: Kernels) -> dict[str, Any]:
                 parameter.grad = None
             kernels.launches.clear()
             with Waiting(sees_numbers=False) as waiting, Regions() as regions, recording() as launches:
-                loss = compiled(input_ids=ids, labels=ids).loss
+                with torch.autocast("cuda", torch.bfloat16, enabled=run.has_autocast):
+                    loss = compiled(input_ids=ids, labels=ids).loss
                 num_forward = sum(kernels.launches.values())
                 loss.backward()
     report = sessions()[-1].report()
     (region, *_) = regions.sites
     of_region = Counter(launch.name for launch in launches)
     return {
-        "model": name,
+        "model": run.name,
         "graph_breaks": sum(counters["graph_break"].values()),
         "regions": len(regions.sites),
         "generated": len(kernels.compiled),

@@ -1,7 +1,7 @@
 """Answers in the place of a CUDA device: an H100 that compiles and runs nothing.
 
 torch's own tests of compiling for a device that is not there do the like. Needs a CUDA build of torch, a C compiler
-and a process begun by `restarted`, because libraries take the place of others only where they are loaded first.
+and a process begun by `restart_once`, because libraries take the place of others only where they are loaded first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["Kernels", "install", "restarted"]
+__all__ = ["Kernels", "install", "restart_once"]
 
 _HERE = Path(__file__).parent
 _MARK = "MEMFINE_STAND_IN"
@@ -29,10 +29,10 @@ _PROPERTIES = SimpleNamespace(
 )  # fmt: skip
 
 
-def restarted(arguments: Sequence[str]) -> bool:
-    """Whether this process has the libraries; if not, it gives way to one that has, and does not return."""
+def restart_once(arguments: Sequence[str]) -> None:
+    """Where this process has not the libraries, it gives way to one that has, with the same arguments."""
     if _MARK in os.environ:
-        return True
+        return
     folder = Path(tempfile.mkdtemp(prefix="memfine-stand-in-"))
     for source, library in (("runtime.c", "libruntime.so"), ("driver.c", "libcuda.so.1")):
         compiler = os.environ.get("CC", "cc")

@@ -5,16 +5,46 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_kernels import PAGE
 
-__all__ = ["FILE", "MODELS", "PAGE", "filled", "written"]
+__all__ = ["FILE", "PAGE", "RUNS", "Run", "filled", "written"]
 
 FILE = Path(__file__).resolve().parents[1] / "results" / "gpu_dry.json"
-MODELS = {"Qwen3-30B-A3B": 2, "GPT-OSS-120B": 2, "Mixtral-8x7B": 2, "DeepSeek-V3": 1}
-"""Name in `known_models` -> layers."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model as it is trained.
+
+    Args:
+        model: in `benchmarks.known_models`.
+        layers: of it.
+        has_checkpoints: whether each is checkpointed, by transformers.
+        has_autocast: whether weights are in fp32, under autocast to bf16.
+    """
+
+    model: str
+    layers: int = 2
+    has_checkpoints: bool = False
+    has_autocast: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.model + ", checkpoints" * self.has_checkpoints + ", autocast" * self.has_autocast
+
+
+RUNS = (
+    Run("Qwen3-30B-A3B"),
+    Run("Qwen3-30B-A3B", has_checkpoints=True),
+    Run("Qwen3-30B-A3B", has_autocast=True),
+    Run("GPT-OSS-120B"),
+    Run("Mixtral-8x7B"),
+    Run("DeepSeek-V3", layers=1),
+)
 _BLOCK = re.compile(r"(<!-- gpu-dry -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 

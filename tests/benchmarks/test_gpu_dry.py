@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.gpu_dry.table import FILE, MODELS, PAGE, filled
+from benchmarks.gpu_dry.table import FILE, PAGE, RUNS, filled
 
 RECORDED: list[dict[str, Any]] = json.loads(FILE.read_text())
 
@@ -17,9 +17,9 @@ def test_the_page_shows_what_is_recorded() -> None:
 
 
 def test_every_layer_of_every_model_is_one_region_that_waits_for_nothing() -> None:
-    assert [row["model"] for row in RECORDED] == list(MODELS)
-    for row in RECORDED:
-        assert (row["graph_breaks"], row["regions"], row["waits"]) == (0, MODELS[row["model"]], []), row
+    assert [row["model"] for row in RECORDED] == [run.name for run in RUNS]
+    for row, run in zip(RECORDED, RUNS, strict=True):
+        assert (row["graph_breaks"], row["regions"], row["waits"]) == (0, run.layers, []), row
 
 
 def test_launches_of_a_layer_follow_from_its_windows_and_not_from_its_experts() -> None:
