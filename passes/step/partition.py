@@ -159,6 +159,7 @@ def give_values(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.target not in with_state or "val" in node.meta:
             continue
         place = next(place for place, one in enumerate(node.args) if isinstance(one, OpOverload))
+        # Where generators are inputs of the graph the state comes by name, which the operator itself does not know.
         given = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
         args, kwargs = fx.map_arg((node.args[place + 1 :], given), lambda source: source.meta["val"])
         fake_mode = fake_mode_of(tree_leaves((args, kwargs)))
