@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--write records all models")
     restart_once(sys.argv[1:] if arguments is None else arguments)
     kernels = install()
+    _answer_for_the_device()
     found = [dry_run(run, kernels) for run in runs]
     for row in found:
         print(json.dumps(row))
@@ -95,7 +96,6 @@ def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
     from memfine_fx.runtime.kernels.launches import recording
     from memfine_fx.runtime.store import lookup
 
-    _answer_for_the_device()
     torch.compiler.reset()
     kernels.compiled.clear()
     counters.clear()

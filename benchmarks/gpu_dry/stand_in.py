@@ -6,7 +6,9 @@ and a process begun by `restart_once`, because libraries take the place of other
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,15 +32,19 @@ _PROPERTIES = SimpleNamespace(
 
 
 def restart_once(arguments: Sequence[str]) -> None:
-    """Where this process has not the libraries, it gives way to one that has, with the same arguments."""
+    """Where this process has not the libraries, it gives way to one that has, with the same arguments.
+
+    The libraries and caches are in a folder of their own, which goes when that one ends.
+    """
     if _MARK in os.environ:
+        atexit.register(shutil.rmtree, os.environ[_MARK], ignore_errors=True)
         return
     folder = Path(tempfile.mkdtemp(prefix="memfine-stand-in-"))
     for source, library in (("runtime.c", "libruntime.so"), ("driver.c", "libcuda.so.1")):
         compiler = os.environ.get("CC", "cc")
         subprocess.run([compiler, "-shared", "-fPIC", "-o", str(folder / library), str(_HERE / source)], check=True)
     added = {
-        _MARK: "1",
+        _MARK: str(folder),
         "LD_PRELOAD": str(folder / "libruntime.so"),
         "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "MEMFINE_GPU_KERNELS": "1",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_kernels import PAGE
+from benchmarks.summaries import markdown
 
 __all__ = ["FILE", "PAGE", "RUNS", "Run", "filled", "written"]
 
@@ -45,6 +46,10 @@ RUNS = (
     Run("Mixtral-8x7B"),
     Run("DeepSeek-V3", layers=1),
 )
+_HEAD = (
+    "model", "graph breaks", "regions", "kernels compiled", "launches, forward and backward", "windows of a layer",
+    "a layer's own launches", "waits for the device", "predicted peak",
+)  # fmt: skip
 _BLOCK = re.compile(r"(<!-- gpu-dry -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -55,13 +60,8 @@ def written(rows: Sequence[dict[str, Any]]) -> str:
 
 def filled(text: str, rows: Sequence[dict[str, Any]]) -> str:
     """A page with its table written anew."""
-    head = [
-        "model", "graph breaks", "regions", "kernels compiled", "launches, forward and backward", "windows of a layer",
-        "a layer's own launches", "waits for the device", "predicted peak",
-    ]  # fmt: skip
-    lines = [head, ["---"] * len(head), *map(_cells, rows)]
-    table = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{table}\n", text)
+    table = markdown(" | ".join(_HEAD), [list(map(str, _cells(row))) for row in rows])
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{table}\n\n", text)
 
 
 def _cells(row: dict[str, Any]) -> list[object]:

@@ -27,11 +27,8 @@ _PLANS = {  # name -> (windows, keeps products, deterministic)
     "kept, 1 window, by token": (1, True, True),
     f"again, {_WINDOWS} windows": (_WINDOWS, False, False),
 }
-_OF_BYTES = {  # the same, of plans whose peaks are shown
-    "kept, 1 window": (1, True, False),
-    f"again, {_WINDOWS} windows": (_WINDOWS, False, False),
-    f"again, {_MANY_WINDOWS} windows": (_MANY_WINDOWS, False, False),
-}
+_SMALLER = {f"again, {_MANY_WINDOWS} windows": (_MANY_WINDOWS, False, False)}  # the same, of peaks alone
+_OF_BYTES = ("kept, 1 window", f"again, {_WINDOWS} windows", *_SMALLER)  # whose peaks are shown
 _PEER = "grouped, checkpoint"
 _SHOWN = ("Qwen3-30B-A3B", "H100")  # whose kernels the page shows one by one
 
@@ -69,7 +66,7 @@ def _in_megabytes(counted: StepBytes) -> dict[str, float]:
 
 
 def _case(shape: Shape, plan: str) -> Any:
-    windows, keeps_products, is_deterministic = (_PLANS | _OF_BYTES)[plan]
+    windows, keeps_products, is_deterministic = (_PLANS | _SMALLER)[plan]
     rows = -(-shape.rows // windows)
     return shape.case(rows, keeps_products=keeps_products, is_deterministic=is_deterministic)
 

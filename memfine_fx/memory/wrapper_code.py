@@ -230,15 +230,13 @@ class _Reader:
             if _PHASES.get(function) == "backward":
                 _number(self._held[name], _texts(call)[0])
             if op.scratch:
-                scratch = Allocation(f"scratch of {label}", op.scratch, self._position, self._position + 1)
-                self._storages.append(_Storage(scratch))
+                self._hold_here(f"scratch of {label}", op.scratch)
             if function in _PHASES:
                 self._calls.append(call_of(self._position, _PHASES[function], _texts(call)))
         elif (reduced := _reduced(call)) is not None:
             self._hold(name, [self._new(name, reduced.result)])
-            if reduced.is_converted:
-                last = Allocation(f"sums of {name}", reduced.sums, self._position, self._position + 1)
-                self._storages.append(_Storage(last))
+            if reduced.converted is not None:
+                self._hold_here(f"sums of {name}", reduced.converted)
         elif name.startswith("buf"):
             raise _Unreadable(f"{name} = {function}(...)")
 
@@ -263,6 +261,10 @@ class _Reader:
         storage = _Storage(Allocation(name, num_bytes, self._position, None, is_input))
         self._storages.append(storage)
         return storage
+
+    def _hold_here(self, name: str, num_bytes: sympy.Expr) -> None:
+        """What is alive while one statement runs."""
+        self._storages.append(_Storage(Allocation(name, num_bytes, self._position, self._position + 1)))
 
     def _hold(self, name: str, storages: list[_Storage]) -> None:
         self._drop(name)
@@ -298,11 +300,10 @@ def _requested_bytes(call: ast.Call, device_type: str) -> sympy.Expr:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """What a reduction leaves: sums in fp32, and where they are converted a result beside them."""
+    """Bytes of what a reduction leaves, and of the sums in fp32 that this was converted from, if it was."""
 
-    sums: sympy.Expr
     result: sympy.Expr
-    is_converted: bool
+    converted: sympy.Expr | None
 
 
 def _reduced(call: ast.Call) -> _Reduced | None:
@@ -320,10 +321,11 @@ def _reduced(call: ast.Call) -> _Reduced | None:
     if names[1] not in _REDUCTIONS or any(name not in ("view", "to") for name in names[2:]):
         return None
     count = _sized(methods[0][1].args[1])
+    sums = _rounded(count * torch.float32.itemsize, "cuda")
     dtypes = [ast.unparse(one.args[0]).removeprefix("torch.") for name, one in methods if name == "to"]
-    itemsize = getattr(torch, dtypes[-1]).itemsize if dtypes else torch.float32.itemsize
-    sums, result = (_rounded(count * size, "cuda") for size in (torch.float32.itemsize, itemsize))
-    return _Reduced(sums, result, is_converted=bool(dtypes))
+    if not dtypes:
+        return _Reduced(sums, None)
+    return _Reduced(_rounded(count * getattr(torch, dtypes[-1]).itemsize, "cuda"), sums)
 
 
 def _sized(node: ast.expr) -> sympy.Expr:

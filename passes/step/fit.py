@@ -205,10 +205,9 @@ def _faster(
         return full
     again = spared(_with_regions(gm, keeps)[0], (), partition, of_regions=_described_regions(keeps, gm.graph))
     kept_pair, again_pair = _sized(full, budget), _sized(again, budget)
-    spared_bytes = int(kept_pair[0].left_bytes) - int(again_pair[0].left_bytes)
-    rewritten = _seconds_rewritten(again_pair, kept_pair, budget.rates)
     fits = budget.peak(again.forward_memory, again.backward_memory, None) <= _available(budget, "spare")
-    return replace(again, base="spare") if fits and rewritten < budget.rates.keeping_seconds(spared_bytes, 0) else full
+    pays = _seconds_beyond(again_pair, kept_pair, budget.rates) < 0
+    return replace(again, base="spare") if fits and pays else full
 
 
 def _fit_less(
@@ -250,10 +249,7 @@ def _bases(
     spare_pair, lean_pair = _sized(spare, budget), _sized(lean, budget)
     costly = _costly_keepables(gm.graph, results, lean_pair[1], budget.rates)
 
-    def beyond_full(pair: Pair) -> float:
-        more_left = int(pair[0].left_bytes) - int(plain[0].left_bytes)
-        return _seconds_rewritten(pair, plain, budget.rates) + budget.rates.keeping_seconds(more_left, 0)
-
+    beyond_full = functools.partial(_seconds_beyond, full=plain, rates=budget.rates)
     again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
     return [
         _Base("full", None, plain, ranked(regions), 0.0),
@@ -262,9 +258,12 @@ def _bases(
     ]
 
 
-def _seconds_rewritten(pair: Pair, full: Pair, rates: DeviceRates) -> float:
-    """What a partition takes longer than another for what it writes once more, and reads."""
-    return 2 * max(0, _written(pair) - _written(full)) / rates.copy_bytes
+def _seconds_beyond(pair: Pair, full: Pair, rates: DeviceRates) -> float:
+    """What a partition takes longer than full: for what it writes once more, and reads, less the new memory that it
+    spares between forward and backward.
+    """
+    more_left = int(pair[0].left_bytes) - int(full[0].left_bytes)
+    return 2 * max(0, _written(pair) - _written(full)) / rates.copy_bytes + rates.keeping_seconds(more_left, 0)
 
 
 def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, StepChoice]]:
