@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from memfine_fx.errors import BudgetInfeasible, ConfigError
 
@@ -106,12 +107,20 @@ def activation_sets(parallel: Parallel, r_pp: int, *, recomputes_fully: bool) ->
 
 def sequence_bytes(model: Architecture, parallel: Parallel, m_g: int = 1) -> float:
     """The part of (1) that the sequence fixes, whatever the routing."""
-    heads = model.a * model.h_d + 2 * model.k_a * model.h_d
-    return _scale(parallel, m_g) * model.s * (5 * model.h + heads + model.e_n)
+    return float(_sequence(model, parallel, m_g))
 
 
 def row_bytes(model: Architecture, parallel: Parallel, m_g: int = 1) -> float:
     """Bytes of (1) for each received row: the row, the gate and up output, the expert's output."""
+    return float(_row(model, parallel, m_g))
+
+
+def _sequence(model: Architecture, parallel: Parallel, m_g: int) -> Fraction:
+    heads = model.a * model.h_d + 2 * model.k_a * model.h_d
+    return _scale(parallel, m_g) * model.s * (5 * model.h + heads + model.e_n)
+
+
+def _row(model: Architecture, parallel: Parallel, m_g: int) -> Fraction:
     return _scale(parallel, m_g) * (2 * model.h + 2 * model.g_e)
 
 
@@ -123,7 +132,7 @@ def activation_bytes(model: Architecture, parallel: Parallel, s_prime: float, *,
         chunks: in how many sequential shares; each frees its rows before the next.
         m_g: see `activation_sets`.
     """
-    return math.ceil(sequence_bytes(model, parallel, m_g) + row_bytes(model, parallel, m_g) * s_prime / chunks)
+    return math.ceil(_sequence(model, parallel, m_g) + _row(model, parallel, m_g) * s_prime / chunks)
 
 
 def max_rows(model: Architecture, parallel: Parallel, *, M_sta: float, M_GPU: float, alpha: float, m_g: int = 1) -> int:
@@ -135,10 +144,10 @@ def max_rows(model: Architecture, parallel: Parallel, *, M_sta: float, M_GPU: fl
     """
     if not 0.0 < alpha <= 1.0:
         raise ConfigError(f"alpha={alpha} must be a fraction in (0, 1] of the GPU's memory")
-    fixed = sequence_bytes(model, parallel, m_g)
-    rows = math.floor((alpha * M_GPU - M_sta - fixed) / row_bytes(model, parallel, m_g))
+    fixed, row = _sequence(model, parallel, m_g), _row(model, parallel, m_g)
+    rows = math.floor((Fraction(alpha * M_GPU) - Fraction(M_sta) - fixed) / row)
     if rows < 1:
-        needed = math.ceil(M_sta + fixed + row_bytes(model, parallel, m_g))
+        needed = math.ceil(Fraction(M_sta) + fixed + row)
         terms = [("static", math.ceil(M_sta)), ("sequence activations", math.ceil(fixed))]
         raise BudgetInfeasible(int(alpha * M_GPU), needed, sorted(terms, key=lambda term: -term[1]))
     return rows
@@ -166,8 +175,9 @@ def snap_to_bins(chunks: int, bins: Sequence[int]) -> int:
     return min(fitting) if fitting else -(-chunks // largest) * largest
 
 
-def _scale(parallel: Parallel, m_g: int) -> float:
-    return m_g / (parallel.t * parallel.c) * parallel.D_t * parallel.b
+def _scale(parallel: Parallel, m_g: int) -> Fraction:
+    """Exact, so that the smallest budget that a refusal names is one that fits."""
+    return Fraction(m_g * parallel.D_t * parallel.b, parallel.t * parallel.c)
 
 
 def _check_positive(record: Architecture | Parallel) -> None:

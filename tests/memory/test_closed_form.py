@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from memfine_fx.errors import BudgetInfeasible, ConfigError
@@ -17,7 +17,6 @@ from memfine_fx.memory.closed_form import (
     activation_sets,
     chunk_count,
     max_rows,
-    row_bytes,
     sequence_bytes,
     snap_to_bins,
     static_bytes,
@@ -118,11 +117,14 @@ PARALLELS = st.builds(Parallel, t=st.integers(1, 8), c=st.integers(1, 4), b=st.i
 
 
 @given(ARCHITECTURES, PARALLELS, st.integers(1, 10**6))
+@example(Architecture(s=222, h=23, a=146, h_d=78, k_a=67, g_e=179, e_n=136, t_k=1), Parallel(t=7, D_t=3), 1)
 def test_max_rows_is_the_last_that_fits(model: Architecture, parallel: Parallel, rows: int) -> None:
     limit = activation_bytes(model, parallel, rows) + 10**6
     found = max_rows(model, parallel, M_sta=10**6, M_GPU=limit, alpha=1.0)
-    assert activation_bytes(model, parallel, found) + 10**6 <= limit + 1
-    assert 10**6 + sequence_bytes(model, parallel) + row_bytes(model, parallel) * (found + 1.01) > limit
+    assert found >= rows
+    assert (
+        activation_bytes(model, parallel, found) + 10**6 <= limit < activation_bytes(model, parallel, found + 1) + 10**6
+    )
 
 
 @given(st.integers(0, 10**7), st.integers(1, 10**6))
