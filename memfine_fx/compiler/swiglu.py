@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from memfine_fx.memory.kernel_scratch import product_scratch
+from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
 from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.tracing import TensorSpec
@@ -45,7 +45,7 @@ def layer_bytes(sizes: LayerSizes) -> RegionBytes:
         flops_per_row=bodies.flops_per_row,
         forward_results=forward.results_bytes,
         backward_results=backward.results_bytes,
-        product_scratch=product_scratch([(2 * width, hidden)], dtype, place.type),
+        product_scratch=gradient_scratch([(2 * width, hidden)], dtype, place.type),
         device_type=place.type,
     )
 

@@ -8,6 +8,8 @@ scores and their gradients. In low precision the scores are there in both precis
 2. backward's products need memory of oneDNN's own, for which a bound on what was measured stands;
 3. backward copies a gradient that does not lie as [B,S,H,D] in memory.
 
+Products of matrices in low precision take scratch of oneDNN's (`products`), outside of attention too.
+
 A pointwise kernel of a CPU whose operands differ in dtype casts them first. A product with a weight in 4 bits
 (`compat.bitsandbytes.linear_4bit`) makes the weight whole, beside its scales as floats where these are quantized too.
 On CUDA, kernels that read packed numbers do with less where rows are few.
@@ -42,7 +44,8 @@ from memfine_fx.memory.kernel_probe import (
     measured_scratch,
 )
 from memfine_fx.memory.machine import CpuFeatures, cpu_features
-from memfine_fx.memory.sizes import size_expr
+from memfine_fx.memory.products import ROUNDING, Product, blocks_of, gradient_blocks, product_of
+from memfine_fx.memory.sizes import is_contiguous, size_expr
 from memfine_fx.memory.symbols import ROWS
 
 __all__ = [
@@ -51,7 +54,7 @@ __all__ = [
     "cast_bytes",
     "counted_at",
     "forward_scratch",
-    "product_blocks",
+    "gradient_scratch",
     "product_scratch",
     "scratch_bytes",
 ]
@@ -65,24 +68,11 @@ _PACKING = {torch.bfloat16: (64, 4), torch.float16: (16, 1)}
 """Dtype -> the fewest queries and keys that are packed, and how many products of a thread must share a packed key."""
 _TILE, _HALF_TILE, _INNER_BLOCK = 64, 32, 256
 """oneDNN rounds keys and queries of a block up to these, and takes at most so many keys at once."""
-_FP16_COLUMNS, _ROUNDING = 80, 4096
-"""Columns that it converts to fp32 beside the scores, in fp16; and what small things are rounded up to."""
+_FP16_COLUMNS = 80
+"""Columns that it converts to fp32 beside the scores, in fp16."""
 _CONDITIONAL = ("where", "masked_fill")
 _FLOAT_BYTES = 4
-_PADDING_ROWS, _BLOCK_ROWS = 88, 560
-"""Rows that are added to a product's, which stand for sums in fp32 too, and the most that blocks have at once."""
-_BLOCK_LEFT, _BLOCK_RIGHT, _LEAST_RIGHT = 256, 640, 64
-"""The most of a product's sides, [a,b], that count for one thread, and the fewest columns: results of a block have up
-to 1024, but its factors fewer, so that 640 cover both."""
-
-_AMX_LEFT, _AMX_STEP, _AMX_RIGHT, _AMX_PADDING_ROWS = 256, 16, 64, 288
-"""With AMX tiles: the most of a product's left side that a thread packs, twice the side rounded up to this, with so
-many columns of the right one; and rows beyond the product's."""
-_AMX_MOST = ((64, 2_500_000), (128, 1_750_000))
-"""Smaller side up to which a thread packs at most so many bytes, where the larger is longer than 64; both no longer
-than that, rows are packed all at once."""
-_AMX_MOST_WIDE = 1_400_000
-"""The most where both sides are longer."""
+_MULTIPLYING = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @dataclass(frozen=True)
@@ -128,6 +118,8 @@ def scratch_bytes(node: fx.Node) -> sympy.Expr:
     target, arguments = call_under_random_state(node)
     if qualified_name(target) == LINEAR_4BIT:
         return _unpacked(arguments)
+    if isinstance(target, OpOverload) and op_name(target) in _MULTIPLYING:
+        return _multiplied(target, arguments)
     if target is not _FORWARD and target is not _BACKWARD:
         return sympy.Integer(0)
     call, threads, features = _attention(target, arguments, node.kwargs), torch.get_num_threads(), cpu_features()
@@ -136,6 +128,14 @@ def scratch_bytes(node: fx.Node) -> sympy.Expr:
         return _with_excess(forward_scratch(call, features, threads), inputs, _excess("forward", call.dtype, threads))
     needed = _with_excess(backward_scratch(call, features, threads), inputs, _excess("backward", call.dtype, threads))
     return needed + _copied_gradient(arguments[0])
+
+
+def _multiplied(target: OpOverload, arguments: Sequence[Any]) -> sympy.Expr:
+    first = 1 if op_name(target) in ("addmm", "baddbmm") else 0
+    left, right = (_value(argument) for argument in arguments[first : first + 2])
+    if left.device.type != "cpu" or left.dtype.itemsize >= 4:
+        return sympy.Integer(0)
+    return product_scratch(product_of(left.shape, left.stride(), right.shape, right.stride(), left.dtype))
 
 
 def cast_bytes(node: fx.Node) -> sympy.Expr:
@@ -201,15 +201,15 @@ def _products(call: Attention, features: CpuFeatures) -> sympy.Expr:
     """
     queries, keys = call.query_block, call.key_block
     if call.dtype is torch.float16 and features.fp16:
-        return 4 * (queries * keys + _FP16_COLUMNS * (queries + keys)) + _ROUNDING
+        return 4 * (queries * keys + _FP16_COLUMNS * (queries + keys)) + ROUNDING
     if call.dtype is not torch.bfloat16 or features.bf16 == "none":
         return sympy.Integer(0)
     if features.bf16 == "converted":
-        return 4 * sympy.Max(queries, keys) * call.width + _ROUNDING
+        return 4 * sympy.Max(queries, keys) * call.width + ROUNDING
     rows, columns = _rounded_up(queries, _HALF_TILE), _rounded_up(keys, _TILE)
     inner = sympy.Min(columns, _INNER_BLOCK)
     tiles = 2 * _TILE * columns if features.packs_bf16 else 0
-    return 2 * inner * rows + 2 * _TILE * rows + 4 * _TILE * inner + tiles + _ROUNDING
+    return 2 * inner * rows + 2 * _TILE * rows + 4 * _TILE * inner + tiles + ROUNDING
 
 
 def _attention(target: object, arguments: Sequence[Any], named: Mapping[str, Any]) -> Attention:
@@ -227,12 +227,7 @@ def _copied_gradient(argument: Any) -> sympy.Expr:
     """Bytes of the gradient's copy, unless it lies as [B,S,H,D]."""
     gradient = _value(argument).transpose(1, 2)
     sizes, strides = ([size_expr(one) for one in many] for many in (gradient.shape, gradient.stride()))
-    dense = sympy.Integer(1)
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and sympy.expand(stride - dense) != 0:
-            return sympy.prod(sizes) * gradient.dtype.itemsize
-        dense *= size
-    return sympy.Integer(0)
+    return sympy.S.Zero if is_contiguous(sizes, strides) else sympy.prod(sizes) * gradient.dtype.itemsize
 
 
 def _unpacked(arguments: Sequence[Any]) -> sympy.Expr:
@@ -242,60 +237,33 @@ def _unpacked(arguments: Sequence[Any]) -> sympy.Expr:
     return weight if len(scales) == 1 else weight + _FLOAT_BYTES * size_expr(_value(scales[0]).numel())
 
 
-def product_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device_type: str) -> sympy.Expr:
-    """Bytes in R of oneDNN's blocks of a low-precision product [a,R] @ [R,b] on a CPU; 0 elsewhere.
+def product_scratch(product: Product) -> sympy.Expr:
+    """Bytes that one product takes on this machine's CPU, in its symbols, for the threads that run now.
 
-    At least what bf16 took on one and two threads at sizes of 32 to 2048 and 16 to 8192 rows, where it grew no more
-    beyond 2048 rows (tests/memory/test_kernel_scratch.py asks it of the machine at hand). With AMX it grows further
-    where a result is small: what stands for it is at least what was taken at 27,736 sizes of 1 to 2048 and up to 32768
-    rows (tests/memory/data/product_scratch.json has the nearest).
+    An excess that was measured is that of a weight's gradient, which takes the most.
+    """
+    threads = torch.get_num_threads()
+    counted = blocks_of(product, cpu_features(), threads)
+    if counted == 0:
+        return counted
+    return _with_excess(counted, product.input_bytes, _excess("product", product.dtype, threads))
+
+
+def gradient_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device_type: str) -> sympy.Expr:
+    """Bytes in R of oneDNN's blocks of a low-precision product [a,R] @ [R,b] on a CPU; 0 elsewhere.
 
     Args:
         shapes: of the gradients, [a,b]; others have no product.
         dtype: of the factors; in fp32 it is not oneDNN that multiplies.
         device_type: "cpu" or "cuda".
     """
-    if device_type != "cpu" or dtype.itemsize >= 4:
-        return sympy.Integer(0)
     products = [(int(shape[0]), int(shape[1])) for shape in shapes if len(shape) == 2]
-    if not products:
+    if device_type != "cpu" or dtype.itemsize >= 4 or not products:
         return sympy.Integer(0)
     inputs = dtype.itemsize * max(map(sum, products)) * ROWS
     threads = torch.get_num_threads()
     excess = _excess("product", dtype, threads)
-    return _with_excess(product_blocks(products, dtype, cpu_features(), threads), inputs, excess)
-
-
-def product_blocks(
-    products: Sequence[tuple[int, int]], dtype: torch.dtype, features: CpuFeatures, threads: int
-) -> sympy.Expr:
-    """The largest of these products' blocks; in fp16 those of bf16 in fp32, which has not been measured.
-
-    Each thread has blocks of its own. An AMD EPYC of family 26 gives all threads theirs where sums over rows are split
-    among them, however small the results are; others take less.
-    """
-    if dtype is torch.bfloat16 and features.packs_bf16:
-        return threads * sympy.Max(*(_packed_for_tiles(left, right) for left, right in products))
-    if dtype is torch.float16:
-        item_bytes = 4 if features.fp16 else 0
-    elif features.bf16 == "converted":
-        return sympy.Integer(max(4 * left * right for left, right in products) + _ROUNDING)
-    else:
-        item_bytes = 0 if features.bf16 == "none" else 2
-    padded = [(left, max(right, _LEAST_RIGHT)) for left, right in products]
-    of_thread = max(min(left, _BLOCK_LEFT) + min(right, _BLOCK_RIGHT) for left, right in padded)
-    sides = max(threads * of_thread, *map(sum, padded))
-    blocks = sympy.Rational(3, 2) * sides * sympy.Min(ROWS + _PADDING_ROWS, _BLOCK_ROWS)
-    return item_bytes * blocks + (threads * _ROUNDING if item_bytes else 0)
-
-
-def _packed_for_tiles(left: int, right: int) -> sympy.Expr:
-    """What a thread packs of a product's factors in bf16 for AMX tiles."""
-    sides = min(2 * _AMX_STEP * -(-left // _AMX_STEP), _AMX_LEFT) + _AMX_RIGHT
-    packed = 2 * sides * (ROWS + _AMX_PADDING_ROWS)
-    if max(left, right) <= _AMX_RIGHT:
-        return packed
-    return sympy.Min(packed, next((most for side, most in _AMX_MOST if min(left, right) <= side), _AMX_MOST_WIDE))
+    return _with_excess(gradient_blocks(products, dtype, cpu_features(), threads), inputs, excess)
 
 
 def _with_excess(counted: sympy.Expr, inputs: sympy.Expr, excess: Excess) -> sympy.Expr:
@@ -325,7 +293,7 @@ def counted_at(kernel: Kernel, shape: Shape, dtype: torch.dtype, threads: int) -
     if kernel == "product" and dtype.itemsize >= 4:
         return 0
     if kernel == "product":
-        return int(product_blocks([(shape[0], shape[1])], dtype, cpu_features(), threads).subs(ROWS, shape[2]))
+        return int(gradient_blocks([(shape[0], shape[1])], dtype, cpu_features(), threads).subs(ROWS, shape[2]))
     heads, queries, keys, width = map(sympy.Integer, shape)
     call = Attention(sympy.Integer(1), heads * threads, heads * threads, queries, keys, width, dtype, is_causal=True)
     count = forward_scratch if kernel == "forward" else backward_scratch

@@ -3,7 +3,8 @@
 The wrapper is the last word on memory: after fusion, reordering, in-place updates and reuse of buffers, it says
 which storages are made (`buf = empty_strided_cpu(size, stride, dtype)`), renamed (`a = b`, `reinterpret_tensor`),
 returned by other ops (`torch.ops...`) and dropped (`del buf`), with sizes in the graph's own symbols. It is there
-on cache hits too. Sizes of what other ops return are taken from the FX graph that was compiled.
+on cache hits too. Sizes of what other ops return are taken from the FX graph that was compiled. What a product of
+matrices takes inside follows from the factors that it is called with.
 
 A wrapper in another form (C++, partitions for CUDA graphs) is answered with None and a warning: no timeline, no guess.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from memfine_fx.compat.functorch import call_under_random_state
 from memfine_fx.compat.inductor import WRAPPERS
 from memfine_fx.compat.operators import OpOverload, viewed_arguments
 from memfine_fx.compat.tensors import tree_leaves
-from memfine_fx.memory.kernel_scratch import scratch_bytes
+from memfine_fx.memory.kernel_scratch import product_scratch, scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
+from memfine_fx.memory.products import product_of
 from memfine_fx.memory.sizes import size_expr
 
 __all__ = ["READER_FILES", "read_wrapper"]
@@ -36,6 +38,8 @@ READER_FILES = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.
 _PHASES = {f"torch.ops.memfine.{name}.default": phase for name, phase in OP_PHASES.items()}
 _KEEPING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_keeping", "experts_backward_kept"))
 _KEPT_ARGUMENT = 8  # of the latter: what the former kept
+_PRODUCTS = tuple(f"extern_kernels.{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _REDUCTIONS = ("sum", "prod", "amin", "amax", "any")
 _CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this
 
@@ -60,7 +64,7 @@ def read_wrapper(source: str, graph: fx.Graph, inputs: CountedInputs | None = No
     inputs = inputs or CountedInputs()
     try:
         body = _call_body(ast.parse(source))
-        reader = _Reader(_bytes_of_ops(graph), _input_bytes(graph, inputs.freed), _input_bytes(graph, inputs.held))
+        reader = _Reader(_bytes_of_ops(graph), _layouts_of_inputs(graph), inputs)
         for statement in _flatten(body):
             reader.read(statement)
         return reader.finish()
@@ -88,13 +92,29 @@ def _flatten(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 @dataclass(frozen=True)
+class _Layout:
+    """How a tensor lies in memory."""
+
+    sizes: list[sympy.Expr]
+    strides: list[sympy.Expr]
+    dtype: torch.dtype
+    device_type: str
+
+    @property
+    def num_bytes(self) -> sympy.Expr:
+        """Of the storage that it needs."""
+        elements = _storage_elements(self.sizes, self.strides)
+        return _rounded(elements * self.dtype.itemsize, self.device_type)
+
+
+@dataclass(frozen=True)
 class _OpBytes:
-    """Bytes of one call of an op: its results, and what it needs while it runs.
+    """One call of an op: its results, None for one that is no tensor, and what it needs while it runs.
 
     `views` has for each result the place of the argument that it is a view of, or None.
     """
 
-    results: list[sympy.Expr]
+    results: list[_Layout | None]
     scratch: sympy.Expr
     views: list[int | None]
 
@@ -108,7 +128,7 @@ def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
     calls: dict[str, list[_OpBytes]] = defaultdict(list)
     for node in nodes:
         if node.target not in of_complex or node in complex_ones:
-            results = [_tensor_bytes(one) for one in _values(node)]
+            results = [_layout_of(one) for one in _values(node)]
             if isinstance(node.target, OpOverload):
                 found = _OpBytes(results, scratch_bytes(node), viewed_arguments(node.target))
                 calls[f"torch.ops.{node.target}"].append(found)
@@ -128,17 +148,16 @@ def _values(node: fx.Node) -> list[object]:
     return tree_leaves(node.meta.get("val"))
 
 
-def _input_bytes(graph: fx.Graph, names: Collection[str]) -> dict[str, sympy.Expr]:
-    placeholders = {str(node.target): node.meta.get("val") for node in graph.nodes if node.op == "placeholder"}
-    return {name: _tensor_bytes(value) for name, value in placeholders.items() if name in names}
+def _layouts_of_inputs(graph: fx.Graph) -> dict[str, _Layout]:
+    found = {str(node.target): _layout_of(node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"}
+    return {name: layout for name, layout in found.items() if layout is not None}
 
 
-def _tensor_bytes(value: object) -> sympy.Expr:
+def _layout_of(value: object) -> _Layout | None:
     if not isinstance(value, torch.Tensor):
-        return sympy.Integer(0)
-    sizes = [size_expr(size) for size in value.shape]
-    strides = [size_expr(stride) for stride in value.stride()]
-    return _rounded(_storage_elements(sizes, strides) * value.dtype.itemsize, value.device.type)
+        return None
+    sizes, strides = ([size_expr(one) for one in many] for many in (value.shape, value.stride()))
+    return _Layout(sizes, strides, value.dtype, value.device.type)
 
 
 def _storage_elements(sizes: list[sympy.Expr], strides: list[sympy.Expr]) -> sympy.Expr:
@@ -160,23 +179,24 @@ def _rounded(num_bytes: sympy.Expr, device_type: str) -> sympy.Expr:
 class _Storage:
     allocation: Allocation
     names: set[str] = field(default_factory=set)
+    layout: _Layout | None = None  # of an op's result
 
 
 class _Reader:
-    """Walks the statements; knows which names hold which storages."""
+    """Walks the statements; knows which names hold which storages, and how they lie in them."""
 
-    def __init__(
-        self, ops: dict[str, list[_OpBytes]], freed: dict[str, sympy.Expr], held: dict[str, sympy.Expr]
-    ) -> None:
+    def __init__(self, ops: dict[str, list[_OpBytes]], layouts: dict[str, _Layout], inputs: CountedInputs) -> None:
         self._ops = {name: iter(calls) for name, calls in ops.items()}
         self._storages: list[_Storage] = []
         self._held: dict[str, list[_Storage]] = {}  # a name holds one storage, or all results of an op
         self._calls: list[Call] = []
         self._position = 0
-        for name, num_bytes in freed.items():
-            self._hold(name, [self._new(name, num_bytes, is_input=True)])
-        for name, num_bytes in held.items():  # under no name of the wrapper, which can drop none of them
-            self._new(name, num_bytes, is_input=True)
+        self._layouts = layouts
+        for name, layout in layouts.items():
+            if name in inputs.freed:
+                self._hold(name, [self._new(name, layout.num_bytes, is_input=True)])
+            if name in inputs.held:  # under no name of the wrapper, which can drop none of them
+                self._new(name, layout.num_bytes, is_input=True)
 
     def read(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
@@ -185,6 +205,8 @@ class _Reader:
             for target in statement.targets:
                 if isinstance(target, ast.Name):
                     self._drop(target.id)
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            self._multiply(statement.value)
         self._position += 1
 
     def finish(self) -> GraphMemory:
@@ -194,6 +216,7 @@ class _Reader:
     def _assign(self, name: str, value: ast.expr) -> None:
         if isinstance(value, ast.Name):
             self._hold(name, self._held.get(value.id, []))
+            self._lay(name, self._layouts.get(value.id))
         elif isinstance(value, ast.Subscript):
             self._element(name, value)
         elif isinstance(value, ast.Call):
@@ -208,21 +231,25 @@ class _Reader:
         held = self._held.get(source.id, []) if isinstance(source, ast.Name) else []
         if len(found) == len(places) and sum(found) < len(held):
             self._hold(name, [held[sum(found)]])
+            self._lay(name, held[sum(found)].layout)
 
     def _call(self, name: str, call: ast.Call) -> None:
         function = ast.unparse(call.func)
         if function == "reinterpret_tensor":
             source = call.args[0]
             self._hold(name, self._held.get(source.id, []) if isinstance(source, ast.Name) else [])
+            self._lay(name, self._layout(call))
         elif function.startswith("empty_strided_"):
             device_type = function.removeprefix("empty_strided_").removesuffix("_pinned").split("_")[0]
-            self._hold(name, [self._new(name, _requested_bytes(call, device_type))])
+            layout = _requested(call, device_type)
+            self._hold(name, [self._new(name, layout.num_bytes)])
+            self._lay(name, layout)
         elif function.startswith("torch.ops.") and function in self._ops:
             label = function.removeprefix("torch.ops.")
             op = next(self._ops[function])
             viewed = self._viewed(call, op.views[0]) if len(op.views) == 1 else None
-            made = [self._new(label, num_bytes) for num_bytes in op.results] if viewed is None else viewed
-            self._hold(name, made)
+            self._hold(name, [self._result(label, one) for one in op.results] if viewed is None else viewed)
+            self._lay(name, op.results[0] if len(op.results) == 1 else None)
             if function in _KEEPING:
                 _keep(self._held[name][1:-1], _texts(call))  # the last is how many rows were kept
             elif function in _FINDING:
@@ -239,6 +266,38 @@ class _Reader:
                 self._hold_here(f"sums of {name}", reduced.converted)
         elif name.startswith("buf"):
             raise _Unreadable(f"{name} = {function}(...)")
+
+    def _multiply(self, call: ast.Call) -> None:
+        """What a product of matrices takes while it runs: `extern_kernels.addmm(buf0, buf1, buf2, ..., out=buf3)`."""
+        if ast.unparse(call.func) not in _PRODUCTS:
+            return
+        left, right = (self._layout(factor) for factor in call.args[-2:])
+        if left is None or right is None:
+            raise _Unreadable(ast.unparse(call))
+        if left.device_type == "cpu" and left.dtype in _LOW_PRECISION:
+            product = product_of(left.sizes, left.strides, right.sizes, right.strides, left.dtype)
+            self._hold_here(f"scratch of {ast.unparse(call.func)}", product_scratch(product))
+
+    def _layout(self, value: ast.expr) -> _Layout | None:
+        """How a name, or a part of what it names, lies in memory; None where that is not known."""
+        if isinstance(value, ast.Name):
+            return self._layouts.get(value.id)
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "reinterpret_tensor":
+            source, sizes, strides = value.args[:3]
+            whole = self._layout(source)
+            return None if whole is None else replace(whole, sizes=_sizes(sizes), strides=_sizes(strides))
+        return None
+
+    def _lay(self, name: str, layout: _Layout | None) -> None:
+        if layout is None:
+            self._layouts.pop(name, None)
+        else:
+            self._layouts[name] = layout
+
+    def _result(self, name: str, layout: _Layout | None) -> _Storage:
+        storage = self._new(name, sympy.Integer(0) if layout is None else layout.num_bytes)
+        storage.layout = layout
+        return storage
 
     def _viewed(self, call: ast.Call, place: int | None) -> list[_Storage] | None:
         """The storage of the argument at a place, none for an input that does not count; None where there is no such.
@@ -289,13 +348,16 @@ def _number(storages: Iterable[_Storage], site: str) -> None:
         storage.allocation = replace(storage.allocation, result_of=(site, place))
 
 
-def _requested_bytes(call: ast.Call, device_type: str) -> sympy.Expr:
-    size, stride, dtype = call.args[:3]
-    if not (isinstance(size, ast.Tuple) and isinstance(stride, ast.Tuple)):
-        raise _Unreadable(ast.unparse(call))
-    elements = _storage_elements([_sized(one) for one in size.elts], [_sized(one) for one in stride.elts])
-    itemsize = getattr(torch, ast.unparse(dtype).removeprefix("torch.")).itemsize
-    return _rounded(elements * itemsize, device_type)
+def _requested(call: ast.Call, device_type: str) -> _Layout:
+    sizes, strides, dtype = call.args[:3]
+    named = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
+    return _Layout(_sizes(sizes), _sizes(strides), named, device_type)
+
+
+def _sizes(numbers: ast.expr) -> list[sympy.Expr]:
+    if not isinstance(numbers, ast.Tuple):
+        raise _Unreadable(ast.unparse(numbers))
+    return [_sized(one) for one in numbers.elts]
 
 
 @dataclass(frozen=True)

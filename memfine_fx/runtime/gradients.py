@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from memfine_fx.memory.products import undivided
 from memfine_fx.memory.region_bytes import added_bytes
 from memfine_fx.records import ParamKind
 
@@ -59,6 +60,7 @@ class ParamGradient:
         slot, place = self._slot(expert)
         if place is None:
             return
+        left = undivided(left, right)
         if self._needs_staging(is_part):
             self._stage(slot, torch.mm(left, right))
         elif place.dtype != left.dtype:

@@ -63,6 +63,11 @@ def _peak(traced: TracedBody, inner: InnerBackend) -> sympy.Expr:
     return sympy.Max(sympy.Integer(0), *_undominated(renamed))
 
 
+def _of_up_to_all_rows(peak: sympy.Expr) -> sympy.Expr:
+    """A call has any number of rows up to R: what a kernel takes at some numbers alone counts from each of them on."""
+    return peak.replace(sympy.Equality, lambda rows, number: rows >= number)
+
+
 def _results(traced: TracedBody) -> sympy.Expr:
     """Bytes of what a call returns, in R (and G)."""
     total = sum((tensor_bytes(node) for node in set(outputs_of(traced.graph_module))), sympy.Integer(0))
@@ -179,6 +184,6 @@ class CompiledBody:
         sizes = {str(self._traced.rows): ROWS, str(self._traced.groups): GROUPS}
         if memory is not None and all(str(symbol) in sizes for symbol in memory.symbols):
             peak = memory.peak_expression(lambda call: 0)
-            self.peak_bytes = peak.subs({symbol: sizes[str(symbol)] for symbol in memory.symbols})
+            self.peak_bytes = _of_up_to_all_rows(peak.subs({symbol: sizes[str(symbol)] for symbol in memory.symbols}))
             self._is_read = True
             self._note_read()

@@ -12,7 +12,7 @@ import torch
 from memfine_fx.compat.shapes import hints_of_symbols
 from memfine_fx.expert_parallel.clones import bytes_of_clones, can_clone
 from memfine_fx.expert_parallel.sharded import ShardedExperts
-from memfine_fx.memory.kernel_scratch import product_scratch
+from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, WindowBytes, added_bytes
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.lower.arguments import gradient_shapes, wanted_gradients
@@ -75,7 +75,7 @@ def region_bytes(
         forward_results=sympy.Max(*(forward.results_bytes for forward, _ in pairs)),
         backward_results=sympy.Max(*(backward.results_bytes for _, backward in pairs)),
         device_type=output.device.type,
-        product_scratch=product_scratch(shapes, (low_precision or [hidden.dtype])[0], output.device.type),
+        product_scratch=gradient_scratch(shapes, (low_precision or [hidden.dtype])[0], output.device.type),
         travel=None if exchange is None else exchange.travel,
         clones_forward=_clones_bytes(region, exchange, backward=False),
         clones_backward=_clones_bytes(region, exchange, backward=True),

@@ -15,7 +15,7 @@ from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.errors import ConfigError
 from memfine_fx.fitting.recording import RecordedStep, what_failed
 from memfine_fx.fitting.setup import OptimizerName, Setup, optimizer_bytes
-from memfine_fx.memory.kernel_scratch import product_scratch
+from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.memory.symbols import ROWS
@@ -280,7 +280,7 @@ def test_an_optimizer_of_torch_holds_what_is_said(name: OptimizerName, dtype: to
     said = optimizer_bytes(parameters, Setup(optimizer=name, dtype="fp32"))
     assert said.state == state
     working = trace_memory(step, torch.device("cpu")).peak_bytes
-    blocks = product_scratch([(512, 256)], dtype, "cpu").subs(ROWS, 1)  # Adafactor multiplies its two factors
+    blocks = gradient_scratch([(512, 256)], dtype, "cpu").subs(ROWS, 1)  # Adafactor multiplies its two factors
     assert working <= said.working + 64 * 1024 + blocks * (name == "adafactor")
 
 

@@ -26,12 +26,12 @@ from memfine_fx.memory.kernel_scratch import (
     backward_scratch,
     counted_at,
     forward_scratch,
-    product_blocks,
-    product_scratch,
+    gradient_scratch,
     scratch_bytes,
 )
 from memfine_fx.memory.machine import CpuFeatures, features_of
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.memory.products import gradient_blocks
 from memfine_fx.memory.symbols import ROWS
 from tests.memory.scratch_cases import product_bytes, rows
 
@@ -223,23 +223,23 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize(("width", "hidden"), [(512, 256), (192, 320), (128, 64), (64, 64), (48, 80), (32, 32)])
 def test_scratch_of_a_gradients_product_is_no_more_than_is_counted(width: int, hidden: int, num_rows: int) -> None:
     measured = product_bytes(width, hidden, num_rows, torch.bfloat16)
-    assert measured <= product_scratch([(width, hidden), (7,)], torch.bfloat16, "cpu").subs(ROWS, num_rows)
+    assert measured <= gradient_scratch([(width, hidden), (7,)], torch.bfloat16, "cpu").subs(ROWS, num_rows)
 
 
 def test_products_cover_what_a_cpu_with_amx_took() -> None:
     features = features_of(PRODUCTS["instructions"])
     assert features.packs_bf16 and len(PRODUCTS["rows"]) == 200
     for threads, left, right, num_rows, measured in PRODUCTS["rows"]:
-        counted = product_blocks([(left, right)], torch.bfloat16, features, threads).subs(ROWS, num_rows)
+        counted = gradient_blocks([(left, right)], torch.bfloat16, features, threads).subs(ROWS, num_rows)
         assert measured <= counted <= 6 * measured + threads * (200 << 10), (threads, left, right, num_rows)
 
 
 def test_products_elsewhere_need_none() -> None:
     assert (
-        product_scratch([(8, 8)], torch.float32, "cpu")
-        == product_scratch([(8, 8)], torch.bfloat16, "cuda")
-        == product_scratch([], torch.bfloat16, "cpu")
-        == product_blocks([(8, 8)], torch.bfloat16, CpuFeatures("none", False, False, False), 2)
+        gradient_scratch([(8, 8)], torch.float32, "cpu")
+        == gradient_scratch([(8, 8)], torch.bfloat16, "cuda")
+        == gradient_scratch([], torch.bfloat16, "cpu")
+        == gradient_blocks([(8, 8)], torch.bfloat16, CpuFeatures("none", False, False, False), 2)
         == 0
     )
 
@@ -295,8 +295,8 @@ def test_a_measurement_beyond_the_formula_wins_and_is_warned_of_once(monkeypatch
     features = kernel_scratch.cpu_features()
     assert first >= 2 * forward_scratch(call, features, threads)
     assert second >= 2 * backward_scratch(call, features, threads)
-    formula = product_blocks([(64, 64)], torch.bfloat16, features, threads).subs(ROWS, 100)
-    assert product_scratch([(64, 64)], torch.bfloat16, "cpu").subs(ROWS, 100) >= 2 * formula
+    formula = gradient_blocks([(64, 64)], torch.bfloat16, features, threads).subs(ROWS, 100)
+    assert gradient_scratch([(64, 64)], torch.bfloat16, "cpu").subs(ROWS, 100) >= 2 * formula
 
 
 def _twice(kernel: kernel_probe.Kernel) -> tuple[int, ...]:

@@ -13,8 +13,10 @@ from torch._functorch import config as functorch_config
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compat.functorch import random_state_ops
 from memfine_fx.errors import CompatibilityWarning
+from memfine_fx.memory import wrapper_code
 from memfine_fx.memory.kernel_scratch import scratch_bytes
 from memfine_fx.memory.liveness import CountedInputs, GraphMemory
+from memfine_fx.memory.products import Product
 from memfine_fx.memory.wrapper_code import read_wrapper
 
 HEAD = "def call(self, args):\n    s0, saved, primals_1 = args\n    args.clear()\n"
@@ -315,6 +317,54 @@ return (buf0, buf1)
 """
     )
     assert live(memory) == [8192, 8192, 8192 + 512 + 1024, 8192 + 512 + 1024, 512 + 1024, 512 + 1024]
+
+
+def test_products_take_scratch_by_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 on a CPU; factors are parts of buffers, buffers under another name, inputs and results of ops."""
+    seen: list[Product] = []
+
+    def scratch(product: Product) -> sympy.Expr:
+        seen.append(product)
+        return sympy.Integer(1000 * len(seen))
+
+    monkeypatch.setattr(wrapper_code, "product_scratch", scratch)
+    graph = fx.Graph()
+    weight = graph.placeholder("primals_1")
+    weight.meta["val"] = torch.empty(3, 4, 5, dtype=torch.bfloat16)
+    sorted_rows = graph.call_function(torch.ops.aten.sort.default, (weight,))
+    sorted_rows.meta["val"] = (torch.empty(4, 8, dtype=torch.bfloat16).t(), torch.empty(8, 4, dtype=torch.int64))
+    graph.output(sorted_rows)
+    memory = read(
+        """
+buf0 = empty_strided_cpu((s0, 8), (8, 1), torch.bfloat16)
+buf1 = buf0; del buf0
+buf2 = empty_strided_cpu((8, 8), (8, 1), torch.bfloat16)
+extern_kernels.mm(reinterpret_tensor(buf1, (8, s0), (1, 8), 0), buf1, out=buf2)
+buf3 = empty_strided_cpu((3, 2, 5), (10, 5, 1), torch.bfloat16)
+extern_kernels.bmm(reinterpret_tensor(buf2, (3, 2, 4), (8, 4, 1), 0), primals_1, out=buf3)
+buf4 = torch.ops.aten.sort.default(primals_1)
+buf5 = buf4[0]
+del buf4
+extern_kernels.addmm(buf3, buf5, reinterpret_tensor(buf1, (4, 2), (2, 1), 0), alpha=1, beta=1, out=buf2)
+buf6 = empty_strided_cpu((8, 8), (8, 1), torch.float32)
+extern_kernels.mm(buf6, buf6, out=buf6)
+return (buf2, buf3, buf5)
+""",
+        graph,
+    )
+    one, two, three = seen
+    assert (one.left, one.inner, one.right, one.batch, one.is_by_column) == (8, S0, 8, 1, True)
+    assert (two.left, two.inner, two.right, two.batch, two.is_by_column) == (2, 4, 5, 3, False)
+    assert (three.left, three.inner, three.right, three.batch, three.is_by_column) == (8, 4, 2, 1, True)
+    assert {product.dtype for product in seen} == {torch.bfloat16}
+    found = live(memory, s0=2)
+    assert [found[place] - found[place + 1] for place in (4, 6, 10)] == [1000 - 60, 2000 - 64 - 256, 3000 - 256]
+
+
+def test_a_product_of_something_unknown_is_no_timeline() -> None:
+    source = HEAD + "    extern_kernels.mm(constant_1, constant_1, out=saved)\n    return (saved, )\n"
+    with pytest.warns(CompatibilityWarning, match="cannot be read"):
+        assert read_wrapper(source, fx.Graph()) is None
 
 
 def test_other_calls_upon_a_part_of_a_buffer_are_not_guessed() -> None:
