@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memfine_fx.plan import rates
+from memfine_fx.memory import timing
 from memfine_fx.plan.rates import device_rates, product_rates
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEMFINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(rates, "_LIMIT_S", 0.0)
+    monkeypatch.setattr(timing, "LIMIT_S", 0.0)
     device_rates.cache_clear()
     product_rates.cache_clear()
     return tmp_path / "cache"
