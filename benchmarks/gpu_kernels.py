@@ -5,8 +5,9 @@
     python -m benchmarks.gpu_kernels --page     # writes the table of docs/gpu.md from that file; compiles nothing
 
 A layer's step is run on fake tensors of a real model's sizes, which notes its launches; each is compiled for each
-target as it would be launched. Registers and spills are as ptxas and the AMDGPU backend say, tensor-core instructions
-are counted in PTX and ISA. Nothing of it is a time.
+target as it would be launched, with the tiles that stand first in `tiling` and with those that are timed beside them on
+a device. Registers and spills are as ptxas and the AMDGPU backend say, tensor-core instructions are counted in PTX and
+ISA. Nothing of it is a time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,14 @@ class Row:
     products: bool
 
 
-def launches_of(case: Case, target: str) -> tuple[list[Launch], list[Launch]]:
-    """The launches of a layer's forward, the sort first, and of its backward, on a fake device."""
+def launches_of(case: Case, target: str, tiles: Any = None) -> tuple[list[Launch], list[Launch]]:
+    """The launches of a layer's forward, the sort first, and of its backward, on a fake device.
+
+    Args:
+        tiles: of the kernels, or None for those that stand in `tiling`.
+    """
     with FakeTensorMode(), torch.device("cuda"):
-        step = Step(case, target)
+        step = Step(case, target, tiles)
         with recording() as forward:
             out = step.forward()
         with recording() as backward:
@@ -147,14 +152,14 @@ def launches_of(case: Case, target: str) -> tuple[list[Launch], list[Launch]]:
 class Step:
     """Forward and backward of a layer on its inputs, made empty where they are wanted."""
 
-    def __init__(self, case: Case, target: str) -> None:
+    def __init__(self, case: Case, target: str, tiles: Any = None) -> None:
         from memfine_fx.runtime.kernels.layer import LayerOptions
         from memfine_fx.runtime.kernels.tiling import tiles_for
 
         dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
         self._options = LayerOptions(
             case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products,
-            case.is_deterministic, case.precision, tiles_for(target, dtype),
+            case.is_deterministic, case.precision, tiles or tiles_for(target, dtype),
         )  # fmt: skip
         self._num_experts = case.experts
         self._hidden = torch.empty(case.tokens, case.hidden, dtype=dtype)
@@ -207,6 +212,21 @@ def rows_of(case: Case, target: Target) -> list[Row]:
         if step not in found:
             found[step] = _row(case, target, step, launch)
     return list(found.values())
+
+
+def timed_rows(case: Case, target: Target) -> list[Row]:
+    """Every different kernel of a case with each of the tiles that are timed beside the first."""
+    from memfine_fx.runtime.kernels.tiling import candidates, tiles_for
+
+    dtype = getattr(torch, case.dtype)
+    found = []
+    for one in fields(tiles_for(target.name, dtype)):
+        for tiles in candidates(target.name, dtype, one.name)[1:]:
+            chosen = replace(tiles_for(target.name, dtype), **{one.name: tiles})
+            launches = [launch for part in launches_of(case, target.name, chosen) for launch in part]
+            steps = {step_of(launch): launch for launch in launches if launch.name == f"{one.name}_kernel"}
+            found += [_row(case, target, step, launch) for step, launch in steps.items()]
+    return found
 
 
 _TELLING = ("WRITES_PRODUCTS", "WRITES_ACTIVATED", "HAS_SECOND", "HAS_BIAS", "IS_ATOMIC", "IS_FIRST_WINDOW")
@@ -302,9 +322,22 @@ def table() -> dict[str, Any]:
     import triton
 
     rows = [asdict(row) for case in CASES for target in TARGETS for row in rows_of(case, target)]
+    timed = [
+        asdict(row)
+        for case in CASES
+        if not case.is_deterministic
+        for target in TARGETS
+        for row in timed_rows(case, target)
+    ]
     launches = {case.name: [len(part) for part in launches_of(case, "sm_90")] for case in CASES}
     cases = [asdict(case) for case in CASES]
-    return {"triton": triton.__version__, "cases": cases, "launches_forward_backward": launches, "rows": rows}
+    return {
+        "triton": triton.__version__,
+        "cases": cases,
+        "launches_forward_backward": launches,
+        "rows": rows,
+        "timed": timed,
+    }
 
 
 _TABLE = re.compile(r"(<!-- table: ([^\n]*) -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -333,20 +366,28 @@ def _cell(row: dict[str, Any]) -> str:
 
 def _written(found: dict[str, Any]) -> str:
     """JSON with a line for each row, so that a change is seen where it is."""
-    head = json.dumps({name: value for name, value in found.items() if name != "rows"}, indent=1).removesuffix("\n}")
-    rows = ",\n  ".join(json.dumps(row) for row in found["rows"])
-    return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
+    head = json.dumps({name: value for name, value in found.items() if name not in _ROWS}, indent=1).removesuffix("\n}")
+    rows = {name: ",\n  ".join(json.dumps(row) for row in found[name]) for name in _ROWS}
+    return head + "".join(f',\n "{name}": [\n  {lines}\n ]' for name, lines in rows.items()) + "\n}\n"
+
+
+_ROWS = ("rows", "timed")
 
 
 def differences(recorded: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
     """What a table says otherwise than another, in words."""
-    before, now = ({(row["case"], row["target"], row["step"]): row for row in one["rows"]} for one in (recorded, found))
+    before, now = ({_key(row): row for name in _ROWS for row in one[name]} for one in (recorded, found))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             yield f"{', '.join(key)}: recorded {before.get(key)}, found {now.get(key)}"
     for name in ("triton", "cases", "launches_forward_backward"):
         if recorded[name] != found[name]:
             yield f"{name}: recorded {recorded[name]}, found {found[name]}"
+
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    """What tells a row from all others: the step with these tiles."""
+    return tuple(str(row[name]) for name in ("case", "target", "step", "tile", "num_warps", "num_stages"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

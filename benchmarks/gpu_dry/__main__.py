@@ -52,16 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer_for_the_device() -> None:
-    """What this project itself asks of a device: rates, here of the data sheet, and the routing, which is unknown."""
+    """What this project asks of a device: rates, here of the data sheet; times of tiles and routing, unknown here."""
     from benchmarks.roofline import CHIPS, chip_figures
     from memfine_fx.plan import rates
     from memfine_fx.plan.cost import DeviceRates
     from memfine_fx.runtime import loads
+    from memfine_fx.runtime.kernels import tuning
+    from memfine_fx.runtime.kernels.tiling import target_of, tiles_for
 
     flops, bandwidth = chip_figures(CHIPS[0])
     products = tuple((rows, flops * min(1.0, rows / 256)) for rows in (32, 128, 512, 2048))
-    rates._measure = lambda device, dtype: DeviceRates(products, bandwidth / 2, launch_seconds=3e-6)
+    rates._measure = lambda *arguments: DeviceRates(products, bandwidth / 2, launch_seconds=3e-6)
     rates._measure_products = lambda *arguments: products
+    tuning.tune = lambda kind, device: tiles_for(target_of(device), kind.dtype)
     loads.LoadHistory.note_later = lambda *arguments: None
 
 

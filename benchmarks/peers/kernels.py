@@ -72,17 +72,21 @@ def _megablocks(module: Any, sizes: Sizes) -> Forward:
 
 
 def _memfine_kernels(num_windows: int) -> Wrap:
-    """This project's kernels over windows of rows, on the block's own parameters."""
+    """This project's kernels over windows of rows, on the block's own parameters, in tiles that were timed."""
 
     def wrap(module: Any, sizes: Sizes) -> Forward:
         from memfine_fx.runtime.kernels.layer import LayerOptions, swiglu_experts
+        from memfine_fx.runtime.kernels.tuning import kind_of, tune
 
         experts = module.experts
 
         def forward_experts(hidden: torch.Tensor, expert_index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             rows = -(-expert_index.numel() // num_windows)
-            tables = [experts.gate_up_proj, experts.down_proj]
-            return swiglu_experts(hidden, expert_index, weight, tables, LayerOptions(max(1, rows)))
+            tables, tiles = [experts.gate_up_proj, experts.down_proj], None
+            if hidden.device.type == "cuda":  # in the first call, which is not measured
+                kind = kind_of("halves", "swiglu", False, "ieee", hidden, tables, expert_index.shape[1])
+                tiles = tune(kind, hidden.device)
+            return swiglu_experts(hidden, expert_index, weight, tables, LayerOptions(max(1, rows), tiles=tiles))
 
         experts.forward = forward_experts
         forward: Forward = module

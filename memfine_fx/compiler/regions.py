@@ -37,7 +37,7 @@ from memfine_fx.report.roles import region_graph
 from memfine_fx.runtime.kernels.tables import KernelForm
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
-from memfine_fx.runtime.windowed import can_run
+from memfine_fx.runtime.windowed import can_run, tune_tiles
 
 __all__ = ["BodyRegions", "lower_regions", "plan_regions", "read_bodies"]
 
@@ -190,10 +190,13 @@ def _plan(
 
 
 def _kernels_of(region: MoERegion, bodies: ExpertBodies, config: Config) -> KernelForm | None:
-    """The form in which the GPU kernels run a region on one rank; None where they do not."""
-    tensors = [tensor_of(node) for node in (region.hidden, *region.params)]
-    runs = uses_gpu_kernels() and config.axis == "rows" and can_run(bodies.kernel_form, tensors)
-    return bodies.kernel_form if runs else None
+    """The form in which the GPU kernels run a region on one rank, their tiles timed; None where they do not."""
+    hidden, *params = [tensor_of(node) for node in (region.hidden, *region.params)]
+    form = bodies.kernel_form
+    if form is None or not uses_gpu_kernels() or config.axis != "rows" or not can_run(form, [hidden, *params]):
+        return None
+    tune_tiles(form, hidden, params, region.dims.top_k)
+    return form
 
 
 def _with_knee(terms_of: Callable[[Keep], RegionBytes], knee: int | None, keep: Keep) -> RegionBytes:

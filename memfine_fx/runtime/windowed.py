@@ -24,12 +24,14 @@ from memfine_fx.runtime.store import LiveRegion
 if TYPE_CHECKING:  # these need Triton
     from memfine_fx.runtime.kernels.layer import Gradients, LayerOptions, Products
     from memfine_fx.runtime.kernels.sorting import Routing
+    from memfine_fx.runtime.kernels.tiling import LayerTiles
 
-__all__ = ["can_keep", "can_run", "is_taken", "run_backward", "run_forward", "sort_on_device"]
+__all__ = ["can_keep", "can_run", "is_taken", "run_backward", "run_forward", "sort_on_device", "tune_tiles"]
 
 ResultT = TypeVar("ResultT")
 
 _DEVICES = ("cuda",)
+_TIMED = ("cuda",)  # devices on which tiles are chosen by time: not in the interpreter
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_ENTRIES = 2**31 - 1
 
@@ -187,14 +189,43 @@ def _arguments(
         offsets = sent(offsets.to(torch.int32), routed.hidden.device)
     # The inverse map is for deterministic sums only.
     routing = Routing(routed.order, routed.order, offsets, routed.top_k)
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     params = [routed.params[position][0] for position in form.positions]
     products = None if kept is None else _products(kept, form)
     options = LayerOptions(
         plan.rows_per_chunk, layout=form.layout, activation=form.activation, has_bias=form.has_bias,
-        keeps_products=products is not None, precision=precision,
+        keeps_products=products is not None, precision=_precision(),
+        tiles=_tiles(form, routed.hidden, params, routed.top_k, measures=False),
     )  # fmt: skip
     return routing, replace(options, rows_per_window=_rows(routed, params, options, plan)), params, products
+
+
+def _precision() -> str:
+    """Of products of fp32, as torch multiplies them."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def tune_tiles(form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int) -> None:
+    """Time the kernels' tiles on a CUDA device for such a layer, unless that was done; see `kernels.tuning`.
+
+    Args:
+        form: of the layer.
+        hidden: its rows, which may be fake.
+        params: of its expert function, in that function's order; may be fake.
+        top_k: K.
+    """
+    _tiles(form, hidden, [params[position] for position in form.positions], top_k, measures=True)
+
+
+def _tiles(
+    form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int, *, measures: bool
+) -> LayerTiles | None:
+    """Those that were timed; None where none were, which are those that stand in the code."""
+    from memfine_fx.runtime.kernels.tuning import kind_of, tune, tuned
+
+    if hidden.device.type not in _TIMED:
+        return None
+    kind = kind_of(form.layout, form.activation, form.has_bias, _precision(), hidden, params, top_k)
+    return tune(kind, hidden.device) if measures else tuned(kind, hidden.device)
 
 
 def _rows(routed: Routed, params: Sequence[torch.Tensor], options: LayerOptions, plan: ChunkPlan) -> int:

@@ -1,6 +1,7 @@
-"""Tile sizes of a layer's kernels by target and dtype: one choice each, taken from what compiles without spills.
+"""Tile sizes of a layer's kernels by target and dtype: a short list each, of what compiles without spills.
 
-benchmarks/results/gpu_kernels.json says what each takes of a target. No choice was timed.
+benchmarks/results/gpu_kernels.json says what each takes of a target. `tuning` times the lists on a device; nowhere else
+was anything timed, and the first of each list stands.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from memfine_fx.runtime.kernels.launches import Tiles
 
-__all__ = ["LEAST_COLUMNS", "LayerTiles", "target_of", "tiles_for"]
+__all__ = ["LEAST_COLUMNS", "LayerTiles", "candidates", "target_of", "tiles_for"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,35 @@ _FULL_PRECISION = LayerTiles(
     down_backward=Tiles(64, 32, 32, num_warps=4, num_stages=2),
     weight_gradient=Tiles(64, 32, 32, num_warps=4, num_stages=2),
 )
-LEAST_COLUMNS = min(tiles.down_backward.columns for tiles in (*_LOW_PRECISION.values(), _FULL_PRECISION))
-"""Of all targets: each tile of so many columns has a part of the routing weight's gradient."""
+_OF_GATE_UP = (Tiles(128, 128, 64, 8, 3), Tiles(128, 64, 64, 8, 4), Tiles(64, 128, 64, 8, 3))
+_OF_WEIGHT_GRADIENT = (Tiles(64, 64, 64, 4, 3), Tiles(64, 128, 64, 8, 3), Tiles(128, 64, 32, 8, 4))
+_OTHERS: dict[str, dict[str, tuple[Tiles, ...]]] = {
+    "sm_80": {
+        "gate_up": (Tiles(128, 64, 64, 8, 4), Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 8, 3)),
+        "down": (Tiles(128, 64, 64, 8, 4), Tiles(128, 64, 64, 4, 3), Tiles(64, 64, 64, 4, 3)),
+        "down_backward": (Tiles(64, 64, 64, 8, 4), Tiles(128, 32, 64, 8, 4), Tiles(64, 32, 64, 4, 4)),
+        "weight_gradient": _OF_WEIGHT_GRADIENT,
+    },
+    "sm_90": {
+        "gate_up": _OF_GATE_UP,
+        "down": (Tiles(128, 256, 64, 8, 3), Tiles(128, 128, 64, 8, 4), Tiles(64, 128, 64, 4, 4)),
+        "down_backward": (Tiles(128, 32, 64, 8, 4), Tiles(64, 64, 64, 8, 4), Tiles(64, 32, 64, 4, 4)),
+        "weight_gradient": _OF_WEIGHT_GRADIENT,
+    },
+    "sm_100": {
+        "gate_up": _OF_GATE_UP,
+        "down": (Tiles(128, 128, 64, 8, 4), Tiles(128, 64, 64, 4, 3), Tiles(64, 128, 64, 4, 4)),
+        "down_backward": (Tiles(64, 64, 64, 4, 3), Tiles(128, 32, 64, 8, 4), Tiles(64, 32, 64, 4, 4)),
+        "weight_gradient": _OF_WEIGHT_GRADIENT,
+    },
+    "gfx942": {
+        "gate_up": (Tiles(128, 128, 32, 8, 2), Tiles(128, 64, 32, 8, 2), Tiles(64, 64, 32, 4, 2)),
+        "down": (Tiles(128, 128, 64, 8, 2), Tiles(128, 64, 32, 4, 2), Tiles(64, 64, 32, 4, 2)),
+        "down_backward": (Tiles(128, 64, 32, 8, 2), Tiles(64, 64, 32, 4, 2), Tiles(64, 32, 32, 4, 2)),
+        "weight_gradient": (Tiles(128, 64, 32, 8, 2), Tiles(64, 64, 32, 8, 2), Tiles(64, 32, 32, 4, 2)),
+    },
+}
+"""What is timed beside them, in 16 bits: larger tiles, other shapes of the same size, more stages, fewer warps."""
 
 
 @functools.cache
@@ -73,7 +101,22 @@ def target_of(device: torch.device) -> str:
 
 
 def tiles_for(target: str, dtype: torch.dtype) -> LayerTiles:
-    """The tiles for rows of a dtype on a target of `target_of`."""
+    """The tiles for rows of a dtype on a target of `target_of`, where nothing was timed."""
     if dtype is torch.float32:
         return _FULL_PRECISION
     return _LOW_PRECISION[target]
+
+
+def candidates(target: str, dtype: torch.dtype, name: str) -> tuple[Tiles, ...]:
+    """What may be timed of one kernel, named as in `LayerTiles`; first what `tiles_for` has."""
+    first: Tiles = getattr(tiles_for(target, dtype), name)
+    return (first,) if dtype is torch.float32 else (first, *_OTHERS[target][name])
+
+
+LEAST_COLUMNS = min(
+    tiles.columns
+    for target in _LOW_PRECISION
+    for dtype in (torch.bfloat16, torch.float32)
+    for tiles in candidates(target, dtype, "down_backward")
+)
+"""Of all targets: each tile of so many columns has a part of the routing weight's gradient."""

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu_kernels import CASES, PAGE, RESULTS, ROOT, TARGETS, filled
 
@@ -29,11 +30,25 @@ def test_every_case_is_recorded_for_the_target(target: Any) -> None:
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_recorded_kernels_fit_the_target(target: Any) -> None:
-    for row in RECORDED["rows"]:
+    for row in (*RECORDED["rows"], *RECORDED["timed"]):
         if row["target"] == target.name:
             assert row["spilled_bytes"] == 0, row
             assert row["shared_bytes"] <= target.shared_limit, row
             assert bool(row["tensor_core"]) is row["products"], row
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_all_tiles_that_are_timed_are_recorded(target: Any) -> None:
+    from memfine_fx.runtime.kernels.tiling import candidates
+
+    for name in ("gate_up", "down", "down_backward", "weight_gradient"):
+        expected = {
+            (f"{one.rows}x{one.columns}x{one.depth}", one.num_warps, one.num_stages)
+            for one in candidates(target.name, torch.bfloat16, name)[1:]
+        }
+        rows = [row for row in RECORDED["timed"] if row["target"] == target.name and row["step"].split(",")[0] == name]
+        assert {(row["tile"], row["num_warps"], row["num_stages"]) for row in rows} == expected
+        assert {"Qwen3-30B-A3B", "GPT-OSS-120B"} <= {row["case"] for row in rows}
 
 
 def test_the_page_shows_what_is_recorded() -> None:

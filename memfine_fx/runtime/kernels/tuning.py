@@ -1,0 +1,180 @@
+"""Tiles of a layer's kernels by time on the device: each of a short list is launched, the fastest stays.
+
+A list has only what compiles without spills for its target (`tiling`, benchmarks/results/gpu_kernels.json). It is run
+once for what the kernels are compiled for, before the first step: on tables of as many experts as `_TABLE_BYTES` hold,
+which leave L2, with even routing, in one window. The result is kept on disk beside the machine's rates. Where a list
+cannot be run the first of it stays, which is what stands in `tiling`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from memfine_fx.memory.machine import keep_fields, kept_fields, measurement_key
+from memfine_fx.memory.measure import run_outside_compilation
+from memfine_fx.memory.timing import seconds_of
+from memfine_fx.runtime.kernels.launches import Launch, Tiles, recording
+from memfine_fx.runtime.kernels.layer import LayerOptions, run_backward, run_forward
+from memfine_fx.runtime.kernels.sorting import sort_assignments
+from memfine_fx.runtime.kernels.tables import Activation, Layout
+from memfine_fx.runtime.kernels.tiling import LayerTiles, candidates, target_of, tiles_for
+
+__all__ = ["LayerKind", "kind_of", "tune", "tuned"]
+
+_LOG = logging.getLogger(__name__)
+
+_TABLE_BYTES = 256 << 20
+_MOST_EXPERTS, _ROWS_PER_EXPERT = 16, 512
+
+Seconds = Callable[[Launch, torch.device], float]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer's kernels are compiled for.
+
+    Args:
+        layout, activation, has_bias, precision: as of `layer.LayerOptions`.
+        dtype: of the rows.
+        params: shape, strides and dtype of each parameter.
+        top_k: K.
+    """
+
+    layout: Layout
+    activation: Activation
+    has_bias: bool
+    precision: str
+    dtype: torch.dtype
+    params: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    top_k: int
+
+
+def kind_of(
+    layout: Layout,
+    activation: Activation,
+    has_bias: bool,
+    precision: str,
+    hidden: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    top_k: int,
+) -> LayerKind:
+    """The kind of a layer with these rows [T,H] and parameters, in the order of its layout."""
+    told = tuple((tuple(map(int, one.shape)), tuple(map(int, one.stride())), one.dtype) for one in params)
+    return LayerKind(layout, activation, has_bias, precision, hidden.dtype, told, top_k)
+
+
+_known: dict[tuple[LayerKind, torch.device], LayerTiles] = {}
+
+
+def tuned(kind: LayerKind, device: torch.device) -> LayerTiles | None:
+    """What `tune` found in this process; None where it was not asked."""
+    return _known.get((kind, device))
+
+
+def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) -> LayerTiles:
+    """The fastest tiles of each kernel, from this process, from the disk, or measured now.
+
+    Args:
+        seconds: of a launch; of the device's time where it is None.
+    """
+    found = _known.get((kind, device))
+    if found is None:
+        name = f"tiles_{measurement_key('cuda', kind, _lists(kind, device))}"
+        found = _read(kept_fields(name))
+        if found is None:
+            measure = functools.partial(_measured, kind, device, seconds or _seconds_of_launch)
+            measured = run_outside_compilation(device.type, measure)
+            if measured is not None:
+                keep_fields(name, asdict(measured))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # what stood there leaves gaps that the step's tensors do not fill
+            found = measured or tiles_for(target_of(device), kind.dtype)
+        _known[kind, device] = found
+    return found
+
+
+def _lists(kind: LayerKind, device: torch.device) -> dict[str, tuple[Tiles, ...]]:
+    return {one.name: candidates(target_of(device), kind.dtype, one.name) for one in fields(LayerTiles)}
+
+
+def _read(told: Any) -> LayerTiles | None:
+    try:
+        return LayerTiles(**{one.name: Tiles(**told[one.name]) for one in fields(LayerTiles)})
+    except (KeyError, TypeError):
+        return None
+
+
+def _seconds_of_launch(launch: Launch, device: torch.device) -> float:
+    return seconds_of([launch.run], device)
+
+
+def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> LayerTiles | None:
+    """None where there is no memory for it."""
+    chosen = tiles_for(target_of(device), kind.dtype)
+    lists = {name: tiles for name, tiles in _lists(kind, device).items() if len(tiles) > 1}
+    if not lists:
+        return chosen
+    try:
+        layer = _Layer(kind, device)
+    except torch.OutOfMemoryError:
+        _LOG.warning("GPU kernels run with the tiles that stand in the code: there is no memory to time others in")
+        return None
+    for name, tiles in lists.items():
+        times = {one: _seconds(layer, replace(chosen, **{name: one}), name, seconds) for one in tiles}
+        chosen = replace(chosen, **{name: min(tiles, key=times.__getitem__)})  # the first of equals
+        _LOG.info("tiles of %s: %s", name, {one: f"{1e6 * taken:.0f} us" for one, taken in times.items()})
+    return chosen
+
+
+def _seconds(layer: _Layer, tiles: LayerTiles, name: str, seconds: Seconds) -> float:
+    """Of a step's launches of one kernel; infinite where one of them does not run with these tiles."""
+    try:
+        return sum(seconds(one, layer.device) for one in layer.launches(tiles, name))
+    except Exception as error:  # of the compiler or of the driver: its types differ by version and target
+        _LOG.info("%s does not run with %s: %s", name, getattr(tiles, name), error)
+        return float("inf")
+
+
+class _Layer:
+    """A layer of a kind, with fewer experts where its tables are large."""
+
+    def __init__(self, kind: LayerKind, device: torch.device) -> None:
+        self.device = device
+        self._kind = kind
+        sizes = [strides[0] * dtype.itemsize for _, strides, dtype in kind.params]
+        experts = max(1, min(_MOST_EXPERTS, kind.params[0][0][0], _TABLE_BYTES // max(1, sum(sizes))))
+        # Zeros would be multiplied faster than numbers are, and the user's own random state is not touched.
+        self._numbers = torch.Generator(device).manual_seed(0)
+        self._params = [
+            torch.empty_strided((experts, *shape[1:]), strides, dtype=dtype, device=device).normal_(
+                0.0, 0.02, generator=self._numbers
+            )
+            for shape, strides, dtype in kind.params
+        ]
+        tokens = -(-experts * _ROWS_PER_EXPERT // kind.top_k)
+        self._hidden = torch.randn(tokens, self._width(), dtype=kind.dtype, device=device, generator=self._numbers)
+        self._weight = torch.ones(tokens * kind.top_k, dtype=kind.dtype, device=device)
+        index = torch.arange(tokens * kind.top_k, device=device).remainder(experts).view(-1, kind.top_k)
+        self._routing = sort_assignments(index, experts)
+
+    def _width(self) -> int:
+        kind = self._kind
+        return LayerOptions(1, kind.layout, kind.activation, kind.has_bias).tables_of(self._params).hidden
+
+    def launches(self, tiles: LayerTiles, name: str) -> Iterator[Launch]:
+        """Those of one kernel in a step of the layer, ready to be run."""
+        kind, num_rows = self._kind, self._weight.shape[0]
+        options = LayerOptions(
+            num_rows, kind.layout, kind.activation, kind.has_bias, precision=kind.precision, tiles=tiles
+        )
+        with recording() as launches:
+            out, _ = run_forward(self._hidden, self._weight, self._routing, self._params, options)
+            wanted = [True] * (2 + len(self._params))
+            run_backward(out, self._hidden, self._weight, self._routing, self._params, None, options, wanted)
+        return (one for one in launches if one.name.removesuffix("_kernel") == name)

@@ -1,0 +1,187 @@
+"""Tiles by time: the fastest of a list, kept on disk; each of the lists gives the layer's results."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memfine_fx
+from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
+from memfine_fx.runtime import windowed
+from tests.runtime.kernels.cases import DEVICE, Sizes, in_kernels, parameters, relative_error
+from tests.runtime.kernels.test_layer import check
+
+pytestmark = in_kernels
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+NAMES = ("gate_up", "down", "down_backward", "weight_gradient")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is known yet."""
+    from memfine_fx.runtime.kernels import tuning
+
+    monkeypatch.setenv("MEMFINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "measurement_key", lambda kind, *parts: str(abs(hash(repr(parts)))))  # of no device
+    monkeypatch.setattr(tuning, "_known", {})
+    return tmp_path / "cache"
+
+
+def kind(dtype: torch.dtype = torch.float16, *, has_bias: bool = False) -> Any:
+    from memfine_fx.runtime.kernels.tuning import kind_of
+
+    sizes = Sizes(experts=40, hidden=32, width=24)
+    params = parameters("halves", sizes, dtype, has_bias=has_bias)
+    return kind_of("halves", "swiglu", has_bias, "ieee", torch.empty(3, 32, dtype=dtype), params, 2)
+
+
+def tile_of(launch: Any) -> Any:
+    from memfine_fx.runtime.kernels.launches import Tiles
+
+    sizes = (launch.constants[name] for name in ("TILE_ROWS", "TILE_COLUMNS", "TILE_DEPTH"))
+    return Tiles(*sizes, launch.num_warps, launch.num_stages)
+
+
+def test_the_fastest_of_each_list_is_chosen_and_the_first_of_equals() -> None:
+    from memfine_fx.runtime.kernels.tiling import candidates, tiles_for
+    from memfine_fx.runtime.kernels.tuning import tune, tuned
+
+    seen: dict[str, list[Any]] = {}
+
+    def seconds(launch: Any, device: torch.device) -> float:
+        name = launch.name.removesuffix("_kernel")
+        seen.setdefault(name, []).append(tile_of(launch))
+        return 1.0 if name == "down" and tile_of(launch) == candidates("sm_80", torch.float16, "down")[-1] else 2.0
+
+    found = tune(kind(), DEVICE, seconds)
+    default = tiles_for("sm_80", torch.float16)
+    assert (found.gate_up, found.down_backward, found.weight_gradient) == (
+        default.gate_up, default.down_backward, default.weight_gradient,
+    )  # fmt: skip
+    assert found.down == candidates("sm_80", torch.float16, "down")[-1] != default.down
+    for name in NAMES:  # forward's and backward's launches of each, in the order of the list
+        assert tuple(dict.fromkeys(seen[name])) == candidates("sm_80", torch.float16, name)
+    assert len(seen["down"]) == 2 * len(candidates("sm_80", torch.float16, "down"))
+    assert tuned(kind(), DEVICE) == found
+    assert tuned(kind(has_bias=True), DEVICE) is None
+
+
+def test_what_does_not_run_is_passed_over() -> None:
+    from memfine_fx.runtime.kernels.tiling import candidates, tiles_for
+    from memfine_fx.runtime.kernels.tuning import tune
+
+    first, second, *_ = candidates("sm_80", torch.float16, "gate_up")
+
+    def seconds(launch: Any, device: torch.device) -> float:
+        if tile_of(launch) == first or launch.name == "down_kernel":
+            raise RuntimeError("out of resource: shared memory")
+        return 1.0
+
+    found = tune(kind(), DEVICE, seconds)
+    assert found.gate_up == second
+    assert found.down == tiles_for("sm_80", torch.float16).down  # where nothing runs, what stands in the code
+
+
+def test_times_are_taken_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfine_fx.runtime.kernels import tuning
+
+    calls: list[str] = []
+
+    def seconds(launch: Any, device: torch.device) -> float:
+        calls.append(launch.name)
+        return float(len(calls) % 7)
+
+    found = tuning.tune(kind(), DEVICE, seconds)
+    (file,) = folder.iterdir()
+    taken = len(calls)
+    for _ in range(2):  # from this process, and from the file
+        assert tuning.tune(kind(), DEVICE, seconds) == found
+        assert len(calls) == taken
+        tuning._known.clear()
+    file.write_text('{"gate_up": {}}')
+    tuning.tune(kind(), DEVICE, seconds)
+    assert len(calls) == 2 * taken
+    tuning.tune(kind(torch.float32), DEVICE, seconds)  # a list of one, of which nothing is timed
+    assert len(calls) == 2 * taken
+
+
+def test_launches_are_of_the_layer_and_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once; numbers are drawn without the user's generator, and few experts stand for many."""
+    from memfine_fx.runtime.kernels import tuning
+
+    monkeypatch.setattr(tuning, "_ROWS_PER_EXPERT", 4)
+    monkeypatch.setattr(tuning, "_MOST_EXPERTS", 3)
+    asked = kind()
+    before = torch.get_rng_state()
+    tables: set[tuple[int, ...]] = set()
+
+    def seconds(launch: Any, device: torch.device) -> float:
+        launch.run()
+        tables.add(tuple(launch.arguments["gate"].shape) if "gate" in launch.arguments else (3,))
+        return 1.0
+
+    tuning.tune(asked, DEVICE, seconds)
+    assert {shape[0] for shape in tables} == {3}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_memory_the_tiles_are_those_of_the_code(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    from memfine_fx.runtime.kernels import tuning
+    from memfine_fx.runtime.kernels.tiling import tiles_for
+
+    def refuses(*args: object) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(tuning, "_Layer", refuses)
+    assert tuning.tune(kind(), DEVICE) == tiles_for("sm_80", torch.float16)
+    assert "there is no memory to time others in" in caplog.text
+    assert not folder.exists()  # the next process asks again
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_of_the_lists_computes_the_layer(target: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfine_fx.runtime.kernels.tiling import candidates, tiles_for
+    from tests.runtime.kernels import test_layer
+
+    listed = candidates(target, torch.bfloat16, name)
+    assert listed[0] == getattr(tiles_for(target, torch.bfloat16), name)
+    assert len(set(listed)) == len(listed) > 1
+    for tiles in listed[1:]:
+        chosen = replace(tiles_for(target, torch.bfloat16), **{name: tiles})
+        monkeypatch.setattr(test_layer, "small_tiles", lambda chosen=chosen: chosen)
+        check(Sizes(tokens=70, hidden=72, width=40, experts=2), "random", 90, dtype=torch.float16)
+
+
+def test_regions_run_with_the_tiles_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfine_fx.runtime.kernels import tuning
+    from memfine_fx.runtime.kernels.launches import Launch
+    from memfine_fx.runtime.kernels.tiling import candidates
+
+    fastest = candidates("sm_80", torch.float16, "gate_up")[-1]
+    monkeypatch.setattr(windowed, "_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(windowed, "_TIMED", ("cuda", "cpu"))
+    monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
+    monkeypatch.setattr(tuning, "_seconds_of_launch", lambda launch, device: 1.0 if tile_of(launch) == fastest else 2.0)
+    used: list[Any] = []
+    run = Launch.run
+
+    def noted(self: Any) -> None:
+        if self.name == "gate_up_kernel":
+            used.append(tile_of(self))
+        run(self)
+
+    monkeypatch.setattr(Launch, "run", noted)
+    config = MixtralConfig(hidden=32, expert_width=24, num_experts=4, top_k=2, spelling="gathered")
+    eager = MixtralMoE(config).to(DEVICE).half()
+    model = memfine_fx.optimize(copy.deepcopy(eager), inner_backend="eager")
+    hidden = torch.randn(11, 32, device=DEVICE).half()
+    assert relative_error(model(hidden), eager(hidden)) < 3e-3
+    assert used and set(used) == {fastest}
