@@ -34,6 +34,14 @@ def _model(name: str, recompute: Recompute = "first projection", inner: Wrap = e
     return Peer(name, wrap, recompute, is_compiled=True, is_memfine=True)
 
 
+def _by_layer(model: Any, sizes: Sizes) -> Forward:
+    """Each decoder layer compiled alone, by the backend's name: equal layers share a graph; all else is eager."""
+    forward = eager(model, sizes)
+    for layer in model.model.layers:
+        layer.compile(backend="memfine", dynamic=True)
+    return forward
+
+
 def _mact(name: str, most_rows: int) -> Peer:
     """The paper's bins, chosen anew for every layer's rows as the paper does: fewer chunks are not waited for."""
     peer = _layer(name, rows_per_chunk=most_rows, bins=PAPER_BINS)
@@ -60,6 +68,7 @@ MODEL = (
     _model("memfine-least", memory_budget="least"),
     _model("memfine-unlimited", "nothing", memory_budget=_UNLIMITED),
     _model("memfine+checkpoint", "forward", model_checkpointed),
+    Peer("memfine-by-layer", _by_layer, "first projection", is_compiled=True, is_memfine=True),
     _model("memfine+head", config=_HEAD),
     _model("memfine+checkpoint+head", "forward", model_checkpointed, config=_HEAD),
 )

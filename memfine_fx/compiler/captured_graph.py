@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.utils.weak import WeakIdRef
 
 from memfine_fx.memory.step import GraphStep
+from memfine_fx.plan.runs import Caller, parameters_of
 from memfine_fx.records import MoERegion, Refusal
 from memfine_fx.records.heads import HeadRegion, ReturnedLogits
 from memfine_fx.records.verification import RegionVerification
@@ -48,6 +49,7 @@ class CapturedGraph:
     """What one graph gave, and whose it is.
 
     Args:
+        caller: of the latest call.
         outcomes: its regions and refusals.
         step: its memory, of the latest of its partitions that ran.
         heads: its heads, and losses whose logits stayed whole.
@@ -66,23 +68,31 @@ class CapturedGraph:
     returned: list[ReturnedLogits] = field(default_factory=list)
     foreseen: dict[str, GraphStep] = field(default_factory=dict)
     is_limited: bool = False
-    _parameters: tuple[WeakIdRef, ...] = ()
+    caller: Caller = field(init=False)
+    _callers: dict[int, Caller] = field(default_factory=dict)  # by the id of the first parameter
     _places: tuple[int, ...] = ()  # of parameters among the inputs
-    _is_known: bool = False
+
+    def __post_init__(self) -> None:
+        self.caller = Caller(self, ())
 
     def note_inputs(self, inputs: Sequence[object], forgotten: Callable[[], None] | None = None) -> bool:
-        """Learn the parameters of a call, and whether they are others than before: equal models share compiled code.
+        """Learn whose call this is by its parameters, and whether it is the first of theirs.
 
         Args:
             forgotten: called when the first of them dies.
         """
-        if self._is_known and (not self._places or self._parameters[0]() is inputs[self._places[0]]):
+        if not self._callers:
+            self._places = tuple(place for place, one in enumerate(inputs) if isinstance(one, torch.nn.Parameter))
+        parameters = [inputs[place] for place in self._places]
+        first = id(parameters[0]) if parameters else 0
+        known = self._callers.get(first)
+        if known is not None and (not parameters or known.parameters[0]() is parameters[0]):
+            self.caller = known
             return False
-        self._is_known = True
-        places = [place for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)]
-        callbacks = [None if forgotten is None else lambda _: forgotten(), *[None] * len(places)]
-        self._places = tuple(places)
-        self._parameters = tuple(WeakIdRef(inputs[place], one) for place, one in zip(places, callbacks, strict=False))
+        callbacks = [None if forgotten is None else lambda _: forgotten(), *[None] * len(parameters)]
+        references = tuple(WeakIdRef(one, callback) for one, callback in zip(parameters, callbacks, strict=False))
+        self._callers = {place: one for place, one in self._callers.items() if one.alive_parameters()}
+        self.caller = self._callers[first] = Caller(self, references)
         return True
 
     def input_bytes(self, inputs: Sequence[object]) -> int:
@@ -98,22 +108,13 @@ class CapturedGraph:
         return frozenset(id(parameter) for parameter in self.alive_parameters())
 
     def alive_parameters(self) -> list[torch.Tensor]:
-        return list(self._alive())
+        return parameters_of(self._callers.values())
 
-    def parameters_with_sole_gradients(self, step: GraphStep) -> dict[tuple[str, int], torch.Tensor]:
-        """The parameters of `GraphStep.sole` that are alive."""
-        places = dict(zip(self._places, self._parameters, strict=True))
+    def parameters_with_sole_gradients(self, step: GraphStep, caller: Caller) -> dict[tuple[str, int], torch.Tensor]:
+        """The parameters of `GraphStep.sole` in a call, those that are alive."""
+        places = dict(zip(self._places, caller.parameters, strict=True))
         found = {key: places[place]() for key, place in step.sole.items() if place in places}
         return {key: parameter for key, parameter in found.items() if parameter is not None}
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether its first parameter that wants a gradient has one; no other is asked."""
-        first = next((parameter for parameter in self._alive() if parameter.requires_grad), None)
-        return first is not None and first.grad is not None
-
-    def _alive(self) -> Iterator[torch.Tensor]:
-        return (parameter for reference in self._parameters if (parameter := reference()) is not None)
 
     @property
     def lowered(self) -> list[LoweredHead | LoweredRegion]:

@@ -53,7 +53,7 @@ from memfine_fx.plan.budget import (
 )
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
-from memfine_fx.plan.runs import Run, Situation
+from memfine_fx.plan.runs import Caller, Run, Situation
 from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, is_added
 from memfine_fx.runtime.live import MOST_PLANS
 from memfine_fx.runtime.live_head import LiveHead
@@ -148,14 +148,14 @@ class CompiledGraph:
         session = self._session
         session.keep(self._record, args)
         run = session.history.begin(
-            self._record,
+            self._record.caller,
             self._record.step,
             sizes,
             self._record.input_bytes(args),
             is_limited=self._record.is_limited,
         )
         # Every partition is cut from one joint graph, so that all of them add the same gradients.
-        run.memory = replace(run.memory, added=frozenset(self._adding(self._record.step, can_add)))
+        run.memory = replace(run.memory, added=frozenset(self._adding(self._record.step, run.caller, can_add)))
         again = None if session.records else self._again  # what is only recorded is refused by who reads it
         compiled = self._partitions[0] if again is None else self._chosen(run, again)
         self._take(run, compiled)
@@ -184,11 +184,15 @@ class CompiledGraph:
             if self._situation(run, one).key[1:] == one.made_for and one.attempt >= first:
                 first = _LAST_ATTEMPT + 1 if one.step.is_least else one.attempt + 1
                 beyond = self._beyond_estimate(run, one)
-        leanest = [one for one, _ in refused if one.step.is_least]
+        leanest = [(one, refusal) for one, refusal in refused if one.step.is_least]
         if leanest and not self._session.config.has_budget:
-            return leanest[-1]
-        if first > _LAST_ATTEMPT or (first == 0 and len({one.made_for for one in serving}) >= _MOST_SITUATIONS):
+            return leanest[-1][0]
+        if first > _LAST_ATTEMPT:
             return self._refused(*refused[-1])
+        if first == 0 and len({one.made_for for one in serving}) >= _MOST_SITUATIONS:
+            if leanest:
+                return self._refused(*leanest[-1])
+            first = _LAST_ATTEMPT
         for attempt in range(first, _LAST_ATTEMPT + 1):
             try:
                 made = self._made(run, again, attempt, beyond)
@@ -221,11 +225,13 @@ class CompiledGraph:
     def _is_outdated(self, one: _Compiled, run: Run, persistent: int) -> bool:
         """Whether other bytes are there for good than when it was made, and it would be made otherwise now.
 
-        What keeps all that pays stays while it fits: nothing faster can be made.
+        What was made where there was more room stays while it fits with chunks as large as time asks for, and
+        so does what keeps all that pays: nothing faster can be made.
         """
         if persistent == one.persistent_bytes:
             return False
-        return not (one.step.keeps_all and fits_unbounded(self._session, self._situation(run, one)))
+        is_best = one.step.keeps_all or persistent > one.persistent_bytes
+        return not (is_best and fits_unbounded(self._session, self._situation(run, one)))
 
     def _situation(self, run: Run, one: _Compiled) -> Situation:
         run.memory = replace(run.memory, step=one.step)
@@ -301,7 +307,7 @@ class CompiledGraph:
         @contextlib.contextmanager
         def in_backward(keeps_graph: bool) -> Iterator[Accumulation]:
             with session.history.backward(step, keeps_graph=keeps_graph) as run:
-                parameters = self._adding(step, is_added)
+                parameters = self._adding(step, self._record.caller if run is None else run.caller, is_added)
                 if run is not None:
                     self._record.step = step
                     run.memory = replace(run.memory, added=frozenset(parameters))
@@ -335,7 +341,7 @@ class CompiledGraph:
             foresees=self._foresees(step) if session.records == "graph" else None,
             identity=self._identity(budget) if partitioned is None else "",
         )
-        members = {*session.history.members(), self._record}
+        members = {*session.history.members(), self._record.caller}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
         made_for = () if budget is None else budget.situation.key[1:]
         return _Compiled(step, compiled, persistent, made_for)
@@ -412,11 +418,13 @@ class CompiledGraph:
 
         return told
 
-    def _adding(self, step: GraphStep, may: Callable[[torch.Tensor], bool]) -> dict[tuple[str, int], torch.Tensor]:
-        """Parameters whose gradients a run of this partition adds to where they are."""
-        if not step.sole or not self._record.has_gradients:
+    def _adding(
+        self, step: GraphStep, caller: Caller, may: Callable[[torch.Tensor], bool]
+    ) -> dict[tuple[str, int], torch.Tensor]:
+        """Parameters of a caller whose gradients a run of this partition adds to where they are."""
+        if not step.sole or not caller.has_gradients:
             return {}
-        found = self._record.parameters_with_sole_gradients(step)
+        found = self._record.parameters_with_sole_gradients(step, caller)
         return {key: parameter for key, parameter in found.items() if may(parameter)}
 
     def _take(self, run: Run, compiled: _Compiled) -> None:

@@ -31,7 +31,7 @@ from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.plan.budget import budget_bytes, device_of
 from memfine_fx.plan.free import describe_budget
 from memfine_fx.plan.peaks import SolvedPeaks
-from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation, gradient_bytes, parameters_of
+from memfine_fx.plan.runs import Caller, Owner, RunHistory, Situation, gradient_bytes, parameters_of
 from memfine_fx.records import Refusal, Where
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.logs import set_up_logs
@@ -91,6 +91,7 @@ class Session:
     _warned_models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     _optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
     _graphs: list[CapturedGraph] = field(default_factory=list)
+    _wanted: frozenset[int] | None = None  # ids of a model's parameters, where it is a part of a session
     _compiled: list[Callable[..., Any]] = field(default_factory=list)
     history: RunHistory = field(default_factory=RunHistory)
     situation: Situation | None = None  # of the run whose forward or backward is at work, or was last
@@ -186,8 +187,8 @@ class Session:
         """Parameters and gradients of its graphs and state of their optimizers, as far as they exist now."""
         return sum(static_terms(self._parameters(), self._known_optimizers()).values()) + gradient_bytes(self._graphs)
 
-    def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
-        """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
+    def persistent_bytes(self, members: Sequence[Owner]) -> int:
+        """Their parameters and the optimizers' state, also what optimizers will hold once they step."""
         key = frozenset(map(id, members))
         if self._persistent is None or self._persistent[0] != key:
             parameters, optimizers = parameters_of(members), self._known_optimizers()
@@ -240,10 +241,17 @@ class Session:
         self.device_limits.clear()
         self.forget_plans()
 
-    def _members(self) -> Sequence[CalledGraph]:
-        """Graphs of the latest steps; all where nothing has run."""
+    def _members(self) -> Sequence[Owner]:
+        """Who called its graphs in the latest steps; the graphs themselves where nothing has run."""
         own = set(self._graphs)
-        return [graph for graph in self.history.members() if graph in own] or self._graphs
+        return [
+            caller for caller in self.history.members() if caller.graph in own and self._owns(caller)
+        ] or self._graphs
+
+    def _owns(self, caller: Caller) -> bool:
+        """Whether it is the model's, or one of its layers': another model may share the graph."""
+        wanted = self._wanted
+        return wanted is None or any(id(one) in wanted for one in caller.alive_parameters())
 
     def _parameters(self) -> list[torch.Tensor]:
         return parameters_of(self._graphs)
@@ -270,9 +278,9 @@ class Session:
 
     def restricted_to(self, parameters: Iterable[torch.Tensor]) -> Session | None:
         """The session with only the graphs that hold one of these parameters; None if there is none."""
-        wanted = {id(parameter) for parameter in parameters}
+        wanted = frozenset(id(parameter) for parameter in parameters)
         kept = [graph for graph in self._graphs if any(id(alive) in wanted for alive in graph.alive_parameters())]
-        return replace(self, _graphs=kept) if kept else None
+        return replace(self, _graphs=kept, _wanted=wanted) if kept else None
 
     def without_regions(self, model: torch.nn.Module | None) -> Session | None:
         """Its part that belongs to a model, if nothing in it was chunked; once a model, None later.

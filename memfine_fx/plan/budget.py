@@ -27,7 +27,7 @@ from memfine_fx.plan.peaks import SolvedPeaks, chunk_sizes, peak_of_run, unbound
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.row_choices import StepWork
 from memfine_fx.plan.rows import LEAST_ROWS, infeasible, plan_region
-from memfine_fx.plan.runs import CalledGraph, Run, RunHistory, Situation, gradient_bytes
+from memfine_fx.plan.runs import CalledGraph, Owner, Run, RunHistory, Situation, gradient_bytes
 from memfine_fx.records import ChunkPlan, Keep
 from memfine_fx.records.heads import HeadPlan
 
@@ -83,7 +83,7 @@ class SessionState(Protocol):
     def held_bytes(self) -> int:
         """Parameters and gradients of its graphs and state of their optimizers, as far as they exist now."""
 
-    def persistent_bytes(self, members: Sequence[CalledGraph]) -> int:
+    def persistent_bytes(self, members: Sequence[Owner]) -> int:
         """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
@@ -160,7 +160,7 @@ def budget_of_graph(
     if not graph.is_limited or budget_bytes(session, hidden.device) is None:
         return None
     opened = session.history.opened()
-    members = [*session.history.members(), graph]
+    members: list[Owner] = [*session.history.members(), graph]
     available = _available_bytes(
         session,
         hidden.device,
@@ -444,13 +444,11 @@ def _available_in(
         return situation.available_bytes
     if budget_bytes(session, device) is None:  # else every region would ask every parameter for its gradient
         return None
-    members = [*session.history.members(), graph]
+    members: list[Owner] = [*session.history.members(), graph]
     return _available_bytes(session, device, members, gradient_bytes(members))
 
 
-def _available_bytes(
-    session: SessionState, device: torch.device, members: Sequence[CalledGraph], there: int
-) -> int | None:
+def _available_bytes(session: SessionState, device: torch.device, members: Sequence[Owner], there: int) -> int | None:
     """What a run may use beyond what is there before it: `there` bytes of gradients and inputs among it."""
     budget = budget_bytes(session, device)
     if budget is None:

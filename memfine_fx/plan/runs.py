@@ -23,16 +23,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import WeakIdRef
 
 from memfine_fx.memory.step import GraphStep, RunMemory
 
-__all__ = ["CalledGraph", "Run", "RunHistory", "Situation", "gradient_bytes", "parameters_of"]
+__all__ = ["CalledGraph", "Caller", "Owner", "Run", "RunHistory", "Situation", "gradient_bytes", "parameters_of"]
 
 _KEY = "memfine_fx"
 
 
-class CalledGraph(Protocol):
-    """A compiled graph as plans see it.
+class Owner(Protocol):
+    """What has parameters: a graph, or a caller of one."""
+
+    def alive_parameters(self) -> list[torch.Tensor]:
+        """The parameters, those that still live."""
+
+
+class CalledGraph(Owner, Protocol):
+    """A compiled graph as plans see it; its parameters are those of all its callers.
 
     Args:
         step: memory of the latest of its partitions that ran.
@@ -42,15 +50,37 @@ class CalledGraph(Protocol):
     step: GraphStep
     is_limited: bool
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether its first parameter that wants a gradient has one."""
-
-    def alive_parameters(self) -> list[torch.Tensor]:
-        """The parameters that it reads, those that still live."""
-
     def input_bytes(self, inputs: Sequence[object]) -> int:
         """Tensor inputs of a call that are neither parameters nor results of earlier graphs."""
+
+
+@dataclass(eq=False)
+class Caller:
+    """A module that calls a graph, by its parameters: equal layers that are compiled one by one share a graph.
+
+    Args:
+        graph: which.
+        parameters: among its inputs, in their order.
+    """
+
+    graph: CalledGraph
+    parameters: tuple[WeakIdRef, ...]
+
+    def alive_parameters(self) -> list[torch.Tensor]:
+        return list(self._alive())
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether its first parameter that wants a gradient has one; no other is asked."""
+        first = next((parameter for parameter in self._alive() if parameter.requires_grad), None)
+        return first is not None and first.grad is not None
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self.parameters) and self.parameters[0]() is None
+
+    def _alive(self) -> Iterator[torch.Tensor]:
+        return (parameter for reference in self.parameters if (parameter := reference()) is not None)
 
 
 class _Mark:
@@ -62,20 +92,24 @@ class Run:
     """One call of a graph.
 
     Args:
-        graph: what was called.
+        caller: who called what.
         memory: its record, sizes and surroundings.
         input_bytes: of its inputs that are neither parameters nor results of earlier graphs.
         gradient_bytes: gradients of the step's parameters that were there when it began.
         mates: the runs of its pass so far, itself among them.
     """
 
-    graph: CalledGraph
+    caller: Caller
     memory: RunMemory
     input_bytes: int
     gradient_bytes: int
     mates: list[Run]
     _mark: weakref.ref[_Mark] | None = None
     _is_done: bool = False
+
+    @property
+    def graph(self) -> CalledGraph:
+        return self.caller.graph
 
     @property
     def has_saved(self) -> bool:
@@ -127,12 +161,12 @@ class RunHistory:
         self._open: list[Run] = []
         self._latest: list[Run] = []
         self._training: dict[CalledGraph, list[Run]] = {}  # latest pass of each, the latest of all at the end
-        self._followers: dict[CalledGraph, dict[int, list[CalledGraph]]] = {}  # by how many runs of it came before
-        self._intervals: dict[CalledGraph, int] = {}  # in which each ran last
+        self._followers: dict[CalledGraph, dict[int, list[Caller]]] = {}  # by how many runs of it came before
+        self._intervals: dict[Caller, int] = {}  # in which each ran last
         self._interval = 0
 
     def begin(
-        self, graph: CalledGraph, step: GraphStep, sizes: Mapping[str, int], input_bytes: int, *, is_limited: bool
+        self, caller: Caller, step: GraphStep, sizes: Mapping[str, int], input_bytes: int, *, is_limited: bool
     ) -> Run:
         """A graph is called.
 
@@ -144,13 +178,13 @@ class RunHistory:
         if not opened:
             self._learn()
             self._latest = []
-        mates = self._latest
-        self._intervals[graph] = self._interval
+        mates, graph = self._latest, caller.graph
+        self._intervals[caller] = self._interval
         saved = sum(run.memory.left_bytes for run in opened)
         later = _missing_gradient_bytes(self._expected_after(graph, mates))
         memory = RunMemory(step, dict(sizes), saved, later)
-        gradients = self.gradient_bytes() if is_limited or graph.has_gradients else 0
-        run = Run(graph, memory, input_bytes, gradients, mates)
+        gradients = self.gradient_bytes() if is_limited or caller.has_gradients else 0
+        run = Run(caller, memory, input_bytes, gradients, mates)
         mates.append(run)
         return run
 
@@ -202,9 +236,9 @@ class RunHistory:
         """An optimizer of these parameters stepped: a new interval begins."""
         self._interval += 1
 
-    def members(self) -> list[CalledGraph]:
-        """Graphs whose parameters and gradients are there in a step: they ran in this interval or the one before."""
-        return [graph for graph, interval in self._intervals.items() if interval >= self._interval - 1]
+    def members(self) -> list[Caller]:
+        """Whose parameters and gradients are there in a step: they ran in this interval or the one before."""
+        return [caller for caller, interval in self._intervals.items() if interval >= self._interval - 1]
 
     def gradient_bytes(self) -> int:
         """Gradients of the step's parameters that are there now."""
@@ -223,7 +257,7 @@ class RunHistory:
         for runs in (self._open, self._latest, *self._training.values()):
             runs[:] = [run for run in runs if run.graph is not graph]
         self._followers.pop(graph, None)
-        self._intervals.pop(graph, None)
+        self._intervals = {caller: at for caller, at in self._intervals.items() if caller.graph is not graph}
 
     def opened(self) -> list[Run]:
         """Runs whose backwards are still to come."""
@@ -232,29 +266,32 @@ class RunHistory:
 
     def _learn(self) -> None:
         """The latest pass is over: what followed each of its graphs is what is expected next time."""
+        self._intervals = {
+            caller: at for caller, at in self._intervals.items() if at >= self._interval - 1 and not caller.is_dead
+        }
         counts: dict[int, int] = {}
         for place, run in enumerate(self._latest):
             number = counts[id(run.graph)] = counts.get(id(run.graph), -1) + 1
-            later = [one.graph for one in self._latest[place + 1 :] if one.has_saved]
+            later = [one.caller for one in self._latest[place + 1 :] if one.has_saved]
             self._followers.setdefault(run.graph, {})[number] = later
 
-    def _expected_after(self, graph: CalledGraph, mates: Sequence[Run]) -> list[CalledGraph]:
+    def _expected_after(self, graph: CalledGraph, mates: Sequence[Run]) -> list[Caller]:
         number = sum(run.graph is graph for run in mates)
         return self._followers.get(graph, {}).get(number, [])
 
 
-def parameters_of(graphs: Iterable[CalledGraph]) -> list[torch.Tensor]:
-    """The living parameters that graphs read, each once."""
-    unique: dict[int, Any] = {id(one): one for graph in graphs for one in graph.alive_parameters()}
+def parameters_of(owners: Iterable[Owner]) -> list[torch.Tensor]:
+    """The living parameters of all, each once."""
+    unique: dict[int, Any] = {id(one): one for owner in owners for one in owner.alive_parameters()}
     return list(unique.values())
 
 
-def gradient_bytes(graphs: Iterable[CalledGraph]) -> int:
-    """Gradients of these graphs' parameters that are there now."""
-    return sum(one.grad.nbytes for one in parameters_of(graphs) if one.grad is not None)
+def gradient_bytes(owners: Iterable[Owner]) -> int:
+    """Gradients of these parameters that are there now."""
+    return sum(one.grad.nbytes for one in parameters_of(owners) if one.grad is not None)
 
 
-def _missing_gradient_bytes(graphs: Sequence[CalledGraph]) -> int:
-    """Gradients that backwards of these graphs will make and leave."""
-    parameters = parameters_of(graphs)
+def _missing_gradient_bytes(owners: Sequence[Owner]) -> int:
+    """Gradients that backwards of what these have called will make and leave."""
+    parameters = parameters_of(owners)
     return sum(one.nbytes for one in parameters if one.requires_grad and one.grad is None)

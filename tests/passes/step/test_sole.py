@@ -38,7 +38,7 @@ def found(change: Callable[..., torch.Tensor], **config: Any) -> set[str]:
     (region,) = record.live_regions()
     assert region.num_steps == 1
     names = {id(one): name.removeprefix("layer.experts.") for name, one in model.named_parameters()}
-    return {names[id(one)] for one in record.parameters_with_sole_gradients(record.step).values()}
+    return {names[id(one)] for one in record.parameters_with_sole_gradients(record.step, record.caller).values()}
 
 
 def test_tables_of_experts_have_sole_gradients() -> None:
@@ -84,5 +84,7 @@ def test_a_gradient_that_goes_elsewhere_is_not_taken_for_the_tables_own() -> Non
     for _ in range(2):
         model(torch.randn(2, 8, 16)).sum().backward()
     (record,) = sessions()[-1]._graphs
-    assert not any(one is model.other for one in record.parameters_with_sole_gradients(record.step).values())
+    assert not any(
+        one is model.other for one in record.parameters_with_sole_gradients(record.step, record.caller).values()
+    )
     assert model.layer.experts.down_proj.grad is None
