@@ -1,8 +1,8 @@
 """What this machine's kernels take beside their results, by the allocator's events, measured once and kept on disk.
 
 Another CPU, another torch or another oneDNN may take more than `kernel_scratch` counts. So attention forward and
-backward and a gradient's product run once at a few small shapes, under one profile, in the dtype that a graph uses.
-What exceeds the count becomes an `Excess`, which is added to every count of that kernel in this process:
+backward, a weight's gradient and a product of rows run once at a few small shapes, under one profile, in the dtype that
+a graph uses. What exceeds the count becomes an `Excess`, which is added to every count of that kernel in this process:
 
 1. bytes for each byte of the inputs, where the excess grows with the number of heads at equal blocks;
 2. a factor on the count, for what is left.
@@ -38,7 +38,8 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-Kernel = Literal["forward", "backward", "product"]
+Kernel = Literal["forward", "backward", "gradient", "rows"]
+"""Attention's, and products [a,R] @ [R,b] whose left factor lies column by column, and row by row."""
 
 Shape = tuple[int, ...]
 """Of attention (heads a thread, queries, keys, head's width); of a product [a,R] @ [R,b] (a, b, R)."""
@@ -120,7 +121,8 @@ def _read(fields: Any) -> dict[Kernel, tuple[int, ...]] | None:
         found: dict[Kernel, tuple[int, ...]] = {
             "forward": tuple(map(int, fields["forward"])),
             "backward": tuple(map(int, fields["backward"])),
-            "product": tuple(map(int, fields["product"])),
+            "gradient": tuple(map(int, fields["gradient"])),
+            "rows": tuple(map(int, fields["rows"])),
         }
     except (KeyError, TypeError, ValueError):
         return None
@@ -142,7 +144,7 @@ def _measure(dtype: torch.dtype) -> dict[Kernel, tuple[int, ...]]:
             results.append(_run(call))
 
     trace = trace_memory(step, torch.device("cpu"), collects_garbage=False)
-    found: dict[Kernel, list[int]] = {"forward": [], "backward": [], "product": []}
+    found: dict[Kernel, list[int]] = {"forward": [], "backward": [], "gradient": [], "rows": []}
     for (kernel, _), peak, num_bytes in zip(calls, _peaks(trace, len(calls)), results, strict=True):
         found[kernel].append(max(0, peak - num_bytes))
     return {kernel: tuple(sizes) for kernel, sizes in found.items()}
@@ -155,7 +157,8 @@ def _calls(dtype: torch.dtype) -> Iterator[tuple[Kernel, Callable[[], Any]]]:
         _LOG.info("attention in %s does not run here: %s", dtype, error)
     for left, right, rows in PRODUCT_SHAPES:
         factors = torch.ones(left, rows, dtype=dtype), torch.ones(rows, right, dtype=dtype)
-        yield "product", functools.partial(torch.mm, factors[0].t().contiguous().t(), factors[1])
+        yield "gradient", functools.partial(torch.mm, factors[0].t().contiguous().t(), factors[1])
+        yield "rows", functools.partial(torch.mm, *factors)
 
 
 def _attention_calls(dtype: torch.dtype) -> Iterator[tuple[Kernel, Callable[[], Any]]]:

@@ -238,15 +238,13 @@ def _unpacked(arguments: Sequence[Any]) -> sympy.Expr:
 
 
 def product_scratch(product: Product) -> sympy.Expr:
-    """Bytes that one product takes on this machine's CPU, in its symbols, for the threads that run now.
-
-    An excess that was measured is that of a weight's gradient, which takes the most.
-    """
+    """Bytes that one product takes on this machine's CPU, in its symbols, for the threads that run now."""
     threads = torch.get_num_threads()
     counted = blocks_of(product, cpu_features(), threads)
     if counted == 0:
         return counted
-    return _with_excess(counted, product.input_bytes, _excess("product", product.dtype, threads))
+    excess = _excess("gradient" if product.is_by_column else "rows", product.dtype, threads)
+    return _with_excess(counted, product.input_bytes, excess)
 
 
 def gradient_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device_type: str) -> sympy.Expr:
@@ -262,7 +260,7 @@ def gradient_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device
         return sympy.Integer(0)
     inputs = dtype.itemsize * max(map(sum, products)) * ROWS
     threads = torch.get_num_threads()
-    excess = _excess("product", dtype, threads)
+    excess = _excess("gradient", dtype, threads)
     return _with_excess(gradient_blocks(products, dtype, cpu_features(), threads), inputs, excess)
 
 
@@ -279,7 +277,7 @@ def _excess(kernel: Kernel, dtype: torch.dtype, threads: int) -> Excess:
     measured = measured_scratch(kernel, dtype)
     if measured is None:
         return Excess()
-    shapes = PRODUCT_SHAPES if kernel == "product" else ATTENTION_SHAPES
+    shapes = PRODUCT_SHAPES if kernel in ("gradient", "rows") else ATTENTION_SHAPES
     counted = [counted_at(kernel, shape, dtype, threads) for shape in shapes]
     excess = excess_of(measured, counted, [input_bytes(shape, dtype) for shape in shapes], shapes)
     if excess.shape is not None:
@@ -290,9 +288,12 @@ def _excess(kernel: Kernel, dtype: torch.dtype, threads: int) -> Excess:
 
 def counted_at(kernel: Kernel, shape: Shape, dtype: torch.dtype, threads: int) -> int:
     """The formula at a shape of the probe."""
-    if kernel == "product" and dtype.itemsize >= 4:
+    if kernel in ("gradient", "rows") and dtype.itemsize >= 4:
         return 0
-    if kernel == "product":
+    if kernel == "rows":
+        left, right, inner = map(sympy.Integer, shape)
+        return int(blocks_of(Product(left, inner, right, sympy.S.One, False, dtype), cpu_features(), threads))
+    if kernel == "gradient":
         return int(gradient_blocks([(shape[0], shape[1])], dtype, cpu_features(), threads).subs(ROWS, shape[2]))
     heads, queries, keys, width = map(sympy.Integer, shape)
     call = Attention(sympy.Integer(1), heads * threads, heads * threads, queries, keys, width, dtype, is_causal=True)
@@ -308,7 +309,7 @@ def _warn_of(kernel: Kernel, dtype: torch.dtype, shape: Shape, measured: int, co
     if _warned:
         return
     _warned = True
-    what = "a gradient's product" if kernel == "product" else f"attention's {kernel}"
+    what = {"gradient": "a gradient's product", "rows": "a product"}.get(kernel, f"attention's {kernel}")
     warnings.warn(
         f"{what} in {dtype} takes {measured:,} bytes of scratch at {shape} on this CPU, where {counted:,} are counted; "
         "budgets count what was measured, enlarged in proportion",

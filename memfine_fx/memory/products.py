@@ -16,8 +16,9 @@ first (ATen/native/mkldnn/Matmul.cpp, `is_mkldnn_optimized_format`).
 
 Seen by the allocator's events at 6,000 sizes on one and two threads and 500 on 3 to 64, AMD EPYC of family 25
 (tests/memory/test_products.py asks it of the machine at hand). In fp16 the same stands with factors of 4 bytes, which
-has not been measured. With AMX a bound stands for what a thread packs, measured for weights' gradients only. Without
-instructions for bf16 the result is there in fp32.
+has not been measured. With AMX a bound stands for what a thread packs of a weight's gradient, as was measured; other
+products were not measured there, and the same formulas stand for them. What this machine's kernels take beyond a
+formula is added to it (`kernel_probe`). Without instructions for bf16 the result is there in fp32.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _blocks(product: Product, features: CpuFeatures, threads: int, *, divides: b
         return sympy.S.Zero
     elif features.bf16 == "converted":
         return copied + _FLOAT_BYTES * product.batch * product.left * product.right + ROUNDING
-    elif features.packs_bf16:
+    elif features.packs_bf16 and product.is_by_column:
         return copied + threads * _packed_for_tiles(product)
     return copied + threads * _of_thread(product, item_bytes, threads, divides=divides)
 

@@ -33,7 +33,8 @@ from memfine_fx.memory.machine import CpuFeatures, features_of
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.products import gradient_blocks
 from memfine_fx.memory.symbols import ROWS
-from tests.memory.scratch_cases import product_bytes, rows
+from tests.memory.scratch_cases import PRODUCTS as PRODUCT_KERNELS
+from tests.memory.scratch_cases import most_of_products, product_bytes, rows
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -199,7 +200,8 @@ def test_formulas_hold_under_other_instruction_sets(isa: dict[str, str], dtypes:
     command = [sys.executable, "-m", "tests.memory.scratch_cases", *dtypes]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     for dtype, kernel, shape, measured, known in json.loads(done.stdout):
-        assert measured <= known, f"{kernel} in {dtype} at {shape}"
+        most = most_of_products() if kernel in PRODUCT_KERNELS else 1.0
+        assert measured <= most * known, f"{kernel} in {dtype} at {shape}"
         if kernel == "forward":
             assert measured == known, f"{kernel} in {dtype} at {shape}"
 
@@ -207,7 +209,8 @@ def test_formulas_hold_under_other_instruction_sets(isa: dict[str, str], dtypes:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_formulas_hold_at_the_shapes_that_are_measured(dtype: torch.dtype) -> None:
     for _, kernel, shape, measured, known in rows(dtype):
-        assert measured <= known, f"{kernel} at {shape}"
+        most = most_of_products() if kernel in PRODUCT_KERNELS else 1.0
+        assert measured <= most * known, f"{kernel} at {shape}"
 
 
 @pytest.fixture(params=[1, 2])
@@ -223,7 +226,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize(("width", "hidden"), [(512, 256), (192, 320), (128, 64), (64, 64), (48, 80), (32, 32)])
 def test_scratch_of_a_gradients_product_is_no_more_than_is_counted(width: int, hidden: int, num_rows: int) -> None:
     measured = product_bytes(width, hidden, num_rows, torch.bfloat16)
-    assert measured <= gradient_scratch([(width, hidden), (7,)], torch.bfloat16, "cpu").subs(ROWS, num_rows)
+    known = gradient_scratch([(width, hidden), (7,)], torch.bfloat16, "cpu").subs(ROWS, num_rows)
+    assert measured <= most_of_products() * known
 
 
 def test_products_cover_what_a_cpu_with_amx_took() -> None:
@@ -282,7 +286,7 @@ def test_an_excess_covers_every_measurement_by_growth_and_factor() -> None:
 
 
 def test_a_measurement_beyond_the_formula_wins_and_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = {"forward": _twice("forward"), "backward": _twice("backward"), "product": _twice("product")}
+    taken = {"forward": _twice("forward"), "backward": _twice("backward"), "gradient": _twice("gradient")}
     monkeypatch.setattr(kernel_probe, "measure", lambda dtype: taken)
     inputs = drawn(64, 64, 32, torch.bfloat16)
     graph = make_fx(attention)(*inputs).graph
@@ -300,7 +304,7 @@ def test_a_measurement_beyond_the_formula_wins_and_is_warned_of_once(monkeypatch
 
 
 def _twice(kernel: kernel_probe.Kernel) -> tuple[int, ...]:
-    shapes = PRODUCT_SHAPES if kernel == "product" else ATTENTION_SHAPES
+    shapes = PRODUCT_SHAPES if kernel in ("gradient", "rows") else ATTENTION_SHAPES
     return tuple(2 * counted_at(kernel, shape, torch.bfloat16, torch.get_num_threads()) for shape in shapes)
 
 
@@ -330,7 +334,7 @@ def test_a_kernel_that_does_not_run_here_is_not_measured(monkeypatch: pytest.Mon
     monkeypatch.setattr(kernel_probe, "_FORWARD", refuses)
     for _ in range(2):  # from the kernels, and from the file
         assert kernel_probe.measured_scratch("backward", torch.bfloat16) is None
-        assert len(kernel_probe.measured_scratch("product", torch.bfloat16) or ()) == len(PRODUCT_SHAPES)
+        assert len(kernel_probe.measured_scratch("gradient", torch.bfloat16) or ()) == len(PRODUCT_SHAPES)
         _forget()
 
 
