@@ -23,6 +23,7 @@ formula is added to it (`kernel_probe`). Without instructions for bf16 the resul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -129,6 +130,7 @@ def _has_few_panels(columns: int | sympy.Expr, threads: int) -> bool | sympy.Bas
     return columns <= _PANEL * (threads - 1)
 
 
+@functools.lru_cache(maxsize=1024)  # expressions take 4 to 25 ms, and a model asks for the same in every layer
 def blocks_of(product: Product, features: CpuFeatures, threads: int) -> sympy.Expr:
     """Bytes in the product's symbols; 0 where oneDNN does not multiply, or needs none.
 
@@ -178,14 +180,18 @@ def _of_thread(product: Product, item_bytes: int, threads: int, *, divides: bool
     rows = sympy.Min(left, _BLOCK_ROWS)
     panel, narrow = item_bytes * _PANEL * at_once, sympy.Min(_rounded_up(right, 16), _PANEL)
     wide = sympy.Min(sympy.Max(_rounded_up(right, _PANEL), _LEAST_SUMS), _MOST_SUMS)
-    copied = item_bytes * rows * (at_once + _STEP) + _FLOAT_BYTES * rows * (wide - narrow) * _from(inner, at_once + 1)
-    if not product.is_by_column:
-        copied *= _from(left, _MANY_ROWS) * _from(inner, _LONG_ROWS) * _is_power(inner)
-    sums = _FLOAT_BYTES * rows * narrow
-    taken = panel + copied + sums + _OF_THREAD
+    taken = panel + _FLOAT_BYTES * rows * narrow + _OF_THREAD
+    is_copied = sympy.S.One if product.is_by_column else _from(inner, _LONG_ROWS)
+    if is_copied != 0:
+        more_sums = _FLOAT_BYTES * rows * (wide - narrow) * _from(inner, at_once + 1)
+        if not product.is_by_column:
+            is_copied *= _from(left, _MANY_ROWS) * _is_power(inner)
+        taken += is_copied * (item_bytes * rows * (at_once + _STEP) + more_sums)
     if not (divides and product.is_by_column and threads > 1):
         return taken
     few = sympy.Piecewise((1, _has_few_panels(right, threads)), (0, True))
+    if few == 0:
+        return taken
     whole = panel + item_bytes * rows * (at_once + _STEP) + _FLOAT_BYTES * left * right + _OF_THREAD
     return sympy.Max(taken, few * _from(inner, _DIVIDED) * _is_power(inner) * whole)
 
