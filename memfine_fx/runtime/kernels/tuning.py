@@ -122,13 +122,13 @@ def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> LayerT
         return chosen
     try:
         layer = _Layer(kind, device)
+        for name, tiles in lists.items():
+            times = {one: _seconds(layer, replace(chosen, **{name: one}), name, seconds) for one in tiles}
+            chosen = replace(chosen, **{name: min(tiles, key=times.__getitem__)})  # the first of equals
+            _LOG.info("tiles of %s: %s", name, {one: f"{1e6 * taken:.0f} us" for one, taken in times.items()})
     except torch.OutOfMemoryError:
         _LOG.warning("GPU kernels run with the tiles that stand in the code: there is no memory to time others in")
         return None
-    for name, tiles in lists.items():
-        times = {one: _seconds(layer, replace(chosen, **{name: one}), name, seconds) for one in tiles}
-        chosen = replace(chosen, **{name: min(tiles, key=times.__getitem__)})  # the first of equals
-        _LOG.info("tiles of %s: %s", name, {one: f"{1e6 * taken:.0f} us" for one, taken in times.items()})
     return chosen
 
 
@@ -136,6 +136,8 @@ def _seconds(layer: _Layer, tiles: LayerTiles, name: str, seconds: Seconds) -> f
     """Of a step's launches of one kernel; infinite where one of them does not run with these tiles."""
     try:
         return sum(seconds(one, layer.device) for one in layer.launches(tiles, name))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # of the compiler or of the driver: its types differ by version and target
         _LOG.info("%s does not run with %s: %s", name, getattr(tiles, name), error)
         return float("inf")
