@@ -147,9 +147,11 @@ def gradient_blocks(
 ) -> sympy.Expr:
     """Bytes in R of the largest of the products [a,R] @ [R,b] of weights' gradients, for up to R rows, each with its
     left factor as `undivided` leaves it.
+
+    NOTE: each counts as [b,R] @ [R,a] too, which it is where the gradient's table lies column by column.
     """
     found: list[sympy.Expr] = []
-    for left, right in shapes:
+    for left, right in {turned for shape in shapes for turned in (shape, shape[::-1])}:
         sizes = sympy.Integer(left), ROWS, sympy.Integer(right), sympy.S.One
         found.append(_blocks(Product(*sizes, True, dtype), features, threads, divides=False))
         if _may_divide(dtype, features) and _has_few_panels(right, threads):

@@ -60,8 +60,12 @@ class ParamGradient:
         slot, place = self._slot(expert)
         if place is None:
             return
+        is_staged = self._needs_staging(is_part)
+        if not is_staged and place.dtype == left.dtype and place.stride(0) == 1:
+            # A product into columns is turned round by ATen itself; so `undivided` sees the factor that is packed.
+            left, right, place = right.t(), left.t(), place.t()
         left = undivided(left, right)
-        if self._needs_staging(is_part):
+        if is_staged:
             self._stage(slot, torch.mm(left, right))
         elif place.dtype != left.dtype:
             self._add(slot, place, torch.mm(left, right))

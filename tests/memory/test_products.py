@@ -103,12 +103,18 @@ def test_an_inner_dimension_that_is_divided_among_threads_is_counted(
         assert counted(left, right) > 2.5 * counted(left[:, 1:], right[1:])
 
 
+@pytest.mark.parametrize("into_columns", [False, True])
 @pytest.mark.parametrize(("rows", "inner", "columns"), POWERS)
-def test_a_gradient_is_not_divided(threads: int, rows: int, inner: int, columns: int) -> None:
-    """In the loop over chunks no thread holds sums of the whole result, whatever rows an expert has."""
+def test_a_gradient_is_not_divided(threads: int, rows: int, inner: int, columns: int, into_columns: bool) -> None:
+    """In the loop over chunks no thread holds sums of the whole result, whatever rows an expert has.
+
+    Into columns it is the same product, turned round.
+    """
     left, right = torch.randn(inner, rows).bfloat16().t(), torch.randn(inner, columns).bfloat16()
-    gradient = ParamGradient([torch.zeros(1, rows, columns).bfloat16()], "expert", [True])
-    add = functools.partial(gradient.add_product, 0, left, right, is_part=False)
+    table = torch.zeros(1, rows, columns, dtype=torch.bfloat16)
+    gradient = ParamGradient([table.mT if into_columns else table], "expert", [True])
+    factors = (right.t(), left.t()) if into_columns else (left, right)
+    add = functools.partial(gradient.add_product, 0, *factors, is_part=False)
     add()  # once its code is there
     gradient._written = [False]
     measured = trace_memory(add, torch.device("cpu"), collects_garbage=False).peak_bytes
@@ -119,7 +125,7 @@ def test_a_gradient_is_not_divided(threads: int, rows: int, inner: int, columns:
         assert measured >= left.nbytes
         assert columns == 64 or measured < 0.6 * taken(left, right)
     (found,) = gradient.finish_all()
-    expected = left.float() @ right.float()
+    expected = factors[0].float() @ factors[1].float()
     assert (found[0].float() - expected).abs().max() <= 0.004 * expected.abs().max()
 
 
