@@ -83,16 +83,16 @@ class CapturedGraph:
         """
         if not self._callers:
             self._places = tuple(place for place, one in enumerate(inputs) if isinstance(one, torch.nn.Parameter))
-        parameters = [inputs[place] for place in self._places]
-        first = id(parameters[0]) if parameters else 0
-        known = self._callers.get(first)
-        if known is not None and (not parameters or known.parameters[0]() is parameters[0]):
+        first = inputs[self._places[0]] if self._places else None
+        known = self._callers.get(id(first))
+        if known is not None and (first is None or known.parameters[0]() is first):
             self.caller = known
             return False
+        parameters = [inputs[place] for place in self._places]
         callbacks = [None if forgotten is None else lambda _: forgotten(), *[None] * len(parameters)]
         references = tuple(WeakIdRef(one, callback) for one, callback in zip(parameters, callbacks, strict=False))
         self._callers = {place: one for place, one in self._callers.items() if one.alive_parameters()}
-        self.caller = self._callers[first] = Caller(self, references)
+        self.caller = self._callers[id(first)] = Caller(self, references)
         return True
 
     def input_bytes(self, inputs: Sequence[object]) -> int:

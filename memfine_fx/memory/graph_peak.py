@@ -21,6 +21,7 @@ from torch import fx
 from memfine_fx.compat.operators import OpOverload, op_name, qualified_name
 from memfine_fx.memory.kernel_scratch import cast_bytes, scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
+from memfine_fx.memory.products import MULTIPLYING
 from memfine_fx.memory.sizes import size_expr
 
 __all__ = ["live_peaks", "peak_bytes_at", "read_graph", "tensor_bytes"]
@@ -109,7 +110,7 @@ def _calls(graph: fx.Graph) -> Iterator[Call]:
 
 def _marks(graph: fx.Graph) -> Iterator[Call]:
     for place, node in enumerate(graph.nodes):
-        if _name(node.target) in ("mm", "addmm", "bmm", "baddbmm"):
+        if _name(node.target) in MULTIPLYING:
             yield Call(place, "", "mark")
 
 

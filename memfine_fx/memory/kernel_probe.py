@@ -34,6 +34,7 @@ __all__ = [
     "input_bytes",
     "measure",
     "measured_scratch",
+    "shapes_of",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -65,6 +66,11 @@ class Excess:
     factor: float = 1.0
     per_input_byte: float = 0.0
     shape: Shape | None = None
+
+
+def shapes_of(kernel: Kernel) -> tuple[Shape, ...]:
+    """At which a kernel is measured."""
+    return ATTENTION_SHAPES if kernel in ("forward", "backward") else PRODUCT_SHAPES
 
 
 def excess_of(

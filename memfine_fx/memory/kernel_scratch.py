@@ -34,7 +34,6 @@ from memfine_fx.compat.bitsandbytes import LINEAR_4BIT
 from memfine_fx.compat.functorch import call_under_random_state
 from memfine_fx.compat.operators import OpOverload, op_name, qualified_name
 from memfine_fx.memory.kernel_probe import (
-    ATTENTION_SHAPES,
     PRODUCT_SHAPES,
     Excess,
     Kernel,
@@ -42,9 +41,10 @@ from memfine_fx.memory.kernel_probe import (
     excess_of,
     input_bytes,
     measured_scratch,
+    shapes_of,
 )
 from memfine_fx.memory.machine import CpuFeatures, cpu_features
-from memfine_fx.memory.products import ROUNDING, Product, blocks_of, gradient_blocks, product_of
+from memfine_fx.memory.products import MULTIPLYING, ROUNDING, Product, blocks_of, gradient_blocks, product_of
 from memfine_fx.memory.sizes import is_contiguous, size_expr
 from memfine_fx.memory.symbols import ROWS
 
@@ -72,7 +72,6 @@ _FP16_COLUMNS = 80
 """Columns that it converts to fp32 beside the scores, in fp16."""
 _CONDITIONAL = ("where", "masked_fill")
 _FLOAT_BYTES = 4
-_MULTIPLYING = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def scratch_bytes(node: fx.Node) -> sympy.Expr:
     target, arguments = call_under_random_state(node)
     if qualified_name(target) == LINEAR_4BIT:
         return _unpacked(arguments)
-    if isinstance(target, OpOverload) and op_name(target) in _MULTIPLYING:
+    if isinstance(target, OpOverload) and op_name(target) in MULTIPLYING:
         return _multiplied(target, arguments)
     if target is not _FORWARD and target is not _BACKWARD:
         return sympy.Integer(0)
@@ -250,12 +249,15 @@ def product_scratch(product: Product) -> sympy.Expr:
 def gradient_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device_type: str) -> sympy.Expr:
     """Bytes in R of oneDNN's blocks of a low-precision product [a,R] @ [R,b] on a CPU; 0 elsewhere.
 
+    Each counts as [b,R] @ [R,a] too, which ATen makes of it where the gradient lies column by column.
+
     Args:
         shapes: of the gradients, [a,b]; others have no product.
         dtype: of the factors; in fp32 it is not oneDNN that multiplies.
         device_type: "cpu" or "cuda".
     """
-    products = [(int(shape[0]), int(shape[1])) for shape in shapes if len(shape) == 2]
+    sides = [(int(shape[0]), int(shape[1])) for shape in shapes if len(shape) == 2]
+    products = [*sides, *((right, left) for left, right in sides)]
     if device_type != "cpu" or dtype.itemsize >= 4 or not products:
         return sympy.Integer(0)
     inputs = dtype.itemsize * max(map(sum, products)) * ROWS
@@ -277,7 +279,7 @@ def _excess(kernel: Kernel, dtype: torch.dtype, threads: int) -> Excess:
     measured = measured_scratch(kernel, dtype)
     if measured is None:
         return Excess()
-    shapes = PRODUCT_SHAPES if kernel in ("gradient", "rows") else ATTENTION_SHAPES
+    shapes = shapes_of(kernel)
     counted = [counted_at(kernel, shape, dtype, threads) for shape in shapes]
     excess = excess_of(measured, counted, [input_bytes(shape, dtype) for shape in shapes], shapes)
     if excess.shape is not None:
@@ -288,7 +290,7 @@ def _excess(kernel: Kernel, dtype: torch.dtype, threads: int) -> Excess:
 
 def counted_at(kernel: Kernel, shape: Shape, dtype: torch.dtype, threads: int) -> int:
     """The formula at a shape of the probe."""
-    if kernel in ("gradient", "rows") and dtype.itemsize >= 4:
+    if shapes_of(kernel) is PRODUCT_SHAPES and dtype.itemsize >= 4:
         return 0
     if kernel == "rows":
         left, right, inner = map(sympy.Integer, shape)

@@ -34,8 +34,10 @@ from memfine_fx.memory.machine import CpuFeatures, cpu_features
 from memfine_fx.memory.sizes import is_contiguous, size_expr
 from memfine_fx.memory.symbols import ROWS
 
-__all__ = ["ROUNDING", "Product", "blocks_of", "gradient_blocks", "product_of", "undivided"]
+__all__ = ["MULTIPLYING", "ROUNDING", "Product", "blocks_of", "gradient_blocks", "product_of", "undivided"]
 
+MULTIPLYING = ("mm", "addmm", "bmm", "baddbmm")
+"""Operators whose last two tensors are multiplied, as ATen and Inductor's wrappers name them."""
 ROUNDING = 4096
 """What small things are rounded up to."""
 _FLOAT_BYTES = 4
@@ -147,11 +149,9 @@ def gradient_blocks(
 ) -> sympy.Expr:
     """Bytes in R of the largest of the products [a,R] @ [R,b] of weights' gradients, for up to R rows, each with its
     left factor as `undivided` leaves it.
-
-    NOTE: each counts as [b,R] @ [R,a] too, which it is where the gradient's table lies column by column.
     """
     found: list[sympy.Expr] = []
-    for left, right in {turned for shape in shapes for turned in (shape, shape[::-1])}:
+    for left, right in shapes:
         sizes = sympy.Integer(left), ROWS, sympy.Integer(right), sympy.S.One
         found.append(_blocks(Product(*sizes, True, dtype), features, threads, divides=False))
         if _may_divide(dtype, features) and _has_few_panels(right, threads):

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["CACHE_TIMES", "copies_beyond_cache", "seconds_of"]
+__all__ = ["copies_beyond_cache", "seconds_of"]
 
 LIMIT_S, FEWEST = 0.08, 5
 """A measurement is repeated for so long, and at least so often."""
-CACHE_TIMES = 2
+_CACHE_TIMES = 2
 """Inputs that runs take in turn have so many times the bytes of L2: each is out of it when its turn comes again."""
 _QUEUED = 32  # runs between two events
 
@@ -77,4 +77,4 @@ def copies_beyond_cache(num_bytes: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
-    return max(1, -(-CACHE_TIMES * cache_bytes // max(1, num_bytes)))
+    return max(1, -(-_CACHE_TIMES * cache_bytes // max(1, num_bytes)))

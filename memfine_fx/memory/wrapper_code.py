@@ -27,7 +27,7 @@ from memfine_fx.compat.operators import OpOverload, viewed_arguments
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.memory.kernel_scratch import product_scratch, scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
-from memfine_fx.memory.products import product_of
+from memfine_fx.memory.products import MULTIPLYING, product_of
 from memfine_fx.memory.sizes import size_expr
 
 __all__ = ["READER_FILES", "read_wrapper"]
@@ -38,7 +38,7 @@ READER_FILES = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.
 _PHASES = {f"torch.ops.memfine.{name}.default": phase for name, phase in OP_PHASES.items()}
 _KEEPING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_keeping", "experts_backward_kept"))
 _KEPT_ARGUMENT = 8  # of the latter: what the former kept
-_PRODUCTS = tuple(f"extern_kernels.{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
+_PRODUCTS = tuple(f"extern_kernels.{name}" for name in MULTIPLYING)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _REDUCTIONS = ("sum", "prod", "amin", "amax", "any")
 _CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from memfine_fx.memory.kernel_probe import ATTENTION_SHAPES, PRODUCT_SHAPES, Kernel, Shape, measure
+from memfine_fx.memory.kernel_probe import Kernel, Shape, measure, shapes_of
 from memfine_fx.memory.kernel_scratch import counted_at
 from memfine_fx.memory.machine import cpu_features
 from memfine_fx.memory.measure import trace_memory
@@ -45,8 +45,7 @@ def rows(dtype: torch.dtype) -> list[Row]:
     for kernel, measured in measure(dtype).items():
         if not measured:
             continue
-        shapes = PRODUCT_SHAPES if kernel in PRODUCTS else ATTENTION_SHAPES
-        for shape, num_bytes in zip(shapes, measured, strict=True):
+        for shape, num_bytes in zip(shapes_of(kernel), measured, strict=True):
             found.append((str(dtype), kernel, shape, num_bytes, _counted(kernel, shape, dtype)))
     return found
 

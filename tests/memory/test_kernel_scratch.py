@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from memfine_fx.compat.bitsandbytes import linear_4bit
 from memfine_fx.memory import kernel_probe, kernel_scratch
 from memfine_fx.memory.graph_peak import live_peaks, read_graph
-from memfine_fx.memory.kernel_probe import ATTENTION_SHAPES, PRODUCT_SHAPES, Excess, excess_of
+from memfine_fx.memory.kernel_probe import ATTENTION_SHAPES, PRODUCT_SHAPES, Excess, excess_of, shapes_of
 from memfine_fx.memory.kernel_scratch import (
     Attention,
     backward_scratch,
@@ -304,8 +304,8 @@ def test_a_measurement_beyond_the_formula_wins_and_is_warned_of_once(monkeypatch
 
 
 def _twice(kernel: kernel_probe.Kernel) -> tuple[int, ...]:
-    shapes = PRODUCT_SHAPES if kernel in ("gradient", "rows") else ATTENTION_SHAPES
-    return tuple(2 * counted_at(kernel, shape, torch.bfloat16, torch.get_num_threads()) for shape in shapes)
+    threads = torch.get_num_threads()
+    return tuple(2 * counted_at(kernel, shape, torch.bfloat16, threads) for shape in shapes_of(kernel))
 
 
 def test_kernels_are_measured_once_and_as_they_run_outside_a_compilation(
