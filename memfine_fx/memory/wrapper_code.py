@@ -106,6 +106,11 @@ class _Layout:
         elements = _storage_elements(self.sizes, self.strides)
         return _rounded(elements * self.dtype.itemsize, self.device_type)
 
+    @property
+    def dense_bytes(self) -> sympy.Expr:
+        """Of a storage with a place for each of its entries."""
+        return _rounded(sympy.prod(self.sizes) * self.dtype.itemsize, self.device_type)
+
 
 @dataclass(frozen=True)
 class _OpBytes:
@@ -179,7 +184,7 @@ def _rounded(num_bytes: sympy.Expr, device_type: str) -> sympy.Expr:
 class _Storage:
     allocation: Allocation
     names: set[str] = field(default_factory=set)
-    layout: _Layout | None = None  # of an op's result
+    layout: _Layout | None = None  # of an input or an op's result
 
 
 class _Reader:
@@ -194,7 +199,7 @@ class _Reader:
         self._layouts = layouts
         for name, layout in layouts.items():
             if name in inputs.freed:
-                self._hold(name, [self._new(name, layout.num_bytes, is_input=True)])
+                self._hold(name, [self._new(name, layout.num_bytes, is_input=True, layout=layout)])
             if name in inputs.held:  # under no name of the wrapper, which can drop none of them
                 self._new(name, layout.num_bytes, is_input=True)
 
@@ -295,9 +300,7 @@ class _Reader:
             self._layouts[name] = layout
 
     def _result(self, name: str, layout: _Layout | None) -> _Storage:
-        storage = self._new(name, sympy.Integer(0) if layout is None else layout.num_bytes)
-        storage.layout = layout
-        return storage
+        return self._new(name, sympy.Integer(0) if layout is None else layout.num_bytes, layout=layout)
 
     def _viewed(self, call: ast.Call, place: int | None) -> list[_Storage] | None:
         """The storage of the argument at a place, none for an input that does not count; None where there is no such.
@@ -316,8 +319,10 @@ class _Reader:
         found = names.elts[:-1] if isinstance(names, ast.List) else []
         return [one for name in found if isinstance(name, ast.Name) for one in self._held.get(name.id, [])]
 
-    def _new(self, name: str, num_bytes: sympy.Expr, *, is_input: bool = False) -> _Storage:
-        storage = _Storage(Allocation(name, num_bytes, self._position, None, is_input))
+    def _new(
+        self, name: str, num_bytes: sympy.Expr, *, is_input: bool = False, layout: _Layout | None = None
+    ) -> _Storage:
+        storage = _Storage(Allocation(name, num_bytes, self._position, None, is_input), layout=layout)
         self._storages.append(storage)
         return storage
 
@@ -339,8 +344,10 @@ class _Reader:
 
 
 def _keep(storages: Iterable[_Storage], texts: Sequence[str]) -> None:
+    """Counted as rows of their own for each routed row, whose strides may be 0 (`runtime.loop.spread`)."""
     for storage in storages:
-        storage.allocation = replace(storage.allocation, kept_by=texts[0])
+        num_bytes = storage.allocation.num_bytes if storage.layout is None else storage.layout.dense_bytes
+        storage.allocation = replace(storage.allocation, num_bytes=num_bytes, kept_by=texts[0])
 
 
 def _number(storages: Iterable[_Storage], site: str) -> None:

@@ -6,6 +6,7 @@ for a chunk is freed before the next. In low precision the sums over a token's c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,6 @@ from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, KeepingBodies, PlainGrad, ProductGrad
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.halving import Progress, run_chunks
-from memfine_fx.runtime.hollow import held_by, hollow
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk, cut_at
@@ -74,26 +74,34 @@ class Kept:
         return Kept(bodies, [hidden.new_empty((rows, *one.shape), dtype=one.dtype) for one in bodies.kept], num_rows)
 
     def handed_over(self, rows: int) -> list[torch.Tensor]:
-        """What the graph, which knows tensors [N,...] only, hands from forward to backward.
-
-        Where a part of the rows is kept, it goes along with address space of that shape that has no memory and is never
-        read. Whoever copies saved tensors (hooks of the user) finds zeros, and a crash nowhere.
-        """
-        if self.num_rows is None:
-            return list(self.tensors)
-        parts = self.tensors if self.num_rows else [None] * len(self.bodies.kept)
-        shapes = [((rows, *one.shape), one.dtype) for one in self.bodies.kept]
-        return [hollow(*shape, holding=part) for shape, part in zip(shapes, parts, strict=True)]
+        """As the graph takes what is kept of so many rows as a run decides: see `spread`."""
+        return [spread(one, (rows, *kept.shape)) for one, kept in zip(self.tensors, self.bodies.kept, strict=True)]
 
     @staticmethod
     def found(bodies: KeepingBodies, tensors: Sequence[torch.Tensor], num_rows: int, rows: int) -> Kept | None:
         """What forward handed over: `num_rows` of N; None where that is nothing, or was copied and left behind."""
-        if not num_rows:
-            return None
-        if num_rows == rows:
-            return Kept(bodies, tensors)
-        found = [part for part in map(held_by, tensors) if part is not None]
-        return Kept(bodies, found, num_rows) if len(found) == len(tensors) else None
+        parts = [gathered(one, num_rows) for one in tensors] if num_rows else [None]
+        found = [part for part in parts if part is not None]
+        return Kept(bodies, found, None if num_rows == rows else num_rows) if len(found) == len(parts) else None
+
+
+def spread(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of the shape [N,...] all of whose entries are the first of `part` [M,...], whose memory it holds.
+
+    A graph knows the shapes that it hands from forward to backward, and M is decided in each run. Nothing reads this
+    tensor but `gathered`; hooks of the user that copy saved tensors find some number everywhere.
+    """
+    some = part if part.numel() else part.new_zeros(1)
+    return some.as_strided(shape, [0] * len(shape))
+
+
+def gathered(tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+    """[M,...] of what `spread` made; None of a copy of it, whose memory is its own."""
+    shape = (num_rows, *tensor.shape[1:])
+    count = math.prod(shape)
+    if any(tensor.stride()) or tensor.untyped_storage().nbytes() < count * tensor.element_size():
+        return None
+    return tensor.as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from memfine_fx.records import ChunkPlan, Keep
 from memfine_fx.runtime import windowed
 from memfine_fx.runtime.accumulation import gradients_to_add_to
 from memfine_fx.runtime.bodies import KeepingBodies
-from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward
+from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward, spread
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.ranges import range_of, ranged
 from memfine_fx.runtime.routed import Routed
@@ -305,22 +305,17 @@ def experts_keeping(
         wanted: which gradients backward will want, as in `memfine::experts_backward`.
         keep: a `records.Keep` other than "nothing".
     """
-    routed, rows = _routed(hidden, weight, order, offsets, params, site), order.shape[0]
-    num_kept = _rows_to_keep(site, hidden, rows)
+    region, rows = lookup(site), order.shape[0]
+    routed, num_kept = _routed(hidden, weight, order, offsets, params, site), rows
+    if region.decides_kept_rows:
+        num_kept = min(rows, region.plan_for(hidden.shape[0]).kept_rows)
     if num_kept == rows:
         kept = _room(hidden, weight, order, site, wanted, keep)
     else:
         kept = Kept.empty(_keeping(site, wanted, keep), hidden, order, num_kept)
     out = _forward(routed, site, kept if num_kept else None)
-    return [out, *kept.handed_over(rows), torch.full((1,), num_kept, dtype=torch.int64)]
-
-
-def _rows_to_keep(site: str, hidden: torch.Tensor, rows: int) -> int:
-    """Of how many routed rows a region keeps something in this run, though its graph has room for all."""
-    region = lookup(site)
-    if not region.decides_kept_rows(hidden.device):
-        return rows
-    return min(rows, region.plan_for(hidden.shape[0]).kept_rows)
+    handed_over = kept.handed_over(rows) if region.decides_kept_rows else kept.tensors
+    return [out, *handed_over, torch.full((1,), num_kept, dtype=torch.int64)]
 
 
 @experts_keeping.register_fake
@@ -334,8 +329,12 @@ def _(
     wanted: list[bool],
     keep: str,
 ) -> list[torch.Tensor]:
-    kept = _room(hidden, weight, order, site, wanted, keep)
-    return [_empty_output(hidden, site), *kept.tensors, torch.empty((1,), dtype=torch.int64, device="cpu")]
+    if lookup(site).decides_kept_rows:
+        entries = [(hidden.new_empty(1, dtype=one.dtype), one.shape) for one in _keeping(site, wanted, keep).kept]
+        handed_over = [spread(entry, (order.shape[0], *shape)) for entry, shape in entries]
+    else:
+        handed_over = list(_room(hidden, weight, order, site, wanted, keep).tensors)
+    return [_empty_output(hidden, site), *handed_over, torch.empty((1,), dtype=torch.int64, device="cpu")]
 
 
 @torch.library.custom_op(
@@ -361,7 +360,11 @@ def experts_backward_kept(
 ) -> list[torch.Tensor]:
     """As `memfine::experts_backward`, with what `memfine::experts_keeping` kept."""
     *tensors, num_kept = kept
-    found = Kept.found(_keeping(site, wanted, keep), tensors, int(num_kept.item()), order.shape[0])
+    bodies = _keeping(site, wanted, keep)
+    if lookup(site).decides_kept_rows:
+        found = Kept.found(bodies, tensors, int(num_kept.item()), order.shape[0])
+    else:
+        found = Kept(bodies, tensors)
     return _backward(grad, _routed(hidden, weight, order, offsets, params, site), site, wanted, found)
 
 

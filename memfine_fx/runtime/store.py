@@ -53,12 +53,13 @@ class LiveRegion(Live[ChunkPlan]):
     rounds: RoundStats | None = None  # of the latest step, where the experts are sharded
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left
 
-    def decides_kept_rows(self, device: torch.device) -> bool:
+    @property
+    def decides_kept_rows(self) -> bool:
         """Whether each run decides of how many rows something is kept; else it is of all rows where a graph has room.
 
-        NOTE: address space without memory is the CPU's, and ranks would have to decide alike.
+        NOTE: ranks would have to decide alike.
         """
-        return self.exchange is None and device.type == "cpu" and not self.uses_kernels
+        return self.exchange is None
 
     def check_ids(self, order: torch.Tensor, offsets: torch.Tensor) -> None:
         """Raise IndexError where an assignment names no expert and none may be dropped.

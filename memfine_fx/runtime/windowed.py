@@ -15,7 +15,7 @@ from memfine_fx.runtime.bodies import KeptTensor
 from memfine_fx.runtime.halving import run_halved
 from memfine_fx.runtime.kernels.tables import KernelForm, num_projections_of
 from memfine_fx.runtime.kernels.window_size import KNOWN_RATES, DeviceFigures, LayerSizes, rows_per_window
-from memfine_fx.runtime.kernels.windows import ceil_div
+from memfine_fx.runtime.kernels.windows import most_rows, windows_of
 from memfine_fx.runtime.loop import Kept
 from memfine_fx.runtime.routed import Routed, sent
 from memfine_fx.runtime.routing import check_rows
@@ -59,20 +59,20 @@ def can_keep(form: KernelForm, kept: Sequence[KeptTensor], dtype: torch.dtype) -
 
 
 def is_taken(region: LiveRegion, routed: Routed, kept: Kept | None) -> bool:
-    """Whether the kernels run this step of a region: nothing is kept, or their products of all rows.
+    """Whether the kernels run this step of a region: nothing is kept, or their products.
 
     NOTE: forward and backward must answer alike, so that nothing here depends on what may change between them.
     """
     form = region.bodies.kernel_form
     if not region.uses_kernels or form is None:
         return False
-    if kept is not None and (kept.num_rows is not None or not can_keep(form, kept.bodies.kept, routed.hidden.dtype)):
+    if kept is not None and not can_keep(form, kept.bodies.kept, routed.hidden.dtype):
         return False
     return can_run(form, [routed.hidden, *(tensor for tensors in routed.params for tensor in tensors)])
 
 
 def _products(kept: Kept, form: KernelForm) -> Products:
-    """Gate's and up's products in what a graph keeps, [N,F] each; the same where there is no up projection.
+    """Gate's and up's products in what is kept, [M,F] each; the same where there is no up projection.
 
     The kernels write the room that the bodies would, each in its own way: with biases, and gate before up where tables
     alternate. Only their own backward reads it.
@@ -113,8 +113,9 @@ def run_forward(region: LiveRegion, routed: Routed, plan: ChunkPlan, kept: Kept 
     routing, options, params, products = _arguments(region, routed, plan, kept)
 
     def run(rows: int) -> torch.Tensor:
-        region.num_chunks = ceil_div(max(1, routing.num_rows), rows)
-        region.largest_chunk = min(rows, routing.num_rows)
+        num_kept = 0 if products is None else products[0].shape[0]
+        cut = windows_of(routing.num_rows, rows, num_kept)
+        region.num_chunks, region.largest_chunk = len(cut), most_rows(cut)
         windows = replace(options, rows_per_window=rows)
         hidden, weight = routed.hidden.contiguous(), _flat_weight(routed)
         return layer.run_forward(hidden, weight, routing, params, windows, region.out_dtype, products)[0]

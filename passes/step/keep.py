@@ -47,7 +47,7 @@ class KeepChoice:
         row_bytes: of each routed row.
         copied_row_bytes: of these, what forward has to write beyond what it writes anyway.
         num_rows, num_experts: N of the captured call, E.
-        is_divisible: whether a run may keep it of a part of the rows: on a CPU, where the rows of no other rank come.
+        is_divisible: whether a run may keep it of a part of the rows: where the rows of no other rank come.
         flops: of the matmuls that backward is spared, in the captured call.
         travel_seconds: of the rows that need not come to this rank again.
     """
@@ -72,7 +72,7 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
         flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
         num_rows = _hint(forward.args[2].meta["val"].shape[0])
         arrived, travel_seconds = 0, 0.0
-        is_divisible = region.decides_kept_rows(forward.meta["val"].device) and DONATED.holds()
+        is_divisible = region.decides_kept_rows and DONATED.holds()
         if region.exchange is not None:
             arrived = _arriving_row_bytes(forward)
             travel_seconds = arrived * num_rows / region.exchange.bandwidth
@@ -100,8 +100,8 @@ def kept_inputs(backward: fx.Graph) -> set[int]:
     kept: set[fx.Node] = set()
     for node in backward.nodes:
         if node.target is torch.ops.memfine.experts_backward_kept.default:
-            grad, site, tensors = node.args[0], node.args[6], node.args[8]
-            if lookup(site).decides_kept_rows(grad.meta["val"].device):
+            site, tensors = node.args[6], node.args[8]
+            if lookup(site).decides_kept_rows:
                 kept.update(tensors)
     inputs = [node for node in backward.nodes if node.op == "placeholder"]
     return {place for place, node in enumerate(inputs) if node in kept}

@@ -55,9 +55,10 @@ _FILES = (
     *READER_FILES,
     functorch.__file__,
     memfine_fx.runtime.head.__file__,
+    memfine_fx.runtime.loop.__file__,
     memfine_fx.runtime.op.__file__,
 )
-"""What decides a partition, its record, and the shapes of our operators' results: cached graphs are those of these."""
+"""What decides a partition, its record, and the layouts of our operators' results: cached graphs are those of these."""
 _NEVER_RECOMPUTED = (
     torch.ops.memfine.route.default,
     torch.ops.memfine.route_on_device.default,

@@ -137,11 +137,11 @@ class Dropping:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.share: float | None = None
-        self.num_hollow = self.num_parts = 0
+        self.num_of_none = self.num_parts = 0
         handed_over = Kept.handed_over
 
         def counted(kept: Kept, rows: int) -> list[torch.Tensor]:
-            self.num_hollow += kept.num_rows == 0
+            self.num_of_none += kept.num_rows == 0
             self.num_parts += bool(kept.num_rows)
             return handed_over(kept, rows)
 
@@ -197,7 +197,7 @@ def test_one_compiled_graph_keeps_or_does_not(
         model.zero_grad()
         run(model)
         found.append(gradients(model))
-    assert (dropping.num_hollow, dropping.num_parts) == (2, 4)
+    assert (dropping.num_of_none, dropping.num_parts) == (2, 4)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     for part, name in itertools.product(found[2:], found[0]):  # an expert at the border has its gradient in two parts
         assert relative_error(part[name], found[0][name]) <= (1e-6 if dtype == torch.float32 else 4e-3), name

@@ -21,7 +21,7 @@ from memfine_fx.runtime.kernels.sorting import Routing, sort_assignments
 from memfine_fx.runtime.kernels.tables import Activation, Layout, Tables, are_projections, has_up, trained_parts
 from memfine_fx.runtime.kernels.tiling import LayerTiles, target_of, tiles_for
 from memfine_fx.runtime.kernels.weight_gradient import TableGradients, weight_gradient
-from memfine_fx.runtime.kernels.windows import Window, windows_of
+from memfine_fx.runtime.kernels.windows import Window, most_rows, windows_of
 
 __all__ = ["Gradients", "LayerOptions", "run_backward", "run_forward", "swiglu_experts"]
 
@@ -89,21 +89,23 @@ def run_forward(
     out_dtype: torch.dtype | None = None,
     kept: Products | None = None,
 ) -> tuple[torch.Tensor, Products | None]:
-    """(combined outputs [T,H], kept products [N,F] or None).
+    """(combined outputs [T,H], kept products or None).
 
     Args:
-        kept: where to keep the products, [N,F] each, of the same strides; new where they are to be kept and it is None.
+        kept: where to keep the products, [M,F] each of the first M rows, of the same strides; new ones of all where
+            they are to be kept and it is None.
         out_dtype: of the outputs, or None for hidden's.
         hidden: [T,H], contiguous.
         weight: [N] by assignment, or None for ones.
     """
     tables, tiles = options.tables_of(params), options.tiles_of(hidden)
     out = hidden.new_zeros((hidden.shape[0], tables.hidden), dtype=torch.float32)
-    activated = hidden.new_empty((_capacity(routing, options), tables.width))
     if options.keeps_products and kept is None:
         kept = _products(hidden, routing.num_rows, tables.width, options)
-    add = _Adder(routing, options, tiles.down, hidden)
-    for window in windows_of(routing.num_rows, options.rows_per_window):
+    windows = windows_of(routing.num_rows, options.rows_per_window, _num_kept(kept))
+    activated = hidden.new_empty((most_rows(windows), tables.width))
+    add = _Adder(routing, options, tiles.down, hidden, most_rows(windows))
+    for window in windows:
         gate_up(
             hidden, weight, routing, tables, window, options.activation, _part(kept, window), activated, tiles.gate_up,
             options.precision,
@@ -131,8 +133,9 @@ def run_backward(
     """
     tables, tiles = options.tables_of(params), options.tiles_of(hidden)
     grad = grad.to(hidden.dtype).contiguous()
-    run = _Backward(grad, hidden, weight, routing, tables, options, tiles, wanted, params)
-    for window in windows_of(routing.num_rows, options.rows_per_window):
+    windows = windows_of(routing.num_rows, options.rows_per_window, _num_kept(kept))
+    run = _Backward(grad, hidden, weight, routing, tables, options, tiles, wanted, params, windows)
+    for window in windows:
         run.window(window, _part(kept, window))
     return run.gradients()
 
@@ -140,12 +143,13 @@ def run_backward(
 class _Adder:
     """Adds a window's products to the tokens' sums, atomically or by row and then by token."""
 
-    def __init__(self, routing: Routing, options: LayerOptions, tiles: Tiles, hidden: torch.Tensor) -> None:
+    def __init__(
+        self, routing: Routing, options: LayerOptions, tiles: Tiles, hidden: torch.Tensor, capacity: int
+    ) -> None:
         self._routing, self._tiles, self._precision = routing, tiles, options.precision
         self._rows: torch.Tensor | None = None
         if options.is_deterministic:
-            shape = (_capacity(routing, options), hidden.shape[1])
-            self._rows = hidden.new_empty(shape, dtype=torch.float32)
+            self._rows = hidden.new_empty((capacity, hidden.shape[1]), dtype=torch.float32)
 
     def __call__(
         self,
@@ -180,12 +184,13 @@ class _Backward:
         tiles: LayerTiles,
         wanted: Sequence[bool],
         params: Sequence[torch.Tensor],
+        windows: Sequence[Window],
     ) -> None:
         self._grad, self._hidden, self._weight, self._routing = grad, hidden, weight, routing
         self._tables, self._options, self._tiles, self._wanted = tables, options, tiles, wanted
         self._given = params
-        self._add = _Adder(routing, options, tiles.down, hidden)
-        capacity = _capacity(routing, options)
+        capacity = most_rows(windows)
+        self._add = _Adder(routing, options, tiles.down, hidden, capacity)
         self._room = _products(hidden, capacity, tables.width, options)
         self._hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
         self._parts: torch.Tensor | None = None
@@ -202,7 +207,7 @@ class _Backward:
         ]
         self._into = TableGradients.of(
             options.tables_of(self._params), has_projections=has_projections, has_down=has_down,
-            is_cut=routing.num_rows > options.rows_per_window,
+            is_cut=len(windows) > 1,
         )  # fmt: skip
 
     def window(self, window: Window, kept: Products | None) -> None:
@@ -242,10 +247,6 @@ class _Backward:
         return Gradients(hidden, weight, params)
 
 
-def _capacity(routing: Routing, options: LayerOptions) -> int:
-    return min(options.rows_per_window, routing.num_rows)
-
-
 def _products(hidden: torch.Tensor, num_rows: int, width: int, options: LayerOptions) -> Products:
     """Room for gate's and up's, the same where there is no up projection."""
     of_gate = hidden.new_empty((num_rows, width))
@@ -261,8 +262,13 @@ def _new_gradient(param: torch.Tensor, is_written: bool) -> torch.Tensor:
     return torch.empty_like(param)
 
 
+def _num_kept(kept: Products | None) -> int:
+    return 0 if kept is None else kept[0].shape[0]
+
+
 def _part(kept: Products | None, window: Window) -> Products | None:
-    if kept is None:
+    """What is kept of a window's rows; None where that is nothing."""
+    if kept is None or window.last > kept[0].shape[0]:
         return None
     return kept[0].narrow(0, window.first, window.num_rows), kept[1].narrow(0, window.first, window.num_rows)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Window", "ceil_div", "most_tiles", "windows_of"]
+__all__ = ["Window", "ceil_div", "most_rows", "most_tiles", "windows_of"]
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,11 @@ class Window:
 
     Args:
         number: counted from 0.
-        capacity: R, at least last - first.
     """
 
     number: int
     first: int
     last: int
-    capacity: int
 
     @property
     def num_rows(self) -> int:
@@ -31,17 +29,26 @@ def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def windows_of(num_rows: int, rows_per_window: int) -> Iterator[Window]:
+def windows_of(num_rows: int, rows_per_window: int, border: int = 0) -> list[Window]:
     """The windows of N rows; one without rows where there are none, so that empty gradients are written.
+
+    Args:
+        border: no window has rows before it beside others.
 
     Raises:
         ValueError: a window of no rows.
     """
     if rows_per_window < 1:
         raise ValueError(f"a window has at least one row, not {rows_per_window}")
-    for number in range(max(1, ceil_div(num_rows, rows_per_window))):
-        first = number * rows_per_window
-        yield Window(number, first, min(first + rows_per_window, num_rows), rows_per_window)
+    border = min(border, num_rows)
+    firsts = [*range(0, border, rows_per_window), *range(border, num_rows, rows_per_window)] or [0]
+    pairs = enumerate(zip(firsts, [*firsts[1:], num_rows], strict=True))
+    return [Window(number, first, last) for number, (first, last) in pairs]
+
+
+def most_rows(windows: Sequence[Window]) -> int:
+    """Of the largest of them."""
+    return max(window.num_rows for window in windows)
 
 
 def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:

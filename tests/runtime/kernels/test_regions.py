@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 
 import memfine_fx
 from memfine_fx.compiler.session import sessions
+from memfine_fx.memory.liveness import Call
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.memory.region_bytes import ChunkSize, region_workspace
+from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.models.gpt_oss import GptOssConfig, GptOssMoE
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from memfine_fx.models.variants import VariantConfig, VariantMoE
+from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime import windowed
-from memfine_fx.runtime.store import lookup
+from memfine_fx.runtime.store import LiveRegion, lookup
 from tests.runtime.kernels.cases import DEVICE, in_kernels, relative_error
 
 pytestmark = in_kernels
@@ -130,14 +133,44 @@ def test_kept_products_are_those_of_the_kernels(name: str, launches: list[str]) 
     assert launches.count("place_kernel") == 1  # sorted where the rows are
 
 
+def keep_of_first(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for the plan."""
+    plan_for = LiveRegion.plan_for
+
+    def chosen(region: LiveRegion, num_tokens: int) -> ChunkPlan:
+        return replace(plan_for(region, num_tokens), kept_rows=num_rows)
+
+    monkeypatch.setattr(LiveRegion, "plan_for", chosen)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "clamped", "relu2 with biases"])
+@pytest.mark.parametrize(("num_kept", "num_again"), [(0, 4), (3, 3), (7, 3), (20, 1), (22, 0)])
+def test_products_of_the_first_rows_are_kept(
+    name: str, num_kept: int, num_again: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 22 rows in windows of 7: windows end where what is kept does, and only those behind are multiplied again."""
+    keep_of_first(num_kept, monkeypatch)
+    eager = layer() if name == "mixtral" else OTHERS[name]().to(DEVICE)
+    config = memfine_fx.Config(rows_per_chunk=7, memory_budget="1GiB")
+    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="aot_eager")
+    hidden = torch.randn(11, 32, device=DEVICE)
+    for found, expected in zip(step(model, hidden), step(eager, hidden), strict=True):
+        assert (found is None) is (expected is None)
+        assert found is None or relative_error(found, expected) < 1e-5
+    assert launches.count("down_backward_kernel") == 4
+    assert launches.count("gate_up_kernel") == 4 + num_again
+
+
 @pytest.mark.parametrize("frozen", [(), ("down",), ("gate", "up"), ("down", "gate", "up")], ids=str)
-@pytest.mark.parametrize("rows_per_chunk", (200, 4096))
+@pytest.mark.parametrize(("rows_per_chunk", "num_kept"), [(200, 0), (4096, 0), (200, 1500), (4096, 1500)])
 def test_windows_hold_what_the_plan_counts(
-    rows_per_chunk: int, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    rows_per_chunk: int, num_kept: int, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside arguments and results; kernels that do nothing hold as much as others."""
     from memfine_fx.runtime.kernels.launches import Launch
 
+    if num_kept:
+        keep_of_first(num_kept, monkeypatch)
     monkeypatch.setattr(windowed, "_DEVICES", ("cuda", "cpu"))
     monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
     run_kernel, sorts = Launch.run, ("count_kernel", "scan_kernel", "offsets_kernel", "place_kernel")
@@ -161,13 +194,15 @@ def test_windows_hold_what_the_plan_counts(
 
     for phase in ("forward", "backward"):
         monkeypatch.setattr(windowed, f"run_{phase}", tracing(phase))
-    config = memfine_fx.Config(rows_per_chunk=rows_per_chunk)
+    budget = "1GiB" if num_kept else None
+    config = memfine_fx.Config(rows_per_chunk=rows_per_chunk, memory_budget=budget)
     chunked = memfine_fx.optimize(model, config=config, inner_backend="aot_eager")
     chunked(torch.randn(1000, 64, requires_grad=True)).sum().backward()
-    ((site, terms),) = sessions()[-1]._graphs[-1].step.regions.items()
+    ((site, memory),) = sessions()[-1]._graphs[-1].step.regions.items()
     size = ChunkSize(lookup(site).plan_for(1000).rows_per_chunk)
     for phase, found in measured.items():
-        counted = region_workspace(terms.terms_now("nothing"), 1000, size, "rows", phase)
+        call = Call(0, site, phase, "projections", num_kept)
+        counted = memory.workspace(call, {}, lambda num_tokens: size)
         assert 0.9 * counted <= found <= counted + 4096, phase
 
 

@@ -134,7 +134,7 @@ def test_formulas_count_what_programs_touch(
     assert len(touched) > 5
     for launch, found in touched:
         first, last = launch.arguments["first_row"], launch.arguments["last_row"]
-        load = _load(routing, Window(first // rows, first, last, rows))
+        load = _load(routing, Window(first // rows, first, last))
         if load.num_rows or launch.name == "weight_gradient_kernel":
             assert _said(launch, load) == found, launch.name
 
@@ -144,7 +144,7 @@ def test_the_sort_touches_no_more_than_is_said(touched: list[tuple[Any, Touched]
     from memfine_fx.runtime.kernels.windows import Window
 
     routing = sort_assignments(expert_index("random", Sizes(tokens=150)), 5)
-    load = _load(routing, Window(0, 0, 300, 300))
+    load = _load(routing, Window(0, 0, 300))
     assert len(touched) == 4
     for launch, found in touched:
         said = _said(launch, load)
