@@ -6,11 +6,11 @@ import statistics
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from benchmarks.records import Machine
+from memfine_fx.memory.machine import cpu_model
 
 _MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 _MATMUL_REPEATS = 5
@@ -18,7 +18,7 @@ _MATMUL_REPEATS = 5
 
 def describe_machine(device: torch.device) -> Machine:
     return Machine(
-        processor=_processor_name(),
+        processor=cpu_model(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -50,15 +50,6 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _version_of(package: str) -> str:

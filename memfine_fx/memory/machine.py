@@ -41,6 +41,8 @@ _ALLOWED = {
 }
 """Names of ONEDNN_MAX_CPU_ISA -> how much of the ladder they leave; other names leave all of it."""
 
+_NUMBERS = {"family": "cpu family", "model": "model"}
+
 
 @dataclass(frozen=True)
 class CpuFeatures:
@@ -86,8 +88,12 @@ def cpu_features() -> CpuFeatures:
 
 
 def cpu_model() -> str:
-    """The CPU's name, which `platform.processor` leaves empty on many Linux systems."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    """The CPU's name with its family and model, which hosts of virtual machines leave out of the name."""
+    name = _cpuinfo("model name")
+    if not name:
+        return platform.processor() or platform.machine()
+    numbers = [f"{field} {value}" for field in ("family", "model") if (value := _cpuinfo(_NUMBERS[field]))]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def host_bytes() -> int:

@@ -56,3 +56,11 @@ def test_measurements_are_kept_for_the_model_of_the_cpu_and_its_limit(monkeypatc
     monkeypatch.delenv("ATEN_CPU_CAPABILITY")
     monkeypatch.setattr(machine, "cpu_model", lambda: "another CPU")
     assert len({here, limited, measurement_key("cpu", "rates")}) == 3
+
+
+def test_cpus_of_one_name_are_told_apart_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"model name": "AMD EPYC", "cpu family": "26", "model": "2"}
+    monkeypatch.setattr(machine, "_cpuinfo", lambda field: told.get(field, ""))
+    assert cpu_model() == "AMD EPYC (family 26, model 2)"
+    del told["cpu family"], told["model"]
+    assert cpu_model() == "AMD EPYC"
