@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
+from memfine_fx.passes.lower.epilogue import written
 from memfine_fx.runtime.kernels.launches import Launch, recording
 
 __all__ = [
@@ -98,12 +99,19 @@ class Case:
 
 
 _QWEN3 = {"tokens": 8192, "top_k": 8, "experts": 128, "hidden": 2048, "width": 768, "rows_per_window": 16384}
+
+
+def _clamped_at_10(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)
+
+
 CASES = (
     Case("Qwen3-30B-A3B", **_QWEN3),
     Case("Qwen3-30B-A3B, kept, deterministic", **_QWEN3, keeps_products=True, is_deterministic=True),
     Case("Qwen3-30B-A3B, tables in fp32", **_QWEN3, table_dtype="float32"),
     Case("Qwen3-30B-A3B, tf32", **_QWEN3, dtype="float32", table_dtype="float32", precision="tf32"),
     Case("GPT-OSS-120B", 8192, 4, 128, 2880, 2880, 16384, "interleaved_in_out", "clamped", has_bias=True),
+    Case("Qwen3-30B-A3B, SwiGLU clamped at 10, written", **_QWEN3, activation=written(_clamped_at_10, 2)),
 )
 
 
@@ -325,7 +333,7 @@ def table() -> dict[str, Any]:
     timed = [
         asdict(row)
         for case in CASES
-        if not case.is_deterministic
+        if not case.is_deterministic and isinstance(case.activation, str)
         for target in TARGETS
         for row in timed_rows(case, target)
     ]

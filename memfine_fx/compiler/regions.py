@@ -191,9 +191,11 @@ def _plan(
 
 def _kernels_of(region: MoERegion, bodies: ExpertBodies, config: Config) -> KernelForm | None:
     """The form in which the GPU kernels run a region on one rank, their tiles timed; None where they do not."""
+    if not uses_gpu_kernels() or config.axis != "rows":
+        return None
     hidden, *params = [tensor_of(node) for node in (region.hidden, *region.params)]
     form = bodies.kernel_form
-    if form is None or not uses_gpu_kernels() or config.axis != "rows" or not can_run(form, [hidden, *params]):
+    if form is None or not can_run(form, [hidden, *params]):
         return None
     tune_tiles(form, hidden, params, region.dims.top_k)
     return form

@@ -174,10 +174,13 @@ class Bodies(Protocol):
     out_width: int
     contribution_dtype: torch.dtype
     takes_group: bool
-    kernel_form: KernelForm | None
-    """What lets the GPU kernels compute this function; None where they do not know it."""
     num_factored: int
     """How many of its matmuls meet a low-rank term of their matrix factor by factor."""
+
+    @property
+    def kernel_form(self) -> KernelForm | None:
+        """What lets the GPU kernels compute this function; None where they do not know it."""
+        ...
 
     def forward(self) -> ForwardBody: ...
 

@@ -17,6 +17,7 @@ matmul per expert.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class ExpertBodies:
         self.out_width = int(result.shape[1])
         self.contribution_dtype: torch.dtype = result.dtype
         self._specs = specs
-        self.kernel_form = self._kernel_form()
+        self._of_one = self._function
         if takes_group:
             self._function, self._specs = lift_over_experts(self._function, specs, expert_fn)
         self._num_read = 0
@@ -118,10 +119,11 @@ class ExpertBodies:
         self._backward: dict[tuple[bool, ...], BackwardBody] = {}
         self._keeping: dict[tuple[Keep, tuple[bool, ...]], KeepingBodies | None] = {}
 
-    def _kernel_form(self) -> KernelForm | None:
+    @functools.cached_property
+    def kernel_form(self) -> KernelForm | None:
         """Of the function on one expert, before it is lifted over several."""
         is_known = all(kind == "expert" for kind in self.param_kinds) and (self.is_folded or not self.has_weight)
-        return kernel_form(self._function.graph_module.graph, has_weight=self.has_weight) if is_known else None
+        return kernel_form(self._of_one.graph_module.graph, has_weight=self.has_weight) if is_known else None
 
     def forward(self) -> ForwardBody:
         with making:

@@ -4,9 +4,10 @@ Before:  mm(x, t(gate_up)), split, silu, mul, mul by the routing weight, mm(., t
 After:   KernelForm("halves", (0, 1), "swiglu"): where the matrices stand among the parameters, and how
 
 Steps: take the down projection's bias, times the routing weight, off the output; walk through casts to the last
-product; take the routing weight's column off its rows; take the activation apart (`_gated`); find gate and up, with
-biases or without, as the halves or the alternating columns of one product of the rows, or as two. None as soon as a
-step does not match: nothing is refused, the expert keeps its bodies.
+product; take the routing weight's column off its rows; take the activation apart, as one that the kernels know or, of
+pointwise operators, as source for them (`epilogue`); find gate and up, with biases or without, as the halves or the
+alternating columns of one product of the rows, or as two. None where a step does not match: nothing is refused, the
+expert keeps its bodies.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from memfine_fx.passes.lower.epilogue import as_pointwise
 from memfine_fx.runtime.kernels.tables import Activation, KernelForm, Layout
 
 __all__ = ["kernel_form"]
 
 aten = torch.ops.aten
 _CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PARTS = (operator.getitem, aten.slice.Tensor)
 _TO_THE_END = 2**63 - 1
 _LIMIT, _SLOPE = 7.0, 1.702  # of GPT-OSS's activation, which the kernels have as constants
 
@@ -36,13 +39,14 @@ def kernel_form(graph: fx.Graph, *, has_weight: bool) -> KernelForm | None:
     if down is None:
         return None
     activated = _without_weight(down.left, weight)
-    gated = None if activated is None else _gated(activated)
-    if gated is None:
+    if activated is None:
         return None
-    found = _projections(gated)
-    if found is None or not _is_one_width(rows, result, gated):
-        return None
-    return _form(rows, params, gated.activation, *found, down)
+    for find in (_squared, _by_gate, _clamped, _pointwise):
+        gated = find(activated)
+        found = None if gated is None else _projections(gated)
+        if gated is not None and found is not None and _is_one_width(rows, result, gated):
+            return _form(rows, params, gated.activation, *found, down)
+    return None
 
 
 class _Product(NamedTuple):
@@ -197,9 +201,31 @@ def _is_column(node: fx.Node, weight: fx.Node) -> bool:
     return is_column and _uncast(_node(node.args[0])) is weight
 
 
-def _gated(node: fx.Node) -> _Gated | None:
-    """The activation, if it is one of the kernels'."""
-    return _squared(node) or _by_gate(node) or _clamped(node)
+def _pointwise(node: fx.Node) -> _Gated | None:
+    """Pointwise operators of one or two products, or of the parts of one."""
+    leaves: list[fx.Node] = []
+    sources: dict[fx.Node, fx.Node] = {}
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        source = _uncast(one)
+        if source is not one:
+            sources[one] = source
+        if source in leaves or source.op == "placeholder":
+            continue
+        if source.target in _PARTS or _product(source) is not None:
+            leaves.append(source)
+        else:
+            waiting.extend(source.all_input_nodes)
+    if not 1 <= len(leaves) <= 2:
+        return None
+    gate, up = leaves[0], leaves[-1]
+    if up is not gate and _columns(gate, up) is None and _columns(up, gate) is not None:
+        gate, up = up, gate
+    activation = as_pointwise(node, list(dict.fromkeys((gate, up))), sources)
+    if activation is None:
+        return None
+    return _Gated(activation, gate, up if activation.has_up else None)
 
 
 def _squared(node: fx.Node) -> _Gated | None:

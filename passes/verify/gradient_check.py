@@ -334,12 +334,12 @@ class _ExactBodies:
     """Bodies as graphs, run in fp64 at the widths of the check."""
 
     contribution_dtype = torch.float64
+    kernel_form = None  # the kernels are no graphs
 
     def __init__(self, bodies: Bodies, widths: Mapping[int, int]) -> None:
         self._bodies, self._widths = bodies, widths
         self.key, self.has_weight, self.param_kinds = bodies.key, bodies.has_weight, bodies.param_kinds
         self.takes_group, self.num_factored = bodies.takes_group, bodies.num_factored
-        self.kernel_form = bodies.kernel_form
         self.out_width = widths.get(bodies.out_width, bodies.out_width)
 
     def forward(self) -> ForwardBody:

@@ -5,23 +5,43 @@ geglu        gelu(gate) * up, gelu by tanh
 geglu_exact  gelu(gate) * up, gelu by the error function
 clamped      GPT-OSS's: gate at most 7, up in [-7, 7]; gate * sigmoid(1.702 gate) * (up + 1)
 relu2        relu(gate) squared; there is no up projection, and what stands for it is not read
+
+Any other pointwise one comes as source (`Pointwise`), and is compiled into the kernels as these are.
 """
 
 from __future__ import annotations
 
-from typing import get_args
+import functools
+import hashlib
+import linecache
+from typing import Any, get_args
 
 import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.tables import Activation
+from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Pointwise
 
-__all__ = ["ACTIVATIONS", "activate", "activate_backward", "reference_activation"]
+__all__ = ["ACTIVATIONS", "activate", "activate_backward", "constants_of", "reference_activation"]
 
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
 
 _LIMIT, _SLOPE = 7.0, 1.702
+
+
+def constants_of(activation: Activation) -> tuple[Any, Any]:
+    """What kernels take for `ACTIVATION` of `activate` and of `activate_backward`: a name, or functions."""
+    return _functions_of(activation.source) if isinstance(activation, Pointwise) else (activation, activation)
+
+
+@functools.cache
+def _functions_of(source: str) -> tuple[Any, Any]:
+    """Both functions; Triton finds their text where Python's own tools do, beside no file."""
+    name = f"<memfine_fx activation {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    space: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": __name__}
+    exec(compile(source, name, "exec"), space)  # written by `passes.lower.epilogue`, of operators that it knows
+    return space["forward"], space["backward"]
 
 
 @triton.jit
@@ -41,6 +61,8 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu2":
         bounded = tl.maximum(gate, 0.0)
         result = bounded * bounded
+    elif ACTIVATION != "clamped":
+        result = ACTIVATION(gate, up)
     else:
         bounded = tl.minimum(gate, 7.0)
         result = bounded * tl.sigmoid(1.702 * bounded) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1)
@@ -66,6 +88,8 @@ def activate_backward(gate, up, grad, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu2":
         grad_gate = grad * 2 * tl.maximum(gate, 0.0)
         grad_up = grad_gate
+    elif ACTIVATION != "clamped":
+        grad_gate, grad_up = ACTIVATION(gate, up, grad)
     else:
         bounded = tl.minimum(gate, 7.0)
         share = tl.sigmoid(1.702 * bounded)
@@ -76,7 +100,7 @@ def activate_backward(gate, up, grad, ACTIVATION: tl.constexpr):
     return grad_gate, grad_up
 
 
-def reference_activation(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+def reference_activation(gate: torch.Tensor, up: torch.Tensor, activation: ActivationName) -> torch.Tensor:
     """`activate` in plain torch, which differentiates it."""
     if activation == "swiglu":
         return torch.nn.functional.silu(gate) * up

@@ -12,10 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.activation import activate, activate_backward, reference_activation
+from memfine_fx.runtime.kernels.activation import (
+    activate,
+    activate_backward,
+    constants_of,
+    reference_activation,
+)
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Activation, Tables
+from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up
 from memfine_fx.runtime.kernels.tile_search import find_tile
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
@@ -53,7 +58,9 @@ def _down_backward_kernel(
     PRODUCT_STRIDE_ROW: tl.constexpr,
     PRODUCT_STRIDE_WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ACTIVATION_BACKWARD: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WRITES_ACTIVATED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -84,10 +91,10 @@ def _down_backward_kernel(
     is_own = is_row[:, None] & is_column[None, :]
     products = (rows - first_row)[:, None] * PRODUCT_STRIDE_ROW + columns[None, :] * PRODUCT_STRIDE_WIDTH
     gate_tile = tl.load(gate_rows + products, mask=is_own, other=0).to(tl.float32)
-    if ACTIVATION == "relu2":  # noqa: SIM108 - decided when it is compiled
-        up_tile = gate_tile
-    else:
+    if HAS_UP:  # noqa: SIM108 - decided when it is compiled
         up_tile = tl.load(up_rows + products, mask=is_own, other=0).to(tl.float32)
+    else:
+        up_tile = gate_tile
     result = activate(gate_tile, up_tile, ACTIVATION)
     if HAS_WEIGHT:
         part = tl.sum(tl.where(is_own, total * result, 0.0), 1)
@@ -104,9 +111,9 @@ def _down_backward_kernel(
         share = tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
         total *= share
         result *= share
-    gate_tile, up_tile = activate_backward(gate_tile, up_tile, total, ACTIVATION)
+    gate_tile, up_tile = activate_backward(gate_tile, up_tile, total, ACTIVATION_BACKWARD)
     tl.store(gate_grad + own, gate_tile.to(gate_grad.dtype.element_ty), mask=is_own)
-    if ACTIVATION != "relu2":
+    if HAS_UP:
         tl.store(up_grad + own, up_tile.to(up_grad.dtype.element_ty), mask=is_own)
     if WRITES_ACTIVATED:
         tl.store(activated + own, result.to(activated.dtype.element_ty), mask=is_own)
@@ -143,6 +150,7 @@ def down_backward(
         weight_parts: [num_weight_parts,N] fp32, zeros; there where `weight` is.
         precision: of products of fp32, "ieee" or "tf32".
     """
+    forward, backward = constants_of(activation)
     constants = {
         "HIDDEN": tables.hidden,
         "WIDTH": tables.width,
@@ -157,7 +165,9 @@ def down_backward(
         "PRODUCT_STRIDE_ROW": products[0].stride(0),
         "PRODUCT_STRIDE_WIDTH": products[0].stride(1),
         "HAS_BIAS": tables.down_bias is not None,
-        "ACTIVATION": activation,
+        "HAS_UP": has_up(activation),
+        "ACTIVATION": forward,
+        "ACTIVATION_BACKWARD": backward,
         "HAS_WEIGHT": weight is not None,
         "WRITES_ACTIVATED": activated is not None,
         "PRECISION": precision,
@@ -193,7 +203,7 @@ def reference_down_backward(
     routing: Routing,
     tables: Tables,
     window: Window,
-    activation: Activation,
+    activation: ActivationName,
     products: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(gate's gradient, up's, activated, [N] gradient of the routing weight), in plain torch by autograd."""
@@ -222,7 +232,7 @@ def down_backward_accesses(launch: Launch, load: Load) -> list[Access]:
     told, rows, present = launch.constants, load.num_rows, load.num_present
     hidden, width, num_columns = told["HIDDEN"], told["WIDTH"], launch.grid[0]
     tiles, tile_rows = load.num_tiles(told["TILE_ROWS"]), told["TILE_ROWS"]
-    names = ("gate",) if told["ACTIVATION"] == "relu2" else ("gate", "up")
+    names = ("gate", "up") if told["HAS_UP"] else ("gate",)
     has_bias_part = told["HAS_BIAS"] and told["HAS_WEIGHT"]
     num_sweeps = num_columns + has_bias_part  # of the gradient's rows
     found = [

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.activation import activate, reference_activation
+from memfine_fx.runtime.kernels.activation import activate, constants_of, reference_activation
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Activation, Tables
+from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up
 from memfine_fx.runtime.kernels.tile_search import find_tile
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
@@ -51,6 +51,7 @@ def _gate_up_kernel(
     PRODUCT_STRIDE_ROW: tl.constexpr,
     PRODUCT_STRIDE_WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WRITES_PRODUCTS: tl.constexpr,
@@ -81,7 +82,7 @@ def _gate_up_kernel(
         tokens = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0)
         gate_tile = tl.load(gate + entries, mask=is_entry, other=0).to(tokens.dtype)
         gate_total = tl.dot(tokens, gate_tile, gate_total, input_precision=PRECISION)
-        if ACTIVATION != "relu2":
+        if HAS_UP:
             up_tile = tl.load(up + entries, mask=is_entry, other=0).to(tokens.dtype)
             up_total = tl.dot(tokens, up_tile, up_total, input_precision=PRECISION)
     outputs = (rows - first_row)[:, None] * WIDTH + columns[None, :]
@@ -89,7 +90,7 @@ def _gate_up_kernel(
     if HAS_BIAS:
         biases = expert * BIAS_STRIDE_EXPERT + columns * BIAS_STRIDE_WIDTH
         gate_total += tl.load(gate_bias + biases, mask=is_column, other=0).to(tl.float32)[None, :]
-        if ACTIVATION != "relu2":
+        if HAS_UP:
             up_total += tl.load(up_bias + biases, mask=is_column, other=0).to(tl.float32)[None, :]
     # Backward reads these in the rows' dtype; forward activates what backward will.
     gate_total = gate_total.to(hidden.dtype.element_ty)
@@ -97,7 +98,7 @@ def _gate_up_kernel(
     if WRITES_PRODUCTS:
         products = (rows - first_row)[:, None] * PRODUCT_STRIDE_ROW + columns[None, :] * PRODUCT_STRIDE_WIDTH
         tl.store(gate_rows + products, gate_total, mask=is_output)
-        if ACTIVATION != "relu2":
+        if HAS_UP:
             tl.store(up_rows + products, up_total, mask=is_output)
     if WRITES_ACTIVATED:
         result = activate(gate_total.to(tl.float32), up_total.to(tl.float32), ACTIVATION)
@@ -142,7 +143,8 @@ def gate_up(
         "PRODUCT_STRIDE_ROW": 0 if products is None else products[0].stride(0),
         "PRODUCT_STRIDE_WIDTH": 0 if products is None else products[0].stride(1),
         "HAS_BIAS": tables.gate_bias is not None,
-        "ACTIVATION": activation,
+        "HAS_UP": has_up(activation),
+        "ACTIVATION": constants_of(activation)[0],
         "HAS_WEIGHT": weight is not None,
         "WRITES_PRODUCTS": products is not None,
         "WRITES_ACTIVATED": activated is not None,
@@ -177,7 +179,7 @@ def reference_gate_up(
     routing: Routing,
     tables: Tables,
     window: Window,
-    activation: Activation,
+    activation: ActivationName,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(gate's products, up's, activated) of a window in plain torch, zeros in rows of no expert."""
     gate_rows, up_rows, activated = hidden.new_zeros((3, window.num_rows, tables.width)).unbind()
@@ -200,7 +202,7 @@ def gate_up_accesses(launch: Launch, load: Load) -> list[Access]:
     told, rows, present = launch.constants, load.num_rows, load.num_present
     hidden, width, num_columns = told["HIDDEN"], told["WIDTH"], launch.grid[0]
     tiles, tile_rows = load.num_tiles(told["TILE_ROWS"]), told["TILE_ROWS"]
-    names = ("gate",) if told["ACTIVATION"] == "relu2" else ("gate", "up")
+    names = ("gate", "up") if told["HAS_UP"] else ("gate",)
     found = [
         of_tiles(launch),
         Access("order", rows * num_columns, rows),

@@ -11,8 +11,10 @@ import torch
 __all__ = [
     "LAYOUTS",
     "Activation",
+    "ActivationName",
     "KernelForm",
     "Layout",
+    "Pointwise",
     "Tables",
     "are_projections",
     "has_up",
@@ -20,7 +22,22 @@ __all__ = [
     "trained_parts",
 ]
 
-Activation = Literal["swiglu", "geglu", "geglu_exact", "clamped", "relu2"]
+
+@dataclass(frozen=True)
+class Pointwise:
+    """An activation that has no name here, as Triton source (`passes.lower.epilogue`).
+
+    Args:
+        source: `forward(gate, up)`, the result, and `backward(gate, up, grad)`, both gradients, of fp32 tiles.
+        has_up: whether it reads `up`.
+    """
+
+    source: str
+    has_up: bool
+
+
+ActivationName = Literal["swiglu", "geglu", "geglu_exact", "clamped", "relu2"]
+Activation = ActivationName | Pointwise
 """See `memfine_fx.runtime.kernels.activation`."""
 
 Layout = Literal["apart", "apart_in_out", "halves", "halves_in_out", "interleaved_in_out", "single", "single_in_out"]
@@ -142,7 +159,7 @@ def num_projections_of(layout: Layout) -> int:
 
 def has_up(activation: Activation) -> bool:
     """Whether an activation is of gate and up, or of one projection alone."""
-    return activation != "relu2"
+    return activation.has_up if isinstance(activation, Pointwise) else activation != "relu2"
 
 
 def are_projections(layout: Layout, *, has_bias: bool) -> list[bool]:

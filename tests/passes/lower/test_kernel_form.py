@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from memfine_fx.records import ParamKind
-from memfine_fx.runtime.kernels.tables import KernelForm
+from memfine_fx.runtime.kernels.tables import KernelForm, Pointwise
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of
 
 EXPERT: ParamKind = "expert"
@@ -147,10 +147,15 @@ def unlike_halves(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -
     return ((silu(both[:, 1 : WIDTH + 1]) * both[:, WIDTH:]) @ down) * weight.unsqueeze(1)
 
 
-IN_OUT_OTHERS = (
-    clamped_elsewhere, another_slope, another_gate_in_the_sigmoid, relu_cubed, half_of_the_columns, columns_swapped,
-    unlike_halves,
-)  # fmt: skip
+IN_OUT_OTHERS = (relu_cubed, half_of_the_columns, unlike_halves)
+IN_OUT_WRITTEN = (clamped_elsewhere, another_slope, another_gate_in_the_sigmoid, columns_swapped)
+
+
+@pytest.mark.parametrize("function", IN_OUT_WRITTEN, ids=lambda function: function.__name__)
+def test_what_only_looks_like_another_activation_is_written(function: Callable[..., Tensor]) -> None:
+    form = bodies_of(function, tables([FUSED_IN_OUT, (WIDTH, HIDDEN)]), [EXPERT, EXPERT]).kernel_form
+    assert form is not None and isinstance(form.activation, Pointwise)
+    assert (form.layout, form.positions, form.has_up) == ("interleaved_in_out", (0, 1), True)
 
 
 @pytest.mark.parametrize("function", IN_OUT_OTHERS, ids=lambda function: function.__name__)
@@ -228,7 +233,14 @@ def doubled_table(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -
     return halves(rows, weight, gate_up * 2, down)
 
 
-OTHERS = (relu, up_before_gate, gate_twice, weight_on_rows, weight_squared, scaled, scaled_rows, mixed, doubled_table)
+@pytest.mark.parametrize("function", (relu, up_before_gate), ids=lambda function: function.__name__)
+def test_what_only_looks_like_it_is_written(function: Callable[..., Tensor]) -> None:
+    form = bodies_of(function, tables([FUSED, (HIDDEN, WIDTH)]), [EXPERT, EXPERT]).kernel_form
+    assert form is not None and isinstance(form.activation, Pointwise)
+    assert (form.layout, form.positions, form.has_up) == ("halves", (0, 1), True)
+
+
+OTHERS = (gate_twice, weight_on_rows, weight_squared, scaled, scaled_rows, mixed, doubled_table)
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda function: function.__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +94,28 @@ class ReluSquared(torch.nn.Module):
         return out
 
 
+class Activated(torch.nn.Module):
+    """Experts with any activation: of gate and up in one table, or of one projection."""
+
+    def __init__(self, activation: Callable[..., torch.Tensor], num_projections: int = 2) -> None:
+        super().__init__()
+        self.activation, self.num_projections = activation, num_projections
+        self.router = torch.nn.Linear(32, 4, bias=False)
+        self.projections = torch.nn.Parameter(torch.randn(4, 24 * num_projections, 32) * 0.3)
+        self.down = torch.nn.Parameter(torch.randn(4, 32, 24) * 0.3)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight, index = self.router(hidden).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(hidden)
+        for expert in range(4):
+            token, choice = torch.where(index == expert)
+            products = hidden[token] @ self.projections[expert].t()
+            parts = products.chunk(2, dim=-1) if self.num_projections == 2 else (products,)
+            rows = self.activation(*parts) @ self.down[expert].t()
+            out = out.index_add(0, token, rows * weight[token, choice, None])
+        return out
+
+
 def variant(name: Any) -> VariantMoE:
     return VariantMoE(VariantConfig(name, hidden=32, expert_width=24, num_experts=4))
 
@@ -131,6 +154,58 @@ def test_kept_products_are_those_of_the_kernels(name: str, launches: list[str]) 
         assert found is None or relative_error(found, expected) < 1e-5
     assert (launches.count("gate_up_kernel"), launches.count("down_backward_kernel")) == (4, 4)
     assert launches.count("place_kernel") == 1  # sorted where the rows are
+
+
+functional = torch.nn.functional
+GATED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "clamped at 0.5": lambda gate, up: functional.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5),
+    "quick gelu": lambda gate, up: up * gate * torch.sigmoid(1.702 * gate),
+    "relu2": lambda gate, up: functional.relu(gate).pow(2) * (up + 1),
+    "tanh": lambda gate, up: torch.tanh(gate) * up - 0.5 * gate,
+    "where": lambda gate, up: torch.where(gate > up, functional.gelu(gate), up / (1 + gate.abs())),
+    "exp": lambda gate, up: torch.exp(-gate.square()) * functional.gelu(up, approximate="tanh"),
+    "up first": lambda gate, up: functional.leaky_relu(up, 0.1) * gate,
+}
+UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "rational": lambda products: products / (products * products + 1).sqrt(),
+}
+
+
+@pytest.mark.parametrize("keeps", (False, True))
+@pytest.mark.parametrize("name", [*GATED, *UNGATED])
+def test_any_pointwise_activation_is_written_for_the_kernels(name: str, keeps: bool, launches: list[str]) -> None:
+    eager = (Activated(GATED[name]) if name in GATED else Activated(UNGATED[name], 1)).to(DEVICE)
+    config = memfine_fx.Config(rows_per_chunk=7, memory_budget="1GiB" if keeps else None)
+    inner = "aot_eager" if keeps else "eager"
+    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend=inner)
+    hidden = torch.randn(11, 32, device=DEVICE)
+    for found, expected in zip(step(model, hidden), step(eager, hidden), strict=True):
+        assert relative_error(found, expected) < 1e-5
+    assert launches.count("gate_up_kernel") == (4 if keeps else 8)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    (
+        lambda gate, up: gate.cumsum(-1) * up,
+        lambda gate, up: gate * up.mean(-1, keepdim=True),
+        lambda gate, up: torch.lgamma(gate.abs() + 1) * up,
+        lambda gate, up: gate + 0 * up.new_tensor([float("inf")]).clamp(max=1.0),
+    ),
+)
+def test_experts_that_cannot_be_written_for_the_kernels_keep_their_bodies(
+    activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], launches: list[str]
+) -> None:
+    eager = Activated(activation).to(DEVICE)
+    config = memfine_fx.Config(rows_per_chunk=7)
+    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="eager")
+    hidden = torch.randn(11, 32, device=DEVICE)
+    for found, expected in zip(step(model, hidden), step(eager, hidden), strict=True):
+        assert relative_error(found, expected) < 1e-5
+    assert launches == []
 
 
 def keep_of_first(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
