@@ -10,13 +10,12 @@ import functools
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from memfine_fx.memory.kernel_probe import Kernel, Shape, measure, shapes_of
 from memfine_fx.memory.kernel_scratch import counted_at
-from memfine_fx.memory.machine import cpu_features
+from memfine_fx.memory.machine import cpu_features, cpu_model
 from memfine_fx.memory.measure import trace_memory
 
 __all__ = ["PRODUCTS", "most_of_products", "product_bytes", "rows"]
@@ -32,11 +31,7 @@ def most_of_products() -> float:
 
     What oneDNN takes at once follows from the caches too. Elsewhere the probe's excess is what makes budgets hold.
     """
-    try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return 1.25
-    is_tried = "AuthenticAMD" in told and "\ncpu family\t: 25\n" in told
+    is_tried = any(f"AMD EPYC (family {family}," in cpu_model() for family in (25, 26))
     return 1.0 if is_tried or cpu_features().packs_bf16 else 1.25
 
 
