@@ -14,8 +14,8 @@ has sums of the whole result. On 64 threads that is 823 MB for a result [1536,20
 A factor that is neither dense row by row nor column by column, as a head of attention between others, is copied whole
 first (ATen/native/mkldnn/Matmul.cpp, `is_mkldnn_optimized_format`).
 
-Seen by the allocator's events at 6,000 sizes on one and two threads and 500 on 3 to 64, AMD EPYC of family 25; on one of
-family 26 none of 6,750 took more, and all together 0.55 to 0.73 of it (tests/memory/test_products.py asks it of the
+Seen by the allocator's events at 6,000 sizes on one and two threads and 500 on 3 to 64, AMD EPYC of family 25; on one
+of family 26 none of 6,750 took more, and all together 0.55 to 0.73 of it (tests/memory/test_products.py asks it of the
 machine at hand). In fp16 the same stands with factors of 4 bytes, which
 has not been measured. With AMX a bound stands for what a thread packs of a weight's gradient, as was measured; other
 products were not measured there, and the same formulas stand for them. What this machine's kernels take beyond a

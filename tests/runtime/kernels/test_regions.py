@@ -56,14 +56,19 @@ def step(model: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return out, hidden.grad, *(parameter.grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("rows_per_chunk", (7, 64))
-def test_region_runs_in_kernels_and_is_the_eager_layer(rows_per_chunk: int, launches: list[str]) -> None:
-    eager = layer()
-    config = memfine_fx.Config(rows_per_chunk=rows_per_chunk)
-    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="eager")
+def compare(eager: torch.nn.Module, inner_backend: str = "eager", **options: Any) -> None:
+    """A step of the layer in kernels against one in eager; some variants have parameters that they do not use."""
+    eager, config = eager.to(DEVICE), memfine_fx.Config(**options)
+    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend=inner_backend)
     hidden = torch.randn(11, 32, device=DEVICE)
     for found, expected in zip(step(model, hidden), step(eager, hidden), strict=True):
-        assert relative_error(found, expected) < 1e-5
+        assert (found is None) is (expected is None)
+        assert found is None or relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("rows_per_chunk", (7, 64))
+def test_region_runs_in_kernels_and_is_the_eager_layer(rows_per_chunk: int, launches: list[str]) -> None:
+    compare(layer(), rows_per_chunk=rows_per_chunk)
     num_windows = 4 if rows_per_chunk == 7 else 1
     assert launches.count("weight_gradient_kernel") == num_windows
 
@@ -130,28 +135,19 @@ OTHERS = {
 }
 
 
+EVERY: dict[str, Callable[[], torch.nn.Module]] = {"mixtral": layer, **OTHERS}
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_experts_run_in_kernels_and_are_the_eager_layer(name: str, launches: list[str]) -> None:
-    eager = OTHERS[name]().to(DEVICE)
-    config = memfine_fx.Config(rows_per_chunk=7)
-    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="eager")
-    hidden = torch.randn(11, 32, device=DEVICE)
-    for found, expected in zip(step(model, hidden), step(eager, hidden), strict=True):
-        assert (found is None) is (expected is None)  # some variants have parameters that they do not use
-        assert found is None or relative_error(found, expected) < 1e-5
+    compare(OTHERS[name](), rows_per_chunk=7)
     assert launches.count("weight_gradient_kernel") == 4
 
 
-@pytest.mark.parametrize("name", ["mixtral", *OTHERS])
+@pytest.mark.parametrize("name", EVERY)
 def test_kept_products_are_those_of_the_kernels(name: str, launches: list[str]) -> None:
     """With room for all, backward multiplies by gate and up no second time."""
-    eager = layer() if name == "mixtral" else OTHERS[name]().to(DEVICE)
-    config = memfine_fx.Config(rows_per_chunk=7, memory_budget="1GiB")
-    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="aot_eager")
-    hidden = torch.randn(11, 32, device=DEVICE)
-    for found, expected in zip(step(model, hidden), step(eager, hidden), strict=True):
-        assert (found is None) is (expected is None)
-        assert found is None or relative_error(found, expected) < 1e-5
+    compare(EVERY[name](), "aot_eager", rows_per_chunk=7, memory_budget="1GiB")
     assert (launches.count("gate_up_kernel"), launches.count("down_backward_kernel")) == (4, 4)
     assert launches.count("place_kernel") == 1  # sorted where the rows are
 
@@ -177,13 +173,9 @@ UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("keeps", (False, True))
 @pytest.mark.parametrize("name", [*GATED, *UNGATED])
 def test_any_pointwise_activation_is_written_for_the_kernels(name: str, keeps: bool, launches: list[str]) -> None:
-    eager = (Activated(GATED[name]) if name in GATED else Activated(UNGATED[name], 1)).to(DEVICE)
-    config = memfine_fx.Config(rows_per_chunk=7, memory_budget="1GiB" if keeps else None)
     inner = "aot_eager" if keeps else "eager"
-    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend=inner)
-    hidden = torch.randn(11, 32, device=DEVICE)
-    for found, expected in zip(step(model, hidden), step(eager, hidden), strict=True):
-        assert relative_error(found, expected) < 1e-5
+    eager = Activated(GATED[name]) if name in GATED else Activated(UNGATED[name], 1)
+    compare(eager, inner, rows_per_chunk=7, memory_budget="1GiB" if keeps else None)
     assert launches.count("gate_up_kernel") == (4 if keeps else 8)
 
 
@@ -199,12 +191,7 @@ def test_any_pointwise_activation_is_written_for_the_kernels(name: str, keeps: b
 def test_experts_that_cannot_be_written_for_the_kernels_keep_their_bodies(
     activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], launches: list[str]
 ) -> None:
-    eager = Activated(activation).to(DEVICE)
-    config = memfine_fx.Config(rows_per_chunk=7)
-    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="eager")
-    hidden = torch.randn(11, 32, device=DEVICE)
-    for found, expected in zip(step(model, hidden), step(eager, hidden), strict=True):
-        assert relative_error(found, expected) < 1e-5
+    compare(Activated(activation), rows_per_chunk=7)
     assert launches == []
 
 
@@ -225,13 +212,7 @@ def test_products_of_the_first_rows_are_kept(
 ) -> None:
     """Of 22 rows in windows of 7: windows end where what is kept does, and only those behind are multiplied again."""
     keep_of_first(num_kept, monkeypatch)
-    eager = layer() if name == "mixtral" else OTHERS[name]().to(DEVICE)
-    config = memfine_fx.Config(rows_per_chunk=7, memory_budget="1GiB")
-    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="aot_eager")
-    hidden = torch.randn(11, 32, device=DEVICE)
-    for found, expected in zip(step(model, hidden), step(eager, hidden), strict=True):
-        assert (found is None) is (expected is None)
-        assert found is None or relative_error(found, expected) < 1e-5
+    compare(EVERY[name](), "aot_eager", rows_per_chunk=7, memory_budget="1GiB")
     assert launches.count("down_backward_kernel") == 4
     assert launches.count("gate_up_kernel") == 4 + num_again
 
