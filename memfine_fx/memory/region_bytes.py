@@ -4,7 +4,8 @@ output        the combined [T,H_out], and its fp32 accumulator where the model i
 hidden grad   the same for the gradient of the tokens, in backward
 weight grads  the gradients of the expert parameters, allocated by the region's backward
 index         order (4 N) and offsets, kept from forward to backward; the sort's own arrays in forward
-chunk         R rows: gathered rows and gradients, the body's peak, casts and staging; of the GPU kernels, their windows
+chunk         R rows: gathered rows and gradients, the body's peak, or its results with what is made of them, casts and
+              products of weights' gradients; of the GPU kernels, their windows
 round         where experts live on several ranks: the rows that came, their results and what is staged to be sent; it
               is counted as part of the chunk, whose working set is alive beside it
 """
@@ -197,7 +198,7 @@ def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "r
     """
     rows = region.at_most(rows, num_tokens)
     forward = _forward_terms(region, num_tokens, rows)
-    backward = _backward_terms(region, num_tokens, rows)
+    backward = _backward_terms(region, num_tokens, rows, stages=bool(region.staging_bytes))
     if region.staging_bytes:
         backward["gradient staging"] = _staging_bytes(region, axis)
     return max(forward, backward, key=lambda terms: sum(terms.values()))
@@ -239,8 +240,9 @@ def workspace_expression(
         working = _forward_terms(region, num_tokens, chunk)["chunk"]
         width, item_bytes = region.out_width, region.out_item_bytes
     else:
-        staging = _staging_bytes(region, axis) if size.stages or axis == "tokens" else 0
-        working = _backward_terms(region, num_tokens, chunk)["chunk"] + staging
+        stages = size.stages or axis == "tokens"
+        working = _backward_terms(region, num_tokens, chunk, stages=stages)["chunk"]
+        working += _staging_bytes(region, axis) if stages else 0
         width, item_bytes = region.hidden, region.item_bytes
     if item_bytes == region.accumulator_item_bytes:
         return working
@@ -248,8 +250,13 @@ def workspace_expression(
     return sums - results + sympy.Max(working, results)  # the cast follows the last chunk
 
 
+def _product_bytes(region: RegionBytes) -> int:
+    """Of the largest of `added_bytes`, as it is made."""
+    return region.added_bytes * 2 // 6 if region.device_type == "cpu" else region.added_bytes
+
+
 def _staging_bytes(region: RegionBytes, axis: Axis) -> int:
-    return region.staging_bytes * (region.num_experts if axis == "tokens" else 1) + region.added_bytes
+    return region.staging_bytes * (region.num_experts if axis == "tokens" else 1)
 
 
 def _forward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str, Any]:
@@ -274,7 +281,7 @@ def _forward_terms_around(region: RegionBytes, num_tokens: Any, chunk: Any) -> d
     }
 
 
-def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str, Any]:
+def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any, *, stages: bool) -> dict[str, Any]:
     if region.window is not None:
         of_layer = num_tokens * (region.top_k * region.window.assignment + region.window.token) + region.window.stages
         return _backward_terms_around(region, num_tokens, rows * region.window.backward_row + of_layer)
@@ -286,7 +293,10 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str
     cast = 0
     if region.accumulator_item_bytes != region.item_bytes and region.travel is None:
         cast = rows * region.hidden * region.accumulator_item_bytes
-    after = larger(cast, _body(region.product_scratch, region, rows))
+    scratch = _body(region.product_scratch, region, rows)
+    after = larger(cast, scratch)
+    if stages:  # a product is made beside its sums, then added to them
+        after = larger(after, larger(_product_bytes(region) + scratch, region.added_bytes))
     chunk += _called(region.backward_peak, region.backward_results, after, region, rows) + _index_chunk(rows)
     if region.travel is not None:
         chunk = _with_clones(_backward_round, region, region.travel, at_once, chunk, region.clones_backward)

@@ -63,8 +63,10 @@ def is_taken(region: LiveRegion, routed: Routed, kept: Kept | None) -> bool:
 
     NOTE: forward and backward must answer alike, so that nothing here depends on what may change between them.
     """
+    if not region.uses_kernels:  # the form was found when the region was lowered, or is not wanted
+        return False
     form = region.bodies.kernel_form
-    if not region.uses_kernels or form is None:
+    if form is None:
         return False
     if kept is not None and not can_keep(form, kept.bodies.kept, routed.hidden.dtype):
         return False

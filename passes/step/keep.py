@@ -91,8 +91,10 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
 
 def _has_room_for_kernels(region: LiveRegion, bodies: KeepingBodies, dtype: torch.dtype) -> bool:
     """Whether the GPU kernels can keep what these bodies do, where they run a region."""
+    if not region.uses_kernels:
+        return True
     form = region.bodies.kernel_form
-    return not region.uses_kernels or (form is not None and can_keep(form, bodies.kept, dtype))
+    return form is not None and can_keep(form, bodies.kept, dtype)
 
 
 def kept_inputs(backward: fx.Graph) -> set[int]:
