@@ -174,6 +174,11 @@ def _gelu_backward(arguments: _Arguments, kwargs: dict[str, Any]) -> str | None:
     return f"{grad} * ({below} + {value} * 0.3989422804014327 * tl.exp(-0.5 * {value} * {value}))"
 
 
+def _leaky_relu(arguments: _Arguments, kwargs: dict[str, Any]) -> str | None:
+    value, slope = (*arguments, "0.01")[:2]  # a slope that is the default's is not among them
+    return f"tl.where({value} > 0.0, {value}, {value} * {slope})"
+
+
 def _leaky_relu_backward(arguments: _Arguments, kwargs: dict[str, Any]) -> str | None:
     """Of the input, whose last argument says that it is not the result."""
     return f"tl.where({arguments[1]} > 0.0, {arguments[0]}, {arguments[0]} * {arguments[2]})"
@@ -210,7 +215,7 @@ _EXPRESSIONS: dict[Any, str | Callable[[_Arguments, dict[str, Any]], str | None]
     aten.tanh.default: "2.0 * tl.sigmoid(2.0 * {0}) - 1.0",
     aten.silu.default: "{0} * tl.sigmoid({0})",
     aten.gelu.default: _gelu,
-    aten.leaky_relu.default: "tl.where({0} > 0.0, {0}, {0} * {1})",
+    aten.leaky_relu.default: _leaky_relu,
     aten.clamp.default: _clamp,
     aten.clamp_min.default: f"tl.maximum({{0}}, {{1}}, {_ALL})",
     aten.clamp_max.default: f"tl.minimum({{0}}, {{1}}, {_ALL})",

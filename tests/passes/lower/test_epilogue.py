@@ -51,6 +51,7 @@ OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu by tanh": lambda one: functional.gelu(one, approximate="tanh"),
     "tanh": torch.tanh,
     "leaky": lambda one: functional.leaky_relu(one, 0.2),
+    "leaky by default": lambda one: functional.leaky_relu(one),
     "less": lambda one: 1 - 2 * one.erf(),
 }
 
