@@ -5,6 +5,7 @@ The CPU is asked for what oneDNN would use of it: its instructions, capped by ON
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -40,8 +41,6 @@ _ALLOWED = {
     **dict.fromkeys(("avx512_core_amx", "avx10_1_512_amx"), 4),
 }
 """Names of ONEDNN_MAX_CPU_ISA -> how much of the ladder they leave; other names leave all of it."""
-
-_NUMBERS = {"family": "cpu family", "model": "model"}
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,8 @@ def cpu_model() -> str:
     name = _cpuinfo("model name")
     if not name:
         return platform.processor() or platform.machine()
-    numbers = [f"{field} {value}" for field in ("family", "model") if (value := _cpuinfo(_NUMBERS[field]))]
-    return f"{name} ({', '.join(numbers)})" if numbers else name
+    family, model = _cpuinfo("cpu family"), _cpuinfo("model")
+    return f"{name} (family {family}, model {model})" if family and model else name
 
 
 def host_bytes() -> int:
@@ -143,6 +142,7 @@ def _instructions() -> Collection[str]:
     return [name for name, value in ask().items() if value is True]
 
 
+@functools.cache  # one line for each of hundreds of processors is a long file
 def _cpuinfo(field: str) -> str:
     """A field of the first processor in /proc/cpuinfo, "" where there is none."""
     try:

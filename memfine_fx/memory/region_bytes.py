@@ -251,8 +251,8 @@ def workspace_expression(
 
 
 def _product_bytes(region: RegionBytes) -> int:
-    """Of the largest of `added_bytes`, as it is made."""
-    return region.added_bytes * 2 // 6 if region.device_type == "cpu" else region.added_bytes
+    """Of the product whose way into the sums `added_bytes` is, as it is made: in 2 bytes an element."""
+    return region.added_bytes * 2 // added_bytes(1, 2, region.device_type)
 
 
 def _staging_bytes(region: RegionBytes, axis: Axis) -> int:

@@ -80,28 +80,29 @@ class Kept:
     @staticmethod
     def found(bodies: KeepingBodies, tensors: Sequence[torch.Tensor], num_rows: int, rows: int) -> Kept | None:
         """What forward handed over: `num_rows` of N; None where that is nothing, or was copied and left behind."""
-        parts = [gathered(one, num_rows) for one in tensors] if num_rows else [None]
-        found = [part for part in parts if part is not None]
-        return Kept(bodies, found, None if num_rows == rows else num_rows) if len(found) == len(parts) else None
+        if not num_rows:
+            return None
+        found = [part for part in (_gathered(one, num_rows) for one in tensors) if part is not None]
+        return Kept(bodies, found, None if num_rows == rows else num_rows) if len(found) == len(tensors) else None
 
 
 def spread(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A tensor of the shape [N,...] all of whose entries are the first of `part` [M,...], whose memory it holds.
 
     A graph knows the shapes that it hands from forward to backward, and M is decided in each run. Nothing reads this
-    tensor but `gathered`; hooks of the user that copy saved tensors find some number everywhere.
+    tensor but `_gathered`; hooks of the user that copy saved tensors find some number everywhere.
     """
     some = part if part.numel() else part.new_zeros(1)
     return some.as_strided(shape, [0] * len(shape))
 
 
-def gathered(tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+def _gathered(tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
     """[M,...] of what `spread` made; None of a copy of it, whose memory is its own."""
     shape = (num_rows, *tensor.shape[1:])
     count = math.prod(shape)
     if any(tensor.stride()) or tensor.untyped_storage().nbytes() < count * tensor.element_size():
         return None
-    return tensor.as_strided(shape, torch.empty(shape, device="meta").stride())
+    return tensor.as_strided((count,), (1,)).view(shape)
 
 
 @dataclass(frozen=True)

@@ -331,9 +331,9 @@ def _(
 ) -> list[torch.Tensor]:
     if lookup(site).decides_kept_rows:
         entries = [(hidden.new_empty(1, dtype=one.dtype), one.shape) for one in _keeping(site, wanted, keep).kept]
-        handed_over = [spread(entry, (order.shape[0], *shape)) for entry, shape in entries]
+        handed_over: Sequence[torch.Tensor] = [spread(entry, (order.shape[0], *shape)) for entry, shape in entries]
     else:
-        handed_over = list(_room(hidden, weight, order, site, wanted, keep).tensors)
+        handed_over = _room(hidden, weight, order, site, wanted, keep).tensors
     return [_empty_output(hidden, site), *handed_over, torch.empty((1,), dtype=torch.int64, device="cpu")]
 
 

@@ -15,7 +15,7 @@ from memfine_fx.runtime.bodies import KeptTensor
 from memfine_fx.runtime.halving import run_halved
 from memfine_fx.runtime.kernels.tables import KernelForm, num_projections_of
 from memfine_fx.runtime.kernels.window_size import KNOWN_RATES, DeviceFigures, LayerSizes, rows_per_window
-from memfine_fx.runtime.kernels.windows import most_rows, windows_of
+from memfine_fx.runtime.kernels.windows import most_rows
 from memfine_fx.runtime.loop import Kept
 from memfine_fx.runtime.routed import Routed, sent
 from memfine_fx.runtime.routing import check_rows
@@ -66,9 +66,7 @@ def is_taken(region: LiveRegion, routed: Routed, kept: Kept | None) -> bool:
     if not region.uses_kernels:  # the form was found when the region was lowered, or is not wanted
         return False
     form = region.bodies.kernel_form
-    if form is None:
-        return False
-    if kept is not None and not can_keep(form, kept.bodies.kept, routed.hidden.dtype):
+    if form is None or (kept is not None and not can_keep(form, kept.bodies.kept, routed.hidden.dtype)):
         return False
     return can_run(form, [routed.hidden, *(tensor for tensors in routed.params for tensor in tensors)])
 
@@ -115,12 +113,11 @@ def run_forward(region: LiveRegion, routed: Routed, plan: ChunkPlan, kept: Kept 
     routing, options, params, products = _arguments(region, routed, plan, kept)
 
     def run(rows: int) -> torch.Tensor:
-        num_kept = 0 if products is None else products[0].shape[0]
-        cut = windows_of(routing.num_rows, rows, num_kept)
-        region.num_chunks, region.largest_chunk = len(cut), most_rows(cut)
-        windows = replace(options, rows_per_window=rows)
+        sized = replace(options, rows_per_window=rows)
+        windows = layer.layer_windows(routing, sized, products)
+        region.num_chunks, region.largest_chunk = len(windows), most_rows(windows)
         hidden, weight = routed.hidden.contiguous(), _flat_weight(routed)
-        return layer.run_forward(hidden, weight, routing, params, windows, region.out_dtype, products)[0]
+        return layer.run_forward(hidden, weight, routing, params, sized, region.out_dtype, products)[0]
 
     return _halved(run, region, routed, options, params)
 

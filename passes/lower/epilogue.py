@@ -27,13 +27,13 @@ _MOST_POWER = 8
 _WIDTH = 8  # of rows that are traced; any would do
 
 
-def as_pointwise(result: fx.Node, leaves: Sequence[fx.Node], sources: dict[fx.Node, fx.Node]) -> Pointwise | None:
-    """The source of `result` as a function of one or two leaves [R,F]; None where it cannot be written.
+Uncast = Callable[[fx.Node], fx.Node]
+"""What a node is before casts that do not matter to tiles in fp32."""
 
-    Args:
-        sources: nodes that stand for another one (casts) -> that one.
-    """
-    function = _between(result, leaves, sources)
+
+def as_pointwise(result: fx.Node, leaves: Sequence[fx.Node], uncast: Uncast) -> Pointwise | None:
+    """The source of `result` as a function of one or two leaves [R,F]; None where it cannot be written."""
+    function = _between(result, leaves, uncast)
     return None if function is None else written(function, len(leaves))
 
 
@@ -60,23 +60,21 @@ def written(function: Callable[..., torch.Tensor], num_inputs: int) -> Pointwise
     return Pointwise("\n\n".join(parts), has_up=num_inputs == 2)
 
 
-def _between(
-    result: fx.Node, leaves: Sequence[fx.Node], sources: dict[fx.Node, fx.Node]
-) -> Callable[..., torch.Tensor] | None:
+def _between(result: fx.Node, leaves: Sequence[fx.Node], uncast: Uncast) -> Callable[..., torch.Tensor] | None:
     """The nodes from the leaves to the result as a function."""
     graph, shape = fx.Graph(), result.meta["val"].shape
-    copied = {leaf: graph.placeholder(f"leaf{place}") for place, leaf in enumerate(leaves)}
+    copied: dict[fx.Node, fx.Node | None] = {
+        leaf: graph.placeholder(f"leaf{place}") for place, leaf in enumerate(leaves)
+    }
 
     def copy(node: fx.Node) -> fx.Node | None:
-        node = sources.get(node, node)
-        if node in copied:
-            return copied[node]
-        if node.target not in _EXPRESSIONS or node.meta["val"].shape != shape:
-            return None
-        arguments = {one: copy(one) for one in node.all_input_nodes}
-        if not arguments or None in arguments.values():
-            return None
-        copied[node] = graph.node_copy(node, lambda one: arguments[one])
+        node = uncast(node)
+        if node not in copied:
+            copied[node] = None
+            if node.target in _EXPRESSIONS and node.meta["val"].shape == shape:
+                arguments = {one: copy(one) for one in node.all_input_nodes}
+                if arguments and None not in arguments.values():
+                    copied[node] = graph.node_copy(node, lambda one: arguments[one])
         return copied[node]
 
     out = copy(result)

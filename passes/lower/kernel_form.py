@@ -204,28 +204,23 @@ def _is_column(node: fx.Node, weight: fx.Node) -> bool:
 def _pointwise(node: fx.Node) -> _Gated | None:
     """Pointwise operators of one or two products, or of the parts of one."""
     leaves: list[fx.Node] = []
-    sources: dict[fx.Node, fx.Node] = {}
-    waiting = [node]
+    waiting, seen = [node], set[fx.Node]()
     while waiting:
-        one = waiting.pop()
-        source = _uncast(one)
-        if source is not one:
-            sources[one] = source
-        if source in leaves or source.op == "placeholder":
+        one = _uncast(waiting.pop())
+        if one in seen or one.op == "placeholder":
             continue
-        if source.target in _PARTS or _product(source) is not None:
-            leaves.append(source)
+        seen.add(one)
+        if one.target in _PARTS or _product(one) is not None:
+            leaves.append(one)
         else:
-            waiting.extend(source.all_input_nodes)
+            waiting.extend(one.all_input_nodes)
     if not 1 <= len(leaves) <= 2:
         return None
     gate, up = leaves[0], leaves[-1]
-    if up is not gate and _columns(gate, up) is None and _columns(up, gate) is not None:
-        gate, up = up, gate
-    activation = as_pointwise(node, list(dict.fromkeys((gate, up))), sources)
-    if activation is None:
-        return None
-    return _Gated(activation, gate, up if activation.has_up else None)
+    if _columns(gate, up) is None and _columns(up, gate) is not None:
+        leaves.reverse()
+    activation = as_pointwise(node, leaves, _uncast)
+    return None if activation is None else _Gated(activation, leaves[0], leaves[1] if activation.has_up else None)
 
 
 def _squared(node: fx.Node) -> _Gated | None:

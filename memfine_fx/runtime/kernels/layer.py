@@ -23,7 +23,7 @@ from memfine_fx.runtime.kernels.tiling import LayerTiles, target_of, tiles_for
 from memfine_fx.runtime.kernels.weight_gradient import TableGradients, weight_gradient
 from memfine_fx.runtime.kernels.windows import Window, most_rows, windows_of
 
-__all__ = ["Gradients", "LayerOptions", "run_backward", "run_forward", "swiglu_experts"]
+__all__ = ["Gradients", "LayerOptions", "layer_windows", "run_backward", "run_forward", "swiglu_experts"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,11 @@ class Gradients:
 Products = tuple[torch.Tensor, torch.Tensor]
 
 
+def layer_windows(routing: Routing, options: LayerOptions, kept: Products | None) -> list[Window]:
+    """A layer's windows; one ends where what is kept does."""
+    return windows_of(routing.num_rows, options.rows_per_window, 0 if kept is None else kept[0].shape[0])
+
+
 def run_forward(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
@@ -102,7 +107,7 @@ def run_forward(
     out = hidden.new_zeros((hidden.shape[0], tables.hidden), dtype=torch.float32)
     if options.keeps_products and kept is None:
         kept = _products(hidden, routing.num_rows, tables.width, options)
-    windows = windows_of(routing.num_rows, options.rows_per_window, _num_kept(kept))
+    windows = layer_windows(routing, options, kept)
     activated = hidden.new_empty((most_rows(windows), tables.width))
     add = _Adder(routing, options, tiles.down, hidden, most_rows(windows))
     for window in windows:
@@ -133,7 +138,7 @@ def run_backward(
     """
     tables, tiles = options.tables_of(params), options.tiles_of(hidden)
     grad = grad.to(hidden.dtype).contiguous()
-    windows = windows_of(routing.num_rows, options.rows_per_window, _num_kept(kept))
+    windows = layer_windows(routing, options, kept)
     run = _Backward(grad, hidden, weight, routing, tables, options, tiles, wanted, params, windows)
     for window in windows:
         run.window(window, _part(kept, window))
@@ -260,10 +265,6 @@ def _new_gradient(param: torch.Tensor, is_written: bool) -> torch.Tensor:
     if param.ndim == 2:
         return torch.zeros_like(param, dtype=torch.float32)
     return torch.empty_like(param)
-
-
-def _num_kept(kept: Products | None) -> int:
-    return 0 if kept is None else kept[0].shape[0]
 
 
 def _part(kept: Products | None, window: Window) -> Products | None:
