@@ -40,6 +40,7 @@ _KEEPING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_
 _KEPT_ARGUMENT = 8  # of the latter: what the former kept
 _PRODUCTS = tuple(f"extern_kernels.{name}" for name in MULTIPLYING)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+_ROUNDINGS = {"math.floor": sympy.floor, "math.ceil": sympy.ceiling}
 _REDUCTIONS = ("sum", "prod", "amin", "amax", "any")
 _CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this
 
@@ -415,11 +416,15 @@ def _sized(node: ast.expr) -> sympy.Expr:
             return left * right
         if isinstance(node.op, ast.FloorDiv):
             return sympy.floor(left / right)
+        if isinstance(node.op, ast.Div):
+            return left / right
         if isinstance(node.op, ast.Pow):
             return left**right
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
         function = sympy.Max if node.func.id == "max" else sympy.Min
         return function(*(_sized(argument) for argument in node.args))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in _ROUNDINGS and len(node.args) == 1:
+        return _ROUNDINGS[ast.unparse(node.func)](_sized(node.args[0]))
     raise _Unreadable(ast.unparse(node))
 
 

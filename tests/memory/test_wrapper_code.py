@@ -319,6 +319,21 @@ return (buf0, buf1)
     assert live(memory) == [8192, 8192, 8192 + 512 + 1024, 8192 + 512 + 1024, 512 + 1024, 512 + 1024]
 
 
+def test_parts_of_a_reduction_are_counted_where_sizes_are_dynamic() -> None:
+    """As torch writes them for a GPU whose rows are split at run time."""
+    memory = read(
+        """
+buf0 = empty_strided_cuda((math.floor(15 / 16 + 1 / 16 * s0), ), (1, ), torch.float32)
+buf1 = empty_strided_cuda((math.ceil(s0 / 16), 128), (128, 1), torch.float32)
+del buf0
+return (buf1, )
+"""
+    )
+    assert live(memory, s0=1) == [512, 1024, 512, 512]
+    assert live(memory, s0=4096) == [1024, 1024 + 512 * 256, 512 * 256, 512 * 256]
+    assert live(memory, s0=4097) == [1536, 1536 + 512 * 257, 512 * 257, 512 * 257]
+
+
 def test_products_take_scratch_by_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 on a CPU; factors are parts of buffers, buffers under another name, inputs and results of ops."""
     seen: list[Product] = []

@@ -54,13 +54,15 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+_UNTAGGED = (aten.leaky_relu.default, aten.hardswish.default)  # ATen tags the first since torch 2.13, the second never
 
 
 def pointwise_rule(target: Any) -> Rule | None:
-    """The shared rule for operations that ATen tags pointwise, or None."""
+    """The shared rule for pointwise operations, or None."""
     if not isinstance(target, OpOverload) or without_write(target) is not target:  # an expert function writes nothing
         return None
-    if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
+    is_pointwise = torch.Tag.pointwise in target.tags or target in _UNTAGGED
+    if not is_pointwise or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     return pointwise
 

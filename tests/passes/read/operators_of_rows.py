@@ -172,5 +172,7 @@ POINTWISE: Database = {
         refused("meet", lambda r: flat_rows(r).view(-1, K, WIDTH) - flat_rows(r).view(-1, K, WIDTH)[:, :1]),
     ],
     aten.silu.default: [claims(Rows, lambda r: F.silu(expert_rows(r, 2)))],
+    aten.leaky_relu.default: [claims(Rows, lambda r: F.leaky_relu(expert_rows(r, 2), 0.1))],
+    aten.hardswish.default: [claims(Rows, lambda r: F.hardswish(expert_rows(r, 2)))],
 }
-"""Operations without a rule of their own, which share one by ATen's `pointwise` tag."""
+"""Operations without a rule of their own, which share one: pointwise by ATen's tag, and those that lack it."""

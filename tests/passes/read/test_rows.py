@@ -26,6 +26,8 @@ def scaled_without_gradient(rows: Tensor) -> Tensor:
 PROVED: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
+    "leaky relu": lambda rows: F.leaky_relu(rows, 0.1),
+    "hardswish": F.hardswish,
     "clamp and power": lambda rows: rows.clamp(min=0, max=2).pow(2),
     "softmax inside a row": lambda rows: rows.softmax(dim=-1),
     "sum inside a row": lambda rows: rows / (rows.abs().sum(dim=-1, keepdim=True) + 1),
