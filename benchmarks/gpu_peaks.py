@@ -26,7 +26,7 @@ from benchmarks.gpu_kernels import Case, Step
 from memfine_fx.models.gpt_oss import GptOssConfig, GptOssExperts
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 
-__all__ = ["StepBytes", "bytes_of_grouped", "bytes_of_kernels", "bytes_of_step"]
+__all__ = ["StepBytes", "bytes_of_grouped", "bytes_of_kernels", "bytes_of_step", "grouped_experts"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def bytes_of_kernels(case: Case, target: str) -> StepBytes:
 def bytes_of_grouped(case: Case) -> StepBytes:
     """Of the grouped layer with experts of the same form, in bf16; its windows do not matter."""
     with FakeTensorMode():
-        experts = _grouped_experts(case)
+        experts = grouped_experts(case)
         hidden = torch.empty(case.tokens, case.hidden, dtype=torch.bfloat16, requires_grad=True)
         index = torch.empty(case.tokens, case.top_k, dtype=torch.int64)
         weight = torch.empty(case.tokens, case.top_k, dtype=torch.bfloat16, requires_grad=True)
@@ -116,11 +116,12 @@ class _Storages(TorchDispatchMode):
         weakref.finalize(storage, self.events.append, (number, -num_bytes))
 
 
-def _grouped_experts(case: Case) -> torch.nn.Module:
+def grouped_experts(case: Case) -> torch.nn.Module:
+    """Of the case's form, sizes and dtype of rows."""
     sizes = {"hidden": case.hidden, "expert_width": case.width, "num_experts": case.experts, "top_k": case.top_k}
     former = torch.get_default_dtype()
     # NOTE: parameters of a fake mode cannot be converted, so that they are made as they are wanted.
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(getattr(torch, case.dtype))
     try:
         return GptOssExperts(GptOssConfig(**sizes)) if case.has_bias else MixtralMoE(MixtralConfig(**sizes)).experts
     finally:

@@ -29,6 +29,7 @@ from memfine_fx.memory.machine import host_bytes
 
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported|Chunk|Infeasible)\b")
 Run = Callable[[Job, Path, float], Row]
+_TOLD_LINES = 60
 # Of the machine's memory, to leave room for the rest of it.
 _DEFAULT_SHARE = 0.8
 
@@ -105,6 +106,8 @@ def run_in_process(
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s)
     except subprocess.TimeoutExpired:
         return Row(job, round=0, error=f"no result within {limit_s:.0f} s")
+    if done.returncode != 0:
+        print(f"{job.workload}, {job.peer}, {job.dtype}:\n{_end_of(done.stderr)}", file=sys.stderr, flush=True)
     if done.returncode < 0:
         last = last_error_line(done.stderr)
         return Row(job, round=0, error=f"ended by signal {-done.returncode}: {last}")
@@ -130,6 +133,10 @@ def worker_environment(cache: Path, num_threads: int | None = None) -> dict[str,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
     }
+
+
+def _end_of(stderr: str) -> str:
+    return "\n".join(stderr.splitlines()[-_TOLD_LINES:])
 
 
 def last_error_line(stderr: str) -> str:

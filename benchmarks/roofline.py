@@ -28,8 +28,6 @@ from typing import Any
 from benchmarks.gpu_kernels import RESULTS as KERNELS
 from benchmarks.gpu_kernels import TARGETS, Case, launches_of, step_of
 from benchmarks.suites.moeblaze import CONFIGS, sizes_of
-from memfine_fx.planning.hardware.systems import builtin_systems
-from memfine_fx.planning.hardware.vendors import builtin_accelerators
 
 __all__ = [
     "CHIPS",
@@ -82,7 +80,10 @@ CHIPS = (
 
 
 def chip_figures(chip: Chip) -> tuple[float, float]:
-    """(FLOP/s in bf16, bytes/s) of its data sheet."""
+    """(FLOP/s in bf16, bytes/s) of its data sheet; needs the extra "cluster"."""
+    from memfine_fx.planning.hardware.systems import builtin_systems
+    from memfine_fx.planning.hardware.vendors import builtin_accelerators
+
     if chip.name in builtin_systems():
         system = builtin_systems()[chip.name]
         return system.rate("BF16"), system.memory_gb_per_s * 1e9
@@ -215,8 +216,7 @@ def _crossing(access: Any, launch: Any, load: Any, case: Case, chip: Chip, waves
 def _working_programs(launch: Any, load: Any) -> int:
     """Programs that find rows."""
     if launch.name == "weight_gradient_kernel":
-        num_tiles, _, num_parts = launch.grid
-        return num_tiles * load.num_present * num_parts
+        return launch.grid[0] * load.num_present
     if "TILE_ROWS" in launch.constants:
         return launch.grid[0] * load.num_tiles(launch.constants["TILE_ROWS"])
     return max(1, launch.grid[0] * (launch.grid[1] if len(launch.grid) > 1 else 1))

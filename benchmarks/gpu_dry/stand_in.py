@@ -81,7 +81,7 @@ def install() -> Kernels:
     from torch._inductor import config
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-    from torch._subclasses import FakeTensorMode
+    from torch._subclasses import FakeTensorMode, fake_tensor
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -127,6 +127,7 @@ def install() -> Kernels:
     CachingAutotuner._make_launchers = lambda self: kernels.note_compiled(self)
     CachingAutotuner.run = lambda self, *arguments, **options: kernels.note_launch(self)
     FakeTensorMode.avoid_device_init = property(lambda self: True)
+    fake_tensor.init_gpu_context = lambda device: None  # before torch 2.12 it makes a tensor there
     config.joint_graph_constant_folding = False  # constants are folded on the device
     return kernels
 

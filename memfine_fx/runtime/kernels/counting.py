@@ -33,8 +33,8 @@ def flops_of(launch: Launch, load: Load) -> tuple[int, int]:
     """(FLOPs of a launch's matrix products on rows that are there, the same with tiles' rows to spare)."""
     told, name = launch.constants, launch.name
     if name == "weight_gradient_kernel":
-        num_matrices = told["HAS_PROJECTIONS"] * (1 + told["HAS_UP"]) + told["HAS_DOWN"]
-        entries, tile = told["HEIGHT"] * told["WIDTH"] * num_matrices, told["TILE_DEPTH"]
+        heights = told["NUM_PROJECTIONS"] * told["HEIGHT"] + told["HAS_DOWN"] * told["DOWN_HEIGHT"]
+        entries, tile = heights * told["WIDTH"], told["TILE_DEPTH"]
     elif name == "down_kernel":
         entries, tile = told["COLUMNS"] * told["DEPTH"] * (1 + told["HAS_SECOND"]), told["TILE_ROWS"]
     elif name in ("gate_up_kernel", "down_backward_kernel"):

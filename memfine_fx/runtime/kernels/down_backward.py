@@ -19,6 +19,7 @@ from memfine_fx.runtime.kernels.activation import (
     reference_activation,
 )
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, load_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up
 from memfine_fx.runtime.kernels.tile_search import find_tile
@@ -26,6 +27,34 @@ from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
 
 __all__ = ["down_backward", "down_backward_accesses", "num_weight_parts", "reference_down_backward"]
+
+
+@triton.jit
+def _finish(
+    total, share, gate_rows, up_rows, gate_grad, up_grad, activated, own_rows, is_row, first_column,
+    WIDTH: tl.constexpr, PRODUCT_STRIDE_ROW: tl.constexpr, PRODUCT_STRIDE_WIDTH: tl.constexpr,
+    GRADIENT_STRIDE_ROW: tl.constexpr, HAS_UP: tl.constexpr, HAS_INTERLEAVED_PRODUCTS: tl.constexpr,
+    HAS_INTERLEAVED_GRADIENTS: tl.constexpr, ACTIVATION: tl.constexpr, ACTIVATION_BACKWARD: tl.constexpr,
+    WRITES_ACTIVATED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write what follows from a tile of grad @ down; its part of the routing weight's gradient, [ROWS]."""
+    gate_tile, up_tile = load_pair(
+        gate_rows, up_rows, own_rows[:, None] * PRODUCT_STRIDE_ROW, first_column, is_row, WIDTH, PRODUCT_STRIDE_WIDTH,
+        HAS_UP, HAS_INTERLEAVED_PRODUCTS, TILE_ROWS, TILE_COLUMNS,
+    )  # fmt: skip
+    columns = first_column + tl.arange(0, TILE_COLUMNS)
+    is_own = is_row[:, None] & (columns < WIDTH)[None, :]
+    result = activate(gate_tile, up_tile, ACTIVATION)
+    part = tl.sum(tl.where(is_own, total * result, 0.0), 1)
+    if WRITES_ACTIVATED:
+        own = own_rows[:, None] * WIDTH + columns[None, :]
+        tl.store(activated + own, (result * share).to(activated.dtype.element_ty), mask=is_own)
+    gate_tile, up_tile = activate_backward(gate_tile, up_tile, total * share, ACTIVATION_BACKWARD)
+    store_pair(
+        gate_grad, up_grad, gate_tile, up_tile, own_rows[:, None] * GRADIENT_STRIDE_ROW, first_column, is_row, WIDTH, 1,
+        HAS_UP, HAS_INTERLEAVED_GRADIENTS, TILE_COLUMNS,
+    )  # fmt: skip
+    return part
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row", "num_assignments"])
@@ -57,8 +86,12 @@ def _down_backward_kernel(
     BIAS_STRIDE_HIDDEN: tl.constexpr,
     PRODUCT_STRIDE_ROW: tl.constexpr,
     PRODUCT_STRIDE_WIDTH: tl.constexpr,
+    GRADIENT_STRIDE_ROW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_UP: tl.constexpr,
+    HAS_INTERLEAVED_PRODUCTS: tl.constexpr,
+    HAS_INTERLEAVED_GRADIENTS: tl.constexpr,
+    IN_QUARTERS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ACTIVATION_BACKWARD: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -87,17 +120,47 @@ def _down_backward_kernel(
         is_entry = is_place[:, None] & is_column[None, :]
         entries = matrix + places[:, None].to(tl.int64) * STRIDE_HIDDEN
         total = tl.dot(left, tl.load(entries, mask=is_entry, other=0).to(left.dtype), total, input_precision=PRECISION)
-    own = (rows - first_row)[:, None] * WIDTH + columns[None, :]
-    is_own = is_row[:, None] & is_column[None, :]
-    products = (rows - first_row)[:, None] * PRODUCT_STRIDE_ROW + columns[None, :] * PRODUCT_STRIDE_WIDTH
-    gate_tile = tl.load(gate_rows + products, mask=is_own, other=0).to(tl.float32)
-    if HAS_UP:  # noqa: SIM108 - decided when it is compiled
-        up_tile = tl.load(up_rows + products, mask=is_own, other=0).to(tl.float32)
-    else:
-        up_tile = gate_tile
-    result = activate(gate_tile, up_tile, ACTIVATION)
+    share = 1.0
     if HAS_WEIGHT:
-        part = tl.sum(tl.where(is_own, total * result, 0.0), 1)
+        share = tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
+    first_column = tl.program_id(0) * TILE_COLUMNS
+    if IN_QUARTERS:  # one after the other, so that registers hold what a quarter of a tile takes
+        quarter: tl.constexpr = TILE_COLUMNS // 4
+        left, right = halved(total, TILE_ROWS, TILE_COLUMNS)
+        first, second = halved(left, TILE_ROWS, 2 * quarter)
+        third, fourth = halved(right, TILE_ROWS, 2 * quarter)
+        part = _finish(
+            first, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row,
+            first_column, WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP,
+            HAS_INTERLEAVED_PRODUCTS, HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED,
+            TILE_ROWS, quarter,
+        )  # fmt: skip
+        part += _finish(
+            second, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row,
+            first_column + quarter, WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP,
+            HAS_INTERLEAVED_PRODUCTS, HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED,
+            TILE_ROWS, quarter,
+        )  # fmt: skip
+        part += _finish(
+            third, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row,
+            first_column + 2 * quarter, WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP,
+            HAS_INTERLEAVED_PRODUCTS, HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED,
+            TILE_ROWS, quarter,
+        )  # fmt: skip
+        part += _finish(
+            fourth, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row,
+            first_column + 3 * quarter, WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP,
+            HAS_INTERLEAVED_PRODUCTS, HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED,
+            TILE_ROWS, quarter,
+        )  # fmt: skip
+    else:
+        part = _finish(
+            total, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row,
+            first_column, WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP,
+            HAS_INTERLEAVED_PRODUCTS, HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED,
+            TILE_ROWS, TILE_COLUMNS,
+        )  # fmt: skip
+    if HAS_WEIGHT:
         if HAS_BIAS:  # noqa: SIM102 - decided when it is compiled
             if tl.program_id(0) == 0:  # once for every row, after the loop that is kept free of it
                 for begin in range(0, HIDDEN, TILE_DEPTH):
@@ -108,15 +171,9 @@ def _down_backward_kernel(
                     part += tl.sum(left * tl.load(places_of_bias, mask=is_place, other=0).to(tl.float32)[None, :], 1)
         parts = weight_parts + tl.program_id(0).to(tl.int64) * num_assignments
         tl.store(parts + assignments, part, mask=is_row)
-        share = tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
-        total *= share
-        result *= share
-    gate_tile, up_tile = activate_backward(gate_tile, up_tile, total, ACTIVATION_BACKWARD)
-    tl.store(gate_grad + own, gate_tile.to(gate_grad.dtype.element_ty), mask=is_own)
-    if HAS_UP:
-        tl.store(up_grad + own, up_tile.to(up_grad.dtype.element_ty), mask=is_own)
-    if WRITES_ACTIVATED:
-        tl.store(activated + own, result.to(activated.dtype.element_ty), mask=is_own)
+
+
+_QUARTERED_COLUMNS = 128
 
 
 def num_weight_parts(width: int, tiles: Tiles) -> int:
@@ -143,9 +200,10 @@ def down_backward(
     Args:
         grad: [T,H] of the output, contiguous, in the rows' dtype.
         weight: [N] by assignment, or None for ones.
-        products: gate's and up's with their biases, [R,F] each, of the same strides; without an up projection the
-            second is not read.
-        gradients: where theirs go, [R,F] each, contiguous; may be `products` again. Likewise.
+        products: gate's and up's with their biases, [R,F] each, of the same strides, or every other column of one
+            [R,2F]; without an up projection the second is not read.
+        gradients: where theirs go, [R,F] each, columns side by side, or every other one likewise; may be `products`
+            again.
         activated: where act(g, u) * weight goes, [R,F], or None.
         weight_parts: [num_weight_parts,N] fp32, zeros; there where `weight` is.
         precision: of products of fp32, "ieee" or "tf32".
@@ -164,8 +222,12 @@ def down_backward(
         "BIAS_STRIDE_HIDDEN": 0 if tables.down_bias is None else tables.down_bias.stride(1),
         "PRODUCT_STRIDE_ROW": products[0].stride(0),
         "PRODUCT_STRIDE_WIDTH": products[0].stride(1),
+        "GRADIENT_STRIDE_ROW": gradients[0].stride(0),
         "HAS_BIAS": tables.down_bias is not None,
         "HAS_UP": has_up(activation),
+        "HAS_INTERLEAVED_PRODUCTS": are_interleaved(products),
+        "HAS_INTERLEAVED_GRADIENTS": are_interleaved(gradients),
+        "IN_QUARTERS": tiles.columns >= _QUARTERED_COLUMNS,
         "ACTIVATION": forward,
         "ACTIVATION_BACKWARD": backward,
         "HAS_WEIGHT": weight is not None,

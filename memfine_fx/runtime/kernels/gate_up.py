@@ -14,6 +14,7 @@ import triton.language as tl
 
 from memfine_fx.runtime.kernels.activation import activate, constants_of, reference_activation
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.pairs import are_interleaved, split_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up
 from memfine_fx.runtime.kernels.tile_search import find_tile
@@ -52,6 +53,8 @@ def _gate_up_kernel(
     PRODUCT_STRIDE_WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_UP: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_INTERLEAVED_PRODUCTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WRITES_PRODUCTS: tl.constexpr,
@@ -71,20 +74,33 @@ def _gate_up_kernel(
     is_row, is_column = rows < stop, columns < WIDTH
     assignments = tl.load(order + rows, mask=is_row, other=0)
     token_places = hidden + (assignments // TOP_K).to(tl.int64)[:, None] * HIDDEN
-    matrix = expert.to(tl.int64) * STRIDE_EXPERT + columns[None, :].to(tl.int64) * STRIDE_WIDTH
-    gate_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    up_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    for begin in range(0, HIDDEN, TILE_DEPTH):
-        places = begin + tl.arange(0, TILE_DEPTH)
-        is_place = places < HIDDEN
-        is_entry = is_place[:, None] & is_column[None, :]
-        entries = matrix + places[:, None] * STRIDE_HIDDEN
-        tokens = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0)
-        gate_tile = tl.load(gate + entries, mask=is_entry, other=0).to(tokens.dtype)
-        gate_total = tl.dot(tokens, gate_tile, gate_total, input_precision=PRECISION)
-        if HAS_UP:
-            up_tile = tl.load(up + entries, mask=is_entry, other=0).to(tokens.dtype)
-            up_total = tl.dot(tokens, up_tile, up_total, input_precision=PRECISION)
+    if IS_INTERLEAVED:  # both as one matrix: gate's columns, every other one, would be read two bytes at a time
+        pairs = tl.program_id(0) * 2 * TILE_COLUMNS + tl.arange(0, 2 * TILE_COLUMNS)
+        both = expert.to(tl.int64) * STRIDE_EXPERT + pairs[None, :]
+        total = tl.zeros([TILE_ROWS, 2 * TILE_COLUMNS], tl.float32)
+        for begin in range(0, HIDDEN, TILE_DEPTH):
+            places = begin + tl.arange(0, TILE_DEPTH)
+            is_place = places < HIDDEN
+            is_entry = is_place[:, None] & (pairs < 2 * WIDTH)[None, :]
+            tokens = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0)
+            tile = tl.load(gate + both + places[:, None] * STRIDE_HIDDEN, mask=is_entry, other=0).to(tokens.dtype)
+            total = tl.dot(tokens, tile, total, input_precision=PRECISION)
+        gate_total, up_total = split_pair(total, TILE_ROWS, TILE_COLUMNS)
+    else:
+        matrix = expert.to(tl.int64) * STRIDE_EXPERT + columns[None, :].to(tl.int64) * STRIDE_WIDTH
+        gate_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+        up_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+        for begin in range(0, HIDDEN, TILE_DEPTH):
+            places = begin + tl.arange(0, TILE_DEPTH)
+            is_place = places < HIDDEN
+            is_entry = is_place[:, None] & is_column[None, :]
+            entries = matrix + places[:, None] * STRIDE_HIDDEN
+            tokens = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0)
+            gate_tile = tl.load(gate + entries, mask=is_entry, other=0).to(tokens.dtype)
+            gate_total = tl.dot(tokens, gate_tile, gate_total, input_precision=PRECISION)
+            if HAS_UP:
+                up_tile = tl.load(up + entries, mask=is_entry, other=0).to(tokens.dtype)
+                up_total = tl.dot(tokens, up_tile, up_total, input_precision=PRECISION)
     outputs = (rows - first_row)[:, None] * WIDTH + columns[None, :]
     is_output = is_row[:, None] & is_column[None, :]
     if HAS_BIAS:
@@ -96,10 +112,11 @@ def _gate_up_kernel(
     gate_total = gate_total.to(hidden.dtype.element_ty)
     up_total = up_total.to(hidden.dtype.element_ty)
     if WRITES_PRODUCTS:
-        products = (rows - first_row)[:, None] * PRODUCT_STRIDE_ROW + columns[None, :] * PRODUCT_STRIDE_WIDTH
-        tl.store(gate_rows + products, gate_total, mask=is_output)
-        if HAS_UP:
-            tl.store(up_rows + products, up_total, mask=is_output)
+        store_pair(
+            gate_rows, up_rows, gate_total, up_total, (rows - first_row)[:, None] * PRODUCT_STRIDE_ROW,
+            tl.program_id(0) * TILE_COLUMNS, is_row, WIDTH, PRODUCT_STRIDE_WIDTH, HAS_UP, HAS_INTERLEAVED_PRODUCTS,
+            TILE_COLUMNS,
+        )  # fmt: skip
     if WRITES_ACTIVATED:
         result = activate(gate_total.to(tl.float32), up_total.to(tl.float32), ACTIVATION)
         if HAS_WEIGHT:
@@ -124,8 +141,8 @@ def gate_up(
     Args:
         hidden: [T,H], contiguous.
         weight: [N] by assignment, or None for ones.
-        products: where gate's and up's go, with their biases; [R,F] each, of the same strides. Without an up projection
-            the second is not written.
+        products: where gate's and up's go, with their biases; [R,F] each, of the same strides, or every other column
+            of one [R,2F]. Without an up projection the second is not written.
         activated: where act(g, u) * weight goes, [R,F], contiguous.
         precision: of products of fp32, "ieee" or "tf32".
     """
@@ -144,6 +161,8 @@ def gate_up(
         "PRODUCT_STRIDE_WIDTH": 0 if products is None else products[0].stride(1),
         "HAS_BIAS": tables.gate_bias is not None,
         "HAS_UP": has_up(activation),
+        "IS_INTERLEAVED": tables.is_interleaved and tables.gate.stride(1) == 2,
+        "HAS_INTERLEAVED_PRODUCTS": products is not None and are_interleaved(products),
         "ACTIVATION": constants_of(activation)[0],
         "HAS_WEIGHT": weight is not None,
         "WRITES_PRODUCTS": products is not None,

@@ -18,7 +18,16 @@ from memfine_fx.runtime.kernels.down_backward import down_backward, num_weight_p
 from memfine_fx.runtime.kernels.gate_up import gate_up
 from memfine_fx.runtime.kernels.launches import Tiles
 from memfine_fx.runtime.kernels.sorting import Routing, sort_assignments
-from memfine_fx.runtime.kernels.tables import Activation, Layout, Tables, are_projections, has_up, trained_parts
+from memfine_fx.runtime.kernels.tables import (
+    Activation,
+    Layout,
+    Tables,
+    are_projections,
+    divided,
+    has_up,
+    num_projections_of,
+    trained_parts,
+)
 from memfine_fx.runtime.kernels.tiling import LayerTiles, target_of, tiles_for
 from memfine_fx.runtime.kernels.weight_gradient import TableGradients, weight_gradient
 from memfine_fx.runtime.kernels.windows import Window, most_rows, windows_of
@@ -106,7 +115,7 @@ def run_forward(
     tables, tiles = options.tables_of(params), options.tiles_of(hidden)
     out = hidden.new_zeros((hidden.shape[0], tables.hidden), dtype=torch.float32)
     if options.keeps_products and kept is None:
-        kept = _products(hidden, routing.num_rows, tables.width, options)
+        kept, _ = _room(hidden, routing.num_rows, tables.width, options)
     windows = layer_windows(routing, options, kept)
     activated = hidden.new_empty((most_rows(windows), tables.width))
     add = _Adder(routing, options, tiles.down, hidden, most_rows(windows))
@@ -196,7 +205,7 @@ class _Backward:
         self._given = params
         capacity = most_rows(windows)
         self._add = _Adder(routing, options, tiles.down, hidden, capacity)
-        self._room = _products(hidden, capacity, tables.width, options)
+        self._room, self._rows = _room(hidden, capacity, tables.width, options)
         self._hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
         self._parts: torch.Tensor | None = None
         if weight is not None:
@@ -230,12 +239,10 @@ class _Backward:
             self._activated if into.has_down else None, self._parts, tiles.down_backward, precision,
         )  # fmt: skip
         if self._hidden_grad is not None:
-            rows, matrices = list(self._room), [tables.gate.mT, tables.up.mT]
-            num_matrices = 1 + options.has_up
-            self._add(rows[:num_matrices], matrices[:num_matrices], window, self._hidden_grad)
+            self._add(self._rows, [one.mT for one in tables.projections], window, self._hidden_grad)
         if into.has_projections or into.has_down:
             weight_gradient(
-                self._room, self._hidden, self._activated, self._grad, self._weight, routing, window, into,
+                self._rows, self._hidden, self._activated, self._grad, self._weight, routing, window, into,
                 tiles.weight_gradient, precision,
             )  # fmt: skip
 
@@ -252,10 +259,15 @@ class _Backward:
         return Gradients(hidden, weight, params)
 
 
-def _products(hidden: torch.Tensor, num_rows: int, width: int, options: LayerOptions) -> Products:
-    """Room for gate's and up's, the same where there is no up projection."""
-    of_gate = hidden.new_empty((num_rows, width))
-    return of_gate, hidden.new_empty((num_rows, width)) if options.has_up else of_gate
+def _room(
+    hidden: torch.Tensor, num_rows: int, width: int, options: LayerOptions
+) -> tuple[Products, list[torch.Tensor]]:
+    """(room for gate's and up's products, [R,F] each, the same where there is no up projection; what holds it: one
+    contiguous tensor for each of the tables' projections, with outputs as that parameter has them).
+    """
+    size = 1 + (options.has_up and num_projections_of(options.layout) == 1)
+    held = [hidden.new_empty((num_rows, size * width)) for _ in range(num_projections_of(options.layout))]
+    return divided(held, options.layout), held
 
 
 def _new_gradient(param: torch.Tensor, is_written: bool) -> torch.Tensor:

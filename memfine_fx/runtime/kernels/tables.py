@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -17,6 +17,7 @@ __all__ = [
     "Pointwise",
     "Tables",
     "are_projections",
+    "divided",
     "has_up",
     "num_projections_of",
     "trained_parts",
@@ -90,6 +91,9 @@ class Tables:
         down: [E,H,F].
         gate_bias, up_bias: [E,F], of the same strides, or None.
         down_bias: [E,H], or None.
+        projections: gate and up, or [E,2F,H] where one parameter holds both, or gate alone.
+        projection_biases: theirs, [E,F] or [E,2F]; none where there are no biases.
+        is_interleaved: whether gate and up take turns, output by output.
     """
 
     gate: torch.Tensor
@@ -98,6 +102,9 @@ class Tables:
     gate_bias: torch.Tensor | None = None
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    projections: Sequence[torch.Tensor] = ()
+    projection_biases: Sequence[torch.Tensor] = ()
+    is_interleaved: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -125,12 +132,13 @@ class Tables:
         matrices, biases = params[: num_projections + 1], params[num_projections + 1 :]
         is_out_in = layout in _OUT_IN
         *projections, down = matrices if is_out_in else [matrix.mT for matrix in matrices]
-        gate, up = _divided(projections, layout)
+        gate, up = divided(projections, layout)
+        told: dict[str, Any] = {"projections": projections, "is_interleaved": layout == "interleaved_in_out"}
         if not has_bias:
-            tables = Tables(gate, up, down)
+            tables = Tables(gate, up, down, **told)
         else:
-            gate_bias, up_bias = _divided(biases[:-1], layout)
-            tables = Tables(gate, up, down, gate_bias, up_bias, biases[-1])
+            gate_bias, up_bias = divided(biases[:-1], layout)
+            tables = Tables(gate, up, down, gate_bias, up_bias, biases[-1], projection_biases=biases[:-1], **told)
         tables._check(layout)
         return tables
 
@@ -179,8 +187,8 @@ def trained_parts(layout: Layout, wanted: Sequence[bool], *, has_bias: bool) -> 
     return projections, any(is_wanted for is_one, is_wanted in pairs if not is_one)
 
 
-def _divided(projections: Sequence[torch.Tensor], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gate, up) of what holds them, experts in front and the width behind them."""
+def divided(projections: Sequence[torch.Tensor], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate, up) of what holds them, experts or rows in front and the width behind them."""
     if layout in _APART:
         gate, up = projections
         return gate, up

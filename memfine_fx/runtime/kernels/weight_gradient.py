@@ -1,8 +1,9 @@
-"""Gradients of the experts' matrices and biases, straight into their tables, for all three matrices in one launch.
+"""Gradients of the experts' matrices and biases, straight into their tables, for all matrices in one launch.
 
 Of an expert in a window, over its rows r and their tokens t, with weight w of the assignment:
     gate, up     sum of gate'[r] x hidden[t], up'[r] x hidden[t]      their biases  sum of gate'[r], up'[r]
     down         sum of activated[r] x grad[t], as [F,H]              its bias      sum of w[r] grad[t]
+Where one parameter holds gate and up, they are one matrix here, of 2F outputs in that parameter's order.
 
 An expert that a window's border cuts is finished by the window that has its last row. Until then its sums stay in fp32,
 in one of two stages: at every border at most one expert is cut, so a window reads what the one before left in one
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.pairs import halved
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tables import Tables
 from memfine_fx.runtime.kernels.traffic import Access, Load
@@ -30,118 +32,113 @@ __all__ = ["TableGradients", "reference_weight_gradient", "weight_gradient", "we
 
 @triton.jit
 def _finish(
-    total, table, found, left_over, entries, places, is_entry, is_continued, is_cut,
+    total, table, found, left_over, expert, heights, first_column, is_continued, is_cut, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE_EXPERT: tl.constexpr, STRIDE_HEIGHT: tl.constexpr, STRIDE_WIDTH: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add what earlier windows found, and write to the table or, for a later window, to the stage."""
+    columns = first_column + tl.arange(0, TILE_COLUMNS)
+    is_entry = (heights < HEIGHT)[:, None] & (columns < WIDTH)[None, :]
+    places = heights[:, None] * WIDTH + columns[None, :]
     if is_continued:
         total += tl.load(found + places, mask=is_entry, other=0)
     if is_cut:
         tl.store(left_over + places, total, mask=is_entry)
     else:
+        entries = expert.to(tl.int64) * STRIDE_EXPERT + heights[:, None].to(tl.int64) * STRIDE_HEIGHT
+        entries += columns[None, :].to(tl.int64) * STRIDE_WIDTH
         tl.store(table + entries, total.to(table.dtype.element_ty), mask=is_entry)
 
 
 @triton.jit
-def _add_to_sums(sums, place, total, is_place):
-    """One program alone adds to these in a launch."""
-    tl.store(sums + place, tl.load(sums + place, mask=is_place, other=0) + total, mask=is_place)
-
-
-@triton.jit
-def _projections_tile(
-    gate_grad, up_grad, hidden, order, gate_table, up_table, gate_found, up_found, gate_left, up_left, gate_sums,
-    up_sums, expert, begin, end, first_row, heights, columns, is_continued, is_cut, is_first_column,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, STRIDE_EXPERT: tl.constexpr,
+def _matrix_tile(
+    left_rows, tokens, weight, order, table, found, left_over, sums, expert, begin, end, first_row, tile, is_continued,
+    is_cut, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, STRIDE_EXPERT: tl.constexpr,
     STRIDE_HEIGHT: tl.constexpr, STRIDE_WIDTH: tl.constexpr, BIAS_STRIDE_EXPERT: tl.constexpr,
-    BIAS_STRIDE_HEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_UP: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, PRECISION: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
+    """A tile of sum of left_rows[r] x tokens[order[r] // K] over an expert's rows, [HEIGHT,WIDTH].
+
+    A bias goes with what is on the left, or with the tokens, times the rows' weight.
+    """
+    num_columns: tl.constexpr = tl.cdiv(WIDTH, TILE_COLUMNS)
+    row_tile, column_tile = tile // num_columns, tile % num_columns
+    heights = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_height, is_column = heights < HEIGHT, columns < WIDTH
-    gate_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    up_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    gate_sum = tl.zeros([TILE_ROWS], tl.float32)
-    up_sum = tl.zeros([TILE_ROWS], tl.float32)
+    total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(begin, end, TILE_DEPTH):
         rows = start + tl.arange(0, TILE_DEPTH)
         is_row = rows < end
         token = (tl.load(order + rows, mask=is_row, other=0) // TOP_K).to(tl.int64)
         is_gathered = is_row[:, None] & is_column[None, :]
-        gathered = tl.load(hidden + token[:, None] * WIDTH + columns[None, :], mask=is_gathered, other=0)
+        gathered = tl.load(tokens + token[:, None] * WIDTH + columns[None, :], mask=is_gathered, other=0)
         places = (rows - first_row)[:, None] * HEIGHT + heights[None, :]
-        is_left = is_row[:, None] & is_height[None, :]
-        left = tl.load(gate_grad + places, mask=is_left, other=0)
-        gate_total = tl.dot(tl.trans(left), gathered, gate_total, input_precision=PRECISION)
-        if HAS_BIAS:
-            gate_sum += tl.sum(left.to(tl.float32), 0)
-        if HAS_UP:
-            left = tl.load(up_grad + places, mask=is_left, other=0)
-            up_total = tl.dot(tl.trans(left), gathered, up_total, input_precision=PRECISION)
-            if HAS_BIAS:
-                up_sum += tl.sum(left.to(tl.float32), 0)
-    is_entry = is_height[:, None] & is_column[None, :]
-    entries = expert.to(tl.int64) * STRIDE_EXPERT + heights[:, None].to(tl.int64) * STRIDE_HEIGHT
-    entries += columns[None, :].to(tl.int64) * STRIDE_WIDTH
-    places = heights[:, None] * WIDTH + columns[None, :]
-    _finish(gate_total, gate_table, gate_found, gate_left, entries, places, is_entry, is_continued, is_cut)
-    if HAS_UP:
-        _finish(up_total, up_table, up_found, up_left, entries, places, is_entry, is_continued, is_cut)
-    if HAS_BIAS:  # noqa: SIM102 - decided when it is compiled
-        if is_first_column:
-            place = expert * BIAS_STRIDE_EXPERT + heights * BIAS_STRIDE_HEIGHT
-            _add_to_sums(gate_sums, place, gate_sum, is_height)
-            if HAS_UP:
-                _add_to_sums(up_sums, place, up_sum, is_height)
+        left = tl.load(left_rows + places, mask=is_row[:, None] & is_height[None, :], other=0)
+        total = tl.dot(tl.trans(left), gathered, total, input_precision=PRECISION)
+    first_column = column_tile * TILE_COLUMNS
+    if TILE_COLUMNS >= 128:  # one half after the other, so that registers hold what half a tile takes
+        half: tl.constexpr = TILE_COLUMNS // 2
+        first, second = halved(total, TILE_ROWS, TILE_COLUMNS)
+        _finish(
+            first, table, found, left_over, expert, heights, first_column, is_continued, is_cut, HEIGHT, WIDTH,
+            STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, half,
+        )  # fmt: skip
+        _finish(
+            second, table, found, left_over, expert, heights, first_column + half, is_continued, is_cut, HEIGHT, WIDTH,
+            STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, half,
+        )  # fmt: skip
+    else:
+        _finish(
+            total, table, found, left_over, expert, heights, first_column, is_continued, is_cut, HEIGHT, WIDTH,
+            STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, TILE_COLUMNS,
+        )  # fmt: skip
+    # A bias is summed by one row of tiles alone, in a loop of its own that reads from L2 again: beside the product
+    # every tile would bring what it multiplies into registers too.
+    if BIAS == "left":
+        if column_tile == 0:
+            sum_left = tl.zeros([TILE_ROWS], tl.float32)
+            for start in range(begin, end, TILE_DEPTH):
+                rows = start + tl.arange(0, TILE_DEPTH)
+                places = (rows - first_row)[:, None] * HEIGHT + heights[None, :]
+                left = tl.load(left_rows + places, mask=(rows < end)[:, None] & is_height[None, :], other=0)
+                sum_left += tl.sum(left.to(tl.float32), 0)
+            _add_to_sums(sums + expert * BIAS_STRIDE_EXPERT + heights * BIAS_STRIDE, sum_left, is_height)
+    elif BIAS == "tokens":  # noqa: SIM102 - decided when it is compiled
+        if row_tile == 0:
+            sum_tokens = tl.zeros([TILE_COLUMNS], tl.float32)
+            for start in range(begin, end, TILE_DEPTH):
+                rows = start + tl.arange(0, TILE_DEPTH)
+                is_row = rows < end
+                assignments = tl.load(order + rows, mask=is_row, other=0)
+                token = (assignments // TOP_K).to(tl.int64)
+                is_gathered = is_row[:, None] & is_column[None, :]
+                shared = tl.load(tokens + token[:, None] * WIDTH + columns[None, :], mask=is_gathered, other=0)
+                shared = shared.to(tl.float32)
+                if HAS_WEIGHT:
+                    shared = shared * tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
+                sum_tokens += tl.sum(shared, 0)
+            _add_to_sums(sums + expert * BIAS_STRIDE_EXPERT + columns * BIAS_STRIDE, sum_tokens, is_column)
 
 
 @triton.jit
-def _down_tile(
-    activated, grad, weight, order, table, found, left_over, sums, expert, begin, end, first_row, heights, columns,
-    is_continued, is_cut, is_first_height,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, STRIDE_EXPERT: tl.constexpr,
-    STRIDE_HEIGHT: tl.constexpr, STRIDE_WIDTH: tl.constexpr, BIAS_STRIDE_EXPERT: tl.constexpr,
-    BIAS_STRIDE_WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, PRECISION: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
-):  # fmt: skip
-    is_height, is_column = heights < HEIGHT, columns < WIDTH
-    total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    bias_sum = tl.zeros([TILE_COLUMNS], tl.float32)
-    for start in range(begin, end, TILE_DEPTH):
-        rows = start + tl.arange(0, TILE_DEPTH)
-        is_row = rows < end
-        assignments = tl.load(order + rows, mask=is_row, other=0)
-        token = (assignments // TOP_K).to(tl.int64)
-        is_gathered = is_row[:, None] & is_column[None, :]
-        gathered = tl.load(grad + token[:, None] * WIDTH + columns[None, :], mask=is_gathered, other=0)
-        places = (rows - first_row)[:, None] * HEIGHT + heights[None, :]
-        left = tl.load(activated + places, mask=is_row[:, None] & is_height[None, :], other=0)
-        total = tl.dot(tl.trans(left), gathered, total, input_precision=PRECISION)
-        if HAS_BIAS:
-            shared = gathered.to(tl.float32)
-            if HAS_WEIGHT:
-                shared = shared * tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
-            bias_sum += tl.sum(shared, 0)
-    is_entry = is_height[:, None] & is_column[None, :]
-    entries = expert.to(tl.int64) * STRIDE_EXPERT + heights[:, None].to(tl.int64) * STRIDE_HEIGHT
-    entries += columns[None, :].to(tl.int64) * STRIDE_WIDTH
-    places = heights[:, None] * WIDTH + columns[None, :]
-    _finish(total, table, found, left_over, entries, places, is_entry, is_continued, is_cut)
-    if HAS_BIAS:  # noqa: SIM102 - decided when it is compiled
-        if is_first_height:
-            place = expert * BIAS_STRIDE_EXPERT + columns * BIAS_STRIDE_WIDTH
-            _add_to_sums(sums, place, bias_sum, is_column)
+def _add_to_sums(places, total, is_place):
+    """One program alone adds to these in a launch."""
+    tl.store(places, tl.load(places, mask=is_place, other=0) + total, mask=is_place)
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row"])
 def _weight_gradient_kernel(
-    gate_grad, up_grad, hidden, activated, grad, weight, order, offsets,
-    gate_table, up_table, down_table, gate_found, up_found, down_found, gate_left, up_left, down_left,
-    gate_sums, up_sums, down_sums, first_row, last_row,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+    first_rows, second_rows, hidden, activated, grad, weight, order, offsets,
+    first_table, second_table, down_table, first_found, second_found, down_found, first_left, second_left, down_left,
+    first_sums, second_sums, down_sums, first_row, last_row,
+    HEIGHT: tl.constexpr, DOWN_HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     STRIDE_EXPERT: tl.constexpr, STRIDE_HEIGHT: tl.constexpr, STRIDE_WIDTH: tl.constexpr,
     DOWN_STRIDE_EXPERT: tl.constexpr, DOWN_STRIDE_HEIGHT: tl.constexpr, DOWN_STRIDE_WIDTH: tl.constexpr,
     BIAS_STRIDE_EXPERT: tl.constexpr, BIAS_STRIDE_HEIGHT: tl.constexpr,
     DOWN_BIAS_STRIDE_EXPERT: tl.constexpr, DOWN_BIAS_STRIDE_WIDTH: tl.constexpr,
-    HAS_PROJECTIONS: tl.constexpr, HAS_DOWN: tl.constexpr, HAS_UP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_PROJECTIONS: tl.constexpr, NUM_TILES: tl.constexpr, HAS_DOWN: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, IS_FIRST_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -152,28 +149,35 @@ def _weight_gradient_kernel(
     is_empty = IS_FIRST_WINDOW & (own_begin == own_end)
     if (begin >= end) & (is_empty == 0):
         return
-    num_columns: tl.constexpr = tl.cdiv(WIDTH, TILE_COLUMNS)
-    row_tile, column_tile = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
-    heights = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_continued = own_begin < first_row
     is_cut = (own_end > last_row) & (begin < end)  # experts without rows stand anywhere, and are complete
-    if HAS_PROJECTIONS:  # noqa: SIM102 - decided when it is compiled
-        if tl.program_id(2) == 0:
-            _projections_tile(
-                gate_grad, up_grad, hidden, order, gate_table, up_table, gate_found, up_found, gate_left, up_left,
-                gate_sums, up_sums, expert, begin, end, first_row, heights, columns, is_continued, is_cut,
-                column_tile == 0, HEIGHT, WIDTH, TOP_K, STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH,
-                BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, HAS_BIAS, HAS_UP, PRECISION, TILE_ROWS, TILE_COLUMNS,
-                TILE_DEPTH,
+    # One matrix a program: the tiles of each come one after the other.
+    bias: tl.constexpr = "left" if HAS_BIAS else "none"
+    tile = tl.program_id(0)
+    if NUM_PROJECTIONS > 0:  # noqa: SIM102 - decided when it is compiled
+        if tile < NUM_TILES:
+            _matrix_tile(
+                first_rows, hidden, weight, order, first_table, first_found, first_left, first_sums, expert, begin, end,
+                first_row, tile, is_continued, is_cut, HEIGHT, WIDTH, TOP_K, STRIDE_EXPERT, STRIDE_HEIGHT,
+                STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT, PRECISION, TILE_ROWS,
+                TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
-    if HAS_DOWN:  # noqa: SIM102 - decided when it is compiled
-        if tl.program_id(2) == HAS_PROJECTIONS:
-            _down_tile(
+    if NUM_PROJECTIONS > 1:  # noqa: SIM102 - decided when it is compiled
+        if (tile >= NUM_TILES) & (tile < 2 * NUM_TILES):
+            _matrix_tile(
+                second_rows, hidden, weight, order, second_table, second_found, second_left, second_sums, expert, begin,
+                end, first_row, tile - NUM_TILES, is_continued, is_cut, HEIGHT, WIDTH, TOP_K, STRIDE_EXPERT,
+                STRIDE_HEIGHT, STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT, PRECISION,
+                TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+            )  # fmt: skip
+    if HAS_DOWN:
+        down_bias: tl.constexpr = "tokens" if HAS_BIAS else "none"
+        if tile >= NUM_PROJECTIONS * NUM_TILES:
+            _matrix_tile(
                 activated, grad, weight, order, down_table, down_found, down_left, down_sums, expert, begin, end,
-                first_row, heights, columns, is_continued, is_cut, row_tile == 0, HEIGHT, WIDTH, TOP_K,
+                first_row, tile - NUM_PROJECTIONS * NUM_TILES, is_continued, is_cut, DOWN_HEIGHT, WIDTH, TOP_K,
                 DOWN_STRIDE_EXPERT, DOWN_STRIDE_HEIGHT, DOWN_STRIDE_WIDTH, DOWN_BIAS_STRIDE_EXPERT,
-                DOWN_BIAS_STRIDE_WIDTH, HAS_BIAS, HAS_WEIGHT, PRECISION, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+                DOWN_BIAS_STRIDE_WIDTH, down_bias, HAS_WEIGHT, PRECISION, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
 
 
@@ -185,13 +189,14 @@ class TableGradients:
     """Where gradients of the parameters go.
 
     Args:
-        tables: views of them; what they hold before is never read. Biases are [E,F] and [E,H] fp32, zeros at first.
-        stages: of gate, up and down two of one expert, [F,H] fp32; never read before they are written.
+        tables: views of them; what they hold before is never read. Biases are fp32, zeros at first.
+        stages: of each of the tables' projections and of down, two of one expert in fp32; never read before they are
+            written.
         has_projections, has_down: which are written; what is not may be anything of the same shape.
     """
 
     tables: Tables
-    stages: tuple[Stages, Stages, Stages]
+    stages: Sequence[Stages]
     has_projections: bool
     has_down: bool
 
@@ -205,17 +210,16 @@ class TableGradients:
             is_cut: whether a window may cut an expert; in a layer of one window there is nothing to stage.
         """
 
-        def stages(is_written: bool) -> Stages:
-            size = (tables.width, tables.hidden) if is_cut and is_written else (1,)
-            return tables.gate.new_empty(size, dtype=torch.float32), tables.gate.new_empty(size, dtype=torch.float32)
+        def stages(table: torch.Tensor, is_written: bool) -> Stages:
+            size = table.shape[1:] if is_cut and is_written else (1,)
+            return table.new_empty(size, dtype=torch.float32), table.new_empty(size, dtype=torch.float32)
 
-        of_gate = stages(has_projections)
-        of_up = of_gate if tables.up is tables.gate else stages(has_projections)
-        return TableGradients(tables, (of_gate, of_up, stages(has_down)), has_projections, has_down)
+        of_projections = [stages(one, has_projections) for one in tables.projections]
+        return TableGradients(tables, [*of_projections, stages(tables.down, has_down)], has_projections, has_down)
 
 
 def weight_gradient(
-    rows: tuple[torch.Tensor, torch.Tensor],
+    rows: Sequence[torch.Tensor],
     hidden: torch.Tensor,
     activated: torch.Tensor,
     grad: torch.Tensor,
@@ -231,8 +235,8 @@ def weight_gradient(
     Windows come in order, each once.
 
     Args:
-        rows: gradients of gate's and up's products, [R,F] of the window, contiguous; the first alone is read where up
-            is gate.
+        rows: gradients of the products of each of the tables' projections: [R,F], or [R,2F] of gate and up in one, as
+            that table's outputs are; contiguous.
         hidden: [T,H], contiguous, gathered row by row; as `grad` is, of the output.
         activated: act(g, u) * weight, [R,F], contiguous.
         weight: [N] by assignment, or None for ones.
@@ -241,18 +245,23 @@ def weight_gradient(
     """
     tables, down = into.tables, into.tables.down.mT
     found, left = window.number % 2, (window.number + 1) % 2
-    has_bias, has_up = tables.gate_bias is not None, tables.up is not tables.gate
+    projections, biases = tables.projections, [*tables.projection_biases, tables.down_bias]
+    has_bias = tables.down_bias is not None
+    height, num_projections = projections[0].shape[1], len(projections) * into.has_projections
+    num_columns = ceil_div(tables.hidden, tiles.columns)
+    num_tiles, num_down_tiles = (ceil_div(one, tiles.rows) * num_columns for one in (height, tables.width))
     constants = {
-        "HEIGHT": tables.width,
+        "HEIGHT": height,
+        "DOWN_HEIGHT": tables.width,
         "WIDTH": tables.hidden,
         "TOP_K": routing.top_k,
-        **_strides("", tables.gate, ("EXPERT", "HEIGHT", "WIDTH")),
+        **_strides("", projections[0], ("EXPERT", "HEIGHT", "WIDTH")),
         **_strides("DOWN_", down, ("EXPERT", "HEIGHT", "WIDTH")),
-        **_strides("BIAS_", tables.gate_bias, ("EXPERT", "HEIGHT")),
-        **_strides("DOWN_BIAS_", tables.down_bias, ("EXPERT", "WIDTH")),
-        "HAS_PROJECTIONS": into.has_projections,
+        **_strides("BIAS_", biases[0], ("EXPERT", "HEIGHT")),
+        **_strides("DOWN_BIAS_", biases[-1], ("EXPERT", "WIDTH")),
+        "NUM_PROJECTIONS": num_projections,
+        "NUM_TILES": num_tiles,
         "HAS_DOWN": into.has_down,
-        "HAS_UP": has_up,
         "HAS_BIAS": has_bias,
         "HAS_WEIGHT": has_bias and weight is not None,
         "IS_FIRST_WINDOW": window.number == 0,
@@ -262,31 +271,26 @@ def weight_gradient(
         "TILE_DEPTH": tiles.depth,
     }
     arguments = {
-        "gate_grad": rows[0],
-        "up_grad": rows[1],
+        "first_rows": rows[0],
+        "second_rows": rows[-1],
         "hidden": hidden,
         "activated": activated,
         "grad": grad,
         "weight": grad if weight is None or not has_bias else weight,
         "order": routing.order,
         "offsets": routing.offsets,
-        "gate_table": tables.gate,
-        "up_table": tables.up,
+        "first_table": projections[0],
+        "second_table": projections[-1],
         "down_table": down,
-        **{f"{name}_found": stage[found] for name, stage in zip(_NAMES, into.stages, strict=True)},
-        **{f"{name}_left": stage[left] for name, stage in zip(_NAMES, into.stages, strict=True)},
-        "gate_sums": tables.gate if tables.gate_bias is None else tables.gate_bias,
-        "up_sums": tables.gate if tables.up_bias is None else tables.up_bias,
-        "down_sums": tables.gate if tables.down_bias is None else tables.down_bias,
         "first_row": window.first,
         "last_row": window.last,
     }
-    num_tiles = ceil_div(tables.width, tiles.rows) * ceil_div(tables.hidden, tiles.columns)
-    grid = (num_tiles, tables.num_experts, int(into.has_projections) + int(into.has_down))
+    for name, place in (("first", 0), ("second", len(projections) - 1), ("down", -1)):
+        sums = biases[place if has_bias else -1]
+        arguments |= {f"{name}_found": into.stages[place][found], f"{name}_left": into.stages[place][left]}
+        arguments[f"{name}_sums"] = down if sums is None else sums
+    grid = (num_projections * num_tiles + into.has_down * num_down_tiles, tables.num_experts)
     launch(_weight_gradient_kernel, grid, arguments, constants, tiles)
-
-
-_NAMES = ("gate", "up", "down")
 
 
 def _strides(prefix: str, tensor: torch.Tensor | None, axes: Sequence[str]) -> dict[str, int]:
@@ -295,7 +299,7 @@ def _strides(prefix: str, tensor: torch.Tensor | None, axes: Sequence[str]) -> d
 
 
 def reference_weight_gradient(
-    rows: tuple[torch.Tensor, torch.Tensor],
+    rows: Sequence[torch.Tensor],
     hidden: torch.Tensor,
     activated: torch.Tensor,
     grad: torch.Tensor,
@@ -309,56 +313,52 @@ def reference_weight_gradient(
         assignments = routing.order[start:stop].long()
         here = slice(start - window.first, stop - window.first)
         tokens, grads = (one[assignments // routing.top_k].float() for one in (hidden, grad))
-        totals.gate[expert] += rows[0][here].float().T @ tokens
-        if totals.up is not totals.gate:
-            totals.up[expert] += rows[1][here].float().T @ tokens
+        for one, table in zip(rows, totals.projections, strict=True):
+            table[expert] += one[here].float().T @ tokens
         totals.down[expert] += grads.T @ activated[here].float()
-        if totals.gate_bias is None or totals.up_bias is None or totals.down_bias is None:
+        if totals.down_bias is None:
             continue
-        totals.gate_bias[expert] += rows[0][here].float().sum(0)
-        if totals.up is not totals.gate:
-            totals.up_bias[expert] += rows[1][here].float().sum(0)
+        for one, bias in zip(rows, totals.projection_biases, strict=True):
+            bias[expert] += one[here].float().sum(0)
         shares = 1.0 if weight is None else weight[assignments, None].float()
         totals.down_bias[expert] += (grads * shares).sum(0)
 
 
 def weight_gradient_accesses(launch: Launch, load: Load) -> list[Access]:
     """What a launch of the kernel loads and stores."""
-    told, (num_tiles, num_experts, num_parts) = launch.constants, launch.grid
-    found = [Access("offsets", 2 * num_tiles * num_experts * num_parts, num_experts + 1)]
-    num_orders = num_tiles * load.num_rows * num_parts
-    found.append(Access("order", num_orders, load.num_rows))
-    if told["HAS_PROJECTIONS"]:
-        names = ("gate", "up") if told["HAS_UP"] else ("gate",)
-        found += _part_accesses(launch, load, "hidden", {f"{name}_grad": name for name in names})
+    told, (num_tiles, num_experts) = launch.constants, launch.grid
+    found = [Access("offsets", 2 * num_tiles * num_experts, num_experts + 1)]
+    num_columns = ceil_div(told["WIDTH"], told["TILE_COLUMNS"])
+    num_orders = num_tiles + (told["HAS_DOWN"] and told["HAS_BIAS"]) * num_columns
+    found.append(Access("order", num_orders * load.num_rows, load.num_rows))
+    for name in ("first", "second")[: told["NUM_PROJECTIONS"]]:
+        found += _part_accesses(launch, load, "hidden", f"{name}_rows", name, told["HEIGHT"])
     if told["HAS_DOWN"]:
-        found += _part_accesses(launch, load, "grad", {"activated": "down"})
+        found += _part_accesses(launch, load, "grad", "activated", "down", told["DOWN_HEIGHT"])
         if told["HAS_BIAS"] and told["HAS_WEIGHT"]:
-            found.append(Access("weight", num_tiles * load.num_rows, load.num_rows))
+            found.append(Access("weight", num_columns * load.num_rows, load.num_rows))
     return found
 
 
-def _part_accesses(launch: Launch, load: Load, tokens: str, lefts: dict[str, str]) -> list[Access]:
-    """Of the projections, or of down.
-
-    Args:
-        lefts: the table of each argument whose rows are multiplied.
-    """
+def _part_accesses(launch: Launch, load: Load, tokens: str, left: str, table: str, height: int) -> list[Access]:
+    """Of one matrix of every expert."""
     told, rows = launch.constants, load.num_rows
-    height, width = told["HEIGHT"], told["WIDTH"]
+    width = told["WIDTH"]
     num_heights, num_widths = ceil_div(height, told["TILE_ROWS"]), ceil_div(width, told["TILE_COLUMNS"])
     num_run = load.num_present + told["IS_FIRST_WINDOW"] * load.num_empty
     size = height * width
-    found = [Access(tokens, num_heights * rows * width, load.num_tokens * width)]
-    for left, table in lefts.items():
-        found.append(Access(left, num_widths * rows * height, rows * height))
-        num_written = (num_run - load.is_cut) * size
-        found.append(Access(f"{table}_table", num_written, num_written, "store"))
-        if load.is_continued:
-            found.append(Access(f"{table}_found", size, size))
-        if load.is_cut:
-            found.append(Access(f"{table}_left", size, size, "store"))
-        if told["HAS_BIAS"]:
-            num_sums = num_run * (width if table == "down" else height)
-            found += [Access(f"{table}_sums", num_sums, num_sums), Access(f"{table}_sums", num_sums, num_sums, "store")]
+    num_written = (num_run - load.is_cut) * size
+    has_bias, is_down = told["HAS_BIAS"], table == "down"
+    found = [  # with what sums of a bias read again
+        Access(tokens, (num_heights + (has_bias and is_down)) * rows * width, load.num_tokens * width),
+        Access(left, (num_widths + (has_bias and not is_down)) * rows * height, rows * height),
+        Access(f"{table}_table", num_written, num_written, "store"),
+    ]
+    if load.is_continued:
+        found.append(Access(f"{table}_found", size, size))
+    if load.is_cut:
+        found.append(Access(f"{table}_left", size, size, "store"))
+    if has_bias:
+        num_sums = num_run * (width if is_down else height)
+        found += [Access(f"{table}_sums", num_sums, num_sums), Access(f"{table}_sums", num_sums, num_sums, "store")]
     return found

@@ -154,8 +154,9 @@ def test_weight_gradients_of_experts_that_windows_cut(parts: tuple[bool, bool], 
     totals = [torch.zeros(shape, device=DEVICE) for shape in shapes]
     expected = Tables.of(totals, "halves", has_bias=has_bias)
     for window in layer.windows(rows):
-        gate, up, activated = (layer.rows(window.num_rows, SIZES.width) for _ in range(3))
-        common = ((gate, up), layer.hidden, activated, grad, layer.weight, layer.routing, window)
+        rows_of = [layer.rows(window.num_rows, one.shape[1]) for one in expected.projections]
+        activated = layer.rows(window.num_rows, SIZES.width)
+        common = (rows_of, layer.hidden, activated, grad, layer.weight, layer.routing, window)
         weight_gradient(*common, into, tiles, "ieee")
         reference_weight_gradient(*common, expected)
     is_written = [parts[0], parts[1], parts[0], parts[1]]

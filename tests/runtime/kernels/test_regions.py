@@ -32,6 +32,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from memfine_fx.runtime.kernels.launches import Launch
 
     monkeypatch.setattr(windowed, "_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(windowed, "rows_per_window", lambda sizes, figures, most: most)  # the plan's, on a device too
     monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
     names: list[str] = []
     run = Launch.run
@@ -217,6 +218,7 @@ def test_products_of_the_first_rows_are_kept(
     assert launches.count("gate_up_kernel") == 4 + num_again
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels that do nothing take the host's tensors")
 @pytest.mark.parametrize("frozen", [(), ("down",), ("gate", "up"), ("down", "gate", "up")], ids=str)
 @pytest.mark.parametrize(("rows_per_chunk", "num_kept"), [(200, 0), (4096, 0), (200, 1500), (4096, 1500)])
 def test_windows_hold_what_the_plan_counts(
