@@ -1,4 +1,4 @@
-"""R: how many rows a window has on a device, by a model of its time. Nothing in it was measured.
+"""R: how many rows a window has on a device, by a model of its time, of which a launch's cost alone was measured.
 
 A layer of N rows in n windows of R = ceil(N / n) rows takes, forward and backward,
 
@@ -22,7 +22,9 @@ from memfine_fx.runtime.kernels.windows import ceil_div
 
 __all__ = ["KNOWN_RATES", "DeviceFigures", "LayerSizes", "rows_per_window", "seconds_of"]
 
-_LAUNCH_SECONDS = 3e-6  # of starting a kernel in a queue that is kept full; reasoned, not measured
+# What a launch more costs, of which starting it is the least: its first programs fill the units and its last ones leave
+# them idle. 40 and 77 us where two layers had four windows in place of one (benchmarks/results/gpu_layers.json).
+_LAUNCH_SECONDS = 4e-5
 _MOST_WINDOWS = 64  # beyond as many as the plan's rows need
 
 KNOWN_RATES: dict[str, tuple[float, float]] = {
