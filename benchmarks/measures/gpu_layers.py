@@ -63,7 +63,7 @@ def measure(shapes: str | None = None, json_to: str | None = None, warms: bool =
                 print(_said(row), file=sys.stderr, flush=True)
                 if json_to is not None:  # after every row: the machine may go before the last
                     Path(json_to).write_text(_written({**_name(device), **rates, "rows": rows}))
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, ValueError) as error:  # one window may have more entries than 32 bits count
             print(f"{shape.name}: {error}", file=sys.stderr, flush=True)
     return Answer([f"{len(rows)} rows"])
 

@@ -323,7 +323,7 @@ _MOST_ENTRIES = 2**31 - 1
 
 def _check_window(rows: int, tables: Tables) -> None:
     """A window's entries are counted in 32 bits, which spares the kernels registers."""
-    widest = max(tables.width, tables.hidden)
+    widest = max(tables.hidden, *(one.shape[1] for one in tables.projections))
     if rows * widest > _MOST_ENTRIES:
         raise ValueError(f"windows of {rows} rows of {widest} entries; at most {_MOST_ENTRIES // widest} rows fit")
 

@@ -201,5 +201,5 @@ def test_windows_beyond_32_bits_are_refused() -> None:
 
     sizes = Sizes()
     hidden, index = torch.randn(sizes.tokens, sizes.hidden), expert_index("random", sizes)
-    with pytest.raises(ValueError, match="windows of 2147483648 rows of 24 entries; at most 89478485 rows fit"):
+    with pytest.raises(ValueError, match="windows of 2147483648 rows of 40 entries; at most 53687091 rows fit"):
         swiglu_experts(hidden, index, None, parameters("halves", sizes), LayerOptions(2**31))
