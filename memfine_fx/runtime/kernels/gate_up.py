@@ -161,7 +161,7 @@ def gate_up(
         "PRODUCT_STRIDE_WIDTH": 0 if products is None else products[0].stride(1),
         "HAS_BIAS": tables.gate_bias is not None,
         "HAS_UP": has_up(activation),
-        "IS_INTERLEAVED": tables.is_interleaved and tables.gate.stride(1) == 2,
+        "IS_INTERLEAVED": are_interleaved((tables.gate, tables.up)),
         "HAS_INTERLEAVED_PRODUCTS": products is not None and are_interleaved(products),
         "ACTIVATION": constants_of(activation)[0],
         "HAS_WEIGHT": weight is not None,

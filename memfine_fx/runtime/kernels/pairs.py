@@ -17,7 +17,7 @@ __all__ = ["are_interleaved", "halved", "load_pair", "split_pair", "store_pair"]
 
 
 def are_interleaved(pair: Sequence[torch.Tensor]) -> bool:
-    """Whether gate's [R,F] and up's are every other column of one tensor, gate's the first."""
+    """Whether gate's [R,F] and up's are every other column of one tensor, gate's the first; or so of tables [E,F,H]."""
     gate, up = pair
     if gate.stride(1) != 2 or up.storage_offset() - gate.storage_offset() != 1:
         return False

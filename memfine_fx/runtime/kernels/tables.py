@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -93,7 +93,6 @@ class Tables:
         down_bias: [E,H], or None.
         projections: gate and up, or [E,2F,H] where one parameter holds both, or gate alone.
         projection_biases: theirs, [E,F] or [E,2F]; none where there are no biases.
-        is_interleaved: whether gate and up take turns, output by output.
     """
 
     gate: torch.Tensor
@@ -104,7 +103,6 @@ class Tables:
     down_bias: torch.Tensor | None = None
     projections: Sequence[torch.Tensor] = ()
     projection_biases: Sequence[torch.Tensor] = ()
-    is_interleaved: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -133,12 +131,11 @@ class Tables:
         is_out_in = layout in _OUT_IN
         *projections, down = matrices if is_out_in else [matrix.mT for matrix in matrices]
         gate, up = divided(projections, layout)
-        told: dict[str, Any] = {"projections": projections, "is_interleaved": layout == "interleaved_in_out"}
         if not has_bias:
-            tables = Tables(gate, up, down, **told)
+            tables = Tables(gate, up, down, projections=projections)
         else:
             gate_bias, up_bias = divided(biases[:-1], layout)
-            tables = Tables(gate, up, down, gate_bias, up_bias, biases[-1], projection_biases=biases[:-1], **told)
+            tables = Tables(gate, up, down, gate_bias, up_bias, biases[-1], projections, biases[:-1])
         tables._check(layout)
         return tables
 

@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-_UNTAGGED = (aten.leaky_relu.default, aten.hardswish.default)  # ATen tags the first since torch 2.13, the second never
+_UNTAGGED = (aten.leaky_relu.default, aten.hardswish.default)  # torch 2.11 tags neither, 2.13 the first
 
 
 def pointwise_rule(target: Any) -> Rule | None:
