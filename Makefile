@@ -108,6 +108,7 @@ bench-quick: setup  ## every CPU suite at small sizes: shows that all works, in 
 gpu:  ## the GPU suite, with the Python at hand: no setup, no venv
 	PYTHONPATH=. $(PYTHON) -m benchmarks run --suite gpu --json "$(OUT)/gpu.json"
 	PYTHONPATH=. $(PYTHON) -m benchmarks measure gpu_layers --json-to "$(OUT)/layers.json"
+	PYTHONPATH=. $(PYTHON) -m benchmarks measure gpu_model --json-to "$(OUT)/model.json"
 
 # An environment of its own: torch's CPU build has no Triton. A build for GPUs has another, which is replaced there.
 KERNELS := .venv-kernels

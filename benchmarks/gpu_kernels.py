@@ -32,6 +32,7 @@ from memfine_fx.runtime.kernels.launches import Launch, recording
 
 __all__ = [
     "CASES",
+    "HEAD",
     "PAGE",
     "RESULTS",
     "TARGETS",
@@ -39,6 +40,7 @@ __all__ = [
     "Row",
     "Step",
     "filled",
+    "head_launches",
     "launches_of",
     "rows_of",
     "step_of",
@@ -115,6 +117,9 @@ CASES = (
 )
 
 
+HEAD, _VOCAB = "Qwen3-30B-A3B, head", 151936
+
+
 @dataclass(frozen=True)
 class Row:
     """One launch of a case on a target.
@@ -155,6 +160,17 @@ def launches_of(case: Case, target: str, tiles: Any = None) -> tuple[list[Launch
         with recording() as backward:
             step.backward(out)
     return forward, backward
+
+
+def head_launches() -> list[Launch]:
+    """Of a chunk of a head, with gradients, on a fake device."""
+    from memfine_fx.records.heads import HeadLoss
+    from memfine_fx.runtime.kernels.cross_entropy import cross_entropy_
+
+    with FakeTensorMode(), torch.device("cuda"), recording() as launches:
+        logits = torch.empty(1024, _VOCAB, dtype=torch.bfloat16)
+        cross_entropy_(logits, torch.empty(1024, dtype=torch.int64), HeadLoss(), torch.empty(()))
+    return launches
 
 
 class Step:
@@ -218,7 +234,7 @@ def rows_of(case: Case, target: Target) -> list[Row]:
     for launch in (*forward, *backward):
         step = step_of(launch)
         if step not in found:
-            found[step] = _row(case, target, step, launch)
+            found[step] = _row(case.name, target, step, launch)
     return list(found.values())
 
 
@@ -233,7 +249,7 @@ def timed_rows(case: Case, target: Target) -> list[Row]:
             chosen = replace(tiles_for(target.name, dtype), **{one.name: tiles})
             launches = [launch for part in launches_of(case, target.name, chosen) for launch in part]
             steps = {step_of(launch): launch for launch in launches if launch.name == f"{one.name}_kernel"}
-            found += [_row(case, target, step, launch) for step, launch in steps.items()]
+            found += [_row(case.name, target, step, launch) for step, launch in steps.items()]
     return found
 
 
@@ -245,13 +261,13 @@ def step_of(launch: Launch) -> str:
     return ", ".join([launch.name.removesuffix("_kernel"), *telling])
 
 
-def _row(case: Case, target: Target, step: str, launch: Launch) -> Row:
+def _row(case: str, target: Target, step: str, launch: Launch) -> Row:
     compiled = _compile(launch, target)
     text = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
     registers, spilled = _ptx_resources(text, target) if target.backend == "cuda" else _amd_resources(text)
     tile = [str(launch.constants[name]) for name in ("TILE_ROWS", "TILE_COLUMNS", "TILE_DEPTH") if _has(launch, name)]
     return Row(
-        case=case.name,
+        case=case,
         target=target.name,
         step=step,
         tile="x".join(tile),
@@ -330,6 +346,7 @@ def table() -> dict[str, Any]:
     import triton
 
     rows = [asdict(row) for case in CASES for target in TARGETS for row in rows_of(case, target)]
+    rows += [asdict(_row(HEAD, target, step_of(launch), launch)) for target in TARGETS for launch in head_launches()]
     timed = [
         asdict(row)
         for case in CASES

@@ -24,7 +24,7 @@ def describe_machine(device: torch.device) -> Machine:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         python=platform.python_version(),
         torch=torch.__version__,
-        transformers=_version_of("transformers"),
+        transformers=version_of("transformers"),
     )
 
 
@@ -52,7 +52,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -209,16 +209,18 @@ def log_names(known: tuple[str, ...]) -> list[str]:
     return names
 
 
-def uses_gpu_kernels() -> bool:
-    """Whether regions on CUDA devices may run in the GPU kernels (MEMFINE_GPU_KERNELS=1), see docs/gpu.md.
+def asked_gpu_kernels() -> bool | None:
+    """Whether experts on CUDA devices may run in the GPU kernels (MEMFINE_GPU_KERNELS, 0 or 1), see docs/gpu.md.
+
+    None where nothing is said: then they do on the devices on which models were measured in them.
 
     Raises:
         ConfigError: it is neither 0 nor 1.
     """
-    written = os.environ.get("MEMFINE_GPU_KERNELS") or "0"
-    if written not in ("0", "1"):
+    written = os.environ.get("MEMFINE_GPU_KERNELS") or None
+    if written not in (None, "0", "1"):
         raise ConfigError(f"MEMFINE_GPU_KERNELS={written!r} is unknown; expected 0 or 1")
-    return written == "1"
+    return None if written is None else written == "1"
 
 
 def cache_folder() -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memfine_fx
-from memfine_fx.config import Config, parse_budget, uses_gpu_kernels
+from memfine_fx.config import Config, asked_gpu_kernels, parse_budget
 from memfine_fx.errors import ConfigError
 
 
@@ -166,20 +166,20 @@ def test_the_table_of_options_names_every_field() -> None:
     assert sorted(first for first, _ in keys) == sorted(field.name for field in dataclasses.fields(Config))
 
 
-@pytest.mark.parametrize(("written", "expected"), ((None, False), ("", False), ("0", False), ("1", True)))
+@pytest.mark.parametrize(("written", "expected"), ((None, None), ("", None), ("0", False), ("1", True)))
 def test_gpu_kernels_are_asked_for_by_a_variable(
-    written: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+    written: str | None, expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MEMFINE_GPU_KERNELS", raising=False)
     if written is not None:
         monkeypatch.setenv("MEMFINE_GPU_KERNELS", written)
-    assert uses_gpu_kernels() is expected
+    assert asked_gpu_kernels() is expected
 
 
 def test_another_value_of_that_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMFINE_GPU_KERNELS", "yes")
     with pytest.raises(ConfigError, match="MEMFINE_GPU_KERNELS='yes' is unknown; expected 0 or 1"):
-        uses_gpu_kernels()
+        asked_gpu_kernels()
 
 
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,10 @@
 
 Each of the roofline's layers with random tables and nearly even routing: forward and backward by several plans of the
 kernels, in tiles that were timed, and by the grouped layer of model libraries, eager and under torch.compile, whose
-outputs and gradients are compared with. Times are of steps that follow each other. Peaks are bytes beyond input,
-parameters, output and gradients, of allocator events. One plan's launches are also timed one by one. The device's own
-rates stand beside those of its data sheet, which the roofline takes.
+outputs and gradients are compared with; where ScatterMoE is installed, in its kernels too. Times are of steps that
+follow each other. Peaks are bytes beyond input, parameters, output and gradients, of allocator events. One plan's
+launches are also timed one by one. The device's own rates stand beside those of its data sheet, which the roofline
+takes.
 
     python -m benchmarks measure gpu_layers --shapes "Qwen3-30B-A3B,MoEBlaze 2" --json-to layers.json
     python -m benchmarks measure gpu_layers --warms    # only compiles the kernels: in several processes at a time
@@ -13,6 +14,7 @@ rates stand beside those of its data sheet, which the roofline takes.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
@@ -22,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,13 +32,14 @@ from torch import Tensor
 
 from benchmarks.gpu_kernels import PAGE, Case, step_of
 from benchmarks.gpu_peaks import grouped_experts
-from benchmarks.machine import matmul_rate, seconds_of
+from benchmarks.machine import matmul_rate, seconds_of, version_of
 from benchmarks.measures import RESULTS, Answer, device_here
+from benchmarks.peers import find_peer
 from benchmarks.roofline import CHIPS, SHAPES, Chip, Kernel, Shape, kernels_of, total
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.timing import seconds_of as seconds_in_a_queue
 
-__all__ = ["FILE", "PLANS", "filled", "measure", "rows_of"]
+__all__ = ["FILE", "PLANS", "filled", "measure", "name_of", "rounded", "rows_of", "written"]
 
 FILE = RESULTS / "gpu_layers.json"
 """A list of sessions on devices, oldest first, each as `--json-to` writes it, with a note on what was run."""
@@ -45,6 +49,7 @@ _BY_LAUNCH = "kept, 1 window"  # also timed launch by launch
 _COPIED = 1 << 30  # bytes
 _REPEATS, _STEPS = 5, 4  # steps follow each other, as the host goes ahead of a device in training
 _HAS_DATA_SHEETS = importlib.util.find_spec("pydantic") is not None
+_HAS_SCATTERMOE = importlib.util.find_spec("scattermoe") is not None
 _COMPARED = 64  # experts or tokens at a time: tables in fp32 would not fit beside their gradients
 
 
@@ -62,17 +67,15 @@ def measure(shapes: str | None = None, json_to: str | None = None, warms: bool =
                 rows.append(row)
                 print(_said(row), file=sys.stderr, flush=True)
                 if json_to is not None:  # after every row: the machine may go before the last
-                    Path(json_to).write_text(_written({**_name(device), **rates, "rows": rows}))
+                    Path(json_to).write_text(written({**name_of(device), **rates, "rows": rows}))
         except (torch.OutOfMemoryError, ValueError) as error:  # one window may have more entries than 32 bits count
             print(f"{shape.name}: {error}", file=sys.stderr, flush=True)
     return Answer([f"{len(rows)} rows"])
 
 
-def _name(device: torch.device) -> dict[str, Any]:
-    import triton
-
+def name_of(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"device": name, "torch": torch.__version__, "triton": triton.__version__}
+    return {"device": name, "torch": torch.__version__, "triton": version_of("triton")}
 
 
 def _rates(device: torch.device) -> dict[str, float]:
@@ -152,10 +155,13 @@ def rows_of(shape: Shape, device: torch.device, *, warms: bool = False) -> Itera
         row, _ = _row(layer, _in_kernels(layer, planned, tiles), device, expected, is_once=warms)
         told = {"shape": shape.name, "plan": plan, **row}
         if _HAS_DATA_SHEETS:
-            told["predicted_ms"] = _rounded(1e3 * total(kernels, chip)[0])
+            told["predicted_ms"] = rounded(1e3 * total(kernels, chip)[0])
         if plan == _BY_LAUNCH and not warms:
             told["kernels"] = _by_launch(layer, planned, tiles, kernels, chip, device)
         yield told
+    if _HAS_SCATTERMOE and not warms and case.layout == "halves" and not case.has_bias:
+        row, _ = _row(layer, _in_scattermoe(layer, case), device, expected)
+        yield {"shape": shape.name, "plan": "scattermoe", **row}
 
 
 def _options(case: Case, tiles: Any) -> Any:
@@ -183,6 +189,13 @@ def _in_kernels(layer: _Layer, case: Case, tiles: Any) -> Callable[..., Tensor]:
     return lambda hidden, index, weight: swiglu_experts(hidden, index, weight, layer.params, options)
 
 
+def _in_scattermoe(layer: _Layer, case: Case) -> Callable[..., Tensor]:
+    """The same experts in that project's kernels."""
+    block = SimpleNamespace(experts=copy.copy(layer.experts))
+    run = find_peer("layer", "scattermoe").wrap(block, SimpleNamespace(experts=case.experts, top_k=case.top_k))
+    return run.experts.forward
+
+
 def _row(
     layer: _Layer,
     forward: Callable[..., Tensor],
@@ -206,8 +219,8 @@ def _row(
         one.grad = None
     trace = trace_memory(step, device, beyond=layer.gradients)
     row = {
-        "ms": _rounded(1e3 * statistics.median(seconds)),
-        "peak_mb": _rounded((trace.peak_bytes - out.nbytes) / 1e6),
+        "ms": rounded(1e3 * statistics.median(seconds)),
+        "peak_mb": rounded((trace.peak_bytes - out.nbytes) / 1e6),
         "error": None if error is None else float(f"{error:.1e}"),
     }
     return row, found
@@ -245,15 +258,15 @@ def _by_launch(
         flops = sum(kernel.flops for kernel in counted)
         tile = [same[0].constants.get(name) for name in ("TILE_ROWS", "TILE_COLUMNS", "TILE_DEPTH")]
         found[step] = {
-            "us": _rounded(1e6 * seconds),
-            **({"predicted_us": _rounded(1e6 * sum(one.seconds(chip) for one in counted))} if _HAS_DATA_SHEETS else {}),
-            "tflops": _rounded(flops / seconds / 1e12),
+            "us": rounded(1e6 * seconds),
+            **({"predicted_us": rounded(1e6 * sum(one.seconds(chip) for one in counted))} if _HAS_DATA_SHEETS else {}),
+            "tflops": rounded(flops / seconds / 1e12),
             "tile": "x".join(map(str, tile)) + f", {same[0].num_warps} warps, {same[0].num_stages} stages",
         }
     return found
 
 
-def _rounded(number: float) -> float:
+def rounded(number: float) -> float:
     return float(f"{number:.4g}")
 
 
@@ -263,7 +276,7 @@ def _said(row: dict[str, Any]) -> str:
     return f"{row['shape']}, {row['plan']}: {told}" + "".join(kernels)
 
 
-def _written(found: dict[str, Any]) -> str:
+def written(found: dict[str, Any]) -> str:
     """JSON with a line for each row."""
     lines = ",\n  ".join(json.dumps(row) for row in found["rows"])
     head = json.dumps({name: value for name, value in found.items() if name != "rows"}, indent=1).removesuffix("\n}")

@@ -5,9 +5,9 @@ import torch
 from benchmarks.machine import seconds_of
 from benchmarks.measures import Answer, Dtype, chunk_sweep, device_here
 from memfine_fx.records.heads import HeadLoss
-from memfine_fx.runtime.head_loop import HeadInputs, chunk_bounds, run_head
+from memfine_fx.runtime.head_loop import HeadInputs, chunk_bounds, is_fused_on, run_head
 
-ROWS = (32, 64, 128, 256, 512, 1024)
+ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def measure(
@@ -21,7 +21,9 @@ def measure(
 
     def timed(rows_per_chunk: int) -> float:
         bounds = chunk_bounds(tokens, rows_per_chunk)
-        return seconds_of(lambda: run_head(inputs, HeadLoss(), bounds, (True, True, False)), device)
+        is_fused = is_fused_on(device.type)
+        return seconds_of(lambda: run_head(inputs, HeadLoss(), bounds, (True, True, False), is_fused=is_fused), device)
 
-    timed(ROWS[-1])  # warms up
-    return chunk_sweep(ROWS, timed, rounds)
+    several = [one for one in ROWS if one <= tokens]
+    timed(several[-1])  # warms up
+    return chunk_sweep(several, timed, rounds)

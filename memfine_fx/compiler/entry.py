@@ -36,7 +36,7 @@ def memfine(
     try:
         if mode in _UNSUPPORTED_MODES:
             raise ConfigError(
-                f"mode={mode!r} uses CUDA graphs, which a chunk loop with host-side offsets cannot be captured in; "
+                f"mode={mode!r} uses CUDA graphs, which keep memory of their own that no plan counts; "
                 "use mode='default' or 'max-autotune-no-cudagraphs'"
             )
         config = Config.from_options(options)

@@ -23,6 +23,7 @@ from memfine_fx.passes.modes import called_bodies
 from memfine_fx.plan.budget import choose_head_plan
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadRegion
+from memfine_fx.runtime.head_loop import is_fused_on
 from memfine_fx.runtime.live_head import LiveHead, register_head
 
 __all__ = ["lower_heads", "plan_heads"]
@@ -60,14 +61,17 @@ def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph, config: Con
 def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> LoweredHead:
     hidden, loss = tensor_of(region.hidden), tensor_of(region.exit)
     site = next_site(f"head_{_content_hash(region, loss.dtype)}")
+    device_type = hidden.device.type if session.measures else "cuda"  # `fit` records for a device on this CPU
+    is_fused = is_fused_on(device_type) if session.measures else True
     terms = HeadBytes(
         hidden=region.dims.hidden,
         vocab=region.dims.vocab,
         item_bytes=region.logits_dtype.itemsize,
         has_softcap=region.loss.softcap is not None,
         wanted=region.wanted,
-        device_type=hidden.device.type if session.measures else "cuda",  # `fit` records for a device on this CPU
+        device_type=device_type,
         keeps_logits=region.keeps_logits,
+        is_fused=is_fused,
     )
     num_tokens: Any = tensor_of(region.labels).numel()
     is_symbolic = isinstance(num_tokens, torch.SymInt)
@@ -76,6 +80,7 @@ def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> Lowere
     live = LiveHead(
         site=site,
         loss=region.loss,
+        is_fused=is_fused,
         out_dtype=loss.dtype,
         choose_plan=functools.partial(choose_head_plan, site, session, record, hidden.device),
         name=region.where.module or str(region.where),

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
 from memfine_fx.compiler.leftovers import as_told_by_attempts, check_leftover_shapes
 from memfine_fx.compiler.session import Session, next_site
-from memfine_fx.config import Config, uses_gpu_kernels
+from memfine_fx.config import Config, asked_gpu_kernels
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
@@ -37,7 +38,7 @@ from memfine_fx.report.roles import region_graph
 from memfine_fx.runtime.kernels.tables import KernelForm
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
-from memfine_fx.runtime.windowed import can_run, tune_tiles
+from memfine_fx.runtime.windowed import can_run, runs_by_default, tune_tiles
 
 __all__ = ["BodyRegions", "lower_regions", "plan_regions", "read_bodies"]
 
@@ -191,12 +192,15 @@ def _plan(
 
 def _kernels_of(region: MoERegion, bodies: ExpertBodies, config: Config) -> KernelForm | None:
     """The form in which the GPU kernels run a region on one rank, their tiles timed; None where they do not."""
-    if not uses_gpu_kernels() or config.axis != "rows":
+    asked = asked_gpu_kernels()
+    # Their sums of tokens are in another order in every run; Dynamo compiles anew where this setting changes.
+    if asked is False or config.axis != "rows" or torch.are_deterministic_algorithms_enabled():
         return None
-    hidden, *params = [tensor_of(node) for node in (region.hidden, *region.params)]
+    tensors = [tensor_of(node) for node in (region.hidden, *region.params)]
     form = bodies.kernel_form
-    if form is None or not can_run(form, [hidden, *params]):
+    if form is None or not can_run(form, tensors) or not (asked or runs_by_default(tensors)):
         return None
+    hidden, *params = tensors
     tune_tiles(form, hidden, params, region.dims.top_k)
     return form
 

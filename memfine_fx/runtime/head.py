@@ -67,7 +67,8 @@ def head_loss(
     flags = (wanted[0], wanted[1], wanted[2])
     logits = _logits_of(hidden, weight, keeps_logits)
     with span(f"forward {site}"), range_of(f"{head.name or site} forward"), without_autocast():
-        found = run_head(inputs, head.loss, bounds, flags, logits if keeps_logits else None)
+        returned = logits if keeps_logits else None
+        found = run_head(inputs, head.loss, bounds, flags, returned, is_fused=head.is_fused)
     return found.loss.to(head.out_dtype), found.power, found.hidden, found.weight, found.bias, logits
 
 

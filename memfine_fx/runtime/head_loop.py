@@ -9,7 +9,8 @@ that recomputing logits in backward takes.
 1. What a token's loss is divided by, 1/d = m * 2^e with m in [0.5, 1): gradients are made times m, and 2^e is left for
    backward, where multiplying by it rounds nothing. Without it gradients of fp16 would vanish, and those of bf16 would
    be rounded twice.
-2. A chunk's logits go into one buffer and become probabilities, then gradients, in place, in fp32, a few rows at once.
+2. A chunk's logits go into one buffer and become gradients in place: by one kernel on a GPU, elsewhere by way of
+   probabilities, in fp32, a few rows at once.
 3. From these the gradients of the chunk's tokens; those of weight and bias are sums over chunks. All are kept in fp32,
    because backward multiplies them once more.
 """
@@ -23,8 +24,9 @@ import torch
 
 from memfine_fx.memory.head_bytes import BLOCK_BYTES, product_rows, rows_at_once
 from memfine_fx.records.heads import HeadLoss
+from memfine_fx.runtime.kernels.launches import has_triton
 
-__all__ = ["HeadInputs", "HeadResults", "chunk_bounds", "run_head"]
+__all__ = ["HeadInputs", "HeadResults", "chunk_bounds", "is_fused_on", "run_head"]
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,15 @@ def run_head(
     bounds: Sequence[tuple[int, int]],
     wanted: tuple[bool, bool, bool],
     returned: torch.Tensor | None = None,
+    *,
+    is_fused: bool = False,
 ) -> HeadResults:
-    """The loss and the wanted gradients (of hidden, weight, bias), chunk by chunk; logits go into `returned` [T,V]."""
+    """The loss and the wanted gradients (of hidden, weight, bias), chunk by chunk.
+
+    Args:
+        returned: where logits go, [T,V].
+        is_fused: whether one kernel makes a chunk's losses and gradients, see `is_fused_on`.
+    """
     results = HeadResults.empty(inputs.hidden, inputs.weight, wanted)
     divisor = _divisor(inputs, loss)
     mantissa, exponent = torch.frexp(torch.where(divisor == 0, torch.ones_like(divisor), 1 / divisor))
@@ -97,7 +106,7 @@ def run_head(
         logits = _project(hidden, inputs.weight, inputs.bias, buffer[: stop - start])
         if returned is not None:
             returned[start:stop].copy_(logits)
-        total += _to_gradients(logits, labels, loss, mantissa if any(wanted) else None)
+        total += _to_gradients(logits, labels, loss, mantissa if any(wanted) else None, is_fused=is_fused)
         _add_chunk(results, logits, hidden, inputs.weight, slice(start, stop), wanted)
     results.loss.copy_(total / divisor)
     return results
@@ -118,10 +127,19 @@ def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return torch.addmm(bias, hidden, weight.t(), out=out)
 
 
+def is_fused_on(device_type: str) -> bool:
+    """Whether a head on such a device has its losses and gradients from one kernel, which takes Triton."""
+    return device_type == "cuda" and has_triton()
+
+
 def _to_gradients(
-    logits: torch.Tensor, labels: torch.Tensor, loss: HeadLoss, factor: torch.Tensor | None
+    logits: torch.Tensor, labels: torch.Tensor, loss: HeadLoss, factor: torch.Tensor | None, *, is_fused: bool
 ) -> torch.Tensor:
     """The sum of the tokens' losses; with a factor, logits become its gradient times that factor."""
+    if is_fused:
+        from memfine_fx.runtime.kernels.cross_entropy import cross_entropy_
+
+        return cross_entropy_(logits, labels, loss, factor).sum()
     block_bytes = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cuda"])
     num_rows = rows_at_once(block_bytes, 4 * logits.shape[1])
     blocks = zip(torch.split(logits, num_rows), torch.split(labels, num_rows), strict=True)
@@ -186,22 +204,21 @@ def _multiply(
     hidden: torch.Tensor,
     weight: torch.Tensor,
 ) -> None:
-    """Add gradients [R,V] @ weight [V,H] to one fp32 place, gradients.T @ hidden [R,H] to the other.
+    """Gradients [R,V] @ weight [V,H] into one fp32 place, which holds zeros; gradients.T @ hidden [R,H] on to another.
 
-    In low precision no product is rounded, and the vocabulary is walked in parts. CUDA multiplies low precision into
-    fp32; the CPU multiplies copies of the parts. In fp32 the one part is everything, and nothing is copied.
+    In low precision no product is rounded. CUDA multiplies low precision into fp32, and adds to what is there as it
+    writes. The CPU walks the vocabulary in parts and multiplies copies of them; in fp32 the one part is everything, and
+    nothing is copied.
     """
     num_rows = weight.shape[0]
     if gradients.dtype is not torch.float32:
-        num_rows = product_rows(gradients.device.type, hidden.shape[0], hidden.shape[1])
         if gradients.device.type == "cuda":
             if hidden_place is not None:
-                hidden_place.add_(torch.mm(gradients, weight, out_dtype=torch.float32))
+                torch.mm(gradients, weight, out_dtype=torch.float32, out=hidden_place)
             if weight_place is not None:
-                parts = zip(torch.split(weight_place, num_rows), torch.split(gradients.t(), num_rows), strict=True)
-                for place, left in parts:
-                    place.add_(torch.mm(left, hidden, out_dtype=torch.float32))
+                torch.addmm(weight_place, gradients.t(), hidden, out_dtype=torch.float32, out=weight_place)
             return
+        num_rows = product_rows(hidden.shape[0], hidden.shape[1])
     wide_hidden = hidden if weight_place is None else hidden.to(torch.float32)
     for start in range(0, weight.shape[0], num_rows):
         part = slice(start, start + num_rows)

@@ -13,9 +13,15 @@ __all__ = ["LiveHead", "lookup_head", "register_head", "unregister_head"]
 
 @dataclass(kw_only=True)
 class LiveHead(Live[HeadPlan]):
-    """One lowered head. `loss`: what is computed of a token's logits."""
+    """One lowered head.
+
+    Args:
+        loss: what is computed of a token's logits.
+        is_fused: see `runtime.head_loop.run_head`.
+    """
 
     loss: HeadLoss
+    is_fused: bool = False
 
 
 _heads: Registry[LiveHead] = Registry()

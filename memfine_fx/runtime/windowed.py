@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -13,6 +12,7 @@ import torch
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import KeptTensor
 from memfine_fx.runtime.halving import run_halved
+from memfine_fx.runtime.kernels.launches import has_triton
 from memfine_fx.runtime.kernels.tables import KernelForm, num_projections_of
 from memfine_fx.runtime.kernels.window_size import KNOWN_RATES, DeviceFigures, LayerSizes, rows_per_window
 from memfine_fx.runtime.kernels.windows import most_rows
@@ -26,12 +26,22 @@ if TYPE_CHECKING:  # these need Triton
     from memfine_fx.runtime.kernels.sorting import Routing
     from memfine_fx.runtime.kernels.tiling import LayerTiles
 
-__all__ = ["can_keep", "can_run", "is_taken", "run_backward", "run_forward", "sort_on_device", "tune_tiles"]
+__all__ = [
+    "can_keep",
+    "can_run",
+    "is_taken",
+    "run_backward",
+    "run_forward",
+    "runs_by_default",
+    "sort_on_device",
+    "tune_tiles",
+]
 
 ResultT = TypeVar("ResultT")
 
 _DEVICES = ("cuda",)
 _TIMED = ("cuda",)  # devices on which tiles are chosen by time: not in the interpreter
+_MEASURED = ("sm_90",)  # benchmarks/results/gpu_model.json
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_ENTRIES = 2**31 - 1
 
@@ -43,7 +53,18 @@ def can_run(form: KernelForm | None, tensors: Sequence[torch.Tensor]) -> bool:
         tensors: tokens and parameters.
     """
     are_known = all(one.device.type in _DEVICES and one.dtype in _DTYPES for one in tensors)
-    return form is not None and are_known and _has_triton()
+    return form is not None and are_known and has_triton()
+
+
+def runs_by_default(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernels run, where nobody asked, a region that they know: as far as models were measured in them.
+
+    Args:
+        tensors: as for `can_run`.
+    """
+    from memfine_fx.runtime.kernels.tiling import target_of
+
+    return all(one.element_size() == 2 and target_of(one.device) in _MEASURED for one in tensors)
 
 
 def can_keep(form: KernelForm, kept: Sequence[KeptTensor], dtype: torch.dtype) -> bool:
@@ -95,11 +116,6 @@ def sort_on_device(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.
     check_rows(expert_index.numel())
     routing = sort_assignments(expert_index, num_experts)
     return routing.order, routing.offsets
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def run_forward(region: LiveRegion, routed: Routed, plan: ChunkPlan, kept: Kept | None) -> torch.Tensor:

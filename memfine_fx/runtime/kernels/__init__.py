@@ -15,5 +15,5 @@ Backward, per window: `gate_up` again unless its products were kept, `down_backw
 `layer.swiglu_experts` is the whole of it as a differentiable function. Every module has its kernel, the function that
 launches it and, under `reference_...`, the same in plain torch; `traffic` says what each loads and stores. Needs
 Triton, except for `windows`, `window_size`, `traffic`, `tables`, `tiling` and `launches`.
-None of it has run on a device; docs/gpu.md says what was checked and how.
+docs/gpu.md says what was measured and checked, and how. `cross_entropy` is of heads: losses and gradients of logits.
 """

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Launch", "Tiles", "launch", "recording", "skipping"]
+__all__ = ["Launch", "Tiles", "has_triton", "launch", "recording", "skipping"]
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

@@ -308,11 +308,45 @@ def test_frozen_tables_get_no_gradient(launches: list[str]) -> None:
     assert "weight_gradient_kernel" not in launches
 
 
-def test_kernels_are_only_taken_where_they_are_asked_for(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("asked", "is_measured", "dtype", "is_taken"),
+    (
+        (None, True, torch.float16, True),
+        (None, False, torch.float16, False),
+        (None, True, torch.float32, False),
+        ("0", True, torch.float16, False),
+        ("1", False, torch.float32, True),
+    ),
+)
+def test_kernels_are_taken_where_they_are_asked_for_or_were_measured(
+    asked: str | None,
+    is_measured: bool,
+    dtype: torch.dtype,
+    is_taken: bool,
+    launches: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from memfine_fx.runtime.kernels.tiling import target_of
+
     monkeypatch.delenv("MEMFINE_GPU_KERNELS")
+    if asked is not None:
+        monkeypatch.setenv("MEMFINE_GPU_KERNELS", asked)
+    monkeypatch.setattr(windowed, "_MEASURED", (target_of(DEVICE),) if is_measured else ())
+    model = memfine_fx.optimize(layer().to(dtype), config=memfine_fx.Config(rows_per_chunk=9), inner_backend="eager")
+    step(model, torch.randn(6, 32, device=DEVICE, dtype=dtype))
+    assert bool(launches) is is_taken
+
+
+def test_where_torch_is_to_be_deterministic_regions_keep_their_bodies(launches: list[str]) -> None:
     model = memfine_fx.optimize(layer(), config=memfine_fx.Config(rows_per_chunk=9), inner_backend="eager")
+    torch.use_deterministic_algorithms(True)
+    try:
+        step(model, torch.randn(6, 32, device=DEVICE))
+        assert launches == []
+    finally:
+        torch.use_deterministic_algorithms(False)
     step(model, torch.randn(6, 32, device=DEVICE))
-    assert launches == []
+    assert launches
 
 
 def test_slices_of_tokens_keep_their_bodies(launches: list[str]) -> None:
