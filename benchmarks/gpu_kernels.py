@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
+from benchmarks.summaries import with_blocks
 from memfine_fx.passes.lower.epilogue import written
 from memfine_fx.runtime.kernels.launches import Launch, recording
 
@@ -365,12 +366,9 @@ def table() -> dict[str, Any]:
     }
 
 
-_TABLE = re.compile(r"(<!-- table: ([^\n]*) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-
-
 def filled(text: str, recorded: dict[str, Any]) -> str:
     """A page with the table of each case named in it written anew."""
-    return _TABLE.sub(lambda block: block[1] + "\n" + _markdown(block[2], recorded) + "\n", text)
+    return with_blocks(text, "table", lambda case: _markdown(case, recorded))
 
 
 def _markdown(case: str, recorded: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """All rounds of a job in one record, and columns for a terminal."""
 
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.records import Job, Measurement, Row
@@ -95,3 +96,13 @@ def markdown(header: str, rows: Sequence[Sequence[str]]) -> str:
     """
     rule = "---|" * len(header.split("|"))
     return "\n".join([f"| {header.strip()} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def with_blocks(text: str, mark: str, content: Callable[[str], str]) -> str:
+    """A page with each block between `<!-- mark -->` or `<!-- mark: name -->` and `<!-- end -->` written anew.
+
+    Args:
+        content: of a block by its name, which is "" where it has none.
+    """
+    block = re.compile(rf"(<!-- {mark}(?:: ([^\n]*))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    return block.sub(lambda found: f"{found[1]}\n{content(found[2] or '')}\n", text)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_kernels import PAGE
-from benchmarks.summaries import markdown
+from benchmarks.summaries import markdown, with_blocks
 
 __all__ = ["FILE", "PAGE", "RUNS", "Run", "filled", "written"]
 
@@ -50,7 +49,6 @@ _HEAD = (
     "model", "graph breaks", "regions", "kernels compiled", "launches, forward and backward", "windows of a layer",
     "a layer's own launches", "waits for the device", "predicted peak",
 )  # fmt: skip
-_BLOCK = re.compile(r"(<!-- gpu-dry -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def written(rows: Sequence[dict[str, Any]]) -> str:
@@ -61,7 +59,7 @@ def written(rows: Sequence[dict[str, Any]]) -> str:
 def filled(text: str, rows: Sequence[dict[str, Any]]) -> str:
     """A page with its table written anew."""
     table = markdown(" | ".join(_HEAD), [list(map(str, _cells(row))) for row in rows])
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{table}\n\n", text)
+    return with_blocks(text, "gpu-dry", lambda _: f"{table}\n")
 
 
 def _cells(row: dict[str, Any]) -> list[object]:

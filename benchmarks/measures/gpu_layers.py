@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import re
 import statistics
 import sys
 from collections import defaultdict
@@ -36,6 +35,7 @@ from benchmarks.machine import matmul_rate, seconds_of, version_of
 from benchmarks.measures import RESULTS, Answer, device_here
 from benchmarks.peers import find_peer
 from benchmarks.roofline import CHIPS, SHAPES, Chip, Kernel, Shape, kernels_of, total
+from benchmarks.summaries import with_blocks
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.timing import seconds_of as seconds_in_a_queue
 
@@ -283,12 +283,9 @@ def written(found: dict[str, Any]) -> str:
     return f'{head},\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
-_BLOCK = re.compile(r"(<!-- gpu-layers -->\n).*?(?=<!-- end -->)", re.DOTALL)
-
-
 def filled(text: str, sessions: Sequence[dict[str, Any]]) -> str:
     """A page with the tables of the last session in their place."""
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{_markdown(sessions[-1])}\n", text)
+    return with_blocks(text, "gpu-layers", lambda _: _markdown(sessions[-1]))
 
 
 def _markdown(session: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ from benchmarks.known_models import known_config
 from benchmarks.machine import seconds_of, synchronize
 from benchmarks.measures import RESULTS, Answer, device_here
 from benchmarks.measures.gpu_layers import name_of, rounded, written
+from benchmarks.summaries import with_blocks
 from memfine_fx.memory.measure import trace_memory
 
 __all__ = ["FILE", "WAYS", "Sizes", "Way", "filled", "measure", "work"]
@@ -304,13 +305,9 @@ def _on_device(step: Callable[[], object], device: torch.device) -> dict[str, An
     }
 
 
-_BLOCK = re.compile(r"(<!-- gpu-model -->\n).*?(?=<!-- end -->)", re.DOTALL)
-
-
 def filled(text: str, sessions: Sequence[dict[str, Any]]) -> str:
     """A page with a table of each session in its place."""
-    tables = "\n".join(map(_markdown, sessions))
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{tables}\n", text)
+    return with_blocks(text, "gpu-model", lambda _: "\n".join(map(_markdown, sessions)))
 
 
 def _markdown(session: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ Writes results/gpu_roofline.json and the tables of docs/gpu.md with --write, els
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from benchmarks.gpu_kernels import PAGE
 from benchmarks.gpu_peaks import StepBytes, bytes_of_grouped, bytes_of_kernels
 from benchmarks.measures import RESULTS, Answer
 from benchmarks.roofline import CHIPS, PEERS, SHAPES, Chip, Kernel, Shape, kernels_of, least_bytes, peer_kernels, total
+from benchmarks.summaries import with_blocks
 
 __all__ = ["FILE", "filled", "measure", "table"]
 
@@ -117,9 +117,6 @@ def _written(found: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-_BLOCK = re.compile(r"(<!-- roofline: ([^\n]*) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-
-
 def filled(text: str, recorded: dict[str, Any]) -> str:
     """A page with each block named in it written anew."""
     makers = {
@@ -129,7 +126,7 @@ def filled(text: str, recorded: dict[str, Any]) -> str:
         "misses": _misses,
         "peaks": _peaks_table,
     }
-    return _BLOCK.sub(lambda block: block[1] + "\n" + makers[block[2]](recorded) + "\n", text)
+    return with_blocks(text, "roofline", lambda name: makers[name](recorded))
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

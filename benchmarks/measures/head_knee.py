@@ -21,7 +21,7 @@ def measure(
 
     def timed(rows_per_chunk: int) -> float:
         bounds = chunk_bounds(tokens, rows_per_chunk)
-        is_fused = is_fused_on(device.type)
+        is_fused = is_fused_on(device)
         return seconds_of(lambda: run_head(inputs, HeadLoss(), bounds, (True, True, False), is_fused=is_fused), device)
 
     several = [one for one in ROWS if one <= tokens]

@@ -61,8 +61,8 @@ def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph, config: Con
 def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> LoweredHead:
     hidden, loss = tensor_of(region.hidden), tensor_of(region.exit)
     site = next_site(f"head_{_content_hash(region, loss.dtype)}")
-    device_type = hidden.device.type if session.measures else "cuda"  # `fit` records for a device on this CPU
-    is_fused = is_fused_on(device_type) if session.measures else True
+    # `fit` records for a device on this CPU.
+    device_type, is_fused = (hidden.device.type, is_fused_on(hidden.device)) if session.measures else ("cuda", True)
     terms = HeadBytes(
         hidden=region.dims.hidden,
         vocab=region.dims.vocab,

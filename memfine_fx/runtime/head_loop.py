@@ -127,9 +127,11 @@ def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return torch.addmm(bias, hidden, weight.t(), out=out)
 
 
-def is_fused_on(device_type: str) -> bool:
-    """Whether a head on such a device has its losses and gradients from one kernel, which takes Triton."""
-    return device_type == "cuda" and has_triton()
+def is_fused_on(device: torch.device) -> bool:
+    """Whether a head there has its losses and gradients from one kernel: where Triton is, on what it was compiled for."""
+    if device.type != "cuda" or not has_triton():
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _to_gradients(
