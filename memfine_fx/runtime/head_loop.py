@@ -128,7 +128,7 @@ def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def is_fused_on(device: torch.device) -> bool:
-    """Whether a head there has its losses and gradients from one kernel: where Triton is, on what it was compiled for."""
+    """Whether a head there has its losses and gradients from one kernel: with Triton, on what it was compiled for."""
     if device.type != "cuda" or not has_triton():
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
