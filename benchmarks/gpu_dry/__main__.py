@@ -120,6 +120,7 @@ def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
     report = sessions()[-1].report()
     (region, *_) = regions.sites
     of_region = Counter(launch.name for launch in launches)
+    chunks_of_head = of_region.pop("cross_entropy_kernel", 0)
     return {
         "model": run.name,
         "graph_breaks": sum(counters["graph_break"].values()),
@@ -129,6 +130,7 @@ def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
         "backward": sum(kernels.launches.values()) - num_forward,
         "windows": lookup(region).num_chunks,
         "of_regions": {kernel: count // len(regions.sites) for kernel, count in sorted(of_region.items())},
+        "of_head": chunks_of_head,
         "waits": sorted(waiting.found),
         "peak_bytes": report.step.peak.num_bytes,
     }

@@ -1,4 +1,4 @@
-"""Regions run on tensors that hold nothing: their launch code, not what their operators say of shapes."""
+"""Regions and heads run on tensors that hold nothing: their launch code, not what their operators say of shapes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfine_fx.runtime import op
+from memfine_fx.runtime import head, op
 
 __all__ = ["Regions"]
 
 _RUN = {
     getattr(torch.ops.memfine, name).default: getattr(op, name)._init_fn
     for name in ("route_on_device", "experts", "experts_keeping", "experts_backward", "experts_backward_kept")
-}
+} | {torch.ops.memfine.head_loss.default: head.head_loss._init_fn}
 _SITE = {"experts": 5, "experts_keeping": 5, "experts_backward": 6, "experts_backward_kept": 6}
 _FOUND = torch.ops.memfine.experts_backward_kept.default
 
 
 class Regions(TorchDispatchMode):
-    """Runs the implementations of the regions' operators, which a fake mode would pass over; notes the sites."""
+    """Runs the operators' implementations, which a fake mode would pass over; notes the sites of regions."""
 
     def __init__(self) -> None:
         super().__init__()

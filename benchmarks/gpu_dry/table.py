@@ -47,7 +47,7 @@ RUNS = (
 )
 _HEAD = (
     "model", "graph breaks", "regions", "kernels compiled", "launches, forward and backward", "windows of a layer",
-    "a layer's own launches", "waits for the device", "predicted peak",
+    "a layer's own launches", "chunks of the head", "waits for the device", "predicted peak",
 )  # fmt: skip
 
 
@@ -71,6 +71,7 @@ def _cells(row: dict[str, Any]) -> list[object]:
         f"{row['forward']} + {row['backward']}",
         row["windows"],
         sum(row["of_regions"].values()),
+        row["of_head"],
         ", ".join(row["waits"]) or "none",
         f"{row['peak_bytes'] / 1e9:.1f} GB",
     ]

@@ -22,6 +22,11 @@ def test_every_layer_of_every_model_is_one_region_that_waits_for_nothing() -> No
         assert (row["graph_breaks"], row["regions"], row["waits"]) == (0, run.layers, []), row
 
 
+def test_heads_of_large_vocabularies_are_chunked_and_their_code_runs() -> None:
+    chunks = {row["model"]: row["of_head"] for row in RECORDED}
+    assert chunks["Qwen3-30B-A3B"] == 8  # 8192 tokens
+
+
 def test_launches_of_a_layer_follow_from_its_windows_and_not_from_its_experts() -> None:
     for row in RECORDED:
         assert sum(row["of_regions"].values()) <= 14 + 2 * row["windows"], row
