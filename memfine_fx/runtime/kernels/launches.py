@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 __all__ = ["Launch", "Tiles", "has_triton", "launch", "recording", "skipping"]
 
 
@@ -63,7 +65,13 @@ class Launch:
         if 0 in self.grid:
             return
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
-        self.kernel[self.grid](**self.arguments, **self.constants, **options)
+        # Triton launches on the current device, which need not be the one that holds the tensors.
+        with self._device():
+            self.kernel[self.grid](**self.arguments, **self.constants, **options)
+
+    def _device(self) -> contextlib.AbstractContextManager[object]:
+        device = next(one.device for one in self.arguments.values() if isinstance(one, torch.Tensor))
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 _recorded: ContextVar[list[Launch] | deque[Launch] | None] = ContextVar("_recorded", default=None)
