@@ -43,10 +43,10 @@ __all__ = ["FILE", "WAYS", "Sizes", "Way", "filled", "measure", "work"]
 FILE = RESULTS / "gpu_model.json"
 """A list of sessions on devices, oldest first, each as `--json-to` writes it, with a note on what was run."""
 _REPEATS, _STEPS = 5, 4
-_COMPARED = 1 << 20  # entries of each gradient, taken evenly
+_COMPARED = 1 << 20  # entries of each gradient, from all over it
 _AT_ONCE = 4  # processes that compile beside each other: all have a step's memory then
 _LONGEST = 12  # kernels told by name
-_OURS = re.compile(r"_(gate_up|down|down_backward|weight_gradient|combine|count|scan|offsets|place)_kernel")
+_OF_EXPERTS = re.compile(r"_(gate_up|down|down_backward|weight_gradient|combine|count|scan|offsets|place)_kernel")
 _TOLD = 20  # lines of a failure
 _READY, _GO = "ready", "go"
 
@@ -133,7 +133,7 @@ def measure(
 
 
 def rows_of(sizes: Sizes, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
-    """A row for each way, with an "error" in place of figures where it failed."""
+    """A row for each way, with the last lines of its error under "failed" in place of figures where it did."""
     with tempfile.TemporaryDirectory() as folder:
         reference = str(Path(folder) / "reference.pt")
         everything = [_REFERENCE, *ways]
@@ -193,8 +193,6 @@ def work(sizes: Sizes, way: Way, reference: str) -> None:
         reference: file of samples of fp32's loss and gradients, written by the reference.
     """
     device = device_here()
-    if device.type == "cpu":
-        os.environ["OMP_NUM_THREADS"] = "1"
     model = _model(sizes, way, device)
     ids = torch.randint(0, model.config.vocab_size, (sizes.batch, sizes.sequence), device=device)
     forward = _compiled(model, way)
@@ -284,7 +282,7 @@ def _distance(expected: Tensor, found: Tensor) -> float:
 
 
 def _on_device(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a step's kernels, of those of this project's, how many these are, and the longest by name."""
+    """Milliseconds of a step's kernels, of this project's for experts, how many these are, and the longest by name."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -294,7 +292,7 @@ def _on_device(step: Callable[[], object], device: torch.device) -> dict[str, An
     launches: list[float] = []
     for event in profiler.events() or ():
         times[event.name] += event.device_time
-        if _OURS.match(event.name):
+        if _OF_EXPERTS.match(event.name):
             launches.append(event.device_time)
     longest = sorted(times.items(), key=lambda item: -item[1])[:_LONGEST]
     return {
@@ -312,7 +310,7 @@ def filled(text: str, sessions: Sequence[dict[str, Any]]) -> str:
 
 def _markdown(session: dict[str, Any]) -> str:
     """Ways by time and bytes, also over those of torch.compile."""
-    compiled = next((row for row in session["rows"] if row["way"] == "compile"), None)
+    compiled = next((row for row in session["rows"] if row["way"] == "compile" and "ms" in row), None)
     lines = [
         f"{session['device']}, {session['model']}. {session.get('note', '')}".strip(),
         "",
