@@ -201,8 +201,7 @@ def _kernels_of(region: MoERegion, bodies: ExpertBodies, config: Config) -> Kern
     if form is None or not can_run(form, tensors) or not (asked or runs_by_default(tensors)):
         return None
     hidden, *params = tensors
-    tune_tiles(form, hidden, params, region.dims.top_k)
-    return form
+    return form if tune_tiles(form, hidden, params, region.dims.top_k) else None
 
 
 def _with_knee(terms_of: Callable[[Keep], RegionBytes], knee: int | None, keep: Keep) -> RegionBytes:

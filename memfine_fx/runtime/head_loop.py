@@ -17,16 +17,21 @@ that recomputing logits in backward takes.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from memfine_fx.memory.head_bytes import BLOCK_BYTES, product_rows, rows_at_once
+from memfine_fx.memory.measure import run_outside_compilation
 from memfine_fx.records.heads import HeadLoss
 from memfine_fx.runtime.kernels.launches import has_triton
 
 __all__ = ["HeadInputs", "HeadResults", "chunk_bounds", "is_fused_on", "run_head"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -128,10 +133,30 @@ def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def is_fused_on(device: torch.device) -> bool:
-    """Whether a head there has its losses and gradients from one kernel: with Triton, on what it was compiled for."""
+    """Whether a head there has its losses and gradients from one kernel: with Triton, on what it was compiled for.
+
+    Where it does not run although it should, a warning says why.
+    """
     if device.type != "cuda" or not has_triton():
         return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    return (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)) and _runs(device)
+
+
+@functools.cache
+def _runs(device: torch.device) -> bool:
+    """Asked once of a device, by one row of logits: Triton may find no compiler there, or not know the device."""
+    from memfine_fx.runtime.kernels.cross_entropy import cross_entropy_
+
+    def one_row() -> torch.Tensor:
+        label = torch.zeros(1, dtype=torch.int64, device=device)
+        return cross_entropy_(torch.zeros(1, 8, device=device), label, HeadLoss(), torch.ones((), device=device))
+
+    try:
+        run_outside_compilation(device.type, one_row)
+    except Exception as error:  # of the compiler or of the driver: its types differ by version and target
+        _LOG.warning("a head's loss goes over blocks of logits, because its GPU kernel does not run here: %s", error)
+        return False
+    return True
 
 
 def _to_gradients(

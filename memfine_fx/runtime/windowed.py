@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -37,6 +38,7 @@ __all__ = [
     "tune_tiles",
 ]
 
+_LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 _DEVICES = ("cuda",)
@@ -220,8 +222,10 @@ def _precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def tune_tiles(form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int) -> None:
+def tune_tiles(form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int) -> bool:
     """Time the kernels' tiles on a CUDA device for such a layer, unless that was done; see `kernels.tuning`.
+
+    Whether they run there at all; where they do not, a warning says why.
 
     Args:
         form: of the layer.
@@ -229,7 +233,14 @@ def tune_tiles(form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Te
         params: of its expert function, in that function's order; may be fake.
         top_k: K.
     """
-    _tiles(form, hidden, [params[position] for position in form.positions], top_k, measures=True)
+    from memfine_fx.runtime.kernels.tuning import KernelsDoNotRun
+
+    try:
+        _tiles(form, hidden, [params[position] for position in form.positions], top_k, measures=True)
+    except KernelsDoNotRun as error:
+        _LOG.warning("experts keep their bodies, because GPU kernels do not run here: %s", error)
+        return False
+    return True
 
 
 def _tiles(

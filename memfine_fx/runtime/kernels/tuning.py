@@ -2,8 +2,7 @@
 
 A list has only what compiles without spills for its target (`tiling`, benchmarks/results/gpu_kernels.json). It is run
 once for what the kernels are compiled for, before the first step: on tables of as many experts as `_TABLE_BYTES` hold,
-which leave L2, with even routing, in one window. The result is kept on disk beside the machine's rates. Where a list
-cannot be run the first of it stays, which is what stands in `tiling`.
+which leave L2, with even routing, in one window. The result is kept on disk beside the machine's rates.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from memfine_fx.runtime.kernels.sorting import sort_assignments
 from memfine_fx.runtime.kernels.tables import Activation, Layout
 from memfine_fx.runtime.kernels.tiling import LayerTiles, candidates, target_of, tiles_for
 
-__all__ = ["LayerKind", "kind_of", "tune", "tuned"]
+__all__ = ["KernelsDoNotRun", "LayerKind", "kind_of", "tune", "tuned"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,6 +32,10 @@ _TABLE_BYTES = 256 << 20
 _MOST_EXPERTS, _ROWS_PER_EXPERT = 16, 512
 
 Seconds = Callable[[Launch, torch.device], float]
+
+
+class KernelsDoNotRun(RuntimeError):
+    """None of a kernel's tiles is compiled or launched here: what Triton is installed, or the device, is another."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,13 @@ def kind_of(
     return LayerKind(layout, activation, has_bias, precision, hidden.dtype, told, top_k)
 
 
-_known: dict[tuple[LayerKind, torch.device], LayerTiles] = {}
+_known: dict[tuple[LayerKind, torch.device], LayerTiles | KernelsDoNotRun] = {}
 
 
 def tuned(kind: LayerKind, device: torch.device) -> LayerTiles | None:
-    """What `tune` found in this process; None where it was not asked."""
-    return _known.get((kind, device))
+    """What `tune` found in this process; None where it was not asked, or nothing runs."""
+    found = _known.get((kind, device))
+    return None if isinstance(found, KernelsDoNotRun) else found
 
 
 def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) -> LayerTiles:
@@ -82,14 +86,23 @@ def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) 
 
     Args:
         seconds: of a launch; of the device's time where it is None.
+
+    Raises:
+        KernelsDoNotRun: nothing of a list runs; not asked again in this process.
     """
     found = _known.get((kind, device))
+    if isinstance(found, KernelsDoNotRun):
+        raise found
     if found is None:
         name = f"tiles_{measurement_key('cuda', kind, _lists(kind, device))}"
         found = _read(kept_fields(name))
         if found is None:
             measure = functools.partial(_measured, kind, device, seconds or _seconds_of_launch)
-            measured = run_outside_compilation(device.type, measure)
+            try:
+                measured = run_outside_compilation(device.type, measure)
+            except KernelsDoNotRun as error:
+                _known[kind, device] = error
+                raise
             if measured is not None:
                 keep_fields(name, asdict(measured))
             if device.type == "cuda":
@@ -115,7 +128,11 @@ def _seconds_of_launch(launch: Launch, device: torch.device) -> float:
 
 
 def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> LayerTiles | None:
-    """None where there is no memory for it."""
+    """None where there is no memory for it.
+
+    Raises:
+        KernelsDoNotRun: nothing of a list runs.
+    """
     chosen = tiles_for(target_of(device), kind.dtype)
     lists = {name: tiles for name, tiles in _lists(kind, device).items() if len(tiles) > 1}
     if not lists:
@@ -123,8 +140,8 @@ def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> LayerT
     try:
         layer = _Layer(kind, device)
         for name, tiles in lists.items():
-            times = {one: _seconds(layer, replace(chosen, **{name: one}), name, seconds) for one in tiles}
-            chosen = replace(chosen, **{name: min(tiles, key=times.__getitem__)})  # the first of equals
+            times = _times(layer, [replace(chosen, **{name: one}) for one in tiles], name, seconds)
+            chosen = replace(chosen, **{name: min(times, key=times.__getitem__)})  # the first of equals
             _LOG.info("tiles of %s: %s", name, {one: f"{1e6 * taken:.0f} us" for one, taken in times.items()})
     except torch.OutOfMemoryError:
         _LOG.warning("GPU kernels run with the tiles that stand in the code: there is no memory to time others in")
@@ -132,15 +149,26 @@ def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> LayerT
     return chosen
 
 
-def _seconds(layer: _Layer, tiles: LayerTiles, name: str, seconds: Seconds) -> float:
-    """Of a step's launches of one kernel; infinite where one of them does not run with these tiles."""
-    try:
-        return sum(seconds(one, layer.device) for one in layer.launches(tiles, name))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of the compiler or of the driver: its types differ by version and target
-        _LOG.info("%s does not run with %s: %s", name, getattr(tiles, name), error)
-        return float("inf")
+def _times(layer: _Layer, choices: Sequence[LayerTiles], name: str, seconds: Seconds) -> dict[Tiles, float]:
+    """Seconds of a step's launches of one kernel with each choice of its tiles that runs.
+
+    Raises:
+        KernelsDoNotRun: none does.
+    """
+    times: dict[Tiles, float] = {}
+    said = ""
+    for choice in choices:
+        tiles: Tiles = getattr(choice, name)
+        try:
+            times[tiles] = sum(seconds(one, layer.device) for one in layer.launches(choice, name))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the compiler or of the driver: its types differ by version and target
+            said = f"{type(error).__name__}: {error}"
+            _LOG.info("%s does not run with %s: %s", name, tiles, said)
+    if not times:
+        raise KernelsDoNotRun(f"{name} runs with none of its tiles: {said}")
+    return times
 
 
 class _Layer:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from memfine_fx.records.heads import HeadLoss
+from memfine_fx.runtime import head_loop
 from memfine_fx.runtime.head_loop import HeadInputs, chunk_bounds, run_head
 from tests.runtime.kernels.cases import DEVICE, in_kernels
 
@@ -83,3 +84,20 @@ def test_without_a_factor_logits_stay() -> None:
     expected = torch.nn.functional.cross_entropy(before, torch.tensor([4, 9, -100], device=DEVICE), reduction="none")
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(logits, before)
+
+
+def test_a_head_goes_over_blocks_where_the_kernel_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from memfine_fx.runtime.kernels import cross_entropy
+
+    def fails(*arguments: object) -> Tensor:
+        raise RuntimeError("no C compiler")
+
+    head_loop._runs.cache_clear()
+    assert head_loop._runs(DEVICE)
+    head_loop._runs.cache_clear()
+    monkeypatch.setattr(cross_entropy, "cross_entropy_", fails)
+    assert not head_loop._runs(DEVICE)
+    assert "its GPU kernel does not run here: no C compiler" in caplog.text
+    head_loop._runs.cache_clear()

@@ -78,13 +78,32 @@ def test_what_does_not_run_is_passed_over() -> None:
     first, second, *_ = candidates("sm_80", torch.float16, "gate_up")
 
     def seconds(launch: Any, device: torch.device) -> float:
-        if tile_of(launch) == first or launch.name == "down_kernel":
+        if tile_of(launch) == first and launch.name == "gate_up_kernel":
             raise RuntimeError("out of resource: shared memory")
         return 1.0
 
     found = tune(kind(), DEVICE, seconds)
     assert found.gate_up == second
-    assert found.down == tiles_for("sm_80", torch.float16).down  # where nothing runs, what stands in the code
+    assert found.down == tiles_for("sm_80", torch.float16).down
+
+
+def test_where_nothing_of_a_list_runs_that_is_an_error_once_and_for_all(folder: Path) -> None:
+    from memfine_fx.runtime.kernels.tuning import KernelsDoNotRun, tune, tuned
+
+    asked: list[str] = []
+
+    def seconds(launch: Any, device: torch.device) -> float:
+        asked.append(launch.name)
+        raise ValueError("no such instruction")
+
+    for _ in range(2):
+        with pytest.raises(
+            KernelsDoNotRun, match="gate_up runs with none of its tiles: ValueError: no such instruction"
+        ):
+            tune(kind(), DEVICE, seconds)
+    assert asked == ["gate_up_kernel"] * 4
+    assert tuned(kind(), DEVICE) is None
+    assert not folder.exists()
 
 
 def test_times_are_taken_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +129,8 @@ def test_times_are_taken_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyP
     assert len(calls) == 2 * taken
 
 
+# Each kernel runs alone here, on what no other has written.
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast", "ignore:invalid value encountered")
 def test_launches_are_of_the_layer_and_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once; numbers are drawn without the user's generator, and few experts stand for many."""
     from memfine_fx.runtime.kernels import tuning
@@ -157,6 +178,24 @@ def test_each_of_the_lists_computes_the_layer(target: str, name: str, monkeypatc
         chosen = replace(tiles_for(target, torch.bfloat16), **{name: tiles})
         monkeypatch.setattr(test_layer, "small_tiles", lambda chosen=chosen: chosen)
         check(Sizes(tokens=70, hidden=72, width=40, experts=2), "random", 90, dtype=torch.float16)
+
+
+def test_regions_whose_kernels_do_not_run_keep_their_bodies(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    from memfine_fx.runtime.kernels import tuning
+
+    def fails(launch: Any, device: torch.device) -> float:
+        raise ValueError("no such instruction")
+
+    monkeypatch.setattr(windowed, "_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(windowed, "_TIMED", ("cuda", "cpu"))
+    monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
+    monkeypatch.setattr(tuning, "_seconds_of_launch", fails)
+    config = MixtralConfig(hidden=32, expert_width=24, num_experts=4, top_k=2, spelling="gathered")
+    eager = MixtralMoE(config).to(DEVICE).half()
+    model = memfine_fx.optimize(copy.deepcopy(eager), inner_backend="eager")
+    hidden = torch.randn(11, 32, device=DEVICE).half()
+    assert relative_error(model(hidden), eager(hidden)) < 3e-3
+    assert "experts keep their bodies, because GPU kernels do not run here: gate_up runs with none" in caplog.text
 
 
 def test_regions_run_with_the_tiles_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
