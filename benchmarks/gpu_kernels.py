@@ -82,7 +82,11 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A layer at a model's sizes; dtypes of rows and tables as torch calls them."""
+    """A layer at a model's sizes; dtypes of rows and tables as torch calls them.
+
+    Args:
+        adds_gradients: whether the tables' gradients are there and are added to.
+    """
 
     name: str
     tokens: int
@@ -99,6 +103,7 @@ class Case:
     keeps_products: bool = False
     is_deterministic: bool = False
     precision: str = "ieee"
+    adds_gradients: bool = False
 
 
 _QWEN3 = {"tokens": 8192, "top_k": 8, "experts": 128, "hidden": 2048, "width": 768, "rows_per_window": 16384}
@@ -112,6 +117,7 @@ CASES = (
     Case("Qwen3-30B-A3B", **_QWEN3),
     Case("Qwen3-30B-A3B, kept, deterministic", **_QWEN3, keeps_products=True, is_deterministic=True),
     Case("Qwen3-30B-A3B, tables in fp32", **_QWEN3, table_dtype="float32"),
+    Case("Qwen3-30B-A3B, gradients added to", **_QWEN3, adds_gradients=True),
     Case("Qwen3-30B-A3B, tf32", **_QWEN3, dtype="float32", table_dtype="float32", precision="tf32"),
     Case("GPT-OSS-120B", 8192, 4, 128, 2880, 2880, 16384, "interleaved_in_out", "clamped", has_bias=True),
     Case("Qwen3-30B-A3B, SwiGLU clamped at 10, written", **_QWEN3, activation=written(_clamped_at_10, 2)),
@@ -186,7 +192,7 @@ class Step:
             case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products,
             case.is_deterministic, case.precision, tiles or tiles_for(target, dtype),
         )  # fmt: skip
-        self._num_experts = case.experts
+        self._num_experts, self._adds = case.experts, case.adds_gradients
         self._hidden = torch.empty(case.tokens, case.hidden, dtype=dtype)
         self._index = torch.empty(case.tokens, case.top_k, dtype=torch.int64)
         self._weight = torch.empty(case.tokens * case.top_k, dtype=dtype)
@@ -214,8 +220,9 @@ class Step:
 
         routing, products = self._kept
         wanted = [True] * (2 + len(self._params))
+        onto = [torch.empty_like(one) for one in self._params] if self._adds else []
         found = run_backward(
-            grad, self._hidden, self._weight, routing, self._params, products, self._options, wanted
+            grad, self._hidden, self._weight, routing, self._params, products, self._options, wanted, onto
         )  # fmt: skip
         return [one for one in (found.hidden, found.weight, *found.params) if one is not None]
 

@@ -238,14 +238,14 @@ def _backward(
         with span(f"backward {site}"), range_of(name):
             return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params, kept)
     plan = region.plan_for(routed.num_tokens)
+    there = gradients_to_add_to(site, [one for group in routed.params for one in group], wanted)
+    region.num_added = sum(one is not None for one in there)
     if windowed.is_taken(region, routed, kept):
         with span(f"backward {site}"), range_of(name):
-            return windowed.run_backward(grad, region, routed, plan, wanted, kept)
+            return windowed.run_backward(grad, region, routed, plan, wanted, kept, there)
     routed = routed.on_host()
     chunks = ranged(chunks_of(routed, region.bodies, plan, region.tuner, kept, is_new_step=False), name)
     lower = partial(region.lower, routed.num_tokens)
-    there = gradients_to_add_to(site, [one for group in routed.params for one in group], wanted)
-    region.num_added = sum(one is not None for one in there)
     rows_and_weight, onto = (wanted[0], wanted[1]), _grouped(there, region)
     with span(f"backward {site}"), range_of(name):
         return run_backward(grad, routed, region.bodies, chunks, rows_and_weight, wanted_params, lower, kept, onto=onto)

@@ -147,11 +147,15 @@ def run_backward(
     plan: ChunkPlan,
     wanted: Sequence[bool],
     kept: Kept | None,
+    onto: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted, in the order hidden, weight, parameters.
 
+    Args:
+        onto: of each parameter a gradient that is there and is added to, and returned as it is then.
+
     Raises:
-        ChunkOutOfMemory: memory ran out in windows of a single row.
+        ChunkOutOfMemory: memory ran out in windows of a single row, or after something was added to.
     """
     from memfine_fx.runtime.kernels import layer
 
@@ -159,11 +163,12 @@ def run_backward(
     form = region.bodies.kernel_form
     assert form is not None
     asked = [wanted[0], wanted[1], *(wanted[2 + position] for position in form.positions)]
+    there = [onto[position] for position in form.positions]
 
     def run(rows: int) -> Gradients:
         windows = replace(options, rows_per_window=rows)
         hidden, weight = routed.hidden.contiguous(), _flat_weight(routed)
-        return layer.run_backward(grad, hidden, weight, routing, params, products, windows, asked)
+        return layer.run_backward(grad, hidden, weight, routing, params, products, windows, asked, there)
 
     found = _halved(run, region, routed, options, params)
     weight = None if found.weight is None else found.weight.view(-1, routed.top_k)

@@ -9,7 +9,7 @@ parameter at that place be a view of the primal. Where one view undoes the other
 the primal again), this result is all that autograd would add to that input's gradient.
 
 Refused: inputs that are cast or computed with before they reach the experts, inputs that a second use adds to, and
-regions whose experts live on several ranks or run as GPU kernels: their backward makes its gradients apart.
+regions whose experts live on several ranks: their backward makes its gradients apart.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def _key_of(gradient: Any, primal: fx.Node) -> tuple[str, int] | None:
     if not isinstance(backward, fx.Node) or backward.target is not torch.ops.memfine.experts_backward.default:
         return None
     params, site, wanted = backward.args[5:8]
-    region = lookup(str(site))
-    if region.exchange is not None or region.uses_kernels:
+    if lookup(str(site)).exchange is not None:
         return None
     number: Any = place
     number -= sum(wanted[:2])  # type: ignore[index,arg-type]  # of the op's schema, as the next

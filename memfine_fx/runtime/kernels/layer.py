@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from memfine_fx.errors import ChunkOutOfMemory
+from memfine_fx.runtime.halving import is_allocation_failure
 from memfine_fx.runtime.kernels.combine import combine
 from memfine_fx.runtime.kernels.down import add_products
 from memfine_fx.runtime.kernels.down_backward import down_backward, num_weight_parts
@@ -137,21 +139,32 @@ def run_backward(
     kept: Products | None,
     options: LayerOptions,
     wanted: Sequence[bool],
+    onto: Sequence[torch.Tensor | None] = (),
 ) -> Gradients:
     """Gradients of what is wanted, window by window.
 
     Args:
         grad: [T,H] of the output.
         wanted: hidden, weight, then each parameter.
+        onto: of each parameter a gradient that is there, in its dtype and strides, and is added to and returned.
         others: as in `run_forward`.
+
+    Raises:
+        ChunkOutOfMemory: memory ran out after something may have been added to, so that nobody may run this again.
     """
     tables, tiles = options.tables_of(params), options.tiles_of(hidden)
     grad = grad.to(hidden.dtype).contiguous()
     windows = layer_windows(routing, options, kept)
-    run = _Backward(grad, hidden, weight, routing, tables, options, tiles, wanted, params, windows)
-    for window in windows:
-        run.window(window, _part(kept, window))
-    return run.gradients()
+    run = _Backward(grad, hidden, weight, routing, tables, options, tiles, wanted, params, windows, onto)
+    try:
+        for window in windows:
+            run.window(window, _part(kept, window))
+        return run.gradients()
+    except RuntimeError as error:
+        if not any(one is not None for one in onto) or not is_allocation_failure(error):
+            raise
+        said = f"{error} (gradients were added to in place by then)"
+    raise ChunkOutOfMemory([("gradient of the tokens", hidden.nbytes)], said)
 
 
 class _Adder:
@@ -199,10 +212,11 @@ class _Backward:
         wanted: Sequence[bool],
         params: Sequence[torch.Tensor],
         windows: Sequence[Window],
+        onto: Sequence[torch.Tensor | None],
     ) -> None:
         self._grad, self._hidden, self._weight, self._routing = grad, hidden, weight, routing
         self._tables, self._options, self._tiles, self._wanted = tables, options, tiles, wanted
-        self._given = params
+        self._given, self._onto = params, onto or [None] * len(params)
         capacity = most_rows(windows)
         self._add = _Adder(routing, options, tiles.down, hidden, capacity)
         self._room, self._rows = _room(hidden, capacity, tables.width, options)
@@ -216,12 +230,13 @@ class _Backward:
         self._activated = hidden.new_empty((capacity, tables.width)) if has_down else hidden
         # What is not written stands for itself; the projections are written together, and down with its bias.
         self._params = [
-            _new_gradient(param, has_projections if is_one else has_down)
-            for param, is_one in zip(params, is_projection, strict=True)
+            _new_gradient(param, there, has_projections if is_one else has_down)
+            for param, there, is_one in zip(params, self._onto, is_projection, strict=True)
         ]
+        num_tables = num_projections_of(options.layout) + 1
         self._into = TableGradients.of(
             options.tables_of(self._params), has_projections=has_projections, has_down=has_down,
-            is_cut=len(windows) > 1,
+            is_cut=len(windows) > 1, are_added=[one is not None for one in self._onto[:num_tables]],
         )  # fmt: skip
 
     def window(self, window: Window, kept: Products | None) -> None:
@@ -252,10 +267,8 @@ class _Backward:
         weight = None
         if self._wanted[1] and self._parts is not None and self._weight is not None:
             weight = self._parts.sum(0).to(self._weight.dtype)
-        params = [
-            one.to(param.dtype) if is_wanted else None
-            for one, param, is_wanted in zip(self._params, self._given, self._wanted[2:], strict=True)
-        ]
+        every = zip(self._params, self._given, self._onto, self._wanted[2:], strict=True)
+        params = [_finished(one, param, there) if is_wanted else None for one, param, there, is_wanted in every]
         return Gradients(hidden, weight, params)
 
 
@@ -270,13 +283,20 @@ def _room(
     return divided(held, options.layout), held
 
 
-def _new_gradient(param: torch.Tensor, is_written: bool) -> torch.Tensor:
+def _new_gradient(param: torch.Tensor, there: torch.Tensor | None, is_written: bool) -> torch.Tensor:
     """Where a parameter's gradient goes; a bias's is summed in fp32."""
     if not is_written:
         return param
     if param.ndim == 2:
         return torch.zeros_like(param, dtype=torch.float32)
-    return torch.empty_like(param)
+    return torch.empty_like(param) if there is None else there
+
+
+def _finished(gradient: torch.Tensor, param: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
+    """A parameter's gradient in its dtype; tables have been added to what was there already."""
+    if there is None:
+        return gradient.to(param.dtype)
+    return there if gradient is there else there.add_(gradient)
 
 
 def _part(kept: Products | None, window: Window) -> Products | None:

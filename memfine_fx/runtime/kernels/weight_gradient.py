@@ -5,6 +5,8 @@ Of an expert in a window, over its rows r and their tokens t, with weight w of t
     down         sum of activated[r] x grad[t], as [F,H]              its bias      sum of w[r] grad[t]
 Where one parameter holds gate and up, they are one matrix here, of 2F outputs in that parameter's order.
 
+Gradients that are there may be added to, in the tables where they stand.
+
 An expert that a window's border cuts is finished by the window that has its last row. Until then its sums stay in fp32,
 in one of two stages: at every border at most one expert is cut, so a window reads what the one before left in one
 stage and leaves what is cut at its own end in the other. An expert without rows gets zeros from the first window.
@@ -34,9 +36,9 @@ __all__ = ["TableGradients", "reference_weight_gradient", "weight_gradient", "we
 def _finish(
     total, table, found, left_over, expert, heights, first_column, is_continued, is_cut, HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE_EXPERT: tl.constexpr, STRIDE_HEIGHT: tl.constexpr, STRIDE_WIDTH: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    IS_ADDED: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add what earlier windows found, and write to the table or, for a later window, to the stage."""
+    """Add what earlier windows found, and write or add to the table or, for a later window, write to the stage."""
     columns = first_column + tl.arange(0, TILE_COLUMNS)
     is_entry = (heights < HEIGHT)[:, None] & (columns < WIDTH)[None, :]
     places = heights[:, None] * WIDTH + columns[None, :]
@@ -47,6 +49,8 @@ def _finish(
     else:
         entries = expert.to(tl.int64) * STRIDE_EXPERT + heights[:, None].to(tl.int64) * STRIDE_HEIGHT
         entries += columns[None, :].to(tl.int64) * STRIDE_WIDTH
+        if IS_ADDED:
+            total += tl.load(table + entries, mask=is_entry, other=0).to(tl.float32)
         tl.store(table + entries, total.to(table.dtype.element_ty), mask=is_entry)
 
 
@@ -55,8 +59,8 @@ def _matrix_tile(
     left_rows, tokens, weight, order, table, found, left_over, sums, expert, begin, end, first_row, tile, is_continued,
     is_cut, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, STRIDE_EXPERT: tl.constexpr,
     STRIDE_HEIGHT: tl.constexpr, STRIDE_WIDTH: tl.constexpr, BIAS_STRIDE_EXPERT: tl.constexpr,
-    BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, PRECISION: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, IS_ADDED: tl.constexpr,
+    PRECISION: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
     """A tile of sum of left_rows[r] x tokens[order[r] // K] over an expert's rows, [HEIGHT,WIDTH].
 
@@ -83,16 +87,16 @@ def _matrix_tile(
         first, second = halved(total, TILE_ROWS, TILE_COLUMNS)
         _finish(
             first, table, found, left_over, expert, heights, first_column, is_continued, is_cut, HEIGHT, WIDTH,
-            STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, half,
+            STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, IS_ADDED, half,
         )  # fmt: skip
         _finish(
             second, table, found, left_over, expert, heights, first_column + half, is_continued, is_cut, HEIGHT, WIDTH,
-            STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, half,
+            STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, IS_ADDED, half,
         )  # fmt: skip
     else:
         _finish(
             total, table, found, left_over, expert, heights, first_column, is_continued, is_cut, HEIGHT, WIDTH,
-            STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, TILE_COLUMNS,
+            STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, IS_ADDED, TILE_COLUMNS,
         )  # fmt: skip
     # A bias is summed by one row of tiles alone, in a loop of its own that reads from L2 again: beside the product
     # every tile would bring what it multiplies into registers too.
@@ -139,7 +143,8 @@ def _weight_gradient_kernel(
     BIAS_STRIDE_EXPERT: tl.constexpr, BIAS_STRIDE_HEIGHT: tl.constexpr,
     DOWN_BIAS_STRIDE_EXPERT: tl.constexpr, DOWN_BIAS_STRIDE_WIDTH: tl.constexpr,
     NUM_PROJECTIONS: tl.constexpr, NUM_TILES: tl.constexpr, HAS_DOWN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, IS_FIRST_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, FIRST_IS_ADDED: tl.constexpr, SECOND_IS_ADDED: tl.constexpr,
+    DOWN_IS_ADDED: tl.constexpr, IS_FIRST_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
@@ -159,16 +164,16 @@ def _weight_gradient_kernel(
             _matrix_tile(
                 first_rows, hidden, weight, order, first_table, first_found, first_left, first_sums, expert, begin, end,
                 first_row, tile, is_continued, is_cut, HEIGHT, WIDTH, TOP_K, STRIDE_EXPERT, STRIDE_HEIGHT,
-                STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT, PRECISION, TILE_ROWS,
-                TILE_COLUMNS, TILE_DEPTH,
+                STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT, FIRST_IS_ADDED, PRECISION,
+                TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
     if NUM_PROJECTIONS > 1:  # noqa: SIM102 - decided when it is compiled
         if (tile >= NUM_TILES) & (tile < 2 * NUM_TILES):
             _matrix_tile(
                 second_rows, hidden, weight, order, second_table, second_found, second_left, second_sums, expert, begin,
                 end, first_row, tile - NUM_TILES, is_continued, is_cut, HEIGHT, WIDTH, TOP_K, STRIDE_EXPERT,
-                STRIDE_HEIGHT, STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT, PRECISION,
-                TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+                STRIDE_HEIGHT, STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT,
+                SECOND_IS_ADDED, PRECISION, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
     if HAS_DOWN:
         down_bias: tl.constexpr = "tokens" if HAS_BIAS else "none"
@@ -177,7 +182,8 @@ def _weight_gradient_kernel(
                 activated, grad, weight, order, down_table, down_found, down_left, down_sums, expert, begin, end,
                 first_row, tile - NUM_PROJECTIONS * NUM_TILES, is_continued, is_cut, DOWN_HEIGHT, WIDTH, TOP_K,
                 DOWN_STRIDE_EXPERT, DOWN_STRIDE_HEIGHT, DOWN_STRIDE_WIDTH, DOWN_BIAS_STRIDE_EXPERT,
-                DOWN_BIAS_STRIDE_WIDTH, down_bias, HAS_WEIGHT, PRECISION, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+                DOWN_BIAS_STRIDE_WIDTH, down_bias, HAS_WEIGHT, DOWN_IS_ADDED, PRECISION, TILE_ROWS, TILE_COLUMNS,
+                TILE_DEPTH,
             )  # fmt: skip
 
 
@@ -189,20 +195,28 @@ class TableGradients:
     """Where gradients of the parameters go.
 
     Args:
-        tables: views of them; what they hold before is never read. Biases are fp32, zeros at first.
+        tables: views of them. Biases are fp32, zeros at first.
         stages: of each of the tables' projections and of down, two of one expert in fp32; never read before they are
             written.
         has_projections, has_down: which are written; what is not may be anything of the same shape.
+        are_added: of each of the tables' projections and of down, whether gradients are added to what is there; where
+            they are not, it is never read.
     """
 
     tables: Tables
     stages: Sequence[Stages]
     has_projections: bool
     has_down: bool
+    are_added: Sequence[bool]
 
     @staticmethod
     def of(
-        tables: Tables, *, has_projections: bool = True, has_down: bool = True, is_cut: bool = True
+        tables: Tables,
+        *,
+        has_projections: bool = True,
+        has_down: bool = True,
+        is_cut: bool = True,
+        are_added: Sequence[bool] | None = None,
     ) -> TableGradients:
         """With new stages.
 
@@ -215,7 +229,8 @@ class TableGradients:
             return table.new_empty(size, dtype=torch.float32), table.new_empty(size, dtype=torch.float32)
 
         of_projections = [stages(one, has_projections) for one in tables.projections]
-        return TableGradients(tables, [*of_projections, stages(tables.down, has_down)], has_projections, has_down)
+        every = [*of_projections, stages(tables.down, has_down)]
+        return TableGradients(tables, every, has_projections, has_down, are_added or [False] * len(every))
 
 
 def weight_gradient(
@@ -264,6 +279,9 @@ def weight_gradient(
         "HAS_DOWN": into.has_down,
         "HAS_BIAS": has_bias,
         "HAS_WEIGHT": has_bias and weight is not None,
+        "FIRST_IS_ADDED": into.are_added[0],
+        "SECOND_IS_ADDED": into.are_added[len(projections) - 1],
+        "DOWN_IS_ADDED": into.are_added[-1],
         "IS_FIRST_WINDOW": window.number == 0,
         "PRECISION": precision,
         "TILE_ROWS": tiles.rows,
@@ -354,6 +372,8 @@ def _part_accesses(launch: Launch, load: Load, tokens: str, left: str, table: st
         Access(left, (num_widths + (has_bias and not is_down)) * rows * height, rows * height),
         Access(f"{table}_table", num_written, num_written, "store"),
     ]
+    if told[f"{table.upper()}_IS_ADDED"]:
+        found.append(Access(f"{table}_table", num_written, num_written))
     if load.is_continued:
         found.append(Access(f"{table}_found", size, size))
     if load.is_cut:

@@ -139,19 +139,35 @@ def check_down_backward(layer: Layer, rows: int, activation: Any) -> None:
 
 @pytest.mark.parametrize("rows", range(1, 27, 5))
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("parts", ((True, True), (True, False), (False, True)))
-def test_weight_gradients_of_experts_that_windows_cut(parts: tuple[bool, bool], pattern: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("parts", "are_added"),
+    (
+        ((True, True), (False, False)),
+        ((True, False), (False, False)),
+        ((False, True), (False, True)),
+        ((True, True), (True, False)),
+    ),
+)
+def test_weight_gradients_of_experts_that_windows_cut(
+    parts: tuple[bool, bool], are_added: tuple[bool, bool], pattern: str, rows: int
+) -> None:
     from memfine_fx.runtime.kernels.tables import Tables
     from memfine_fx.runtime.kernels.weight_gradient import TableGradients, reference_weight_gradient, weight_gradient
 
     layer, tiles, has_bias = Layer(pattern, has_bias=True), small_tiles().weight_gradient, True
     grad = layer.rows(SIZES.tokens, SIZES.hidden)
     shapes = [tuple(one.shape) for one in parameters("halves", SIZES, has_bias=True)]
-    found = [torch.full(shape, float("nan") if len(shape) == 3 else 0.0, device=DEVICE) for shape in shapes]
-    into = TableGradients.of(Tables.of(found, "halves", has_bias=has_bias), has_projections=parts[0], has_down=parts[1])
+    totals = [torch.zeros(shape, device=DEVICE) for shape in shapes]
+    for one, is_added in zip(totals[:2], are_added, strict=True):
+        one.normal_() if is_added else None
+    found = [one.clone() for one in totals]
+    for one, is_added in zip(found[:2], are_added, strict=True):
+        one.fill_(float("nan")) if not is_added else None  # what is not added to must not be read
+    into = TableGradients.of(
+        Tables.of(found, "halves", has_bias=has_bias), has_projections=parts[0], has_down=parts[1], are_added=are_added
+    )
     for stage in (one for pair in into.stages for one in pair):
         stage.fill_(float("nan"))  # what was not written must not be read
-    totals = [torch.zeros(shape, device=DEVICE) for shape in shapes]
     expected = Tables.of(totals, "halves", has_bias=has_bias)
     for window in layer.windows(rows):
         rows_of = [layer.rows(window.num_rows, one.shape[1]) for one in expected.projections]
@@ -164,4 +180,4 @@ def test_weight_gradients_of_experts_that_windows_cut(parts: tuple[bool, bool], 
         if is_one:
             assert relative_error(one, other) < 1e-5
         else:
-            assert not one.nan_to_num().any()
+            assert not one.nan_to_num().any()  # neither written nor, as a bias, added to

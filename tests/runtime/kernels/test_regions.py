@@ -295,6 +295,60 @@ def test_windows_are_halved_where_memory_runs_out(
     assert tried == [16, 8, 4, 4]
 
 
+class TwoParts(torch.nn.Module):
+    """A layer behind a projection, so that its input wants a gradient."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer = torch.nn.Linear(32, 32), experts
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.layer(self.first(hidden))
+
+
+@pytest.mark.parametrize("keeps", (False, True))
+@pytest.mark.parametrize("name", ("mixtral", "gpt_oss", "relu2 with biases"))
+def test_micro_batches_add_to_gradients_where_they_are(name: str, keeps: bool, launches: list[str]) -> None:
+    """In windows that cut experts: no second set of tables is made, and the sums are eager's."""
+    eager = TwoParts(EVERY[name]()).to(DEVICE)
+    config = memfine_fx.Config(rows_per_chunk=7, memory_budget="1GiB" if keeps else None)
+    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="aot_eager")
+    for one in (model, eager):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            one(torch.randn(11, 32, device=DEVICE)).square().sum().backward()
+            if seed == 1:
+                held = [parameter.grad for parameter in one.layer.parameters()]
+        assert all(there is parameter.grad for there, parameter in zip(held, one.layer.parameters(), strict=True))
+    for (told, found), expected in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert found.grad is not None and expected.grad is not None
+        assert relative_error(found.grad, expected.grad) < 1e-5, told
+    (region,) = memfine_fx.report(model).regions
+    assert region.num_added >= 2
+    assert "weight_gradient_kernel" in launches
+
+
+def test_memory_that_runs_out_after_gradients_were_added_to_is_an_error(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run again, the pass would add them twice."""
+    from memfine_fx.runtime.kernels import layer as kernels
+
+    model = memfine_fx.optimize(
+        TwoParts(layer()).to(DEVICE), config=memfine_fx.Config(rows_per_chunk=7), inner_backend="aot_eager"
+    )
+    hidden = torch.randn(11, 32, device=DEVICE)
+    model(hidden).sum().backward()
+
+    def failing(self: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+    monkeypatch.setattr(kernels._Backward, "gradients", failing)
+    loss = model(hidden).sum()
+    with pytest.raises(memfine_fx.ChunkOutOfMemory, match="gradients were added to in place"):
+        loss.backward()
+
+
 def test_frozen_tables_get_no_gradient(launches: list[str]) -> None:
     eager = layer()
     eager.experts.requires_grad_(False)

@@ -108,6 +108,7 @@ def _load(routing: Any, window: Any) -> Any:
     (
         {},
         {"keeps_products": True, "is_deterministic": True},
+        {"adds": True},
         {"layout": "interleaved_in_out", "activation": "clamped", "has_bias": True},
         {"layout": "single", "activation": "relu2", "has_bias": True, "has_weight": False},
     ),
@@ -123,6 +124,7 @@ def test_formulas_count_what_programs_touch(
 
     options = dict(options)
     weight = torch.rand(SIZES.tokens * SIZES.top_k) if options.pop("has_weight", True) else None
+    adds = options.pop("adds", False)
     chosen = LayerOptions(rows, tiles=small_tiles(), **options)
     params = [param.detach() for param in parameters(chosen.layout, SIZES, has_bias=chosen.has_bias)]
     routing, hidden = (
@@ -130,7 +132,8 @@ def test_formulas_count_what_programs_touch(
         torch.randn(SIZES.tokens, SIZES.hidden),
     )
     out, kept = run_forward(hidden, weight, routing, params, chosen)
-    run_backward(out, hidden, weight, routing, params, kept, chosen, [True] * (2 + len(params)))
+    onto = [torch.zeros_like(param) for param in params] if adds else []
+    run_backward(out, hidden, weight, routing, params, kept, chosen, [True] * (2 + len(params)), onto)
     assert len(touched) > 5
     for launch, found in touched:
         first, last = launch.arguments["first_row"], launch.arguments["last_row"]
