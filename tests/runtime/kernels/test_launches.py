@@ -69,7 +69,7 @@ def test_a_region_of_a_compiled_model_waits_for_nothing(keeps: bool, monkeypatch
             routed = Routed(hidden, weight, *windowed.sort_on_device(index, 8), params, 2)
             assert windowed.is_taken(region, routed, kept)
             out = windowed.run_forward(region, routed, plan, kept)
-            windowed.run_backward(out, region, routed, plan, [True] * 4, kept)
+            windowed.run_backward(out, region, routed, plan, [True] * 4, kept, [None, None])
     assert mode.found == []
     assert len(launches) == 4 + (5 if keeps else 6) * 3
 
