@@ -180,34 +180,34 @@ def test_each_of_the_lists_computes_the_layer(target: str, name: str, monkeypatc
         check(Sizes(tokens=70, hidden=72, width=40, experts=2), "random", 90, dtype=torch.float16)
 
 
-def test_regions_whose_kernels_do_not_run_keep_their_bodies(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def run_a_region(seconds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a compiled model, whose tiles are chosen by these times."""
     from memfine_fx.runtime.kernels import tuning
-
-    def fails(launch: Any, device: torch.device) -> float:
-        raise ValueError("no such instruction")
 
     monkeypatch.setattr(windowed, "_DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(windowed, "_TIMED", ("cuda", "cpu"))
     monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
-    monkeypatch.setattr(tuning, "_seconds_of_launch", fails)
+    monkeypatch.setattr(tuning, "_seconds_of_launch", seconds)
     config = MixtralConfig(hidden=32, expert_width=24, num_experts=4, top_k=2, spelling="gathered")
     eager = MixtralMoE(config).to(DEVICE).half()
     model = memfine_fx.optimize(copy.deepcopy(eager), inner_backend="eager")
     hidden = torch.randn(11, 32, device=DEVICE).half()
     assert relative_error(model(hidden), eager(hidden)) < 3e-3
+
+
+def test_regions_whose_kernels_do_not_run_keep_their_bodies(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def fails(launch: Any, device: torch.device) -> float:
+        raise ValueError("no such instruction")
+
+    run_a_region(fails, monkeypatch)
     assert "experts keep their bodies, because GPU kernels do not run here: gate_up runs with none" in caplog.text
 
 
 def test_regions_run_with_the_tiles_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfine_fx.runtime.kernels import tuning
     from memfine_fx.runtime.kernels.launches import Launch
     from memfine_fx.runtime.kernels.tiling import candidates
 
     fastest = candidates("sm_80", torch.float16, "gate_up")[-1]
-    monkeypatch.setattr(windowed, "_DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(windowed, "_TIMED", ("cuda", "cpu"))
-    monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
-    monkeypatch.setattr(tuning, "_seconds_of_launch", lambda launch, device: 1.0 if tile_of(launch) == fastest else 2.0)
     used: list[Any] = []
     run = Launch.run
 
@@ -217,9 +217,5 @@ def test_regions_run_with_the_tiles_that_were_timed(monkeypatch: pytest.MonkeyPa
         run(self)
 
     monkeypatch.setattr(Launch, "run", noted)
-    config = MixtralConfig(hidden=32, expert_width=24, num_experts=4, top_k=2, spelling="gathered")
-    eager = MixtralMoE(config).to(DEVICE).half()
-    model = memfine_fx.optimize(copy.deepcopy(eager), inner_backend="eager")
-    hidden = torch.randn(11, 32, device=DEVICE).half()
-    assert relative_error(model(hidden), eager(hidden)) < 3e-3
+    run_a_region(lambda launch, device: 1.0 if tile_of(launch) == fastest else 2.0, monkeypatch)
     assert used and set(used) == {fastest}
