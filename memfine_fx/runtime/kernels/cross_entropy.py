@@ -1,8 +1,8 @@
 """Losses of a chunk's logits, and their gradients in place: each row [V] is read twice and written once.
 
 Before:  logits in fp32, scaled and capped; maximum, sum of exponentials, label's share; then the gradient: ten passes
-After:   one kernel, a program a row: maximum and sum in one pass (the sum is
-         brought to each higher maximum: Milakov & Gimelshein, arXiv 1805.02867), the gradient in a second
+After:   one kernel, a program a row: maximum and sum in one pass (the sum is brought to each higher maximum: Milakov &
+         Gimelshein, arXiv 1805.02867), the gradient in a second
 """
 
 from __future__ import annotations
