@@ -92,7 +92,7 @@ def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) 
     """
     found = _known.get((kind, device))
     if isinstance(found, KernelsDoNotRun):
-        raise found
+        raise KernelsDoNotRun(str(found))
     if found is None:
         name = f"tiles_{measurement_key('cuda', kind, _lists(kind, device))}"
         found = _read(kept_fields(name))
@@ -101,7 +101,8 @@ def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) 
             try:
                 measured = run_outside_compilation(device.type, measure)
             except KernelsDoNotRun as error:
-                _known[kind, device] = error
+                # A new one: the traceback of what was raised holds the layer that was timed, up to 1 GB.
+                _known[kind, device] = KernelsDoNotRun(str(error))
                 raise
             if measured is not None:
                 keep_fields(name, asdict(measured))

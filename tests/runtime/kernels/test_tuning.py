@@ -88,6 +88,7 @@ def test_what_does_not_run_is_passed_over() -> None:
 
 
 def test_where_nothing_of_a_list_runs_that_is_an_error_once_and_for_all(folder: Path) -> None:
+    from memfine_fx.runtime.kernels import tuning
     from memfine_fx.runtime.kernels.tuning import KernelsDoNotRun, tune, tuned
 
     asked: list[str] = []
@@ -102,6 +103,8 @@ def test_where_nothing_of_a_list_runs_that_is_an_error_once_and_for_all(folder: 
         ):
             tune(kind(), DEVICE, seconds)
     assert asked == ["gate_up_kernel"] * 4
+    (kept,) = tuning._known.values()
+    assert isinstance(kept, KernelsDoNotRun) and kept.__traceback__ is None  # which would hold what was timed
     assert tuned(kind(), DEVICE) is None
     assert not folder.exists()
 
