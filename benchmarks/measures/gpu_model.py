@@ -198,8 +198,7 @@ def work(sizes: Sizes, way: Way, reference: str) -> None:
     forward = _compiled(model, way)
 
     def step() -> Tensor:
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         loss: Tensor = forward(input_ids=ids, labels=ids).loss
         loss.backward()
         return loss.detach()
@@ -210,8 +209,7 @@ def work(sizes: Sizes, way: Way, reference: str) -> None:
     synchronize(device)
     first_seconds = time.perf_counter() - started
     found = _samples(loss, model)
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     if way.is_reference:
         torch.save(found, reference)
         del model, forward
@@ -224,8 +222,7 @@ def work(sizes: Sizes, way: Way, reference: str) -> None:
     errors = {name: _distance(one, found[name]) for name, one in torch.load(reference).items()}
     step()
     seconds = [seconds_of(lambda: [step() for _ in range(_STEPS)], device) / _STEPS for _ in range(_REPEATS)]
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     trace = trace_memory(step, device)
     row = {
         "ms": rounded(1e3 * statistics.median(seconds)),

@@ -18,10 +18,10 @@ def measure(
     rows = torch.randn(tokens, hidden, device=device).to(getattr(torch, dtype))
     weight = (torch.randn(vocab, hidden, device=device) / hidden**0.5).to(rows.dtype)
     inputs = HeadInputs(rows, weight, None, torch.randint(vocab, (tokens,), device=device), None)
+    is_fused = is_fused_on(device)
 
     def timed(rows_per_chunk: int) -> float:
         bounds = chunk_bounds(tokens, rows_per_chunk)
-        is_fused = is_fused_on(device)
         return seconds_of(lambda: run_head(inputs, HeadLoss(), bounds, (True, True, False), is_fused=is_fused), device)
 
     several = [one for one in ROWS if one <= tokens]
