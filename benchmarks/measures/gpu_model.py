@@ -1,9 +1,9 @@
 """What does a whole model's step take on this device: eager, under torch.compile, and chunked, in the kernels or not?
 
-Layers of a published model with random weights in bf16, on the device alone: time of steps that follow each other, the
-peak beyond parameters beside what the report predicts, seconds until the second step is done, and how far outputs and
-gradients are from the same model's in fp32. Ways to train are processes of their own, four of which compile together
-and are measured one after the other.
+Layers of a published model with random weights in bf16, or in fp32 under autocast, on the device alone: time of steps
+that follow each other, the peak beyond parameters beside what the report predicts, seconds until the second step is
+done, and how far outputs and gradients are from the same model's in fp32. Ways to train are processes of their own,
+four of which compile together and are measured one after the other.
 
     python -m benchmarks measure gpu_model --layers 4 --json-to model.json
     python -m benchmarks measure gpu_model --page   # writes the table of docs/gpu.md from results/gpu_model.json
@@ -92,6 +92,7 @@ class Sizes:
 
     Args:
         model: in `benchmarks.known_models`.
+        is_autocast: whether weights are in fp32 and steps under autocast, as trainers run them; else they are in bf16.
         is_small: whether it is made small in every direction, to try this out.
     """
 
@@ -99,6 +100,7 @@ class Sizes:
     layers: int = 4
     batch: int = 2
     sequence: int = 4096
+    is_autocast: bool = False
     is_small: bool = False
 
 
@@ -115,20 +117,21 @@ def measure(
     sequence: int = Sizes.sequence,
     ways: str = ";".join(WAYS),
     json_to: str | None = None,
+    is_autocast: bool = False,
     is_small: bool = False,
     page: bool = False,
 ) -> Answer:
     if page:
         PAGE.write_text(filled(PAGE.read_text(), json.loads(FILE.read_text())))
         return Answer([f"{PAGE.name} written"])
-    sizes = Sizes(model, layers, batch, sequence, is_small)
+    sizes = Sizes(model, layers, batch, sequence, is_autocast, is_small)
+    told = f"{model}, {layers} layers, {batch} x {sequence} tokens{', fp32 under autocast' * is_autocast}"
     rows: list[dict[str, Any]] = []
     for row in rows_of(sizes, [WAYS[name] for name in ways.split(";")]):
         rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
         if json_to is not None:  # after every row: the machine may go before the last
-            session = {**name_of(device_here()), "model": f"{model}, {layers} layers, {batch} x {sequence} tokens"}
-            Path(json_to).write_text(written({**session, "rows": rows}))
+            Path(json_to).write_text(written({**name_of(device_here()), "model": told, "rows": rows}))
     return Answer([f"{len(rows)} rows"])
 
 
@@ -196,10 +199,12 @@ def work(sizes: Sizes, way: Way, reference: str) -> None:
     model = _model(sizes, way, device)
     ids = torch.randint(0, model.config.vocab_size, (sizes.batch, sizes.sequence), device=device)
     forward = _compiled(model, way)
+    is_autocast = sizes.is_autocast and not way.is_reference
 
     def step() -> Tensor:
         model.zero_grad()
-        loss: Tensor = forward(input_ids=ids, labels=ids).loss
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_autocast):
+            loss: Tensor = forward(input_ids=ids, labels=ids).loss
         loss.backward()
         return loss.detach()
 
@@ -253,7 +258,7 @@ def _model(sizes: Sizes, way: Way, device: torch.device) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if way.has_checkpoints:
         model.gradient_checkpointing_enable()
-    return (model.float() if way.is_reference else model).train()
+    return (model.float() if way.is_reference or sizes.is_autocast else model).train()
 
 
 def _compiled(model: Any, way: Way) -> Any:

@@ -27,9 +27,12 @@ def test_recorded_steps_keep_within_their_predictions_and_near_fp32() -> None:
 
 
 @pytest.mark.slow
-def test_a_way_is_measured_in_a_process_of_its_own_and_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_autocast", (False, True))
+def test_a_way_is_measured_in_a_process_of_its_own_and_a_failure_is_told(
+    is_autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    sizes = Sizes(layers=1, sequence=64, is_small=True)
+    sizes = Sizes(layers=1, sequence=64, is_autocast=is_autocast, is_small=True)
     ways = [WAYS["eager"], WAYS["memfine, bodies"], Way("unknown", "memfine", budget="nonsense")]
     eager, ours, failed = gpu_model.rows_of(sizes, ways)
     assert eager["ms"] > 0
