@@ -191,7 +191,10 @@ def _plan(
 
 
 def _kernels_of(region: MoERegion, bodies: ExpertBodies, config: Config) -> KernelForm | None:
-    """The form in which the GPU kernels run a region on one rank, their tiles timed; None where they do not."""
+    """The form in which the GPU kernels run a region on one rank, their tiles timed; None where they do not.
+
+    Where nobody asked for them, they run where they were measured and are faster than bodies there.
+    """
     asked = asked_gpu_kernels()
     # Their sums of tokens are in another order in every run; Dynamo compiles anew where this setting changes.
     if asked is False or config.axis != "rows" or torch.are_deterministic_algorithms_enabled():
@@ -201,7 +204,8 @@ def _kernels_of(region: MoERegion, bodies: ExpertBodies, config: Config) -> Kern
     if form is None or not can_run(form, tensors) or not (asked or runs_by_default(tensors)):
         return None
     hidden, *params = tensors
-    return form if tune_tiles(form, hidden, params, region.dims.top_k) else None
+    runs = tune_tiles(form, hidden, params, region.dims.top_k, only_if_faster=asked is None)
+    return form if runs else None
 
 
 def _with_knee(terms_of: Callable[[Keep], RegionBytes], knee: int | None, keep: Keep) -> RegionBytes:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # these need Triton
     from memfine_fx.runtime.kernels.layer import Gradients, LayerOptions, Products
     from memfine_fx.runtime.kernels.sorting import Routing
     from memfine_fx.runtime.kernels.tiling import LayerTiles
+    from memfine_fx.runtime.kernels.tuning import LayerKind
 
 __all__ = [
     "can_keep",
@@ -227,36 +228,50 @@ def _precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def tune_tiles(form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int) -> bool:
+def tune_tiles(
+    form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int, *, only_if_faster: bool
+) -> bool:
     """Time the kernels' tiles on a CUDA device for such a layer, unless that was done; see `kernels.tuning`.
 
-    Whether they run there at all; where they do not, a warning says why.
+    Whether they shall run there. Where none can, a warning says why.
 
     Args:
+        only_if_faster: whether they shall not where torch's grouped products took less time.
         form: of the layer.
         hidden: its rows, which may be fake.
         params: of its expert function, in that function's order; may be fake.
         top_k: K.
     """
-    from memfine_fx.runtime.kernels.tuning import KernelsDoNotRun
+    from memfine_fx.runtime.kernels.tuning import KernelsDoNotRun, times_of
 
+    given = [params[position] for position in form.positions]
     try:
-        _tiles(form, hidden, [params[position] for position in form.positions], top_k, measures=True)
+        _tiles(form, hidden, given, top_k, measures=True)
     except KernelsDoNotRun as error:
         _LOG.warning("experts keep their bodies, because GPU kernels do not run here: %s", error)
         return False
-    return True
+    times = times_of(_kind(form, hidden, given, top_k), hidden.device) if only_if_faster else None
+    if times is None or times.grouped is None or times.kernels <= times.grouped:
+        return True
+    _LOG.info("experts keep their bodies: grouped products are faster, %s", times)
+    return False
+
+
+def _kind(form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int) -> LayerKind:
+    from memfine_fx.runtime.kernels.tuning import kind_of
+
+    return kind_of(form.layout, form.activation, form.has_bias, _precision(), hidden, params, top_k)
 
 
 def _tiles(
     form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int, *, measures: bool
 ) -> LayerTiles | None:
     """Those that were timed; None where none were, which are those that stand in the code."""
-    from memfine_fx.runtime.kernels.tuning import kind_of, tune, tuned
+    from memfine_fx.runtime.kernels.tuning import tune, tuned
 
     if hidden.device.type not in _TIMED:
         return None
-    kind = kind_of(form.layout, form.activation, form.has_bias, _precision(), hidden, params, top_k)
+    kind = _kind(form, hidden, params, top_k)
     return tune(kind, hidden.device) if measures else tuned(kind, hidden.device)
 
 

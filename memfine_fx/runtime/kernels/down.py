@@ -16,7 +16,7 @@ import triton.language as tl
 
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tile_search import find_tile
+from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
 
@@ -69,14 +69,14 @@ def _down_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
 ):
-    expert, start, stop = find_tile(
-        offsets, tl.program_id(1), first_row, last_row, NUM_EXPERTS, EXPERTS_BLOCK, TILE_ROWS
-    )
+    column_tile, row_tile = place_of(GROUP_ROWS)
+    expert, start, stop = find_tile(offsets, row_tile, first_row, last_row, NUM_EXPERTS, EXPERTS_BLOCK, TILE_ROWS)
     if start >= stop:
         return
     rows = start + tl.arange(0, TILE_ROWS)
-    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_row, is_column = rows < stop, columns < COLUMNS
     places = tl.where(is_row, rows - first_row, 0)[:, None]  # rows past the end read the window's first
     row_places = places * DEPTH
@@ -150,6 +150,7 @@ def add_products(
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "TILE_DEPTH": tiles.depth,
+        "GROUP_ROWS": tiles.group_rows,
     }
     arguments = {
         "first": rows[0],

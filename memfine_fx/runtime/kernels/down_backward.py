@@ -22,7 +22,7 @@ from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, load_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up
-from memfine_fx.runtime.kernels.tile_search import find_tile
+from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
 
@@ -100,14 +100,14 @@ def _down_backward_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
 ):
-    expert, start, stop = find_tile(
-        offsets, tl.program_id(1), first_row, last_row, NUM_EXPERTS, EXPERTS_BLOCK, TILE_ROWS
-    )
+    column_tile, row_tile = place_of(GROUP_ROWS)
+    expert, start, stop = find_tile(offsets, row_tile, first_row, last_row, NUM_EXPERTS, EXPERTS_BLOCK, TILE_ROWS)
     if start >= stop:
         return
     rows = start + tl.arange(0, TILE_ROWS)
-    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_row, is_column = rows < stop, columns < WIDTH
     assignments = tl.load(order + rows, mask=is_row, other=0)
     token_places = grad + (assignments // TOP_K).to(tl.int64)[:, None] * HIDDEN
@@ -123,7 +123,7 @@ def _down_backward_kernel(
     share = 1.0
     if HAS_WEIGHT:
         share = tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
-    first_column = tl.program_id(0) * TILE_COLUMNS
+    first_column = column_tile * TILE_COLUMNS
     if IN_QUARTERS:  # one after the other, so that registers hold what a quarter of a tile takes
         quarter: tl.constexpr = TILE_COLUMNS // 4
         left, right = halved(total, TILE_ROWS, TILE_COLUMNS)
@@ -162,14 +162,14 @@ def _down_backward_kernel(
         )  # fmt: skip
     if HAS_WEIGHT:
         if HAS_BIAS:  # noqa: SIM102 - decided when it is compiled
-            if tl.program_id(0) == 0:  # once for every row, after the loop that is kept free of it
+            if column_tile == 0:  # once for every row, after the loop that is kept free of it
                 for begin in range(0, HIDDEN, TILE_DEPTH):
                     places = begin + tl.arange(0, TILE_DEPTH)
                     is_place = places < HIDDEN
                     left = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0).to(tl.float32)
                     places_of_bias = down_bias + expert * BIAS_STRIDE_EXPERT + places * BIAS_STRIDE_HIDDEN
                     part += tl.sum(left * tl.load(places_of_bias, mask=is_place, other=0).to(tl.float32)[None, :], 1)
-        parts = weight_parts + tl.program_id(0).to(tl.int64) * num_assignments
+        parts = weight_parts + column_tile.to(tl.int64) * num_assignments
         tl.store(parts + assignments, part, mask=is_row)
 
 
@@ -236,6 +236,7 @@ def down_backward(
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "TILE_DEPTH": tiles.depth,
+        "GROUP_ROWS": tiles.group_rows,
     }
     arguments = {
         "grad": grad,

@@ -17,7 +17,7 @@ from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.pairs import are_interleaved, split_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up
-from memfine_fx.runtime.kernels.tile_search import find_tile
+from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
 
@@ -63,19 +63,19 @@ def _gate_up_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
 ):
-    expert, start, stop = find_tile(
-        offsets, tl.program_id(1), first_row, last_row, NUM_EXPERTS, EXPERTS_BLOCK, TILE_ROWS
-    )
+    column_tile, row_tile = place_of(GROUP_ROWS)
+    expert, start, stop = find_tile(offsets, row_tile, first_row, last_row, NUM_EXPERTS, EXPERTS_BLOCK, TILE_ROWS)
     if start >= stop:
         return
     rows = start + tl.arange(0, TILE_ROWS)
-    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_row, is_column = rows < stop, columns < WIDTH
     assignments = tl.load(order + rows, mask=is_row, other=0)
     token_places = hidden + (assignments // TOP_K).to(tl.int64)[:, None] * HIDDEN
     if IS_INTERLEAVED:  # both as one matrix: gate's columns, every other one, would be read two bytes at a time
-        pairs = tl.program_id(0) * 2 * TILE_COLUMNS + tl.arange(0, 2 * TILE_COLUMNS)
+        pairs = column_tile * 2 * TILE_COLUMNS + tl.arange(0, 2 * TILE_COLUMNS)
         both = expert.to(tl.int64) * STRIDE_EXPERT + pairs[None, :]
         total = tl.zeros([TILE_ROWS, 2 * TILE_COLUMNS], tl.float32)
         for begin in range(0, HIDDEN, TILE_DEPTH):
@@ -114,7 +114,7 @@ def _gate_up_kernel(
     if WRITES_PRODUCTS:
         store_pair(
             gate_rows, up_rows, gate_total, up_total, (rows - first_row)[:, None] * PRODUCT_STRIDE_ROW,
-            tl.program_id(0) * TILE_COLUMNS, is_row, WIDTH, PRODUCT_STRIDE_WIDTH, HAS_UP, HAS_INTERLEAVED_PRODUCTS,
+            column_tile * TILE_COLUMNS, is_row, WIDTH, PRODUCT_STRIDE_WIDTH, HAS_UP, HAS_INTERLEAVED_PRODUCTS,
             TILE_COLUMNS,
         )  # fmt: skip
     if WRITES_ACTIVATED:
@@ -171,6 +171,7 @@ def gate_up(
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "TILE_DEPTH": tiles.depth,
+        "GROUP_ROWS": tiles.group_rows,
     }
     gate_rows, up_rows = (hidden, hidden) if products is None else products
     arguments = {

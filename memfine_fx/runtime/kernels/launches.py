@@ -29,6 +29,7 @@ class Tiles:
         rows, columns: of what it writes.
         depth: of one step of its loop.
         num_warps, num_stages: Triton's options of these names.
+        group_rows: tiles of rows that are made at once (`tile_search.place_of`); a weight gradient has none.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Tiles:
     depth: int
     num_warps: int = 4
     num_stages: int = 3
+    group_rows: int = 16
 
 
 @dataclass(frozen=True)

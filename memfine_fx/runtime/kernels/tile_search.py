@@ -1,11 +1,22 @@
-"""Which expert's rows a tile stands for, found by every program from the offsets, without a list of tiles."""
+"""Which tile a program makes and which expert's rows it stands for, found from the offsets without a list of tiles."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["find_tile"]
+__all__ = ["find_tile", "place_of"]
+
+
+@triton.jit
+def place_of(GROUP_ROWS: tl.constexpr):
+    """(tile of columns, tile of rows) of a program of a grid (columns, rows).
+
+    Programs that run at once take a block of so many tiles of rows and as many columns as there are units for, instead
+    of all columns of one tile of rows: a table of experts crosses to L2 once a group of rows and not once a tile.
+    """
+    row, column = tl.swizzle2d(tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), GROUP_ROWS)
+    return column, row
 
 
 @triton.jit

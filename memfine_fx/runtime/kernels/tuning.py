@@ -2,7 +2,8 @@
 
 A list has only what compiles without spills for its target (`tiling`, benchmarks/results/gpu_kernels.json). It is run
 once for what the kernels are compiled for, before the first step: on tables of as many experts as `_TABLE_BYTES` hold,
-which leave L2, with even routing, in one window. The result is kept on disk beside the machine's rates.
+which leave L2, with even routing, in one window. Beside them the same layer is timed in torch's grouped products, which
+large experts may be faster in. The result is kept on disk beside the machine's rates.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ import torch
 from memfine_fx.memory.machine import keep_fields, kept_fields, measurement_key
 from memfine_fx.memory.measure import run_outside_compilation
 from memfine_fx.memory.timing import seconds_of
+from memfine_fx.runtime.kernels.grouped import grouped_calls
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, recording
 from memfine_fx.runtime.kernels.layer import LayerOptions, run_backward, run_forward
 from memfine_fx.runtime.kernels.sorting import sort_assignments
-from memfine_fx.runtime.kernels.tables import Activation, Layout
+from memfine_fx.runtime.kernels.tables import Activation, Layout, Tables
 from memfine_fx.runtime.kernels.tiling import LayerTiles, candidates, target_of, tiles_for
 
-__all__ = ["KernelsDoNotRun", "LayerKind", "kind_of", "tune", "tuned"]
+__all__ = ["KernelsDoNotRun", "LayerKind", "Times", "kind_of", "times_of", "tune", "tuned"]
 
 _LOG = logging.getLogger(__name__)
 
 _TABLE_BYTES = 256 << 20
 _MOST_EXPERTS, _ROWS_PER_EXPERT = 16, 512
+_ROWS, _MOST_ROWS_PER_EXPERT = 1 << 14, 2048  # of all experts, so that few of them have as many as they get
 
 Seconds = Callable[[Launch, torch.device], float]
 
@@ -72,13 +75,38 @@ def kind_of(
     return LayerKind(layout, activation, has_bias, precision, hidden.dtype, told, top_k)
 
 
-_known: dict[tuple[LayerKind, torch.device], LayerTiles | KernelsDoNotRun] = {}
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step of the layer that was timed, products kept: in the kernels, and in torch's grouped products.
+
+    `grouped` is None where those do not take such a layer.
+    """
+
+    kernels: float
+    grouped: float | None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Times are None where nothing was timed."""
+
+    tiles: LayerTiles
+    times: Times | None
+
+
+_known: dict[tuple[LayerKind, torch.device], _Found | KernelsDoNotRun] = {}
 
 
 def tuned(kind: LayerKind, device: torch.device) -> LayerTiles | None:
     """What `tune` found in this process; None where it was not asked, or nothing runs."""
     found = _known.get((kind, device))
-    return None if isinstance(found, KernelsDoNotRun) else found
+    return found.tiles if isinstance(found, _Found) else None
+
+
+def times_of(kind: LayerKind, device: torch.device) -> Times | None:
+    """What `tune` measured, in this process or an earlier one; None where it was not asked or could not."""
+    found = _known.get((kind, device))
+    return found.times if isinstance(found, _Found) else None
 
 
 def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) -> LayerTiles:
@@ -108,27 +136,32 @@ def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) 
                 keep_fields(name, asdict(measured))
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # what stood there leaves gaps that the step's tensors do not fill
-            found = measured or tiles_for(target_of(device), kind.dtype)
+            found = measured or _Found(tiles_for(target_of(device), kind.dtype), None)
         _known[kind, device] = found
-    return found
+    return found.tiles
 
 
 def _lists(kind: LayerKind, device: torch.device) -> dict[str, tuple[Tiles, ...]]:
     return {one.name: candidates(target_of(device), kind.dtype, one.name) for one in fields(LayerTiles)}
 
 
-def _read(told: Any) -> LayerTiles | None:
+def _read(told: Any) -> _Found | None:
     try:
-        return LayerTiles(**{one.name: Tiles(**told[one.name]) for one in fields(LayerTiles)})
+        tiles = LayerTiles(**{one.name: Tiles(**told["tiles"][one.name]) for one in fields(LayerTiles)})
+        return _Found(tiles, None if told["times"] is None else Times(**told["times"]))
     except (KeyError, TypeError):
         return None
 
 
 def _seconds_of_launch(launch: Launch, device: torch.device) -> float:
-    return seconds_of([launch.run], device)
+    return _seconds_of_call(launch.run, device)
 
 
-def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> LayerTiles | None:
+def _seconds_of_call(call: Callable[[], object], device: torch.device) -> float:
+    return seconds_of([call], device)
+
+
+def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> _Found | None:
     """None where there is no memory for it.
 
     Raises:
@@ -137,17 +170,23 @@ def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> LayerT
     chosen = tiles_for(target_of(device), kind.dtype)
     lists = {name: tiles for name, tiles in _lists(kind, device).items() if len(tiles) > 1}
     if not lists:
-        return chosen
+        return _Found(chosen, None)
+    total = 0.0
     try:
         layer = _Layer(kind, device)
         for name, tiles in lists.items():
             times = _times(layer, [replace(chosen, **{name: one}) for one in tiles], name, seconds)
-            chosen = replace(chosen, **{name: min(times, key=times.__getitem__)})  # the first of equals
+            fastest = min(times, key=times.__getitem__)  # the first of equals
+            chosen = replace(chosen, **{name: fastest})
+            # The projections are launched twice, forward and again; with products kept, once.
+            total += times[fastest] / (2 if name == "gate_up" else 1)
             _LOG.info("tiles of %s: %s", name, {one: f"{1e6 * taken:.0f} us" for one, taken in times.items()})
+        measured = Times(total, layer.grouped_seconds())
     except torch.OutOfMemoryError:
         _LOG.warning("GPU kernels run with the tiles that stand in the code: there is no memory to time others in")
         return None
-    return chosen
+    _LOG.info("seconds of a layer: %s", measured)
+    return _Found(chosen, measured)
 
 
 def _times(layer: _Layer, choices: Sequence[LayerTiles], name: str, seconds: Seconds) -> dict[Tiles, float]:
@@ -188,15 +227,30 @@ class _Layer:
             )
             for shape, strides, dtype in kind.params
         ]
-        tokens = -(-experts * _ROWS_PER_EXPERT // kind.top_k)
+        rows = min(_MOST_ROWS_PER_EXPERT, max(_ROWS_PER_EXPERT, _ROWS // kind.params[0][0][0]))
+        tokens = -(-experts * rows // kind.top_k)
         self._hidden = torch.randn(tokens, self._width(), dtype=kind.dtype, device=device, generator=self._numbers)
         self._weight = torch.ones(tokens * kind.top_k, dtype=kind.dtype, device=device)
         index = torch.arange(tokens * kind.top_k, device=device).remainder(experts).view(-1, kind.top_k)
         self._routing = sort_assignments(index, experts)
 
     def _width(self) -> int:
+        return self._tables().hidden
+
+    def _tables(self) -> Tables:
         kind = self._kind
-        return LayerOptions(1, kind.layout, kind.activation, kind.has_bias).tables_of(self._params).hidden
+        return LayerOptions(1, kind.layout, kind.activation, kind.has_bias).tables_of(self._params)
+
+    def grouped_seconds(self) -> float | None:
+        """Of a step in torch's grouped products, of its calls one by one; None where they do not take such tensors."""
+        try:
+            calls = grouped_calls(self._hidden, self._routing, self._tables())
+            return sum(_seconds_of_call(call, self.device) for call in calls)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:  # dtypes and strides that they refuse
+            _LOG.info("no grouped products: %s", error)
+            return None
 
     def launches(self, tiles: LayerTiles, name: str) -> Iterator[Launch]:
         """Those of one kernel in a step of the layer, ready to be run."""

@@ -363,25 +363,30 @@ def test_frozen_tables_get_no_gradient(launches: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "is_measured", "dtype", "is_taken"),
+    ("asked", "is_measured", "grouped", "dtype", "is_taken"),
     (
-        (None, True, torch.float16, True),
-        (None, False, torch.float16, False),
-        (None, True, torch.float32, False),
-        ("0", True, torch.float16, False),
-        ("1", False, torch.float32, True),
+        (None, True, 2.0, torch.float16, True),
+        (None, True, None, torch.float16, True),
+        (None, True, 0.9, torch.float16, False),
+        (None, False, 2.0, torch.float16, False),
+        (None, True, 2.0, torch.float32, False),
+        ("0", True, 2.0, torch.float16, False),
+        ("1", False, 0.9, torch.float32, True),
     ),
 )
-def test_kernels_are_taken_where_they_are_asked_for_or_were_measured(
+def test_kernels_are_taken_where_they_are_asked_for_or_were_measured_and_are_faster(
     asked: str | None,
     is_measured: bool,
+    grouped: float | None,
     dtype: torch.dtype,
     is_taken: bool,
     launches: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from memfine_fx.runtime.kernels import tuning
     from memfine_fx.runtime.kernels.tiling import target_of
 
+    monkeypatch.setattr(tuning, "times_of", lambda kind, device: tuning.Times(1.0, grouped))
     monkeypatch.delenv("MEMFINE_GPU_KERNELS")
     if asked is not None:
         monkeypatch.setenv("MEMFINE_GPU_KERNELS", asked)

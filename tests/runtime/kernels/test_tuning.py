@@ -29,6 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEMFINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "measurement_key", lambda kind, *parts: str(abs(hash(repr(parts)))))  # of no device
     monkeypatch.setattr(tuning, "_known", {})
+    monkeypatch.setattr(tuning, "_seconds_of_call", lambda call, device: 0.5)
     return tmp_path / "cache"
 
 
@@ -139,6 +140,7 @@ def test_launches_are_of_the_layer_and_run_as_they_are(monkeypatch: pytest.Monke
     from memfine_fx.runtime.kernels import tuning
 
     monkeypatch.setattr(tuning, "_ROWS_PER_EXPERT", 4)
+    monkeypatch.setattr(tuning, "_ROWS", 4)
     monkeypatch.setattr(tuning, "_MOST_EXPERTS", 3)
     asked = kind()
     before = torch.get_rng_state()
@@ -166,6 +168,33 @@ def test_without_memory_the_tiles_are_those_of_the_code(folder: Path, caplog: An
     assert tuning.tune(kind(), DEVICE, seconds) == tiles_for("sm_80", torch.float16)
     assert "there is no memory to time others in" in caplog.text
     assert not folder.exists()  # the next process asks again
+
+
+def test_a_layer_is_timed_in_grouped_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a step's calls runs as it stands; what they do not take is not compared."""
+    from memfine_fx.runtime.kernels import tuning
+
+    asked = kind(torch.bfloat16)
+    assert tuning.times_of(asked, DEVICE) is None
+
+    def seconds_of_call(call: Any, device: torch.device) -> float:
+        call()
+        return 0.5
+
+    monkeypatch.setattr(tuning, "_seconds_of_call", seconds_of_call)
+    tuning.tune(asked, DEVICE, lambda launch, device: 1.0)
+    # 5 launches with products kept; rows gathered 3 times and added twice, the activation twice, 2 x (3 and a copy).
+    assert tuning.times_of(asked, DEVICE) == tuning.Times(5.0, 15 * 0.5)
+    tuning._known.clear()
+    tuning.tune(asked, DEVICE, lambda launch, device: 2.0)
+    assert tuning.times_of(asked, DEVICE) == tuning.Times(5.0, 15 * 0.5)  # from the file
+
+    def refused(call: Any, device: torch.device) -> float:
+        raise RuntimeError("strides must be multiples of 16 bytes")
+
+    monkeypatch.setattr(tuning, "_seconds_of_call", refused)
+    tuning.tune(kind(has_bias=True), DEVICE, lambda launch, device: 1.0)
+    assert tuning.times_of(kind(has_bias=True), DEVICE) == tuning.Times(5.0, None)
 
 
 @pytest.mark.parametrize("target", TARGETS)
