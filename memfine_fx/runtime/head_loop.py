@@ -102,7 +102,8 @@ def run_head(
     mantissa, exponent = torch.frexp(torch.where(divisor == 0, torch.ones_like(divisor), 1 / divisor))
     results.power.copy_(torch.ldexp(torch.ones_like(divisor), exponent))
     total = torch.zeros_like(divisor)
-    for place in (results.hidden, results.weight, results.bias):
+    # Chunks write their tokens' gradients; the first writes those of weight and bias, to which the others add.
+    for place in (results.weight, results.bias) if not bounds else ():
         place.zero_()
     largest = max((stop - start for start, stop in bounds), default=0)  # not always the first
     buffer = inputs.hidden.new_empty((largest, inputs.weight.shape[0]))
@@ -112,7 +113,7 @@ def run_head(
         if returned is not None:
             returned[start:stop].copy_(logits)
         total += _to_gradients(logits, labels, loss, mantissa if any(wanted) else None, is_fused=is_fused)
-        _add_chunk(results, logits, hidden, inputs.weight, slice(start, stop), wanted)
+        _add_chunk(results, logits, hidden, inputs.weight, slice(start, stop), wanted, is_first=start == bounds[0][0])
     results.loss.copy_(total / divisor)
     return results
 
@@ -214,14 +215,18 @@ def _add_chunk(
     weight: torch.Tensor,
     rows: slice,
     wanted: tuple[bool, bool, bool],
+    *,
+    is_first: bool,
 ) -> None:
     """The gradients of a chunk's logits, on to what the logits were made of."""
     wants_hidden, wants_weight, wants_bias = wanted
     if wants_hidden or wants_weight:
         hidden_place = results.hidden[rows] if wants_hidden else None
-        _multiply(hidden_place, results.weight if wants_weight else None, gradients, hidden, weight)
+        weight_place = results.weight if wants_weight else None
+        _multiply(hidden_place, weight_place, gradients, hidden, weight, is_added=not is_first)
     if wants_bias:
-        results.bias.add_(gradients.sum(0, dtype=torch.float32))
+        found = gradients.sum(0, dtype=torch.float32)
+        results.bias.copy_(found) if is_first else results.bias.add_(found)
 
 
 def _multiply(
@@ -230,20 +235,27 @@ def _multiply(
     gradients: torch.Tensor,
     hidden: torch.Tensor,
     weight: torch.Tensor,
+    *,
+    is_added: bool,
 ) -> None:
-    """Gradients [R,V] @ weight [V,H] into one fp32 place, which holds zeros; gradients.T @ hidden [R,H] on to another.
+    """Gradients [R,V] @ weight [V,H] into one fp32 place; gradients.T @ hidden [R,H] into another, or on to it.
 
     In low precision no product is rounded. CUDA multiplies low precision into fp32, and adds to what is there as it
     writes. The CPU walks the vocabulary in parts and multiplies copies of them; in fp32 the one part is everything, and
     nothing is copied.
+
+    Args:
+        is_added: whether `weight_place` holds the sums of earlier chunks; else it is not read.
     """
     num_rows = weight.shape[0]
     if gradients.dtype is not torch.float32:
         if gradients.device.type == "cuda":
             if hidden_place is not None:
                 torch.mm(gradients, weight, out_dtype=torch.float32, out=hidden_place)
-            if weight_place is not None:
+            if weight_place is not None and is_added:
                 torch.addmm(weight_place, gradients.t(), hidden, out_dtype=torch.float32, out=weight_place)
+            elif weight_place is not None:
+                torch.mm(gradients.t(), hidden, out_dtype=torch.float32, out=weight_place)
             return
         num_rows = product_rows(hidden.shape[0], hidden.shape[1])
     wide_hidden = hidden if weight_place is None else hidden.to(torch.float32)
@@ -251,7 +263,7 @@ def _multiply(
         part = slice(start, start + num_rows)
         wide = gradients[:, part].to(torch.float32)
         if hidden_place is not None:
-            hidden_place.addmm_(wide, weight[part].to(torch.float32))
+            hidden_place.addmm_(wide, weight[part].to(torch.float32), beta=int(start > 0))
         if weight_place is not None:
-            weight_place[part].addmm_(wide.t(), wide_hidden)
+            weight_place[part].addmm_(wide.t(), wide_hidden, beta=int(is_added))
         del wide  # before the next part's copy is made
