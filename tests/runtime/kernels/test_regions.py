@@ -32,6 +32,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from memfine_fx.runtime.kernels.launches import Launch
 
     monkeypatch.setattr(windowed, "_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(windowed, "_TIMED", ())  # tiles are launched when they are timed, too
     monkeypatch.setattr(windowed, "rows_per_window", lambda sizes, figures, most: most)  # the plan's, on a device too
     monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
     names: list[str] = []

@@ -41,6 +41,13 @@ def kind(dtype: torch.dtype = torch.float16, *, has_bias: bool = False) -> Any:
     return kind_of("halves", "swiglu", has_bias, "ieee", torch.empty(3, 32, dtype=dtype), params, 2)
 
 
+def own_target() -> str:
+    """Whose lists the device has that the tests run on."""
+    from memfine_fx.runtime.kernels.tiling import target_of
+
+    return target_of(DEVICE)
+
+
 def tile_of(launch: Any) -> Any:
     from memfine_fx.runtime.kernels.launches import Tiles
 
@@ -57,17 +64,17 @@ def test_the_fastest_of_each_list_is_chosen_and_the_first_of_equals() -> None:
     def seconds(launch: Any, device: torch.device) -> float:
         name = launch.name.removesuffix("_kernel")
         seen.setdefault(name, []).append(tile_of(launch))
-        return 1.0 if name == "down" and tile_of(launch) == candidates("sm_80", torch.float16, "down")[-1] else 2.0
+        return 1.0 if name == "down" and tile_of(launch) == candidates(own_target(), torch.float16, "down")[-1] else 2.0
 
     found = tune(kind(), DEVICE, seconds)
-    default = tiles_for("sm_80", torch.float16)
+    default = tiles_for(own_target(), torch.float16)
     assert (found.gate_up, found.down_backward, found.weight_gradient) == (
         default.gate_up, default.down_backward, default.weight_gradient,
     )  # fmt: skip
-    assert found.down == candidates("sm_80", torch.float16, "down")[-1] != default.down
+    assert found.down == candidates(own_target(), torch.float16, "down")[-1] != default.down
     for name in NAMES:  # forward's and backward's launches of each, in the order of the list
-        assert tuple(dict.fromkeys(seen[name])) == candidates("sm_80", torch.float16, name)
-    assert len(seen["down"]) == 2 * len(candidates("sm_80", torch.float16, "down"))
+        assert tuple(dict.fromkeys(seen[name])) == candidates(own_target(), torch.float16, name)
+    assert len(seen["down"]) == 2 * len(candidates(own_target(), torch.float16, "down"))
     assert tuned(kind(), DEVICE) == found
     assert tuned(kind(has_bias=True), DEVICE) is None
 
@@ -76,7 +83,7 @@ def test_what_does_not_run_is_passed_over() -> None:
     from memfine_fx.runtime.kernels.tiling import candidates, tiles_for
     from memfine_fx.runtime.kernels.tuning import tune
 
-    first, second, *_ = candidates("sm_80", torch.float16, "gate_up")
+    first, second, *_ = candidates(own_target(), torch.float16, "gate_up")
 
     def seconds(launch: Any, device: torch.device) -> float:
         if tile_of(launch) == first and launch.name == "gate_up_kernel":
@@ -85,7 +92,7 @@ def test_what_does_not_run_is_passed_over() -> None:
 
     found = tune(kind(), DEVICE, seconds)
     assert found.gate_up == second
-    assert found.down == tiles_for("sm_80", torch.float16).down
+    assert found.down == tiles_for(own_target(), torch.float16).down
 
 
 def test_where_nothing_of_a_list_runs_that_is_an_error_once_and_for_all(folder: Path) -> None:
@@ -165,7 +172,7 @@ def test_without_memory_the_tiles_are_those_of_the_code(folder: Path, caplog: An
             raise torch.OutOfMemoryError("no room")
         return 1.0 if tile_of(launch).num_stages == 4 else 2.0
 
-    assert tuning.tune(kind(), DEVICE, seconds) == tiles_for("sm_80", torch.float16)
+    assert tuning.tune(kind(), DEVICE, seconds) == tiles_for(own_target(), torch.float16)
     assert "there is no memory to time others in" in caplog.text
     assert not folder.exists()  # the next process asks again
 
@@ -239,7 +246,7 @@ def test_regions_run_with_the_tiles_that_were_timed(monkeypatch: pytest.MonkeyPa
     from memfine_fx.runtime.kernels.launches import Launch
     from memfine_fx.runtime.kernels.tiling import candidates
 
-    fastest = candidates("sm_80", torch.float16, "gate_up")[-1]
+    fastest = candidates(own_target(), torch.float16, "gate_up")[-1]
     used: list[Any] = []
     run = Launch.run
 
