@@ -134,6 +134,7 @@ class Row:
     Args:
         step: the kernel, and what tells it from others of the same kernel.
         tile: rows x columns x depth, or "" where there is none.
+        by_descriptor: whether blocks come by descriptors.
         registers: of a thread (AMD: vector registers, accumulation registers included).
         spilled_bytes: written to memory for want of registers, by a thread.
         shared_bytes: by a program.
@@ -145,6 +146,7 @@ class Row:
     target: str
     step: str
     tile: str
+    by_descriptor: bool
     num_warps: int
     num_stages: int
     registers: int
@@ -190,7 +192,7 @@ class Step:
         dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
         self._options = LayerOptions(
             case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products,
-            case.is_deterministic, case.precision, tiles or tiles_for(target, dtype),
+            case.is_deterministic, case.precision, tiles or tiles_for(target, dtype, table_dtype),
         )  # fmt: skip
         self._num_experts, self._adds = case.experts, case.adds_gradients
         self._hidden = torch.empty(case.tokens, case.hidden, dtype=dtype)
@@ -250,11 +252,12 @@ def timed_rows(case: Case, target: Target) -> list[Row]:
     """Every different kernel of a case with each of the tiles that are timed beside the first."""
     from memfine_fx.runtime.kernels.tiling import candidates, tiles_for
 
-    dtype = getattr(torch, case.dtype)
     found = []
-    for one in fields(tiles_for(target.name, dtype)):
-        for tiles in candidates(target.name, dtype, one.name)[1:]:
-            chosen = replace(tiles_for(target.name, dtype), **{one.name: tiles})
+    dtypes = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
+    first = tiles_for(target.name, *dtypes)
+    for one in fields(first):
+        for tiles in candidates(target.name, dtypes[0], one.name, dtypes[1])[1:]:
+            chosen = replace(first, **{one.name: tiles})
             launches = [launch for part in launches_of(case, target.name, chosen) for launch in part]
             steps = {step_of(launch): launch for launch in launches if launch.name == f"{one.name}_kernel"}
             found += [_row(case.name, target, step, launch) for step, launch in steps.items()]
@@ -279,6 +282,7 @@ def _row(case: str, target: Target, step: str, launch: Launch) -> Row:
         target=target.name,
         step=step,
         tile="x".join(tile),
+        by_descriptor=launch.constants.get("BY_DESCRIPTOR", False),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         registers=registers,
@@ -300,6 +304,7 @@ def _compile(launch: Launch, target: Target) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     signature, constants, attributes = {}, {}, {}
     for position, name in enumerate(launch.kernel.arg_names):
@@ -307,6 +312,12 @@ def _compile(launch: Launch, target: Target) -> Any:
             signature[name], constants[name] = "constexpr", launch.constants[name]
             continue
         value = launch.arguments[name]
+        if value is None:
+            signature[name], constants[name] = "constexpr", None
+            continue
+        if isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+            continue
         is_tensor = isinstance(value, torch.Tensor)
         signature[name] = "*" + _TYPES[value.dtype] if is_tensor else "i32"
         if is_tensor:  # torch's allocations and whole rows of them are aligned
@@ -417,7 +428,9 @@ def differences(recorded: dict[str, Any], found: dict[str, Any]) -> Iterator[str
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
     """What tells a row from all others: the step with these tiles."""
-    return tuple(str(row[name]) for name in ("case", "target", "step", "tile", "num_warps", "num_stages"))
+    return tuple(
+        str(row[name]) for name in ("case", "target", "step", "tile", "by_descriptor", "num_warps", "num_stages")
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -65,7 +65,7 @@ def _answer_for_the_device() -> None:
     rates._measure = lambda *arguments: DeviceRates(products, bandwidth / 2, launch_seconds=3e-6)
     rates._measure_products = lambda *arguments: products
     head_loop._runs = lambda device: True
-    tuning.tune = lambda kind, device: tiles_for(target_of(device), kind.dtype)
+    tuning.tune = lambda kind, device: tiles_for(target_of(device), kind.dtype, kind.table_dtype)
     loads.LoadHistory.note_later = lambda *arguments: None
 
 

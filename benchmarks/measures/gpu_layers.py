@@ -261,7 +261,9 @@ def _by_launch(
             "us": rounded(1e6 * seconds),
             **({"predicted_us": rounded(1e6 * sum(one.seconds(chip) for one in counted))} if _HAS_DATA_SHEETS else {}),
             "tflops": rounded(flops / seconds / 1e12),
-            "tile": "x".join(map(str, tile)) + f", {same[0].num_warps} warps, {same[0].num_stages} stages",
+            "tile": "x".join(map(str, tile))
+            + f", {same[0].num_warps} warps, {same[0].num_stages} stages"
+            + ", by descriptor" * same[0].constants.get("BY_DESCRIPTOR", False),
         }
     return found
 

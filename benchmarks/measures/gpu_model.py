@@ -45,7 +45,7 @@ FILE = RESULTS / "gpu_model.json"
 _REPEATS, _STEPS = 5, 4
 _COMPARED = 1 << 20  # entries of each gradient, from all over it
 _AT_ONCE = 4  # processes that compile beside each other: all have a step's memory then
-_LONGEST = 12  # kernels told by name
+_LONGEST, _NAME = 12, 80  # kernels told by name, and how much of it: templates differ behind that
 _OF_EXPERTS = re.compile(r"_(gate_up|down|down_backward|weight_gradient|combine|count|scan|offsets|place)_kernel")
 _TOLD = 20  # lines of a failure
 _READY, _GO = "ready", "go"
@@ -58,7 +58,7 @@ class Way:
     Args:
         backend: of torch.compile; eager without.
         budget: of memfine.
-        has_kernels: whether regions may run in the GPU kernels.
+        has_kernels: whether regions run in the GPU kernels; None leaves that to the project.
         has_checkpoints: whether each layer is checkpointed, by transformers.
         is_reference: in fp32 and not measured: what the others are compared with.
     """
@@ -66,7 +66,7 @@ class Way:
     name: str
     backend: str | None = None
     budget: str | None = None
-    has_kernels: bool = False
+    has_kernels: bool | None = False
     has_checkpoints: bool = False
     is_reference: bool = False
 
@@ -78,6 +78,7 @@ WAYS = {
         Way("eager"),
         Way("compile", "inductor"),
         Way("compile, checkpoints", "inductor", has_checkpoints=True),
+        Way("memfine", "memfine", has_kernels=None),
         Way("memfine, bodies", "memfine"),
         Way("memfine, kernels", "memfine", has_kernels=True),
         Way("memfine, kernels, checkpoints", "memfine", has_kernels=True, has_checkpoints=True),
@@ -162,7 +163,7 @@ class _Process:
         self._process = subprocess.Popen(
             [sys.executable, "-c", call],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env=os.environ | {"MEMFINE_GPU_KERNELS": str(int(way.has_kernels))},
+            env=_environment(way),
         )  # fmt: skip
         self._is_ready = False
 
@@ -187,6 +188,11 @@ class _Process:
         self._process.wait()
         self._errors.seek(0)
         return {"failed": self._errors.read().strip().splitlines()[-_TOLD:]}
+
+
+def _environment(way: Way) -> dict[str, str]:
+    others = {name: value for name, value in os.environ.items() if name != "MEMFINE_GPU_KERNELS"}
+    return others if way.has_kernels is None else others | {"MEMFINE_GPU_KERNELS": str(int(way.has_kernels))}
 
 
 def work(sizes: Sizes, way: Way, reference: str) -> None:
@@ -293,7 +299,7 @@ def _on_device(step: Callable[[], object], device: torch.device) -> dict[str, An
     times: dict[str, float] = defaultdict(float)
     launches: list[float] = []
     for event in profiler.events() or ():
-        times[event.name] += event.device_time
+        times[event.name[:_NAME]] += event.device_time
         if _OF_EXPERTS.match(event.name):
             launches.append(event.device_time)
     longest = sorted(times.items(), key=lambda item: -item[1])[:_LONGEST]
@@ -301,7 +307,7 @@ def _on_device(step: Callable[[], object], device: torch.device) -> dict[str, An
         "device_ms": rounded(sum(times.values()) / 1e3),
         "own_ms": rounded(sum(launches) / 1e3),
         "own_launches": len(launches),
-        "longest_ms": {name[:80]: rounded(one / 1e3) for name, one in longest},
+        "longest_ms": {name: rounded(one / 1e3) for name, one in longest},
     }
 
 

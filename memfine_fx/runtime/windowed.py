@@ -281,7 +281,7 @@ def _rows(routed: Routed, params: Sequence[torch.Tensor], options: LayerOptions,
     most, device = max(1, min(plan.rows_per_chunk, _MOST_ENTRIES // widest)), routed.hidden.device
     if device.type != "cuda":
         return most
-    tables, tiles = options.tables_of(params), options.tiles_of(routed.hidden).gate_up
+    tables, tiles = options.tables_of(params), options.tiles_of(routed.hidden, params).gate_up
     sizes = LayerSizes(
         routed.order.shape[0], tables.num_experts, tables.hidden, tables.width, routed.hidden.element_size(),
         tiles.rows, tiles.columns, 2 + options.has_up,

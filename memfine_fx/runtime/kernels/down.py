@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from memfine_fx.runtime.kernels.blocks import load_rows, load_table, rows_by_descriptor, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.pairs import halved
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
@@ -25,27 +27,61 @@ __all__ = ["add_products", "down_accesses", "reference_products"]
 
 @triton.jit
 def _add_product(
-    total, rows, matrix, row_places, matrix_places, is_column, DEPTH: tl.constexpr, STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr, TILE_DEPTH: tl.constexpr,
+    total, rows, rows_block, matrix, matrix_block, row_places, first_own_row, expert, first_column,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STRIDE_EXPERT: tl.constexpr, STRIDE_COLUMN: tl.constexpr,
+    STRIDE_DEPTH: tl.constexpr, PRECISION: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
     for begin in range(0, DEPTH, TILE_DEPTH):
-        places = begin + tl.arange(0, TILE_DEPTH)
-        is_place = places < DEPTH
-        left = tl.load(rows + row_places + places[None, :], mask=is_place[None, :], other=0)
-        is_entry = is_place[:, None] & is_column[None, :]
-        right = tl.load(matrix + matrix_places + places[:, None] * STRIDE, mask=is_entry, other=0).to(left.dtype)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
+        if BY_DESCRIPTOR:
+            left = rows_block.load([first_own_row, begin])
+        else:
+            left = load_rows(rows + row_places, begin, DEPTH, TILE_DEPTH)
+        right = load_table(
+            matrix, matrix_block, expert, first_column, begin, COLUMNS, DEPTH, STRIDE_EXPERT, STRIDE_COLUMN,
+            STRIDE_DEPTH, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
+        )  # fmt: skip
+        total = tl.dot(left, right.to(left.dtype), total, input_precision=PRECISION)
     return total
+
+
+@triton.jit
+def _finish(
+    total, order, bias, weight, result, rows, places, is_row, expert, first_column, COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr, BIAS_STRIDE_EXPERT: tl.constexpr, BIAS_STRIDE_COLUMN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, IS_ATOMIC: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add a tile to its tokens, or write it."""
+    columns = first_column + tl.arange(0, TILE_COLUMNS)
+    is_column = columns < COLUMNS
+    is_output = is_row[:, None] & is_column[None, :]
+    if HAS_BIAS:
+        places_of_bias = bias + expert * BIAS_STRIDE_EXPERT + columns * BIAS_STRIDE_COLUMN
+        addend = tl.load(places_of_bias, mask=is_column, other=0).to(tl.float32)[None, :]
+        if HAS_WEIGHT:
+            assignments = tl.load(order + rows, mask=is_row, other=0)
+            addend = addend * tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
+        total += addend
+    if IS_ATOMIC:
+        tokens = (tl.load(order + rows, mask=is_row, other=0) // TOP_K).to(tl.int64)
+        tl.atomic_add(result + tokens[:, None] * COLUMNS + columns[None, :], total, mask=is_output, sem="relaxed")
+    else:
+        outputs = result + places * COLUMNS + columns[None, :]
+        tl.store(outputs, total.to(result.dtype.element_ty), mask=is_output)
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row"])
 def _down_kernel(
     first,
     second,
+    first_block,
+    second_block,
     order,
     offsets,
     first_matrix,
     second_matrix,
+    first_matrix_block,
+    second_matrix_block,
     bias,
     weight,
     result,
@@ -66,6 +102,7 @@ def _down_kernel(
     HAS_SECOND: tl.constexpr,
     IS_ATOMIC: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
@@ -76,34 +113,38 @@ def _down_kernel(
     if start >= stop:
         return
     rows = start + tl.arange(0, TILE_ROWS)
-    columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    is_row, is_column = rows < stop, columns < COLUMNS
+    is_row = rows < stop
     places = tl.where(is_row, rows - first_row, 0)[:, None]  # rows past the end read the window's first
     row_places = places * DEPTH
-    matrix_places = expert.to(tl.int64) * STRIDE_EXPERT + columns[None, :].to(tl.int64) * STRIDE_COLUMN
+    first_column = column_tile * TILE_COLUMNS
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     total = _add_product(
-        total, first, first_matrix, row_places, matrix_places, is_column, DEPTH, STRIDE_DEPTH, PRECISION, TILE_DEPTH
-    )
+        total, first, first_block, first_matrix, first_matrix_block, row_places, start - first_row, expert,
+        first_column, COLUMNS, DEPTH, STRIDE_EXPERT, STRIDE_COLUMN, STRIDE_DEPTH, PRECISION, BY_DESCRIPTOR,
+        TILE_COLUMNS, TILE_DEPTH,
+    )  # fmt: skip
     if HAS_SECOND:
         total = _add_product(
-            total, second, second_matrix, row_places, matrix_places, is_column, DEPTH, STRIDE_DEPTH, PRECISION,
-            TILE_DEPTH,
+            total, second, second_block, second_matrix, second_matrix_block, row_places, start - first_row, expert,
+            first_column, COLUMNS, DEPTH, STRIDE_EXPERT, STRIDE_COLUMN, STRIDE_DEPTH, PRECISION, BY_DESCRIPTOR,
+            TILE_COLUMNS, TILE_DEPTH,
         )  # fmt: skip
-    is_output = is_row[:, None] & is_column[None, :]
-    if HAS_BIAS:
-        places_of_bias = bias + expert * BIAS_STRIDE_EXPERT + columns * BIAS_STRIDE_COLUMN
-        addend = tl.load(places_of_bias, mask=is_column, other=0).to(tl.float32)[None, :]
-        if HAS_WEIGHT:
-            assignments = tl.load(order + rows, mask=is_row, other=0)
-            addend = addend * tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
-        total += addend
-    if IS_ATOMIC:
-        tokens = (tl.load(order + rows, mask=is_row, other=0) // TOP_K).to(tl.int64)
-        tl.atomic_add(result + tokens[:, None] * COLUMNS + columns[None, :], total, mask=is_output, sem="relaxed")
+    if TILE_COLUMNS >= 256:  # one half after the other, so that registers hold what half a tile takes
+        half: tl.constexpr = TILE_COLUMNS // 2
+        left, right = halved(total, TILE_ROWS, TILE_COLUMNS)
+        _finish(
+            left, order, bias, weight, result, rows, places, is_row, expert, first_column, COLUMNS, TOP_K,
+            BIAS_STRIDE_EXPERT, BIAS_STRIDE_COLUMN, HAS_BIAS, HAS_WEIGHT, IS_ATOMIC, half,
+        )  # fmt: skip
+        _finish(
+            right, order, bias, weight, result, rows, places, is_row, expert, first_column + half, COLUMNS, TOP_K,
+            BIAS_STRIDE_EXPERT, BIAS_STRIDE_COLUMN, HAS_BIAS, HAS_WEIGHT, IS_ATOMIC, half,
+        )  # fmt: skip
     else:
-        outputs = result + places * COLUMNS + columns[None, :]
-        tl.store(outputs, total.to(result.dtype.element_ty), mask=is_output)
+        _finish(
+            total, order, bias, weight, result, rows, places, is_row, expert, first_column, COLUMNS, TOP_K,
+            BIAS_STRIDE_EXPERT, BIAS_STRIDE_COLUMN, HAS_BIAS, HAS_WEIGHT, IS_ATOMIC, TILE_COLUMNS,
+        )  # fmt: skip
 
 
 def add_products(
@@ -131,6 +172,9 @@ def add_products(
     """
     matrix = matrices[0]
     num_experts, columns, depth = matrix.shape
+    blocks = [rows_by_descriptor(one, [tiles.rows, tiles.depth], tiles) for one in (rows[0], rows[-1])]
+    blocks += [table_by_descriptor(one, tiles) for one in (matrix, matrices[-1])]
+    by_descriptor = all(one is not None for one in blocks)
     constants = {
         "COLUMNS": columns,
         "DEPTH": depth,
@@ -147,6 +191,7 @@ def add_products(
         "HAS_SECOND": len(rows) == 2,
         "IS_ATOMIC": is_atomic,
         "PRECISION": precision,
+        "BY_DESCRIPTOR": by_descriptor,
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "TILE_DEPTH": tiles.depth,
@@ -165,6 +210,8 @@ def add_products(
         "first_row": window.first,
         "last_row": window.last,
     }
+    names = ("first_block", "second_block", "first_matrix_block", "second_matrix_block")
+    arguments |= {name: one if by_descriptor else None for name, one in zip(names, blocks, strict=True)}
     num_tiles = most_tiles(window.num_rows, num_experts, tiles.rows)
     launch(_down_kernel, (ceil_div(columns, tiles.columns), num_tiles), arguments, constants, tiles)
 

@@ -18,6 +18,7 @@ from memfine_fx.runtime.kernels.activation import (
     constants_of,
     reference_activation,
 )
+from memfine_fx.runtime.kernels.blocks import load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, load_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
@@ -57,6 +58,39 @@ def _finish(
     return part
 
 
+@triton.jit
+def _finish_parts(
+    total, share, gate_rows, up_rows, gate_grad, up_grad, activated, own_rows, is_row, first_column,
+    WIDTH: tl.constexpr, PRODUCT_STRIDE_ROW: tl.constexpr, PRODUCT_STRIDE_WIDTH: tl.constexpr,
+    GRADIENT_STRIDE_ROW: tl.constexpr, HAS_UP: tl.constexpr, HAS_INTERLEAVED_PRODUCTS: tl.constexpr,
+    HAS_INTERLEAVED_GRADIENTS: tl.constexpr, ACTIVATION: tl.constexpr, ACTIVATION_BACKWARD: tl.constexpr,
+    WRITES_ACTIVATED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PART_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`_finish` of so many columns after so many, so that registers hold what a part of the tile takes."""
+    if TILE_COLUMNS <= PART_COLUMNS:
+        part = _finish(
+            total, share, gate_rows, up_rows, gate_grad, up_grad, activated, own_rows, is_row, first_column, WIDTH,
+            PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP, HAS_INTERLEAVED_PRODUCTS,
+            HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED, TILE_ROWS, TILE_COLUMNS,
+        )  # fmt: skip
+    else:
+        half: tl.constexpr = TILE_COLUMNS // 2
+        left, right = halved(total, TILE_ROWS, TILE_COLUMNS)
+        part = _finish_parts(
+            left, share, gate_rows, up_rows, gate_grad, up_grad, activated, own_rows, is_row, first_column, WIDTH,
+            PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP, HAS_INTERLEAVED_PRODUCTS,
+            HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED, TILE_ROWS, half,
+            PART_COLUMNS,
+        )  # fmt: skip
+        part += _finish_parts(
+            right, share, gate_rows, up_rows, gate_grad, up_grad, activated, own_rows, is_row, first_column + half,
+            WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP, HAS_INTERLEAVED_PRODUCTS,
+            HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED, TILE_ROWS, half,
+            PART_COLUMNS,
+        )  # fmt: skip
+    return part
+
+
 @triton.jit(do_not_specialize=["first_row", "last_row", "num_assignments"])
 def _down_backward_kernel(
     grad,
@@ -64,6 +98,7 @@ def _down_backward_kernel(
     order,
     offsets,
     down,
+    down_block,
     down_bias,
     gate_rows,
     up_rows,
@@ -91,12 +126,13 @@ def _down_backward_kernel(
     HAS_UP: tl.constexpr,
     HAS_INTERLEAVED_PRODUCTS: tl.constexpr,
     HAS_INTERLEAVED_GRADIENTS: tl.constexpr,
-    IN_QUARTERS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ACTIVATION_BACKWARD: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WRITES_ACTIVATED: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
+    PART_COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
@@ -107,73 +143,44 @@ def _down_backward_kernel(
     if start >= stop:
         return
     rows = start + tl.arange(0, TILE_ROWS)
-    columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    is_row, is_column = rows < stop, columns < WIDTH
+    is_row = rows < stop
     assignments = tl.load(order + rows, mask=is_row, other=0)
     token_places = grad + (assignments // TOP_K).to(tl.int64)[:, None] * HIDDEN
-    matrix = down + expert.to(tl.int64) * STRIDE_EXPERT + columns[None, :] * STRIDE_WIDTH
+    first_column = column_tile * TILE_COLUMNS
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for begin in range(0, HIDDEN, TILE_DEPTH):
-        places = begin + tl.arange(0, TILE_DEPTH)
-        is_place = places < HIDDEN
-        left = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0)
-        is_entry = is_place[:, None] & is_column[None, :]
-        entries = matrix + places[:, None].to(tl.int64) * STRIDE_HIDDEN
-        total = tl.dot(left, tl.load(entries, mask=is_entry, other=0).to(left.dtype), total, input_precision=PRECISION)
+        left = load_rows(token_places, begin, HIDDEN, TILE_DEPTH)
+        right = load_table(
+            down, down_block, expert, first_column, begin, WIDTH, HIDDEN, STRIDE_EXPERT, STRIDE_WIDTH, STRIDE_HIDDEN,
+            BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
+        )  # fmt: skip
+        total = tl.dot(left, right.to(left.dtype), total, input_precision=PRECISION)
     share = 1.0
     if HAS_WEIGHT:
         share = tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
-    first_column = column_tile * TILE_COLUMNS
-    if IN_QUARTERS:  # one after the other, so that registers hold what a quarter of a tile takes
-        quarter: tl.constexpr = TILE_COLUMNS // 4
-        left, right = halved(total, TILE_ROWS, TILE_COLUMNS)
-        first, second = halved(left, TILE_ROWS, 2 * quarter)
-        third, fourth = halved(right, TILE_ROWS, 2 * quarter)
-        part = _finish(
-            first, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row,
-            first_column, WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP,
-            HAS_INTERLEAVED_PRODUCTS, HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED,
-            TILE_ROWS, quarter,
-        )  # fmt: skip
-        part += _finish(
-            second, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row,
-            first_column + quarter, WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP,
-            HAS_INTERLEAVED_PRODUCTS, HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED,
-            TILE_ROWS, quarter,
-        )  # fmt: skip
-        part += _finish(
-            third, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row,
-            first_column + 2 * quarter, WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP,
-            HAS_INTERLEAVED_PRODUCTS, HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED,
-            TILE_ROWS, quarter,
-        )  # fmt: skip
-        part += _finish(
-            fourth, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row,
-            first_column + 3 * quarter, WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP,
-            HAS_INTERLEAVED_PRODUCTS, HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED,
-            TILE_ROWS, quarter,
-        )  # fmt: skip
-    else:
-        part = _finish(
-            total, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row,
-            first_column, WIDTH, PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP,
-            HAS_INTERLEAVED_PRODUCTS, HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED,
-            TILE_ROWS, TILE_COLUMNS,
-        )  # fmt: skip
+    part = _finish_parts(
+        total, share, gate_rows, up_rows, gate_grad, up_grad, activated, rows - first_row, is_row, first_column, WIDTH,
+        PRODUCT_STRIDE_ROW, PRODUCT_STRIDE_WIDTH, GRADIENT_STRIDE_ROW, HAS_UP, HAS_INTERLEAVED_PRODUCTS,
+        HAS_INTERLEAVED_GRADIENTS, ACTIVATION, ACTIVATION_BACKWARD, WRITES_ACTIVATED, TILE_ROWS, TILE_COLUMNS,
+        PART_COLUMNS,
+    )  # fmt: skip
     if HAS_WEIGHT:
         if HAS_BIAS:  # noqa: SIM102 - decided when it is compiled
-            if column_tile == 0:  # once for every row, after the loop that is kept free of it
-                for begin in range(0, HIDDEN, TILE_DEPTH):
-                    places = begin + tl.arange(0, TILE_DEPTH)
-                    is_place = places < HIDDEN
-                    left = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0).to(tl.float32)
+            # Once for every row, after the loop that is kept free of it; a few columns at a time, since more would
+            # not stay in registers beside what the loop leaves.
+            if column_tile == 0:
+                for begin in tl.range(0, HIDDEN, 16, num_stages=1):
+                    places = begin + tl.arange(0, 16)
                     places_of_bias = down_bias + expert * BIAS_STRIDE_EXPERT + places * BIAS_STRIDE_HIDDEN
-                    part += tl.sum(left * tl.load(places_of_bias, mask=is_place, other=0).to(tl.float32)[None, :], 1)
-        parts = weight_parts + column_tile.to(tl.int64) * num_assignments
+                    bias = tl.load(places_of_bias, mask=places < HIDDEN, other=0).to(tl.float32)
+                    part += tl.sum(load_rows(token_places, begin, HIDDEN, 16).to(tl.float32) * bias[None, :], 1)
+        parts = weight_parts + tl.cast(column_tile, tl.int64) * num_assignments
         tl.store(parts + assignments, part, mask=is_row)
 
 
-_QUARTERED_COLUMNS = 128
+_PART_COLUMNS = 32
+"""Of a tile that its epilogue takes at once; half where tiles are wide or have biases, which take registers too."""
+_WIDE_COLUMNS = 256
 
 
 def num_weight_parts(width: int, tiles: Tiles) -> int:
@@ -209,6 +216,8 @@ def down_backward(
         precision: of products of fp32, "ieee" or "tf32".
     """
     forward, backward = constants_of(activation)
+    down_block = table_by_descriptor(tables.down.mT, tiles)
+    is_full = tiles.columns >= _WIDE_COLUMNS or tables.down_bias is not None
     constants = {
         "HIDDEN": tables.hidden,
         "WIDTH": tables.width,
@@ -227,12 +236,13 @@ def down_backward(
         "HAS_UP": has_up(activation),
         "HAS_INTERLEAVED_PRODUCTS": are_interleaved(products),
         "HAS_INTERLEAVED_GRADIENTS": are_interleaved(gradients),
-        "IN_QUARTERS": tiles.columns >= _QUARTERED_COLUMNS,
         "ACTIVATION": forward,
         "ACTIVATION_BACKWARD": backward,
         "HAS_WEIGHT": weight is not None,
         "WRITES_ACTIVATED": activated is not None,
         "PRECISION": precision,
+        "BY_DESCRIPTOR": down_block is not None,
+        "PART_COLUMNS": _PART_COLUMNS // (1 + is_full),
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "TILE_DEPTH": tiles.depth,
@@ -244,6 +254,7 @@ def down_backward(
         "order": routing.order,
         "offsets": routing.offsets,
         "down": tables.down,
+        "down_block": down_block,
         "down_bias": grad if tables.down_bias is None else tables.down_bias,
         "gate_rows": products[0],
         "up_rows": products[1],

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from memfine_fx.runtime.kernels.activation import activate, constants_of, reference_activation
+from memfine_fx.runtime.kernels.blocks import load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
-from memfine_fx.runtime.kernels.pairs import are_interleaved, split_pair, store_pair
+from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, split_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up
 from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
@@ -22,6 +23,39 @@ from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
 
 __all__ = ["gate_up", "gate_up_accesses", "reference_gate_up"]
+
+
+@triton.jit
+def _finish(
+    gate_total, up_total, weight, gate_bias, up_bias, gate_rows, up_rows, activated, assignments, own_rows, is_row,
+    expert, first_column, WIDTH: tl.constexpr, BIAS_STRIDE_EXPERT: tl.constexpr, BIAS_STRIDE_WIDTH: tl.constexpr,
+    PRODUCT_STRIDE_ROW: tl.constexpr, PRODUCT_STRIDE_WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_UP: tl.constexpr,
+    HAS_INTERLEAVED_PRODUCTS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    WRITES_PRODUCTS: tl.constexpr, WRITES_ACTIVATED: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write what follows from tiles of both products."""
+    columns = first_column + tl.arange(0, TILE_COLUMNS)
+    is_column = columns < WIDTH
+    if HAS_BIAS:
+        biases = expert * BIAS_STRIDE_EXPERT + columns * BIAS_STRIDE_WIDTH
+        gate_total += tl.load(gate_bias + biases, mask=is_column, other=0).to(tl.float32)[None, :]
+        if HAS_UP:
+            up_total += tl.load(up_bias + biases, mask=is_column, other=0).to(tl.float32)[None, :]
+    # Backward reads these in the rows' dtype; forward activates what backward will.
+    gate_total = gate_total.to(activated.dtype.element_ty)
+    up_total = up_total.to(activated.dtype.element_ty)
+    if WRITES_PRODUCTS:
+        store_pair(
+            gate_rows, up_rows, gate_total, up_total, own_rows[:, None] * PRODUCT_STRIDE_ROW, first_column, is_row,
+            WIDTH, PRODUCT_STRIDE_WIDTH, HAS_UP, HAS_INTERLEAVED_PRODUCTS, TILE_COLUMNS,
+        )  # fmt: skip
+    if WRITES_ACTIVATED:
+        result = activate(gate_total.to(tl.float32), up_total.to(tl.float32), ACTIVATION)
+        if HAS_WEIGHT:
+            result *= tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
+        outputs = own_rows[:, None] * WIDTH + columns[None, :]
+        is_output = is_row[:, None] & is_column[None, :]
+        tl.store(activated + outputs, result.to(activated.dtype.element_ty), mask=is_output)
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row"])
@@ -32,6 +66,8 @@ def _gate_up_kernel(
     offsets,
     gate,
     up,
+    gate_block,
+    up_block,
     gate_bias,
     up_bias,
     gate_rows,
@@ -60,6 +96,7 @@ def _gate_up_kernel(
     WRITES_PRODUCTS: tl.constexpr,
     WRITES_ACTIVATED: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
@@ -70,58 +107,66 @@ def _gate_up_kernel(
     if start >= stop:
         return
     rows = start + tl.arange(0, TILE_ROWS)
-    columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    is_row, is_column = rows < stop, columns < WIDTH
+    is_row = rows < stop
     assignments = tl.load(order + rows, mask=is_row, other=0)
     token_places = hidden + (assignments // TOP_K).to(tl.int64)[:, None] * HIDDEN
+    first_column = column_tile * TILE_COLUMNS
     if IS_INTERLEAVED:  # both as one matrix: gate's columns, every other one, would be read two bytes at a time
-        pairs = column_tile * 2 * TILE_COLUMNS + tl.arange(0, 2 * TILE_COLUMNS)
-        both = expert.to(tl.int64) * STRIDE_EXPERT + pairs[None, :]
         total = tl.zeros([TILE_ROWS, 2 * TILE_COLUMNS], tl.float32)
         for begin in range(0, HIDDEN, TILE_DEPTH):
-            places = begin + tl.arange(0, TILE_DEPTH)
-            is_place = places < HIDDEN
-            is_entry = is_place[:, None] & (pairs < 2 * WIDTH)[None, :]
-            tokens = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0)
-            tile = tl.load(gate + both + places[:, None] * STRIDE_HIDDEN, mask=is_entry, other=0).to(tokens.dtype)
-            total = tl.dot(tokens, tile, total, input_precision=PRECISION)
-        gate_total, up_total = split_pair(total, TILE_ROWS, TILE_COLUMNS)
+            tokens = load_rows(token_places, begin, HIDDEN, TILE_DEPTH)
+            tile = load_table(
+                gate, gate_block, expert, 2 * first_column, begin, 2 * WIDTH, HIDDEN, STRIDE_EXPERT, 1, STRIDE_HIDDEN,
+                BY_DESCRIPTOR, 2 * TILE_COLUMNS, TILE_DEPTH,
+            )  # fmt: skip
+            total = tl.dot(tokens, tile.to(tokens.dtype), total, input_precision=PRECISION)
     else:
-        matrix = expert.to(tl.int64) * STRIDE_EXPERT + columns[None, :].to(tl.int64) * STRIDE_WIDTH
         gate_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
         up_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
         for begin in range(0, HIDDEN, TILE_DEPTH):
-            places = begin + tl.arange(0, TILE_DEPTH)
-            is_place = places < HIDDEN
-            is_entry = is_place[:, None] & is_column[None, :]
-            entries = matrix + places[:, None] * STRIDE_HIDDEN
-            tokens = tl.load(token_places + places[None, :], mask=is_place[None, :], other=0)
-            gate_tile = tl.load(gate + entries, mask=is_entry, other=0).to(tokens.dtype)
-            gate_total = tl.dot(tokens, gate_tile, gate_total, input_precision=PRECISION)
+            tokens = load_rows(token_places, begin, HIDDEN, TILE_DEPTH)
+            gate_tile = load_table(
+                gate, gate_block, expert, first_column, begin, WIDTH, HIDDEN, STRIDE_EXPERT, STRIDE_WIDTH,
+                STRIDE_HIDDEN, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
+            )  # fmt: skip
+            gate_total = tl.dot(tokens, gate_tile.to(tokens.dtype), gate_total, input_precision=PRECISION)
             if HAS_UP:
-                up_tile = tl.load(up + entries, mask=is_entry, other=0).to(tokens.dtype)
-                up_total = tl.dot(tokens, up_tile, up_total, input_precision=PRECISION)
-    outputs = (rows - first_row)[:, None] * WIDTH + columns[None, :]
-    is_output = is_row[:, None] & is_column[None, :]
-    if HAS_BIAS:
-        biases = expert * BIAS_STRIDE_EXPERT + columns * BIAS_STRIDE_WIDTH
-        gate_total += tl.load(gate_bias + biases, mask=is_column, other=0).to(tl.float32)[None, :]
-        if HAS_UP:
-            up_total += tl.load(up_bias + biases, mask=is_column, other=0).to(tl.float32)[None, :]
-    # Backward reads these in the rows' dtype; forward activates what backward will.
-    gate_total = gate_total.to(hidden.dtype.element_ty)
-    up_total = up_total.to(hidden.dtype.element_ty)
-    if WRITES_PRODUCTS:
-        store_pair(
-            gate_rows, up_rows, gate_total, up_total, (rows - first_row)[:, None] * PRODUCT_STRIDE_ROW,
-            column_tile * TILE_COLUMNS, is_row, WIDTH, PRODUCT_STRIDE_WIDTH, HAS_UP, HAS_INTERLEAVED_PRODUCTS,
-            TILE_COLUMNS,
+                up_tile = load_table(
+                    up, up_block, expert, first_column, begin, WIDTH, HIDDEN, STRIDE_EXPERT, STRIDE_WIDTH,
+                    STRIDE_HIDDEN, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
+                )  # fmt: skip
+                up_total = tl.dot(tokens, up_tile.to(tokens.dtype), up_total, input_precision=PRECISION)
+    own_rows = rows - first_row
+    if TILE_COLUMNS >= 128:  # one half after the other, so that registers hold what half a tile takes
+        half: tl.constexpr = TILE_COLUMNS // 2
+        if IS_INTERLEAVED:
+            first, second = halved(total, TILE_ROWS, 2 * TILE_COLUMNS)
+            gate_total, up_total = split_pair(first, TILE_ROWS, half)
+            gate_second, up_second = split_pair(second, TILE_ROWS, half)
+        else:
+            gate_total, gate_second = halved(gate_total, TILE_ROWS, TILE_COLUMNS)
+            up_total, up_second = halved(up_total, TILE_ROWS, TILE_COLUMNS)
+        _finish(
+            gate_total, up_total, weight, gate_bias, up_bias, gate_rows, up_rows, activated, assignments, own_rows,
+            is_row, expert, first_column, WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_WIDTH, PRODUCT_STRIDE_ROW,
+            PRODUCT_STRIDE_WIDTH, HAS_BIAS, HAS_UP, HAS_INTERLEAVED_PRODUCTS, ACTIVATION, HAS_WEIGHT, WRITES_PRODUCTS,
+            WRITES_ACTIVATED, half,
         )  # fmt: skip
-    if WRITES_ACTIVATED:
-        result = activate(gate_total.to(tl.float32), up_total.to(tl.float32), ACTIVATION)
-        if HAS_WEIGHT:
-            result *= tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
-        tl.store(activated + outputs, result.to(activated.dtype.element_ty), mask=is_output)
+        _finish(
+            gate_second, up_second, weight, gate_bias, up_bias, gate_rows, up_rows, activated, assignments, own_rows,
+            is_row, expert, first_column + half, WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_WIDTH, PRODUCT_STRIDE_ROW,
+            PRODUCT_STRIDE_WIDTH, HAS_BIAS, HAS_UP, HAS_INTERLEAVED_PRODUCTS, ACTIVATION, HAS_WEIGHT, WRITES_PRODUCTS,
+            WRITES_ACTIVATED, half,
+        )  # fmt: skip
+    else:
+        if IS_INTERLEAVED:
+            gate_total, up_total = split_pair(total, TILE_ROWS, TILE_COLUMNS)
+        _finish(
+            gate_total, up_total, weight, gate_bias, up_bias, gate_rows, up_rows, activated, assignments, own_rows,
+            is_row, expert, first_column, WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_WIDTH, PRODUCT_STRIDE_ROW,
+            PRODUCT_STRIDE_WIDTH, HAS_BIAS, HAS_UP, HAS_INTERLEAVED_PRODUCTS, ACTIVATION, HAS_WEIGHT, WRITES_PRODUCTS,
+            WRITES_ACTIVATED, TILE_COLUMNS,
+        )  # fmt: skip
 
 
 def gate_up(
@@ -146,6 +191,12 @@ def gate_up(
         activated: where act(g, u) * weight goes, [R,F], contiguous.
         precision: of products of fp32, "ieee" or "tf32".
     """
+    is_interleaved = are_interleaved((tables.gate, tables.up))
+    if is_interleaved:
+        gate_block = up_block = table_by_descriptor(tables.projections[0], tiles, 2 * tiles.columns)
+    else:
+        gate_block, up_block = (table_by_descriptor(one, tiles) for one in (tables.gate, tables.up))
+    by_descriptor = gate_block is not None and up_block is not None
     constants = {
         "HIDDEN": tables.hidden,
         "WIDTH": tables.width,
@@ -161,13 +212,14 @@ def gate_up(
         "PRODUCT_STRIDE_WIDTH": 0 if products is None else products[0].stride(1),
         "HAS_BIAS": tables.gate_bias is not None,
         "HAS_UP": has_up(activation),
-        "IS_INTERLEAVED": are_interleaved((tables.gate, tables.up)),
+        "IS_INTERLEAVED": is_interleaved,
         "HAS_INTERLEAVED_PRODUCTS": products is not None and are_interleaved(products),
         "ACTIVATION": constants_of(activation)[0],
         "HAS_WEIGHT": weight is not None,
         "WRITES_PRODUCTS": products is not None,
         "WRITES_ACTIVATED": activated is not None,
         "PRECISION": precision,
+        "BY_DESCRIPTOR": by_descriptor,
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "TILE_DEPTH": tiles.depth,
@@ -181,6 +233,8 @@ def gate_up(
         "offsets": routing.offsets,
         "gate": tables.gate,
         "up": tables.up,
+        "gate_block": gate_block if by_descriptor else None,
+        "up_block": up_block if by_descriptor else None,
         "gate_bias": hidden if tables.gate_bias is None else tables.gate_bias,
         "up_bias": hidden if tables.up_bias is None else tables.up_bias,
         "gate_rows": gate_rows,

@@ -30,6 +30,7 @@ class Tiles:
         depth: of one step of its loop.
         num_warps, num_stages: Triton's options of these names.
         group_rows: tiles of rows that are made at once (`tile_search.place_of`); a weight gradient has none.
+        by_descriptor: whether blocks come by descriptors where tensors allow it (`blocks`).
     """
 
     rows: int
@@ -38,6 +39,7 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 3
     group_rows: int = 16
+    by_descriptor: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Launch:
     Args:
         kernel: a function under `triton.jit`.
         grid: number of programs by axis.
-        arguments: what it is given at run time, tensors and numbers, by name.
+        arguments: what it is given at run time by name: tensors, descriptors of tensors or None, numbers.
         constants: what it is compiled for, by name.
         num_warps, num_stages: Triton's options.
     """

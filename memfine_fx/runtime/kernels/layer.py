@@ -75,8 +75,8 @@ class LayerOptions:
             raise ValueError(f"activation {self.activation!r} does not go with layout {self.layout!r}")
         return Tables.of(params, self.layout, has_bias=self.has_bias)
 
-    def tiles_of(self, hidden: torch.Tensor) -> LayerTiles:
-        return self.tiles or tiles_for(target_of(hidden.device), hidden.dtype)
+    def tiles_of(self, hidden: torch.Tensor, params: Sequence[torch.Tensor]) -> LayerTiles:
+        return self.tiles or tiles_for(target_of(hidden.device), hidden.dtype, params[0].dtype)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run_forward(
         hidden: [T,H], contiguous.
         weight: [N] by assignment, or None for ones.
     """
-    tables, tiles = options.tables_of(params), options.tiles_of(hidden)
+    tables, tiles = options.tables_of(params), options.tiles_of(hidden, params)
     out = hidden.new_zeros((hidden.shape[0], tables.hidden), dtype=torch.float32)
     if options.keeps_products and kept is None:
         kept, _ = _room(hidden, routing.num_rows, tables.width, options)
@@ -152,7 +152,7 @@ def run_backward(
     Raises:
         ChunkOutOfMemory: memory ran out after something may have been added to, so that nobody may run this again.
     """
-    tables, tiles = options.tables_of(params), options.tiles_of(hidden)
+    tables, tiles = options.tables_of(params), options.tiles_of(hidden, params)
     grad = grad.to(hidden.dtype).contiguous()
     windows = layer_windows(routing, options, kept)
     run = _Backward(grad, hidden, weight, routing, tables, options, tiles, wanted, params, windows, onto)

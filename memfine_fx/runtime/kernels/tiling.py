@@ -34,10 +34,10 @@ _LOW_PRECISION = {
         weight_gradient=Tiles(128, 64, 64, num_warps=8, num_stages=5),
     ),
     "sm_90": LayerTiles(
-        gate_up=Tiles(128, 128, 64, num_warps=8, num_stages=3),
-        down=Tiles(128, 128, 64, num_warps=8, num_stages=3),
-        down_backward=Tiles(128, 128, 64, num_warps=8, num_stages=3),
-        weight_gradient=Tiles(128, 128, 64, num_warps=8, num_stages=5),
+        gate_up=Tiles(128, 128, 64, num_warps=8, num_stages=4, group_rows=8, by_descriptor=True),
+        down=Tiles(128, 256, 64, num_warps=8, num_stages=4, group_rows=8, by_descriptor=True),
+        down_backward=Tiles(64, 128, 64, num_warps=4, num_stages=3, by_descriptor=True),
+        weight_gradient=Tiles(128, 128, 64, num_warps=8, num_stages=5, by_descriptor=True),
     ),
     "sm_100": LayerTiles(
         gate_up=Tiles(128, 64, 64, num_warps=8, num_stages=3),
@@ -50,6 +50,15 @@ _LOW_PRECISION = {
         down=Tiles(128, 128, 32, num_warps=8, num_stages=2),
         down_backward=Tiles(128, 64, 32, num_warps=4, num_stages=2),
         weight_gradient=Tiles(64, 64, 32, num_warps=4, num_stages=2),
+    ),
+}
+# Tables in 32 bits beside rows in 16: their blocks take twice the shared memory, and are cast in registers.
+_WIDE_TABLES = {
+    "sm_90": LayerTiles(
+        gate_up=Tiles(128, 128, 64, num_warps=8, num_stages=3),
+        down=Tiles(128, 128, 64, num_warps=8, num_stages=3),
+        down_backward=Tiles(128, 128, 64, num_warps=8, num_stages=3),
+        weight_gradient=Tiles(128, 128, 64, num_warps=8, num_stages=5),
     ),
 }
 _FULL_PRECISION = LayerTiles(
@@ -68,14 +77,31 @@ _OTHERS: dict[str, dict[str, tuple[Tiles, ...]]] = {
         "weight_gradient": (Tiles(64, 64, 64, 4, 5), Tiles(64, 128, 64, 8, 5), Tiles(128, 64, 32, 8, 7)),
     },
     "sm_90": {
-        "gate_up": (Tiles(128, 64, 64, 8, 3), Tiles(128, 64, 64, 8, 4), Tiles(64, 128, 64, 8, 3)),
-        "down": (Tiles(128, 256, 64, 8, 3), Tiles(128, 128, 64, 8, 4), Tiles(64, 128, 64, 4, 4)),
-        "down_backward": (Tiles(128, 128, 64, 8, 4), Tiles(64, 128, 64, 4, 3), Tiles(64, 64, 64, 8, 4)),
-        "weight_gradient": (Tiles(128, 256, 64, 8, 5), Tiles(128, 128, 64, 8, 7), Tiles(64, 128, 64, 4, 5)),
+        "gate_up": (
+            Tiles(128, 128, 64, 8, 3),
+            Tiles(128, 64, 64, 8, 3),
+            Tiles(128, 64, 64, 8, 4),
+        ),
+        "down": (
+            Tiles(128, 128, 64, 8, 3, by_descriptor=True),
+            Tiles(128, 128, 64, 8, 3),
+            Tiles(128, 256, 64, 8, 3),
+        ),
+        "down_backward": (
+            Tiles(128, 256, 64, 8, 4, by_descriptor=True),
+            Tiles(128, 128, 64, 8, 4, by_descriptor=True),
+            Tiles(64, 128, 64, 4, 3),
+            Tiles(128, 128, 64, 8, 4),
+        ),
+        "weight_gradient": (
+            Tiles(128, 256, 64, 8, 5, by_descriptor=True),
+            Tiles(128, 128, 64, 8, 5),
+            Tiles(64, 128, 64, 4, 5),
+        ),
     },
     "sm_100": {
-        "gate_up": (Tiles(128, 64, 64, 8, 4), Tiles(64, 128, 64, 8, 3)),
-        "down": (Tiles(128, 128, 64, 8, 4), Tiles(128, 64, 64, 4, 3), Tiles(64, 128, 64, 4, 4)),
+        "gate_up": (Tiles(128, 64, 64, 8, 4), Tiles(128, 64, 64, 8, 4, by_descriptor=True), Tiles(64, 128, 64, 8, 3)),
+        "down": (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4, by_descriptor=True), Tiles(64, 128, 64, 4, 4)),
         "down_backward": (Tiles(64, 64, 64, 4, 3), Tiles(128, 32, 64, 8, 4), Tiles(64, 32, 64, 4, 4)),
         "weight_gradient": (Tiles(64, 64, 64, 4, 5), Tiles(64, 128, 64, 4, 5), Tiles(128, 64, 64, 4, 5)),
     },
@@ -100,17 +126,25 @@ def target_of(device: torch.device) -> str:
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
-def tiles_for(target: str, dtype: torch.dtype) -> LayerTiles:
-    """The tiles for rows of a dtype on a target of `target_of`, where nothing was timed."""
+def tiles_for(target: str, dtype: torch.dtype, table_dtype: torch.dtype | None = None) -> LayerTiles:
+    """The tiles for rows of a dtype on a target of `target_of`, where nothing was timed.
+
+    Args:
+        table_dtype: of the tables, where it is another.
+    """
     if dtype is torch.float32:
         return _FULL_PRECISION
-    return _LOW_PRECISION[target]
+    tiles = _LOW_PRECISION[target]
+    return _WIDE_TABLES.get(target, tiles) if table_dtype is torch.float32 else tiles
 
 
-def candidates(target: str, dtype: torch.dtype, name: str) -> tuple[Tiles, ...]:
+def candidates(target: str, dtype: torch.dtype, name: str, table_dtype: torch.dtype | None = None) -> tuple[Tiles, ...]:
     """What may be timed of one kernel, named as in `LayerTiles`; first what `tiles_for` has."""
-    first: Tiles = getattr(tiles_for(target, dtype), name)
-    return (first,) if dtype is torch.float32 else (first, *_OTHERS[target][name])
+    first: Tiles = getattr(tiles_for(target, dtype, table_dtype), name)
+    if dtype is torch.float32:
+        return (first,)
+    others = (one for one in _OTHERS[target][name] if one != first)
+    return (first, *(one for one in others if table_dtype is not torch.float32 or not one.by_descriptor))
 
 
 LEAST_COLUMNS = min(

@@ -60,6 +60,10 @@ class LayerKind:
     params: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     top_k: int
 
+    @property
+    def table_dtype(self) -> torch.dtype:
+        return self.params[0][2]
+
 
 def kind_of(
     layout: Layout,
@@ -136,13 +140,14 @@ def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) 
                 keep_fields(name, asdict(measured))
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # what stood there leaves gaps that the step's tensors do not fill
-            found = measured or _Found(tiles_for(target_of(device), kind.dtype), None)
+            found = measured or _Found(tiles_for(target_of(device), kind.dtype, kind.table_dtype), None)
         _known[kind, device] = found
     return found.tiles
 
 
 def _lists(kind: LayerKind, device: torch.device) -> dict[str, tuple[Tiles, ...]]:
-    return {one.name: candidates(target_of(device), kind.dtype, one.name) for one in fields(LayerTiles)}
+    target = target_of(device)
+    return {one.name: candidates(target, kind.dtype, one.name, kind.table_dtype) for one in fields(LayerTiles)}
 
 
 def _read(told: Any) -> _Found | None:
@@ -167,7 +172,7 @@ def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> _Found
     Raises:
         KernelsDoNotRun: nothing of a list runs.
     """
-    chosen = tiles_for(target_of(device), kind.dtype)
+    chosen = tiles_for(target_of(device), kind.dtype, kind.table_dtype)
     lists = {name: tiles for name, tiles in _lists(kind, device).items() if len(tiles) > 1}
     if not lists:
         return _Found(chosen, None)

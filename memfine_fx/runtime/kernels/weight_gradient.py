@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from memfine_fx.runtime.kernels.blocks import rows_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.pairs import halved
 from memfine_fx.runtime.kernels.sorting import Routing
@@ -55,12 +56,50 @@ def _finish(
 
 
 @triton.jit
+def _load_step(
+    left_rows, left_block, tokens, order, start, end, first_row, first_height, first_column, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, IS_FULL: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """([DEPTH,ROWS] of the window's rows from `start`, [DEPTH,COLUMNS] of their tokens); zeros from `end` on.
+
+    A full step has no rows from `end` on, and no mask for them. Only such a step takes rows by descriptor: behind the
+    last expert's stand rows that nobody wrote, and zeros times what is no number is no number.
+    """
+    heights, columns = first_height + tl.arange(0, TILE_ROWS), first_column + tl.arange(0, TILE_COLUMNS)
+    rows = start + tl.arange(0, TILE_DEPTH)
+    is_row = rows < end
+    if IS_FULL:
+        token = (tl.load(order + rows) // TOP_K).to(tl.int64)
+    else:
+        token = (tl.load(order + rows, mask=is_row, other=0) // TOP_K).to(tl.int64)
+    token_places = tokens + token[:, None] * WIDTH + columns[None, :]
+    left_places = left_rows + (rows - first_row)[:, None] * HEIGHT + heights[None, :]
+    if not IS_FULL:
+        gathered = tl.load(token_places, mask=is_row[:, None] & (columns < WIDTH)[None, :], other=0)
+        left = tl.load(left_places, mask=is_row[:, None] & (heights < HEIGHT)[None, :], other=0)
+    else:
+        if WIDTH % TILE_COLUMNS == 0:
+            gathered = tl.load(token_places)
+        else:
+            gathered = tl.load(token_places, mask=(columns < WIDTH)[None, :], other=0)
+        if BY_DESCRIPTOR:
+            left = left_block.load([start - first_row, first_height])
+        elif HEIGHT % TILE_ROWS == 0:
+            left = tl.load(left_places)
+        else:
+            left = tl.load(left_places, mask=(heights < HEIGHT)[None, :], other=0)
+    return left, gathered
+
+
+@triton.jit
 def _matrix_tile(
-    left_rows, tokens, weight, order, table, found, left_over, sums, expert, begin, end, first_row, tile, is_continued,
-    is_cut, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, STRIDE_EXPERT: tl.constexpr,
+    left_rows, left_block, tokens, weight, order, table, found, left_over, sums, expert, begin, end, first_row, tile,
+    is_continued, is_cut, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, STRIDE_EXPERT: tl.constexpr,
     STRIDE_HEIGHT: tl.constexpr, STRIDE_WIDTH: tl.constexpr, BIAS_STRIDE_EXPERT: tl.constexpr,
     BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, IS_ADDED: tl.constexpr,
-    PRECISION: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
     """A tile of sum of left_rows[r] x tokens[order[r] // K] over an expert's rows, [HEIGHT,WIDTH].
 
@@ -72,16 +111,20 @@ def _matrix_tile(
     columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_height, is_column = heights < HEIGHT, columns < WIDTH
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    for start in range(begin, end, TILE_DEPTH):
-        rows = start + tl.arange(0, TILE_DEPTH)
-        is_row = rows < end
-        token = (tl.load(order + rows, mask=is_row, other=0) // TOP_K).to(tl.int64)
-        is_gathered = is_row[:, None] & is_column[None, :]
-        gathered = tl.load(tokens + token[:, None] * WIDTH + columns[None, :], mask=is_gathered, other=0)
-        places = (rows - first_row)[:, None] * HEIGHT + heights[None, :]
-        left = tl.load(left_rows + places, mask=is_row[:, None] & is_height[None, :], other=0)
+    first_height, first_column = row_tile * TILE_ROWS, column_tile * TILE_COLUMNS
+    middle = begin + tl.maximum(end - begin, 0) // TILE_DEPTH * TILE_DEPTH
+    for start in range(begin, middle, TILE_DEPTH):
+        left, gathered = _load_step(
+            left_rows, left_block, tokens, order, start, end, first_row, first_height, first_column, HEIGHT, WIDTH,
+            TOP_K, True, BY_DESCRIPTOR, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+        )  # fmt: skip
         total = tl.dot(tl.trans(left), gathered, total, input_precision=PRECISION)
-    first_column = column_tile * TILE_COLUMNS
+    if middle < end:
+        left, gathered = _load_step(
+            left_rows, left_block, tokens, order, middle, end, first_row, first_height, first_column, HEIGHT, WIDTH,
+            TOP_K, False, BY_DESCRIPTOR, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+        )  # fmt: skip
+        total = tl.dot(tl.trans(left), gathered, total, input_precision=PRECISION)
     if TILE_COLUMNS >= 128:  # one half after the other, so that registers hold what half a tile takes
         half: tl.constexpr = TILE_COLUMNS // 2
         first, second = halved(total, TILE_ROWS, TILE_COLUMNS)
@@ -135,6 +178,7 @@ def _add_to_sums(places, total, is_place):
 @triton.jit(do_not_specialize=["first_row", "last_row"])
 def _weight_gradient_kernel(
     first_rows, second_rows, hidden, activated, grad, weight, order, offsets,
+    first_block, second_block, activated_block,
     first_table, second_table, down_table, first_found, second_found, down_found, first_left, second_left, down_left,
     first_sums, second_sums, down_sums, first_row, last_row,
     HEIGHT: tl.constexpr, DOWN_HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
@@ -144,7 +188,7 @@ def _weight_gradient_kernel(
     DOWN_BIAS_STRIDE_EXPERT: tl.constexpr, DOWN_BIAS_STRIDE_WIDTH: tl.constexpr,
     NUM_PROJECTIONS: tl.constexpr, NUM_TILES: tl.constexpr, HAS_DOWN: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, FIRST_IS_ADDED: tl.constexpr, SECOND_IS_ADDED: tl.constexpr,
-    DOWN_IS_ADDED: tl.constexpr, IS_FIRST_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    DOWN_IS_ADDED: tl.constexpr, IS_FIRST_WINDOW: tl.constexpr, PRECISION: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
@@ -162,28 +206,28 @@ def _weight_gradient_kernel(
     if NUM_PROJECTIONS > 0:  # noqa: SIM102 - decided when it is compiled
         if tile < NUM_TILES:
             _matrix_tile(
-                first_rows, hidden, weight, order, first_table, first_found, first_left, first_sums, expert, begin, end,
-                first_row, tile, is_continued, is_cut, HEIGHT, WIDTH, TOP_K, STRIDE_EXPERT, STRIDE_HEIGHT,
-                STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT, FIRST_IS_ADDED, PRECISION,
-                TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+                first_rows, first_block, hidden, weight, order, first_table, first_found, first_left, first_sums,
+                expert, begin, end, first_row, tile, is_continued, is_cut, HEIGHT, WIDTH, TOP_K, STRIDE_EXPERT,
+                STRIDE_HEIGHT, STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT, FIRST_IS_ADDED,
+                PRECISION, BY_DESCRIPTOR, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
     if NUM_PROJECTIONS > 1:  # noqa: SIM102 - decided when it is compiled
         if (tile >= NUM_TILES) & (tile < 2 * NUM_TILES):
             _matrix_tile(
-                second_rows, hidden, weight, order, second_table, second_found, second_left, second_sums, expert, begin,
-                end, first_row, tile - NUM_TILES, is_continued, is_cut, HEIGHT, WIDTH, TOP_K, STRIDE_EXPERT,
-                STRIDE_HEIGHT, STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT,
-                SECOND_IS_ADDED, PRECISION, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+                second_rows, second_block, hidden, weight, order, second_table, second_found, second_left, second_sums,
+                expert, begin, end, first_row, tile - NUM_TILES, is_continued, is_cut, HEIGHT, WIDTH, TOP_K,
+                STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT,
+                SECOND_IS_ADDED, PRECISION, BY_DESCRIPTOR, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
     if HAS_DOWN:
         down_bias: tl.constexpr = "tokens" if HAS_BIAS else "none"
         if tile >= NUM_PROJECTIONS * NUM_TILES:
             _matrix_tile(
-                activated, grad, weight, order, down_table, down_found, down_left, down_sums, expert, begin, end,
-                first_row, tile - NUM_PROJECTIONS * NUM_TILES, is_continued, is_cut, DOWN_HEIGHT, WIDTH, TOP_K,
-                DOWN_STRIDE_EXPERT, DOWN_STRIDE_HEIGHT, DOWN_STRIDE_WIDTH, DOWN_BIAS_STRIDE_EXPERT,
-                DOWN_BIAS_STRIDE_WIDTH, down_bias, HAS_WEIGHT, DOWN_IS_ADDED, PRECISION, TILE_ROWS, TILE_COLUMNS,
-                TILE_DEPTH,
+                activated, activated_block, grad, weight, order, down_table, down_found, down_left, down_sums, expert,
+                begin, end, first_row, tile - NUM_PROJECTIONS * NUM_TILES, is_continued, is_cut, DOWN_HEIGHT, WIDTH,
+                TOP_K, DOWN_STRIDE_EXPERT, DOWN_STRIDE_HEIGHT, DOWN_STRIDE_WIDTH, DOWN_BIAS_STRIDE_EXPERT,
+                DOWN_BIAS_STRIDE_WIDTH, down_bias, HAS_WEIGHT, DOWN_IS_ADDED, PRECISION, BY_DESCRIPTOR,
+                TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
 
 
@@ -265,6 +309,15 @@ def weight_gradient(
     height, num_projections = projections[0].shape[1], len(projections) * into.has_projections
     num_columns = ceil_div(tables.hidden, tiles.columns)
     num_tiles, num_down_tiles = (ceil_div(one, tiles.rows) * num_columns for one in (height, tables.width))
+    blocks = [
+        rows_by_descriptor(one, [tiles.depth, tiles.rows], tiles) if is_written else None
+        for one, is_written in ((rows[0], num_projections), (rows[-1], num_projections), (activated, into.has_down))
+    ]
+    by_descriptor = all(
+        one is not None
+        for one, is_written in zip(blocks, (num_projections, num_projections, into.has_down), strict=True)
+        if is_written
+    )
     constants = {
         "HEIGHT": height,
         "DOWN_HEIGHT": tables.width,
@@ -284,6 +337,7 @@ def weight_gradient(
         "DOWN_IS_ADDED": into.are_added[-1],
         "IS_FIRST_WINDOW": window.number == 0,
         "PRECISION": precision,
+        "BY_DESCRIPTOR": by_descriptor,
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "TILE_DEPTH": tiles.depth,
@@ -303,6 +357,8 @@ def weight_gradient(
         "first_row": window.first,
         "last_row": window.last,
     }
+    names = ("first_block", "second_block", "activated_block")
+    arguments |= {name: one if by_descriptor else None for name, one in zip(names, blocks, strict=True)}
     for name, place in (("first", 0), ("second", len(projections) - 1), ("down", -1)):
         sums = biases[place if has_bias else -1]
         arguments |= {f"{name}_found": into.stages[place][found], f"{name}_left": into.stages[place][left]}

@@ -44,11 +44,12 @@ def test_all_tiles_that_are_timed_are_recorded(target: Any) -> None:
 
     for name in ("gate_up", "down", "down_backward", "weight_gradient"):
         expected = {
-            (f"{one.rows}x{one.columns}x{one.depth}", one.num_warps, one.num_stages)
+            (f"{one.rows}x{one.columns}x{one.depth}", one.by_descriptor, one.num_warps, one.num_stages)
             for one in candidates(target.name, torch.bfloat16, name)[1:]
         }
         rows = [row for row in RECORDED["timed"] if row["target"] == target.name and row["step"].split(",")[0] == name]
-        assert {(row["tile"], row["num_warps"], row["num_stages"]) for row in rows} == expected
+        told = ("tile", "by_descriptor", "num_warps", "num_stages")
+        assert {tuple(row[name] for name in told) for row in rows} == expected
         assert {"Qwen3-30B-A3B", "GPT-OSS-120B"} <= {row["case"] for row in rows}
 
 

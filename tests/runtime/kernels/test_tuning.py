@@ -51,8 +51,10 @@ def own_target() -> str:
 def tile_of(launch: Any) -> Any:
     from memfine_fx.runtime.kernels.launches import Tiles
 
-    sizes = (launch.constants[name] for name in ("TILE_ROWS", "TILE_COLUMNS", "TILE_DEPTH"))
-    return Tiles(*sizes, launch.num_warps, launch.num_stages)
+    told = launch.constants
+    sizes = (told[name] for name in ("TILE_ROWS", "TILE_COLUMNS", "TILE_DEPTH"))
+    group_rows = told.get("GROUP_ROWS", Tiles.group_rows)
+    return Tiles(*sizes, launch.num_warps, launch.num_stages, group_rows, told["BY_DESCRIPTOR"])
 
 
 def test_the_fastest_of_each_list_is_chosen_and_the_first_of_equals() -> None:

@@ -1,0 +1,90 @@
+"""Blocks of tables and rows on their way into products: by descriptor where tiles ask for that, else by pointers.
+
+A descriptor is what Hopper's tensor memory accelerator copies by: one instruction a block, no pointer or mask of any
+thread, zeros outside of the tensor. It takes tensors whose last axis is contiguous and whose other strides are
+multiples of 16 bytes. Pointers have no mask where tiles divide the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch._subclasses import FakeTensor
+
+from memfine_fx.runtime.kernels.launches import Tiles
+
+__all__ = ["load_rows", "load_table", "rows_by_descriptor", "table_by_descriptor"]
+
+_ALIGNMENT = 16  # bytes
+
+
+@triton.jit
+def load_rows(places, begin, LENGTH: tl.constexpr, TILE_DEPTH: tl.constexpr):
+    """[ROWS,DEPTH] of contiguous rows that begin at `places` [ROWS,1]."""
+    depth = begin + tl.arange(0, TILE_DEPTH)
+    if LENGTH % TILE_DEPTH == 0:
+        tile = tl.load(places + depth[None, :])
+    else:
+        tile = tl.load(places + depth[None, :], mask=(depth < LENGTH)[None, :], other=0)
+    return tile
+
+
+@triton.jit
+def load_table(
+    table, block, expert, first_column, begin, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STRIDE_EXPERT: tl.constexpr,
+    STRIDE_COLUMN: tl.constexpr, STRIDE_DEPTH: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """[DEPTH,COLUMNS] of an expert's matrix [C,D], by `block` of `table_by_descriptor` or from where `table` is."""
+    if BY_DESCRIPTOR:
+        if STRIDE_DEPTH == 1:
+            tile = tl.trans(tl.reshape(block.load([expert, first_column, begin]), [TILE_COLUMNS, TILE_DEPTH]))
+        else:
+            tile = tl.reshape(block.load([expert, begin, first_column]), [TILE_DEPTH, TILE_COLUMNS])
+    else:
+        columns, depth = first_column + tl.arange(0, TILE_COLUMNS), begin + tl.arange(0, TILE_DEPTH)
+        places = table + expert.to(tl.int64) * STRIDE_EXPERT + columns[None, :].to(tl.int64) * STRIDE_COLUMN
+        places += depth[:, None].to(tl.int64) * STRIDE_DEPTH
+        if (COLUMNS % TILE_COLUMNS == 0) & (DEPTH % TILE_DEPTH == 0):
+            tile = tl.load(places)
+        elif DEPTH % TILE_DEPTH == 0:
+            tile = tl.load(places, mask=(columns < COLUMNS)[None, :], other=0)
+        else:
+            tile = tl.load(places, mask=(depth < DEPTH)[:, None] & (columns < COLUMNS)[None, :], other=0)
+    return tile
+
+
+def table_by_descriptor(table: torch.Tensor, tiles: Tiles, columns: int | None = None) -> Any:
+    """Of [E,C,D], for `load_table`, by whichever axis is contiguous; None where tiles or the table do not allow it.
+
+    Args:
+        columns: of a tile; those of `tiles` where it is None.
+    """
+    columns = columns or tiles.columns
+    if table.stride(2) == 1:
+        return _described(table, [1, columns, tiles.depth], tiles)
+    return _described(table.mT, [1, tiles.depth, columns], tiles)
+
+
+def rows_by_descriptor(rows: torch.Tensor, block: Sequence[int], tiles: Tiles) -> Any:
+    """Of [R,D], to be loaded from a row and a column; None where tiles or the tensor do not allow it."""
+    return _described(rows, block, tiles)
+
+
+def _described(tensor: torch.Tensor, block: Sequence[int], tiles: Tiles) -> Any:
+    if not tiles.by_descriptor:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    size = tensor.element_size()
+    strides = [stride * size for stride in tensor.stride()[:-1]]
+    # Fake tensors stand nowhere: what begins a storage is aligned.
+    start = tensor.storage_offset() * size if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+    is_aligned = all(stride % _ALIGNMENT == 0 for stride in (*strides, start, block[-1] * size))
+    if not is_aligned or tensor.stride(-1) != 1 or not tensor.numel():
+        return None
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
