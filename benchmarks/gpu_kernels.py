@@ -86,6 +86,7 @@ class Case:
 
     Args:
         adds_gradients: whether the tables' gradients are there and are added to.
+        is_packed: whether tables are in NF4, frozen, and made tile by tile.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Case:
     is_deterministic: bool = False
     precision: str = "ieee"
     adds_gradients: bool = False
+    is_packed: bool = False
 
 
 _QWEN3 = {"tokens": 8192, "top_k": 8, "experts": 128, "hidden": 2048, "width": 768, "rows_per_window": 16384}
@@ -118,12 +120,14 @@ CASES = (
     Case("Qwen3-30B-A3B, kept, deterministic", **_QWEN3, keeps_products=True, is_deterministic=True),
     Case("Qwen3-30B-A3B, tables in fp32", **_QWEN3, table_dtype="float32"),
     Case("Qwen3-30B-A3B, gradients added to", **_QWEN3, adds_gradients=True),
+    Case("Qwen3-30B-A3B, tables in NF4", **_QWEN3, is_packed=True),
     Case("Qwen3-30B-A3B, tf32", **_QWEN3, dtype="float32", table_dtype="float32", precision="tf32"),
     Case("GPT-OSS-120B", 8192, 4, 128, 2880, 2880, 16384, "interleaved_in_out", "clamped", has_bias=True),
     Case("Qwen3-30B-A3B, SwiGLU clamped at 10, written", **_QWEN3, activation=written(_clamped_at_10, 2)),
 )
 
 
+_NF4_BLOCK = 64
 HEAD, _VOCAB = "Qwen3-30B-A3B, head", 151936
 
 
@@ -187,18 +191,28 @@ class Step:
 
     def __init__(self, case: Case, target: str, tiles: Any = None) -> None:
         from memfine_fx.runtime.kernels.layer import LayerOptions
+        from memfine_fx.runtime.kernels.packed import four_bits
         from memfine_fx.runtime.kernels.tiling import tiles_for
 
         dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
+        shapes = _shapes(case)
+        sources = tuple(four_bits((rows, columns), _NF4_BLOCK) for _, rows, columns in shapes) if case.is_packed else ()
         self._options = LayerOptions(
             case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products,
-            case.is_deterministic, case.precision, tiles or tiles_for(target, dtype, table_dtype),
+            case.is_deterministic, case.precision,
+            tiles or tiles_for(target, dtype, torch.uint8 if sources else table_dtype), sources,
         )  # fmt: skip
         self._num_experts, self._adds = case.experts, case.adds_gradients
         self._hidden = torch.empty(case.tokens, case.hidden, dtype=dtype)
         self._index = torch.empty(case.tokens, case.top_k, dtype=torch.int64)
         self._weight = torch.empty(case.tokens * case.top_k, dtype=dtype)
-        self._params = [torch.empty(shape, dtype=table_dtype) for shape in _shapes(case)]
+        self._params = [torch.empty(shape, dtype=table_dtype) for shape in shapes]
+        if sources:
+            self._params = []
+            for experts, rows, columns in shapes:
+                size = rows * columns
+                self._params.append(torch.empty(experts, size // 2, dtype=torch.uint8))
+                self._params.append(torch.empty(experts, size // _NF4_BLOCK))
         self._kept: Any = None
 
     @property
@@ -221,7 +235,7 @@ class Step:
         from memfine_fx.runtime.kernels.layer import run_backward
 
         routing, products = self._kept
-        wanted = [True] * (2 + len(self._params))
+        wanted = [True] * 2 + [not self._options.sources] * len(self._params)
         onto = [torch.empty_like(one) for one in self._params] if self._adds else []
         found = run_backward(
             grad, self._hidden, self._weight, routing, self._params, products, self._options, wanted, onto
@@ -297,7 +311,10 @@ def _has(launch: Launch, name: str) -> bool:
     return name in launch.constants
 
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32",
+    torch.int64: "i64",
+}  # fmt: skip
 
 
 def _compile(launch: Launch, target: Target) -> Any:
@@ -314,6 +331,10 @@ def _compile(launch: Launch, target: Target) -> Any:
         value = launch.arguments[name]
         if value is None:
             signature[name], constants[name] = "constexpr", None
+            continue
+        if isinstance(value, tuple):
+            signature[name] = tuple("*" + _TYPES[one.dtype] for one in value)
+            attributes |= {(position, inner): [["tt.divisibility", 16]] for inner in range(len(value))}
             continue
         if isinstance(value, TensorDescriptor):
             signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"

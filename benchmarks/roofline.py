@@ -6,13 +6,14 @@ A launch takes max(FLOPs / rate, bytes / bandwidth), where
     bytes    between memory and L2: different bytes of every tensor (`memfine_fx.runtime.kernels.traffic`), except that
              gathered rows count once an expert where all tokens do not fit half of L2, atomic sums of tokens count
              8 bytes for each of the rows' entries where those do not, and an expert's matrix that is larger than half
-             of L2 counts once for every wave of its programs
+             of L2 counts once for every group of its tiles of rows (`tile_search.place_of`), or for every wave of its
+             programs where those are fewer
     rates    of the data sheets, whole: what products reach of them is not known here, and taken to be the same for all
 
 The time of a layer is the sum over its launches; what starting a launch costs is left out, their number is given.
 
 Peers are what their papers and sources say that they hand from kernel to kernel (`peer_kernels`), under the same rules,
-with tiles of 128 rows and columns, one program a unit and full waves. The least bytes of a plan:
+with tiles of 128 rows and columns in groups as ours, one program a unit and full waves. The least bytes of a plan:
     strict   every input read once and every output written once a pass, and what is kept written and read
     handed   besides, what one product hands to the next through memory, written once and read by each that needs it
 """
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 _BYTES = 2  # of an entry in bf16
+_PEER_GROUP = 8  # tiles of rows that go over a matrix together, as ours do
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,9 @@ def _crossing(access: Any, launch: Any, load: Any, case: Case, chip: Chip, waves
         return access.distinct if load.num_tokens * width * _BYTES <= half else load.num_rows * width
     matrices = access.argument in _MATRICES and launch.name != "weight_gradient_kernel"
     if matrices and access.distinct / max(1, load.num_present) * _BYTES > half:
-        return access.distinct * max(1.0, waves / load.num_present)
+        told = launch.constants
+        groups = ceil(load.num_tiles(told["TILE_ROWS"]) / load.num_present / told["GROUP_ROWS"])
+        return access.distinct * max(1.0, min(waves / load.num_present, groups))
     return access.distinct
 
 
@@ -329,8 +333,9 @@ def _sweeps(shape: Shape, chip: Chip, columns: int) -> float:
     """How often an expert's matrix is read from memory."""
     if _BYTES * shape.hidden * shape.width <= chip.cache_bytes // 2:
         return 1.0
-    waves = _padded(shape) // 128 * ceil(columns / 128) / chip.units
-    return max(1.0, waves / shape.experts)
+    tiles = _padded(shape) // 128
+    waves = tiles * ceil(columns / 128) / chip.units
+    return max(1.0, min(waves / shape.experts, ceil(tiles / shape.experts / _PEER_GROUP)))
 
 
 def _sizes(shape: Shape, chip: Chip) -> tuple[float, float, float, float, float]:

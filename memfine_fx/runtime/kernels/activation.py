@@ -11,15 +11,13 @@ Any other pointwise one comes as source (`Pointwise`), and is compiled into the 
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import linecache
 from typing import Any, get_args
 
 import torch
 import triton
 import triton.language as tl
 
+from memfine_fx.runtime.kernels.made import functions_of
 from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Pointwise
 
 __all__ = ["ACTIVATIONS", "activate", "activate_backward", "constants_of", "reference_activation"]
@@ -34,14 +32,9 @@ def constants_of(activation: Activation) -> tuple[Any, Any]:
     return _functions_of(activation.source) if isinstance(activation, Pointwise) else (activation, activation)
 
 
-@functools.cache
 def _functions_of(source: str) -> tuple[Any, Any]:
-    """Both functions; Triton finds their text where Python's own tools do, beside no file."""
-    name = f"<memfine_fx activation {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": __name__}
-    exec(compile(source, name, "exec"), space)  # written by `passes.lower.epilogue`, of operators that it knows
-    return space["forward"], space["backward"]
+    functions = functions_of(source)
+    return functions["forward"], functions["backward"]
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch._subclasses import FakeTensor
 
 from memfine_fx.runtime.kernels.launches import Tiles
+from memfine_fx.runtime.kernels.tables import Table, TileTable
 
 __all__ = ["load_rows", "load_table", "rows_by_descriptor", "table_by_descriptor"]
 
@@ -36,11 +37,18 @@ def load_rows(places, begin, LENGTH: tl.constexpr, TILE_DEPTH: tl.constexpr):
 @triton.jit
 def load_table(
     table, block, expert, first_column, begin, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STRIDE_EXPERT: tl.constexpr,
-    STRIDE_COLUMN: tl.constexpr, STRIDE_DEPTH: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    TILE_DEPTH: tl.constexpr,
+    STRIDE_COLUMN: tl.constexpr, STRIDE_DEPTH: tl.constexpr, LOAD: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """[DEPTH,COLUMNS] of an expert's matrix [C,D], by `block` of `table_by_descriptor` or from where `table` is."""
-    if BY_DESCRIPTOR:
+    """[DEPTH,COLUMNS] of an expert's matrix [C,D], by `block` of `table_by_descriptor` or from where `table` is.
+
+    What is made by tiles has `LOAD` of `made.loader_of`.
+    """
+    if LOAD != "plain":
+        columns, depth = first_column + tl.arange(0, TILE_COLUMNS), begin + tl.arange(0, TILE_DEPTH)
+        is_entry = (depth < DEPTH)[:, None] & (columns < COLUMNS)[None, :]
+        tile = LOAD(table, expert, columns[None, :], depth[:, None], is_entry)
+    elif BY_DESCRIPTOR:
         if STRIDE_DEPTH == 1:
             tile = tl.trans(tl.reshape(block.load([expert, first_column, begin]), [TILE_COLUMNS, TILE_DEPTH]))
         else:
@@ -58,13 +66,15 @@ def load_table(
     return tile
 
 
-def table_by_descriptor(table: torch.Tensor, tiles: Tiles, columns: int | None = None) -> Any:
+def table_by_descriptor(table: Table, tiles: Tiles, columns: int | None = None) -> Any:
     """Of [E,C,D], for `load_table`, by whichever axis is contiguous; None where tiles or the table do not allow it.
 
     Args:
         columns: of a tile; those of `tiles` where it is None.
     """
     columns = columns or tiles.columns
+    if isinstance(table, TileTable):
+        return None
     if table.stride(2) == 1:
         return _described(table, [1, columns, tiles.depth], tiles)
     return _described(table.mT, [1, tiles.depth, columns], tiles)

@@ -16,8 +16,10 @@ import triton.language as tl
 
 from memfine_fx.runtime.kernels.blocks import load_rows, load_table, rows_by_descriptor, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.made import argument_of, loader_of
 from memfine_fx.runtime.kernels.pairs import halved
 from memfine_fx.runtime.kernels.sorting import Routing
+from memfine_fx.runtime.kernels.tables import Table
 from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
@@ -29,8 +31,8 @@ __all__ = ["add_products", "down_accesses", "reference_products"]
 def _add_product(
     total, rows, rows_block, matrix, matrix_block, row_places, first_own_row, expert, first_column,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STRIDE_EXPERT: tl.constexpr, STRIDE_COLUMN: tl.constexpr,
-    STRIDE_DEPTH: tl.constexpr, PRECISION: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    TILE_DEPTH: tl.constexpr,
+    STRIDE_DEPTH: tl.constexpr, PRECISION: tl.constexpr, LOAD: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
     for begin in range(0, DEPTH, TILE_DEPTH):
         if BY_DESCRIPTOR:
@@ -39,7 +41,7 @@ def _add_product(
             left = load_rows(rows + row_places, begin, DEPTH, TILE_DEPTH)
         right = load_table(
             matrix, matrix_block, expert, first_column, begin, COLUMNS, DEPTH, STRIDE_EXPERT, STRIDE_COLUMN,
-            STRIDE_DEPTH, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
+            STRIDE_DEPTH, LOAD, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
         )  # fmt: skip
         total = tl.dot(left, right.to(left.dtype), total, input_precision=PRECISION)
     return total
@@ -102,6 +104,8 @@ def _down_kernel(
     HAS_SECOND: tl.constexpr,
     IS_ATOMIC: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIRST_LOAD: tl.constexpr,
+    SECOND_LOAD: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -120,14 +124,14 @@ def _down_kernel(
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     total = _add_product(
         total, first, first_block, first_matrix, first_matrix_block, row_places, start - first_row, expert,
-        first_column, COLUMNS, DEPTH, STRIDE_EXPERT, STRIDE_COLUMN, STRIDE_DEPTH, PRECISION, BY_DESCRIPTOR,
+        first_column, COLUMNS, DEPTH, STRIDE_EXPERT, STRIDE_COLUMN, STRIDE_DEPTH, PRECISION, FIRST_LOAD, BY_DESCRIPTOR,
         TILE_COLUMNS, TILE_DEPTH,
     )  # fmt: skip
     if HAS_SECOND:
         total = _add_product(
             total, second, second_block, second_matrix, second_matrix_block, row_places, start - first_row, expert,
-            first_column, COLUMNS, DEPTH, STRIDE_EXPERT, STRIDE_COLUMN, STRIDE_DEPTH, PRECISION, BY_DESCRIPTOR,
-            TILE_COLUMNS, TILE_DEPTH,
+            first_column, COLUMNS, DEPTH, STRIDE_EXPERT, STRIDE_COLUMN, STRIDE_DEPTH, PRECISION, SECOND_LOAD,
+            BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
         )  # fmt: skip
     if TILE_COLUMNS >= 256:  # one half after the other, so that registers hold what half a tile takes
         half: tl.constexpr = TILE_COLUMNS // 2
@@ -149,7 +153,7 @@ def _down_kernel(
 
 def add_products(
     rows: Sequence[torch.Tensor],
-    matrices: Sequence[torch.Tensor],
+    matrices: Sequence[Table],
     routing: Routing,
     window: Window,
     result: torch.Tensor,
@@ -164,7 +168,7 @@ def add_products(
 
     Args:
         rows: one or two [R,D] of the window, contiguous.
-        matrices: as many [E,C,D], of the same strides.
+        matrices: as many [E,C,D], of the same strides, or made.
         result: [T,C] fp32 where it is added to, else [R,C].
         precision: of products of fp32, "ieee" or "tf32".
         bias: [E,C], added to every row, times its weight where there is one.
@@ -191,6 +195,8 @@ def add_products(
         "HAS_SECOND": len(rows) == 2,
         "IS_ATOMIC": is_atomic,
         "PRECISION": precision,
+        "FIRST_LOAD": loader_of(matrix),
+        "SECOND_LOAD": loader_of(matrices[-1]),
         "BY_DESCRIPTOR": by_descriptor,
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
@@ -202,10 +208,10 @@ def add_products(
         "second": rows[-1],
         "order": routing.order,
         "offsets": routing.offsets,
-        "first_matrix": matrix,
-        "second_matrix": matrices[-1],
-        "bias": matrix if bias is None else bias,
-        "weight": matrix if bias is None or weight is None else weight,
+        "first_matrix": argument_of(matrix),
+        "second_matrix": argument_of(matrices[-1]),
+        "bias": result if bias is None else bias,
+        "weight": result if bias is None or weight is None else weight,
         "result": result,
         "first_row": window.first,
         "last_row": window.last,

@@ -20,9 +20,10 @@ from memfine_fx.runtime.kernels.activation import (
 )
 from memfine_fx.runtime.kernels.blocks import load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.made import argument_of, loader_of
 from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, load_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up
+from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up, standing
 from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
@@ -131,6 +132,7 @@ def _down_backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     WRITES_ACTIVATED: tl.constexpr,
     PRECISION: tl.constexpr,
+    DOWN_LOAD: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
     PART_COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -152,7 +154,7 @@ def _down_backward_kernel(
         left = load_rows(token_places, begin, HIDDEN, TILE_DEPTH)
         right = load_table(
             down, down_block, expert, first_column, begin, WIDTH, HIDDEN, STRIDE_EXPERT, STRIDE_WIDTH, STRIDE_HIDDEN,
-            BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
+            DOWN_LOAD, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
         )  # fmt: skip
         total = tl.dot(left, right.to(left.dtype), total, input_precision=PRECISION)
     share = 1.0
@@ -241,6 +243,7 @@ def down_backward(
         "HAS_WEIGHT": weight is not None,
         "WRITES_ACTIVATED": activated is not None,
         "PRECISION": precision,
+        "DOWN_LOAD": loader_of(tables.down.mT),
         "BY_DESCRIPTOR": down_block is not None,
         "PART_COLUMNS": _PART_COLUMNS // (1 + is_full),
         "TILE_ROWS": tiles.rows,
@@ -253,7 +256,7 @@ def down_backward(
         "weight": grad if weight is None else weight,
         "order": routing.order,
         "offsets": routing.offsets,
-        "down": tables.down,
+        "down": argument_of(tables.down),
         "down_block": down_block,
         "down_bias": grad if tables.down_bias is None else tables.down_bias,
         "gate_rows": products[0],
@@ -293,7 +296,7 @@ def reference_down_backward(
             result = reference_activation(gate_rows[here], up_rows[here], activation)
             rows = (result * shares[assignments, None]).float()
             activated[here] = rows.detach()
-            outputs = rows @ tables.down[expert].float().T
+            outputs = rows @ standing(tables.down)[expert].float().T
             if tables.down_bias is not None:
                 outputs = outputs + tables.down_bias[expert].float() * shares[assignments, None]
             total = total + (outputs * grad[assignments // routing.top_k].float()).sum()

@@ -15,9 +15,10 @@ import triton.language as tl
 from memfine_fx.runtime.kernels.activation import activate, constants_of, reference_activation
 from memfine_fx.runtime.kernels.blocks import load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.made import argument_of, loader_of
 from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, split_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up
+from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up, standing
 from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
@@ -96,6 +97,8 @@ def _gate_up_kernel(
     WRITES_PRODUCTS: tl.constexpr,
     WRITES_ACTIVATED: tl.constexpr,
     PRECISION: tl.constexpr,
+    GATE_LOAD: tl.constexpr,
+    UP_LOAD: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -117,7 +120,7 @@ def _gate_up_kernel(
             tokens = load_rows(token_places, begin, HIDDEN, TILE_DEPTH)
             tile = load_table(
                 gate, gate_block, expert, 2 * first_column, begin, 2 * WIDTH, HIDDEN, STRIDE_EXPERT, 1, STRIDE_HIDDEN,
-                BY_DESCRIPTOR, 2 * TILE_COLUMNS, TILE_DEPTH,
+                "plain", BY_DESCRIPTOR, 2 * TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
             total = tl.dot(tokens, tile.to(tokens.dtype), total, input_precision=PRECISION)
     else:
@@ -127,13 +130,13 @@ def _gate_up_kernel(
             tokens = load_rows(token_places, begin, HIDDEN, TILE_DEPTH)
             gate_tile = load_table(
                 gate, gate_block, expert, first_column, begin, WIDTH, HIDDEN, STRIDE_EXPERT, STRIDE_WIDTH,
-                STRIDE_HIDDEN, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
+                STRIDE_HIDDEN, GATE_LOAD, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
             gate_total = tl.dot(tokens, gate_tile.to(tokens.dtype), gate_total, input_precision=PRECISION)
             if HAS_UP:
                 up_tile = load_table(
                     up, up_block, expert, first_column, begin, WIDTH, HIDDEN, STRIDE_EXPERT, STRIDE_WIDTH,
-                    STRIDE_HIDDEN, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
+                    STRIDE_HIDDEN, UP_LOAD, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
                 )  # fmt: skip
                 up_total = tl.dot(tokens, up_tile.to(tokens.dtype), up_total, input_precision=PRECISION)
     own_rows = rows - first_row
@@ -219,6 +222,8 @@ def gate_up(
         "WRITES_PRODUCTS": products is not None,
         "WRITES_ACTIVATED": activated is not None,
         "PRECISION": precision,
+        "GATE_LOAD": loader_of(tables.gate),
+        "UP_LOAD": loader_of(tables.up),
         "BY_DESCRIPTOR": by_descriptor,
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
@@ -231,8 +236,8 @@ def gate_up(
         "weight": hidden if weight is None else weight,
         "order": routing.order,
         "offsets": routing.offsets,
-        "gate": tables.gate,
-        "up": tables.up,
+        "gate": argument_of(tables.gate),
+        "up": argument_of(tables.up),
         "gate_block": gate_block if by_descriptor else None,
         "up_block": up_block if by_descriptor else None,
         "gate_bias": hidden if tables.gate_bias is None else tables.gate_bias,
@@ -261,8 +266,8 @@ def reference_gate_up(
         assignments = routing.order[start:stop].long()
         here = slice(start - window.first, stop - window.first)
         rows = hidden[assignments // routing.top_k]
-        gate_rows[here] = rows @ tables.gate[expert].T.to(hidden.dtype)
-        up_rows[here] = rows @ tables.up[expert].T.to(hidden.dtype)
+        gate_rows[here] = rows @ standing(tables.gate)[expert].T.to(hidden.dtype)
+        up_rows[here] = rows @ standing(tables.up)[expert].T.to(hidden.dtype)
         if tables.gate_bias is not None and tables.up_bias is not None:
             gate_rows[here] += tables.gate_bias[expert].to(hidden.dtype)
             up_rows[here] += tables.up_bias[expert].to(hidden.dtype)

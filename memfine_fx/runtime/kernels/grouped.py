@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Tables
+from memfine_fx.runtime.kernels.tables import Tables, standing
 
 __all__ = ["grouped_calls"]
 
@@ -46,12 +46,13 @@ def grouped_calls(hidden: torch.Tensor, routing: Routing, tables: Tables) -> Ite
     yield gather  # the tokens again, for gradients of the projections
     yield functools.partial(moved[0].copy_, moved[1])  # the activation, of two columns into one
     yield functools.partial(moved[2].copy_, moved[3])  # its gradient, of three columns into three
-    for one, left in zip(tables.projections, made, strict=True):
+    down = standing(tables.down)
+    for one, left in zip(map(standing, tables.projections), made, strict=True):
         yield functools.partial(product, rows, one.mT)
         yield functools.partial(product, left, one)
         yield functools.partial(product, left.mT, rows)
         yield one.clone
-    yield functools.partial(product, activated, tables.down.mT)
-    yield functools.partial(product, rows, tables.down)
+    yield functools.partial(product, activated, down.mT)
+    yield functools.partial(product, rows, down)
     yield functools.partial(product, rows.mT, activated)
-    yield tables.down.clone
+    yield down.clone

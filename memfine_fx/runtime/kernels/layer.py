@@ -23,6 +23,8 @@ from memfine_fx.runtime.kernels.sorting import Routing, sort_assignments
 from memfine_fx.runtime.kernels.tables import (
     Activation,
     Layout,
+    Sources,
+    Table,
     Tables,
     are_projections,
     divided,
@@ -50,6 +52,7 @@ class LayerOptions:
         is_deterministic: whether a token's rows are added in the same order in every run, for a launch more a window.
         precision: of products of fp32, "ieee" or "tf32".
         tiles: of the kernels, or None for the device's and dtype's own.
+        sources: as of `KernelForm`; parameters that make a table follow each other in its place, and have no gradient.
     """
 
     rows_per_window: int
@@ -60,6 +63,7 @@ class LayerOptions:
     is_deterministic: bool = False
     precision: str = "ieee"
     tiles: LayerTiles | None = None
+    sources: Sources = ()
 
     @property
     def has_up(self) -> bool:
@@ -73,7 +77,7 @@ class LayerOptions:
         """
         if self.has_up is (self.layout in ("single", "single_in_out")):
             raise ValueError(f"activation {self.activation!r} does not go with layout {self.layout!r}")
-        return Tables.of(params, self.layout, has_bias=self.has_bias)
+        return Tables.of(params, self.layout, has_bias=self.has_bias, sources=self.sources)
 
     def tiles_of(self, hidden: torch.Tensor, params: Sequence[torch.Tensor]) -> LayerTiles:
         return self.tiles or tiles_for(target_of(hidden.device), hidden.dtype, params[0].dtype)
@@ -181,7 +185,7 @@ class _Adder:
     def __call__(
         self,
         rows: list[torch.Tensor],
-        matrices: list[torch.Tensor],
+        matrices: list[Table],
         window: Window,
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
@@ -225,8 +229,9 @@ class _Backward:
         if weight is not None:
             num_parts = num_weight_parts(tables.width, tiles.down_backward)
             self._parts = hidden.new_zeros((num_parts, routing.num_rows), dtype=torch.float32)
-        is_projection = are_projections(options.layout, has_bias=options.has_bias)
-        has_projections, has_down = trained_parts(options.layout, wanted[2:], has_bias=options.has_bias)
+        has_bias, sources = options.has_bias, options.sources
+        is_projection = are_projections(options.layout, has_bias=has_bias, sources=sources)
+        has_projections, has_down = trained_parts(options.layout, wanted[2:], has_bias=has_bias, sources=sources)
         self._activated = hidden.new_empty((capacity, tables.width)) if has_down else hidden
         # What is not written stands for itself; the projections are written together, and down with its bias.
         self._params = [
@@ -236,7 +241,8 @@ class _Backward:
         num_tables = num_projections_of(options.layout) + 1
         self._into = TableGradients.of(
             options.tables_of(self._params), has_projections=has_projections, has_down=has_down,
-            is_cut=len(windows) > 1, are_added=[one is not None for one in self._onto[:num_tables]],
+            is_cut=len(windows) > 1,
+            are_added=None if sources else [one is not None for one in self._onto[:num_tables]],
         )  # fmt: skip
 
     def window(self, window: Window, kept: Products | None) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar, get_args
 
 import torch
 
@@ -15,11 +15,16 @@ __all__ = [
     "KernelForm",
     "Layout",
     "Pointwise",
+    "Sources",
+    "Table",
     "Tables",
+    "TileSource",
+    "TileTable",
     "are_projections",
     "divided",
     "has_up",
     "num_projections_of",
+    "standing",
     "trained_parts",
 ]
 
@@ -62,24 +67,124 @@ _OUT_IN = ("apart", "halves", "single")
 
 
 @dataclass(frozen=True)
+class TileSource:
+    """How kernels make a table tile by tile, of packed numbers for instance; see `made`.
+
+    Args:
+        source: Triton source of `made(parts, expert, row, column, is_entry)`, entries of an expert's matrix at rows and
+            columns that broadcast to each other, finite where they are not entries.
+        shape: of an expert's matrix, whose rows and columns these are.
+        num_tensors: of how many parameters it is made, [E,...] each and contiguous: `parts`, and behind them `codes`.
+        codes: numbers that `made` looks up, in fp32.
+    """
+
+    source: str
+    shape: tuple[int, int]
+    num_tensors: int
+    codes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """A table [E,C,D], or a part of its rows, that exists tile by tile alone and has no gradient.
+
+    Args:
+        tensors: what `how` takes, its codes included.
+        shape: of this view.
+        firsts, steps: of the matrix's rows and columns, which are the view's: the n-th is first + step n.
+        is_turned: whether the view's rows are the matrix's columns.
+    """
+
+    how: TileSource
+    tensors: tuple[torch.Tensor, ...]
+    shape: tuple[int, int, int]
+    firsts: tuple[int, int] = (0, 0)
+    steps: tuple[int, int] = (1, 1)
+    is_turned: bool = False
+
+    @staticmethod
+    def of(how: TileSource, tensors: Sequence[torch.Tensor]) -> TileTable:
+        """
+        Raises:
+            ValueError: they are not as many, not of as many experts, or not contiguous.
+        """
+        experts = {one.shape[0] for one in tensors}
+        if len(tensors) != how.num_tensors or len(experts) != 1 or not all(one.is_contiguous() for one in tensors):
+            raise ValueError(f"a table is made of {how.num_tensors} contiguous tensors of its experts")
+        codes = [_codes(how.codes, tensors[0].device)] if how.codes else []
+        return TileTable(how, (*tensors, *codes), (experts.pop(), *how.shape))
+
+    def stride(self, axis: int) -> int:
+        """Of entries that stand nowhere."""
+        return 0
+
+    @property
+    def mT(self) -> TileTable:
+        num_experts, rows, columns = self.shape
+        return replace(self, shape=(num_experts, columns, rows), is_turned=not self.is_turned)
+
+    def rows(self, first: int, number: int, step: int = 1) -> TileTable:
+        """So many of the view's rows, each so many behind the one before."""
+        num_experts, _, columns = self.shape
+        firsts, steps, own = list(self.firsts), list(self.steps), int(self.is_turned)
+        firsts[own] += steps[own] * first
+        steps[own] *= step
+        shape = (num_experts, number, columns)
+        return replace(self, shape=shape, firsts=(firsts[0], firsts[1]), steps=(steps[0], steps[1]))
+
+
+TableT = TypeVar("TableT", torch.Tensor, "Table")
+Table = torch.Tensor | TileTable
+"""[E,C,D] of numbers that stand somewhere, or are made."""
+
+
+def standing(table: Table) -> torch.Tensor:
+    """A table whose numbers stand somewhere, as what references take and gradients are.
+
+    Raises:
+        TypeError: it is made.
+    """
+    if isinstance(table, TileTable):
+        raise TypeError(f"a table {list(table.shape)} that is made by tiles stands nowhere")
+    return table
+
+
+def _codes(codes: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    key = codes, device
+    if key not in _made_codes:
+        _made_codes[key] = torch.tensor(codes, dtype=torch.float32, device=device)
+    return _made_codes[key]
+
+
+_made_codes: dict[tuple[tuple[float, ...], torch.device], torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
 class KernelForm:
     """What of an expert function makes it one that the kernels know.
 
     Args:
         layout: of its parameters.
-        positions: where gate and up, or both in one, down and the biases stand among them.
+        positions: where gate and up, or both in one, down and the biases stand among them; all tensors of one that is
+            made, one after the other.
         activation: between the projections.
         has_bias: whether every projection has one.
+        sources: of gate and up, or both in one, and down, how each is made, or None where it is a parameter; empty
+            where all are.
     """
 
     layout: Layout
     positions: tuple[int, ...]
     activation: Activation = "swiglu"
     has_bias: bool = False
+    sources: Sources = ()
 
     @property
     def has_up(self) -> bool:
         return has_up(self.activation)
+
+
+Sources = tuple[TileSource | None, ...]
 
 
 @dataclass(frozen=True)
@@ -95,13 +200,13 @@ class Tables:
         projection_biases: theirs, [E,F] or [E,2F]; none where there are no biases.
     """
 
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    gate: Table
+    up: Table
+    down: Table
     gate_bias: torch.Tensor | None = None
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    projections: Sequence[torch.Tensor] = ()
+    projections: Sequence[Table] = ()
     projection_biases: Sequence[torch.Tensor] = ()
 
     @property
@@ -117,17 +222,22 @@ class Tables:
         return self.gate.shape[2]
 
     @staticmethod
-    def of(params: Sequence[torch.Tensor], layout: Layout, *, has_bias: bool = False) -> Tables:
+    def of(params: Sequence[torch.Tensor], layout: Layout, *, has_bias: bool = False, sources: Sources = ()) -> Tables:
         """The views.
 
         Raises:
             ValueError: the parameters have not that layout.
         """
-        num_projections = num_projections_of(layout)
-        if len(params) != (num_projections + 1) * (1 + has_bias):
+        num_params = sum(counts_of(layout, sources)) + has_bias * (num_projections_of(layout) + 1)
+        if len(params) != num_params:
             with_bias = " with biases" if has_bias else ""
             raise ValueError(f"layout {layout!r}{with_bias} does not have {len(params)} parameters")
-        matrices, biases = params[: num_projections + 1], params[num_projections + 1 :]
+        biases = list(params)
+        matrices: list[Table] = []
+        for how in sources or (None,) * (num_projections_of(layout) + 1):
+            count = 1 if how is None else how.num_tensors
+            taken, biases = biases[:count], biases[count:]
+            matrices.append(taken[0] if how is None else TileTable.of(how, taken))
         is_out_in = layout in _OUT_IN
         *projections, down = matrices if is_out_in else [matrix.mT for matrix in matrices]
         gate, up = divided(projections, layout)
@@ -141,7 +251,7 @@ class Tables:
 
     def _check(self, layout: Layout) -> None:
         num_experts, width, hidden = self.gate.shape
-        if self.up.shape != self.gate.shape or self.up.stride() != self.gate.stride():
+        if self.up.shape != self.gate.shape or not _stand_alike(self.up, self.gate):
             raise ValueError(f"gate {_described(self.gate)} and up {_described(self.up)} differ in layout {layout!r}")
         if self.down.shape != (num_experts, hidden, width):
             raise ValueError(
@@ -157,6 +267,12 @@ class Tables:
             raise ValueError(f"biases {_described(self.gate_bias)} and {_described(self.up_bias)} differ in strides")
 
 
+def _stand_alike(one: Table, other: Table) -> bool:
+    if isinstance(one, TileTable) or isinstance(other, TileTable):
+        return isinstance(one, TileTable) and isinstance(other, TileTable)
+    return one.stride() == other.stride()
+
+
 def num_projections_of(layout: Layout) -> int:
     """How many parameters hold gate and up."""
     return 2 if layout in _APART else 1
@@ -167,24 +283,37 @@ def has_up(activation: Activation) -> bool:
     return activation.has_up if isinstance(activation, Pointwise) else activation != "relu2"
 
 
-def are_projections(layout: Layout, *, has_bias: bool) -> list[bool]:
+def counts_of(layout: Layout, sources: Sources) -> list[int]:
+    """Of gate and up, or both in one, and down, how many parameters each is or is made of."""
+    return [1 if how is None else how.num_tensors for how in sources or (None,) * (num_projections_of(layout) + 1)]
+
+
+def are_projections(layout: Layout, *, has_bias: bool, sources: Sources = ()) -> list[bool]:
     """Of each parameter, whether it is of gate and up, not of down."""
     group = [*[True] * num_projections_of(layout), False]
-    return group * (1 + has_bias)
+    of_matrices = zip(group, counts_of(layout, sources), strict=True)
+    return [is_one for is_one, count in of_matrices for _ in range(count)] + group * has_bias
 
 
-def trained_parts(layout: Layout, wanted: Sequence[bool], *, has_bias: bool) -> tuple[bool, bool]:
+def trained_parts(
+    layout: Layout, wanted: Sequence[bool], *, has_bias: bool, sources: Sources = ()
+) -> tuple[bool, bool]:
     """Whether anything of gate and up is trained, and of down.
 
     Args:
         wanted: of each parameter, whether its gradient is.
+
+    Raises:
+        ValueError: a gradient is wanted of what is made, or of a bias beside it.
     """
-    pairs = list(zip(are_projections(layout, has_bias=has_bias), wanted, strict=True))
+    pairs = list(zip(are_projections(layout, has_bias=has_bias, sources=sources), wanted, strict=True))
+    if any(sources) and any(wanted):
+        raise ValueError("experts whose tables are made have no gradients of their parameters")
     projections = any(is_wanted for is_one, is_wanted in pairs if is_one)
     return projections, any(is_wanted for is_one, is_wanted in pairs if not is_one)
 
 
-def divided(projections: Sequence[torch.Tensor], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def divided(projections: Sequence[TableT], layout: Layout) -> tuple[TableT, TableT]:
     """(gate, up) of what holds them, experts or rows in front and the width behind them."""
     if layout in _APART:
         gate, up = projections
@@ -192,6 +321,11 @@ def divided(projections: Sequence[torch.Tensor], layout: Layout) -> tuple[torch.
     (both,) = projections
     if layout in _SINGLE:
         return both, both
+    if isinstance(both, TileTable):
+        width = both.shape[1] // 2
+        is_interleaved = layout == "interleaved_in_out"
+        step = 1 + is_interleaved
+        return both.rows(0, width, step), both.rows(1 if is_interleaved else width, width, step)
     if layout == "interleaved_in_out":
         num_experts, width, *depth = both.shape
         gate, up = both.view(num_experts, width // 2, 2, *depth).unbind(2)
@@ -200,5 +334,6 @@ def divided(projections: Sequence[torch.Tensor], layout: Layout) -> tuple[torch.
     return gate, up
 
 
-def _described(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} of strides {list(tensor.stride())}"
+def _described(table: Table) -> str:
+    strides = "made by tiles" if isinstance(table, TileTable) else f"of strides {list(table.stride())}"
+    return f"{list(table.shape)} {strides}"

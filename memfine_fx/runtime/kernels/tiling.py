@@ -130,10 +130,12 @@ def tiles_for(target: str, dtype: torch.dtype, table_dtype: torch.dtype | None =
     """The tiles for rows of a dtype on a target of `target_of`, where nothing was timed.
 
     Args:
-        table_dtype: of the tables, where it is another.
+        table_dtype: of the tables, where it is another. What is made of bytes takes registers, and the smallest tiles.
     """
     if dtype is torch.float32:
         return _FULL_PRECISION
+    if table_dtype is not None and table_dtype.itemsize == 1:
+        return _LOW_PRECISION["gfx942" if target == "gfx942" else "sm_80"]
     tiles = _LOW_PRECISION[target]
     return _WIDE_TABLES.get(target, tiles) if table_dtype is torch.float32 else tiles
 

@@ -26,7 +26,7 @@ from memfine_fx.runtime.kernels.blocks import rows_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.pairs import halved
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Tables
+from memfine_fx.runtime.kernels.tables import Table, Tables, TileTable, standing
 from memfine_fx.runtime.kernels.traffic import Access, Load
 from memfine_fx.runtime.kernels.windows import Window, ceil_div
 
@@ -268,9 +268,10 @@ class TableGradients:
             is_cut: whether a window may cut an expert; in a layer of one window there is nothing to stage.
         """
 
-        def stages(table: torch.Tensor, is_written: bool) -> Stages:
+        def stages(table: Table, is_written: bool) -> Stages:
             size = table.shape[1:] if is_cut and is_written else (1,)
-            return table.new_empty(size, dtype=torch.float32), table.new_empty(size, dtype=torch.float32)
+            beside = table.tensors[0] if isinstance(table, TileTable) else table
+            return beside.new_empty(size, dtype=torch.float32), beside.new_empty(size, dtype=torch.float32)
 
         of_projections = [stages(one, has_projections) for one in tables.projections]
         every = [*of_projections, stages(tables.down, has_down)]
@@ -302,11 +303,11 @@ def weight_gradient(
         into: of `TableGradients.of`, for all windows of a layer.
         precision: of products of fp32, "ieee" or "tf32".
     """
-    tables, down = into.tables, into.tables.down.mT
+    tables, down = into.tables, _written(into.tables.down).mT
     found, left = window.number % 2, (window.number + 1) % 2
-    projections, biases = tables.projections, [*tables.projection_biases, tables.down_bias]
+    projections, biases = [_written(one) for one in tables.projections], [*tables.projection_biases, tables.down_bias]
     has_bias = tables.down_bias is not None
-    height, num_projections = projections[0].shape[1], len(projections) * into.has_projections
+    height, num_projections = tables.projections[0].shape[1], len(projections) * into.has_projections
     num_columns = ceil_div(tables.hidden, tiles.columns)
     num_tiles, num_down_tiles = (ceil_div(one, tiles.rows) * num_columns for one in (height, tables.width))
     blocks = [
@@ -367,6 +368,11 @@ def weight_gradient(
     launch(_weight_gradient_kernel, grid, arguments, constants, tiles)
 
 
+def _written(table: Table) -> torch.Tensor:
+    """Where a table's gradient goes; what is made has none, and anything stands for it."""
+    return table.tensors[0].new_empty((1, 1, 1)) if isinstance(table, TileTable) else table
+
+
 def _strides(prefix: str, tensor: torch.Tensor | None, axes: Sequence[str]) -> dict[str, int]:
     strides = [0] * len(axes) if tensor is None else tensor.stride()
     return {f"{prefix}STRIDE_{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
@@ -388,8 +394,8 @@ def reference_weight_gradient(
         here = slice(start - window.first, stop - window.first)
         tokens, grads = (one[assignments // routing.top_k].float() for one in (hidden, grad))
         for one, table in zip(rows, totals.projections, strict=True):
-            table[expert] += one[here].float().T @ tokens
-        totals.down[expert] += grads.T @ activated[here].float()
+            standing(table)[expert] += one[here].float().T @ tokens
+        standing(totals.down)[expert] += grads.T @ activated[here].float()
         if totals.down_bias is None:
             continue
         for one, bias in zip(rows, totals.projection_biases, strict=True):
