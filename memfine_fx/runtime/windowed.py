@@ -50,13 +50,18 @@ _MOST_ENTRIES = 2**31 - 1
 
 
 def can_run(form: KernelForm | None, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernels know experts of this form, on tensors of these devices and dtypes.
+    """Whether the kernels know experts of this form, on tensors of these devices and dtypes, frozen if tables are made.
 
     Args:
         tensors: tokens and parameters.
     """
-    are_known = all(one.device.type in _DEVICES and one.dtype in _DTYPES for one in tensors)
-    return form is not None and are_known and has_triton()
+    if form is None or not all(one.device.type in _DEVICES for one in tensors):
+        return False
+    hidden, *params = tensors
+    made = [params[position] for position in form.made]
+    others = [hidden, *(one for position, one in enumerate(params) if position not in form.made)]
+    are_known = all(one.dtype in _DTYPES for one in others) and not any(one.requires_grad for one in params if made)
+    return are_known and all(one.is_contiguous() for one in made) and has_triton()
 
 
 def runs_by_default(tensors: Sequence[torch.Tensor]) -> bool:
@@ -217,7 +222,7 @@ def _arguments(
     products = None if kept is None else _products(kept, form)
     options = LayerOptions(
         plan.rows_per_chunk, layout=form.layout, activation=form.activation, has_bias=form.has_bias,
-        keeps_products=products is not None, precision=_precision(),
+        keeps_products=products is not None, precision=_precision(), sources=form.sources,
         tiles=_tiles(form, routed.hidden, params, routed.top_k, measures=False),
     )  # fmt: skip
     return routing, replace(options, rows_per_window=_rows(routed, params, options, plan)), params, products
@@ -269,7 +274,7 @@ def _tiles(
     """Those that were timed; None where none were, which are those that stand in the code."""
     from memfine_fx.runtime.kernels.tuning import tune, tuned
 
-    if hidden.device.type not in _TIMED:
+    if hidden.device.type not in _TIMED or form.sources:
         return None
     kind = _kind(form, hidden, params, top_k)
     return tune(kind, hidden.device) if measures else tuned(kind, hidden.device)
@@ -277,11 +282,12 @@ def _tiles(
 
 def _rows(routed: Routed, params: Sequence[torch.Tensor], options: LayerOptions, plan: ChunkPlan) -> int:
     """R by the device's figures, at most the plan's and what 32 bits count; the most where there are no figures."""
-    widest = max(size for tensor in (routed.hidden, *params) for size in tensor.shape[1:])
+    tables = options.tables_of(params)
+    widest = max(tables.hidden, *(one.shape[1] for one in tables.projections))
     most, device = max(1, min(plan.rows_per_chunk, _MOST_ENTRIES // widest)), routed.hidden.device
     if device.type != "cuda":
         return most
-    tables, tiles = options.tables_of(params), options.tiles_of(routed.hidden, params).gate_up
+    tiles = options.tiles_of(routed.hidden, params).gate_up
     sizes = LayerSizes(
         routed.order.shape[0], tables.num_experts, tables.hidden, tables.width, routed.hidden.element_size(),
         tiles.rows, tiles.columns, 2 + options.has_up,

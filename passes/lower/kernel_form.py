@@ -6,8 +6,9 @@ After:   KernelForm("halves", (0, 1), "swiglu"): where the matrices stand among 
 Steps: take the down projection's bias, times the routing weight, off the output; walk through casts to the last
 product; take the routing weight's column off its rows; take the activation apart, as one that the kernels know or, of
 pointwise operators, as source for them (`epilogue`); find gate and up, with biases or without, as the halves or the
-alternating columns of one product of the rows, or as two. None where a step does not match: nothing is refused, the
-expert keeps its bodies.
+alternating columns of one product of the rows, or as two. A matrix is a parameter, or is made of packed ones by an
+operator that the kernels have as source (`runtime.kernels.packed`). None where a step does not match: nothing is
+refused, the expert keeps its bodies.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from memfine_fx.compat.bitsandbytes import DEQUANTIZE_4BIT
+from memfine_fx.compat.operators import qualified_name
 from memfine_fx.passes.lower.epilogue import as_pointwise
-from memfine_fx.runtime.kernels.tables import Activation, KernelForm, Layout
+from memfine_fx.runtime.kernels.packed import FP4, NF4, four_bits
+from memfine_fx.runtime.kernels.tables import Activation, KernelForm, Layout, TileSource
 
 __all__ = ["kernel_form"]
 
@@ -53,9 +57,16 @@ class _Product(NamedTuple):
     """left @ matrix + bias if any, or left @ matrix.T where the matrix is [out,in]."""
 
     left: fx.Node
-    matrix: fx.Node
+    matrix: _Matrix
     is_out_in: bool
     bias: fx.Node | None = None
+
+
+class _Matrix(NamedTuple):
+    """A parameter, or what it is made of and how."""
+
+    params: tuple[fx.Node, ...]
+    how: TileSource | None = None
 
 
 class _Gated(NamedTuple):
@@ -74,7 +85,7 @@ def _form(
 ) -> KernelForm | None:
     every = [*products, down]
     biases = [one.bias for one in every if one.bias is not None]
-    used = [*(one.matrix for one in every), *biases]
+    used = [*(param for one in every for param in one.matrix.params), *biases]
     if any(one.left is not rows for one in products) or sorted(map(id, used)) != sorted(map(id, params)):
         return None
     if len({one.is_out_in for one in every}) != 1 or len(biases) not in (0, len(every)):
@@ -82,7 +93,9 @@ def _form(
     layout = _layout(how, down.is_out_in)
     if layout is None:
         return None
-    return KernelForm(layout, tuple(map(params.index, used)), activation, has_bias=bool(biases))
+    sources = tuple(one.matrix.how for one in every)
+    positions = tuple(map(params.index, used))
+    return KernelForm(layout, positions, activation, has_bias=bool(biases), sources=sources if any(sources) else ())
 
 
 _LAYOUTS: dict[tuple[_How, bool], Layout] = {
@@ -151,8 +164,27 @@ def _bare_product(node: fx.Node) -> _Product | None:
 
 def _of(left: fx.Node, right: fx.Node, bias: fx.Node | None) -> _Product | None:
     is_out_in = right.target is aten.t.default
-    matrix = _node(right.args[0]) if is_out_in else right
-    return _Product(_uncast(left), matrix, is_out_in, bias) if matrix.op == "placeholder" else None
+    matrix = _matrix(_node(right.args[0]) if is_out_in else right, left.meta["val"].dtype)
+    return None if matrix is None else _Product(_uncast(left), matrix, is_out_in, bias)
+
+
+_CODES = {"nf4": NF4, "fp4": FP4}
+
+
+def _matrix(node: fx.Node, dtype: torch.dtype) -> _Matrix | None:
+    """A parameter, or packed numbers that are made in the rows' dtype, as tiles are cast to it."""
+    if node.op == "placeholder":
+        return _Matrix((node,))
+    if qualified_name(node.target) != DEQUANTIZE_4BIT or node.meta["val"].dtype is not dtype:
+        return None
+    arguments: tuple[Any, ...] = (*node.args, *node.kwargs.values())
+    packed, scales, block, quant_type, *_ = arguments
+    are_params = all(isinstance(one, fx.Node) and one.op == "placeholder" for one in (packed, scales))
+    if not are_params or quant_type not in _CODES or scales.meta["val"].dtype is not torch.float32:
+        return None
+    rows, columns = node.meta["val"].shape
+    how = four_bits((int(rows), int(columns)), block, _CODES[quant_type])
+    return _Matrix((packed, scales), how)
 
 
 def _row(node: fx.Node) -> fx.Node | None:

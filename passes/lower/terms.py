@@ -18,7 +18,7 @@ from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.lower.arguments import gradient_shapes, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies
 from memfine_fx.records import Keep, MoERegion
-from memfine_fx.runtime.kernels.tables import KernelForm, num_projections_of, trained_parts
+from memfine_fx.runtime.kernels.tables import KernelForm, trained_parts
 from memfine_fx.runtime.kernels.tiling import LEAST_COLUMNS
 from memfine_fx.runtime.loop import accumulator_dtype
 
@@ -87,12 +87,13 @@ def _window_bytes(
     region: MoERegion, form: KernelForm, hidden: torch.Tensor, output: torch.Tensor, wanted: Sequence[bool]
 ) -> WindowBytes:
     """See `runtime.kernels.layer`: what it holds from window to window."""
-    down = tensor_of(region.params[form.positions[num_projections_of(form.layout)]])
-    matrix = math.prod(down.shape[1:])
     of_params = [wanted[2 + place] for place in form.positions]
-    trains_projections, trains_down = trained_parts(form.layout, of_params, has_bias=form.has_bias)
+    trains_projections, trains_down = trained_parts(
+        form.layout, of_params, has_bias=form.has_bias, sources=form.sources
+    )
     num_products = 1 + form.has_up
-    width = matrix // region.dims.hidden
+    width = form.width(lambda position: tensor_of(region.params[position]).shape)
+    matrix = width * region.dims.hidden
     row = width * hidden.dtype.itemsize
     return WindowBytes(
         forward_row=row,

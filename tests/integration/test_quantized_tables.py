@@ -1,12 +1,9 @@
-"""Tables in 4 bits, by an operator of bitsandbytes' name and arguments that is written here where it is not installed.
+"""Tables in 4 bits (`tests.quantized`), made one expert at a time.
 
 What the library itself makes of real layers is in tests/trainers/test_quantized.py.
 """
 
 from __future__ import annotations
-
-import importlib.util
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,27 +14,9 @@ from memfine_fx.compat.bitsandbytes import linear_4bit
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.models.loops import LoopConfig, LoopMoE
 from tests.integration.comparison import assert_same_step, optimized_copy
+from tests.quantized import dequantized
 
 E, K, H, WIDTH, T = 16, 2, 64, 64, 24
-
-if importlib.util.find_spec("bitsandbytes") is None:
-
-    @torch.library.custom_op("bitsandbytes::dequantize_4bit", mutates_args=())
-    def dequantize_4bit(
-        packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        numbers = torch.stack((packed.reshape(-1) >> 4, packed.reshape(-1) & 15), dim=1)
-        scaled = (numbers.reshape(-1, blocksize) / 7.5 - 1) * absmax.float().view(-1, 1)
-        return scaled.reshape(list(shape)).to(dtype)
-
-    @dequantize_4bit.register_fake
-    def _(
-        packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        return absmax.new_empty(list(shape), dtype=dtype)
-
-else:
-    import bitsandbytes  # noqa: F401  # registers the operator
 
 
 class QuantizedExpert(nn.Module):
@@ -70,9 +49,7 @@ class Quantized(nn.Module):
 
     def table(self) -> Tensor:
         with torch.no_grad():
-            table: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-                self.up, self.absmax, self.block_size, "nf4", [E, WIDTH, H], torch.float32
-            )
+            table = dequantized(self.up, self.absmax, self.block_size, [E, WIDTH, H])
         return table if self.a is None or self.b is None else table + self.b @ self.a
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -116,7 +93,7 @@ def test_experts_of_a_list_in_4_bits_are_made_one_at_a_time() -> None:
 
 def test_rows_by_a_matrix_in_4_bits_keep_the_packed_matrix_alone() -> None:
     expert, rows = QuantizedExpert(), torch.randn(T, H, requires_grad=True)
-    weight = torch.ops.bitsandbytes.dequantize_4bit(expert.packed, expert.absmax, 128, "nf4", [WIDTH, H], torch.float32)
+    weight = dequantized(expert.packed, expert.absmax, 128, [WIDTH, H])
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one), one)[1], lambda one: one):
         out = linear_4bit(rows, expert.packed, [expert.absmax], 128, "nf4", WIDTH)

@@ -80,7 +80,8 @@ class LayerOptions:
         return Tables.of(params, self.layout, has_bias=self.has_bias, sources=self.sources)
 
     def tiles_of(self, hidden: torch.Tensor, params: Sequence[torch.Tensor]) -> LayerTiles:
-        return self.tiles or tiles_for(target_of(hidden.device), hidden.dtype, params[0].dtype)
+        table_dtype = torch.uint8 if any(self.sources) else params[0].dtype
+        return self.tiles or tiles_for(target_of(hidden.device), hidden.dtype, table_dtype)
 
 
 @dataclass(frozen=True)

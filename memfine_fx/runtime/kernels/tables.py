@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, get_args
 
@@ -182,6 +182,27 @@ class KernelForm:
     @property
     def has_up(self) -> bool:
         return has_up(self.activation)
+
+    @property
+    def made(self) -> frozenset[int]:
+        """Positions of what tables are made of."""
+        counts = counts_of(self.layout, self.sources)
+        firsts = [sum(counts[:place]) for place in range(len(counts))]
+        of_each = zip(firsts, counts, self.sources, strict=True) if self.sources else ()
+        return frozenset(
+            self.positions[first + place] for first, count, how in of_each if how is not None for place in range(count)
+        )
+
+    def width(self, shape_of: Callable[[int], Sequence[int]]) -> int:
+        """F.
+
+        Args:
+            shape_of: of the parameter at a position, experts in front.
+        """
+        how = self.sources[-1] if self.sources else None
+        counts = counts_of(self.layout, self.sources)
+        first, second = how.shape if how is not None else shape_of(self.positions[sum(counts[:-1])])[1:]
+        return int(second if self.layout in _OUT_IN else first)
 
 
 Sources = tuple[TileSource | None, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from memfine_fx.models.variants import VariantConfig, VariantMoE
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime import windowed
 from memfine_fx.runtime.store import LiveRegion, lookup
+from tests.quantized import dequantized
 from tests.runtime.kernels.cases import DEVICE, in_kernels, relative_error
 
 pytestmark = in_kernels
@@ -348,6 +350,51 @@ def test_memory_that_runs_out_after_gradients_were_added_to_is_an_error(
     loss = model(hidden).sum()
     with pytest.raises(memfine_fx.ChunkOutOfMemory, match="gradients were added to in place"):
         loss.backward()
+
+
+class PackedExperts(torch.nn.Module):
+    """SwiGLU experts whose tables are in NF4."""
+
+    def __init__(self, experts: int = 4, hidden: int = 32, width: int = 64, block: int = 32) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(hidden, experts, bias=False)
+        self.shapes = {"up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
+        self.block = block
+        for name, shape in self.shapes.items():
+            num = math.prod(shape)
+            packed = torch.randint(0, 256, (num // 2, 1), dtype=torch.uint8)
+            self.register_parameter(name, torch.nn.Parameter(packed, requires_grad=False))
+            self.register_buffer(f"{name}_scales", torch.rand(num // block) / 2)
+
+    def table(self, name: str) -> torch.Tensor:
+        return dequantized(getattr(self, name), getattr(self, f"{name}_scales"), self.block, self.shapes[name])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight, index = self.router(hidden).softmax(-1).topk(2)
+        ids, rows = index.reshape(-1), hidden.repeat_interleave(2, dim=0)
+        gate, up = torch.einsum("nh,nfh->nf", rows, self.table("up")[ids]).chunk(2, -1)
+        out = torch.einsum("nf,nhf->nh", torch.nn.functional.silu(gate) * up, self.table("down")[ids])
+        return (out.view(-1, 2, hidden.shape[1]) * weight[:, :, None]).sum(1)
+
+
+@pytest.mark.parametrize("rows_per_chunk", (7, 64))
+def test_packed_tables_are_made_in_the_kernels(rows_per_chunk: int, launches: list[str]) -> None:
+    compare(PackedExperts(), rows_per_chunk=rows_per_chunk)
+    assert launches.count("down_backward_kernel") == -(-22 // rows_per_chunk)
+    assert "weight_gradient_kernel" not in launches
+
+
+def test_packed_tables_beside_what_is_trained_keep_their_bodies(launches: list[str]) -> None:
+    class Trained(PackedExperts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = torch.nn.Parameter(torch.randn(self.shapes["down"]) / 8)
+
+        def table(self, name: str) -> torch.Tensor:
+            return self.dense if name == "down" else super().table(name)
+
+    compare(Trained(), rows_per_chunk=9)
+    assert launches == []
 
 
 def test_frozen_tables_get_no_gradient(launches: list[str]) -> None:
