@@ -21,7 +21,7 @@ if importlib.util.find_spec("bitsandbytes") is None:
         assert quant_type == "nf4"
         numbers = torch.stack((packed.reshape(-1) >> 4, packed.reshape(-1) & 15), dim=1).int()
         codes = torch.tensor(NF4, device=packed.device)
-        scaled = codes[numbers].reshape(-1, blocksize) * absmax.float().view(-1, 1)
+        scaled = codes.index_select(0, numbers.flatten()).reshape(-1, blocksize) * absmax.float().view(-1, 1)
         return scaled.reshape(list(shape)).to(dtype)
 
     @dequantize_4bit.register_fake
