@@ -286,15 +286,18 @@ def written(found: dict[str, Any]) -> str:
 
 
 def filled(text: str, sessions: Sequence[dict[str, Any]]) -> str:
-    """A page with the tables of the last session in their place."""
-    return with_blocks(text, "gpu-layers", lambda _: _markdown(sessions[-1]))
+    """A page with the tables of each layer's last session in their place."""
+    return with_blocks(text, "gpu-layers", lambda _: _markdown(sessions))
 
 
-def _markdown(session: dict[str, Any]) -> str:
+def _markdown(sessions: Sequence[dict[str, Any]]) -> str:
     """Layers by plan, with time and bytes over those of the compiled grouped layer; then one plan's kernels."""
-    rows = session["rows"]
+    last = {row["shape"]: session for session in sessions for row in session["rows"]}
+    rows = [row for shape, session in last.items() for row in session["rows"] if row["shape"] == shape]
     compiled = {row["shape"]: row for row in rows if row["plan"] == "grouped, compiled"}
-    lines = ["| layer | plan | ms | over compiled | MB | over compiled | roofline ms |", f"|{' --- |' * 7}"]
+    lines = [f"{shape}: {session['device']}. {session['note']}" for shape, session in last.items()]
+    lines = [*"\n\n".join(lines).splitlines(), ""]
+    lines += ["| layer | plan | ms | over compiled | MB | over compiled | roofline ms |", f"|{' --- |' * 7}"]
     for row in rows:
         peer = compiled.get(row["shape"])
         shares = [f"{row[name] / peer[name]:.2f}" if peer else "-" for name in ("ms", "peak_mb")]

@@ -41,6 +41,7 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
         uncompared=outcome.uncompared,
         makes_tables=_made_tables(region, live.bodies.num_factored),
         why_expanded=outcome.region.why_expanded,
+        runs_in=live.runs_in,
     )
 
 

@@ -35,10 +35,9 @@ from memfine_fx.plan.knee import measured_knee
 from memfine_fx.plan.rows import KNEE_ROWS
 from memfine_fx.records import Keep, Modes, MoERegion, Refusal
 from memfine_fx.report.roles import region_graph
-from memfine_fx.runtime.kernels.tables import KernelForm
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
-from memfine_fx.runtime.windowed import can_run, runs_by_default, tune_tiles
+from memfine_fx.runtime.windowed import can_run, runs_by_default, why_bodies_after_timing
 
 __all__ = ["BodyRegions", "lower_regions", "plan_regions", "read_bodies"]
 
@@ -162,7 +161,8 @@ def _plan(
     output = tensor_of(region.cut.exit)
     chunk_rows = config.rows_per_chunk or KNEE_ROWS.get(output.device.type, KNEE_ROWS["cuda"])
     region, exchange = sharded_experts(region, bodies.key, config.axis, chunk_rows, bodies.flops_per_row)
-    kernels = _kernels_of(region, bodies, config) if exchange is None else None
+    why_bodies = _why_bodies(region, bodies, config) if exchange is None else "experts on several ranks"
+    kernels = None if why_bodies else bodies.kernel_form
     # Bodies know more once they are compiled.
     terms_of = functools.partial(region_bytes, region, bodies, output, exchange, kernels)
     terms = terms_of("nothing")  # traces them now, outside of any other compilation
@@ -182,6 +182,7 @@ def _plan(
         warn=functools.partial(session.warn_of_failure, region.where),
         exchange=exchange,
         uses_kernels=kernels is not None,
+        runs_in=_runs_in(why_bodies, output.device),
         name=region.where.module or str(region.where),
         context=session.situation_key,
     )
@@ -190,22 +191,34 @@ def _plan(
     return region, live
 
 
-def _kernels_of(region: MoERegion, bodies: ExpertBodies, config: Config) -> KernelForm | None:
-    """The form in which the GPU kernels run a region on one rank, their tiles timed; None where they do not.
+def _why_bodies(region: MoERegion, bodies: ExpertBodies, config: Config) -> str:
+    """Why the GPU kernels do not run a region on one rank; "" where they shall, their tiles timed.
 
     Where nobody asked for them, they run where they were measured and are faster than bodies there.
     """
-    asked = asked_gpu_kernels()
+    asked, tensors = asked_gpu_kernels(), [tensor_of(node) for node in (region.hidden, *region.params)]
+    if asked is False:
+        return "MEMFINE_GPU_KERNELS is 0"
+    if config.axis != "rows":
+        return f"chunks along {config.axis}"
     # Their sums of tokens are in another order in every run; Dynamo compiles anew where this setting changes.
-    if asked is False or config.axis != "rows" or torch.are_deterministic_algorithms_enabled():
-        return None
-    tensors = [tensor_of(node) for node in (region.hidden, *region.params)]
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch is to be deterministic"
     form = bodies.kernel_form
-    if form is None or not can_run(form, tensors) or not (asked or runs_by_default(tensors)):
-        return None
+    if form is None:
+        return "experts of a form that the kernels do not know"
+    if not can_run(form, tensors):
+        return "a device, dtypes or layouts that the kernels do not take, or no Triton"
+    if asked is None and not runs_by_default(tensors):
+        return "the kernels were not measured on such a device or dtype; MEMFINE_GPU_KERNELS=1 asks for them"
     hidden, *params = tensors
-    runs = tune_tiles(form, hidden, params, region.dims.top_k, only_if_faster=asked is None)
-    return form if runs else None
+    return why_bodies_after_timing(form, hidden, params, region.dims.top_k, only_if_faster=asked is None)
+
+
+def _runs_in(why_bodies: str, device: torch.device) -> str:
+    if not why_bodies:
+        return "GPU kernels"
+    return f"bodies ({why_bodies})" if device.type == "cuda" else ""
 
 
 def _with_knee(terms_of: Callable[[Keep], RegionBytes], knee: int | None, keep: Keep) -> RegionBytes:

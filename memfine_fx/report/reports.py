@@ -56,6 +56,7 @@ class RegionReport:
         uncompared: why its gradients could not be compared with autograd's when it was compiled, "" where they agree.
         makes_tables: where tables are computed (adapters, quantized weights): how each expert's is made when it runs.
         why_expanded: why such tables are computed whole, ahead of the experts; "" where they are not.
+        runs_in: on a GPU, "GPU kernels", or "bodies" and why; "" elsewhere.
     """
 
     status: Literal["chunked", "refused"]
@@ -80,6 +81,7 @@ class RegionReport:
     uncompared: str = ""
     makes_tables: str = ""
     why_expanded: str = ""
+    runs_in: str = ""
 
     @property
     def has_experts(self) -> bool:
@@ -99,6 +101,8 @@ class RegionReport:
             line += f", {self.makes_tables}"
         if self.why_expanded:
             line += f", its tables computed whole ({self.why_expanded})"
+        if self.runs_in:
+            line += f", in {self.runs_in}"
         if self.uncompared:
             line += f", gradients not compared when it was compiled ({self.uncompared})"
         if self.plan is None:

@@ -35,6 +35,7 @@ class LiveRegion(Live[ChunkPlan]):
         warn: told in words when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
         uses_kernels: whether the GPU kernels run it, but for copies of it in other dtypes, as checks make them.
+        runs_in: "GPU kernels", or on a GPU "bodies" and why.
         loads: how uneven its routing was.
     """
 
@@ -46,6 +47,7 @@ class LiveRegion(Live[ChunkPlan]):
     warn: Callable[[str], None] = _warn
     exchange: RowExchange | None = None
     uses_kernels: bool = False
+    runs_in: str = ""
     loads: LoadHistory = field(default_factory=LoadHistory)
     largest_chunk: int = 0  # rows, in the latest step
     stages_gradients: bool = False  # whether a gradient was added to more than once in it

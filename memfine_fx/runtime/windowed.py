@@ -36,7 +36,7 @@ __all__ = [
     "run_forward",
     "runs_by_default",
     "sort_on_device",
-    "tune_tiles",
+    "why_bodies_after_timing",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -233,19 +233,20 @@ def _precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def tune_tiles(
+def why_bodies_after_timing(
     form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int, *, only_if_faster: bool
-) -> bool:
+) -> str:
     """Time the kernels' tiles on a CUDA device for such a layer, unless that was done; see `kernels.tuning`.
 
-    Whether they shall run there. Where none can, a warning says why.
+    Returns:
+        Why they shall not run there, "" where they shall. Where none can, a warning says so.
 
     Args:
-        only_if_faster: whether they shall not where torch's grouped products took less time.
         form: of the layer.
         hidden: its rows, which may be fake.
         params: of its expert function, in that function's order; may be fake.
         top_k: K.
+        only_if_faster: whether they shall not where torch's grouped products took less time.
     """
     from memfine_fx.runtime.kernels.tuning import KernelsDoNotRun, times_of
 
@@ -254,12 +255,11 @@ def tune_tiles(
         _tiles(form, hidden, given, top_k, measures=True)
     except KernelsDoNotRun as error:
         _LOG.warning("experts keep their bodies, because GPU kernels do not run here: %s", error)
-        return False
+        return "the kernels do not run here"
     times = times_of(_kind(form, hidden, given, top_k), hidden.device) if only_if_faster else None
     if times is None or times.grouped is None or times.kernels <= times.grouped:
-        return True
-    _LOG.info("experts keep their bodies: grouped products are faster, %s", times)
-    return False
+        return ""
+    return f"grouped products took {1e3 * times.grouped:.2f} ms of a timed layer, the kernels {1e3 * times.kernels:.2f}"
 
 
 def _kind(form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int) -> LayerKind:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch._subclasses import FakeTensor
 
+from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.runtime.kernels.launches import Tiles
 from memfine_fx.runtime.kernels.tables import Table, TileTable
 

@@ -442,6 +442,9 @@ def test_kernels_are_taken_where_they_are_asked_for_or_were_measured_and_are_fas
     model = memfine_fx.optimize(layer().to(dtype), config=memfine_fx.Config(rows_per_chunk=9), inner_backend="eager")
     step(model, torch.randn(6, 32, device=DEVICE, dtype=dtype))
     assert bool(launches) is is_taken
+    (region,) = memfine_fx.report(model).regions
+    assert (region.runs_in == "GPU kernels") is is_taken
+    assert (", in GPU kernels" in str(region)) is is_taken
 
 
 def test_where_torch_is_to_be_deterministic_regions_keep_their_bodies(launches: list[str]) -> None:
@@ -461,3 +464,31 @@ def test_slices_of_tokens_keep_their_bodies(launches: list[str]) -> None:
     model = memfine_fx.optimize(layer(), config=config, inner_backend="eager")
     step(model, torch.randn(6, 32, device=DEVICE))
     assert launches == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "grouped", "why"),
+    [
+        ("0", None, "MEMFINE_GPU_KERNELS is 0"),
+        (None, 0.0005, "grouped products took 0.50 ms of a timed layer, the kernels 1.00"),
+        (None, 0.002, ""),
+    ],
+)
+def test_a_region_says_why_it_keeps_its_bodies(
+    asked: str | None, grouped: float | None, why: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memfine_fx.compiler import regions
+    from memfine_fx.runtime.kernels import tuning
+    from memfine_fx.runtime.kernels.tiling import target_of
+
+    said: list[str] = []
+    ask = regions._why_bodies
+    monkeypatch.setattr(regions, "_why_bodies", lambda *given: (said.append(ask(*given)), said[-1])[1])
+    monkeypatch.setattr(tuning, "times_of", lambda kind, device: tuning.Times(0.001, grouped))
+    monkeypatch.setattr(windowed, "_MEASURED", (target_of(DEVICE),))
+    monkeypatch.delenv("MEMFINE_GPU_KERNELS")
+    if asked is not None:
+        monkeypatch.setenv("MEMFINE_GPU_KERNELS", asked)
+    model = memfine_fx.optimize(layer().half(), inner_backend="eager")
+    step(model, torch.randn(6, 32, device=DEVICE).half())
+    assert said == [why]
