@@ -212,7 +212,7 @@ def log_names(known: tuple[str, ...]) -> list[str]:
 def asked_gpu_kernels() -> bool | None:
     """Whether experts on CUDA devices may run in the GPU kernels (MEMFINE_GPU_KERNELS, 0 or 1), see docs/gpu.md.
 
-    None where nothing is said: then they do on the devices on which models were measured in them.
+    None where nothing is said: then they do on devices on which models were measured in them, where they are faster.
 
     Raises:
         ConfigError: it is neither 0 nor 1.

@@ -286,8 +286,9 @@ def written(found: dict[str, Any]) -> str:
 
 
 def filled(text: str, sessions: Sequence[dict[str, Any]]) -> str:
-    """A page with the tables of each layer's last session in their place."""
-    return with_blocks(text, "gpu-layers", lambda _: _markdown(sessions))
+    """A page with the tables of each layer's last session on the last device in their place."""
+    there = [session for session in sessions if session["device"] == sessions[-1]["device"]]
+    return with_blocks(text, "gpu-layers", lambda _: _markdown(there))
 
 
 def _markdown(sessions: Sequence[dict[str, Any]]) -> str:

@@ -7,6 +7,8 @@ multiples of 16 bytes. Pointers have no mask where tiles divide the sizes.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,8 +87,14 @@ def rows_by_descriptor(rows: torch.Tensor, block: Sequence[int], tiles: Tiles) -
     return _described(rows, block, tiles)
 
 
+@functools.cache
+def _has_descriptors() -> bool:
+    """Triton has them on the host since 3.4."""
+    return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+
+
 def _described(tensor: torch.Tensor, block: Sequence[int], tiles: Tiles) -> Any:
-    if not tiles.by_descriptor:
+    if not tiles.by_descriptor or not _has_descriptors():
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
