@@ -14,6 +14,7 @@ Backward, per window: `gate_up` again unless its products were kept, `down_backw
 
 `layer.swiglu_experts` is the whole of it as a differentiable function. Every module has its kernel, the function that
 launches it and, under `reference_...`, the same in plain torch; `traffic` says what each loads and stores. Needs
-Triton, except for `windows`, `window_size`, `traffic`, `tables`, `tiling` and `launches`.
+Triton, except for `windows`, `window_size`, `traffic`, `tables`, `packed`, `tiling` and `launches`. Tables may be made
+tile by tile (`made`).
 docs/gpu.md says what was measured and checked, and how. `cross_entropy` is of heads: losses and gradients of logits.
 """

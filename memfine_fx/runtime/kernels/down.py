@@ -35,7 +35,7 @@ def _add_product(
     TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
     for begin in range(0, DEPTH, TILE_DEPTH):
-        if BY_DESCRIPTOR:
+        if BY_DESCRIPTOR:  # rows past the expert's are others', of which nothing is written
             left = rows_block.load([first_own_row, begin])
         else:
             left = load_rows(rows + row_places, begin, DEPTH, TILE_DEPTH)

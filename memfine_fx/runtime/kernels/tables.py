@@ -142,10 +142,10 @@ def standing(table: Table) -> torch.Tensor:
     """A table whose numbers stand somewhere, as what references take and gradients are.
 
     Raises:
-        TypeError: it is made.
+        ValueError: it is made.
     """
     if isinstance(table, TileTable):
-        raise TypeError(f"a table {list(table.shape)} that is made by tiles stands nowhere")
+        raise ValueError(f"a table {list(table.shape)} that is made by tiles stands nowhere")
     return table
 
 

@@ -65,7 +65,7 @@ _FULL_PRECISION = LayerTiles(
     gate_up=Tiles(64, 32, 32, num_warps=4, num_stages=2),
     down=Tiles(64, 64, 32, num_warps=8, num_stages=2),
     down_backward=Tiles(64, 32, 32, num_warps=4, num_stages=2),
-    weight_gradient=Tiles(64, 32, 32, num_warps=4, num_stages=2),
+    weight_gradient=Tiles(64, 32, 32, num_warps=8, num_stages=2),
 )
 # NOTE: rows of a weight gradient are gathered by ids that the same loop loads. Triton then fetches half as many steps
 # ahead: 5 stages stand for two, as 3 do elsewhere.
@@ -103,7 +103,7 @@ _OTHERS: dict[str, dict[str, tuple[Tiles, ...]]] = {
         "gate_up": (Tiles(128, 64, 64, 8, 4), Tiles(128, 64, 64, 8, 4, by_descriptor=True), Tiles(64, 128, 64, 8, 3)),
         "down": (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4, by_descriptor=True), Tiles(64, 128, 64, 4, 4)),
         "down_backward": (Tiles(64, 64, 64, 4, 3), Tiles(128, 32, 64, 8, 4), Tiles(64, 32, 64, 4, 4)),
-        "weight_gradient": (Tiles(64, 64, 64, 4, 5), Tiles(64, 128, 64, 4, 5), Tiles(128, 64, 64, 4, 5)),
+        "weight_gradient": (Tiles(64, 64, 64, 8, 5), Tiles(64, 128, 64, 4, 5), Tiles(128, 64, 64, 4, 5)),
     },
     "gfx942": {
         "gate_up": (Tiles(128, 128, 32, 8, 2), Tiles(128, 64, 32, 8, 2), Tiles(64, 64, 32, 4, 2)),

@@ -254,7 +254,7 @@ class _Layer:
             return sum(_seconds_of_call(call, self.device) for call in calls)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError) as error:  # dtypes and strides that they refuse
+        except (RuntimeError, ValueError, AttributeError) as error:  # dtypes and strides that they refuse, an old torch
             _LOG.info("no grouped products: %s", error)
             return None
 
