@@ -198,7 +198,7 @@ def region_peak(region: RegionBytes, num_tokens: int, rows: int, axis: Axis = "r
     """
     rows = region.at_most(rows, num_tokens)
     forward = _forward_terms(region, num_tokens, rows)
-    backward = _backward_terms(region, num_tokens, rows, stages=bool(region.staging_bytes))
+    backward = _backward_terms(region, num_tokens, rows, stages=bool(region.staging_bytes or region.window))
     if region.staging_bytes:
         backward["gradient staging"] = _staging_bytes(region, axis)
     return max(forward, backward, key=lambda terms: sum(terms.values()))
@@ -283,7 +283,8 @@ def _forward_terms_around(region: RegionBytes, num_tokens: Any, chunk: Any) -> d
 
 def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any, *, stages: bool) -> dict[str, Any]:
     if region.window is not None:
-        of_layer = num_tokens * (region.top_k * region.window.assignment + region.window.token) + region.window.stages
+        of_layer = num_tokens * (region.top_k * region.window.assignment + region.window.token)
+        of_layer += region.window.stages if stages else 0  # a layer of one window cuts no expert
         return _backward_terms_around(region, num_tokens, rows * region.window.backward_row + of_layer)
     at_once, rows = rows, region.chunk_rows(rows)
     rows_grad = rows * region.out_width * (region.out_item_bytes + region.contribution_item_bytes)

@@ -140,6 +140,7 @@ def run_forward(region: LiveRegion, routed: Routed, plan: ChunkPlan, kept: Kept 
         sized = replace(options, rows_per_window=rows)
         windows = layer.layer_windows(routing, sized, products)
         region.num_chunks, region.largest_chunk = len(windows), most_rows(windows)
+        region.stages_gradients = len(windows) > 1
         hidden, weight = routed.hidden.contiguous(), _flat_weight(routed)
         return layer.run_forward(hidden, weight, routing, params, sized, region.out_dtype, products)[0]
 
