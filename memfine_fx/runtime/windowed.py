@@ -58,8 +58,9 @@ def can_run(form: KernelForm | None, tensors: Sequence[torch.Tensor]) -> bool:
     if form is None or not all(one.device.type in _DEVICES for one in tensors):
         return False
     hidden, *params = tensors
-    made = [params[position] for position in form.made]
-    others = [hidden, *(one for position, one in enumerate(params) if position not in form.made)]
+    positions = form.made
+    made = [params[position] for position in positions]
+    others = [hidden, *(one for position, one in enumerate(params) if position not in positions)]
     are_known = all(one.dtype in _DTYPES for one in others) and not any(one.requires_grad for one in params if made)
     return are_known and all(one.is_contiguous() for one in made) and has_triton()
 

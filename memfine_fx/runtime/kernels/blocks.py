@@ -20,7 +20,7 @@ from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.runtime.kernels.launches import Tiles
 from memfine_fx.runtime.kernels.tables import Table, TileTable
 
-__all__ = ["load_rows", "load_table", "rows_by_descriptor", "table_by_descriptor"]
+__all__ = ["all_or_none", "by_descriptor", "load_rows", "load_table", "table_by_descriptor"]
 
 _ALIGNMENT = 16  # bytes
 
@@ -78,13 +78,13 @@ def table_by_descriptor(table: Table, tiles: Tiles, columns: int | None = None) 
     if isinstance(table, TileTable):
         return None
     if table.stride(2) == 1:
-        return _described(table, [1, columns, tiles.depth], tiles)
-    return _described(table.mT, [1, tiles.depth, columns], tiles)
+        return by_descriptor(table, [1, columns, tiles.depth], tiles)
+    return by_descriptor(table.mT, [1, tiles.depth, columns], tiles)
 
 
-def rows_by_descriptor(rows: torch.Tensor, block: Sequence[int], tiles: Tiles) -> Any:
-    """Of [R,D], to be loaded from a row and a column; None where tiles or the tensor do not allow it."""
-    return _described(rows, block, tiles)
+def all_or_none(blocks: Sequence[Any]) -> list[Any]:
+    """As they are where there is one for each tensor, else none for any: a kernel is compiled for one or the other."""
+    return list(blocks) if all(one is not None for one in blocks) else [None] * len(blocks)
 
 
 @functools.cache
@@ -93,7 +93,8 @@ def _has_descriptors() -> bool:
     return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 
 
-def _described(tensor: torch.Tensor, block: Sequence[int], tiles: Tiles) -> Any:
+def by_descriptor(tensor: torch.Tensor, block: Sequence[int], tiles: Tiles) -> Any:
+    """A descriptor for blocks of a tensor; None where tiles or the tensor do not allow it."""
     if not tiles.by_descriptor or not _has_descriptors():
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor

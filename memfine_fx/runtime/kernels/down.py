@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.blocks import load_rows, load_table, rows_by_descriptor, table_by_descriptor
+from memfine_fx.runtime.kernels.blocks import all_or_none, by_descriptor, load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.made import argument_of, loader_of
 from memfine_fx.runtime.kernels.pairs import halved
@@ -176,9 +176,8 @@ def add_products(
     """
     matrix = matrices[0]
     num_experts, columns, depth = matrix.shape
-    blocks = [rows_by_descriptor(one, [tiles.rows, tiles.depth], tiles) for one in (rows[0], rows[-1])]
-    blocks += [table_by_descriptor(one, tiles) for one in (matrix, matrices[-1])]
-    by_descriptor = all(one is not None for one in blocks)
+    of_rows = [by_descriptor(one, [tiles.rows, tiles.depth], tiles) for one in (rows[0], rows[-1])]
+    blocks = all_or_none([*of_rows, *(table_by_descriptor(one, tiles) for one in (matrix, matrices[-1]))])
     constants = {
         "COLUMNS": columns,
         "DEPTH": depth,
@@ -197,7 +196,7 @@ def add_products(
         "PRECISION": precision,
         "FIRST_LOAD": loader_of(matrix),
         "SECOND_LOAD": loader_of(matrices[-1]),
-        "BY_DESCRIPTOR": by_descriptor,
+        "BY_DESCRIPTOR": blocks[0] is not None,
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "TILE_DEPTH": tiles.depth,
@@ -217,7 +216,7 @@ def add_products(
         "last_row": window.last,
     }
     names = ("first_block", "second_block", "first_matrix_block", "second_matrix_block")
-    arguments |= {name: one if by_descriptor else None for name, one in zip(names, blocks, strict=True)}
+    arguments |= dict(zip(names, blocks, strict=True))
     num_tiles = most_tiles(window.num_rows, num_experts, tiles.rows)
     launch(_down_kernel, (ceil_div(columns, tiles.columns), num_tiles), arguments, constants, tiles)
 

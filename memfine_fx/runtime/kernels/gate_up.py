@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from memfine_fx.runtime.kernels.activation import activate, constants_of, reference_activation
-from memfine_fx.runtime.kernels.blocks import load_rows, load_table, table_by_descriptor
+from memfine_fx.runtime.kernels.blocks import all_or_none, load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.made import argument_of, loader_of
 from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, split_pair, store_pair
@@ -198,8 +198,7 @@ def gate_up(
     if is_interleaved:
         gate_block = up_block = table_by_descriptor(tables.projections[0], tiles, 2 * tiles.columns)
     else:
-        gate_block, up_block = (table_by_descriptor(one, tiles) for one in (tables.gate, tables.up))
-    by_descriptor = gate_block is not None and up_block is not None
+        gate_block, up_block = all_or_none([table_by_descriptor(one, tiles) for one in (tables.gate, tables.up)])
     constants = {
         "HIDDEN": tables.hidden,
         "WIDTH": tables.width,
@@ -224,7 +223,7 @@ def gate_up(
         "PRECISION": precision,
         "GATE_LOAD": loader_of(tables.gate),
         "UP_LOAD": loader_of(tables.up),
-        "BY_DESCRIPTOR": by_descriptor,
+        "BY_DESCRIPTOR": gate_block is not None,
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "TILE_DEPTH": tiles.depth,
@@ -238,8 +237,8 @@ def gate_up(
         "offsets": routing.offsets,
         "gate": argument_of(tables.gate),
         "up": argument_of(tables.up),
-        "gate_block": gate_block if by_descriptor else None,
-        "up_block": up_block if by_descriptor else None,
+        "gate_block": gate_block,
+        "up_block": up_block,
         "gate_bias": hidden if tables.gate_bias is None else tables.gate_bias,
         "up_bias": hidden if tables.up_bias is None else tables.up_bias,
         "gate_rows": gate_rows,

@@ -36,27 +36,21 @@ def four_bits(shape: tuple[int, int], block: int, codes: tuple[float, ...] = NF4
         block: numbers with one scale; divides them.
     """
     size = shape[0] * shape[1]
-    source = f"""
-    place = row * {shape[1]} + column
-    byte = tl.load(parts[0] + expert.to(tl.int64) * {size // 2} + place // 2, mask=is_entry, other=0).to(tl.int32)
-    code = tl.where(place % 2 == 0, byte >> 4, byte & 15)
+    source = f"""\
     scale = tl.load(parts[1] + expert.to(tl.int64) * {size // block} + place // {block}, mask=is_entry, other=0)
     return tl.load(parts[2] + code) * scale.to(tl.float32)
 """
-    return TileSource(_HEAD + source, shape, 2, codes)
+    return TileSource(_HEAD + _code(shape, "byte >> 4", "byte & 15") + source, shape, 2, codes)
 
 
 def microscaling(shape: tuple[int, int]) -> TileSource:
     """Of blocks uint8 [E,C,D/32,16] and exponents uint8 [E,C,D/32], 127 of which is 1."""
     size = shape[0] * shape[1]
-    source = f"""
-    place = row * {shape[1]} + column
-    byte = tl.load(parts[0] + expert.to(tl.int64) * {size // 2} + place // 2, mask=is_entry, other=0).to(tl.int32)
-    code = tl.where(place % 2 == 0, byte & 15, byte >> 4)
+    source = f"""\
     exponent = tl.load(parts[1] + expert.to(tl.int64) * {size // 32} + place // 32, mask=is_entry, other=127)
     return tl.load(parts[2] + code) * tl.exp2(exponent.to(tl.float32) - 127)
 """
-    return TileSource(_HEAD + source, shape, 2, _E2M1)
+    return TileSource(_HEAD + _code(shape, "byte & 15", "byte >> 4") + source, shape, 2, _E2M1)
 
 
 def scaled_blocks(shape: tuple[int, int], block: tuple[int, int]) -> TileSource:
@@ -76,3 +70,13 @@ def scaled_blocks(shape: tuple[int, int], block: tuple[int, int]) -> TileSource:
     return entry.to(tl.float32) * scale.to(tl.float32)
 """
     return TileSource(_HEAD + source, shape, 2)
+
+
+def _code(shape: tuple[int, int], first: str, second: str) -> str:
+    """An entry's place among all of a matrix and, of two a byte, its four bits."""
+    size = shape[0] * shape[1]
+    return f"""
+    place = row * {shape[1]} + column
+    byte = tl.load(parts[0] + expert.to(tl.int64) * {size // 2} + place // 2, mask=is_entry, other=0).to(tl.int32)
+    code = tl.where(place % 2 == 0, {first}, {second})
+"""

@@ -8,6 +8,8 @@ from typing import Literal, TypeVar, get_args
 
 import torch
 
+from memfine_fx.compat.tensors import FakeTensor
+
 __all__ = [
     "LAYOUTS",
     "Activation",
@@ -150,13 +152,17 @@ def standing(table: Table) -> torch.Tensor:
 
 
 def _codes(codes: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Made once for a device, since a copy to it is waited for; fake ones, of compilations, are kept for nobody."""
     key = codes, device
-    if key not in _made_codes:
-        _made_codes[key] = torch.tensor(codes, dtype=torch.float32, device=device)
-    return _made_codes[key]
+    made = _kept_codes.get(key)
+    if made is None:
+        made = torch.tensor(codes, dtype=torch.float32, device=device)
+    if not isinstance(made, FakeTensor):
+        _kept_codes[key] = made
+    return made
 
 
-_made_codes: dict[tuple[tuple[float, ...], torch.device], torch.Tensor] = {}
+_kept_codes: dict[tuple[tuple[float, ...], torch.device], torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,7 @@ class Tables:
 
     def _check(self, layout: Layout) -> None:
         num_experts, width, hidden = self.gate.shape
-        if self.up.shape != self.gate.shape or not _stand_alike(self.up, self.gate):
+        if self.up.shape != self.gate.shape or _strides(self.up) != _strides(self.gate):
             raise ValueError(f"gate {_described(self.gate)} and up {_described(self.up)} differ in layout {layout!r}")
         if self.down.shape != (num_experts, hidden, width):
             raise ValueError(
@@ -288,10 +294,9 @@ class Tables:
             raise ValueError(f"biases {_described(self.gate_bias)} and {_described(self.up_bias)} differ in strides")
 
 
-def _stand_alike(one: Table, other: Table) -> bool:
-    if isinstance(one, TileTable) or isinstance(other, TileTable):
-        return isinstance(one, TileTable) and isinstance(other, TileTable)
-    return one.stride() == other.stride()
+def _strides(table: Table) -> tuple[int, ...] | None:
+    """None of what is made."""
+    return None if isinstance(table, TileTable) else table.stride()
 
 
 def num_projections_of(layout: Layout) -> int:

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.blocks import rows_by_descriptor
+from memfine_fx.runtime.kernels.blocks import all_or_none, by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.pairs import halved
 from memfine_fx.runtime.kernels.sorting import Routing
@@ -303,22 +303,17 @@ def weight_gradient(
         into: of `TableGradients.of`, for all windows of a layer.
         precision: of products of fp32, "ieee" or "tf32".
     """
-    tables, down = into.tables, _written(into.tables.down).mT
+    tables, down = into.tables, standing(into.tables.down).mT
     found, left = window.number % 2, (window.number + 1) % 2
-    projections, biases = [_written(one) for one in tables.projections], [*tables.projection_biases, tables.down_bias]
+    projections, biases = [standing(one) for one in tables.projections], [*tables.projection_biases, tables.down_bias]
     has_bias = tables.down_bias is not None
-    height, num_projections = tables.projections[0].shape[1], len(projections) * into.has_projections
+    height, num_projections = projections[0].shape[1], len(projections) * into.has_projections
     num_columns = ceil_div(tables.hidden, tiles.columns)
     num_tiles, num_down_tiles = (ceil_div(one, tiles.rows) * num_columns for one in (height, tables.width))
-    blocks = [
-        rows_by_descriptor(one, [tiles.depth, tiles.rows], tiles) if is_written else None
-        for one, is_written in ((rows[0], num_projections), (rows[-1], num_projections), (activated, into.has_down))
-    ]
-    by_descriptor = all(
-        one is not None
-        for one, is_written in zip(blocks, (num_projections, num_projections, into.has_down), strict=True)
-        if is_written
-    )
+    lefts = {"first": rows[0], "second": rows[-1]} if num_projections else {}
+    lefts |= {"activated": activated} if into.has_down else {}
+    described = all_or_none([by_descriptor(one, [tiles.depth, tiles.rows], tiles) for one in lefts.values()])
+    blocks = dict(zip(lefts, described, strict=True))
     constants = {
         "HEIGHT": height,
         "DOWN_HEIGHT": tables.width,
@@ -338,7 +333,7 @@ def weight_gradient(
         "DOWN_IS_ADDED": into.are_added[-1],
         "IS_FIRST_WINDOW": window.number == 0,
         "PRECISION": precision,
-        "BY_DESCRIPTOR": by_descriptor,
+        "BY_DESCRIPTOR": None not in described,
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "TILE_DEPTH": tiles.depth,
@@ -358,19 +353,13 @@ def weight_gradient(
         "first_row": window.first,
         "last_row": window.last,
     }
-    names = ("first_block", "second_block", "activated_block")
-    arguments |= {name: one if by_descriptor else None for name, one in zip(names, blocks, strict=True)}
+    arguments |= {f"{name}_block": blocks.get(name) for name in ("first", "second", "activated")}
     for name, place in (("first", 0), ("second", len(projections) - 1), ("down", -1)):
         sums = biases[place if has_bias else -1]
         arguments |= {f"{name}_found": into.stages[place][found], f"{name}_left": into.stages[place][left]}
         arguments[f"{name}_sums"] = down if sums is None else sums
     grid = (num_projections * num_tiles + into.has_down * num_down_tiles, tables.num_experts)
     launch(_weight_gradient_kernel, grid, arguments, constants, tiles)
-
-
-def _written(table: Table) -> torch.Tensor:
-    """Where a table's gradient goes; what is made has none, and anything stands for it."""
-    return table.tensors[0].new_empty((1, 1, 1)) if isinstance(table, TileTable) else table
 
 
 def _strides(prefix: str, tensor: torch.Tensor | None, axes: Sequence[str]) -> dict[str, int]:

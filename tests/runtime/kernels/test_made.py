@@ -140,6 +140,20 @@ class TestRefused:
             Tables.of([packed, scales] * 2, "halves", sources=(how, how))
 
 
+def test_codes_of_a_compilation_are_not_kept() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    from memfine_fx.runtime.kernels.tables import TileTable
+
+    how, tensors, _ = in_four_bits((32, 64), tuple(float(code) for code in range(16)))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = TileTable.of(how, [mode.from_tensor(one) for one in tensors])
+    made, again = (TileTable.of(how, tensors) for _ in range(2))
+    assert type(fake.tensors[2]) is not Tensor
+    assert made.tensors[2].tolist() == list(range(16))
+    assert again.tensors[2] is made.tensors[2]
+
+
 def test_codes_are_those_of_bitsandbytes() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     for name, codes in (("nf4", NF4), ("fp4", FP4)):
