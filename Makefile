@@ -125,7 +125,7 @@ DRY := .venv-gpu-dry
 gpu-dry:  ## compile models for an H100 without one, and compare with what is recorded
 	test -x $(DRY)/bin/python || $(PYTHON) -m venv $(DRY)
 	$(DRY)/bin/python -m pip install $(PIP_FLAGS) -q "torch===2.13.0"
-	$(DRY)/bin/python -m pip install $(PIP_FLAGS) -q -e ".[hf,cluster]"
+	$(DRY)/bin/python -m pip install $(PIP_FLAGS) -q -e ".[hf,cluster]" "peft>=0.17"
 	$(DRY)/bin/python -m benchmarks.gpu_dry
 
 clean:  ## remove .venv, caches and build outputs

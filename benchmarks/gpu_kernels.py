@@ -87,6 +87,7 @@ class Case:
     Args:
         adds_gradients: whether the tables' gradients are there and are added to.
         is_packed: whether tables are in NF4, frozen, and made tile by tile.
+        rank: of adapters in fp32, which alone are trained; 0 for none.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Case:
     precision: str = "ieee"
     adds_gradients: bool = False
     is_packed: bool = False
+    rank: int = 0
 
 
 _QWEN3 = {"tokens": 8192, "top_k": 8, "experts": 128, "hidden": 2048, "width": 768, "rows_per_window": 16384}
@@ -122,7 +124,22 @@ CASES = (
     Case("Qwen3-30B-A3B, gradients added to", **_QWEN3, adds_gradients=True),
     Case("Qwen3-30B-A3B, tables in NF4", **_QWEN3, is_packed=True),
     Case("Qwen3-30B-A3B, tf32", **_QWEN3, dtype="float32", table_dtype="float32", precision="tf32"),
+    Case("Qwen3-30B-A3B, adapters of rank 16", **_QWEN3, rank=16),
+    Case("Qwen3-30B-A3B, tables in NF4, adapters of rank 16", **_QWEN3, is_packed=True, rank=16),
     Case("GPT-OSS-120B", 8192, 4, 128, 2880, 2880, 16384, "interleaved_in_out", "clamped", has_bias=True),
+    Case(
+        "GPT-OSS-120B, adapters of rank 16",
+        8192,
+        4,
+        128,
+        2880,
+        2880,
+        16384,
+        "interleaved_in_out",
+        "clamped",
+        has_bias=True,
+        rank=16,
+    ),
     Case("Qwen3-30B-A3B, SwiGLU clamped at 10, written", **_QWEN3, activation=written(_clamped_at_10, 2)),
 )
 
@@ -192,6 +209,7 @@ class Step:
     def __init__(self, case: Case, target: str, tiles: Any = None) -> None:
         from memfine_fx.runtime.kernels.layer import LayerOptions
         from memfine_fx.runtime.kernels.packed import four_bits
+        from memfine_fx.runtime.kernels.tables import AdapterForm
         from memfine_fx.runtime.kernels.tiling import tiles_for
 
         dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
@@ -201,6 +219,7 @@ class Step:
             case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products,
             case.is_deterministic, case.precision,
             tiles or tiles_for(target, dtype, torch.uint8 if sources else table_dtype), sources,
+            tuple(AdapterForm(case.rank, 2.0) for _ in range(2)) if case.rank else (),
         )  # fmt: skip
         self._num_experts, self._adds = case.experts, case.adds_gradients
         self._hidden = torch.empty(case.tokens, case.hidden, dtype=dtype)
@@ -213,6 +232,8 @@ class Step:
                 size = rows * columns
                 self._params.append(torch.empty(experts, size // 2, dtype=torch.uint8))
                 self._params.append(torch.empty(experts, size // _NF4_BLOCK))
+        self._factors = _factors(case) if case.rank else []
+        self._params += self._factors
         self._kept: Any = None
 
     @property
@@ -235,7 +256,8 @@ class Step:
         from memfine_fx.runtime.kernels.layer import run_backward
 
         routing, products = self._kept
-        wanted = [True] * 2 + [not self._options.sources] * len(self._params)
+        num_own = self._options.num_own(self._params)
+        wanted = [True] * 2 + [not self._options.sources and not self._factors] * num_own + [True] * len(self._factors)
         onto = [torch.empty_like(one) for one in self._params] if self._adds else []
         found = run_backward(
             grad, self._hidden, self._weight, routing, self._params, products, self._options, wanted, onto
@@ -249,6 +271,15 @@ def _shapes(case: Case) -> list[tuple[int, ...]]:
     if case.layout == "halves":
         shapes = [(experts, 2 * width, hidden), (experts, hidden, width)]
     return [*shapes, (experts, 2 * width), (experts, hidden)] if case.has_bias else shapes
+
+
+def _factors(case: Case) -> list[torch.Tensor]:
+    """A and B of each adapter, with experts behind in B as PEFT has them."""
+    found = []
+    for out, depth in ((2 * case.width, case.hidden), (case.hidden, case.width)):
+        found.append(torch.empty(case.experts, case.rank, depth))
+        found.append(torch.empty(out, case.rank, case.experts).permute(2, 0, 1))
+    return found
 
 
 def rows_of(case: Case, target: Target) -> list[Row]:
@@ -278,11 +309,18 @@ def timed_rows(case: Case, target: Target) -> list[Row]:
     return found
 
 
-_TELLING = ("WRITES_PRODUCTS", "WRITES_ACTIVATED", "HAS_SECOND", "HAS_BIAS", "IS_ATOMIC", "IS_FIRST_WINDOW")
+_TELLING = ("WRITES_PRODUCTS", "WRITES_ACTIVATED", "HAS_SECOND", "HAS_TERM", "HAS_BIAS", "IS_ATOMIC", "IS_FIRST_WINDOW")
 
 
 def step_of(launch: Launch) -> str:
-    telling = [name.lower() for name in _TELLING if launch.constants.get(name)]
+    told = launch.constants
+    telling = [name.lower() for name in _TELLING if told.get(name)]
+    if told.get("TOP_K") == 0:
+        telling.append("of the window")
+    if told.get("STRIDE_LENGTH", 1) != 1:
+        telling.append("strided")
+    if launch.name == "weight_gradient_kernel" and not told["HAS_DOWN"]:
+        telling += ["flat"] * (8 * told["HEIGHT"] <= told["WIDTH"]) + ["tall"] * (8 * told["WIDTH"] <= told["HEIGHT"])
     return ", ".join([launch.name.removesuffix("_kernel"), *telling])
 
 
@@ -390,7 +428,7 @@ def table() -> dict[str, Any]:
     timed = [
         asdict(row)
         for case in CASES
-        if not case.is_deterministic and not case.is_packed and isinstance(case.activation, str)
+        if not (case.is_deterministic or case.is_packed or case.rank) and isinstance(case.activation, str)
         for target in TARGETS
         for row in timed_rows(case, target)
     ]

@@ -105,6 +105,7 @@ class Shape:
     width: int
     source: str
     is_clamped: bool = False  # GPT-OSS's experts, with biases
+    rank: int = 0  # of adapters, which alone are trained
 
     @property
     def rows(self) -> int:
@@ -115,7 +116,7 @@ class Shape:
         if self.is_clamped:
             form = {"layout": "interleaved_in_out", "activation": "clamped", "has_bias": True}
         sizes = (self.name, self.tokens, self.top_k, self.experts, self.hidden, self.width, rows_per_window)
-        return Case(*sizes, **form, keeps_products=keeps_products, is_deterministic=is_deterministic)
+        return Case(*sizes, **form, keeps_products=keeps_products, is_deterministic=is_deterministic, rank=self.rank)
 
 
 _PAGE = "Dao-AILab/sonic-moe, assets/2026-04-22-sonicmoe-blackwell.md"
@@ -165,7 +166,7 @@ class Kernel:
         return "products" if self.flops / (rate * self.filled) >= self.num_bytes / bandwidth else "bytes"
 
 
-_GATHERED = {"hidden", "grad"}
+_GATHERED = {"hidden", "grad", "rows"}
 _MATRICES = {"gate", "up", "down", "first_matrix", "second_matrix"}
 
 
@@ -206,7 +207,7 @@ def _crossing(access: Any, launch: Any, load: Any, case: Case, chip: Chip, waves
     half = chip.cache_bytes // 2
     if access.kind == "atomic":
         return access.distinct if access.distinct * 4 <= half else access.elements
-    if access.argument in _GATHERED:
+    if access.argument in _GATHERED and launch.constants["TOP_K"]:  # else rows of the window stand there
         width = case.hidden
         return access.distinct if load.num_tokens * width * _BYTES <= half else load.num_rows * width
     matrices = access.argument in _MATRICES and launch.name != "weight_gradient_kernel"

@@ -83,9 +83,21 @@ def _model(run: Run) -> Any:
     dtype = torch.float32 if run.has_autocast else torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if run.rank:
+            model = _adapted(model, run.rank)
     if run.has_checkpoints:
         model.gradient_checkpointing_enable()
     return model.train()
+
+
+def _adapted(model: Any, rank: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=attention, target_parameters=experts)
+    )
 
 
 def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
@@ -94,6 +106,7 @@ def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
     from torch._dynamo.utils import counters
     from torch._subclasses import FakeTensorMode
 
+    import memfine_fx
     from benchmarks.gpu_dry.regions import Regions
     from benchmarks.gpu_dry.waiting import Waiting
     from memfine_fx.compiler.session import sessions
@@ -108,7 +121,8 @@ def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
     with mode:
         model = model.to_empty(device="cuda")
         ids = torch.empty((_SEQUENCES, _LENGTH), dtype=torch.int64, device="cuda")
-        compiled = torch.compile(model, backend="memfine")
+        # PEFT changes modules around each call of adapted experts, which only `optimize` is prepared for.
+        compiled = memfine_fx.optimize(model) if run.rank else torch.compile(model, backend="memfine")
         for _ in range(2):  # before the second the first has shown what backward holds
             for parameter in model.parameters():
                 parameter.grad = None

@@ -25,23 +25,28 @@ class Run:
         layers: of it.
         has_checkpoints: whether each is checkpointed, by transformers.
         has_autocast: whether weights are in fp32, under autocast to bf16.
+        rank: of adapters on the experts and attention's projections, by PEFT, which alone are trained; 0 for none.
     """
 
     model: str
     layers: int = 2
     has_checkpoints: bool = False
     has_autocast: bool = False
+    rank: int = 0
 
     @property
     def name(self) -> str:
-        return self.model + ", checkpoints" * self.has_checkpoints + ", autocast" * self.has_autocast
+        adapters = f", adapters of rank {self.rank}" if self.rank else ""
+        return self.model + ", checkpoints" * self.has_checkpoints + ", autocast" * self.has_autocast + adapters
 
 
 RUNS = (
     Run("Qwen3-30B-A3B"),
     Run("Qwen3-30B-A3B", has_checkpoints=True),
     Run("Qwen3-30B-A3B", has_autocast=True),
+    Run("Qwen3-30B-A3B", rank=16),
     Run("GPT-OSS-120B"),
+    Run("GPT-OSS-120B", rank=16),
     Run("Mixtral-8x7B"),
     Run("DeepSeek-V3", layers=1),
 )

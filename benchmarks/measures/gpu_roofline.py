@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu_kernels import PAGE
@@ -30,6 +31,8 @@ _PLANS = {  # name -> (windows, keeps products, deterministic)
 _SMALLER = {f"again, {_MANY_WINDOWS} windows": (_MANY_WINDOWS, False, False)}  # the same, of peaks alone
 _OF_BYTES = ("kept, 1 window", f"again, {_WINDOWS} windows", *_SMALLER)  # whose peaks are shown
 _PEER = "grouped, checkpoint"
+_RANK = 16
+_ADAPTED = ("Qwen3-30B-A3B", "GPT-OSS-120B")  # with adapters of that rank, which alone are trained
 _SHOWN = ("Qwen3-30B-A3B", "H100")  # whose kernels the page shows one by one
 
 
@@ -51,7 +54,26 @@ def table() -> dict[str, Any]:
     shape = next(one for one in SHAPES if one.name == _SHOWN[0])
     chip = next(one for one in CHIPS if one.name == _SHOWN[1])
     kernels = [_kernel_row(one, chip) for one in kernels_of(_case(shape, f"again, {_WINDOWS} windows"), chip)]
-    return {"layers": layers, "kernels": kernels, "peaks": [_peaks(one) for one in SHAPES]}
+    adapted = [row for one in SHAPES if one.name in _ADAPTED for row in _adapted(one, chip)]
+    return {"layers": layers, "kernels": kernels, "adapted": adapted, "peaks": [_peaks(one) for one in SHAPES]}
+
+
+def _adapted(shape: Shape, chip: Chip) -> Iterator[dict[str, Any]]:
+    """A layer whose tables are trained, and one whose adapters are."""
+    for rank in (0, _RANK):
+        for plan in _OF_BYTES[:2]:
+            case = _case(replace(shape, rank=rank), plan)
+            kernels = kernels_of(case, chip)
+            seconds, num_bytes, _ = total(kernels, chip)
+            yield {
+                "shape": shape.name,
+                "rank": rank,
+                "plan": plan,
+                "milliseconds": _rounded(seconds * 1e3),
+                "gigabytes": _rounded(num_bytes / 1e9),
+                "launches": sum(one.slots > 0 for one in kernels),
+                "peak_megabytes": _rounded(bytes_of_kernels(case, chip.target).peak / 1e6),
+            }
 
 
 def _peaks(shape: Shape) -> dict[str, Any]:
@@ -124,6 +146,7 @@ def filled(text: str, recorded: dict[str, Any]) -> str:
         "layers": _layers_table,
         "peers": _peers_table,
         "misses": _misses,
+        "adapted": _adapted_table,
         "peaks": _peaks_table,
     }
     return with_blocks(text, "roofline", lambda name: makers[name](recorded))
@@ -168,6 +191,15 @@ def _peers_table(recorded: dict[str, Any]) -> str:
             pairs.insert(0, (row["gigabytes"], row["milliseconds"]))
             lines.append([row["shape"], *(f"{size:g} GB, {time:g} ms" for size, time in pairs)])
     return _markdown(head, lines)
+
+
+def _adapted_table(recorded: dict[str, Any]) -> str:
+    lines = []
+    for row in recorded["adapted"]:
+        trained = f"adapters of rank {row['rank']}" if row["rank"] else "tables"
+        cells = (f"{row[key]:g}" for key in ("milliseconds", "gigabytes", "launches", "peak_megabytes"))
+        lines.append([row["shape"], trained, row["plan"], *cells])
+    return _markdown(["layer", "trained", "plan", "ms", "GB", "launches", "peak, MB"], lines)
 
 
 def _peaks_table(recorded: dict[str, Any]) -> str:

@@ -209,7 +209,7 @@ def _why_bodies(region: MoERegion, bodies: ExpertBodies, config: Config) -> str:
         return "experts of a form that the kernels do not know"
     if not can_run(form, tensors):
         return "a device, dtypes or layouts that the kernels do not take, or no Triton"
-    if asked is None and not runs_by_default(tensors):
+    if asked is None and not runs_by_default(form, tensors):
         return "the kernels were not measured on such a device or dtype; MEMFINE_GPU_KERNELS=1 asks for them"
     hidden, *params = tensors
     return why_bodies_after_timing(form, hidden, params, region.dims.top_k, only_if_faster=asked is None)

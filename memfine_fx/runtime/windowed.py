@@ -50,7 +50,9 @@ _MOST_ENTRIES = 2**31 - 1
 
 
 def can_run(form: KernelForm | None, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernels know experts of this form, on tensors of these devices and dtypes, frozen if tables are made.
+    """Whether the kernels know experts of this form, on tensors of these devices and dtypes.
+
+    Tables that are made are frozen, though not their adapters.
 
     Args:
         tensors: tokens and parameters.
@@ -61,11 +63,12 @@ def can_run(form: KernelForm | None, tensors: Sequence[torch.Tensor]) -> bool:
     positions = form.made
     made = [params[position] for position in positions]
     others = [hidden, *(one for position, one in enumerate(params) if position not in positions)]
-    are_known = all(one.dtype in _DTYPES for one in others) and not any(one.requires_grad for one in params if made)
+    own = [params[position] for position in form.positions[: len(params) - form.num_adapter_params]]
+    are_known = all(one.dtype in _DTYPES for one in others) and not any(one.requires_grad for one in own if made)
     return are_known and all(one.is_contiguous() for one in made) and has_triton()
 
 
-def runs_by_default(tensors: Sequence[torch.Tensor]) -> bool:
+def runs_by_default(form: KernelForm, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels run, where nobody asked, a region that they know: as far as models were measured in them.
 
     Args:
@@ -73,19 +76,25 @@ def runs_by_default(tensors: Sequence[torch.Tensor]) -> bool:
     """
     from memfine_fx.runtime.kernels.tiling import target_of
 
-    return all(one.element_size() == 2 and target_of(one.device) in _MEASURED for one in tensors)
+    return not form.adapters and all(one.element_size() == 2 and target_of(one.device) in _MEASURED for one in tensors)
 
 
 def can_keep(form: KernelForm, kept: Sequence[KeptTensor], dtype: torch.dtype) -> bool:
-    """Whether what bodies would keep is room for the kernels' products and for nothing else.
+    """Whether what bodies would keep is room for the kernels' products, and for adapters' narrow rows at most.
 
-    Bodies keep these products at least, so that as many tensors as there are projections are they.
+    Bodies keep these products at least, so that as many wide tensors as there are projections are they.
 
     Args:
         dtype: of the rows.
     """
     are_rows = all(len(one.shape) == 1 and one.dtype is dtype for one in kept)
-    return are_rows and len(kept) == num_projections_of(form.layout)
+    return are_rows and len(_wide(form, kept)) == num_projections_of(form.layout)
+
+
+def _wide(form: KernelForm, kept: Sequence[KeptTensor]) -> list[int]:
+    """Which of what is kept are not narrow rows of adapters, that the kernels leave unwritten and make again."""
+    ranks = [adapter.rank for adapter in form.adapters if adapter is not None]
+    return [place for place, one in enumerate(kept) if one.shape[0] not in ranks]
 
 
 def is_taken(region: LiveRegion, routed: Routed, kept: Kept | None) -> bool:
@@ -107,13 +116,14 @@ def _products(kept: Kept, form: KernelForm) -> Products:
     The kernels write the room that the bodies would, each in its own way: with biases, and gate before up where tables
     alternate. Only their own backward reads it.
     """
+    tensors = [kept.tensors[place] for place in _wide(form, kept.bodies.kept)]
     if not form.has_up:
-        (both,) = kept.tensors
+        (both,) = tensors
         return both, both
     if num_projections_of(form.layout) == 2:
-        gate, up = kept.tensors
+        gate, up = tensors
     else:
-        (both,) = kept.tensors
+        (both,) = tensors
         gate, up = both.chunk(2, dim=1)
     return gate, up
 
@@ -224,7 +234,7 @@ def _arguments(
     products = None if kept is None else _products(kept, form)
     options = LayerOptions(
         plan.rows_per_chunk, layout=form.layout, activation=form.activation, has_bias=form.has_bias,
-        keeps_products=products is not None, precision=_precision(), sources=form.sources,
+        keeps_products=products is not None, precision=_precision(), sources=form.sources, adapters=form.adapters,
         tiles=_tiles(form, routed.hidden, params, routed.top_k, measures=False),
     )  # fmt: skip
     return routing, replace(options, rows_per_window=_rows(routed, params, options, plan)), params, products
@@ -265,9 +275,11 @@ def why_bodies_after_timing(
 
 
 def _kind(form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int) -> LayerKind:
+    """Of the layer without adapters, whose kernels' tiles they share."""
     from memfine_fx.runtime.kernels.tuning import kind_of
 
-    return kind_of(form.layout, form.activation, form.has_bias, _precision(), hidden, params, top_k)
+    own = params[: len(params) - form.num_adapter_params]
+    return kind_of(form.layout, form.activation, form.has_bias, _precision(), hidden, own, top_k)
 
 
 def _tiles(

@@ -10,6 +10,8 @@ Two choices beyond recomputing all:
                   otherwise write to memory a second time. Everything else is fused into what reads it, and the rows
                   themselves are gathered again, which reads as many bytes as keeping them would.
 
+Products that meet in a sum alone, as a projection's and its adapter's do, are kept as that sum.
+
 Steps: find the kept nodes; cut the joint graph there into a forward that returns them and a backward that takes them.
 A product of the function's own arguments is not returned: the loop makes it where it stays, and forward takes it.
 A kept tensor has one row for each routed row and is contiguous; what is not so is computed again.
@@ -71,7 +73,7 @@ def cut_joint(joint: TracedBody, keep: Keep) -> KeptCut | None:
         _extracted(joint, [*others, *taken], [value, *returned]),
         _extracted(joint, [grad, *others, *nodes], gradients),
         tuple(tensor for _, tensor in found if tensor is not None),
-        sum(_flops_per_row(node) for node in nodes if _is_matmul(node)),
+        sum(_flops_per_row(product) for node in nodes for product in _summed(node) or [node] if _is_matmul(product)),
         given,
     )
 
@@ -105,12 +107,28 @@ def kept_nodes(joint: fx.Graph, keep: Keep) -> list[fx.Node]:
     dependent = _dependents(joint)
     free = [node for node in joint.nodes if node.op == "call_function" and node not in dependent]
     wanted = _ancestors(_results(joint)[1:])
-    products = [node for node in free if _is_matmul(node) and node in wanted]
+    products = list(dict.fromkeys(_sum_of(node) for node in free if _is_matmul(node) and node in wanted))
     if keep == "projections":
-        return products
+        return [node for node in free if node in products]
     # A view costs nothing, and its base is what would be written.
     read = {_base(source) for node in dependent if _is_matmul(node) for source in node.all_input_nodes}
     return [node for node in free if node in read or node in products]
+
+
+def _sum_of(product: fx.Node) -> fx.Node:
+    """The sum that a product is read by, where nothing else reads either addend; else the product."""
+    (reader, *others) = product.users
+    return product if others or product not in _summed(reader) else reader
+
+
+def _summed(node: fx.Node) -> list[fx.Node]:
+    """Both products of a plain sum that nothing else reads; none where it is no such sum."""
+    addends = node.all_input_nodes
+    if node.target is not aten.add.Tensor or len(addends) != 2 or node.kwargs:
+        return []
+    are_products = all(_is_matmul(one) and len(one.users) == 1 for one in addends)
+    is_one_shape = len({str(one.meta["val"].shape) for one in (node, *addends)}) == 1  # sizes may be symbols
+    return addends if are_products and is_one_shape else []
 
 
 def _dependents(joint: fx.Graph) -> set[fx.Node]:

@@ -7,8 +7,9 @@ Steps: take the down projection's bias, times the routing weight, off the output
 product; take the routing weight's column off its rows; take the activation apart, as one that the kernels know or, of
 pointwise operators, as source for them (`epilogue`); find gate and up, with biases or without, as the halves or the
 alternating columns of one product of the rows, or as two. A matrix is a parameter, or is made of packed ones by an
-operator that the kernels have as source (`runtime.kernels.packed`). None where a step does not match: nothing is
-refused, the expert keeps its bodies.
+operator that the kernels have as source (`runtime.kernels.packed`); a low-rank term that meets the rows factor by
+factor (`low_rank`) is its adapter, of two more parameters. None where a step does not match: nothing is refused, the
+expert keeps its bodies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from memfine_fx.compat.bitsandbytes import DEQUANTIZE_4BIT
 from memfine_fx.compat.operators import qualified_name
 from memfine_fx.passes.lower.epilogue import as_pointwise
 from memfine_fx.runtime.kernels.packed import FP4, NF4, four_bits
-from memfine_fx.runtime.kernels.tables import Activation, KernelForm, Layout, TileSource
+from memfine_fx.runtime.kernels.tables import Activation, AdapterForm, KernelForm, Layout, TileSource
 
 __all__ = ["kernel_form"]
 
@@ -54,12 +55,13 @@ def kernel_form(graph: fx.Graph, *, has_weight: bool) -> KernelForm | None:
 
 
 class _Product(NamedTuple):
-    """left @ matrix + bias if any, or left @ matrix.T where the matrix is [out,in]."""
+    """left @ matrix + bias and adapter if any, or left @ matrix.T where the matrix is [out,in]."""
 
     left: fx.Node
     matrix: _Matrix
     is_out_in: bool
     bias: fx.Node | None = None
+    adapter: _LowRank | None = None
 
 
 class _Matrix(NamedTuple):
@@ -67,6 +69,14 @@ class _Matrix(NamedTuple):
 
     params: tuple[fx.Node, ...]
     how: TileSource | None = None
+
+
+class _LowRank(NamedTuple):
+    """The term of two factors on the same left."""
+
+    left: fx.Node
+    factors: tuple[fx.Node, fx.Node]
+    form: AdapterForm
 
 
 class _Gated(NamedTuple):
@@ -85,7 +95,11 @@ def _form(
 ) -> KernelForm | None:
     every = [*products, down]
     biases = [one.bias for one in every if one.bias is not None]
-    used = [*(param for one in every for param in one.matrix.params), *biases]
+    adapters = [one.adapter for one in every]
+    if len({one is None for one in adapters[:-1]}) != 1:
+        return None
+    factors = [factor for one in adapters if one is not None for factor in one.factors]
+    used = [*(param for one in every for param in one.matrix.params), *biases, *factors]
     if any(one.left is not rows for one in products) or sorted(map(id, used)) != sorted(map(id, params)):
         return None
     if len({one.is_out_in for one in every}) != 1 or len(biases) not in (0, len(every)):
@@ -95,7 +109,10 @@ def _form(
         return None
     sources = tuple(one.matrix.how for one in every)
     positions = tuple(map(params.index, used))
-    return KernelForm(layout, positions, activation, has_bias=bool(biases), sources=sources if any(sources) else ())
+    return KernelForm(
+        layout, positions, activation, has_bias=bool(biases), sources=sources if any(sources) else (),
+        adapters=tuple(None if one is None else one.form for one in adapters) if factors else (),
+    )  # fmt: skip
 
 
 _LAYOUTS: dict[tuple[_How, bool], Layout] = {
@@ -151,6 +168,46 @@ def _product(node: fx.Node) -> _Product | None:
 
 
 def _bare_product(node: fx.Node) -> _Product | None:
+    """A product of a parameter, with its adapter's or without."""
+    addends = _operands(node, aten.add.Tensor)
+    for one, other in zip(addends, reversed(addends), strict=True):
+        product, term = _plain_product(one), _low_rank(other)
+        if product is not None and term is not None and term.left is product.left:
+            return product._replace(adapter=term)
+    return _plain_product(node)
+
+
+def _low_rank(node: fx.Node) -> _LowRank | None:
+    """left @ first @ second, times numbers."""
+    wide, scale = _unscaled(node)
+    second = None if wide is None else _factor(wide.args[1])
+    narrow, inner_scale = _unscaled(_node(wide.args[0])) if wide is not None else (None, 1.0)
+    first = None if narrow is None else _factor(narrow.args[1])
+    if narrow is None or first is None or second is None:
+        return None
+    left, rank = _node(narrow.args[0]), int(narrow.meta["val"].shape[1])
+    form = AdapterForm(rank, scale * inner_scale, is_first_out_in=first[1], is_second_out_in=second[1])
+    return _LowRank(_uncast(left), (first[0], second[0]), form)
+
+
+def _unscaled(node: fx.Node) -> tuple[fx.Node | None, float]:
+    """The product that is multiplied by numbers, and those; None where it is none."""
+    scale, node = 1.0, _uncast(node)
+    while node.target is aten.mul.Tensor and not node.kwargs and isinstance(node.args[1], (int, float)):
+        scale *= node.args[1]
+        node = _uncast(_node(node.args[0]))
+    return (node if node.target is aten.mm.default else None), scale
+
+
+def _factor(value: Any) -> tuple[fx.Node, bool] | None:
+    """The parameter that is a factor, and whether it stands turned."""
+    node, is_turned = _uncast(_node(value)), False
+    while node.target is aten.t.default:
+        node, is_turned = _uncast(_node(node.args[0])), not is_turned
+    return (node, is_turned) if node.op == "placeholder" and node.meta["val"].ndim == 2 else None
+
+
+def _plain_product(node: fx.Node) -> _Product | None:
     node = _uncast(node)
     if node.target is aten.addmm.default and not node.kwargs:
         bias, left, right = map(_node, node.args)

@@ -18,7 +18,7 @@ from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.lower.arguments import gradient_shapes, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies
 from memfine_fx.records import Keep, MoERegion
-from memfine_fx.runtime.kernels.tables import KernelForm, trained_parts
+from memfine_fx.runtime.kernels.tables import KernelForm, trained_adapters, trained_parts
 from memfine_fx.runtime.kernels.tiling import LEAST_COLUMNS
 from memfine_fx.runtime.loop import accumulator_dtype
 
@@ -87,21 +87,36 @@ def _window_bytes(
     region: MoERegion, form: KernelForm, hidden: torch.Tensor, output: torch.Tensor, wanted: Sequence[bool]
 ) -> WindowBytes:
     """See `runtime.kernels.layer`: what it holds from window to window."""
+    num_own = len(form.positions) - form.num_adapter_params
     of_params = [wanted[2 + place] for place in form.positions]
     trains_projections, trains_down = trained_parts(
-        form.layout, of_params, has_bias=form.has_bias, sources=form.sources
+        form.layout, of_params[:num_own], has_bias=form.has_bias, sources=form.sources
     )
+    narrow_row, narrow_stages = _adapter_bytes(region, form, of_params[num_own:], hidden.dtype.itemsize)
+    _, trains_down_adapter = trained_adapters(form.adapters, of_params[num_own:])
     num_products = 1 + form.has_up
     width = form.width(lambda position: tensor_of(region.params[position]).shape)
     matrix = width * region.dims.hidden
     row = width * hidden.dtype.itemsize
     return WindowBytes(
-        forward_row=row,
-        backward_row=row * (num_products + trains_down),
+        forward_row=row + narrow_row,
+        backward_row=row * (num_products + (trains_down or trains_down_adapter)) + 2 * narrow_row,
         assignment=0 if region.routing_weight is None else 4 * -(-width // LEAST_COLUMNS),
         token=0 if output.dtype is hidden.dtype else region.dims.hidden * hidden.dtype.itemsize,
-        stages=2 * 4 * (num_products * trains_projections + trains_down) * matrix,
+        stages=2 * 4 * (num_products * trains_projections + trains_down) * matrix + narrow_stages,
     )
+
+
+def _adapter_bytes(region: MoERegion, form: KernelForm, wanted: Sequence[bool], item_bytes: int) -> tuple[int, int]:
+    """(bytes of a row's narrow rows; of what adapters' gradients of an expert take in fp32, where a window cuts it)."""
+    present = [one for one in form.adapters if one is not None]
+    trains_projections, trains_down = trained_adapters(form.adapters, wanted)
+    num_of_projections = sum(one is not None for one in form.adapters[:-1])
+    is_trained = [trains_projections] * num_of_projections + [trains_down] * (len(present) - num_of_projections)
+    factors = [tensor_of(region.params[place]) for place in form.positions[len(form.positions) - 2 * len(present) :]]
+    sizes = [math.prod(factor.shape[1:]) for factor in factors]
+    stages = 2 * 4 * sum(size * is_trained[place // 2] for place, size in enumerate(sizes))
+    return item_bytes * sum(one.rank for one in present), stages
 
 
 def _clones_bytes(region: MoERegion, exchange: ShardedExperts | None, *, backward: bool) -> int:

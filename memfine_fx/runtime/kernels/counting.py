@@ -9,6 +9,7 @@ from memfine_fx.runtime.kernels.down import down_accesses
 from memfine_fx.runtime.kernels.down_backward import down_backward_accesses
 from memfine_fx.runtime.kernels.gate_up import gate_up_accesses
 from memfine_fx.runtime.kernels.launches import Launch
+from memfine_fx.runtime.kernels.low_rank import narrow_accesses
 from memfine_fx.runtime.kernels.sorting import sort_accesses
 from memfine_fx.runtime.kernels.traffic import Access, Load
 from memfine_fx.runtime.kernels.weight_gradient import weight_gradient_accesses
@@ -20,6 +21,7 @@ _ACCESSES: dict[str, Callable[[Launch, Load], list[Access]]] = {
     "down_kernel": down_accesses,
     "down_backward_kernel": down_backward_accesses,
     "combine_kernel": combine_accesses,
+    "narrow_kernel": narrow_accesses,
     "weight_gradient_kernel": weight_gradient_accesses,
 }
 
@@ -36,10 +38,13 @@ def flops_of(launch: Launch, load: Load) -> tuple[int, int]:
         heights = told["NUM_PROJECTIONS"] * told["HEIGHT"] + told["HAS_DOWN"] * told["DOWN_HEIGHT"]
         entries, tile = heights * told["WIDTH"], told["TILE_DEPTH"]
     elif name == "down_kernel":
-        entries, tile = told["COLUMNS"] * told["DEPTH"] * (1 + told["HAS_SECOND"]), told["TILE_ROWS"]
+        length = told["DEPTH"] * (1 + told["HAS_SECOND"]) + told["RANK"] * (1 + told["HAS_SECOND_TERM"])
+        entries, tile = told["COLUMNS"] * length, told["TILE_ROWS"]
+    elif name == "narrow_kernel":
+        entries, tile = told["LENGTH"] * told["RANK"], told["TILE_ROWS"]
     elif name in ("gate_up_kernel", "down_backward_kernel"):
-        num_matrices = 2 if name == "gate_up_kernel" and told["ACTIVATION"] != "relu2" else 1
-        entries, tile = told["HIDDEN"] * told["WIDTH"] * num_matrices, told["TILE_ROWS"]
+        num_matrices = 1 + (name == "gate_up_kernel" and told["HAS_UP"])
+        entries, tile = told["WIDTH"] * num_matrices * (told["HIDDEN"] + told["RANK"]), told["TILE_ROWS"]
     else:
         return 0, 0
     return 2 * entries * load.num_rows, 2 * entries * load.num_tiles(tile) * tile

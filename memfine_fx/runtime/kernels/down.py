@@ -3,7 +3,7 @@
 The down projection is of one pair (activated rows, down); the gradient of the tokens of two (gate's and up's
 gradients, and those matrices). Where experts have biases the down projection adds one, times the row's weight. Either a
 row's result is added to its token by atomics, or it is written to [R,H] for `combine`, which adds a token's rows in the
-same order in every run.
+same order in every run. Low-rank terms of the matrices are added to a row's result before.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import triton.language as tl
 
 from memfine_fx.runtime.kernels.blocks import all_or_none, by_descriptor, load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.low_rank import add_term, constants_of_term, term_accesses
 from memfine_fx.runtime.kernels.made import argument_of, loader_of
 from memfine_fx.runtime.kernels.pairs import halved
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Table
+from memfine_fx.runtime.kernels.tables import Table, Term
 from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
@@ -84,6 +85,10 @@ def _down_kernel(
     second_matrix,
     first_matrix_block,
     second_matrix_block,
+    first_narrow,
+    second_narrow,
+    first_factor,
+    second_factor,
     bias,
     weight,
     result,
@@ -99,6 +104,12 @@ def _down_kernel(
     STRIDE_DEPTH: tl.constexpr,
     BIAS_STRIDE_EXPERT: tl.constexpr,
     BIAS_STRIDE_COLUMN: tl.constexpr,
+    RANK: tl.constexpr,
+    TERM_STRIDE_EXPERT: tl.constexpr,
+    TERM_STRIDE_COLUMN: tl.constexpr,
+    TERM_STRIDE_RANK: tl.constexpr,
+    HAS_TERM: tl.constexpr,
+    HAS_SECOND_TERM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SECOND: tl.constexpr,
@@ -110,6 +121,7 @@ def _down_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
+    TILE_RANK: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
 ):
     column_tile, row_tile = place_of(GROUP_ROWS)
@@ -133,6 +145,16 @@ def _down_kernel(
             first_column, COLUMNS, DEPTH, STRIDE_EXPERT, STRIDE_COLUMN, STRIDE_DEPTH, PRECISION, SECOND_LOAD,
             BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
         )  # fmt: skip
+    if HAS_TERM:
+        total = add_term(
+            total, first_narrow, first_factor, rows - first_row, is_row, expert, first_column, COLUMNS, RANK,
+            TERM_STRIDE_EXPERT, TERM_STRIDE_COLUMN, TERM_STRIDE_RANK, PRECISION, TILE_COLUMNS, TILE_RANK,
+        )  # fmt: skip
+        if HAS_SECOND_TERM:
+            total = add_term(
+                total, second_narrow, second_factor, rows - first_row, is_row, expert, first_column, COLUMNS, RANK,
+                TERM_STRIDE_EXPERT, TERM_STRIDE_COLUMN, TERM_STRIDE_RANK, PRECISION, TILE_COLUMNS, TILE_RANK,
+            )  # fmt: skip
     if TILE_COLUMNS >= 256:  # one half after the other, so that registers hold what half a tile takes
         half: tl.constexpr = TILE_COLUMNS // 2
         left, right = halved(total, TILE_ROWS, TILE_COLUMNS)
@@ -163,6 +185,7 @@ def add_products(
     is_atomic: bool,
     bias: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
+    terms: Sequence[Term] = (),
 ) -> None:
     """Add sum of rows[i] @ matrices[i][e].T to the tokens' sums, or write it row by row.
 
@@ -173,6 +196,7 @@ def add_products(
         precision: of products of fp32, "ieee" or "tf32".
         bias: [E,C], added to every row, times its weight where there is one.
         weight: [N] by assignment.
+        terms: at most two, of factors of the same strides; added to every row.
     """
     matrix = matrices[0]
     num_experts, columns, depth = matrix.shape
@@ -189,6 +213,8 @@ def add_products(
         "STRIDE_DEPTH": matrix.stride(2),
         "BIAS_STRIDE_EXPERT": 0 if bias is None else bias.stride(0),
         "BIAS_STRIDE_COLUMN": 0 if bias is None else bias.stride(1),
+        **constants_of_term(terms[0] if terms else None),
+        "HAS_SECOND_TERM": len(terms) == 2,
         "HAS_BIAS": bias is not None,
         "HAS_WEIGHT": bias is not None and weight is not None,
         "HAS_SECOND": len(rows) == 2,
@@ -209,6 +235,10 @@ def add_products(
         "offsets": routing.offsets,
         "first_matrix": argument_of(matrix),
         "second_matrix": argument_of(matrices[-1]),
+        "first_narrow": terms[0].rows if terms else result,
+        "second_narrow": terms[-1].rows if terms else result,
+        "first_factor": terms[0].matrix if terms else result,
+        "second_factor": terms[-1].matrix if terms else result,
         "bias": result if bias is None else bias,
         "weight": result if bias is None or weight is None else weight,
         "result": result,
@@ -258,6 +288,8 @@ def down_accesses(launch: Launch, load: Load) -> list[Access]:
         found.append(Access("bias", tiles * columns, present * columns))
     if has_share:
         found.append(Access("weight", rows * num_columns, rows))
+    names = ("first", "second") if told["HAS_SECOND_TERM"] else ("first",)
+    found += term_accesses(launch, load, [(f"{name}_narrow", f"{name}_factor") for name in names], columns)
     if told["IS_ATOMIC"]:
         return [*found, Access("result", rows * columns, load.num_tokens * columns, "atomic")]
     return [*found, Access("result", rows * columns, rows * columns, "store")]

@@ -4,6 +4,7 @@ Before:  p = (grad[order // K] @ down[e]); weight_grad = (p * act(g, u)).sum(-1)
          With biases weight_grad has grad . down_bias[e] too.
 After:   one kernel; g' and u' may be written over g and u. The routing weight's gradient comes in a part for every
          tile of columns, [tiles,N] by assignment, each written once: a sum over them is the same in every run.
+         A low-rank term of down is added to p.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from memfine_fx.runtime.kernels.activation import (
 )
 from memfine_fx.runtime.kernels.blocks import load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.low_rank import add_term, constants_of_term, term_accesses
 from memfine_fx.runtime.kernels.made import argument_of, loader_of
 from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, load_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up, standing
+from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, Term, has_up, standing
 from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
@@ -101,6 +103,8 @@ def _down_backward_kernel(
     down,
     down_block,
     down_bias,
+    narrow,
+    factor,
     gate_rows,
     up_rows,
     gate_grad,
@@ -123,6 +127,11 @@ def _down_backward_kernel(
     PRODUCT_STRIDE_ROW: tl.constexpr,
     PRODUCT_STRIDE_WIDTH: tl.constexpr,
     GRADIENT_STRIDE_ROW: tl.constexpr,
+    RANK: tl.constexpr,
+    TERM_STRIDE_EXPERT: tl.constexpr,
+    TERM_STRIDE_COLUMN: tl.constexpr,
+    TERM_STRIDE_RANK: tl.constexpr,
+    HAS_TERM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_UP: tl.constexpr,
     HAS_INTERLEAVED_PRODUCTS: tl.constexpr,
@@ -138,6 +147,7 @@ def _down_backward_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
+    TILE_RANK: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
 ):
     column_tile, row_tile = place_of(GROUP_ROWS)
@@ -157,6 +167,11 @@ def _down_backward_kernel(
             DOWN_LOAD, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
         )  # fmt: skip
         total = tl.dot(left, right.to(left.dtype), total, input_precision=PRECISION)
+    if HAS_TERM:
+        total = add_term(
+            total, narrow, factor, rows - first_row, is_row, expert, first_column, WIDTH, RANK, TERM_STRIDE_EXPERT,
+            TERM_STRIDE_COLUMN, TERM_STRIDE_RANK, PRECISION, TILE_COLUMNS, TILE_RANK,
+        )  # fmt: skip
     share = 1.0
     if HAS_WEIGHT:
         share = tl.load(weight + assignments, mask=is_row, other=0).to(tl.float32)[:, None]
@@ -203,6 +218,7 @@ def down_backward(
     weight_parts: torch.Tensor | None,
     tiles: Tiles,
     precision: str,
+    term: Term | None = None,
 ) -> None:
     """Write a window's gradients of gate's and up's products, and what is asked for beside them.
 
@@ -216,6 +232,7 @@ def down_backward(
         activated: where act(g, u) * weight goes, [R,F], or None.
         weight_parts: [num_weight_parts,N] fp32, zeros; there where `weight` is.
         precision: of products of fp32, "ieee" or "tf32".
+        term: what is added to grad @ down, or None.
     """
     forward, backward = constants_of(activation)
     down_block = table_by_descriptor(tables.down.mT, tiles)
@@ -234,6 +251,7 @@ def down_backward(
         "PRODUCT_STRIDE_ROW": products[0].stride(0),
         "PRODUCT_STRIDE_WIDTH": products[0].stride(1),
         "GRADIENT_STRIDE_ROW": gradients[0].stride(0),
+        **constants_of_term(term),
         "HAS_BIAS": tables.down_bias is not None,
         "HAS_UP": has_up(activation),
         "HAS_INTERLEAVED_PRODUCTS": are_interleaved(products),
@@ -259,6 +277,8 @@ def down_backward(
         "down": argument_of(tables.down),
         "down_block": down_block,
         "down_bias": grad if tables.down_bias is None else tables.down_bias,
+        "narrow": grad if term is None else term.rows,
+        "factor": grad if term is None else term.matrix,
         "gate_rows": products[0],
         "up_rows": products[1],
         "gate_grad": gradients[0],
@@ -327,4 +347,4 @@ def down_backward_accesses(launch: Launch, load: Load) -> list[Access]:
         found.append(Access("weight_parts", rows * num_columns, rows * num_columns, "store"))
     if told["WRITES_ACTIVATED"]:
         found.append(Access("activated", rows * width, rows * width, "store"))
-    return found
+    return [*found, *term_accesses(launch, load, [("narrow", "factor")], width)]

@@ -3,7 +3,7 @@
 Before:  x = hidden[order // K]; g = x @ gate[e].T + gate_bias[e]; u = x @ up[e].T + up_bias[e]
          activated = act(g, u) * weight[order]
 After:   one kernel; g and u are written where something is to be kept of them, or backward asks for them again.
-         Without biases and up, what stands for them is not read.
+         Without biases and up, what stands for them is not read. Low-rank terms of gate and up are added to g and u.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import triton.language as tl
 from memfine_fx.runtime.kernels.activation import activate, constants_of, reference_activation
 from memfine_fx.runtime.kernels.blocks import all_or_none, load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.low_rank import add_term, constants_of_term, term_accesses
 from memfine_fx.runtime.kernels.made import argument_of, loader_of
 from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, split_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, has_up, standing
+from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, Terms, has_up, standing
 from memfine_fx.runtime.kernels.tile_search import find_tile, place_of
 from memfine_fx.runtime.kernels.traffic import Access, Load, of_tiles
 from memfine_fx.runtime.kernels.windows import Window, ceil_div, most_tiles
@@ -71,6 +72,10 @@ def _gate_up_kernel(
     up_block,
     gate_bias,
     up_bias,
+    gate_narrow,
+    up_narrow,
+    gate_factor,
+    up_factor,
     gate_rows,
     up_rows,
     activated,
@@ -88,6 +93,11 @@ def _gate_up_kernel(
     BIAS_STRIDE_WIDTH: tl.constexpr,
     PRODUCT_STRIDE_ROW: tl.constexpr,
     PRODUCT_STRIDE_WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    TERM_STRIDE_EXPERT: tl.constexpr,
+    TERM_STRIDE_COLUMN: tl.constexpr,
+    TERM_STRIDE_RANK: tl.constexpr,
+    HAS_TERM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_UP: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
@@ -103,6 +113,7 @@ def _gate_up_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
+    TILE_RANK: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
 ):
     column_tile, row_tile = place_of(GROUP_ROWS)
@@ -113,7 +124,7 @@ def _gate_up_kernel(
     is_row = rows < stop
     assignments = tl.load(order + rows, mask=is_row, other=0)
     token_places = hidden + (assignments // TOP_K).to(tl.int64)[:, None] * HIDDEN
-    first_column = column_tile * TILE_COLUMNS
+    first_column, own_rows = column_tile * TILE_COLUMNS, rows - first_row
     if IS_INTERLEAVED:  # both as one matrix: gate's columns, every other one, would be read two bytes at a time
         total = tl.zeros([TILE_ROWS, 2 * TILE_COLUMNS], tl.float32)
         for begin in range(0, HIDDEN, TILE_DEPTH):
@@ -123,6 +134,11 @@ def _gate_up_kernel(
                 "plain", BY_DESCRIPTOR, 2 * TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
             total = tl.dot(tokens, tile.to(tokens.dtype), total, input_precision=PRECISION)
+        if HAS_TERM:
+            total = add_term(
+                total, gate_narrow, gate_factor, own_rows, is_row, expert, 2 * first_column, 2 * WIDTH, RANK,
+                TERM_STRIDE_EXPERT, TERM_STRIDE_COLUMN, TERM_STRIDE_RANK, PRECISION, 2 * TILE_COLUMNS, TILE_RANK,
+            )  # fmt: skip
     else:
         gate_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
         up_total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
@@ -139,7 +155,16 @@ def _gate_up_kernel(
                     STRIDE_HIDDEN, UP_LOAD, BY_DESCRIPTOR, TILE_COLUMNS, TILE_DEPTH,
                 )  # fmt: skip
                 up_total = tl.dot(tokens, up_tile.to(tokens.dtype), up_total, input_precision=PRECISION)
-    own_rows = rows - first_row
+        if HAS_TERM:
+            gate_total = add_term(
+                gate_total, gate_narrow, gate_factor, own_rows, is_row, expert, first_column, WIDTH, RANK,
+                TERM_STRIDE_EXPERT, TERM_STRIDE_COLUMN, TERM_STRIDE_RANK, PRECISION, TILE_COLUMNS, TILE_RANK,
+            )  # fmt: skip
+            if HAS_UP:
+                up_total = add_term(
+                    up_total, up_narrow, up_factor, own_rows, is_row, expert, first_column, WIDTH, RANK,
+                    TERM_STRIDE_EXPERT, TERM_STRIDE_COLUMN, TERM_STRIDE_RANK, PRECISION, TILE_COLUMNS, TILE_RANK,
+                )  # fmt: skip
     if TILE_COLUMNS >= 128:  # one half after the other, so that registers hold what half a tile takes
         half: tl.constexpr = TILE_COLUMNS // 2
         if IS_INTERLEAVED:
@@ -183,6 +208,7 @@ def gate_up(
     activated: torch.Tensor | None,
     tiles: Tiles,
     precision: str,
+    terms: Terms | None = None,
 ) -> None:
     """Write a window's products, its activated rows, or both.
 
@@ -193,12 +219,16 @@ def gate_up(
             of one [R,2F]. Without an up projection the second is not written.
         activated: where act(g, u) * weight goes, [R,F], contiguous.
         precision: of products of fp32, "ieee" or "tf32".
+        terms: what is added to gate's and up's products, or None.
     """
     is_interleaved = are_interleaved((tables.gate, tables.up))
     if is_interleaved:
         gate_block = up_block = table_by_descriptor(tables.projections[0], tiles, 2 * tiles.columns)
     else:
         gate_block, up_block = all_or_none([table_by_descriptor(one, tiles) for one in (tables.gate, tables.up)])
+    gate_term = up_term = None
+    if terms is not None:
+        gate_term, up_term = (terms.projections[0],) * 2 if is_interleaved else (terms.gate, terms.up)
     constants = {
         "HIDDEN": tables.hidden,
         "WIDTH": tables.width,
@@ -212,6 +242,7 @@ def gate_up(
         "BIAS_STRIDE_WIDTH": 0 if tables.gate_bias is None else tables.gate_bias.stride(1),
         "PRODUCT_STRIDE_ROW": 0 if products is None else products[0].stride(0),
         "PRODUCT_STRIDE_WIDTH": 0 if products is None else products[0].stride(1),
+        **constants_of_term(gate_term),
         "HAS_BIAS": tables.gate_bias is not None,
         "HAS_UP": has_up(activation),
         "IS_INTERLEAVED": is_interleaved,
@@ -241,6 +272,10 @@ def gate_up(
         "up_block": up_block,
         "gate_bias": hidden if tables.gate_bias is None else tables.gate_bias,
         "up_bias": hidden if tables.up_bias is None else tables.up_bias,
+        "gate_narrow": hidden if gate_term is None else gate_term.rows,
+        "up_narrow": hidden if up_term is None else up_term.rows,
+        "gate_factor": hidden if gate_term is None else gate_term.matrix,
+        "up_factor": hidden if up_term is None else up_term.matrix,
         "gate_rows": gate_rows,
         "up_rows": up_rows,
         "activated": hidden if activated is None else activated,
@@ -295,4 +330,6 @@ def gate_up_accesses(launch: Launch, load: Load) -> list[Access]:
             found.append(Access("weight", rows * num_columns, rows))
     if told["HAS_BIAS"]:
         found += [Access(f"{name}_bias", tiles * width, present * width) for name in names]
-    return found
+    if told["IS_INTERLEAVED"]:
+        return [*found, *term_accesses(launch, load, [("gate_narrow", "gate_factor")], 2 * width)]
+    return [*found, *term_accesses(launch, load, [(f"{name}_narrow", f"{name}_factor") for name in names], width)]

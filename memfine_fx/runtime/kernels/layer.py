@@ -1,7 +1,8 @@
 """A whole layer of experts as one differentiable function of kernels over windows.
 
 Between forward and backward it keeps its inputs and the index arrays, 8 bytes a routed row, and, where asked, the
-products of gate and up. In a pass it holds three rows [R,F] of a window, and [R,H] where sums are deterministic.
+products of gate and up. In a pass it holds three rows [R,F] of a window, and [R,H] where sums are deterministic; of
+each adapter one row [R,r] in forward and two in backward.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from memfine_fx.errors import ChunkOutOfMemory
 from memfine_fx.runtime.halving import is_allocation_failure
+from memfine_fx.runtime.kernels.adapters import AdapterGradients, AdapterPass, LayerAdapters
 from memfine_fx.runtime.kernels.combine import combine
 from memfine_fx.runtime.kernels.down import add_products
 from memfine_fx.runtime.kernels.down_backward import down_backward, num_weight_parts
@@ -22,14 +24,20 @@ from memfine_fx.runtime.kernels.launches import Tiles
 from memfine_fx.runtime.kernels.sorting import Routing, sort_assignments
 from memfine_fx.runtime.kernels.tables import (
     Activation,
+    Adapter,
+    AdapterForms,
     Layout,
     Sources,
     Table,
     Tables,
+    Term,
+    adapters_of,
     are_projections,
     divided,
     has_up,
+    num_adapter_params,
     num_projections_of,
+    trained_adapters,
     trained_parts,
 )
 from memfine_fx.runtime.kernels.tiling import LayerTiles, target_of, tiles_for
@@ -53,6 +61,7 @@ class LayerOptions:
         precision: of products of fp32, "ieee" or "tf32".
         tiles: of the kernels, or None for the device's and dtype's own.
         sources: as of `KernelForm`; parameters that make a table follow each other in its place, and have no gradient.
+        adapters: as of `KernelForm`; A and B of each follow all others.
     """
 
     rows_per_window: int
@@ -64,10 +73,26 @@ class LayerOptions:
     precision: str = "ieee"
     tiles: LayerTiles | None = None
     sources: Sources = ()
+    adapters: AdapterForms = ()
 
     @property
     def has_up(self) -> bool:
         return has_up(self.activation)
+
+    def num_own(self, params: Sequence[object]) -> int:
+        """How many of the parameters are not adapters'."""
+        return len(params) - num_adapter_params(self.adapters)
+
+    def adapters_of(self, params: Sequence[torch.Tensor]) -> list[Adapter | None]:
+        """Of each projection and of down, or none at all.
+
+        Raises:
+            ValueError: factors do not meet, or some projections have an adapter and others none.
+        """
+        found = adapters_of(params[self.num_own(params) :], self.adapters)
+        if len({one is None for one in found[:-1]}) > 1:
+            raise ValueError("adapters of gate and up come together")
+        return found
 
     def tables_of(self, params: Sequence[torch.Tensor]) -> Tables:
         """The parameters, or their gradients, as the kernels see them.
@@ -77,7 +102,8 @@ class LayerOptions:
         """
         if self.has_up is (self.layout in ("single", "single_in_out")):
             raise ValueError(f"activation {self.activation!r} does not go with layout {self.layout!r}")
-        return Tables.of(params, self.layout, has_bias=self.has_bias, sources=self.sources)
+        own = params[: self.num_own(params)]
+        return Tables.of(own, self.layout, has_bias=self.has_bias, sources=self.sources)
 
     def tiles_of(self, hidden: torch.Tensor, params: Sequence[torch.Tensor]) -> LayerTiles:
         table_dtype = torch.uint8 if any(self.sources) else params[0].dtype
@@ -126,13 +152,17 @@ def run_forward(
     windows = layer_windows(routing, options, kept)
     activated = hidden.new_empty((most_rows(windows), tables.width))
     add = _Adder(routing, options, tiles.down, hidden, most_rows(windows))
+    adapters = _adapters(hidden, routing, params, options, tiles, windows)
     for window in windows:
+        terms = adapters.of_projections(adapters.narrow(hidden, window))
         gate_up(
             hidden, weight, routing, tables, window, options.activation, _part(kept, window), activated, tiles.gate_up,
-            options.precision,
+            options.precision, terms,
         )  # fmt: skip
-        add([activated], [tables.down], window, out, tables.down_bias, weight)
-    del activated, add  # what a window holds goes before the sums are cast, as plans count it
+        of_down = adapters.of_down(activated, window)
+        add([activated], [tables.down], window, out, tables.down_bias, weight, terms=of_down)
+        del terms, of_down
+    del activated, add, adapters  # what a window holds goes before the sums are cast, as plans count it
     return out.to(out_dtype or hidden.dtype), kept
 
 
@@ -204,12 +234,14 @@ class _Adder:
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
         weight: torch.Tensor | None = None,
+        *,
+        terms: Sequence[Term] = (),
     ) -> None:
         is_atomic = self._rows is None
         result = out if self._rows is None else self._rows
         add_products(
             rows, matrices, self._routing, window, result, self._tiles, self._precision, is_atomic=is_atomic, bias=bias,
-            weight=weight,
+            weight=weight, terms=terms,
         )  # fmt: skip
         if self._rows is not None:
             combine(self._rows, self._routing, window, out)
@@ -234,7 +266,8 @@ class _Backward:
     ) -> None:
         self._grad, self._hidden, self._weight, self._routing = grad, hidden, weight, routing
         self._tables, self._options, self._tiles, self._wanted = tables, options, tiles, wanted
-        self._given, self._onto = params, onto or [None] * len(params)
+        self._given, self._onto = params, list(onto or [None] * len(params))
+        num_own = options.num_own(params)
         capacity = most_rows(windows)
         self._add = _Adder(routing, options, tiles.down, hidden, capacity)
         self._room, self._rows = _room(hidden, capacity, tables.width, options)
@@ -245,12 +278,18 @@ class _Backward:
             self._parts = hidden.new_zeros((num_parts, routing.num_rows), dtype=torch.float32)
         has_bias, sources = options.has_bias, options.sources
         is_projection = are_projections(options.layout, has_bias=has_bias, sources=sources)
-        has_projections, has_down = trained_parts(options.layout, wanted[2:], has_bias=has_bias, sources=sources)
-        self._activated = hidden.new_empty((capacity, tables.width)) if has_down else hidden
+        of_own, of_adapters = wanted[2 : 2 + num_own], wanted[2 + num_own :]
+        has_projections, has_down = trained_parts(options.layout, of_own, has_bias=has_bias, sources=sources)
+        trains_projections, trains_down = trained_adapters(options.adapters, of_adapters)
+        self._activated = hidden.new_empty((capacity, tables.width)) if has_down or trains_down else hidden
         # What is not written stands for itself; the projections are written together, and down with its bias.
+        are_written = [has_projections if is_one else has_down for is_one in is_projection]
+        num_of_projections = num_adapter_params(options.adapters[:-1])
+        are_written += [trains_projections] * num_of_projections
+        are_written += [trains_down] * (len(of_adapters) - num_of_projections)
         self._params = [
-            _new_gradient(param, there, has_projections if is_one else has_down)
-            for param, there, is_one in zip(params, self._onto, is_projection, strict=True)
+            _new_gradient(param, there, is_written)
+            for param, there, is_written in zip(params, self._onto, are_written, strict=True)
         ]
         num_tables = num_projections_of(options.layout) + 1
         self._into = TableGradients.of(
@@ -258,23 +297,38 @@ class _Backward:
             is_cut=len(windows) > 1,
             are_added=None if sources else [one is not None for one in self._onto[:num_tables]],
         )  # fmt: skip
+        self._adapters = _adapters(hidden, routing, params, options, tiles, windows)
+        self._of_adapters = AdapterGradients(
+            self._adapters, options.adapters_of(self._params), [one is not None for one in self._onto[num_own:]],
+            hidden, trains_projections=trains_projections, trains_down=trains_down, is_cut=len(windows) > 1,
+        )  # fmt: skip
 
     def window(self, window: Window, kept: Products | None) -> None:
         """Everything of one window."""
         options, tiles, tables, routing = self._options, self._tiles, self._tables, self._routing
-        precision = options.precision
+        precision, into, adapters, of_adapters = options.precision, self._into, self._adapters, self._of_adapters
+        narrow = adapters.narrow(self._hidden, window) if kept is None or of_adapters.trains_projections else []
         if kept is None:
             gate_up(
                 self._hidden, None, routing, tables, window, options.activation, self._room, None, tiles.gate_up,
-                precision,
+                precision, adapters.of_projections(narrow),
             )  # fmt: skip
-        into = self._into
+        of_down = of_adapters.of_down(self._grad, window)
         down_backward(
             self._grad, self._weight, routing, tables, window, options.activation, kept or self._room, self._room,
-            self._activated if into.has_down else None, self._parts, tiles.down_backward, precision,
+            self._activated if into.has_down or of_adapters.trains_down else None, self._parts, tiles.down_backward,
+            precision, of_down,
         )  # fmt: skip
+        of_hidden: list[Term] = []
+        if self._hidden_grad is not None or of_adapters.trains_projections:
+            of_hidden = of_adapters.of_projections(self._rows, window)
         if self._hidden_grad is not None:
-            self._add(self._rows, [one.mT for one in tables.projections], window, self._hidden_grad)
+            turned = [one.mT for one in tables.projections]
+            self._add(self._rows, turned, window, self._hidden_grad, terms=of_hidden)
+        if of_adapters.trains_projections:
+            of_adapters.add_projections(window, self._hidden, self._rows, narrow, of_hidden)
+        if of_adapters.trains_down and of_down is not None:
+            of_adapters.add_down(window, self._grad, self._activated, of_down)
         if into.has_projections or into.has_down:
             weight_gradient(
                 self._rows, self._hidden, self._activated, self._grad, self._weight, routing, window, into,
@@ -284,6 +338,7 @@ class _Backward:
     def gradients(self) -> Gradients:
         """After the last window, of which nothing is held any more when sums are cast, as plans count it."""
         del self._room, self._rows, self._activated, self._add, self._into, self._grad
+        del self._adapters, self._of_adapters
         weight = None
         if self._wanted[1] and self._parts is not None and self._weight is not None:
             weight = self._parts.sum(0).to(self._weight.dtype)
@@ -292,6 +347,18 @@ class _Backward:
         every = zip(self._params, self._given, self._onto, self._wanted[2:], strict=True)
         params = [_finished(one, param, there) if is_wanted else None for one, param, there, is_wanted in every]
         return Gradients(hidden, weight, params)
+
+
+def _adapters(
+    hidden: torch.Tensor,
+    routing: Routing,
+    params: Sequence[torch.Tensor],
+    options: LayerOptions,
+    tiles: LayerTiles,
+    windows: Sequence[Window],
+) -> LayerAdapters:
+    run = AdapterPass(routing, most_rows(windows), tiles, options.precision)
+    return LayerAdapters(options.adapters_of(params), options.layout, run, hidden)
 
 
 def _room(

@@ -14,19 +14,27 @@ __all__ = [
     "LAYOUTS",
     "Activation",
     "ActivationName",
+    "Adapter",
+    "AdapterForm",
+    "AdapterForms",
     "KernelForm",
     "Layout",
     "Pointwise",
     "Sources",
     "Table",
     "Tables",
+    "Term",
+    "Terms",
     "TileSource",
     "TileTable",
+    "adapters_of",
     "are_projections",
     "divided",
     "has_up",
+    "num_adapter_params",
     "num_projections_of",
     "standing",
+    "trained_adapters",
     "trained_parts",
 ]
 
@@ -166,17 +174,112 @@ _kept_codes: dict[tuple[tuple[float, ...], torch.device], torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
+class AdapterForm:
+    """A low-rank term of a projection, s (x A^T) B^T of two parameters (LoRA, arXiv 2106.09685).
+
+    Args:
+        rank: r.
+        scale: s.
+        is_first_out_in, is_second_out_in: whether A stands as [r,in], and B as [out,r], or turned.
+    """
+
+    rank: int
+    scale: float
+    is_first_out_in: bool = True
+    is_second_out_in: bool = True
+
+
+AdapterForms = tuple[AdapterForm | None, ...]
+"""Of gate and up, or both in one, and down: None where there is none; empty where no projection has one."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Views of an adapter's parameters, or of their gradients.
+
+    Args:
+        first: A, [E,r,D].
+        second: B, [E,C,r].
+        scale: s.
+    """
+
+    first: torch.Tensor
+    second: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return int(self.first.shape[1])
+
+
+def adapters_of(params: Sequence[torch.Tensor], forms: AdapterForms) -> list[Adapter | None]:
+    """The adapter of each form.
+
+    Args:
+        params: A and B of each that is there, one after the other.
+
+    Raises:
+        ValueError: there are more or fewer, or two do not meet.
+    """
+    left, found = list(params), list[Adapter | None]()
+    for form in forms:
+        if form is None:
+            found.append(None)
+            continue
+        if len(left) < 2:
+            raise ValueError(f"{len(params)} parameters are not those of adapters {forms}")
+        first, second = left.pop(0), left.pop(0)
+        adapter = Adapter(
+            first if form.is_first_out_in else first.mT, second if form.is_second_out_in else second.mT, form.scale
+        )
+        if not adapter.first.shape[1] == adapter.second.shape[2] == form.rank:
+            raise ValueError(f"factors {_described(adapter.first)} and {_described(adapter.second)} do not meet")
+        found.append(adapter)
+    if left:
+        raise ValueError(f"{len(params)} parameters are not those of adapters {forms}")
+    return found
+
+
+@dataclass(frozen=True)
+class Term:
+    """What is added to a window's product: rows [R,r] times [E,C,r] of their experts."""
+
+    rows: torch.Tensor
+    matrix: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Those of gate's and up's products; of the same strides, as the tables are.
+
+    Args:
+        projections: of each parameter that holds them, in its columns' order.
+        gate, up: of each, the same where there is no up projection.
+    """
+
+    projections: Sequence[Term]
+    gate: Term
+    up: Term
+
+    @staticmethod
+    def of(projections: Sequence[Term], layout: Layout) -> Terms:
+        gate, up = divided([one.matrix for one in projections], layout)
+        return Terms(projections, Term(projections[0].rows, gate), Term(projections[-1].rows, up))
+
+
+@dataclass(frozen=True)
 class KernelForm:
     """What of an expert function makes it one that the kernels know.
 
     Args:
         layout: of its parameters.
-        positions: where gate and up, or both in one, down and the biases stand among them; all tensors of one that is
-            made, one after the other.
+        positions: where gate and up, or both in one, down, the biases and the adapters' factors stand among them; all
+            tensors of one that is made, one after the other.
         activation: between the projections.
         has_bias: whether every projection has one.
         sources: of gate and up, or both in one, and down, how each is made, or None where it is a parameter; empty
             where all are.
+        adapters: their low-rank terms.
     """
 
     layout: Layout
@@ -184,10 +287,16 @@ class KernelForm:
     activation: Activation = "swiglu"
     has_bias: bool = False
     sources: Sources = ()
+    adapters: AdapterForms = ()
 
     @property
     def has_up(self) -> bool:
         return has_up(self.activation)
+
+    @property
+    def num_adapter_params(self) -> int:
+        """How many of the positions, at the end, are of adapters' factors."""
+        return num_adapter_params(self.adapters)
 
     @property
     def made(self) -> frozenset[int]:
@@ -212,6 +321,10 @@ class KernelForm:
 
 
 Sources = tuple[TileSource | None, ...]
+
+
+def num_adapter_params(forms: AdapterForms) -> int:
+    return 2 * sum(form is not None for form in forms)
 
 
 @dataclass(frozen=True)
@@ -337,6 +450,17 @@ def trained_parts(
         raise ValueError("experts whose tables are made have no gradients of their parameters")
     projections = any(is_wanted for is_one, is_wanted in pairs if is_one)
     return projections, any(is_wanted for is_one, is_wanted in pairs if not is_one)
+
+
+def trained_adapters(forms: AdapterForms, wanted: Sequence[bool]) -> tuple[bool, bool]:
+    """Whether any factor of adapters of gate and up is trained, and of down.
+
+    Args:
+        wanted: of each factor that is there, whether its gradient is.
+    """
+    pairs = iter(wanted)
+    trained = [form is not None and any((next(pairs), next(pairs))) for form in forms or (None,)]
+    return any(trained[:-1]), trained[-1]
 
 
 def divided(projections: Sequence[TableT], layout: Layout) -> tuple[TableT, TableT]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["find_tile", "place_of"]
+__all__ = ["find_tile", "place_of", "places_of"]
 
 
 @triton.jit
@@ -47,3 +47,21 @@ def find_tile(
     start = begin + (tile - earlier) * TILE_ROWS
     stop = tl.minimum(tl.load(offsets + expert + 1).to(tl.int32), last_row)
     return expert, start, tl.where(is_found, tl.minimum(stop, start + TILE_ROWS), start)
+
+
+@triton.jit
+def places_of(order, rows, is_row, first_row, TOP_K: tl.constexpr):
+    """Where rows of a window stand in what they are read from: at their tokens, or, with a K of 0, in the window.
+
+    Rows that are not read stand at the first place; all are read where `is_row` is None.
+    """
+    if TOP_K > 0:
+        if is_row is None:
+            places = tl.load(order + rows) // TOP_K
+        else:
+            places = tl.load(order + rows, mask=is_row, other=0) // TOP_K
+    elif is_row is None:
+        places = rows - first_row
+    else:
+        places = tl.where(is_row, rows - first_row, 0)
+    return places.to(tl.int64)

@@ -7,13 +7,13 @@ was anything timed, and the first of each list stands.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from memfine_fx.runtime.kernels.launches import Tiles
 
-__all__ = ["LEAST_COLUMNS", "LayerTiles", "candidates", "target_of", "tiles_for"]
+__all__ = ["LEAST_COLUMNS", "AdapterTiles", "LayerTiles", "candidates", "target_of", "tiles_for"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,26 @@ class LayerTiles:
     down: Tiles
     down_backward: Tiles
     weight_gradient: Tiles
+
+
+@dataclass(frozen=True)
+class AdapterTiles:
+    """Tiles of an adapter's products: of narrow rows, and of gradients of its factors, [r,D] and [C,r]."""
+
+    narrow: Tiles
+    flat: Tiles
+    tall: Tiles
+
+    @staticmethod
+    def of(tiles: LayerTiles, rank: int) -> AdapterTiles:
+        """Those of the layer's kernels, as narrow as the rank; rows of 64 are the least for Hopper's products."""
+        least = min(64, max(16, 1 << (rank - 1).bit_length()))
+        rows, gradient = tiles.down_backward, tiles.weight_gradient
+        return AdapterTiles(
+            narrow=replace(rows, columns=least),
+            flat=replace(gradient, rows=min(gradient.rows, 64), num_warps=4),
+            tall=replace(gradient, columns=least),
+        )
 
 
 _LOW_PRECISION = {

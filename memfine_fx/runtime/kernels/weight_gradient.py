@@ -11,12 +11,13 @@ An expert that a window's border cuts is finished by the window that has its las
 in one of two stages: at every border at most one expert is cut, so a window reads what the one before left in one
 stage and leaves what is cut at its own end in the other. An expert without rows gets zeros from the first window.
 Biases are small: their sums of all experts stay in fp32 from the first window to the last.
+The same kernel makes gradients of adapters' factors, of which some have rows of the window in the tokens' place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,6 +28,7 @@ from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.pairs import halved
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tables import Table, Tables, TileTable, standing
+from memfine_fx.runtime.kernels.tile_search import places_of
 from memfine_fx.runtime.kernels.traffic import Access, Load
 from memfine_fx.runtime.kernels.windows import Window, ceil_div
 
@@ -63,16 +65,17 @@ def _load_step(
 ):  # fmt: skip
     """([DEPTH,ROWS] of the window's rows from `start`, [DEPTH,COLUMNS] of their tokens); zeros from `end` on.
 
-    A full step has no rows from `end` on, and no mask for them. Only such a step takes rows by descriptor: behind the
-    last expert's stand rows that nobody wrote, and zeros times what is no number is no number.
+    With a K of 0 the tokens are rows of the window too. A full step has no rows from `end` on, and no mask for them.
+    Only such a step takes rows by descriptor: behind the last expert's stand rows that nobody wrote, and zeros times
+    what is no number is no number.
     """
     heights, columns = first_height + tl.arange(0, TILE_ROWS), first_column + tl.arange(0, TILE_COLUMNS)
     rows = start + tl.arange(0, TILE_DEPTH)
     is_row = rows < end
     if IS_FULL:
-        token = (tl.load(order + rows) // TOP_K).to(tl.int64)
+        token = places_of(order, rows, None, first_row, TOP_K)
     else:
-        token = (tl.load(order + rows, mask=is_row, other=0) // TOP_K).to(tl.int64)
+        token = places_of(order, rows, is_row, first_row, TOP_K)
     token_places = tokens + token[:, None] * WIDTH + columns[None, :]
     left_places = left_rows + (rows - first_row)[:, None] * HEIGHT + heights[None, :]
     if not IS_FULL:
@@ -297,7 +300,7 @@ def weight_gradient(
     Args:
         rows: gradients of the products of each of the tables' projections: [R,F], or [R,2F] of gate and up in one, as
             that table's outputs are; contiguous.
-        hidden: [T,H], contiguous, gathered row by row; as `grad` is, of the output.
+        hidden: [T,H], contiguous, gathered row by row; as `grad` is, of the output. With a K of 0 [R,H] of the window.
         activated: act(g, u) * weight, [R,F], contiguous.
         weight: [N] by assignment, or None for ones.
         into: of `TableGradients.of`, for all windows of a layer.
@@ -399,9 +402,11 @@ def weight_gradient_accesses(launch: Launch, load: Load) -> list[Access]:
     found = [Access("offsets", 2 * num_tiles * num_experts, num_experts + 1)]
     num_columns = ceil_div(told["WIDTH"], told["TILE_COLUMNS"])
     num_orders = num_tiles + (told["HAS_DOWN"] and told["HAS_BIAS"]) * num_columns
-    found.append(Access("order", num_orders * load.num_rows, load.num_rows))
-    for name in ("first", "second")[: told["NUM_PROJECTIONS"]]:
-        found += _part_accesses(launch, load, "hidden", f"{name}_rows", name, told["HEIGHT"])
+    if told["TOP_K"]:
+        found.append(Access("order", num_orders * load.num_rows, load.num_rows))
+    for place, name in enumerate(("first", "second")[: told["NUM_PROJECTIONS"]]):
+        tokens, *others = _part_accesses(launch, load, "hidden", f"{name}_rows", name, told["HEIGHT"])
+        found += [tokens if place == 0 else replace(tokens, distinct=0), *others]  # the same tokens for both
     if told["HAS_DOWN"]:
         found += _part_accesses(launch, load, "grad", "activated", "down", told["DOWN_HEIGHT"])
         if told["HAS_BIAS"] and told["HAS_WEIGHT"]:
@@ -415,11 +420,12 @@ def _part_accesses(launch: Launch, load: Load, tokens: str, left: str, table: st
     width = told["WIDTH"]
     num_heights, num_widths = ceil_div(height, told["TILE_ROWS"]), ceil_div(width, told["TILE_COLUMNS"])
     num_run = load.num_present + told["IS_FIRST_WINDOW"] * load.num_empty
+    num_tokens = load.num_tokens if told["TOP_K"] else rows
     size = height * width
     num_written = (num_run - load.is_cut) * size
     has_bias, is_down = told["HAS_BIAS"], table == "down"
     found = [  # with what sums of a bias read again
-        Access(tokens, (num_heights + (has_bias and is_down)) * rows * width, load.num_tokens * width),
+        Access(tokens, (num_heights + (has_bias and is_down)) * rows * width, num_tokens * width),
         Access(left, (num_widths + (has_bias and not is_down)) * rows * height, rows * height),
         Access(f"{table}_table", num_written, num_written, "store"),
     ]

@@ -41,6 +41,20 @@ def test_projections_are_the_matmuls_that_backward_runs_again() -> None:
     assert products(keeping.backward) == products(bodies.backward(ALL)) - 1
 
 
+def test_a_product_and_its_low_rank_term_are_kept_as_their_sum() -> None:
+    def adapted(rows: Tensor, weight: Tensor, up: Tensor, first: Tensor, second: Tensor, down: Tensor) -> Tensor:
+        return (F.silu(rows @ (up + second @ first).t()) @ down) * weight.unsqueeze(1)
+
+    wide = 4 * WIDTH
+    sizes = [(wide, HIDDEN), (1, HIDDEN), (wide, 1), (wide, HIDDEN)]
+    bodies = bodies_of(adapted, [torch.randn(NUM_EXPERTS, *size) for size in sizes], ("expert",) * 4)
+    assert bodies.num_factored == 1
+    keeping = bodies.keeping("projections", (True, True, False, True, True, False))
+    assert keeping is not None
+    assert [one.shape for one in keeping.kept] == [(1,), (wide,)]
+    assert keeping.flops_per_row == 2 * (HIDDEN * (wide + 1) + wide)
+
+
 def test_operands_are_what_the_matmuls_of_backward_read() -> None:
     keeping = bodies_of(swiglu, swiglu_params(), KINDS).keeping("operands", ALL)
     assert keeping is not None

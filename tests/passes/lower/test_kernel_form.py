@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from memfine_fx.records import ParamKind
-from memfine_fx.runtime.kernels.tables import KernelForm, Pointwise
+from memfine_fx.runtime.kernels.tables import AdapterForm, KernelForm, Pointwise
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of
 
 EXPERT: ParamKind = "expert"
@@ -247,6 +247,70 @@ OTHERS = (gate_twice, weight_on_rows, weight_squared, scaled, scaled_rows, mixed
 def test_what_only_looks_like_it_keeps_its_bodies(function: Callable[..., Tensor]) -> None:
     params = tables([FUSED, (WIDTH, HIDDEN) if function is mixed else (HIDDEN, WIDTH)])
     assert bodies_of(function, params, [EXPERT, EXPERT]).kernel_form is None
+
+
+RANK = 1
+
+
+def low_rank(rows: Tensor, first: Tensor, second: Tensor, *scales: float) -> Tensor:
+    narrow = rows @ first.t()
+    for scale in scales:
+        narrow = narrow * scale
+    return narrow @ second.t()
+
+
+def adapted(rows: Tensor, weight: Tensor, a: Tensor, b: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (low_rank(rows, a, b, 0.5, 3) + rows @ gate_up.t()).chunk(2, dim=-1)
+    return ((silu(gate) * up) @ down.t()) * weight.unsqueeze(1)
+
+
+def adapted_down(rows: Tensor, gate_up: Tensor, down: Tensor, b: Tensor, a: Tensor) -> Tensor:
+    gate, up = (rows @ gate_up).chunk(2, dim=-1)
+    activated = silu(gate) * up
+    return activated @ down + (activated @ a) @ b * 2.0
+
+
+def adapted_gate(rows: Tensor, weight: Tensor, a: Tensor, b: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return ((silu(rows @ gate.t() + low_rank(rows, a, b)) * (rows @ up.t())) @ down.t()) * weight.unsqueeze(1)
+
+
+def adapted_twice(rows: Tensor, weight: Tensor, a: Tensor, b: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (low_rank(rows, a, b) + rows @ gate_up.t() + low_rank(rows, a, b)).chunk(2, dim=-1)
+    return ((silu(gate) * up) @ down.t()) * weight.unsqueeze(1)
+
+
+def adapted_from_elsewhere(rows: Tensor, weight: Tensor, a: Tensor, b: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (low_rank(rows * 2, a, b) + rows @ gate_up.t()).chunk(2, dim=-1)
+    return ((silu(gate) * up) @ down.t()) * weight.unsqueeze(1)
+
+
+A, B = (RANK, HIDDEN), (2 * WIDTH, RANK)
+
+
+def test_adapters_are_known() -> None:
+    params = tables([A, B, FUSED, (HIDDEN, WIDTH)])
+    form = KernelForm("halves", (2, 3, 0, 1), adapters=(AdapterForm(RANK, 1.5), None))
+    assert bodies_of(adapted, params, [EXPERT] * 4).kernel_form == form
+    params = tables([FUSED_IN_OUT, (WIDTH, HIDDEN), (RANK, HIDDEN), (WIDTH, RANK)])
+    turned = AdapterForm(RANK, 2.0, is_first_out_in=False, is_second_out_in=False)
+    form = KernelForm("halves_in_out", (0, 1, 3, 2), adapters=(None, turned))
+    assert bodies_of(adapted_down, params, [EXPERT] * 4, has_weight=False).kernel_form == form
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    (
+        (adapted_gate, [A, (WIDTH, RANK), (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)]),
+        (adapted_twice, [A, B, FUSED, (HIDDEN, WIDTH)]),
+        (adapted_from_elsewhere, [A, B, FUSED, (HIDDEN, WIDTH)]),
+    ),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_other_sums_with_low_rank_terms_keep_their_bodies(
+    function: Callable[..., Tensor], shapes: list[tuple[int, ...]]
+) -> None:
+    params = tables(shapes)
+    assert bodies_of(function, params, [EXPERT] * len(params)).kernel_form is None
 
 
 def test_tables_that_all_experts_share_keep_their_bodies() -> None:

@@ -95,6 +95,40 @@ def parameters(
     return [(torch.randn(shape, device=DEVICE) * 0.3).to(dtype).requires_grad_() for shape in shapes]
 
 
+def adapters(
+    layout: str, sizes: Sizes, ranks: tuple[int | None, int | None], dtype: torch.dtype = torch.float32
+) -> tuple[Any, list[Tensor]]:
+    """(forms, factors) of adapters of gate and up, and of down; B of down stands as PEFT has it, experts last."""
+    from memfine_fx.runtime.kernels.tables import AdapterForm
+
+    experts, hidden, width = sizes.experts, sizes.hidden, sizes.width
+    outputs = [width, width] if layout.startswith("apart") else [width if "single" in layout else 2 * width]
+    sides = [*((out, hidden, ranks[0]) for out in outputs), (hidden, width, ranks[1])]
+    forms: list[AdapterForm | None] = []
+    factors = []
+    for out, depth, rank in sides:
+        if rank is None:
+            forms.append(None)
+            continue
+        is_down = out == hidden and depth == width
+        first = torch.randn((experts, depth, rank) if is_down else (experts, rank, depth), device=DEVICE)
+        second = torch.randn((out, rank, experts), device=DEVICE).permute(2, 0, 1)
+        factors += [(one * 0.3).to(dtype).requires_grad_() for one in (first, second)]
+        forms.append(AdapterForm(rank, 0.5, is_first_out_in=not is_down))
+    return tuple(forms), factors
+
+
+def with_adapters(params: Sequence[Tensor], layout: str, forms: Any, factors: Sequence[Tensor]) -> list[Tensor]:
+    """The tables with what adapters add to them, in float64."""
+    tables, left = [param.double() for param in params], [factor.double() for factor in factors]
+    for place, form in enumerate(forms):
+        if form is not None:
+            first, second = left.pop(0), left.pop(0)
+            delta = form.scale * (second @ (first if form.is_first_out_in else first.mT))
+            tables[place] = tables[place] + (delta.mT if layout.endswith("in_out") else delta)
+    return tables
+
+
 def biases(params: Sequence[Tensor], layout: str) -> list[Tensor]:
     """(gate [E,F], up [E,F], down [E,H]), written out for each layout; zeros where there are none."""
     num_tables = 3 if layout.startswith("apart") else 2

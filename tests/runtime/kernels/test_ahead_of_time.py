@@ -24,7 +24,7 @@ def test_every_case_is_recorded_for_the_target(target: Any) -> None:
     assert {row["case"] for row in rows} == {HEAD, *(case.name for case in CASES)}
     kernels = {row["step"].split(",")[0] for row in rows}
     assert kernels == {
-        "count", "scan", "offsets", "place", "gate_up", "down", "combine", "down_backward", "weight_gradient",
+        "count", "scan", "offsets", "place", "gate_up", "down", "combine", "down_backward", "weight_gradient", "narrow",
         "cross_entropy",
     }  # fmt: skip
 

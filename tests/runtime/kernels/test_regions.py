@@ -222,11 +222,13 @@ def test_products_of_the_first_rows_are_kept(
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels that do nothing take the host's tensors")
-@pytest.mark.parametrize("frozen", [(), ("down",), ("gate", "up"), ("down", "gate", "up")], ids=str)
+@pytest.mark.parametrize(
+    "frozen", [(), ("down",), ("gate", "up"), ("down", "gate", "up"), "adapters", "down's"], ids=str
+)
 @pytest.mark.parametrize(("rows_per_chunk", "num_kept"), [(200, 0), (4096, 0), (200, 1500), (4096, 1500)])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 def test_windows_hold_what_the_plan_counts(
-    dtype: torch.dtype, rows_per_chunk: int, num_kept: int, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rows_per_chunk: int, num_kept: int, frozen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside arguments and results; kernels that do nothing hold as much as others."""
     from memfine_fx.runtime.kernels.launches import Launch
@@ -238,9 +240,13 @@ def test_windows_hold_what_the_plan_counts(
     run_kernel, sorts = Launch.run, ("count_kernel", "scan_kernel", "offsets_kernel", "place_kernel")
     monkeypatch.setattr(Launch, "run", lambda self: run_kernel(self) if self.name in sorts else None)
     config = MixtralConfig(hidden=64, expert_width=96, num_experts=4, top_k=2, spelling="gathered")
-    model = MixtralMoE(config).to(dtype)
-    for name, parameter in model.experts.named_parameters():
-        parameter.requires_grad_(not name.startswith(frozen))
+    model: torch.nn.Module = MixtralMoE(config)
+    if isinstance(frozen, str):
+        model = AdaptedExperts(hidden=64, names=("up", "down") if frozen == "adapters" else ("down",))
+    else:
+        for name, parameter in model.experts.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+    model = model.to(dtype)
     measured = {}
 
     def tracing(phase: str) -> Any:
@@ -399,6 +405,72 @@ def test_packed_tables_beside_what_is_trained_keep_their_bodies(launches: list[s
 
     compare(Trained(), rows_per_chunk=9)
     assert launches == []
+
+
+class AdaptedExperts(PackedExperts):
+    """SwiGLU experts with adapters on their tables, as PEFT writes them; tables frozen, dense or in NF4."""
+
+    def __init__(self, *, hidden: int = 32, is_packed: bool = False, names: tuple[str, ...] = ("up", "down")) -> None:
+        super().__init__(hidden=hidden)
+        self.names = names
+        for (name, (experts, out, width)), rank in zip(self.shapes.items(), (2, 3), strict=True):
+            if not is_packed:
+                table = torch.nn.Parameter(torch.randn(self.shapes[name]) * 0.2, requires_grad=False)
+                self.register_parameter(f"{name}_table", table)
+            if name in names:
+                self.register_parameter(f"{name}_a", torch.nn.Parameter(torch.randn(rank * experts, width) / 4))
+                self.register_parameter(f"{name}_b", torch.nn.Parameter(torch.randn(out, rank * experts) / 4))
+
+    def table(self, name: str) -> torch.Tensor:
+        frozen = getattr(self, f"{name}_table", None)
+        table = super().table(name) if frozen is None else frozen
+        if name not in self.names:
+            return table
+        experts, out, width = self.shapes[name]
+        first = getattr(self, f"{name}_a").reshape(experts, -1, width)
+        second = getattr(self, f"{name}_b").reshape(out, -1, experts)
+        delta: torch.Tensor = torch.einsum("o r e, e r i -> e o i", second, first) * 0.5
+        return table + delta
+
+
+@pytest.mark.parametrize("is_packed", (False, True))
+@pytest.mark.parametrize("names", (("up", "down"), ("up",), ("down",)), ids=str)
+@pytest.mark.parametrize("rows_per_chunk", (7, 64))
+def test_adapters_are_trained_in_the_kernels(
+    rows_per_chunk: int, names: tuple[str, ...], is_packed: bool, launches: list[str]
+) -> None:
+    """Factor by factor: no gradient of a table is made, and each factor's is."""
+    compare(AdaptedExperts(is_packed=is_packed, names=names), rows_per_chunk=rows_per_chunk)
+    num_windows = -(-22 // rows_per_chunk)
+    assert launches.count("down_backward_kernel") == num_windows
+    assert launches.count("weight_gradient_kernel") == 2 * len(names) * num_windows
+
+
+def test_adapters_beside_tables_that_are_trained(launches: list[str]) -> None:
+    eager = AdaptedExperts()
+    for name in eager.shapes:
+        getattr(eager, f"{name}_table").requires_grad_()
+    compare(eager, rows_per_chunk=7)
+    assert launches.count("weight_gradient_kernel") == 4 * 5
+
+
+def test_products_are_kept_with_what_adapters_add(launches: list[str]) -> None:
+    compare(AdaptedExperts(), "aot_eager", rows_per_chunk=7, memory_budget="1GiB")
+    assert (launches.count("gate_up_kernel"), launches.count("down_backward_kernel")) == (4, 4)
+
+
+def test_micro_batches_add_to_gradients_of_adapters(launches: list[str]) -> None:
+    eager = TwoParts(AdaptedExperts()).to(DEVICE)
+    config = memfine_fx.Config(rows_per_chunk=7)
+    model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="aot_eager")
+    for seed in range(3):
+        for one in (model, eager):
+            torch.manual_seed(seed)
+            one(torch.randn(11, 32, device=DEVICE)).square().sum().backward()
+    for (told, found), expected in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert (found.grad is None) is (expected.grad is None)
+        assert found.grad is None or relative_error(found.grad, expected.grad) < 1e-5, told
+    assert "narrow_kernel" in launches
 
 
 def test_frozen_tables_get_no_gradient(launches: list[str]) -> None:

@@ -6,13 +6,14 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from tests.runtime.kernels.cases import Sizes, expert_index, in_kernels, parameters, small_tiles
+from tests.runtime.kernels.cases import Sizes, adapters, expert_index, in_kernels, parameters, small_tiles
 
 pytestmark = [
     *in_kernels,
@@ -111,6 +112,9 @@ def _load(routing: Any, window: Any) -> Any:
         {"adds": True},
         {"layout": "interleaved_in_out", "activation": "clamped", "has_bias": True},
         {"layout": "single", "activation": "relu2", "has_bias": True, "has_weight": False},
+        {"ranks": (3, 18)},
+        {"layout": "apart", "ranks": (3, None)},
+        {"layout": "interleaved_in_out", "activation": "clamped", "ranks": (5, 3)},
     ),
     ids=str,
 )
@@ -124,9 +128,13 @@ def test_formulas_count_what_programs_touch(
 
     options = dict(options)
     weight = torch.rand(SIZES.tokens * SIZES.top_k) if options.pop("has_weight", True) else None
-    adds = options.pop("adds", False)
+    adds, ranks = options.pop("adds", False), options.pop("ranks", None)
     chosen = LayerOptions(rows, tiles=small_tiles(), **options)
-    params = [param.detach() for param in parameters(chosen.layout, SIZES, has_bias=chosen.has_bias)]
+    params = parameters(chosen.layout, SIZES, has_bias=chosen.has_bias)
+    if ranks is not None:
+        forms, factors = adapters(chosen.layout, SIZES, ranks)
+        chosen, params = replace(chosen, adapters=forms), [*params, *factors]
+    params = [param.detach() for param in params]
     routing, hidden = (
         reference_sort(expert_index(pattern, SIZES), SIZES.experts),
         torch.randn(SIZES.tokens, SIZES.hidden),
