@@ -298,7 +298,11 @@ def _bf16_share(name: str, family: str) -> float:
         truth = _step(_whole_in_fp32(case.theirs), wide)
         theirs = _errors(_step(case.theirs, case.inputs), truth)
         if max(theirs.values()) < _SAME_ROUTING:
-            ours = _errors(_step(_optimized(case.ours), case.inputs), truth)
+            optimized = _optimized(case.ours)
+            ours = _errors(_step(optimized, case.inputs), truth)
+            refused = [one for one in memfine_fx.report(optimized).regions if one.status != "chunked"]
+            if refused:  # else the unmodified model would be compared with itself
+                raise RuntimeError(f"{name} in {family} is chunked in fp32 and not in bf16: {refused[0]}")
             return math.sqrt(sum(one**2 for one in ours.values()) / sum(one**2 for one in theirs.values()))
     raise RuntimeError(f"{name} in {family}: bf16 chooses other experts than fp32 with seeds below {_MOST_SEEDS}")
 

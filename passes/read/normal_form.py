@@ -5,7 +5,7 @@ written out. Whoever listens gives a value to its results, and knows which node 
 is traced: what is not reached from a routing decision costs nothing, and reading can stop at the exit.
 
 Three operations stay whole, because their own words say more than what they become: every spelling of a grouped matmul
-is `memfine::grouped_mm`, an einsum in letters is `memfine::einsum` (not under autocast, which acts on its insides),
+is `memfine::grouped_mm`, an einsum in letters is `memfine::einsum` (with the dtype that autocast gives its operands),
 and a batched `matmul` is one bmm.
 """
 
@@ -60,14 +60,19 @@ def _(rows: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor) -> torch.T
 
 
 @torch.library.custom_op("memfine::einsum", mutates_args=())
-def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`torch.einsum` kept whole: its letters say more than the matmuls it becomes."""
-    return torch.einsum(equation, operands).clone()
+def einsum(equation: str, operands: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`torch.einsum` kept whole: its letters say more than the matmuls it becomes.
+
+    Args:
+        dtype: that operands are cast to; not a call of its own, since a cast of a parameter does not say where in it
+            experts stand, and these letters do.
+    """
+    return torch.einsum(equation, [one.to(dtype or one.dtype) for one in operands]).clone()
 
 
 @einsum.register_fake
-def _(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
-    result = torch.einsum(equation, operands)
+def _(equation: str, operands: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    result = torch.einsum(equation, [one.to(dtype or one.dtype) for one in operands])
     return result.new_empty(result.shape)
 
 
@@ -211,14 +216,27 @@ def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if name == "setitem" and _puts_rows(*args):
         args[0].index_put_((args[1],), args[2])
         return None
-    is_einsum = name == "einsum" and isinstance(args[0], str) and not torch.is_autocast_enabled(_device_type(args))
-    if is_einsum and "->" in args[0] and "." not in args[0]:
-        return einsum(args[0], list(args[1] if isinstance(args[1], (tuple, list)) else args[1:]))
+    if name == "einsum" and isinstance(args[0], str) and "->" in args[0] and "." not in args[0]:
+        operands = list(args[1] if isinstance(args[1], (tuple, list)) else args[1:])
+        if not torch.is_autocast_enabled(_device_type(args)):
+            return einsum(args[0], operands)
+        if _is_one_product(args[0]) and torch.float64 not in [one.dtype for one in operands]:
+            return einsum(args[0], operands, torch.get_autocast_dtype(_device_type(args)))
     if name in _DROPOUTS and _draws(args, kwargs):
         raise CannotChunk(Reason.RANDOM_NUMBERS, "random numbers are drawn inside the experts (dropout)", node)
     if name == "matmul" and len(args) == 2 and not kwargs and args[0].ndim >= 2 and args[1].ndim >= 3:
         return _batched_matmul(args[0], args[1])
     return target(*args, **kwargs)
+
+
+def _is_one_product(equation: str) -> bool:
+    """Whether an einsum is a single bmm of its operands as they are, which is what autocast acts on."""
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    letters = inputs.split(",")
+    if len(letters) != 2 or any(len(set(own)) != len(own) for own in letters):
+        return False
+    left, right = map(set, letters)
+    return bool(left & right - set(output)) and left ^ right <= set(output)  # none is summed in one operand alone
 
 
 _DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"))

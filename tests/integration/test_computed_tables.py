@@ -16,7 +16,14 @@ from torch import Tensor, nn
 import memfine_fx
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.passes.lower import bodies
-from tests.integration.comparison import assert_no_worse_than_eager, assert_same_step, optimized_copy
+from tests.integration.comparison import (
+    BF16_FACTOR,
+    assert_no_worse_than_eager,
+    assert_same_step,
+    optimized_copy,
+    relative_error,
+    run_step,
+)
 
 E, K, H, WIDTH, R, T = 16, 2, 48, 64, 2, 40
 aten = torch.ops.aten
@@ -111,6 +118,37 @@ def test_a_table_is_made_one_expert_at_a_time(table_of: Callable[[Adapted], Tens
         optimized(hidden).sum().backward()  # compiles for tokens without gradients
         trace = trace_memory(lambda: optimized(hidden).sum().backward(), torch.device("cpu"))
         assert not trace.has_allocation_of(TABLE_BYTES // 8)
+
+
+class UnderAutocast(nn.Module):
+    """As trainers with `bf16=True` run a model."""
+
+    def __init__(self, layer: Adapted) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = self.layer(hidden)
+            return out
+
+
+@pytest.mark.parametrize("table_of", LOCAL)
+def test_a_table_is_made_one_expert_at_a_time_under_autocast(table_of: Callable[[Adapted], Tensor]) -> None:
+    layer = UnderAutocast(Adapted(table_of))
+    hidden = torch.randn(T, H)
+    optimized = optimized_copy(layer, rows_per_chunk=8)
+    truth = run_step(layer.layer, {"hidden": hidden})
+    ours, theirs = (run_step(model, {"hidden": hidden}) for model in (optimized, layer))
+    for name, expected in truth.tensors.items():
+        key = name.replace("d ", "d layer.") if name.startswith("d ") and name != "d hidden" else name
+        error, of_eager = (relative_error(step.tensors[key], expected) for step in (ours, theirs))
+        assert error <= BF16_FACTOR * of_eager + 1e-5, name
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked" and not region.why_expanded
+    optimized(hidden).sum().backward()  # compiles for tokens without gradients
+    trace = trace_memory(lambda: optimized(hidden).sum().backward(), torch.device("cpu"))
+    assert not trace.has_allocation_of(TABLE_BYTES // 8)
 
 
 def mixed_over_experts(layer: Adapted) -> Tensor:

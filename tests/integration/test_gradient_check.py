@@ -19,6 +19,7 @@ from memfine_fx.passes.read import reader, removable
 from memfine_fx.passes.read.rules import RULES
 from memfine_fx.passes.verify import gradient_check
 from memfine_fx.passes.verify import region as region_forms
+from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.passes.verify.shrinkage import narrow_widths
 from memfine_fx.records import MoERegion
 from tests.integration.comparison import assert_same_step, optimized_copy
@@ -32,6 +33,7 @@ from tests.integration.test_semantics_kept import (
     Stacked,
     StraightThrough,
 )
+from tests.quantized import dequantized
 
 pytestmark = pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
 
@@ -228,3 +230,15 @@ def test_an_eps_of_the_dtype_is_that_of_the_layer_and_not_of_the_comparison() ->
     optimized(hidden)
     (region,) = memfine_fx.report(optimized).regions
     assert region.status == "chunked" and not region.uncompared
+
+
+def test_what_a_library_makes_in_low_precision_is_not_rounded() -> None:
+    """Else packed experts in bf16 would have another output in chunks, whose bodies ask for bf16, than as written."""
+
+    def made(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return torch.ops.bitsandbytes.dequantize_4bit(packed, scales, 32, "nf4", [8, 16], torch.bfloat16)  # type: ignore[no-any-return]
+
+    packed, scales = torch.randint(0, 256, (64, 1), dtype=torch.uint8), torch.rand(4)
+    found = ExactRun(fx.symbolic_trace(made)).run(packed, scales)
+    assert torch.equal(found, dequantized(packed, scales, 32, (8, 16)).double())
+    assert not torch.equal(found.bfloat16().double(), found)

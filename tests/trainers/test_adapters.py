@@ -58,6 +58,25 @@ def test_adapters_train_in_one_chunked_graph(targets: list[str], is_checkpointed
 
 
 @pytest.mark.trainers
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_adapters_under_autocast_never_make_a_table(dtype: torch.dtype) -> None:
+    """As trainers run them with `bf16=True`: adapters in fp32 on tables of either dtype."""
+    model = lora(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    for parameter in model.parameters():
+        parameter.data = parameter.data if parameter.requires_grad else parameter.data.to(dtype)
+    optimized = optimized_copy(model, rows_per_chunk=5)
+    inputs = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [one(**inputs).loss for one in (optimized, model)]
+    losses[0].backward()
+    assert relative_error(*losses) < 1e-2
+    assert all((one.grad is not None) == ("lora" in name) for name, one in optimized.named_parameters())
+    assert all(one.dtype is torch.float32 for one in losses)
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.makes_tables == "each expert's tables made when it runs, low-rank terms factor by factor"
+
+
+@pytest.mark.trainers
 def test_checkpoints_that_run_outside_of_graphs_are_computed_again_as_they_were() -> None:
     """Dynamo compiles a few variants and then runs the model as it is; backward's recomputation is outside our call."""
     torch._dynamo.reset()

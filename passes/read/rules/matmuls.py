@@ -22,7 +22,7 @@ from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.read.leads import Lead, Size
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
-from memfine_fx.passes.read.rules.pointwise import expression_of, joint_copy
+from memfine_fx.passes.read.rules.pointwise import cast, expression_of, joint_copy
 from memfine_fx.passes.read.rules.reductions import combine_over
 from memfine_fx.passes.read.values import Copy, Counts, Leaf, Mask, Partial, Rows, merged
 
@@ -208,15 +208,15 @@ class _Term:
 def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Give each letter of a lead its atoms; write the same einsum on one row, where the lead's letters are gone; a
     letter of choices or experts that the output lacks combines."""
-    equation, values = args[0].replace(" ", ""), args[1]
+    equation, values, dtype = args[0].replace(" ", ""), args[1], (*args[2:], None)[0]
     inputs, _, output = equation.partition("->")
     letters = inputs.split(",")
     # A letter twice in one operand pairs entry i of one dimension with entry i of another.
     if any(len(set(own)) != len(own) for own in letters):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} takes a diagonal")
     if len(values) == 2 and all(map(reader.is_parameter, values)):
-        return _einsum_of_tables(reader, call, letters, values, output)
-    terms = [_term(reader, call, own, value) for own, value in zip(letters, values, strict=True)]
+        return _einsum_of_tables(reader, call, letters, values, output, dtype)
+    terms = [_cast(reader, _term(reader, call, own, value), dtype) for own, value in zip(letters, values, strict=True)]
     leads = set("".join(term.lead for term in terms))
     shapes = [tensor.shape for tensor in call.args[1]]
     terms = [_led(reader, term, shape, leads) for term, shape in zip(terms, shapes, strict=True)]
@@ -246,7 +246,9 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     return combine_over(reader, replace(result, lead=full), full.num_dims - 1, expr, call)
 
 
-def _einsum_of_tables(reader: Reader, call: Call, letters: list[str], values: list[Any], output: str) -> Rows:
+def _einsum_of_tables(
+    reader: Reader, call: Call, letters: list[str], values: list[Any], output: str, dtype: torch.dtype | None
+) -> Rows:
     """einsum("o r e, e r i -> e o i", B, A): experts stand where the output's first letter does, in any dimension; a
     factor without that letter is the same for all of them."""
     expert, inner = output[:1], output[1:]
@@ -258,7 +260,8 @@ def _einsum_of_tables(reader: Reader, call: Call, letters: list[str], values: li
             Reason.ROWS_NOT_FOLLOWED, f"einsum {call.args[0]} of tables is no product of two matrices each"
         )
     matrices = [
-        _factor_of_table(reader, call, value, own.find(expert)) for own, value in zip(letters, values, strict=True)
+        cast(reader, _factor_of_table(reader, call, value, own.find(expert)), dtype)
+        for own, value in zip(letters, values, strict=True)
     ]
     ordered = sorted(zip(parts, matrices, strict=True), key=lambda pair: inner[0] not in pair[0])
     (left, one), (right, other) = ordered
@@ -283,6 +286,11 @@ def _term(reader: Reader, call: Call, letters: str, value: Any) -> _Term:
         return _Term(rows, letters, "", is_one=not value.is_negated and not value.is_part)
     rows = reader.as_rows(value, call)
     return _Term(rows, letters[: rows.lead.num_dims], letters[rows.lead.num_dims :])
+
+
+def _cast(reader: Reader, term: _Term, dtype: torch.dtype | None) -> _Term:
+    expr = term.rows.expr
+    return term if expr is None else replace(term, rows=replace(term.rows, expr=cast(reader, expr, dtype)))
 
 
 def _outside(
