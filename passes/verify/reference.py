@@ -70,7 +70,7 @@ def _wide_dtype(value: Any) -> Any:
 
 
 def _single(value: Any) -> Any:
-    """What a kernel takes in fp64's place; what it is asked for in less than fp32 would be rounded in one form alone."""
+    """What a kernel takes in fp64's place; asked for less than fp32, it would round in one form alone."""
     if isinstance(value, torch.dtype):
         return torch.float32 if value in (torch.bfloat16, torch.float16) else value
     return value.float() if isinstance(value, Tensor) and value.dtype is torch.float64 else value

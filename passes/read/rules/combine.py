@@ -20,7 +20,7 @@ from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.indices import Named, named
 from memfine_fx.passes.read.rules.masks import scattered
-from memfine_fx.passes.read.rules.pointwise import expression_of
+from memfine_fx.passes.read.rules.pointwise import cast, expression_of
 from memfine_fx.passes.read.values import ALL, Combined, Counts, Fill, Ids, Leaf, Partial, Rows, Taken, merged
 
 __all__ = ["RULES", "library_rule"]
@@ -205,15 +205,11 @@ def _put_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             Reason.COMBINE_NOT_FOLLOWED, f"other rows than those of expert {expert} are written at its places, or twice"
         )
     # `copy_` casts and broadcasts without a word.
-    has_same_layout = call.args[0].dtype is call.args[1].dtype and all(
-        map(same_size, call.shape(0)[1:], call.shape(1)[1:])
-    )
-    if not has_same_layout:
-        raise call.refused(
-            Reason.COMBINE_NOT_FOLLOWED, "an expert's rows change their dtype or shape where they are written"
-        )
+    if not all(map(same_size, call.shape(0)[1:], call.shape(1)[1:])):
+        raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "an expert's rows change their shape where they are written")
     reader.note_experts(call, "loops")
-    part = rows.copy, expression_of(rows, call)
+    written, dtype = expression_of(rows, call), call.args[0].dtype
+    part = rows.copy, written if call.args[1].dtype is dtype else cast(reader, written, dtype)
     if isinstance(base, Fill):
         return Partial(Lead.SORTED, (part,), None, call.node)
     return Partial(Lead.SORTED, (*base.parts, part), None, call.node, base)

@@ -356,9 +356,12 @@ COMBINE: Database = {
             "other than a fresh tensor",
             lambda r: put_rows(torch.empty_like(inverse(r)), split_rows(r)[1], sizes_of(r)[::-1], 1),
         ),
+        claims(
+            Partial, lambda r: put_rows(torch.empty_like(inverse(r).float()), split_rows(r)[1], sizes_of(r), 1).double()
+        ),
         refused(
-            "change their dtype or shape",
-            lambda r: put_rows(torch.empty_like(inverse(r).float()), split_rows(r)[1], sizes_of(r), 1),
+            "change their shape",
+            lambda r: put_rows(torch.empty_like(inverse(r)), split_rows(r)[1][:, :1], sizes_of(r), 1),
         ),
     ],
 }
