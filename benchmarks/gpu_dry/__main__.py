@@ -80,7 +80,7 @@ def _model(run: Run) -> Any:
         config.first_k_dense_replace = 0
     config._experts_implementation = "grouped_mm"
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    dtype = torch.float32 if run.has_autocast else torch.bfloat16
+    dtype = torch.float32 if run.has_autocast and not run.rank else torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if run.rank:

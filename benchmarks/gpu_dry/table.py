@@ -24,7 +24,8 @@ class Run:
         model: in `benchmarks.known_models`.
         layers: of it.
         has_checkpoints: whether each is checkpointed, by transformers.
-        has_autocast: whether weights are in fp32, under autocast to bf16.
+        has_autocast: whether it is trained under autocast to bf16, its weights in fp32; in bf16 beside adapters, as
+            trainers have them with `bf16=True`.
         rank: of adapters on the experts and attention's projections, by PEFT, which alone are trained; 0 for none.
     """
 
@@ -45,6 +46,7 @@ RUNS = (
     Run("Qwen3-30B-A3B", has_checkpoints=True),
     Run("Qwen3-30B-A3B", has_autocast=True),
     Run("Qwen3-30B-A3B", rank=16),
+    Run("Qwen3-30B-A3B", rank=16, has_autocast=True),
     Run("GPT-OSS-120B"),
     Run("GPT-OSS-120B", rank=16),
     Run("Mixtral-8x7B"),
