@@ -88,6 +88,7 @@ class Case:
         adds_gradients: whether the tables' gradients are there and are added to.
         is_packed: whether tables are in NF4, frozen, and made tile by tile.
         rank: of adapters in fp32, which alone are trained; 0 for none.
+        is_list: whether each expert's matrices are tensors of their own.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Case:
     adds_gradients: bool = False
     is_packed: bool = False
     rank: int = 0
+    is_list: bool = False
 
 
 _QWEN3 = {"tokens": 8192, "top_k": 8, "experts": 128, "hidden": 2048, "width": 768, "rows_per_window": 16384}
@@ -126,6 +128,7 @@ CASES = (
     Case("Qwen3-30B-A3B, tf32", **_QWEN3, dtype="float32", table_dtype="float32", precision="tf32"),
     Case("Qwen3-30B-A3B, adapters of rank 16", **_QWEN3, rank=16),
     Case("Qwen3-30B-A3B, tables in NF4, adapters of rank 16", **_QWEN3, is_packed=True, rank=16),
+    Case("Qwen3-30B-A3B, a list of experts", **_QWEN3, layout="apart", is_list=True),
     Case("GPT-OSS-120B", 8192, 4, 128, 2880, 2880, 16384, "interleaved_in_out", "clamped", has_bias=True),
     Case(
         "GPT-OSS-120B, adapters of rank 16",
@@ -209,7 +212,7 @@ class Step:
     def __init__(self, case: Case, target: str, tiles: Any = None) -> None:
         from memfine_fx.runtime.kernels.layer import LayerOptions
         from memfine_fx.runtime.kernels.packed import four_bits
-        from memfine_fx.runtime.kernels.tables import AdapterForm
+        from memfine_fx.runtime.kernels.tables import AdapterForm, ListTable
         from memfine_fx.runtime.kernels.tiling import tiles_for
 
         dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
@@ -225,7 +228,10 @@ class Step:
         self._hidden = torch.empty(case.tokens, case.hidden, dtype=dtype)
         self._index = torch.empty(case.tokens, case.top_k, dtype=torch.int64)
         self._weight = torch.empty(case.tokens * case.top_k, dtype=dtype)
-        self._params = [torch.empty(shape, dtype=table_dtype) for shape in shapes]
+        self._params: list[Any] = [torch.empty(shape, dtype=table_dtype) for shape in shapes]
+        if case.is_list:
+            lists = ([torch.empty(shape, dtype=table_dtype) for _ in range(num)] for num, *shape in shapes)
+            self._params = list(map(ListTable.of, lists))
         if sources:
             self._params = []
             for experts, rows, columns in shapes:
@@ -262,12 +268,17 @@ class Step:
         found = run_backward(
             grad, self._hidden, self._weight, routing, self._params, products, self._options, wanted, onto
         )  # fmt: skip
-        return [one for one in (found.hidden, found.weight, *found.params) if one is not None]
+        of_params = [found.hidden, found.weight]
+        for one in found.params:
+            of_params += [one] if one is None or isinstance(one, torch.Tensor) else one
+        return [one for one in of_params if one is not None]
 
 
 def _shapes(case: Case) -> list[tuple[int, ...]]:
     experts, hidden, width = case.experts, case.hidden, case.width
     shapes: list[tuple[int, ...]] = [(experts, hidden, 2 * width), (experts, width, hidden)]
+    if case.layout == "apart":
+        return [(experts, width, hidden), (experts, width, hidden), (experts, hidden, width)]
     if case.layout == "halves":
         shapes = [(experts, 2 * width, hidden), (experts, hidden, width)]
     return [*shapes, (experts, 2 * width), (experts, hidden)] if case.has_bias else shapes
@@ -428,7 +439,8 @@ def table() -> dict[str, Any]:
     timed = [
         asdict(row)
         for case in CASES
-        if not (case.is_deterministic or case.is_packed or case.rank) and isinstance(case.activation, str)
+        if not (case.is_deterministic or case.is_packed or case.rank or case.is_list)
+        and isinstance(case.activation, str)
         for target in TARGETS
         for row in timed_rows(case, target)
     ]

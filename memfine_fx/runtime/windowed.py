@@ -14,10 +14,11 @@ from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import KeptTensor
 from memfine_fx.runtime.halving import run_halved
 from memfine_fx.runtime.kernels.launches import has_triton
-from memfine_fx.runtime.kernels.tables import KernelForm, num_projections_of
+from memfine_fx.runtime.kernels.tables import KernelForm, ListTable, Param, num_projections_of, standing
 from memfine_fx.runtime.kernels.window_size import KNOWN_RATES, DeviceFigures, LayerSizes, rows_per_window
 from memfine_fx.runtime.kernels.windows import most_rows
 from memfine_fx.runtime.loop import Kept
+from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.routed import Routed, sent
 from memfine_fx.runtime.routing import check_rows
 from memfine_fx.runtime.store import LiveRegion
@@ -60,6 +61,12 @@ def can_run(form: KernelForm | None, tensors: Sequence[torch.Tensor]) -> bool:
     if form is None or not all(one.device.type in _DEVICES for one in tensors):
         return False
     hidden, *params = tensors
+    if form.is_list:
+        num_experts = len(params) // len(form.positions)
+        groups = [params[first : first + num_experts] for first in range(0, len(params), num_experts)]
+        are_alike = all(len({(one.shape, one.stride(), one.dtype) for one in group}) == 1 for group in groups)
+        are_one_dtype = len({one.dtype for one in params}) == 1  # of which kernels read all addresses
+        return are_alike and are_one_dtype and all(one.dtype in _DTYPES for one in tensors) and has_triton()
     positions = form.made
     made = [params[position] for position in positions]
     others = [hidden, *(one for position, one in enumerate(params) if position not in positions)]
@@ -76,7 +83,11 @@ def runs_by_default(form: KernelForm, tensors: Sequence[torch.Tensor]) -> bool:
     """
     from memfine_fx.runtime.kernels.tiling import target_of
 
-    return not form.adapters and all(one.element_size() == 2 and target_of(one.device) in _MEASURED for one in tensors)
+    return (
+        not form.adapters
+        and not form.is_list
+        and all(one.element_size() == 2 and target_of(one.device) in _MEASURED for one in tensors)
+    )
 
 
 def can_keep(form: KernelForm, kept: Sequence[KeptTensor], dtype: torch.dtype) -> bool:
@@ -180,8 +191,11 @@ def run_backward(
     routing, options, params, products = _arguments(region, routed, plan, kept)
     form = region.bodies.kernel_form
     assert form is not None
-    asked = [wanted[0], wanted[1], *(wanted[2 + position] for position in form.positions)]
-    there = [onto[position] for position in form.positions]
+    kinds, num_experts = region.bodies.param_kinds, region.num_experts
+    groups = group_params(wanted[2:], kinds, num_experts)
+    asked = [wanted[0], wanted[1], *(any(groups[position]) for position in form.positions)]
+    of_each = group_params(onto, kinds, num_experts)
+    there = [of_each[position] if form.is_list else of_each[position][0] for position in form.positions]
 
     def run(rows: int) -> Gradients:
         windows = replace(options, rows_per_window=rows)
@@ -191,7 +205,13 @@ def run_backward(
     found = _halved(run, region, routed, options, params)
     weight = None if found.weight is None else found.weight.view(-1, routed.top_k)
     by_position = dict(zip(form.positions, found.params, strict=True))
-    gradients = [found.hidden, weight, *(by_position[position] for position in range(len(params)))]
+    gradients = [found.hidden, weight]
+    for position, are_wanted in enumerate(groups):
+        gradient = by_position[position]
+        if gradient is None or isinstance(gradient, torch.Tensor):
+            gradients.append(gradient)
+        else:
+            gradients += [one for one, is_wanted in zip(gradient, are_wanted, strict=True) if is_wanted]
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -200,7 +220,7 @@ def _halved(
     region: LiveRegion,
     routed: Routed,
     options: LayerOptions,
-    params: Sequence[torch.Tensor],
+    params: Sequence[Param],
 ) -> ResultT:
     """A pass of a layer, in smaller windows where memory runs out, in this step and in those to come."""
 
@@ -219,7 +239,7 @@ def _flat_weight(routed: Routed) -> torch.Tensor | None:
 
 def _arguments(
     region: LiveRegion, routed: Routed, plan: ChunkPlan, kept: Kept | None
-) -> tuple[Routing, LayerOptions, list[torch.Tensor], Products | None]:
+) -> tuple[Routing, LayerOptions, list[Param], Products | None]:
     from memfine_fx.runtime.kernels.layer import LayerOptions
     from memfine_fx.runtime.kernels.sorting import Routing
 
@@ -230,7 +250,8 @@ def _arguments(
         offsets = sent(offsets.to(torch.int32), routed.hidden.device)
     # The inverse map is for deterministic sums only.
     routing = Routing(routed.order, routed.order, offsets, routed.top_k)
-    params = [routed.params[position][0] for position in form.positions]
+    of_each = [routed.params[position] for position in form.positions]
+    params: list[Param] = [ListTable.of(one) if form.is_list else one[0] for one in of_each]
     products = None if kept is None else _products(kept, form)
     options = LayerOptions(
         plan.rows_per_chunk, layout=form.layout, activation=form.activation, has_bias=form.has_bias,
@@ -262,6 +283,8 @@ def why_bodies_after_timing(
     """
     from memfine_fx.runtime.kernels.tuning import KernelsDoNotRun, times_of
 
+    if form.is_list:
+        return ""
     given = [params[position] for position in form.positions]
     try:
         _tiles(form, hidden, given, top_k, measures=True)
@@ -274,27 +297,27 @@ def why_bodies_after_timing(
     return f"grouped products took {1e3 * times.grouped:.2f} ms of a timed layer, the kernels {1e3 * times.kernels:.2f}"
 
 
-def _kind(form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int) -> LayerKind:
+def _kind(form: KernelForm, hidden: torch.Tensor, params: Sequence[Param], top_k: int) -> LayerKind:
     """Of the layer without adapters, whose kernels' tiles they share."""
     from memfine_fx.runtime.kernels.tuning import kind_of
 
-    own = params[: len(params) - form.num_adapter_params]
+    own = list(map(standing, params[: len(params) - form.num_adapter_params]))
     return kind_of(form.layout, form.activation, form.has_bias, _precision(), hidden, own, top_k)
 
 
 def _tiles(
-    form: KernelForm, hidden: torch.Tensor, params: Sequence[torch.Tensor], top_k: int, *, measures: bool
+    form: KernelForm, hidden: torch.Tensor, params: Sequence[Param], top_k: int, *, measures: bool
 ) -> LayerTiles | None:
     """Those that were timed; None where none were, which are those that stand in the code."""
     from memfine_fx.runtime.kernels.tuning import tune, tuned
 
-    if hidden.device.type not in _TIMED or form.sources:
+    if hidden.device.type not in _TIMED or form.sources or form.is_list:
         return None
     kind = _kind(form, hidden, params, top_k)
     return tune(kind, hidden.device) if measures else tuned(kind, hidden.device)
 
 
-def _rows(routed: Routed, params: Sequence[torch.Tensor], options: LayerOptions, plan: ChunkPlan) -> int:
+def _rows(routed: Routed, params: Sequence[Param], options: LayerOptions, plan: ChunkPlan) -> int:
     """R by the device's figures, at most the plan's and what 32 bits count; the most where there are no figures."""
     tables = options.tables_of(params)
     widest = max(tables.hidden, *(one.shape[1] for one in tables.projections))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,8 +122,14 @@ class ExpertBodies:
     @functools.cached_property
     def kernel_form(self) -> KernelForm | None:
         """Of the function on one expert, before it is lifted over several."""
-        is_known = all(kind == "expert" for kind in self.param_kinds) and (self.is_folded or not self.has_weight)
-        return kernel_form(self._of_one.graph_module.graph, has_weight=self.has_weight) if is_known else None
+        kinds = set(self.param_kinds)
+        if kinds not in ({"expert"}, {"each"}) or not (self.is_folded or not self.has_weight):
+            return None
+        form = kernel_form(self._of_one.graph_module.graph, has_weight=self.has_weight)
+        if form is None or kinds == {"expert"}:
+            return form
+        has_more = form.has_bias or form.sources or form.adapters
+        return None if has_more else replace(form, is_list=True)
 
     def forward(self) -> ForwardBody:
         with making:

@@ -15,7 +15,7 @@ from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, WindowBytes, added_bytes
 from memfine_fx.passes.dataflow import tensor_of
-from memfine_fx.passes.lower.arguments import gradient_shapes, wanted_gradients
+from memfine_fx.passes.lower.arguments import gradient_shapes, param_groups, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies
 from memfine_fx.records import Keep, MoERegion
 from memfine_fx.runtime.kernels.tables import KernelForm, trained_adapters, trained_parts
@@ -95,7 +95,9 @@ def _window_bytes(
     narrow_row, narrow_stages = _adapter_bytes(region, form, of_params[num_own:], hidden.dtype.itemsize)
     _, trains_down_adapter = trained_adapters(form.adapters, of_params[num_own:])
     num_products = 1 + form.has_up
-    width = form.width(lambda position: tensor_of(region.params[position]).shape)
+    groups = param_groups(region)
+    in_front = (region.dims.num_experts,) if form.is_list else ()
+    width = form.width(lambda position: (*in_front, *groups[position][0].shape))
     matrix = width * region.dims.hidden
     row = width * hidden.dtype.itemsize
     return WindowBytes(

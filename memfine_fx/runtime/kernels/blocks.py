@@ -18,7 +18,7 @@ import triton.language as tl
 
 from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.runtime.kernels.launches import Tiles
-from memfine_fx.runtime.kernels.tables import Table, TileTable
+from memfine_fx.runtime.kernels.tables import Table
 
 __all__ = ["all_or_none", "by_descriptor", "load_rows", "load_table", "table_by_descriptor"]
 
@@ -75,7 +75,7 @@ def table_by_descriptor(table: Table, tiles: Tiles, columns: int | None = None) 
         columns: of a tile; those of `tiles` where it is None.
     """
     columns = columns or tiles.columns
-    if isinstance(table, TileTable):
+    if not isinstance(table, torch.Tensor):
         return None
     if table.stride(2) == 1:
         return by_descriptor(table, [1, columns, tiles.depth], tiles)

@@ -27,7 +27,13 @@ _ACCESSES: dict[str, Callable[[Launch, Load], list[Access]]] = {
 
 
 def accesses_of(launch: Launch, load: Load) -> list[Access]:
-    """What a launch loads and stores under a load of its window, or of the layer where it is of the sort."""
+    """What a launch loads and stores under a load of its window, or of the layer where it is of the sort.
+
+    Raises:
+        ValueError: tables are lists, whose entries are in none of the launch's arguments.
+    """
+    if launch.constants.get("LIST_TYPE") is not None:
+        raise ValueError(f"what {launch.name} reads of a list of experts is not counted")
     return _ACCESSES.get(launch.name, sort_accesses)(launch, load)
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from memfine_fx.runtime.kernels.blocks import all_or_none, by_descriptor, load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.low_rank import add_term, constants_of_term, term_accesses
-from memfine_fx.runtime.kernels.made import argument_of, loader_of
+from memfine_fx.runtime.kernels.made import argument_of, list_constants, loader_of, of_expert
 from memfine_fx.runtime.kernels.pairs import halved
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tables import Table, Term
@@ -115,6 +115,8 @@ def _down_kernel(
     HAS_SECOND: tl.constexpr,
     IS_ATOMIC: tl.constexpr,
     PRECISION: tl.constexpr,
+    LIST_TYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     FIRST_LOAD: tl.constexpr,
     SECOND_LOAD: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
@@ -133,6 +135,8 @@ def _down_kernel(
     places = tl.where(is_row, rows - first_row, 0)[:, None]  # rows past the end read the window's first
     row_places = places * DEPTH
     first_column = column_tile * TILE_COLUMNS
+    first_matrix = of_expert(first_matrix, expert, LIST_TYPE, IS_ALIGNED)
+    second_matrix = of_expert(second_matrix, expert, LIST_TYPE, IS_ALIGNED)
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     total = _add_product(
         total, first, first_block, first_matrix, first_matrix_block, row_places, start - first_row, expert,
@@ -220,6 +224,7 @@ def add_products(
         "HAS_SECOND": len(rows) == 2,
         "IS_ATOMIC": is_atomic,
         "PRECISION": precision,
+        **list_constants(matrices),
         "FIRST_LOAD": loader_of(matrix),
         "SECOND_LOAD": loader_of(matrices[-1]),
         "BY_DESCRIPTOR": blocks[0] is not None,

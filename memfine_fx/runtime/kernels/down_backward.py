@@ -22,7 +22,7 @@ from memfine_fx.runtime.kernels.activation import (
 from memfine_fx.runtime.kernels.blocks import load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.low_rank import add_term, constants_of_term, term_accesses
-from memfine_fx.runtime.kernels.made import argument_of, loader_of
+from memfine_fx.runtime.kernels.made import argument_of, list_constants, loader_of, of_expert
 from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, load_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, Term, has_up, standing
@@ -141,6 +141,8 @@ def _down_backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     WRITES_ACTIVATED: tl.constexpr,
     PRECISION: tl.constexpr,
+    LIST_TYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     DOWN_LOAD: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
     PART_COLUMNS: tl.constexpr,
@@ -159,6 +161,7 @@ def _down_backward_kernel(
     assignments = tl.load(order + rows, mask=is_row, other=0)
     token_places = grad + (assignments // TOP_K).to(tl.int64)[:, None] * HIDDEN
     first_column = column_tile * TILE_COLUMNS
+    down = of_expert(down, expert, LIST_TYPE, IS_ALIGNED)
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for begin in range(0, HIDDEN, TILE_DEPTH):
         left = load_rows(token_places, begin, HIDDEN, TILE_DEPTH)
@@ -261,6 +264,7 @@ def down_backward(
         "HAS_WEIGHT": weight is not None,
         "WRITES_ACTIVATED": activated is not None,
         "PRECISION": precision,
+        **list_constants([tables.down]),
         "DOWN_LOAD": loader_of(tables.down.mT),
         "BY_DESCRIPTOR": down_block is not None,
         "PART_COLUMNS": _PART_COLUMNS // (1 + is_full),

@@ -16,7 +16,7 @@ from memfine_fx.runtime.kernels.activation import activate, constants_of, refere
 from memfine_fx.runtime.kernels.blocks import all_or_none, load_rows, load_table, table_by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
 from memfine_fx.runtime.kernels.low_rank import add_term, constants_of_term, term_accesses
-from memfine_fx.runtime.kernels.made import argument_of, loader_of
+from memfine_fx.runtime.kernels.made import argument_of, list_constants, loader_of, of_expert
 from memfine_fx.runtime.kernels.pairs import are_interleaved, halved, split_pair, store_pair
 from memfine_fx.runtime.kernels.sorting import Routing
 from memfine_fx.runtime.kernels.tables import Activation, ActivationName, Tables, Terms, has_up, standing
@@ -107,6 +107,8 @@ def _gate_up_kernel(
     WRITES_PRODUCTS: tl.constexpr,
     WRITES_ACTIVATED: tl.constexpr,
     PRECISION: tl.constexpr,
+    LIST_TYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     GATE_LOAD: tl.constexpr,
     UP_LOAD: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
@@ -125,6 +127,7 @@ def _gate_up_kernel(
     assignments = tl.load(order + rows, mask=is_row, other=0)
     token_places = hidden + (assignments // TOP_K).to(tl.int64)[:, None] * HIDDEN
     first_column, own_rows = column_tile * TILE_COLUMNS, rows - first_row
+    gate, up = of_expert(gate, expert, LIST_TYPE, IS_ALIGNED), of_expert(up, expert, LIST_TYPE, IS_ALIGNED)
     if IS_INTERLEAVED:  # both as one matrix: gate's columns, every other one, would be read two bytes at a time
         total = tl.zeros([TILE_ROWS, 2 * TILE_COLUMNS], tl.float32)
         for begin in range(0, HIDDEN, TILE_DEPTH):
@@ -252,6 +255,7 @@ def gate_up(
         "WRITES_PRODUCTS": products is not None,
         "WRITES_ACTIVATED": activated is not None,
         "PRECISION": precision,
+        **list_constants([tables.gate, tables.up]),
         "GATE_LOAD": loader_of(tables.gate),
         "UP_LOAD": loader_of(tables.up),
         "BY_DESCRIPTOR": gate_block is not None,

@@ -27,6 +27,8 @@ from memfine_fx.runtime.kernels.tables import (
     Adapter,
     AdapterForms,
     Layout,
+    ListTable,
+    Param,
     Sources,
     Table,
     Tables,
@@ -37,6 +39,7 @@ from memfine_fx.runtime.kernels.tables import (
     has_up,
     num_adapter_params,
     num_projections_of,
+    standing,
     trained_adapters,
     trained_parts,
 )
@@ -83,18 +86,18 @@ class LayerOptions:
         """How many of the parameters are not adapters'."""
         return len(params) - num_adapter_params(self.adapters)
 
-    def adapters_of(self, params: Sequence[torch.Tensor]) -> list[Adapter | None]:
+    def adapters_of(self, params: Sequence[Param]) -> list[Adapter | None]:
         """Of each projection and of down, or none at all.
 
         Raises:
             ValueError: factors do not meet, or some projections have an adapter and others none.
         """
-        found = adapters_of(params[self.num_own(params) :], self.adapters)
+        found = adapters_of(list(map(standing, params[self.num_own(params) :])), self.adapters)
         if len({one is None for one in found[:-1]}) > 1:
             raise ValueError("adapters of gate and up come together")
         return found
 
-    def tables_of(self, params: Sequence[torch.Tensor]) -> Tables:
+    def tables_of(self, params: Sequence[Param]) -> Tables:
         """The parameters, or their gradients, as the kernels see them.
 
         Raises:
@@ -105,21 +108,23 @@ class LayerOptions:
         own = params[: self.num_own(params)]
         return Tables.of(own, self.layout, has_bias=self.has_bias, sources=self.sources)
 
-    def tiles_of(self, hidden: torch.Tensor, params: Sequence[torch.Tensor]) -> LayerTiles:
+    def tiles_of(self, hidden: torch.Tensor, params: Sequence[Param]) -> LayerTiles:
         table_dtype = torch.uint8 if any(self.sources) else params[0].dtype
         return self.tiles or tiles_for(target_of(hidden.device), hidden.dtype, table_dtype)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of hidden [T,H], the routing weight [N] and the parameters; None where not wanted."""
+    """Of hidden [T,H], the routing weight [N] and the parameters, each expert's of a list; None where not wanted."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
-    params: Sequence[torch.Tensor | None]
+    params: Sequence[torch.Tensor | list[torch.Tensor] | None]
 
 
 Products = tuple[torch.Tensor, torch.Tensor]
+There = torch.Tensor | Sequence[torch.Tensor | None] | None
+"""A gradient that is added to, or each expert's of a list; None where there is none."""
 
 
 def layer_windows(routing: Routing, options: LayerOptions, kept: Products | None) -> list[Window]:
@@ -131,7 +136,7 @@ def run_forward(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
     routing: Routing,
-    params: Sequence[torch.Tensor],
+    params: Sequence[Param],
     options: LayerOptions,
     out_dtype: torch.dtype | None = None,
     kept: Products | None = None,
@@ -171,11 +176,11 @@ def run_backward(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
     routing: Routing,
-    params: Sequence[torch.Tensor],
+    params: Sequence[Param],
     kept: Products | None,
     options: LayerOptions,
     wanted: Sequence[bool],
-    onto: Sequence[torch.Tensor | None] = (),
+    onto: Sequence[There] = (),
 ) -> Gradients:
     """Gradients of what is wanted, window by window.
 
@@ -260,9 +265,9 @@ class _Backward:
         options: LayerOptions,
         tiles: LayerTiles,
         wanted: Sequence[bool],
-        params: Sequence[torch.Tensor],
+        params: Sequence[Param],
         windows: Sequence[Window],
-        onto: Sequence[torch.Tensor | None],
+        onto: Sequence[There],
     ) -> None:
         self._grad, self._hidden, self._weight, self._routing = grad, hidden, weight, routing
         self._tables, self._options, self._tiles, self._wanted = tables, options, tiles, wanted
@@ -295,11 +300,11 @@ class _Backward:
         self._into = TableGradients.of(
             options.tables_of(self._params), has_projections=has_projections, has_down=has_down,
             is_cut=len(windows) > 1,
-            are_added=None if sources else [one is not None for one in self._onto[:num_tables]],
+            are_added=None if sources else list(map(_is_there, self._onto[:num_tables])),
         )  # fmt: skip
         self._adapters = _adapters(hidden, routing, params, options, tiles, windows)
         self._of_adapters = AdapterGradients(
-            self._adapters, options.adapters_of(self._params), [one is not None for one in self._onto[num_own:]],
+            self._adapters, options.adapters_of(self._params), list(map(_is_there, self._onto[num_own:])),
             hidden, trains_projections=trains_projections, trains_down=trains_down, is_cut=len(windows) > 1,
         )  # fmt: skip
 
@@ -345,14 +350,14 @@ class _Backward:
         self._parts = None
         hidden = None if self._hidden_grad is None else self._hidden_grad.to(self._hidden.dtype)
         every = zip(self._params, self._given, self._onto, self._wanted[2:], strict=True)
-        params = [_finished(one, param, there) if is_wanted else None for one, param, there, is_wanted in every]
+        params = [_finished_param(one, param, there) if is_wanted else None for one, param, there, is_wanted in every]
         return Gradients(hidden, weight, params)
 
 
 def _adapters(
     hidden: torch.Tensor,
     routing: Routing,
-    params: Sequence[torch.Tensor],
+    params: Sequence[Param],
     options: LayerOptions,
     tiles: LayerTiles,
     windows: Sequence[Window],
@@ -372,13 +377,37 @@ def _room(
     return divided(held, options.layout), held
 
 
-def _new_gradient(param: torch.Tensor, there: torch.Tensor | None, is_written: bool) -> torch.Tensor:
+def _of_experts(param: ListTable, there: There) -> Sequence[torch.Tensor | None]:
+    return [None] * len(param.tensors) if there is None or isinstance(there, torch.Tensor) else there
+
+
+def _is_there(there: There) -> bool:
+    """Whether a gradient can be added to where it is: of a list, every expert's."""
+    if there is None or isinstance(there, torch.Tensor):
+        return there is not None
+    return all(one is not None for one in there)
+
+
+def _new_gradient(param: Param, there: There, is_written: bool) -> Param:
     """Where a parameter's gradient goes; a bias's is summed in fp32."""
     if not is_written:
         return param
+    if isinstance(param, ListTable):
+        before = _of_experts(param, there if _is_there(there) else None)
+        pairs = zip(param.tensors, before, strict=True)
+        return ListTable.of([torch.empty_like(one) if found is None else found for one, found in pairs])
+    assert there is None or isinstance(there, torch.Tensor), "a tensor's gradient is one"
     if param.ndim == 2:
         return torch.zeros_like(param, dtype=torch.float32)
     return torch.empty_like(param) if there is None else there
+
+
+def _finished_param(gradient: Param, param: Param, there: There) -> torch.Tensor | list[torch.Tensor]:
+    if isinstance(gradient, ListTable) and isinstance(param, ListTable):
+        every = zip(gradient.tensors, param.tensors, _of_experts(param, there), strict=True)
+        return [_finished(*one) for one in every]
+    assert there is None or isinstance(there, torch.Tensor), "a tensor's gradient is one"
+    return _finished(standing(gradient), standing(param), there)
 
 
 def _finished(gradient: torch.Tensor, param: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
@@ -441,7 +470,7 @@ def swiglu_experts(
     hidden: torch.Tensor,
     expert_index: torch.Tensor | Routing,
     weight: torch.Tensor | None,
-    params: Sequence[torch.Tensor],
+    params: Sequence[Param],
     options: LayerOptions,
 ) -> torch.Tensor:
     """Every token through the experts chosen for it, combined: [T,H] in hidden's dtype.

@@ -11,19 +11,47 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.runtime.kernels.tables import Table, TileTable
+from memfine_fx.runtime.kernels.tables import ListTable, Table, TileTable
 
-__all__ = ["argument_of", "functions_of", "loader_of"]
+__all__ = ["argument_of", "functions_of", "list_constants", "loader_of", "of_expert"]
 
 
 def argument_of(table: Table) -> Any:
     """What a kernel is given for a table."""
+    if isinstance(table, ListTable):
+        return table.addresses
     return table.tensors if isinstance(table, TileTable) else table
+
+
+_LIST_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def list_constants(tables: Sequence[Table]) -> dict[str, Any]:
+    """What kernels are compiled for where tables are lists, all of them or none."""
+    lists = [one for one in tables if isinstance(one, ListTable)]
+    return {
+        "LIST_TYPE": _LIST_TYPES[lists[0].dtype] if lists else None,
+        "IS_ALIGNED": all(one.is_aligned for one in lists),
+    }
+
+
+@triton.jit
+def of_expert(table, expert, LIST_TYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Where a table stands that is no list, else where its expert's matrix does."""
+    if LIST_TYPE is None:
+        place = table
+    else:
+        place = tl.load(table + expert).to(tl.pointer_type(LIST_TYPE))
+        if IS_ALIGNED:
+            place = tl.multiple_of(place, 16)
+    return place
 
 
 def loader_of(table: Table) -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memfine_fx.runtime.kernels.tables import Table, TileTable
+from memfine_fx.runtime.kernels.tables import Table
 
 __all__ = ["are_interleaved", "halved", "load_pair", "split_pair", "store_pair"]
 
@@ -20,7 +21,7 @@ __all__ = ["are_interleaved", "halved", "load_pair", "split_pair", "store_pair"]
 def are_interleaved(pair: Sequence[Table]) -> bool:
     """Whether gate's [R,F] and up's are every other column of one tensor, gate's the first; or so of tables [E,F,H]."""
     gate, up = pair
-    if isinstance(gate, TileTable) or isinstance(up, TileTable):
+    if not (isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)):
         return False
     if gate.stride(1) != 2 or up.storage_offset() - gate.storage_offset() != 1:
         return False

@@ -19,6 +19,7 @@ __all__ = [
     "AdapterForms",
     "KernelForm",
     "Layout",
+    "ListTable",
     "Pointwise",
     "Sources",
     "Table",
@@ -143,19 +144,87 @@ class TileTable:
         return replace(self, shape=shape, firsts=(firsts[0], firsts[1]), steps=(steps[0], steps[1]))
 
 
+@dataclass(frozen=True)
+class ListTable:
+    """A table [E,C,D], or a part of its rows, of which each expert's matrix is a tensor of its own.
+
+    Args:
+        addresses: [E] int64 on the device, of each expert's first entry of this view.
+        tensors: the experts' own, which the addresses are of.
+        shape, strides: of this view; of experts 0.
+        is_aligned: whether every address is a multiple of 16 bytes.
+    """
+
+    addresses: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    is_aligned: bool
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> ListTable:
+        """
+        Raises:
+            ValueError: they are not matrices of one shape, dtype and strides.
+        """
+        first = tensors[0]
+        if first.ndim != 2 or len({(one.shape, one.dtype, one.stride(), one.device) for one in tensors}) != 1:
+            raise ValueError("the experts of a list have matrices of one shape, dtype and strides")
+        places = [0 if isinstance(one, FakeTensor) else one.data_ptr() for one in tensors]
+        if isinstance(first, FakeTensor):  # stands nowhere, as its addresses do
+            addresses = first.new_empty(len(places), dtype=torch.int64)
+        else:
+            addresses = _sent(torch.tensor(places, dtype=torch.int64), first.device)
+        (rows, columns), (row, column) = first.shape, first.stride()
+        shape, strides = (len(tensors), rows, columns), (0, row, column)
+        is_aligned = all(place % _ALIGNMENT == 0 for place in places)
+        return ListTable(addresses, tuple(tensors), shape, strides, is_aligned)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    def stride(self, axis: int) -> int:
+        return self.strides[axis]
+
+    @property
+    def mT(self) -> ListTable:
+        (experts, rows, columns), (_, row, column) = self.shape, self.strides
+        return replace(self, shape=(experts, columns, rows), strides=(0, column, row))
+
+    def rows(self, first: int, number: int, step: int = 1) -> ListTable:
+        """So many of the view's rows, each so many behind the one before."""
+        (experts, _, columns), (_, row, column) = self.shape, self.strides
+        offset = first * row * self.dtype.itemsize
+        return replace(
+            self, addresses=self.addresses + offset if offset else self.addresses, shape=(experts, number, columns),
+            strides=(0, row * step, column), is_aligned=self.is_aligned and offset % _ALIGNMENT == 0,
+        )  # fmt: skip
+
+
+_ALIGNMENT = 16  # bytes
+
+
+def _sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for what the device still has to do."""
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
 TableT = TypeVar("TableT", torch.Tensor, "Table")
-Table = torch.Tensor | TileTable
+Table = torch.Tensor | TileTable | ListTable
 """[E,C,D] of numbers that stand somewhere, or are made."""
+Param = torch.Tensor | ListTable
+"""A parameter as the kernels' layer takes it."""
 
 
 def standing(table: Table) -> torch.Tensor:
-    """A table whose numbers stand somewhere, as what references take and gradients are.
+    """A table whose numbers stand in one tensor, as what references take.
 
     Raises:
-        ValueError: it is made.
+        ValueError: it is made, or of a list.
     """
-    if isinstance(table, TileTable):
-        raise ValueError(f"a table {list(table.shape)} that is made by tiles stands nowhere")
+    if not isinstance(table, torch.Tensor):
+        raise ValueError(f"a table {list(table.shape)} that is made by tiles, or of a list, is no tensor")
     return table
 
 
@@ -280,6 +349,7 @@ class KernelForm:
         sources: of gate and up, or both in one, and down, how each is made, or None where it is a parameter; empty
             where all are.
         adapters: their low-rank terms.
+        is_list: whether each expert's matrices are tensors of their own; then there is nothing but matrices.
     """
 
     layout: Layout
@@ -288,6 +358,7 @@ class KernelForm:
     has_bias: bool = False
     sources: Sources = ()
     adapters: AdapterForms = ()
+    is_list: bool = False
 
     @property
     def has_up(self) -> bool:
@@ -362,7 +433,7 @@ class Tables:
         return self.gate.shape[2]
 
     @staticmethod
-    def of(params: Sequence[torch.Tensor], layout: Layout, *, has_bias: bool = False, sources: Sources = ()) -> Tables:
+    def of(params: Sequence[Param], layout: Layout, *, has_bias: bool = False, sources: Sources = ()) -> Tables:
         """The views.
 
         Raises:
@@ -372,13 +443,13 @@ class Tables:
         if len(params) != num_params:
             with_bias = " with biases" if has_bias else ""
             raise ValueError(f"layout {layout!r}{with_bias} does not have {len(params)} parameters")
-        biases = list(params)
+        left = list(params)
         matrices: list[Table] = []
         for how in sources or (None,) * (num_projections_of(layout) + 1):
             count = 1 if how is None else how.num_tensors
-            taken, biases = biases[:count], biases[count:]
-            matrices.append(taken[0] if how is None else TileTable.of(how, taken))
-        is_out_in = layout in _OUT_IN
+            taken, left = left[:count], left[count:]
+            matrices.append(taken[0] if how is None else TileTable.of(how, list(map(standing, taken))))
+        is_out_in, biases = layout in _OUT_IN, list(map(standing, left))
         *projections, down = matrices if is_out_in else [matrix.mT for matrix in matrices]
         gate, up = divided(projections, layout)
         if not has_bias:
@@ -409,7 +480,9 @@ class Tables:
 
 def _strides(table: Table) -> tuple[int, ...] | None:
     """None of what is made."""
-    return None if isinstance(table, TileTable) else table.stride()
+    if isinstance(table, TileTable):
+        return None
+    return table.strides if isinstance(table, ListTable) else table.stride()
 
 
 def num_projections_of(layout: Layout) -> int:
@@ -471,7 +544,7 @@ def divided(projections: Sequence[TableT], layout: Layout) -> tuple[TableT, Tabl
     (both,) = projections
     if layout in _SINGLE:
         return both, both
-    if isinstance(both, TileTable):
+    if not isinstance(both, torch.Tensor):
         width = both.shape[1] // 2
         is_interleaved = layout == "interleaved_in_out"
         step = 1 + is_interleaved
@@ -485,5 +558,5 @@ def divided(projections: Sequence[TableT], layout: Layout) -> tuple[TableT, Tabl
 
 
 def _described(table: Table) -> str:
-    strides = "made by tiles" if isinstance(table, TileTable) else f"of strides {list(table.stride())}"
-    return f"{list(table.shape)} {strides}"
+    strides = _strides(table)
+    return f"{list(table.shape)} " + ("made by tiles" if strides is None else f"of strides {list(strides)}")

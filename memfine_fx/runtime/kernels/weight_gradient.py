@@ -25,9 +25,10 @@ import triton.language as tl
 
 from memfine_fx.runtime.kernels.blocks import all_or_none, by_descriptor
 from memfine_fx.runtime.kernels.launches import Launch, Tiles, launch
+from memfine_fx.runtime.kernels.made import argument_of, list_constants, of_expert
 from memfine_fx.runtime.kernels.pairs import halved
 from memfine_fx.runtime.kernels.sorting import Routing
-from memfine_fx.runtime.kernels.tables import Table, Tables, TileTable, standing
+from memfine_fx.runtime.kernels.tables import Table, Tables, standing
 from memfine_fx.runtime.kernels.tile_search import places_of
 from memfine_fx.runtime.kernels.traffic import Access, Load
 from memfine_fx.runtime.kernels.windows import Window, ceil_div
@@ -101,8 +102,8 @@ def _matrix_tile(
     is_continued, is_cut, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, STRIDE_EXPERT: tl.constexpr,
     STRIDE_HEIGHT: tl.constexpr, STRIDE_WIDTH: tl.constexpr, BIAS_STRIDE_EXPERT: tl.constexpr,
     BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, IS_ADDED: tl.constexpr,
-    PRECISION: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    TILE_DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr, LIST_TYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
     """A tile of sum of left_rows[r] x tokens[order[r] // K] over an expert's rows, [HEIGHT,WIDTH].
 
@@ -113,6 +114,7 @@ def _matrix_tile(
     heights = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_height, is_column = heights < HEIGHT, columns < WIDTH
+    table = of_expert(table, expert, LIST_TYPE, IS_ALIGNED)
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     first_height, first_column = row_tile * TILE_ROWS, column_tile * TILE_COLUMNS
     middle = begin + tl.maximum(end - begin, 0) // TILE_DEPTH * TILE_DEPTH
@@ -191,8 +193,9 @@ def _weight_gradient_kernel(
     DOWN_BIAS_STRIDE_EXPERT: tl.constexpr, DOWN_BIAS_STRIDE_WIDTH: tl.constexpr,
     NUM_PROJECTIONS: tl.constexpr, NUM_TILES: tl.constexpr, HAS_DOWN: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, FIRST_IS_ADDED: tl.constexpr, SECOND_IS_ADDED: tl.constexpr,
-    DOWN_IS_ADDED: tl.constexpr, IS_FIRST_WINDOW: tl.constexpr, PRECISION: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
+    DOWN_IS_ADDED: tl.constexpr, IS_FIRST_WINDOW: tl.constexpr, PRECISION: tl.constexpr, LIST_TYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
     own_begin = tl.load(offsets + expert).to(tl.int32)
@@ -212,7 +215,7 @@ def _weight_gradient_kernel(
                 first_rows, first_block, hidden, weight, order, first_table, first_found, first_left, first_sums,
                 expert, begin, end, first_row, tile, is_continued, is_cut, HEIGHT, WIDTH, TOP_K, STRIDE_EXPERT,
                 STRIDE_HEIGHT, STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT, FIRST_IS_ADDED,
-                PRECISION, BY_DESCRIPTOR, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+                PRECISION, LIST_TYPE, IS_ALIGNED, BY_DESCRIPTOR, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
     if NUM_PROJECTIONS > 1:  # noqa: SIM102 - decided when it is compiled
         if (tile >= NUM_TILES) & (tile < 2 * NUM_TILES):
@@ -220,7 +223,7 @@ def _weight_gradient_kernel(
                 second_rows, second_block, hidden, weight, order, second_table, second_found, second_left, second_sums,
                 expert, begin, end, first_row, tile - NUM_TILES, is_continued, is_cut, HEIGHT, WIDTH, TOP_K,
                 STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH, BIAS_STRIDE_EXPERT, BIAS_STRIDE_HEIGHT, bias, HAS_WEIGHT,
-                SECOND_IS_ADDED, PRECISION, BY_DESCRIPTOR, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+                SECOND_IS_ADDED, PRECISION, LIST_TYPE, IS_ALIGNED, BY_DESCRIPTOR, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
     if HAS_DOWN:
         down_bias: tl.constexpr = "tokens" if HAS_BIAS else "none"
@@ -229,8 +232,8 @@ def _weight_gradient_kernel(
                 activated, activated_block, grad, weight, order, down_table, down_found, down_left, down_sums, expert,
                 begin, end, first_row, tile - NUM_PROJECTIONS * NUM_TILES, is_continued, is_cut, DOWN_HEIGHT, WIDTH,
                 TOP_K, DOWN_STRIDE_EXPERT, DOWN_STRIDE_HEIGHT, DOWN_STRIDE_WIDTH, DOWN_BIAS_STRIDE_EXPERT,
-                DOWN_BIAS_STRIDE_WIDTH, down_bias, HAS_WEIGHT, DOWN_IS_ADDED, PRECISION, BY_DESCRIPTOR,
-                TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+                DOWN_BIAS_STRIDE_WIDTH, down_bias, HAS_WEIGHT, DOWN_IS_ADDED, PRECISION, LIST_TYPE, IS_ALIGNED,
+                BY_DESCRIPTOR, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
             )  # fmt: skip
 
 
@@ -273,7 +276,7 @@ class TableGradients:
 
         def stages(table: Table, is_written: bool) -> Stages:
             size = table.shape[1:] if is_cut and is_written else (1,)
-            beside = table.tensors[0] if isinstance(table, TileTable) else table
+            beside = table if isinstance(table, torch.Tensor) else table.tensors[0]
             return beside.new_empty(size, dtype=torch.float32), beside.new_empty(size, dtype=torch.float32)
 
         of_projections = [stages(one, has_projections) for one in tables.projections]
@@ -306,9 +309,9 @@ def weight_gradient(
         into: of `TableGradients.of`, for all windows of a layer.
         precision: of products of fp32, "ieee" or "tf32".
     """
-    tables, down = into.tables, standing(into.tables.down).mT
+    tables, down = into.tables, into.tables.down.mT
     found, left = window.number % 2, (window.number + 1) % 2
-    projections, biases = [standing(one) for one in tables.projections], [*tables.projection_biases, tables.down_bias]
+    projections, biases = tables.projections, [*tables.projection_biases, tables.down_bias]
     has_bias = tables.down_bias is not None
     height, num_projections = projections[0].shape[1], len(projections) * into.has_projections
     num_columns = ceil_div(tables.hidden, tiles.columns)
@@ -336,6 +339,7 @@ def weight_gradient(
         "DOWN_IS_ADDED": into.are_added[-1],
         "IS_FIRST_WINDOW": window.number == 0,
         "PRECISION": precision,
+        **list_constants([*projections, down]),
         "BY_DESCRIPTOR": None not in described,
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
@@ -350,9 +354,9 @@ def weight_gradient(
         "weight": grad if weight is None or not has_bias else weight,
         "order": routing.order,
         "offsets": routing.offsets,
-        "first_table": projections[0],
-        "second_table": projections[-1],
-        "down_table": down,
+        "first_table": argument_of(projections[0]),
+        "second_table": argument_of(projections[-1]),
+        "down_table": argument_of(down),
         "first_row": window.first,
         "last_row": window.last,
     }
@@ -360,13 +364,13 @@ def weight_gradient(
     for name, place in (("first", 0), ("second", len(projections) - 1), ("down", -1)):
         sums = biases[place if has_bias else -1]
         arguments |= {f"{name}_found": into.stages[place][found], f"{name}_left": into.stages[place][left]}
-        arguments[f"{name}_sums"] = down if sums is None else sums
+        arguments[f"{name}_sums"] = hidden if sums is None else sums
     grid = (num_projections * num_tiles + into.has_down * num_down_tiles, tables.num_experts)
     launch(_weight_gradient_kernel, grid, arguments, constants, tiles)
 
 
-def _strides(prefix: str, tensor: torch.Tensor | None, axes: Sequence[str]) -> dict[str, int]:
-    strides = [0] * len(axes) if tensor is None else tensor.stride()
+def _strides(prefix: str, table: Table | None, axes: Sequence[str]) -> dict[str, int]:
+    strides = [0 if table is None else table.stride(axis) for axis in range(len(axes))]
     return {f"{prefix}STRIDE_{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
 
 

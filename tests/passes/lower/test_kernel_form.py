@@ -313,6 +313,14 @@ def test_other_sums_with_low_rank_terms_keep_their_bodies(
     assert bodies_of(function, params, [EXPERT] * len(params)).kernel_form is None
 
 
+def test_lists_of_experts_are_known() -> None:
+    params = tables([(HIDDEN, WIDTH), (WIDTH, HIDDEN), (WIDTH, HIDDEN)])
+    matrices = [table[0] for table in params]
+    form = KernelForm("apart", (2, 1, 0), is_list=True)
+    assert bodies_of(apart, matrices, ["each"] * 3).kernel_form == form
+    assert bodies_of(apart, [*matrices[:2], params[2]], ["each", "each", EXPERT]).kernel_form is None
+
+
 def test_tables_that_all_experts_share_keep_their_bodies() -> None:
     gate_up, down = tables([FUSED, (HIDDEN, WIDTH)])
     assert bodies_of(halves, [gate_up, down[0]], [EXPERT, "shared"]).kernel_form is None

@@ -55,8 +55,8 @@ def test_a_region_of_a_compiled_model_waits_for_nothing(keeps: bool, monkeypatch
 
     form = KernelForm("halves", (0, 1))
     tensor = KeptTensor((256,), torch.bfloat16)
-    bodies: Any = SimpleNamespace(kernel_form=form, kept=(tensor,))
-    region: Any = SimpleNamespace(bodies=bodies, uses_kernels=True, out_dtype=torch.bfloat16)
+    bodies: Any = SimpleNamespace(kernel_form=form, kept=(tensor,), param_kinds=("expert", "expert"))
+    region: Any = SimpleNamespace(bodies=bodies, uses_kernels=True, out_dtype=torch.bfloat16, num_experts=8)
     monkeypatch.setattr("memfine_fx.runtime.kernels.layer.target_of", lambda device: "sm_90")
     monkeypatch.setattr(windowed, "_rows", lambda routed, params, options, plan: plan.rows_per_chunk)
     plan = ChunkPlan("rows", 50, 0, 0, "")

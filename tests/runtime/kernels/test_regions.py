@@ -17,6 +17,7 @@ from memfine_fx.memory.liveness import Call
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.models.gpt_oss import GptOssConfig, GptOssMoE
+from memfine_fx.models.loops import LoopConfig, LoopMoE
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from memfine_fx.models.variants import VariantConfig, VariantMoE
 from memfine_fx.records import ChunkPlan
@@ -142,6 +143,13 @@ OTHERS = {
 EVERY: dict[str, Callable[[], torch.nn.Module]] = {"mixtral": layer, **OTHERS}
 
 
+def a_list() -> LoopMoE:
+    return LoopMoE(LoopConfig(hidden=32, expert_width=24, num_experts=4, top_k=2))
+
+
+EVERY["list"] = a_list
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_experts_run_in_kernels_and_are_the_eager_layer(name: str, launches: list[str]) -> None:
     compare(OTHERS[name](), rows_per_chunk=7)
@@ -223,7 +231,7 @@ def test_products_of_the_first_rows_are_kept(
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels that do nothing take the host's tensors")
 @pytest.mark.parametrize(
-    "frozen", [(), ("down",), ("gate", "up"), ("down", "gate", "up"), "adapters", "down's"], ids=str
+    "frozen", [(), ("down",), ("gate", "up"), ("down", "gate", "up"), "adapters", "down's", "list"], ids=str
 )
 @pytest.mark.parametrize(("rows_per_chunk", "num_kept"), [(200, 0), (4096, 0), (200, 1500), (4096, 1500)])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
@@ -241,7 +249,9 @@ def test_windows_hold_what_the_plan_counts(
     monkeypatch.setattr(Launch, "run", lambda self: run_kernel(self) if self.name in sorts else None)
     config = MixtralConfig(hidden=64, expert_width=96, num_experts=4, top_k=2, spelling="gathered")
     model: torch.nn.Module = MixtralMoE(config)
-    if isinstance(frozen, str):
+    if frozen == "list":
+        model = LoopMoE(LoopConfig(hidden=64, expert_width=96, num_experts=4, top_k=2))
+    elif isinstance(frozen, str):
         model = AdaptedExperts(hidden=64, names=("up", "down") if frozen == "adapters" else ("down",))
     else:
         for name, parameter in model.experts.named_parameters():
@@ -320,7 +330,7 @@ class TwoParts(torch.nn.Module):
 
 
 @pytest.mark.parametrize("keeps", (False, True))
-@pytest.mark.parametrize("name", ("mixtral", "gpt_oss", "relu2 with biases"))
+@pytest.mark.parametrize("name", ("mixtral", "gpt_oss", "relu2 with biases", "list"))
 def test_micro_batches_add_to_gradients_where_they_are(name: str, keeps: bool, launches: list[str]) -> None:
     """In windows that cut experts: no second set of tables is made, and the sums are eager's."""
     eager = TwoParts(EVERY[name]()).to(DEVICE)
@@ -471,6 +481,30 @@ def test_micro_batches_add_to_gradients_of_adapters(launches: list[str]) -> None
         assert (found.grad is None) is (expected.grad is None)
         assert found.grad is None or relative_error(found.grad, expected.grad) < 1e-5, told
     assert "narrow_kernel" in launches
+
+
+@pytest.mark.parametrize("rows_per_chunk", (7, 64))
+def test_lists_of_experts_run_in_kernels(rows_per_chunk: int, launches: list[str]) -> None:
+    """Each expert's matrices are tensors of their own, and so are their gradients."""
+    layer = a_list()
+    compare(layer, rows_per_chunk=rows_per_chunk)
+    assert launches.count("weight_gradient_kernel") == -(-22 // rows_per_chunk)
+
+
+def test_products_of_lists_are_kept(launches: list[str]) -> None:
+    layer = a_list()
+    compare(layer, "aot_eager", rows_per_chunk=7, memory_budget="1GiB")
+    assert (launches.count("gate_up_kernel"), launches.count("down_backward_kernel")) == (4, 4)
+
+
+@pytest.mark.parametrize("frozen", ((), (0, 2), (0, 1, 2, 3)), ids=str)
+def test_experts_of_a_list_may_be_frozen(frozen: tuple[int, ...], launches: list[str]) -> None:
+    layer = a_list()
+    for expert in frozen:
+        layer.experts[expert].requires_grad_(False)
+    compare(layer, rows_per_chunk=9)
+    assert "down_backward_kernel" in launches
+    assert ("weight_gradient_kernel" in launches) is (len(frozen) < 4)
 
 
 def test_frozen_tables_get_no_gradient(launches: list[str]) -> None:
