@@ -9,9 +9,10 @@ from functools import cached_property
 import torch
 
 from memfine_fx.runtime.bodies import Bodies
+from memfine_fx.runtime.routing import sent
 from memfine_fx.runtime.schedule import Chunk
 
-__all__ = ["Routed", "sent"]
+__all__ = ["Routed"]
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,3 @@ def _group_arguments(chunk: Chunk, device: torch.device) -> list[torch.Tensor]:
     ends = sent(torch.tensor(chunk.ends, dtype=torch.int32), device)
     rows = torch.arange(chunk.num_rows, device=device, dtype=torch.int32)
     return [torch.searchsorted(ends, rows, right=True), ends]
-
-
-def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, without waiting for what the device still has to do."""
-    if device.type == "cuda":
-        host = host.pin_memory()  # from other memory the driver may wait for the stream
-    return host.to(device, non_blocking=True)

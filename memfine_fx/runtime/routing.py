@@ -10,7 +10,7 @@ import torch
 
 from memfine_fx.errors import MemfineError
 
-__all__ = ["SliceCounter", "check_rows", "sort_assignments"]
+__all__ = ["SliceCounter", "check_rows", "sent", "sort_assignments"]
 
 _MAX_ROWS = 2**31 - 1
 
@@ -19,6 +19,13 @@ def check_rows(num_rows: int) -> None:
     """Raise MemfineError where a layer has more routed rows than 32 bits count."""
     if num_rows > _MAX_ROWS:
         raise MemfineError(f"{num_rows} routed rows in one layer; at most {_MAX_ROWS} can be indexed")
+
+
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, without waiting for what the device still has to do."""
+    if device.type == "cuda":
+        host = host.pin_memory()  # from other memory the driver may wait for the stream
+    return host.to(device, non_blocking=True)
 
 
 def sort_assignments(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,8 +19,8 @@ from memfine_fx.runtime.kernels.window_size import KNOWN_RATES, DeviceFigures, L
 from memfine_fx.runtime.kernels.windows import most_rows
 from memfine_fx.runtime.loop import Kept
 from memfine_fx.runtime.params import group_params
-from memfine_fx.runtime.routed import Routed, sent
-from memfine_fx.runtime.routing import check_rows
+from memfine_fx.runtime.routed import Routed
+from memfine_fx.runtime.routing import check_rows, sent
 from memfine_fx.runtime.store import LiveRegion
 
 if TYPE_CHECKING:  # these need Triton

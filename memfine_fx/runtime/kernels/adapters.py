@@ -100,7 +100,7 @@ class AdapterGradients:
     Args:
         adapters: of the pass.
         into: views of the gradients, as the adapters are; not written where nothing is trained.
-        trains_projections, trains_down: whether adapters of gate and up are trained, and of down.
+        trains_projections, trains_down: whether adapters of gate and up are trained, and of down; False without any.
         are_added: of each factor, A before B, whether its gradient is added to what is there.
         is_cut: whether a window may cut an expert.
         beside: as of `LayerAdapters`.
@@ -118,8 +118,7 @@ class AdapterGradients:
         is_cut: bool,
     ) -> None:
         self._adapters, self._run = adapters, adapters.run
-        self.trains_projections = trains_projections and bool(adapters.projections)
-        self.trains_down = trains_down and adapters.down is not None
+        self.trains_projections, self.trains_down = trains_projections, trains_down
         # narrow' = s (y' @ B), and narrow' @ A goes on: factors that have changed places.
         self._turned = [Adapter(one.second.mT, one.first.mT, one.scale) for one in adapters.every]
         self._narrow = _NarrowRows(self._turned, self._run, beside)

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 
 from memfine_fx.compat.tensors import FakeTensor
+from memfine_fx.runtime.routing import sent
 
 __all__ = [
     "LAYOUTS",
@@ -174,7 +175,7 @@ class ListTable:
         if isinstance(first, FakeTensor):  # stands nowhere, as its addresses do
             addresses = first.new_empty(len(places), dtype=torch.int64)
         else:
-            addresses = _sent(torch.tensor(places, dtype=torch.int64), first.device)
+            addresses = sent(torch.tensor(places, dtype=torch.int64), first.device)
         (rows, columns), (row, column) = first.shape, first.stride()
         shape, strides = (len(tensors), rows, columns), (0, row, column)
         is_aligned = all(place % _ALIGNMENT == 0 for place in places)
@@ -203,11 +204,6 @@ class ListTable:
 
 
 _ALIGNMENT = 16  # bytes
-
-
-def _sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without waiting for what the device still has to do."""
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 TableT = TypeVar("TableT", torch.Tensor, "Table")
