@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["KNOWN_MODELS", "known_config"]
+__all__ = ["KNOWN_MODELS", "known_config", "with_adapters"]
 
 KNOWN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMoE-1B-7B": (
@@ -183,3 +183,14 @@ def known_config(name: str) -> Any:
     known: Any = CONFIG_MAPPING
     model_type, fields = KNOWN_MODELS[name]
     return known[model_type](**fields, use_cache=False, pad_token_id=None)
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """With PEFT's LoRA on attention's projections and on both tables of the experts, which alone are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=attention, target_parameters=experts)
+    )

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.gpu_dry.stand_in import Kernels, install, restart_once
 from benchmarks.gpu_dry.table import FILE, PAGE, RUNS, Run, filled, written
-from benchmarks.known_models import known_config
+from benchmarks.known_models import known_config, with_adapters
 
 _SEQUENCES, _LENGTH = 2, 4096
 
@@ -84,20 +84,10 @@ def _model(run: Run) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if run.rank:
-            model = _adapted(model, run.rank)
+            model = with_adapters(model, run.rank)
     if run.has_checkpoints:
         model.gradient_checkpointing_enable()
     return model.train()
-
-
-def _adapted(model: Any, rank: int) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    return get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=attention, target_parameters=experts)
-    )
 
 
 def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:

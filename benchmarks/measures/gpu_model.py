@@ -31,7 +31,7 @@ from torch import Tensor
 
 import memfine_fx
 from benchmarks.gpu_kernels import PAGE
-from benchmarks.known_models import known_config
+from benchmarks.known_models import known_config, with_adapters
 from benchmarks.machine import seconds_of, synchronize
 from benchmarks.measures import RESULTS, Answer, device_here
 from benchmarks.measures.gpu_layers import name_of, rounded, written
@@ -94,6 +94,7 @@ class Sizes:
     Args:
         model: in `benchmarks.known_models`.
         is_autocast: whether weights are in fp32 and steps under autocast, as trainers run them; else they are in bf16.
+        rank: of adapters on the experts and attention's projections, by PEFT, which alone are trained; 0 for none.
         is_small: whether it is made small in every direction, to try this out.
     """
 
@@ -102,6 +103,7 @@ class Sizes:
     batch: int = 2
     sequence: int = 4096
     is_autocast: bool = False
+    rank: int = 0
     is_small: bool = False
 
 
@@ -119,14 +121,16 @@ def measure(
     ways: str = ";".join(WAYS),
     json_to: str | None = None,
     is_autocast: bool = False,
+    rank: int = 0,
     is_small: bool = False,
     page: bool = False,
 ) -> Answer:
     if page:
         PAGE.write_text(filled(PAGE.read_text(), json.loads(FILE.read_text())))
         return Answer([f"{PAGE.name} written"])
-    sizes = Sizes(model, layers, batch, sequence, is_autocast, is_small)
+    sizes = Sizes(model, layers, batch, sequence, is_autocast, rank, is_small)
     told = f"{model}, {layers} layers, {batch} x {sequence} tokens{', fp32 under autocast' * is_autocast}"
+    told += f", adapters of rank {rank}" * (rank > 0)
     rows: list[dict[str, Any]] = []
     for row in rows_of(sizes, [WAYS[name] for name in ways.split(";")]):
         rows.append(row)
@@ -140,10 +144,9 @@ def rows_of(sizes: Sizes, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
     """A row for each way, with the last lines of its error under "failed" in place of figures where it did."""
     with tempfile.TemporaryDirectory() as folder:
         reference = str(Path(folder) / "reference.pt")
-        everything = [_REFERENCE, *ways]
-        for first in range(0, len(everything), _AT_ONCE):
+        # The reference alone: a step in fp32 may leave no memory for others.
+        for together in ([_REFERENCE], *(ways[first : first + _AT_ONCE] for first in range(0, len(ways), _AT_ONCE))):
             with contextlib.ExitStack() as stack:
-                together = everything[first : first + _AT_ONCE]
                 started = [stack.enter_context(_Process(sizes, way, reference)) for way in together]
                 for process in started:
                     process.wait_until_ready()
@@ -244,7 +247,9 @@ def work(sizes: Sizes, way: Way, reference: str) -> None:
         "two_steps_s": rounded(first_seconds),
     }
     if way.backend == "memfine":
-        row["predicted_gb"] = rounded(memfine_fx.report(forward).step.peak.num_bytes / 1e9)
+        report = memfine_fx.report(forward)
+        row["predicted_gb"] = rounded(report.step.peak.num_bytes / 1e9)
+        row["runs_in"] = sorted({region.runs_in for region in report.regions if region.runs_in})
     if device.type == "cuda":
         row |= _on_device(step, device)
     print(json.dumps(row), flush=True)
@@ -262,6 +267,11 @@ def _model(sizes: Sizes, way: Way, device: torch.device) -> Any:
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if sizes.rank:
+            model = with_adapters(model, sizes.rank)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:  # zeros, by which A would have no gradient
+                    torch.nn.init.normal_(parameter, std=0.02)
     if way.has_checkpoints:
         model.gradient_checkpointing_enable()
     return (model.float() if way.is_reference or sizes.is_autocast else model).train()
@@ -279,6 +289,8 @@ def _samples(loss: Tensor, model: Any) -> dict[str, Tensor]:
     """The loss, and entries of every gradient."""
     found = {"loss": loss.reshape(1).float().cpu()}
     for name, parameter in model.named_parameters():
+        if parameter.grad is None:  # frozen
+            continue
         flat = parameter.grad.flatten()
         found[name] = flat[:: -(-flat.shape[0] // _COMPARED)].float().cpu()
     return found

@@ -79,8 +79,10 @@ def load(parts, expert, columns, places, is_entry):
 @functools.cache
 def functions_of(source: str) -> dict[str, Any]:
     """What a text defines under `triton.jit`; Triton finds it where Python's own tools do, beside no file."""
-    name = f"<memfine_fx source {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    told = hashlib.sha256(source.encode()).hexdigest()[:16]
+    name = f"<memfine_fx source {told}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": __name__}
+    # Triton compiles one function for each module and name: of gate's and up's "load" in a kernel, only the first.
+    space: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": f"{__name__}_{told}"}
     exec(compile(source, name, "exec"), space)  # written here and by `passes.lower.epilogue`, of what they know
     return space

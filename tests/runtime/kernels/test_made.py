@@ -140,6 +140,20 @@ class TestRefused:
             Tables.of([packed, scales] * 2, "halves", sources=(how, how))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_functions_of_a_kernel_have_names_of_their_own(layout: str) -> None:
+    """Triton compiles one function for each name, and calls it in place of all others."""
+    pytest.importorskip("triton")
+    from memfine_fx.runtime.kernels.made import loader_of
+    from memfine_fx.runtime.kernels.tables import Tables
+
+    made = [in_four_bits(shape) for shape in shapes_of(layout)]
+    params = [one for _, tensors, _ in made for one in tensors]
+    tables = Tables.of(params, layout, sources=tuple(how for how, _, _ in made))  # type: ignore[arg-type]
+    loaders = [loader_of(one) for one in (tables.gate, tables.up, tables.down)]
+    assert len({f"{one.fn.__module__}.{one.fn.__qualname__}" for one in loaders}) == len(set(loaders)) > 1
+
+
 def test_codes_of_a_compilation_are_not_kept() -> None:
     from torch._subclasses import FakeTensorMode
 
