@@ -46,7 +46,7 @@ _REPEATS, _STEPS = 5, 4
 _COMPARED = 1 << 20  # entries of each gradient, from all over it
 _AT_ONCE = 4  # processes that compile beside each other: all have a step's memory then
 _LONGEST, _NAME = 12, 80  # kernels told by name, and how much of it: templates differ behind that
-_OF_EXPERTS = re.compile(r"_(gate_up|down|down_backward|weight_gradient|combine|count|scan|offsets|place)_kernel")
+_OF_EXPERTS = re.compile(r"_(narrow|gate_up|down(_backward)?|weight_gradient|combine|count|scan|offsets|place)_kernel")
 _TOLD = 20  # lines of a failure
 _READY, _GO = "ready", "go"
 

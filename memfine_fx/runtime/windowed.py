@@ -78,16 +78,18 @@ def can_run(form: KernelForm | None, tensors: Sequence[torch.Tensor]) -> bool:
 def runs_by_default(form: KernelForm, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels run, where nobody asked, a region that they know: as far as models were measured in them.
 
+    Adapters may be in fp32, as PEFT makes them beside tables in 16 bits.
+
     Args:
         tensors: as for `can_run`.
     """
     from memfine_fx.runtime.kernels.tiling import target_of
 
-    return (
-        not form.adapters
-        and not form.is_list
-        and all(one.element_size() == 2 and target_of(one.device) in _MEASURED for one in tensors)
-    )
+    if form.is_list or any(target_of(one.device) not in _MEASURED for one in tensors):
+        return False
+    hidden, *params = tensors
+    own = [params[position] for position in form.positions[: len(params) - form.num_adapter_params]]
+    return all(one.element_size() == 2 for one in (hidden, *own))
 
 
 def can_keep(form: KernelForm, kept: Sequence[KeptTensor], dtype: torch.dtype) -> bool:

@@ -440,7 +440,7 @@ class AdaptedExperts(PackedExperts):
         first = getattr(self, f"{name}_a").reshape(experts, -1, width)
         second = getattr(self, f"{name}_b").reshape(out, -1, experts)
         delta: torch.Tensor = torch.einsum("o r e, e r i -> e o i", second, first) * 0.5
-        return table + delta
+        return table + delta.to(table.dtype)
 
 
 @pytest.mark.parametrize("is_packed", (False, True))
@@ -555,6 +555,42 @@ def test_kernels_are_taken_where_they_are_asked_for_or_were_measured_and_are_fas
     (region,) = memfine_fx.report(model).regions
     assert (region.runs_in == "GPU kernels") is is_taken
     assert (", in GPU kernels" in str(region)) is is_taken
+
+
+def adapted_in_16_bits() -> AdaptedExperts:
+    """Adapters in fp32, as PEFT leaves them beside tables in 16 bits."""
+    model = AdaptedExperts()
+    model.router.half()
+    for name in model.shapes:
+        table = getattr(model, f"{name}_table")
+        table.data = table.data.half()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "is_taken"),
+    [
+        (adapted_in_16_bits, True),
+        (AdaptedExperts, False),
+        (lambda: a_list().half(), False),
+    ],
+    ids=["adapters", "adapters in fp32", "list"],
+)
+def test_without_being_asked_kernels_take_what_was_measured_in_them(
+    make: Callable[[], torch.nn.Module], is_taken: bool, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memfine_fx.runtime.kernels import tuning
+    from memfine_fx.runtime.kernels.tiling import target_of
+
+    monkeypatch.setattr(tuning, "times_of", lambda kind, device: tuning.Times(1.0, 2.0))
+    monkeypatch.delenv("MEMFINE_GPU_KERNELS")
+    monkeypatch.setattr(windowed, "_MEASURED", (target_of(DEVICE),))
+    model = memfine_fx.optimize(make().to(DEVICE), config=memfine_fx.Config(rows_per_chunk=9), inner_backend="eager")
+    dtype = torch.float32 if make is AdaptedExperts else torch.float16
+    out = model(torch.randn(6, 32, device=DEVICE, dtype=dtype).requires_grad_())
+    out.square().sum().backward()
+    assert [one.status for one in memfine_fx.report(model).regions] == ["chunked"]
+    assert bool(launches) is is_taken
 
 
 def test_where_torch_is_to_be_deterministic_regions_keep_their_bodies(launches: list[str]) -> None:
