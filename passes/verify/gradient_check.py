@@ -192,7 +192,11 @@ class _Sizes:
 
     def of(self, size: Any) -> int:
         number = static_size(size)
-        return int(size.node.expr.subs(self.symbols)) if number is None else self.widths.get(number, number)
+        if number is not None:
+            return self.widths.get(number, number)
+        expr = size.node.expr
+        # Not all symbols: a loop over experts has some for each, and every tensor in it asks.
+        return int(expr.subs({one: self.symbols[one] for one in expr.free_symbols if one in self.symbols}))
 
 
 def _choices(region: MoERegion) -> Iterator[_Sizes]:
