@@ -115,7 +115,7 @@ KERNELS := .venv-kernels
 TRITON := 3.9.0
 gpu-kernels:  ## check the GPU kernels: on a GPU or in Triton's interpreter, and compiled for four architectures
 	test -x $(KERNELS)/bin/python || $(PYTHON) -m venv $(KERNELS)
-	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[test,cluster]"
+	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[test,hf,cluster]" "peft>=0.17"
 	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) -q triton==$(TRITON) numpy
 	TRITON_INTERPRET=$$($(KERNELS)/bin/python -c "import torch; print(int(not torch.cuda.is_available()))") \
 	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -n 2 -q tests/runtime/kernels

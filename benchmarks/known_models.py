@@ -187,10 +187,14 @@ def known_config(name: str) -> Any:
 
 def with_adapters(model: Any, rank: int) -> Any:
     """With PEFT's LoRA on attention's projections and on both tables of the experts, which alone are trained."""
+    import torch
     from peft import LoraConfig, get_peft_model
 
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    return get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=attention, target_parameters=experts)
-    )
+    chosen = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=attention, target_parameters=experts)
+    model = get_peft_model(model, chosen)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zeros at first, by which A has no gradient
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model

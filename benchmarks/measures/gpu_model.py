@@ -269,9 +269,6 @@ def _model(sizes: Sizes, way: Way, device: torch.device) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         if sizes.rank:
             model = with_adapters(model, sizes.rank)
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:  # zeros, by which A would have no gradient
-                    torch.nn.init.normal_(parameter, std=0.02)
     if way.has_checkpoints:
         model.gradient_checkpointing_enable()
     return (model.float() if way.is_reference or sizes.is_autocast else model).train()

@@ -29,26 +29,6 @@ from tests.runtime.kernels.cases import DEVICE, in_kernels, relative_error
 pytestmark = in_kernels
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels launched from here on, which take the host's tensors too where there is no device."""
-    from memfine_fx.runtime.kernels.launches import Launch
-
-    monkeypatch.setattr(windowed, "_DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(windowed, "_TIMED", ())  # tiles are launched when they are timed, too
-    monkeypatch.setattr(windowed, "rows_per_window", lambda sizes, figures, most: most)  # the plan's, on a device too
-    monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
-    names: list[str] = []
-    run = Launch.run
-
-    def noted(self: Any) -> None:
-        names.append(self.name)
-        run(self)
-
-    monkeypatch.setattr(Launch, "run", noted)
-    return names
-
-
 def layer() -> MixtralMoE:
     config = MixtralConfig(hidden=32, expert_width=24, num_experts=4, top_k=2, spelling="gathered")
     return MixtralMoE(config).to(DEVICE)
