@@ -71,9 +71,9 @@ def test_modes_reach_the_graph_around_the_experts(mode: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphLowering, "run", run)
-        patch.setattr(config, "fx_graph_cache", False)  # a graph that is cached is lowered no more
-        patch.setattr(torch._functorch.config, "enable_autograd_cache", False)
-        assert_same_step(optimized, model, batch())
+        # A graph that is cached is lowered no more.
+        with config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+            assert_same_step(optimized, model, batch())
     assert seen
     assert any(seen) == (mode != "default")
 
