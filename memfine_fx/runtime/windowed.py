@@ -70,7 +70,7 @@ def can_run(form: KernelForm | None, tensors: Sequence[torch.Tensor]) -> bool:
     positions = form.made
     made = [params[position] for position in positions]
     others = [hidden, *(one for position, one in enumerate(params) if position not in positions)]
-    own = [params[position] for position in form.positions[: len(params) - form.num_adapter_params]]
+    own = [params[position] for position in form.positions[: form.num_own]]
     are_known = all(one.dtype in _DTYPES for one in others) and not any(one.requires_grad for one in own if made)
     return are_known and all(one.is_contiguous() for one in made) and has_triton()
 
@@ -88,7 +88,7 @@ def runs_by_default(form: KernelForm, tensors: Sequence[torch.Tensor]) -> bool:
     if form.is_list or any(target_of(one.device) not in _MEASURED for one in tensors):
         return False
     hidden, *params = tensors
-    own = [params[position] for position in form.positions[: len(params) - form.num_adapter_params]]
+    own = [params[position] for position in form.positions[: form.num_own]]
     return all(one.element_size() == 2 for one in (hidden, *own))
 
 
@@ -303,7 +303,7 @@ def _kind(form: KernelForm, hidden: torch.Tensor, params: Sequence[Param], top_k
     """Of the layer without adapters, whose kernels' tiles they share."""
     from memfine_fx.runtime.kernels.tuning import kind_of
 
-    own = list(map(standing, params[: len(params) - form.num_adapter_params]))
+    own = list(map(standing, params[: form.num_own]))
     return kind_of(form.layout, form.activation, form.has_bias, _precision(), hidden, own, top_k)
 
 

@@ -87,7 +87,7 @@ def _window_bytes(
     region: MoERegion, form: KernelForm, hidden: torch.Tensor, output: torch.Tensor, wanted: Sequence[bool]
 ) -> WindowBytes:
     """See `runtime.kernels.layer`: what it holds from window to window."""
-    num_own = len(form.positions) - form.num_adapter_params
+    num_own = form.num_own
     of_params = [wanted[2 + place] for place in form.positions]
     trains_projections, trains_down = trained_parts(
         form.layout, of_params[:num_own], has_bias=form.has_bias, sources=form.sources
@@ -115,7 +115,7 @@ def _adapter_bytes(region: MoERegion, form: KernelForm, wanted: Sequence[bool], 
     trains_projections, trains_down = trained_adapters(form.adapters, wanted)
     num_of_projections = sum(one is not None for one in form.adapters[:-1])
     is_trained = [trains_projections] * num_of_projections + [trains_down] * (len(present) - num_of_projections)
-    factors = [tensor_of(region.params[place]) for place in form.positions[len(form.positions) - 2 * len(present) :]]
+    factors = [tensor_of(region.params[place]) for place in form.positions[form.num_own :]]
     sizes = [math.prod(factor.shape[1:]) for factor in factors]
     stages = 2 * 4 * sum(size * is_trained[place // 2] for place, size in enumerate(sizes))
     return item_bytes * sum(one.rank for one in present), stages

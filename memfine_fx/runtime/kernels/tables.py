@@ -361,9 +361,9 @@ class KernelForm:
         return has_up(self.activation)
 
     @property
-    def num_adapter_params(self) -> int:
-        """How many of the positions, at the end, are of adapters' factors."""
-        return num_adapter_params(self.adapters)
+    def num_own(self) -> int:
+        """How many of the positions, in front, are not of adapters' factors."""
+        return len(self.positions) - num_adapter_params(self.adapters)
 
     @property
     def made(self) -> frozenset[int]:
