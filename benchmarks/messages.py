@@ -18,8 +18,9 @@ FOLDERS = ("memfine_fx", "passes", "models")
 HOLE = "…"
 
 _ERRORS = frozenset(
-    "ConfigError MemfineError MissingPackage DoubleBackwardError LeftoverShapes BudgetInfeasible ChunkOutOfMemory "
-    "ExchangeFailed RanksDisagree ValueError TypeError RuntimeError ImportError NotImplementedError".split()
+    "ConfigError MemfineError MissingCompiler MissingPackage DoubleBackwardError LeftoverShapes BudgetInfeasible "
+    "ChunkOutOfMemory ExchangeFailed RanksDisagree "
+    "ValueError TypeError RuntimeError ImportError NotImplementedError".split()
 )
 _KINDS = {
     "CannotChunk": "refusal",
@@ -40,7 +41,7 @@ _RETURNING = {
     "hint_for_cut_graphs": "warning",
 }
 """Functions that return a message, or nothing."""
-_OWN_TEXT = frozenset({"BudgetInfeasible", "ChunkOutOfMemory", "ExchangeFailed", "MissingPackage"})
+_OWN_TEXT = frozenset({"BudgetInfeasible", "ChunkOutOfMemory", "ExchangeFailed", "MissingCompiler", "MissingPackage"})
 """Errors whose text is made in their class, not where they are raised."""
 _HANDED_ON = frozenset(
     {"refusal.details", "message", "'\\n'.join(problems)", "f'{where}: {message}'", "f'memfine: {error}'"}

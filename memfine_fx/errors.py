@@ -22,6 +22,7 @@ __all__ = [
     "ExchangeFailed",
     "LeftoverShapes",
     "MemfineError",
+    "MissingCompiler",
     "MissingPackage",
     "RanksDisagree",
     "Reason",
@@ -134,6 +135,21 @@ class MissingPackage(MemfineError, ImportError):
         super().__init__(
             f"{purpose} needs the package {package!r}, which is not installed; "
             f"install it with: pip install 'memfine-fx[{extra}]'"
+        )
+
+
+class MissingCompiler(MemfineError, RuntimeError):
+    """Inductor compiles C++ for a CPU, and this machine has no C++ compiler that works.
+
+    Args:
+        cause: what torch said, which names the compilers that it tried.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(
+            f"Inductor compiles for a CPU with a C++ compiler, and none works here ({cause}). Install g++, or name "
+            "another compiler in the environment variable CXX, and start the process again; without a compiler, "
+            'memfine_fx.optimize(model, inner_backend="aot_eager") chunks the same layers and compiles no C++.'
         )
 
 

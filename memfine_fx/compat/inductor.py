@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 
 from memfine_fx.compat.checks import Hook, expect
 from memfine_fx.compat.tensors import FakeTensorMode
+from memfine_fx.errors import MissingCompiler
 
 __all__ = [
     "CODE",
@@ -60,11 +61,32 @@ def compile_on_inductor(
     Args:
         options: settings of Inductor for this graph.
         inner_compile: called in place of `compile_inner` for each graph that AOT autograd makes.
+
+    Raises:
+        MissingCompiler: Inductor has C++ to compile, and the machine has no C++ compiler.
     """
     from torch._inductor.compile_fx import compile_fx
 
     more: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
-    return compile_fx(graph_module, inputs, config_patches=None if options is None else dict(options), **more)
+    try:
+        return compile_fx(graph_module, inputs, config_patches=None if options is None else dict(options), **more)
+    except RuntimeError as error:
+        cause = _missing_compiler(error)
+        if cause is None:
+            raise
+    # Outside of the handler and without torch's frames, which Python would print in front of the message.
+    raise MissingCompiler(str(cause)) from cause.with_traceback(None)
+
+
+def _missing_compiler(error: BaseException) -> BaseException | None:
+    """Return the `InvalidCxxCompiler` that Inductor wrapped in this error, None where the error is about other things.
+
+    The class is known by its name, so that no torch has to have it.
+    """
+    cause: BaseException | None = error
+    while cause is not None and type(cause).__name__ != "InvalidCxxCompiler":
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 def compile_inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

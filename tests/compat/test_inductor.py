@@ -1,19 +1,25 @@
-"""What is copied of a graph from Dynamo."""
+"""What is copied of a graph from Dynamo, and what Inductor lacks on a machine without a C++ compiler."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import sympy
 import torch
 from torch import fx
-from torch._inductor import sizevars
+from torch._inductor import config, sizevars
 from torch._inductor.codegen import cpp
+from torch._inductor.cpp_builder import cpp_compiler_search
+from torch._inductor.utils import fresh_cache
 
+import memfine_fx
 from memfine_fx.compat.functorch import compile_on_aot_autograd, min_cut_partition
 from memfine_fx.compat.inductor import _remembering_indices, captured_copy
+from memfine_fx.errors import MissingCompiler
+from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 
 
 def known_parameters(copied: Callable[[fx.GraphModule], fx.GraphModule]) -> int:
@@ -51,3 +57,41 @@ def test_as_many_index_expressions_as_a_deep_model_has_are_worked_out_once() -> 
     assert cpp.stride_at_vec_range is sizevars.stride_at_vec_range is before
     with _remembering_indices():
         assert sizevars.stride_at_vec_range is cached, "answers outlive one compilation"
+
+
+@pytest.fixture
+def _no_compiler() -> Iterator[None]:
+    """A machine on which Inductor finds no C++ compiler, and nothing that was compiled before."""
+    cpp_compiler_search.cache_clear()
+    with fresh_cache(), config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        yield
+    cpp_compiler_search.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_compiler")
+@pytest.mark.parametrize("kind", ["with regions", "without regions", "by torch.compile"])
+@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
+def test_without_a_compiler_one_error_says_what_to_install(kind: str) -> None:
+    layer: torch.nn.Module = MixtralMoE(
+        MixtralConfig(hidden=32, expert_width=24, num_experts=4, top_k=2, spelling="gathered")
+    )
+    if kind == "without regions":
+        layer = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU())
+    model: Any = torch.compile(layer, backend="memfine") if kind == "by torch.compile" else memfine_fx.optimize(layer)
+    for _ in range(2):
+        with pytest.raises(MissingCompiler) as caught:
+            model(torch.randn(11, 32))
+    said = str(caught.value)
+    assert "no-such-compiler" in said and "Install g++" in said and 'inner_backend="aot_eager"' in said
+    cause = caught.value.__cause__
+    assert type(cause).__name__ == "InvalidCxxCompiler"
+    assert cause.__traceback__ is None, "the user would see torch's own frames first"
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_aot_eager_needs_no_compiler() -> None:
+    model = MixtralMoE(MixtralConfig(hidden=32, expert_width=24, num_experts=4, top_k=2, spelling="gathered"))
+    hidden = torch.randn(11, 32)
+    chunked = memfine_fx.optimize(copy.deepcopy(model), inner_backend="aot_eager")
+    torch.testing.assert_close(chunked(hidden), model(hidden))
+    assert memfine_fx.report(chunked).num_chunked == 1
