@@ -224,8 +224,16 @@ def asked_gpu_kernels() -> bool | None:
 
 
 def cache_folder() -> str:
-    """Folder for what is measured once a machine (MEMFINE_CACHE), in the user's cache by default."""
-    return os.environ.get("MEMFINE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "memfine_fx")
+    """Return the folder for what is measured once a machine (MEMFINE_CACHE), in the user's cache by default.
+
+    Raises:
+        FileNotFoundError: the folder is below a home folder, and the user has none.
+    """
+    written = os.environ.get("MEMFINE_CACHE") or os.path.join("~", ".cache", "memfine_fx")
+    folder = os.path.expanduser(written)
+    if folder.startswith("~"):  # it would be a folder of this name in the current one
+        raise FileNotFoundError(f"no home folder is known, and the folder is {written}")
+    return folder
 
 
 def _check_names(fields: Mapping[str, object]) -> None:

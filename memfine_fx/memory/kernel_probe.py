@@ -1,4 +1,4 @@
-"""What this machine's kernels take beside their results, by the allocator's events, measured once and kept on disk.
+"""What this machine's kernels take beside their results, by the allocator's events, measured once and saved on disk.
 
 Another CPU, another torch or another oneDNN may take more than `kernel_scratch` counts. So attention forward and
 backward, a weight's gradient and a product of rows run once at a few small shapes, under one profile, in the dtype that
@@ -21,7 +21,14 @@ from typing import Any, Literal
 import torch
 
 from memfine_fx.compat.autograd import is_profiling
-from memfine_fx.memory.machine import keep_fields, kept_fields, measurement_key
+from memfine_fx.memory.machine import (
+    DamagedFile,
+    host_bytes,
+    load_measurement,
+    measurement_key,
+    number_between,
+    save_measurement,
+)
 from memfine_fx.memory.measure import MemoryTrace, mark, run_outside_compilation, trace_memory
 
 __all__ = [
@@ -111,28 +118,34 @@ def measured_scratch(kernel: Kernel, dtype: torch.dtype) -> tuple[int, ...] | No
 @functools.lru_cache(maxsize=16)
 def _measured(dtype: torch.dtype, num_threads: int) -> dict[Kernel, tuple[int, ...]]:
     name = f"scratch_{measurement_key('cpu', str(dtype), ATTENTION_SHAPES, PRODUCT_SHAPES)}"
-    found = _read(kept_fields(name))
+    found = load_measurement(name, _decode)
     if found is not None:
         return found
     if is_profiling():
         _LOG.info("kernels' scratch is not measured inside a profile; their formulas stand alone in this process")
         return {}
     found = measure(dtype)
-    keep_fields(name, found)
+    save_measurement(name, found)
     return found
 
 
-def _read(fields: Any) -> dict[Kernel, tuple[int, ...]] | None:
-    try:
-        found: dict[Kernel, tuple[int, ...]] = {
-            "forward": tuple(map(int, fields["forward"])),
-            "backward": tuple(map(int, fields["backward"])),
-            "gradient": tuple(map(int, fields["gradient"])),
-            "rows": tuple(map(int, fields["rows"])),
-        }
-    except (KeyError, TypeError, ValueError):
-        return None
-    return found
+def _decode(fields: Any) -> dict[Kernel, tuple[int, ...]]:
+    """Decode a file of what `measure` returns: bytes at each shape of a kernel, none of attention that does not run."""
+    return {
+        "forward": _decode_sizes(fields["forward"], 0, len(ATTENTION_SHAPES)),
+        "backward": _decode_sizes(fields["backward"], 0, len(ATTENTION_SHAPES)),
+        "gradient": _decode_sizes(fields["gradient"], len(PRODUCT_SHAPES)),
+        "rows": _decode_sizes(fields["rows"], len(PRODUCT_SHAPES)),
+    }
+
+
+def _decode_sizes(fields: Any, *lengths: int) -> tuple[int, ...]:
+    if not isinstance(fields, list) or len(fields) not in lengths:
+        raise DamagedFile(f"expected a list of {' or '.join(map(str, lengths))} byte counts, got {str(fields)[:200]}")
+    for size in fields:
+        if not number_between(size, 0, host_bytes()).is_integer():
+            raise DamagedFile(f"expected a number of bytes, got {size}")
+    return tuple(map(int, fields))
 
 
 def measure(dtype: torch.dtype) -> dict[Kernel, tuple[int, ...]]:

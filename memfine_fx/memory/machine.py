@@ -1,4 +1,4 @@
-"""What this machine is, as far as measurements and formulas depend on it, and the files that keep what was measured.
+"""What this machine is, as far as measurements and formulas depend on it, and the files that hold what was measured.
 
 The CPU is asked for what oneDNN would use of it: its instructions, capped by ONEDNN_MAX_CPU_ISA as oneDNN caps them.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 import platform
-from collections.abc import Collection
+import uuid
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -21,14 +23,19 @@ from memfine_fx.config import cache_folder
 
 __all__ = [
     "CpuFeatures",
+    "DamagedFile",
     "cpu_features",
     "cpu_model",
     "features_of",
     "host_bytes",
-    "keep_fields",
-    "kept_fields",
+    "load_measurement",
     "measurement_key",
+    "number_between",
+    "save_measurement",
 ]
+
+_LOG = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
 _ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 _LADDER = ("avx512bw", "avx512bf16", "avx512fp16", "amxbf16", "amxfp16")
@@ -111,24 +118,73 @@ def measurement_key(device_type: str, *parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def kept_fields(name: str) -> Any:
-    """What `keep_fields` wrote under this name, or None."""
+class DamagedFile(ValueError):
+    """A file holds something else than a measurement; it reaches the log only."""
+
+
+def load_measurement(name: str, decode: Callable[[Any], ResultT]) -> ResultT | None:
+    """Return what `save_measurement` wrote under this name, or None where it has to be measured.
+
+    Args:
+        decode: turns the JSON of the file into the measurement. It checks every field, because a file may be torn,
+            edited or written by another version, and raises `DamagedFile` where one is wrong; what Python raises on
+            JSON of another structure counts as well.
+    """
     try:
-        return json.loads(_path(name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        path = _path(name)
+        content = path.read_bytes()
+    except OSError:
+        return None
+    try:
+        return decode(json.loads(content))
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        _LOG.info("%s is damaged and is measured again: %s: %s", path, type(error).__name__, error)
         return None
 
 
-def keep_fields(name: str, fields: object) -> None:
-    """Write JSON, whole or not at all; where nothing may be written, it is measured again next time."""
-    path = _path(name)
+def save_measurement(name: str, fields: object) -> None:
+    """Write fields as JSON under this name.
+
+    A reader sees the whole file or the one before, also while other processes write it and after one was killed: each
+    writes a file of its own, which then takes the name. Where nothing can be written, one warning a process says so.
+    """
     try:
+        path = _path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_text(json.dumps(fields), encoding="utf-8")
-        part.replace(path)
-    except OSError:
-        return
+        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # process ids are the same in several containers
+        try:
+            part.write_text(json.dumps(fields), encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        _warn_not_saved(error)
+
+
+def _warn_not_saved(error: OSError) -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        _LOG.warning(
+            "what memfine_fx measures of this machine cannot be saved (%s). The measurements serve this process, and "
+            "each new process takes some seconds to measure again. Set the environment variable MEMFINE_CACHE to a "
+            "folder that can be written",
+            error,
+        )
+
+
+_has_warned = False
+
+
+def number_between(value: object, least: float, most: float) -> float:
+    """Return a number of a file as a float.
+
+    Raises:
+        DamagedFile: it is no number, or outside of this range; NaN and the infinities are outside of every range.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
+        raise DamagedFile(f"expected a number from {least:g} to {most:g}, got {str(value)[:40]}")
+    return float(value)
 
 
 def _path(name: str) -> Path:

@@ -6,12 +6,15 @@ those before it, as in a step: waiting for each would add what a wait takes, ten
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from time import perf_counter, thread_time
+from typing import TypeVar
 
 import torch
 
-__all__ = ["copies_beyond_cache", "seconds_of"]
+__all__ = ["copies_beyond_cache", "seconds_of", "with_cpu_share"]
+
+ResultT = TypeVar("ResultT")
 
 LIMIT_S, FEWEST = 0.08, 5
 """A measurement is repeated for so long, and at least so often."""
@@ -37,13 +40,24 @@ def seconds_of(runs: Sequence[Callable[[], object]], device: torch.device, *, is
     return max(best, 1e-9)
 
 
+def with_cpu_share(function: Callable[[], ResultT]) -> tuple[ResultT, float]:
+    """Return a function's result, and the share of its time in which the calling thread had a CPU.
+
+    A thread that measures never waits on purpose, so that the share is 1 on an idle machine. Where other processes take
+    turns with it, or with the threads that it waits for, the share is less.
+    """
+    started, worked = perf_counter(), thread_time()
+    result = function()
+    return result, (thread_time() - worked) / max(perf_counter() - started, 1e-9)
+
+
 def _one_by_one(runs: Sequence[Callable[[], object]], device: torch.device, is_ahead: bool) -> tuple[float, float]:
     """(seconds of all, of the fastest)."""
     found = []
     for run in runs:
-        started = time.perf_counter()
+        started = perf_counter()
         run()
-        found.append(time.perf_counter() - started)
+        found.append(perf_counter() - started)
     return sum(found), min(found)
 
 

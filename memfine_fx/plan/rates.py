@@ -1,4 +1,4 @@
-"""Rates of this device, measured once in a fraction of a second and kept on disk.
+"""Rates of this device, measured once in a fraction of a second and saved on disk.
 
 Matrix products of a few row counts, a copy, new memory that is written and read, and a small operation, each timed by
 `memory.timing`. An accelerator's products are larger and take several matrices in turn, which L2 does not hold
@@ -9,19 +9,24 @@ its instructions, dtype, threads, torch; and for a layer's own products, their w
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from memfine_fx.memory.machine import keep_fields, kept_fields, measurement_key
+from memfine_fx.memory.machine import DamagedFile, load_measurement, measurement_key, number_between, save_measurement
 from memfine_fx.memory.measure import run_outside_compilation
-from memfine_fx.memory.timing import copies_beyond_cache, seconds_of
+from memfine_fx.memory.timing import copies_beyond_cache, seconds_of, with_cpu_share
 from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["device_rates", "product_rates"]
+
+_LOG = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
 _ROWS = (32, 128, 512, 2048)
 _ROWS_OF_LAYERS = (64, 128, 256, 512, 1024, 2048)
@@ -31,35 +36,64 @@ _COPIED_BYTES = 1 << 25
 _NEW_BYTES = 1 << 26  # malloc keeps what is smaller than half of it for the next who asks, whose pages are there
 _CUDA_ROWS = (128, 512, 2048, 8192)
 _CUDA_INNER, _CUDA_WIDTH = 2048, 4096
+_RATES = (1.0, 1e21)
+"""FLOPs or bytes a second that a file may name; the least seconds that `seconds_of` returns allow no more."""
+_LAUNCH_SECONDS = (1e-9, 1.0)
+_LEAST_CPU_SHARE = 0.9
+"""Rates of a CPU are saved if the measuring thread had a CPU for at least this share of the time.
+
+On 2 cores of an AMD EPYC (family 25, model 17), with 1 and 2 threads, the share was 0.96 to 1.00 in 72 runs on the idle
+machine and 0.47 to 0.75 in 72 runs beside two busy loops. The spread of the repeats does not tell the two apart: a loop
+that shares a core slows all repeats alike. Median over minimum was 1.01 to 1.22 in 70 idle runs and 1.01 to 1.87 in 94
+runs beside the loops, mean over minimum 1.02 to 1.23 and 1.02 to 6.46.
+"""
 
 
 @functools.lru_cache(maxsize=16)
 def device_rates(device_type: str, dtype: torch.dtype) -> DeviceRates:
-    """The rates of this machine's device, from the file where they were measured before."""
+    """Return the rates of this machine's device, from the file where they were measured before."""
     sizes = (_CUDA_ROWS, _CUDA_INNER, _CUDA_WIDTH) if device_type == "cuda" else (_ROWS, _INNER, _WIDTH)
     name = f"rates_{measurement_key(device_type, str(dtype), *sizes)}"
-    found = _read(kept_fields(name))
-    if found is None:
-        found = run_outside_compilation(device_type, partial(_measure, torch.device(device_type), dtype, *sizes))
-        keep_fields(name, asdict(found))
-    return found
+    rates = load_measurement(name, partial(_decode_rates, device_type, sizes[0]))
+    if rates is None:
+        rates = _measured(device_type, dtype, name, partial(_measure, torch.device(device_type), dtype, *sizes), asdict)
+    return rates
 
 
 @functools.lru_cache(maxsize=64)
 def product_rates(device_type: str, dtype: torch.dtype, inner: int, width: int) -> DeviceRates:
-    """The same rates with products [R,inner] @ [inner,width] in the place of general ones.
+    """Return the same rates with products [R,inner] @ [inner,width] in the place of general ones.
 
     Wider ones than `_WIDEST` are as fast, and are not measured.
     """
     inner, width = min(inner, _WIDEST), min(width, _WIDEST)
     others = device_rates(device_type, dtype)
     name = f"rates_{measurement_key(device_type, str(dtype), _ROWS_OF_LAYERS, inner, width)}"
-    found = _read({**asdict(others), "matmul_flops": kept_fields(name)})
-    if found is None:
+    products = load_measurement(name, partial(_decode_products, _ROWS_OF_LAYERS))
+    if products is None:
         measure = partial(_measure_products, torch.device(device_type), dtype, _ROWS_OF_LAYERS, inner, width)
-        found = replace(others, matmul_flops=run_outside_compilation(device_type, measure))
-        keep_fields(name, found.matmul_flops)
-    return found
+        products = _measured(device_type, dtype, name, measure, list)
+    return replace(others, matmul_flops=products)
+
+
+def _measured(
+    device_type: str,
+    dtype: torch.dtype,
+    name: str,
+    measure: Callable[[], ResultT],
+    fields_of: Callable[[ResultT], object],
+) -> ResultT:
+    """Measure now, and save the result unless the machine was busy."""
+    result, share = run_outside_compilation(device_type, partial(with_cpu_share, measure))
+    if device_type == "cpu" and share < _LEAST_CPU_SHARE:
+        _LOG.info(
+            "the machine was busy while rates in %s were measured: the measuring thread had a CPU for %.0f%% of the "
+            "time, less than %.0f%%. These rates serve this process; the next process measures again",
+            dtype, 100 * share, 100 * _LEAST_CPU_SHARE,
+        )  # fmt: skip
+    else:
+        save_measurement(name, fields_of(result))
+    return result
 
 
 def _measure_products(
@@ -93,10 +127,19 @@ def _measure(
     return DeviceRates(products, copy_bytes, launch_seconds, _NEW_BYTES / seconds_of([lambda: kept().sum()], device))
 
 
-def _read(fields: Any) -> DeviceRates | None:
-    try:
-        products = tuple((int(rows), float(rate)) for rows, rate in fields["matmul_flops"])
-        others = (float(fields[name]) for name in ("copy_bytes", "launch_seconds", "keep_bytes"))
-        return DeviceRates(products, *others)
-    except (ValueError, KeyError, TypeError):
-        return None
+def _decode_rates(device_type: str, row_counts: Sequence[int], fields: Any) -> DeviceRates:
+    """Decode a file of `device_rates`; only a CPU's has a rate of new memory."""
+    return DeviceRates(
+        _decode_products(row_counts, fields["matmul_flops"]),
+        number_between(fields["copy_bytes"], *_RATES),
+        number_between(fields["launch_seconds"], *_LAUNCH_SECONDS),
+        number_between(fields["keep_bytes"], *_RATES) if device_type == "cpu" else math.inf,
+    )
+
+
+def _decode_products(row_counts: Sequence[int], fields: Any) -> tuple[tuple[int, float], ...]:
+    """Decode (rows, FLOPs a second) of exactly these row counts; `_measure_products` gives no larger one less."""
+    rows, rates = zip(*((rows, number_between(rate, *_RATES)) for rows, rate in fields), strict=True)
+    if list(rows) != list(row_counts) or list(rates) != sorted(rates):
+        raise DamagedFile(f"expected rising rates of products with {list(row_counts)} rows, got {str(fields)[:200]}")
+    return tuple(zip(row_counts, rates, strict=True))

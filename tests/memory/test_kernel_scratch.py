@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import sympy
@@ -29,10 +30,11 @@ from memfine_fx.memory.kernel_scratch import (
     gradient_scratch,
     scratch_bytes,
 )
-from memfine_fx.memory.machine import CpuFeatures, features_of
+from memfine_fx.memory.machine import CpuFeatures, features_of, host_bytes
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.products import gradient_blocks
 from memfine_fx.memory.symbols import ROWS
+from tests.damage import damaged_json
 from tests.memory.scratch_cases import PRODUCTS as PRODUCT_KERNELS
 from tests.memory.scratch_cases import most_of_products, product_bytes, rows
 
@@ -325,6 +327,26 @@ def test_kernels_are_measured_once_and_as_they_run_outside_a_compilation(
     _forget()
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         kernel_probe.measured_scratch("forward", torch.float32)
+
+
+def test_a_damaged_file_is_measured_again_and_written_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernels: dict[kernel_probe.Kernel, tuple[int, ...]] = {
+        kernel: (1000,) * len(shapes_of(kernel)) for kernel in get_args(kernel_probe.Kernel)
+    }
+    monkeypatch.setattr(kernel_probe, "measure", lambda dtype: kernels)
+    assert kernel_probe.measured_scratch("rows", torch.float32) == kernels["rows"]
+    (file,) = (tmp_path / "cache").iterdir()
+    whole = file.read_text()
+    for damage in damaged_json(whole):
+        file.write_text(damage)
+        _forget()
+        found = kernel_probe._measured(torch.float32, torch.get_num_threads())
+        assert found.keys() == kernels.keys()
+        for kernel, sizes in found.items():
+            assert len(sizes) == len(shapes_of(kernel)) or (kernel in ("forward", "backward") and not sizes), damage
+            assert all(type(size) is int and 0 <= size <= host_bytes() for size in sizes), damage
+        if found == kernels:
+            assert json.loads(file.read_text()) == json.loads(whole), damage
 
 
 def test_a_kernel_that_does_not_run_here_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

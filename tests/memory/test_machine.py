@@ -1,14 +1,31 @@
-"""Features of CPUs that are not here, by their instructions and oneDNN's limit; and the name of this one."""
+"""Features of CPUs that are not here, by their instructions and oneDNN's limit; the name of this one; and the files
+that hold what was measured: damaged, torn, or impossible to write."""
 
 from __future__ import annotations
 
+import errno
+import math
 import platform
+import pwd
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from memfine_fx.memory import machine
-from memfine_fx.memory.machine import CpuFeatures, cpu_features, cpu_model, features_of, measurement_key
+from memfine_fx.memory.machine import (
+    CpuFeatures,
+    DamagedFile,
+    cpu_features,
+    cpu_model,
+    features_of,
+    load_measurement,
+    measurement_key,
+    number_between,
+    save_measurement,
+)
 
 XEON = ("avx512bw", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16")
 
@@ -64,3 +81,158 @@ def test_cpus_of_one_name_are_told_apart_by_their_numbers(monkeypatch: pytest.Mo
     assert cpu_model() == "AMD EPYC (family 26, model 2)"
     del told["cpu family"], told["model"]
     assert cpu_model() == "AMD EPYC"
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's measurements are saved; nothing has warned yet."""
+    monkeypatch.setenv("MEMFINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine, "_has_warned", False)
+    return tmp_path / "cache"
+
+
+def test_a_measurement_is_read_as_it_was_saved(folder: Path) -> None:
+    assert load_measurement("name", _text) is None
+    save_measurement("name", "first")
+    save_measurement("name", "second")
+    assert load_measurement("name", _text) == "second"
+    assert [path.name for path in folder.iterdir()] == ["name.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b'"tex', b"[1, 2", b"3", b"null", b"\xff\xfe", b"[" * 100_000, b"9" * 5_000, b"\0" * 100],
+    ids=["empty", "torn text", "torn list", "number", "null", "no UTF-8", "deep", "long", "zeros"],
+)
+def test_a_damaged_file_is_measured_again_and_written_anew(
+    content: bytes, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir()
+    (folder / "name.json").write_bytes(content)
+    with caplog.at_level("INFO", "memfine_fx"):
+        assert load_measurement("name", _text) is None
+    assert "name.json is damaged and is measured again" in caplog.text
+    save_measurement("name", "whole")
+    assert load_measurement("name", _text) == "whole"
+
+
+@pytest.mark.parametrize("value", [0.5, 2.5, math.nan, math.inf, -math.inf, True, "1", None, [1], 10**400, -1])
+def test_numbers_out_of_range_are_refused(value: object) -> None:
+    with pytest.raises(DamagedFile, match="expected a number from 1 to 2"):
+        number_between(value, 1, 2)
+    assert number_between(1, 1, 2) == 1.0
+
+
+def _below_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEMFINE_CACHE", str(tmp_path / "file" / "below"))
+    return str(tmp_path / "file" / "below")
+
+
+def _a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEMFINE_CACHE", str(tmp_path / "file"))
+    return str(tmp_path / "file")
+
+
+def _without_permission(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """As for a user who is not root."""
+
+    def refuses(self: Path, *args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "write_text", refuses)
+    return str(tmp_path / "cache")
+
+
+def _full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The disk takes half of the text."""
+    write = Path.write_bytes
+
+    def fills_up(self: Path, text: str, **kwargs: object) -> None:
+        write(self, text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", fills_up)
+    return str(tmp_path / "cache")
+
+
+def _without_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """HOME is unset, and the user is not in the list of users, as in containers."""
+
+    def unknown(user: object) -> None:
+        raise KeyError(user)
+
+    monkeypatch.delenv("MEMFINE_CACHE")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    return "~/.cache/memfine_fx"
+
+
+def _with_an_absent_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    monkeypatch.delenv("MEMFINE_CACHE")
+    monkeypatch.setenv("HOME", "/dev/null/home")
+    return "/dev/null/home/.cache/memfine_fx"
+
+
+@pytest.mark.parametrize(
+    "hinder", [_below_a_file, _a_file, _without_permission, _full, _without_home, _with_an_absent_home]
+)
+def test_what_cannot_be_saved_is_said_once(
+    hinder: Callable[[pytest.MonkeyPatch, Path], str],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = hinder(monkeypatch, tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("first", "second"):
+        assert load_measurement(name, _text) is None
+        save_measurement(name, "measured")
+    (said,) = caplog.records
+    assert (said.levelname, said.name) == ("WARNING", "memfine_fx.memory.machine")
+    assert "cannot be saved" in said.getMessage() and "MEMFINE_CACHE" in said.getMessage()
+    assert where in said.getMessage()
+    left = [path for path in sorted(tmp_path.rglob("*")) if path not in before and path != folder]
+    assert not left, "neither half a file nor a folder named ~"
+
+
+def test_a_tilde_in_the_variable_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MEMFINE_CACHE", "~/measured")
+    save_measurement("name", "text")
+    assert (tmp_path / "measured" / "name.json").read_text() == '"text"'
+
+
+_KILLED_WRITERS = """
+import os, random, signal, sys, time
+from memfine_fx.memory.machine import load_measurement, save_measurement
+
+rows = [[number, 1.5] for number in range(100_000)]
+save_measurement("rows", [0, rows])
+for life in range(1, 9):
+    writer = os.fork()
+    if not writer:
+        while True:
+            save_measurement("rows", [life, rows])
+    time.sleep(0.05 + 0.1 * random.random())
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    written, whole = load_measurement("rows", lambda fields: fields)
+    assert written in (life - 1, life) and whole == rows, (written, len(whole))
+print("whole after every kill")
+"""
+
+
+def test_a_writer_that_is_killed_leaves_the_file_whole(folder: Path) -> None:
+    command = [sys.executable, "-c", _KILLED_WRITERS]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.stdout == "whole after every kill\n", told.stderr

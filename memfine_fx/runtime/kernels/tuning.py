@@ -3,20 +3,20 @@
 A list has only what compiles without spills for its target (`tiling`, benchmarks/results/gpu_kernels.json). It is run
 once for what the kernels are compiled for, before the first step: on tables of as many experts as `_TABLE_BYTES` hold,
 which leave L2, with even routing, in one window. Beside them the same layer is timed in torch's grouped products, which
-large experts may be faster in. The result is kept on disk beside the machine's rates.
+large experts may be faster in. The result is saved on disk beside the machine's rates.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from memfine_fx.memory.machine import keep_fields, kept_fields, measurement_key
+from memfine_fx.memory.machine import DamagedFile, load_measurement, measurement_key, number_between, save_measurement
 from memfine_fx.memory.measure import run_outside_compilation
 from memfine_fx.memory.timing import seconds_of
 from memfine_fx.runtime.kernels.grouped import grouped_calls
@@ -30,6 +30,8 @@ __all__ = ["KernelsDoNotRun", "LayerKind", "Times", "kind_of", "times_of", "tune
 
 _LOG = logging.getLogger(__name__)
 
+_SECONDS = (1e-9, 1e4)
+"""Seconds of a step that a file may name."""
 _TABLE_BYTES = 512 << 20
 # Of 16 experts a few waves decided: smaller tiles came first that a layer's own sizes had last.
 _MOST_EXPERTS, _ROWS_PER_EXPERT = 32, 512
@@ -127,8 +129,9 @@ def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) 
     if isinstance(found, KernelsDoNotRun):
         raise KernelsDoNotRun(str(found))
     if found is None:
-        name = f"tiles_{measurement_key('cuda', kind, _lists(kind, device))}"
-        found = _read(kept_fields(name))
+        lists = _lists(kind, device)
+        name = f"tiles_{measurement_key('cuda', kind, lists)}"
+        found = load_measurement(name, functools.partial(_decode, lists))
         if found is None:
             measure = functools.partial(_measured, kind, device, seconds or _seconds_of_launch)
             try:
@@ -138,7 +141,7 @@ def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) 
                 _known[kind, device] = KernelsDoNotRun(str(error))
                 raise
             if measured is not None:
-                keep_fields(name, asdict(measured))
+                save_measurement(name, asdict(measured))
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # what stood there leaves gaps that the step's tensors do not fill
             found = measured or _Found(tiles_for(target_of(device), kind.dtype, kind.table_dtype), None)
@@ -151,12 +154,21 @@ def _lists(kind: LayerKind, device: torch.device) -> dict[str, tuple[Tiles, ...]
     return {one.name: candidates(target, kind.dtype, one.name, kind.table_dtype) for one in fields(LayerTiles)}
 
 
-def _read(told: Any) -> _Found | None:
-    try:
-        tiles = LayerTiles(**{one.name: Tiles(**told["tiles"][one.name]) for one in fields(LayerTiles)})
-        return _Found(tiles, None if told["times"] is None else Times(**told["times"]))
-    except (KeyError, TypeError):
-        return None
+def _decode(lists: Mapping[str, Sequence[Tiles]], fields: Any) -> _Found:
+    """Decode a file of `_measured`: tiles that are on these lists, and times unless there was nothing to choose."""
+    tiles = LayerTiles(**{name: _decode_tiles(listed, fields["tiles"][name]) for name, listed in lists.items()})
+    if all(len(listed) == 1 for listed in lists.values()):
+        return _Found(tiles, None)
+    kernels, grouped = fields["times"]["kernels"], fields["times"]["grouped"]
+    grouped_seconds = None if grouped is None else number_between(grouped, *_SECONDS)
+    return _Found(tiles, Times(number_between(kernels, *_SECONDS), grouped_seconds))
+
+
+def _decode_tiles(listed: Sequence[Tiles], fields: Any) -> Tiles:
+    for tiles in listed:
+        if asdict(tiles) == fields:
+            return tiles
+    raise DamagedFile(f"expected tiles that are timed for this kernel, got {str(fields)[:200]}")
 
 
 def _seconds_of_launch(launch: Launch, device: torch.device) -> float:

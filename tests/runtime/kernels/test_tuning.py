@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import memfine_fx
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from memfine_fx.runtime import windowed
+from tests.damage import damaged_json
 from tests.runtime.kernels.cases import DEVICE, Sizes, in_kernels, parameters, relative_error
 from tests.runtime.kernels.test_layer import check
 
@@ -138,8 +140,28 @@ def test_times_are_taken_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyP
     file.write_text('{"gate_up": {}}')
     tuning.tune(kind(), DEVICE, seconds)
     assert len(calls) == 2 * taken
+    tuning._known.clear()
     tuning.tune(kind(torch.float32), DEVICE, seconds)  # a list of one, of which nothing is timed
     assert len(calls) == 2 * taken
+
+
+def test_a_damaged_file_is_measured_again_and_written_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfine_fx.runtime.kernels import tuning
+
+    first = tuning.tune(kind(), DEVICE, lambda launch, device: 1.0)
+    (file,) = folder.iterdir()
+    whole, lists = file.read_text(), tuning._lists(kind(), DEVICE)
+    measured = tuning._Found(first, tuning.times_of(kind(), DEVICE))
+    monkeypatch.setattr(tuning, "_measured", lambda kind, device, seconds: measured)
+    for damage in damaged_json(whole):
+        file.write_text(damage)
+        tuning._known.clear()
+        found, times = tuning.tune(kind(), DEVICE), tuning.times_of(kind(), DEVICE)
+        assert all(any(getattr(found, name) is tiles for tiles in listed) for name, listed in lists.items()), damage
+        assert times is not None and 1e-9 <= times.kernels <= 1e4, damage
+        assert times.grouped is None or 1e-9 <= times.grouped <= 1e4, damage
+        if (found, times) == (measured.tiles, measured.times):
+            assert json.loads(file.read_text()) == json.loads(whole), damage
 
 
 # Each kernel runs alone here, on what no other has written.
