@@ -33,7 +33,9 @@ _MISSING = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 
 
 def loaded_config(source: object) -> Any:
-    """A transformers config from a folder, a config.json, a model type or a hub name; other things as they are.
+    """Return the transformers config of a folder, a config.json, a model type or a hub name; other things as they are.
+
+    Code that comes with a checkpoint is not run, whatever its `auto_map` says.
 
     Raises:
         ConfigError: it is none of these, or its file is malformed.
@@ -53,7 +55,7 @@ def loaded_config(source: object) -> Any:
         return known[str(source)]()
     auto: Any = transformers.AutoConfig
     try:
-        return auto.from_pretrained(str(source))
+        return auto.from_pretrained(str(source), trust_remote_code=False)  # else it asks on the terminal
     except (OSError, ValueError, KeyError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
@@ -76,7 +78,7 @@ def _config_of_file(path: Path) -> Any:
     if model_type not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"{path}: model_type={model_type!r} is none of transformers {transformers.__version__}; code that comes "
-            "with a checkpoint is not run: give the model as path/to/file.py:factory"
+            "with a checkpoint (auto_map) is not run: give the model as path/to/file.py:factory"
         )
     try:
         return auto.for_model(model_type, **fields)
@@ -176,7 +178,7 @@ def _of_config(config: Any, dtype: torch.dtype) -> Any:
             f"{transformers.__version__}; give the model as path/to/file.py:factory"
         )
     config.use_cache = False
-    return auto.from_config(config, dtype=dtype)
+    return auto.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _of_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:

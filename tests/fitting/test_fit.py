@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfine_fx
 from memfine_fx.cli import main
 from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.errors import ConfigError
+from memfine_fx.fitting.models import fake_model, loaded_config
 from memfine_fx.fitting.recording import RecordedStep, what_failed
 from memfine_fx.fitting.setup import OptimizerName, Setup, optimizer_bytes
 from memfine_fx.memory.kernel_scratch import gradient_scratch
@@ -90,6 +92,68 @@ def test_a_config_file_of_an_unknown_family_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_moe"}), encoding="utf-8")
     with pytest.raises(ConfigError, match="model_type='no_such_moe' is none of transformers"):
         memfine_fx.fit(str(tmp_path))
+
+
+def with_code(folder: Path, **fields: Any) -> Path:
+    """Write a checkpoint's config and a module that its `auto_map` names; return the file that the module would write.
+
+    Modules of transformers stand in the same place, whether or not the family is known.
+    """
+    sentinel = folder / "code_has_run"
+    (folder / "modeling_evil.py").write_text(
+        f"open({str(sentinel)!r}, 'w').close()\n"
+        "from transformers import Qwen3MoeConfig as EvilConfig, Qwen3MoeForCausalLM as EvilModel\n",
+        encoding="utf-8",
+    )
+    classes = {"AutoConfig": "modeling_evil.EvilConfig", "AutoModel": "modeling_evil.EvilModel"}
+    auto_map = classes | {"AutoModelForCausalLM": "modeling_evil.EvilModel"}
+    text = json.dumps(fields | {"auto_map": auto_map, "trust_remote_code": True})
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return sentinel
+
+
+@pytest.mark.parametrize("source", ["folder", "file", "relative"])
+def test_code_of_a_checkpoint_of_a_known_family_is_not_run(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")  # what transformers asks on a terminal
+    sentinel = with_code(tmp_path, model_type="qwen3_moe", **TINY)
+    monkeypatch.chdir(tmp_path)
+    path = {"folder": tmp_path, "file": tmp_path / "config.json", "relative": "."}[source]
+    config = loaded_config(str(path))
+    assert config.auto_map and config.trust_remote_code is True
+    model = fake_model(config, Setup(), FakeTensorMode())
+    assert type(model) is transformers.Qwen3MoeForCausalLM
+    assert not sentinel.exists()
+
+
+def test_code_of_a_checkpoint_of_an_unknown_family_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    sentinel = with_code(tmp_path, model_type="no_such_moe", **TINY)
+    with pytest.raises(ConfigError, match=r"model_type='no_such_moe' is none of .*; code .* \(auto_map\) is not run"):
+        memfine_fx.fit(str(tmp_path))
+    fields = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    with pytest.raises(ConfigError, match="dict is no config of transformers"):
+        memfine_fx.fit(fields)
+    assert not sentinel.exists()
+
+
+def test_code_of_a_name_on_the_hub_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    sentinel = with_code(tmp_path, model_type="no_such_moe", **TINY)
+    from_pretrained = transformers.AutoConfig.from_pretrained
+
+    def of_a_folder(name: str, **options: Any) -> Any:
+        """The hub's files are in a folder."""
+        return from_pretrained(str(tmp_path), **options)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", of_a_folder)
+    with pytest.raises(ConfigError, match=r"no config of this name could be loaded: .* contains custom code"):
+        memfine_fx.fit("someone/a_checkpoint")
+    assert not sentinel.exists()
 
 
 def test_a_field_of_another_type_is_named(tmp_path: Path) -> None:
