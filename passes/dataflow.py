@@ -215,6 +215,17 @@ class Dataflow:
         """The node whose storage `node` may share, following views and in-place results."""
         return self._roots[node]
 
+    def is_written(self, node: fx.Node) -> bool:
+        """Return whether any call of the graph may write into the storage of a node's tensor.
+
+        Unlike its root, the storage tells the results of one call from each other.
+        """
+        storage = storage_id(node_value(node))
+        targets = [target for written in self.mutations.values() for target in written]
+        if storage is None:
+            return any(self._roots[target] is self._roots[node] for target in targets)
+        return any(storage_id(node_value(target)) in (storage, None) for target in targets)
+
     def aliases(self, node: fx.Node) -> list[fx.Node]:
         """Every node that may share `node`'s storage, itself included."""
         root = self._roots[node]

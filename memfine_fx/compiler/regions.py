@@ -176,7 +176,7 @@ def _plan(
         num_experts=region.dims.num_experts,
         top_k=region.dims.top_k,
         out_dtype=output.dtype,
-        drops_out_of_range=region.drops_out_of_range,
+        out_of_range=region.out_of_range,
         choose_plan=functools.partial(choose_plan, site, session, record, output.device),
         tuner=ChunkTuner(config.bins, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),

@@ -152,6 +152,12 @@ class SlotLayout:
     num_dims: int
 
 
+OutOfRange = Literal["error", "larger dropped", "dropped", "from the end"]
+"""What assignments do whose expert id is not in [0, E): raise IndexError; those of E and more are skipped and negative
+ones raise (offsets of grouped matmuls); all are skipped (masks); negative ones count from the last expert (the index of
+a table) and others raise."""
+
+
 @dataclass(frozen=True)
 class MoERegion:
     """The record at the centre: every spelling of MoE is raised to this.
@@ -167,8 +173,7 @@ class MoERegion:
         expert_fn: one expert on its rows.
         dims: sizes.
         where: provenance.
-        drops_out_of_range: whether this spelling skips assignments whose expert id is not in [0, E)
-            (grouped offsets do; indexing a table with them is an error).
+        out_of_range: what this spelling does with assignments whose expert id is not in [0, E), see `OutOfRange`.
         base: [T,H] node that the combined output is added to, or None.
         gathers_weight: whether `routing_weight` is [T,E], to be gathered by the index.
         weight_columns: where it is not one tensor but every expert's own column, [T] or [T,1]: those, in order.
@@ -190,7 +195,7 @@ class MoERegion:
     expert_fn: ExpertFunction
     dims: RegionDims
     where: Where
-    drops_out_of_range: bool
+    out_of_range: OutOfRange
     base: fx.Node | None = None
     gathers_weight: bool = False
     weight_columns: tuple[fx.Node, ...] = ()

@@ -179,7 +179,7 @@ def _windowed_forward(
         region.check_ids(routed.order, routed.offsets)
         region.loads.note(routed.offsets)
     else:
-        region.loads.note_later(routed.offsets, None if region.drops_out_of_range else routed.order.shape[0])
+        region.loads.note_later(routed.offsets, None if region.drops_larger else routed.order.shape[0])
     with span(f"forward {region.site}"), range_of(name):
         return windowed.run_forward(region, routed, plan, kept)
 

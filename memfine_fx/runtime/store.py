@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from memfine_fx.records import ChunkPlan
+from memfine_fx.records import ChunkPlan, OutOfRange
 from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.live import Live
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
@@ -30,7 +30,8 @@ class LiveRegion(Live[ChunkPlan]):
     Args:
         bodies: what its chunks call.
         num_experts, top_k: E, K.
-        drops_out_of_range: whether assignments with an expert id outside [0, E) are skipped, or an error.
+        out_of_range: what assignments with an expert id outside [0, E) do; negative ones that count from the end were
+            made positive before they come here.
         tuner: how many chunks a step's rows get under the plan.
         warn: told in words when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
@@ -42,7 +43,7 @@ class LiveRegion(Live[ChunkPlan]):
     bodies: Bodies
     num_experts: int
     top_k: int
-    drops_out_of_range: bool
+    out_of_range: OutOfRange
     tuner: ChunkTuner = field(default_factory=ChunkTuner)
     warn: Callable[[str], None] = _warn
     exchange: RowExchange | None = None
@@ -64,13 +65,19 @@ class LiveRegion(Live[ChunkPlan]):
         return self.exchange is None
 
     def check_ids(self, order: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Raise IndexError where an assignment names no expert and none may be dropped.
+        """Raise IndexError where an assignment names no expert and may not be dropped.
 
         Args:
             order, offsets: from `runtime.routing.sort_assignments`.
         """
-        if not self.drops_out_of_range and (offsets[0] != 0 or offsets[-1] != order.numel()):
+        has_smaller, has_larger = bool(offsets[0] != 0), bool(offsets[-1] != order.numel())
+        if (has_smaller and self.out_of_range != "dropped") or (has_larger and not self.drops_larger):
             raise IndexError(f"expert ids outside [0, {self.num_experts}) reach a table of {self.num_experts} experts")
+
+    @property
+    def drops_larger(self) -> bool:
+        """Return whether assignments with ids of E and more are skipped."""
+        return self.out_of_range in ("dropped", "larger dropped")
 
     def _choose(self, num_tokens: int) -> ChunkPlan:
         limits = [rows for tokens, rows in self._limits.items() if tokens <= num_tokens]

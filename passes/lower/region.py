@@ -55,6 +55,10 @@ def lower_region(
             assert tokens is not None, "routed rows have an index, slots have a layout"
             hidden = _flat(call, region.hidden, hidden_size)
             index = _flat(call, tokens, top_k)
+            if region.out_of_range == "from the end":
+                index = call(
+                    torch.where, call(operator.lt, index, 0), call(operator.add, index, region.dims.num_experts), index
+                )
         else:
             hidden, index, sizes = _rows_of_slots(call, region, region.slots)
         if table_shape is not None:
@@ -131,8 +135,9 @@ def _routing_weight(call: Call, region: MoERegion, index: fx.Node) -> fx.Node | 
         width = static_size(tensor_of(region.routing_weight).shape[-1])
         weights = _flat(call, region.routing_weight, width or region.dims.num_experts)
     ids = call(torch.ops.aten.to.dtype, index, torch.int64)
-    if region.weight_columns and region.drops_out_of_range:  # the weight of a dropped row is read, but never used
-        ids = call(torch.clamp, ids, 0, len(region.weight_columns) - 1)
+    if region.out_of_range in ("dropped", "larger dropped"):  # the weight of a dropped row is read, but never used
+        width = static_size(tensor_of(weights).shape[-1])
+        ids = call(torch.clamp, ids, 0, (width or region.dims.num_experts) - 1)
     return call(torch.gather, weights, 1, ids)
 
 

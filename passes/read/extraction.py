@@ -20,7 +20,7 @@ from memfine_fx.passes.read.frame import Exit
 from memfine_fx.passes.read.pulling import MATMULS
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.values import Combined, Rows
-from memfine_fx.records import Cut, ExpertFunction, MoERegion, RegionDims, SlotLayout
+from memfine_fx.records import Cut, ExpertFunction, MoERegion, OutOfRange, RegionDims, SlotLayout
 
 __all__ = ["NoExperts", "first_matmul", "region_of_rows", "region_of_slots"]
 
@@ -153,7 +153,7 @@ def _record(reader: Reader, cut: Cut, inputs: _Inputs, expr: fx.Node, base: fx.N
             reader.widths[-1] if reader.widths else None,
         ),
         where=provenance(first_matmul(cut, reader)),
-        drops_out_of_range=family in ("grouped", "loops") and not reader.counts_past_the_last,
+        out_of_range=_out_of_range(reader, family, num_experts, cut.exit),
         base=base,
         gathers_weight=weight is not None and (weight.is_gathered or bool(inputs.columns)),
         weight_columns=inputs.columns,
@@ -161,6 +161,28 @@ def _record(reader: Reader, cut: Cut, inputs: _Inputs, expr: fx.Node, base: fx.N
         expert_dims=tuple(param.dim for param in inputs.params for _ in param.nodes),
         stops=tuple(node for node in cut.nodes if node in reader.stops),
     )  # fmt: skip
+
+
+def _out_of_range(reader: Reader, family: str, num_experts: int, node: fx.Node) -> OutOfRange:
+    """Return what assignments do whose ids are not in [0, E), as the layer's own way of reading ids has it.
+
+    Raises:
+        CannotChunk: negative ids count from the end in one place and name no expert in another.
+    """
+    uses, bound = reader.unbounded_uses, reader.frame.bound
+    if bound is not None and bound <= num_experts:
+        return "error"  # which no id is
+    if {"index", "compare"} <= uses:
+        raise CannotChunk(
+            Reason.INDEX_NOT_FOLLOWED,
+            "ids that may be negative index a table, from its end, and are compared with experts, of which they are none",
+            node,
+        )
+    if "compare" in uses or reader.frame.is_mask or (family == "loops" and "count" not in uses):
+        return "dropped"
+    if family == "grouped" and not reader.counts_past_the_last:
+        return "larger dropped"
+    return "from the end" if uses == {"index"} else "error"
 
 
 def _cut(reader: Reader, exit_node: fx.Node, roots: set[fx.Node]) -> Cut:

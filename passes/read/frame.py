@@ -23,9 +23,9 @@ class Frame:
         token_shape: [T] or [B,S], may be symbolic.
         top_k: K, a number.
         has_choices: whether the index has a dimension for a token's choices.
-        is_distinct: whether a token never names an expert twice.
+        is_distinct: whether it is proved that a token never names an expert twice.
         num_experts: E, where the routing itself says it: only a hint.
-        is_top_k: whether the ids come out of a top-k, so that they are in range.
+        bound: a number that ids are proved to be below, and not negative; None where nothing is proved.
         is_mask: whether the index is a mask [T,K,E] with dropped choices, which ids are made of.
     """
 
@@ -35,13 +35,8 @@ class Frame:
     has_choices: bool
     is_distinct: bool
     num_experts: int | None = None
-    is_top_k: bool = False
+    bound: int | None = None
     is_mask: bool = False
-
-    @property
-    def largest_id(self) -> int | None:
-        """Experts that a token may name are surely no larger; None where the routing does not say it."""
-        return self.num_experts - 1 if self.is_top_k and self.num_experts is not None else None
 
     @property
     def lead(self) -> Lead:

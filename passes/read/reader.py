@@ -127,8 +127,10 @@ class Reader(Roles):
         self._finish_sums(None)
 
     def _index_ids(self) -> Ids | Mask:
-        lead = self.frame.lead
-        return Mask(Lead(*lead.groups, "e")) if self.frame.is_mask else Ids("e", lead)
+        frame = self.frame
+        if frame.is_mask:
+            return Mask(Lead(*frame.lead.groups, "e"), is_distinct=frame.is_distinct)
+        return Ids("e", frame.lead, is_distinct=frame.is_distinct, bound=frame.bound)
 
     def _is_active(self, node: fx.Node) -> bool:
         """Whether something stands at a node that is more than a tensor from outside."""

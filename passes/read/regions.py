@@ -138,7 +138,7 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
     """What a seed's experts are: a region of routed rows, else one of rows in slots, else why not."""
     later = body.flow.descendants([seed]) & body.seeds
     refused: _Refused | None = None
-    frames = frames_of(seed)
+    frames = frames_of(seed, body.flow)
     for frame in frames:  # grows while it is walked
         if frame.index in taken:
             return None  # two decisions, put together, are one index
@@ -191,7 +191,7 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
             if reader.has_computed_tables:
                 expanded = str((reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0])
                 continue
-            _add_frames(frame, reader, frames)
+            _add_frames(body, frame, reader, frames)
             if _expert_nodes(body, reader):
                 raise (reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0]
             return None
@@ -204,7 +204,7 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
             if reader.has_computed_tables:
                 expanded = str(refusal)
                 continue
-            _add_frames(frame, reader, frames)
+            _add_frames(body, frame, reader, frames)
             if isinstance(refusal, NoExperts) and not _expert_nodes(body, reader):
                 return None
             raise _Refused(refusal, _where(body, reader)) from refusal
@@ -217,10 +217,10 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
 _APART = "the experts' results do not meet in one [T,H] tensor"
 
 
-def _add_frames(frame: Frame, reader: Reader, frames: list[Frame]) -> None:
+def _add_frames(body: _Body, frame: Frame, reader: Reader, frames: list[Frame]) -> None:
     """Later integers of the index's shape, and masks of it with dropped tokens."""
     known = {one.index for one in frames}
-    frames.extend(reframed(frame, node) for node in reversed(reader.indices) if node not in known)
+    frames.extend(reframed(frame, node, body.flow) for node in reversed(reader.indices) if node not in known)
     frames.extend(masked(frame, node) for node in reversed(reader.masks) if node not in known)
 
 

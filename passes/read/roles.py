@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -20,9 +20,13 @@ from memfine_fx.passes.read.frame import Exit, Frame, Slots
 from memfine_fx.passes.read.leads import Lead, Size, join, regroup, without_ones
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.pulling import Pulling
-from memfine_fx.passes.read.values import Combined, Copy, Leaf, Partial, Rows, Unknown
+from memfine_fx.passes.read.values import Combined, Copy, Ids, Leaf, Partial, Rows, Unknown
 
-__all__ = ["Roles", "can_stop"]
+__all__ = ["IdUse", "Roles", "can_stop"]
+
+IdUse = Literal["index", "compare", "count"]
+"""How ids of experts are read: as the index of a table, where negative ones count from its end; compared with the
+numbers of experts, where those of none name no expert; or counted, where negative ones are an error."""
 
 aten = torch.ops.aten
 
@@ -50,6 +54,7 @@ class Roles:
         self.widths: list[int] = []
         self.counted: dict[object, int] = {}
         self.counts_past_the_last = False
+        self.unbounded_uses: set[IdUse] = set()
         self.expert_nodes: dict[fx.Node, None] = {}
         self._pulling = Pulling(flow, frame, forced, expands_tables=expands_tables)
         self._end = len(flow.position)
@@ -125,6 +130,23 @@ class Roles:
                 node,
             )
         self.num_experts = num_experts
+
+    def note_use(self, ids: Ids, use: IdUse) -> None:
+        """Record how ids are read that may be out of range: that decides what those outside [0, E) do."""
+        if ids.names == "e" and ids.bound is None:
+            self.unbounded_uses.add(use)
+
+    def check_distinct(self, call: Call) -> None:
+        """Refuse a sum over all experts where a token may name one twice: it holds that expert's result once.
+
+        Raises:
+            CannotChunk: it is not proved that a token's choices are different experts.
+        """
+        if not self.frame.is_distinct:
+            raise call.refused(
+                Reason.COMBINE_NOT_FOLLOWED,
+                "a token may name an expert twice here, and a sum over all experts would hold its result once",
+            )
 
     def note_experts(self, call: Call, family: str, width: Size | None = None) -> None:
         """An expert's projection was read: which spelling it has, and its inner width."""

@@ -13,7 +13,15 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from memfine_fx.memory.sizes import size_expr
-from memfine_fx.passes.dataflow import is_int_tensor, node_value, same_size, static_size, target_name, tensor_of
+from memfine_fx.passes.dataflow import (
+    Dataflow,
+    is_int_tensor,
+    node_value,
+    same_size,
+    static_size,
+    target_name,
+    tensor_of,
+)
 from memfine_fx.passes.read.frame import Frame
 
 __all__ = ["frames_of", "is_router", "masked", "reframed", "seeds_of"]
@@ -21,6 +29,7 @@ __all__ = ["frames_of", "is_router", "masked", "reframed", "seeds_of"]
 _ROUTERS = frozenset("topk argmax max argmin min".split())
 _INDEXING = frozenset("getitem index_select embedding gather".split())
 _GLUE = frozenset("to view reshape contiguous long int clone detach unsqueeze squeeze flatten".split())
+_WIDE = (torch.int32, torch.int64)
 
 
 def is_seed(node: fx.Node) -> bool:
@@ -50,58 +59,87 @@ def is_router(seed: fx.Node) -> bool:
     return target_name(seed) == "argmax" or (isinstance(source, fx.Node) and target_name(source) == "topk")
 
 
-def frames_of(seed: fx.Node) -> list[Frame]:
-    """The ways to read a seed's shape, likelier ones first: [T,K] or [B,S,K]; [T] or [B,S] with one choice a token."""
+def frames_of(seed: fx.Node, flow: Dataflow) -> list[Frame]:
+    """Return the ways to read a seed's shape, likelier ones first: [T,K] or [B,S,K]; [T] or [B,S] with one choice."""
     num_dims = tensor_of(seed).ndim
     if _is_chosen(seed):
         ways = [num_dims == _scores(seed).ndim] if num_dims else []
     else:
         ways = [True] * (num_dims >= 2) + [False] * (num_dims <= 2 and not _is_index_input(seed))
-    frames = [_frame(seed, has_choices) for has_choices in ways]
+    frames = [_frame(seed, flow, has_choices=has_choices) for has_choices in ways]
     return [frame for frame in frames if frame is not None]
 
 
-def reframed(frame: Frame, node: fx.Node) -> Frame:
-    """The frame of integers for each token, or each of its choices, that were made from an index."""
-    root, value = node, tensor_of(node)
-    while target_name(root) in _GLUE and root.args and isinstance(root.args[0], fx.Node):
-        root = root.args[0]
-    # Only a top-k of its own proves that a token's ids differ: ids that are computed from others may meet.
-    is_own = is_seed(root) and _is_distinct(root) and same_size(tensor_of(root).shape[-1], value.shape[-1])
-    num_experts = static_size(_scores(root).shape[-1]) if is_own else frame.num_experts
+def reframed(frame: Frame, node: fx.Node, flow: Dataflow) -> Frame:
+    """Return the frame of integers for each token, or each of its choices, that were made from an index."""
+    value = tensor_of(node)
     has_choices = value.ndim > len(frame.token_shape)
     top_k = int(value.shape[-1]) if has_choices else 1
+    is_distinct, bound = _proved_of(node, flow)
     return replace(
-        frame, index=node, has_choices=has_choices, top_k=top_k, is_distinct=is_own or top_k == 1,
-        is_top_k=is_own, num_experts=num_experts,
+        frame, index=node, has_choices=has_choices, top_k=top_k, is_distinct=is_distinct or top_k == 1,
+        bound=bound, num_experts=frame.num_experts if bound is None else bound,
     )  # fmt: skip
 
 
 def masked(frame: Frame, node: fx.Node) -> Frame:
-    """The frame of a mask [T,K,E] with dropped choices: a dropped one names no expert."""
+    """Return the frame of a mask [T,K,E] with dropped choices: a dropped one names no expert."""
     num_experts = static_size(tensor_of(node).shape[-1])
-    return replace(frame, index=node, is_mask=True, is_top_k=False, num_experts=num_experts)
+    return replace(frame, index=node, is_mask=True, bound=None, num_experts=num_experts)
 
 
-def _frame(seed: fx.Node, has_choices: bool) -> Frame | None:
+def _proved_of(index: fx.Node, flow: Dataflow) -> tuple[bool, int | None]:
+    """Return whether a token's ids are surely different, and a number that they are surely below (or None).
+
+    Both hold of the indices of a choice along the last dimension, and of what only lays them out otherwise. Ids that
+    are computed from others may meet or leave the range, and so may ids that anything in the graph writes into.
+    """
+    node = index
+    while not _is_chosen(node):
+        source = node.args[0] if node.args else None
+        if target_name(node) not in _GLUE or not isinstance(source, fx.Node) or flow.is_written(node):
+            return False, None
+        value = node_value(source)
+        if not isinstance(value, torch.Tensor) or not _has_choices_of(node, value):
+            return False, None
+        node = source
+    if flow.is_written(node) or not _is_along_last(node):
+        return False, None
+    return _is_distinct(node), static_size(_scores(node).shape[-1])
+
+
+def _has_choices_of(node: fx.Node, source: torch.Tensor) -> bool:
+    """Whether each token's choices in `source` [...,K] are those of the same token in the node's tensor."""
+    value = tensor_of(node)
+    is_cast = target_name(node) in ("to", "long", "int")
+    if not value.ndim or not source.ndim or not (value.dtype is source.dtype or (is_cast and value.dtype in _WIDE)):
+        return False
+    last, before = value.shape[-1], source.shape[-1]
+    # A reshape to another last size may give some of a token's choices to another token.
+    is_added = value.ndim == source.ndim + 1 and same_size(last, 1)
+    is_dropped = value.ndim == source.ndim - 1 and same_size(before, 1)
+    return is_added or is_dropped or same_size(last, before)
+
+
+def _frame(seed: fx.Node, flow: Dataflow, *, has_choices: bool) -> Frame | None:
     value = tensor_of(seed)
     shape = tuple(value.shape)
     # A frame has a number for K, and asking for one would make it a guard that cannot be kept.
     if has_choices and free_unbacked_symbols(shape[-1]):
         return None  # how many are chosen is decided by the data
     if has_choices and not _belongs_to_architecture(shape[-1]):
-        return _frame(seed, has_choices=False)  # a capacity: experts choose so many tokens
+        return _frame(seed, flow, has_choices=False)  # a capacity: experts choose so many tokens
     top_k = int(shape[-1]) if has_choices else 1  # a guard where it is symbolic: K belongs to the architecture
     tokens = shape[:-1] if has_choices else shape
-    num_experts = static_size(_scores(seed).shape[-1]) if _is_chosen(seed) else None
+    is_distinct, bound = _proved_of(seed, flow)
     return Frame(
         index=seed,
         token_shape=tokens,
         top_k=top_k,
         has_choices=has_choices,
-        is_distinct=top_k == 1 or (_is_chosen(seed) and _is_distinct(seed)),
-        num_experts=num_experts,
-        is_top_k=_is_chosen(seed) and _is_along_last(seed),
+        is_distinct=is_distinct or top_k == 1,
+        num_experts=static_size(_scores(seed).shape[-1]) if _is_chosen(seed) else None,
+        bound=bound,
     )
 
 

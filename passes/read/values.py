@@ -125,12 +125,17 @@ class Ids:
         lead: every dimension of the tensor.
         is_iota: whether they stand in order, 0 .. n-1.
         copy: whose places they are, in a loop.
+        is_distinct: of experts' ids: whether it is proved that no token names an expert twice.
+        bound: of experts' ids: a number that they are proved to be below, and not negative; None where nothing is
+            proved. A rule that makes other ids says which of the two facts hold of them; by default neither does.
     """
 
     names: str
     lead: Lead
     is_iota: bool = False
     copy: Copy = ALL
+    is_distinct: bool = False
+    bound: int | None = None
 
 
 @dataclass(frozen=True)
@@ -142,12 +147,14 @@ class Mask:
         copy: what it is about.
         is_negated: whether it is zero where the expert is named.
         is_part: whether it may be zero for named experts too (dropped tokens).
+        is_distinct: whether it is proved that no token names an expert twice, so that its choices can be put together.
     """
 
     lead: Lead
     copy: Copy = ALL
     is_negated: bool = False
     is_part: bool = False
+    is_distinct: bool = False
 
 
 @dataclass(frozen=True)

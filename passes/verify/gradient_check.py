@@ -120,7 +120,7 @@ def _live(region: MoERegion, bodies: Bodies) -> LiveRegion:
         num_experts=dims.num_experts,
         top_k=dims.top_k,
         out_dtype=torch.float64,
-        drops_out_of_range=region.drops_out_of_range,
+        out_of_range=region.out_of_range,
         choose_plan=lambda num_tokens: _PLAN,
     )
 

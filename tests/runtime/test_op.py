@@ -32,7 +32,7 @@ def live_region(
         num_experts=NUM_EXPERTS,
         top_k=TOP_K,
         out_dtype=dtype,
-        drops_out_of_range=drops,
+        out_of_range="dropped" if drops else "error",
         choose_plan=choose,
     )
 

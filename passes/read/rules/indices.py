@@ -112,7 +112,7 @@ def _sort(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         is_stable = is_stable_overload and kwargs.get("stable") is not False
         order = "kt" if ids.lead.groups == ("kt",) else "t"
         copy = Copy(order=order if is_stable else f"{order} sort")
-        return [Ids("e", Lead.SORTED, copy=copy), Ids(ids.lead.groups[0], Lead.SORTED, copy=copy)]
+        return [Ids("e", Lead.SORTED, copy=copy, bound=ids.bound), Ids(ids.lead.groups[0], Lead.SORTED, copy=copy)]
     # Sorting a permutation puts 0 .. N-1 in order, and its places are the inverse.
     if ids.lead is Lead.SORTED and reader.is_same(ids.names, "tk") | (ids.names == "kt"):
         lead = Lead(ids.names)
@@ -134,6 +134,9 @@ def _index(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     first = next(place for place, index in enumerate(indices) if index is not None)
     if any(index is None for index in indices[first:]):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "indexing by other than one routing index")
+    for index in indices[first:]:
+        if isinstance(index, Ids):
+            reader.note_use(index, "index")
     return _picked(reader, call, args[0], first, indices[first:])
 
 
@@ -263,9 +266,9 @@ def _remainder(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if modulus is not None and isinstance(divisor, (int, torch.SymInt)) and same_size(divisor, modulus):
         return replace(ids, names=ids.names[1], is_iota=False)
     # Only ids of a top-k over E are known to be below E, so that the remainder changes nothing.
-    if ids.names != "e" or not reader.frame.is_top_k or not isinstance(divisor, int):
+    is_same = ids.bound is not None and isinstance(divisor, int) and divisor >= ids.bound
+    if ids.names != "e" or not is_same:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, f"remainder of {_in_words(ids)}")
-    reader.check_num_experts(divisor, call)
     return ids
 
 
@@ -274,9 +277,9 @@ def _clamped(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     ids, low, high = args[0], call.argument(1, "min"), call.argument(2, "max")
     if not isinstance(ids, Ids) or ids.names != "e":
         return pointwise(reader, call, args, kwargs)
-    largest = reader.frame.largest_id
-    is_below = high is None or (largest is not None and isinstance(high, int) and high >= largest)
-    if not is_below or (low is not None and (not isinstance(low, int) or low > 0)):
+    is_below = high is None or (ids.bound is not None and isinstance(high, int) and high >= ids.bound - 1)
+    is_above = low is None or (ids.bound is not None and isinstance(low, int) and low <= 0)
+    if not is_below or not is_above:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids that may change where they are clamped")
     return ids
 
@@ -286,6 +289,8 @@ def _counts(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     ids = args[0]
     if not isinstance(ids, Ids) or ids.names != "e" or not reader.covers_choices(ids.lead):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a histogram of other than expert ids")
+    if call.target is not aten.histc.default:
+        reader.note_use(ids, "count")
     # A weighted count is a sum of weights.
     if call.target is aten.bincount.default and call.argument(1, "weights") is not None:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a histogram that adds up weights does not count rows")

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import same_size
+from memfine_fx.passes.dataflow import same_size, target_name
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.marker import ROWS_OF
 from memfine_fx.passes.read.normal_form import Call
@@ -29,12 +29,13 @@ def _compared(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     value, number = args[:2]
     if isinstance(value, Ids) and value.names == "e" and type(number) is int:
         if call.target in (aten.eq.Scalar, aten.ne.Scalar):
+            reader.note_use(value, "compare")
             # Ids that are one expert's already are all the same number.
             copy = merged(value.copy, replace(ALL, expert=number))
             if copy is None:
                 raise call.refused(Reason.INDEX_NOT_FOLLOWED, "one expert's ids are compared with another")
-            return Mask(value.lead, copy, is_negated=call.target is aten.ne.Scalar)
-        return _compared_by_size(reader, call, number)
+            return Mask(value.lead, copy, is_negated=call.target is aten.ne.Scalar, is_distinct=value.is_distinct)
+        return _compared_by_size(call, value, number)
     if isinstance(value, Mask):
         if number == _THRESHOLDS.get(call.target):
             return value
@@ -44,13 +45,12 @@ def _compared(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     return pointwise(reader, call, args, kwargs)
 
 
-def _compared_by_size(reader: Reader, call: Call, number: int) -> Fill:
+def _compared_by_size(call: Call, ids: Ids, number: int) -> Fill:
     """ids >= E, as transformers marks rows of other ranks' experts: true of none, for they come out of a top-k of E."""
-    largest = reader.frame.largest_id
-    if largest is not None:
-        found = [bool(call.target(torch.tensor(end), number)) for end in (0, largest)]
-        if found[0] == found[1]:  # so of all between them
-            return Fill(float(found[0]))
+    if ids.bound is not None:
+        of_smallest, of_largest = (bool(call.target(torch.tensor(end), number)) for end in (0, ids.bound - 1))
+        if of_smallest == of_largest:  # so of all between them
+            return Fill(float(of_smallest))
     raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids compared by size")
 
 
@@ -62,13 +62,16 @@ def _equal(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return pointwise(reader, call, args, kwargs)
     if not other.is_iota or other.names == "e":
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids compared with other ids")
+    if target_name(call.node) != "one_hot":  # which raises for ids out of range
+        reader.note_use(ids, "compare")
     mine = Lead(*[""] * (call.ndim - ids.lead.num_dims), *ids.lead.groups)
     groups = [""] * (call.ndim - other.lead.num_dims) + list(other.lead.groups)
     places = [place for place, group in enumerate(groups) if group]
     # The range must stand alone in its dimension, or entry i of one would meet entry i of the other.
     if len(places) != 1 or mine.groups[places[0]]:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids compared with a range along their own dimension")
-    return Mask(mine.with_group(places[0], "e"), ids.copy, is_negated=call.target is aten.ne.Tensor)
+    lead = mine.with_group(places[0], "e")
+    return Mask(lead, ids.copy, is_negated=call.target is aten.ne.Tensor, is_distinct=ids.is_distinct)
 
 
 def _negated(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -176,13 +179,13 @@ def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> A
     is_sum = call.target is aten.scatter_add.default
     if number is not None:
         # Ones that are added make a two where a token names an expert twice; ones that are written do not.
-        is_mask = {base.value, number} == {0.0, 1.0} and (reader.frame.is_distinct or not is_sum)
+        is_mask = {base.value, number} == {0.0, 1.0} and (ids.is_distinct or not is_sum)
         if is_mask:
-            return Mask(lead, ids.copy, is_negated=number == 0.0)
+            return Mask(lead, ids.copy, is_negated=number == 0.0, is_distinct=ids.is_distinct)
         return Rows(lead, None, off=base.value, copy=ids.copy)
     rows = reader.as_rows(values, call)
     # Where a token names an expert twice, only one of the two values is left.
-    is_own = rows.lead is ids.lead and reader.frame.is_distinct and rows.expr is not None and ids.copy.is_all
+    is_own = rows.lead is ids.lead and ids.is_distinct and rows.expr is not None and ids.copy.is_all
     return Rows(lead, rows.expr if is_own else None, off=base.value, copy=ids.copy, is_dispatched=rows.is_dispatched)
 
 
@@ -244,6 +247,8 @@ def _summed(reader: Reader, call: Call, args: Args) -> Partial:
         elif isinstance(value, Rows) and value.copy.expert is not None and value.off == 0:
             if not reader.is_all_tokens(value.lead):
                 raise call.refused(Reason.INDEX_NOT_FOLLOWED, "results of experts for other than all tokens are summed")
+            if value.copy.choice is None:
+                reader.check_distinct(call)
             parts.append((value.copy, expression_of(value, call)))
         elif isinstance(value, Leaf) and _has_shape_of(call, place):
             bases.append(value.node)

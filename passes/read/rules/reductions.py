@@ -52,20 +52,16 @@ def _mask_reduced(reader: Reader, call: Call, mask: Mask, dims: list[int], keeps
     if is_sum and left == ["e"] and reader.covers_choices(Lead(*groups)):
         return Counts()
     # A mask over tokens alone counts assignments only where no token names an expert twice.
-    if is_sum and left == ["e"] and reader.is_same("".join(groups), "t") and reader.frame.is_distinct:
+    if is_sum and left == ["e"] and reader.is_same("".join(groups), "t") and mask.is_distinct:
         return Counts()
     if groups != ["k"]:
         raise along_routed(dims[0], call)
-    _check_distinct(reader, call)
-    kept = ["" if place in dims else group for place, group in enumerate(mask.lead.groups)]
-    return replace(mask, lead=Lead(*(kept if keeps_dim else left)))
-
-
-def _check_distinct(reader: Reader, call: Call) -> None:
-    if not reader.frame.is_distinct:
+    if not mask.is_distinct:
         raise call.refused(
             Reason.ROWS_NOT_FOLLOWED, "a token may name an expert twice here, but its mask counts it once"
         )
+    kept = ["" if place in dims else group for place, group in enumerate(mask.lead.groups)]
+    return replace(mask, lead=Lead(*(kept if keeps_dim else left)))
 
 
 def _over_lead(reader: Reader, call: Call, rows: Rows, dim: int, keeps_dim: bool) -> Rows:
@@ -92,6 +88,8 @@ def combine_over(reader: Reader, rows: Rows, dim: int, expr: fx.Node, call: Call
             Reason.NOT_PROVED_ZERO,
             "sum over all experts of results that are not proved zero where a token chose others",
         )
+    if group == "e":
+        reader.check_distinct(call)
     return Combined(expr)
 
 

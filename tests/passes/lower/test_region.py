@@ -64,7 +64,7 @@ def register_live(layer: TinyMoE, region: MoERegion, rows: int = 3, site: str = 
         num_experts=NUM_EXPERTS,
         top_k=layer.top_k,
         out_dtype=layer.up.dtype,
-        drops_out_of_range=False,
+        out_of_range="error",
         choose_plan=lambda num_tokens: plan,
     )
     HELD.append(live)

@@ -158,15 +158,17 @@ INDICES: Database = {
         claims(Ids, lambda r: turned(r).sort(stable=True)[1] % 5, "plain", "sparse"),
         claims(Ids, lambda r: order_of(r)[1] % K),
         claims(Ids, lambda r: r.index % NUM_EXPERTS),
+        claims(Ids, lambda r: r.index % (NUM_EXPERTS + 1)),
         claims(Rows, lambda r: sorted_rows(r) % 0.25),
-        refused("tables of", lambda r: (flat_rows(r).sum() * 0).long() + r.index % 3),
+        refused("remainder of", lambda r: r.index % (NUM_EXPERTS - 1)),
         refused("remainder of", lambda r: r.index % 4, "repeated"),
         refused("remainder of", lambda r: order_of(r)[1] % 3),
     ],
     aten.clamp.default: [
         claims(Ids, lambda r: r.index.clamp(0, NUM_EXPERTS - 1), "plain", "sparse", "argmax"),
         claims(Ids, lambda r: order_of(r)[0].clamp(max=NUM_EXPERTS - 1)),
-        claims(Ids, lambda r: r.index.clamp(min=0), "repeated"),
+        claims(Ids, lambda r: r.index.clamp(min=0)),
+        refused("clamped", lambda r: r.index.clamp(min=0), "repeated"),
         claims(Rows, lambda r: sorted_rows(r).clamp(0.0, 0.5)),
         refused("clamped", lambda r: r.index.clamp(max=NUM_EXPERTS - 2)),
         refused("clamped", lambda r: r.index.clamp(1, NUM_EXPERTS)),
@@ -369,6 +371,7 @@ MASKS: Database = {
         claims(Partial, lambda r: r.hidden + on_all(r, 0)),
         claims(Rows, lambda r: on_all(r, 0) + torch.zeros_like(r.hidden)),
         refused("added twice", lambda r: on_all(r, 0) + on_all(r, 1) + on_all(r, 0)),
+        refused("name an expert twice", lambda r: weighed_on_all(r, 0) + weighed_on_all(r, 1), "repeated"),
         refused(
             "other rows than the expert's own", lambda r: torch.zeros_like(r.hidden)[places_of(r, 0)[0]] + 1.0 * r.gain
         ),
@@ -391,3 +394,9 @@ def on_all(r: Any, expert: int) -> Any:
     """One expert's results on all tokens, [T,H], zero where it was not chosen."""
     rows = (r.hidden @ r.ups[expert]).relu() @ r.downs[expert]
     return rows * (r.index == expert).any(-1).double().unsqueeze(-1)
+
+
+def weighed_on_all(r: Any, expert: int) -> Any:
+    """Return one expert's results on all tokens, [T,H], times the weights of the choices that name it."""
+    share = (r.weight * (r.index == expert)).sum(-1, keepdim=True)
+    return r.hidden @ r.ups[expert] @ r.downs[expert] * share

@@ -125,6 +125,13 @@ OPERATORS: Database = {
                 * torch.where(masks(r).sum(1) == 1, r.gates, 1.0).unsqueeze(-1)
             ).sum(1),
         ),
+        refused(
+            "name an expert twice",
+            lambda r: (
+                torch.einsum("th,ehf->tef", r.hidden, r.up) * (masks(r) * r.weight.unsqueeze(-1)).sum(1).unsqueeze(-1)
+            ).sum(1),
+            "repeated",
+        ),
         refused(ACROSS, lambda r: flat_rows(r).sum(0)),
         refused(ACROSS, lambda r: flat_rows(r).view(-1, K, WIDTH).sum(0)),
         refused(ACROSS, lambda r: (dispatched(r, 0)[2]).sum(0)),

@@ -169,7 +169,7 @@ def _frame(graph: fx.Graph, routing: Routing) -> Frame:
         has_choices=routing.has_choices,
         is_distinct=routing.is_distinct,
         num_experts=NUM_EXPERTS if routing.is_distinct else None,
-        is_top_k=routing.is_distinct,
+        bound=NUM_EXPERTS if routing.is_distinct else None,
     )
 
 
