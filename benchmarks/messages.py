@@ -26,11 +26,17 @@ _KINDS = {
     "CannotChunk": "refusal",
     "refused": "refusal",
     "Refusal": "refusal",
+    "GuardRefused": "refusal",
+    "Unsuited": "refusal",
+    "unproved": "refusal",
+    "_unproved": "refusal",
     "warn": "warning",
     "warning": "warning",
     "append": "note",
 }
-_TEXT_PLACES = {"CannotChunk": 1, "refused": 1, "Refusal": 2}
+_OF_BODIES = frozenset({"GuardRefused", "Unsuited", "unproved", "_unproved"})
+"""Calls whose reason is always `Reason.BODY_NOT_RUN`."""
+_TEXT_PLACES = {"_unproved": 1, "CannotChunk": 1, "refused": 1, "Refusal": 2}
 _RETURNING = {
     "_switch": "note",
     "_record": "verification",
@@ -44,7 +50,16 @@ _RETURNING = {
 _OWN_TEXT = frozenset({"BudgetInfeasible", "ChunkOutOfMemory", "ExchangeFailed", "MissingCompiler", "MissingPackage"})
 """Errors whose text is made in their class, not where they are raised."""
 _HANDED_ON = frozenset(
-    {"refusal.details", "message", "'\\n'.join(problems)", "f'{where}: {message}'", "f'memfine: {error}'"}
+    {
+        "f'{what}, in a body that is skipped'",
+        "obstacle",
+        "refusal.reason",
+        "refusal.details",
+        "message",
+        "'\\n'.join(problems)",
+        "f'{where}: {message}'",
+        "f'memfine: {error}'",
+    }
 )
 """Expressions that hold a message found elsewhere."""
 
@@ -129,7 +144,11 @@ def _made(node: ast.AST, scope: ast.AST, owner: str) -> tuple[str, ast.expr | No
 
 def _reason(node: ast.AST) -> str:
     """Which `Reason` a call names."""
-    named = (ast.unparse(one) for one in node.args) if isinstance(node, ast.Call) else ()
+    if not isinstance(node, ast.Call):
+        return ""
+    if ast.unparse(node.func).rsplit(".", 1)[-1] in _OF_BODIES:
+        return "BODY_NOT_RUN"
+    named = (ast.unparse(argument) for argument in node.args)
     return next((name.removeprefix("Reason.") for name in named if name.startswith("Reason.")), "")
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "ConfigError",
     "DoubleBackwardError",
     "ExchangeFailed",
+    "GuardRefused",
     "LeftoverShapes",
     "MemfineError",
     "MissingCompiler",
@@ -85,6 +86,10 @@ class Reason(enum.Enum):
     )
     GRADIENTS_STOP = "gradients through a detached value cannot be recomputed in chunks: detach outside the experts"
     MODES_CHANGE = "enter autocast or no_grad around the whole MoE layer, not inside it"
+    BODY_NOT_RUN = (
+        "a loop is captured if what it skips for an expert without rows can be run for it: let the body bind names and "
+        "write into tensors only, and skip it by a mask, a count or a number of rows of that expert"
+    )
     OTHER_OUTPUT = "your layer runs as it was; please report it with this line and the layer's code"
     OTHER_GRADIENTS = (
         "your layer runs as it was; take what changes gradients out of the experts, or report it with this line"
@@ -175,6 +180,21 @@ class CannotChunk(MemfineError):
 
 class LeftoverShapes(MemfineError):
     """A capture flag let something into a graph that no region swallows; never reaches the user."""
+
+
+class GuardRefused(LeftoverShapes):
+    """A loop cannot be run for every expert, because a body that it skips for some would do something; never reaches
+    the user.
+
+    Args:
+        reason: what the body would do.
+        where: the condition that skips it, "file:line".
+        module: path of the module whose code it is.
+    """
+
+    def __init__(self, reason: str, where: str, module: str) -> None:
+        super().__init__(f"{reason} ({where})")
+        self.reason, self.where, self.module = reason, where, module
 
 
 class BudgetInfeasible(MemfineError):

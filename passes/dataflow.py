@@ -6,6 +6,7 @@ own result. `Dataflow` adds those edges (through views too), so that slices are 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import os
@@ -23,6 +24,7 @@ from memfine_fx.records import Where
 
 __all__ = [
     "Dataflow",
+    "clean_module_path",
     "has_unbacked_rows",
     "has_unbacked_shape",
     "is_float_tensor",
@@ -172,10 +174,11 @@ def provenance(node: fx.Node) -> Where:
     trace = node.meta.get("stack_trace") or node.stack_trace or ""
     places = [_file_and_line(line) for line in trace.splitlines() if "File " in line]
     written = [place for place in places if not place.startswith(_TORCH_FOLDER)] or places
-    return Where(module=_clean_module_path(module), source=written[-1] if written else "")
+    return Where(module=clean_module_path(module), source=written[-1] if written else "")
 
 
-def _clean_module_path(path: str) -> str:
+def clean_module_path(path: str) -> str:
+    """Return the path of a module from the source that Dynamo has for it, such as L['self'].layers[0]."""
     path = re.sub(r"^L\['\w+'\]", "", path)
     path = re.sub(r"\.\w+\.__self__", "", path)  # a method that stands on its module while a call runs
     for old, new in (("_modules['", ""), ("']", ""), ("._modules.", "."), ("_modules.", "")):
@@ -209,6 +212,7 @@ class Dataflow:
         node = place.prev
         while node.op != "root" and node not in self.position:
             self.position[node] = self.position[place]
+            self._roots[node] = node
             node = node.prev
 
     def root(self, node: fx.Node) -> fx.Node:
@@ -221,10 +225,17 @@ class Dataflow:
         Unlike its root, the storage tells the results of one call from each other.
         """
         storage = storage_id(node_value(node))
-        targets = [target for written in self.mutations.values() for target in written]
         if storage is None:
-            return any(self._roots[target] is self._roots[node] for target in targets)
-        return any(storage_id(node_value(target)) in (storage, None) for target in targets)
+            return self._roots[node] in self._written_roots
+        return not self._written_storages.isdisjoint((storage, None))
+
+    @functools.cached_property
+    def _written_roots(self) -> set[fx.Node]:
+        return {self._roots[target] for written in self.mutations.values() for target in written}
+
+    @functools.cached_property
+    def _written_storages(self) -> set[int | None]:
+        return {storage_id(node_value(target)) for written in self.mutations.values() for target in written}
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
         """Every node that may share `node`'s storage, itself included."""

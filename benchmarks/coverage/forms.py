@@ -32,7 +32,7 @@ class Form:
     @property
     def after(self) -> str:
         """The example rewritten, the helpers' names without the prefix that keeps them apart from a model's."""
-        tree = ast.parse("def forward(self, x, index):\n" + textwrap.indent(self.before, "    "))
+        tree = ast.parse("def forward(self, x, index, loss=None):\n" + textwrap.indent(self.before, "    "))
         (function,) = tree.body
         assert isinstance(function, ast.FunctionDef)
         rewrite_function(function)
@@ -79,13 +79,14 @@ FORMS = (
         """,
     ),
     _form(
-        "An expert is skipped where its rows are empty: it is run, and the rows are marked",
+        "A body that experts without rows skip is run for them, with marks by which that is proved to do nothing",
         (
             "longcat_flash",
             "expert loop, guarded",
             "list of experts, gates",
             "list of experts, lists",
             "list of experts, zeros",
+            "list of experts, counted",
         ),
         """
         for e, expert in enumerate(self.experts):
@@ -93,18 +94,7 @@ FORMS = (
             if token.numel() == 0:
                 continue
             out.index_add_(0, token, expert(x[token]))
-        """,
-    ),
-    _form(
-        "An expert is skipped where its count is zero: it is run, and counts that nothing else reads go",
-        ("list of experts, counted",),
-        """
-        counts = torch.bincount(index.flatten(), minlength=4).tolist()
-        for e in range(4):
-            if counts[e] == 0:
-                continue
-            token, choice = torch.where(index == e)
-            out[token] += self.experts[e](x[token])
+            loss = loss + weight[token, choice].mean()
         """,
     ),
     _form(
@@ -160,6 +150,7 @@ FORMS = (
         ("list of experts, written", "list of experts, filled"),
         """
         ends = self.count(index).cumsum(0)
+        rows = torch.empty_like(x)
         start = 0
         for e in range(4):
             end = int(ends[e])

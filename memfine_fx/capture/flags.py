@@ -27,7 +27,7 @@ from memfine_fx.capture.source import RewrittenLoops
 from memfine_fx.capture.structure import FoundAgain
 from memfine_fx.capture.undo import Contents, Generators, ModelState
 from memfine_fx.compat.dynamo import CAPTURE_FLAGS, capturing_more, compile_failures
-from memfine_fx.errors import LeftoverShapes
+from memfine_fx.errors import GuardRefused, LeftoverShapes
 
 __all__ = ["SETTINGS", "CapturingCall", "flags_set"]
 
@@ -62,6 +62,7 @@ class CapturingCall:
         compile_with: (setting, note) -> compiled callable; called once per setting tried. `note` must be called
             whenever a graph is about to be compiled.
         on_settled: told the setting, after each call that worked under a new one, and why the one before did not.
+        on_refused: told (module, place, reason) of each loop that stays as it is written although it skips experts.
     """
 
     def __init__(
@@ -69,11 +70,13 @@ class CapturingCall:
         model: torch.nn.Module,
         compile_with: Callable[[tuple[str, ...], Callable[[], None]], Callable[..., Any]],
         on_settled: Callable[[tuple[str, ...], str | None], None],
+        on_refused: Callable[[str, str, str], None],
     ) -> None:
         self._model = model
         self._compile_with = compile_with
-        self._on_settled = on_settled
-        self._rewritten = FoundAgain(model, RewrittenLoops)
+        self._on_settled, self._on_refused = on_settled, on_refused
+        self._refused: set[str] = set()
+        self._rewritten = FoundAgain(model, self._rewrite)
         self._place = 0
         self._is_settled = False
         self._failure: str | None = None
@@ -95,14 +98,32 @@ class CapturingCall:
                 try:
                     result = self._compiled(*args, **kwargs)
                 except _compile_failures() as failure:
+                    begun.restore()
+                    if self._leaves_method(failure):
+                        continue
                     log.info("capturing with %s did not help: %s", ", ".join(setting), failure)
                     self._failure = str(failure).strip().splitlines()[0]
-                    begun.restore()
                 else:
                     self._written = begun.written(self._written)
                     return self._settled(result)
             if place == self._place:  # another thread's call may have failed and gone on already
                 self._place, self._compiled, self._is_settled = place + 1, None, False
+
+    def _rewrite(self, model: torch.nn.Module) -> RewrittenLoops:
+        rewritten = RewrittenLoops(model, self._refused)
+        for module, left in rewritten.left:
+            self._on_refused(module, left.where, left.reason)
+        return rewritten
+
+    def _leaves_method(self, failure: BaseException) -> bool:
+        """Leave the method as it is written whose loop was refused; return whether it was rewritten before."""
+        refusal = guard_refusal(failure)
+        if refusal is None or refusal.where in self._refused:
+            return False
+        self._on_refused(refusal.module, refusal.where, refusal.reason)
+        self._refused.add(refusal.where)
+        self._rewritten, self._compiled = FoundAgain(self._model, self._rewrite), None
+        return True
 
     def _begun(self) -> _Begun:
         begun = _Begun(self._model, self._written)
@@ -170,6 +191,19 @@ class _Calls(threading.local):
 
     def under_way(self) -> tuple[_Begun, ...]:
         return tuple(self._stack)
+
+
+def guard_refusal(failure: BaseException | None) -> GuardRefused | None:
+    """Return the refusal of a loop that Dynamo wrapped in what it raised; None where it raised something else."""
+    pending, seen = [failure], set()
+    while pending:
+        one = pending.pop()
+        if isinstance(one, GuardRefused):
+            return one
+        if one is not None and id(one) not in seen:  # what is raised in a handler may lead back to it
+            seen.add(id(one))
+            pending += [one.__context__, one.__cause__, getattr(one, "inner_exception", None)]
+    return None
 
 
 def _compile_failures() -> tuple[type[Exception], ...]:

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-__all__ = ["FoundAgain"]
+__all__ = ["FoundAgain", "may_hold_experts"]
 
 FoundT = TypeVar("FoundT")
 _lock = threading.Lock()
@@ -46,6 +46,13 @@ class FoundAgain(Generic[FoundT]):
                 if modules != self._modules:
                     self._modules, self._found = modules, self._find(self._model)
         return self._found
+
+
+def may_hold_experts(module: torch.nn.Module) -> bool:
+    """Return whether a module has a list of modules or of parameters, or a parameter with an entry for each expert."""
+    lists = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+    has_list = any(isinstance(part, lists) and len(part) > 1 for part in module.modules())
+    return has_list or any(parameter.ndim > 2 for parameter in module.parameters())
 
 
 def _modules(model: torch.nn.Module) -> list[tuple[int, type]]:

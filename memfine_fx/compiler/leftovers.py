@@ -13,32 +13,39 @@ from torch import fx
 from memfine_fx.compiler.captured_graph import LoweredRegion
 from memfine_fx.errors import LeftoverShapes, Reason
 from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, provenance
-from memfine_fx.passes.read.harmless import is_harmless_marker
-from memfine_fx.passes.read.marker import LOOP_MARKERS
+from memfine_fx.passes.read.guards import GUARDED, OpenCut, is_total
 from memfine_fx.records import Refusal
 
 __all__ = ["as_told_by_attempts", "check_leftover_shapes"]
 
 
 def check_leftover_shapes(
-    body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], kept: list[Refusal]
+    body: fx.GraphModule,
+    outcomes: Sequence[LoweredRegion | Refusal],
+    kept: list[Refusal],
+    cuts: Sequence[OpenCut] = (),
 ) -> None:
-    """Refuse an attempt that helped nothing here, or whose rewritten loops are not proved.
+    """Refuse an attempt that helped nothing here, or that runs skipped bodies which may raise without rows.
 
     Data-dependent shapes beside a loop that was raised are left to the compiler: it fails now or never.
 
     Args:
         kept: given the refusals of layers that the attempt saw whole.
+        cuts: that only a region proves which swallows them.
 
     Raises:
         LeftoverShapes: the attempt is given up.
+        GuardRefused: a rewritten loop is not proved.
     """
     lowered = [one for one in outcomes if isinstance(one, LoweredRegion)]
     has_loop = any(one.region.family == "loops" for one in lowered)
     swallowed = {node for one in lowered for node in one.region.cut.nodes}
+    for cut in cuts:
+        if not swallowed.issuperset(cut.nodes):
+            raise cut.refusal
     for node in body.graph.nodes:
-        is_unproved = node.target in LOOP_MARKERS and not (has_loop and is_harmless_marker(node))
-        is_left = is_unproved or (not has_loop and has_unbacked_shape(node))
+        may_raise = GUARDED in node.meta and not is_total(node)
+        is_left = may_raise or (not has_loop and has_unbacked_shape(node))
         if node not in swallowed and is_left and not is_only_asserted(node):
             refusals = [one for one in outcomes if isinstance(one, Refusal)]
             kept.extend(one for one in refusals if one.reason not in (Reason.GRAPH_BREAK, Reason.NO_EXPERTS))

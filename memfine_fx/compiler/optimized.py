@@ -34,7 +34,7 @@ from memfine_fx.capture.output_recorders import RecordedOutputs
 from memfine_fx.capture.quantized import UncachedTables, hint_for_packed_layers, traced_layers
 from memfine_fx.capture.ranks import captured_on_ranks
 from memfine_fx.capture.standing import StandIns, backbones, behind, is_compiled_inside, stand_in, state_as_written
-from memfine_fx.capture.structure import FoundAgain
+from memfine_fx.capture.structure import FoundAgain, may_hold_experts
 from memfine_fx.compat.dynamo import debug_lines_left_out
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
@@ -309,7 +309,11 @@ def captured(
             )
 
     captures_loops = session.config.captures_loops
-    compiled = CapturingCall(model, compile_with, note) if captures_loops else compile_with((), lambda: None)
+    if captures_loops:
+        note_loop = functools.partial(_note_loop, model, session)
+        compiled: Callable[..., Any] = CapturingCall(model, compile_with, note, note_loop)
+    else:
+        compiled = compile_with((), lambda: None)
     parts = FoundAgain(model, _SpecialParts)
     session.notes.extend(parts.current().adapters.notes)
     session.hint = hint_for_packed_layers(model)
@@ -320,6 +324,13 @@ def captured(
             return compiled(place, *args, **kwargs)
 
     return call_prepared
+
+
+def _note_loop(model: torch.nn.Module, session: Session, path: str, place: str, reason: str) -> None:
+    """Let a report say of a loop that it stays as it is written, if experts may be what it runs over."""
+    modules = dict(model.named_modules())
+    if path not in modules or may_hold_experts(modules[path]):
+        session.note_loop(path, place, reason)
 
 
 class _SpecialParts:

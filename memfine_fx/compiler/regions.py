@@ -27,6 +27,7 @@ from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, s
 from memfine_fx.passes.lower.terms import num_tokens_hint, num_tokens_of, region_bytes
 from memfine_fx.passes.modes import modes_at
 from memfine_fx.passes.read.dropped import drop_unread_ids
+from memfine_fx.passes.read.guards import discharge_guards
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.read.tables import restore_tables
 from memfine_fx.passes.verify.gradient_check import check_gradients
@@ -64,15 +65,17 @@ def plan_regions(body: fx.GraphModule, modes: Modes, session: Session, record: C
 
     Raises:
         LeftoverShapes: see `leftovers`.
+        GuardRefused: a loop that skips experts without rows cannot be run for all of them.
     """
     with session.timed("read"):
+        cuts = discharge_guards(body)
         found = read_regions(body, modes)
     at = modes_at(body.graph, modes)
     outcomes = _disjoint([_checked_and_planned(one, at, session, record) for one in found])
     if not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):
         outcomes = [*own_exchanges(body.graph), *outcomes]
     if session.capture_flags:
-        check_leftover_shapes(body, outcomes, session.refused_in_attempts)
+        check_leftover_shapes(body, outcomes, session.refused_in_attempts, cuts)
     return BodyRegions(body, modes, as_told_by_attempts(outcomes, session.refused_in_attempts))
 
 

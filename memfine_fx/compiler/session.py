@@ -146,6 +146,19 @@ class Session:
         """Its chunked heads."""
         return [head for graph in self._graphs for head in graph.heads if isinstance(head, LoweredHead)]
 
+    def note_loop(self, module: str, place: str, obstacle: str) -> None:
+        """Note that a loop which skips experts without rows stays as it is written.
+
+        Args:
+            module: whose code it is, as a path.
+            place: "file:line" of what is in the way, or of the condition that skips an expert.
+            obstacle: what is in the way.
+        """
+        where = Where(module, place)
+        log.info("a loop stays as it is written: %s, at %s", obstacle, place)
+        if all(one.where != where for one in self.refused_in_attempts):
+            self.refused_in_attempts.append(Refusal(where, Reason.BODY_NOT_RUN, obstacle, ""))
+
     def start_attempt(self, capture_flags: tuple[str, ...]) -> None:
         """Forget the graphs of an abandoned attempt and begin one under these flags."""
         self.capture_flags = capture_flags
@@ -382,7 +395,14 @@ class Session:
                 place = (_place(outcome), graph.parameter_ids)
                 seen[place] += 1
                 latest[place, seen[place]] = outcome
-        return list(latest.values())
+        return [*latest.values(), *self._loops_left(latest.values())]
+
+    def _loops_left(self, outcomes: Collection[LoweredRegion | Refusal]) -> list[Refusal]:
+        """Loops that stay as they are written, of modules in which nothing was chunked and which no outcome names."""
+        told = {one.where for one in outcomes if isinstance(one, Refusal)}
+        chunked = [one.region.where.module for one in outcomes if isinstance(one, LoweredRegion)]
+        left = [one for one in self.refused_in_attempts if one.reason is Reason.BODY_NOT_RUN and one.where not in told]
+        return [one for one in left if not any(module.startswith(one.where.module) for module in chunked)]
 
     def _latest_graphs(self) -> list[CapturedGraph]:
         """All graphs, those of the latest step that trained at the end: they stand for their places in a report."""

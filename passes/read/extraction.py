@@ -175,7 +175,7 @@ def _out_of_range(reader: Reader, family: str, num_experts: int, node: fx.Node) 
     if {"index", "compare"} <= uses:
         raise CannotChunk(
             Reason.INDEX_NOT_FOLLOWED,
-            "ids that may be negative index a table, from its end, and are compared with experts, of which they are none",
+            "negative ids index a table from its end and are compared with expert numbers, which none of them equals",
             node,
         )
     if "compare" in uses or reader.frame.is_mask or (family == "loops" and "count" not in uses):

@@ -1,9 +1,16 @@
-"""Operations that mark what an expert loop assumes, so that reading it can check the assumption.
+"""Operations that mark what a rewritten expert loop assumes, so that the assumption can be proved in the graph.
 
-They stand in for a model's own code while a loop is captured (see `memfine_fx.capture.source`): `rows_of` marks a mask
-or its places whose emptiness skipped an expert, `count_rows` counts rows per expert with a result of known size,
-`put_rows` writes one expert's rows at their places in expert order. They are differentiable, because a region is
-compared with them before it is lowered.
+They stand in for a model's own code while a loop is captured (see `memfine_fx.capture.source`). Two compute, exactly or
+with an error: `count_rows` counts rows per expert with a result of known size, `put_rows` writes one expert's rows at
+their places in expert order. The others are marks, which `guards` takes out of a graph before anything else reads it:
+
+    enter_tensor, enter_number   from here on a body stands that the model skips under a condition
+    leave_body                   here it ends
+    if_run                       a name's value after it: what the body made, or what it was before where it is skipped
+    same_number                  two numbers that are the same where the body is skipped
+    collected                    rows that are appended to a list and concatenated later: none where the body is skipped
+    all_ids                      ids of experts of which each has to exist
+    covered                      rows that are cut by counts, which have to be as many
 """
 
 from __future__ import annotations
@@ -13,28 +20,28 @@ from typing import Any
 import torch
 
 __all__ = [
+    "ALL_IDS",
+    "COLLECTED",
     "COUNT_ROWS",
-    "LOOP_MARKERS",
+    "COVERED",
+    "ENTER_NUMBER",
+    "ENTER_TENSOR",
+    "IF_RUN",
+    "LEAVE_BODY",
+    "MARKS",
     "PUT_ROWS",
-    "ROWS_OF",
+    "SAME_NUMBER",
+    "all_ids",
+    "collected",
     "count_rows",
+    "covered",
+    "enter_number",
+    "enter_tensor",
+    "if_run",
+    "leave_body",
     "put_rows",
-    "rows_of",
+    "same_number",
 ]
-
-
-@torch.library.custom_op("memfine::rows_of", mutates_args=())
-def rows_of(places: torch.Tensor) -> torch.Tensor:
-    """The same tensor; says that a loop body was skipped where it selects nothing."""
-    return places.clone()
-
-
-@rows_of.register_fake
-def _(places: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(places)
-
-
-rows_of.register_autograd(lambda ctx, grad: grad)
 
 
 @torch.library.custom_op("memfine::count_rows", mutates_args=())
@@ -44,8 +51,14 @@ def count_rows(expert_index: torch.Tensor, num_experts: int) -> torch.Tensor:
     Args:
         expert_index: [N] ints in [0, E).
         num_experts: E.
+
+    Raises:
+        IndexError: an id is E or more, of which `torch.bincount` would make a longer result.
     """
-    return torch.bincount(expert_index, minlength=num_experts)[:num_experts].clone()
+    counts = torch.bincount(expert_index, minlength=num_experts)
+    if counts.shape[0] > num_experts:
+        raise IndexError(f"expert ids outside [0, {num_experts}) are counted")
+    return counts
 
 
 @count_rows.register_fake
@@ -85,7 +98,37 @@ def _split_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 put_rows.register_autograd(_split_gradient, setup_context=_note_rows)
 
-ROWS_OF = torch.ops.memfine.rows_of.default
+
+def _mark(name: str, schema: str, *, gives: bool = False) -> Any:
+    """Define a mark: an operation that stands in graphs alone."""
+
+    def run(*_: Any) -> None:
+        raise AssertionError(f"memfine::{name} is taken out of a graph before the graph runs")
+
+    mark = torch.library.custom_op(f"memfine::{name}", run, mutates_args=(), schema=schema)
+    mark.register_fake(lambda *values: torch.empty_like(values[1]) if gives else None)
+    if gives:
+        mark.register_autograd(lambda ctx, gradient: (None, gradient, None))
+    return mark
+
+
+enter_tensor = _mark("enter_tensor", "(Tensor measure, str operator, SymInt number, bool skips_if, str where) -> ()")
+enter_number = _mark("enter_number", "(SymInt measure, str operator, SymInt number, bool skips_if, str where) -> ()")
+leave_body = _mark("leave_body", "(str where) -> ()")
+if_run = _mark("if_run", "(Tensor old, Tensor new, str where) -> Tensor", gives=True)
+same_number = _mark("same_number", "(SymInt old, SymInt new, str where) -> ()")
+collected = _mark("collected", "(Tensor rows, str where) -> ()")
+covered = _mark("covered", "(Tensor rows, SymInt[] counts, str where) -> ()")
+all_ids = _mark("all_ids", "(Tensor ids, SymInt num_experts, str where) -> ()")
+
 COUNT_ROWS = torch.ops.memfine.count_rows.default
 PUT_ROWS = torch.ops.memfine.put_rows.default
-LOOP_MARKERS = frozenset({ROWS_OF, COUNT_ROWS, PUT_ROWS, rows_of, count_rows, put_rows})
+ENTER_TENSOR = torch.ops.memfine.enter_tensor.default
+ENTER_NUMBER = torch.ops.memfine.enter_number.default
+LEAVE_BODY = torch.ops.memfine.leave_body.default
+IF_RUN = torch.ops.memfine.if_run.default
+SAME_NUMBER = torch.ops.memfine.same_number.default
+ALL_IDS = torch.ops.memfine.all_ids.default
+COLLECTED = torch.ops.memfine.collected.default
+COVERED = torch.ops.memfine.covered.default
+MARKS = frozenset({ENTER_TENSOR, ENTER_NUMBER, LEAVE_BODY, IF_RUN, SAME_NUMBER, COLLECTED, ALL_IDS, COVERED})

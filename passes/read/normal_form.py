@@ -23,7 +23,7 @@ from memfine_fx.compat.functional import Listening, functional_value
 from memfine_fx.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket, without_write
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, tree_leaves
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import node_value, target_name
+from memfine_fx.passes.dataflow import has_unbacked_shape, node_value, target_name
 from memfine_fx.passes.modes import Modes, enter_autocast
 
 __all__ = ["GROUPED_MATMULS", "RUN_ERRORS", "Call", "NormalForm", "fake_mode_of", "grouped_arguments"]
@@ -188,7 +188,13 @@ class NormalForm:
 
     def _argument(self, node: fx.Node) -> Any:
         value = self.result(node)
-        return float(value) if isinstance(value, torch.SymFloat) else value  # the capture's guards keep it so
+        if not isinstance(value, torch.SymFloat):
+            return value
+        if has_unbacked_shape(node):
+            raise CannotChunk(
+                Reason.ROWS_NOT_FOLLOWED, "a number of rows, which only the routing knows, as a float", node
+            )
+        return float(value)  # the capture's guards keep it so
 
     def _told(self, target: Any, args: Any, kwargs: Any, out: Any) -> None:
         if self._running is None or not isinstance(target, OpOverload) or target.namespace == "prim":

@@ -6,16 +6,22 @@ and one gradient mode must hold for all of it, and nothing in it may stop gradie
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import sympy
 import torch
 from torch import fx
 
+from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import (
     Dataflow,
     is_float_tensor,
     is_only_asserted,
     node_value,
     same_size,
+    static_size,
     target_name,
     tensor_of,
 )
@@ -34,6 +40,7 @@ def check_removable(region: MoERegion, flow: Dataflow, modes_at: dict[fx.Node, M
     cut = region.cut
     inside = set(cut.nodes)
     _check_floats_stay_inside(cut, flow, inside)
+    _check_assertions(cut, inside)
     _check_mutations(cut, flow, inside)
     _check_written_insides(cut, flow, inside)
     modes = _uniform_modes(cut, modes_at)
@@ -87,6 +94,54 @@ def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) ->
             raise CannotChunk(
                 Reason.ROWS_LEAVE, f"routed rows are also used outside the region, by {outside_users[0]}", node
             )
+
+
+def _check_assertions(cut: Cut, inside: set[fx.Node]) -> None:
+    """Assertions about sizes inside go with the region, so they must be such as reading has proved.
+
+    Those that Dynamo writes say that sizes of operands agree, or that a number of places is neither negative nor more
+    than there are.
+    """
+    for node in cut.nodes:
+        for condition in _asserted(node, inside):
+            value = node_value(condition)
+            expr = value.node.expr if isinstance(value, torch.SymBool) else None
+            if expr is not None and not _is_consistency(expr) and not _is_below_places(expr, cut):
+                raise CannotChunk(Reason.ROWS_LEAVE, f"it is asserted of an expert's rows that {expr}", condition)
+
+
+def _asserted(node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.Node]:
+    """Conditions that are made of a node's sizes and asserted."""
+    for user in node.users:
+        if user not in inside and is_only_asserted(user):
+            if any(target_name(one) == "_assert_scalar" for one in user.users):
+                yield user
+            yield from _asserted(user, inside)
+
+
+def _is_consistency(expr: sympy.Basic) -> bool:
+    if isinstance(expr, sympy.Eq):
+        sides = sorted(expr.args, key=lambda side: side.is_number)
+        return not (sides[0].is_Symbol and sides[1].is_number)
+    return expr == sympy.true or (isinstance(expr, sympy.Ge) and expr.args[1] == 0)
+
+
+def _is_below_places(expr: sympy.Basic, cut: Cut) -> bool:
+    """Whether it is `u <= n`, of a number of places in a mask of n entries, or of an expert's rows among n."""
+    if not isinstance(expr, sympy.Le) or not expr.args[1].is_number:
+        return False
+    makers = (node for node in cut.nodes for value in tree_leaves(node_value(node)) if _has_size(value, expr.args[0]))
+    of_places = [
+        *next(makers, cut.exit).all_input_nodes[-1:],
+        *([] if cut.expert_index is None else [cut.expert_index]),
+    ]
+    values = [value for value in map(node_value, of_places) if isinstance(value, torch.Tensor) and value.ndim]
+    sizes = [static_size(value.numel()) for value in values]
+    return any(size is not None and size <= expr.args[1] for size in sizes)
+
+
+def _has_size(value: object, size: sympy.Basic) -> bool:
+    return isinstance(value, torch.Tensor) and any(size_expr(one) == size for one in value.shape)
 
 
 def _is_routed(node: fx.Node, num_tokens: int | torch.SymInt) -> bool:

@@ -24,7 +24,7 @@ from memfine_fx.passes.dataflow import (
 )
 from memfine_fx.passes.read.frame import Frame
 
-__all__ = ["frames_of", "is_router", "masked", "reframed", "seeds_of"]
+__all__ = ["frames_of", "is_router", "masked", "proved_of", "reframed", "seeds_of"]
 
 _ROUTERS = frozenset("topk argmax max argmin min".split())
 _INDEXING = frozenset("getitem index_select embedding gather".split())
@@ -75,7 +75,7 @@ def reframed(frame: Frame, node: fx.Node, flow: Dataflow) -> Frame:
     value = tensor_of(node)
     has_choices = value.ndim > len(frame.token_shape)
     top_k = int(value.shape[-1]) if has_choices else 1
-    is_distinct, bound = _proved_of(node, flow)
+    is_distinct, bound = proved_of(node, flow)
     return replace(
         frame, index=node, has_choices=has_choices, top_k=top_k, is_distinct=is_distinct or top_k == 1,
         bound=bound, num_experts=frame.num_experts if bound is None else bound,
@@ -88,7 +88,7 @@ def masked(frame: Frame, node: fx.Node) -> Frame:
     return replace(frame, index=node, is_mask=True, bound=None, num_experts=num_experts)
 
 
-def _proved_of(index: fx.Node, flow: Dataflow) -> tuple[bool, int | None]:
+def proved_of(index: fx.Node, flow: Dataflow) -> tuple[bool, int | None]:
     """Return whether a token's ids are surely different, and a number that they are surely below (or None).
 
     Both hold of the indices of a choice along the last dimension, and of what only lays them out otherwise. Ids that
@@ -131,7 +131,7 @@ def _frame(seed: fx.Node, flow: Dataflow, *, has_choices: bool) -> Frame | None:
         return _frame(seed, flow, has_choices=False)  # a capacity: experts choose so many tokens
     top_k = int(shape[-1]) if has_choices else 1  # a guard where it is symbolic: K belongs to the architecture
     tokens = shape[:-1] if has_choices else shape
-    is_distinct, bound = _proved_of(seed, flow)
+    is_distinct, bound = proved_of(seed, flow)
     return Frame(
         index=seed,
         token_shape=tokens,

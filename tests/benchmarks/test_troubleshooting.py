@@ -22,7 +22,7 @@ def test_the_page_is_what_the_source_says() -> None:
 
 
 def test_every_error_class_is_on_the_page() -> None:
-    kinds = {message.kind for message in messages()} | {"CannotChunk", "Reason", "CompatibilityWarning"}
+    kinds = {message.kind for message in messages()} | {"CannotChunk", "GuardRefused", "Reason", "CompatibilityWarning"}
     assert set(memfine_fx.errors.__all__) <= kinds
 
 

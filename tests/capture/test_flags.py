@@ -57,7 +57,7 @@ def capturing(model: nn.Module, fails: Callable[[int], bool]) -> tuple[Capturing
 
         return torch.compile(model.forward, backend=backend, dynamic=False)
 
-    return CapturingCall(model, compile_with, lambda *told: settled.append(told)), settled
+    return CapturingCall(model, compile_with, lambda *told: settled.append(told), lambda *_: None), settled
 
 
 def expected_states(model: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

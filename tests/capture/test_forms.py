@@ -13,7 +13,7 @@ import memfine_fx
 from benchmarks.coverage.__main__ import stored_rows
 from benchmarks.coverage.forms import FORMS, Form
 from benchmarks.coverage.spellings import SPELLINGS
-from memfine_fx.capture.source import loops, offsets
+from memfine_fx.capture.source import guards, loops, offsets
 
 
 def _as_written(self: Any, node: ast.AST) -> ast.AST:
@@ -25,14 +25,17 @@ def _nothing(*_: object) -> None:
     return None
 
 
+def _changes_nothing(*_: object) -> bool:
+    return False
+
+
 _WORDS: dict[str, list[tuple[object, str, Callable[..., Any]]]] = {
-    "Rows are counted": [(loops._LoopRewriter, "visit_Call", _as_written)],
-    "that were hit": [(loops._LoopRewriter, "_run_every_hit_expert", _nothing)],
-    "that an index names": [(loops._LoopRewriter, "_run_every_named_expert", _nothing)],
-    "rows are empty": [(loops._LoopRewriter, "_mark_guards", _nothing)],
-    "count is zero": [(loops._LoopRewriter, "_drop_count_guards", _nothing)],
+    "Rows are counted": [(loops._Counts, "visit_Call", _as_written)],
+    "that were hit": [(loops._Loop, "_run_every_hit_expert", _changes_nothing)],
+    "that an index names": [(loops._Loop, "_run_every_named_expert", _changes_nothing)],
+    "without rows skip": [(guards.GuardRewriter, "rewrite", _changes_nothing)],
     "Adding zeros": [(loops, "without_zero_terms", lambda loop: list(loop.body))],
-    "Places made into a list": [(loops._LoopRewriter, "_keep_places_as_tensors", _nothing)],
+    "Places made into a list": [(loops._Loop, "_keep_places_as_tensors", _changes_nothing)],
     "running offsets": [(offsets, "_running", _nothing)],
     "summed up before the loop": [(offsets, "_between_ends", _nothing)],
     "read one by one": [(offsets, "_up_to_ends", _nothing), (offsets._Cutter, "visit_Assign", _as_written)],

@@ -27,6 +27,7 @@ import torch._prims.rng_prims
 import torch.amp.autocast_mode
 import torch.utils._python_dispatch
 from torch._dynamo.backends import registry
+from torch._dynamo.comptime import ComptimeContext
 from torch._functorch._aot_autograd.aot_autograd_result import GenericAOTAutogradResult
 from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
@@ -43,6 +44,7 @@ from memfine_fx.compat import (
     chunking,
     distributed,
     dynamo,
+    effects,
     functional,
     functorch,
     inductor,
@@ -120,6 +122,7 @@ BREAKS: dict[Hook, Break] = {
     dynamo.MODE_SWITCHES: lacking(torch.amp.autocast_mode, "_enter_autocast"),
     dynamo.SEEN_BACKENDS: having(dynamo, "_seen_backends", dict),
     dynamo.BACKENDS: lacking(registry, "register_backend"),
+    effects.PYTHON_EFFECTS: lacking(ComptimeContext, "_i_will_not_complain_if_bc_breaks_InstructionTranslator"),
     functorch.SHARE: lacking(torch._functorch.config, "activation_memory_budget"),
     functorch.ELEMENTWISE: lacking(torch._functorch.config, "ban_recompute_used_far_apart"),
     functorch.AUTOGRAD_CACHE: lacking(torch._functorch.config, "enable_autograd_cache"),

@@ -7,7 +7,6 @@ import ast
 from memfine_fx.capture.source.syntax import (
     assigned_names,
     helper_call,
-    is_equality,
     is_name,
     is_zero,
     loaded,
@@ -26,12 +25,10 @@ class HitIndices(ast.NodeTransformer):
     Args:
         loop: the loop.
         expert: its variable.
-        mask: what rows are taken by; mask[e] is marked.
         own: what the method calls its module.
     """
 
-    def __init__(self, loop: ast.For, expert: str, mask: ast.expr, own: str) -> None:
-        self._mask = ast.dump(mask)
+    def __init__(self, loop: ast.For, expert: str, own: str) -> None:
         self._own = own
         self._name = expert
         self._others: set[str] = set()
@@ -89,19 +86,16 @@ class HitIndices(ast.NodeTransformer):
         if self._own in names_in(node.value) and not self._is_conditional:
             self._bases.setdefault(ast.dump(node.value), node.value)
         is_row = self._is_row and is_name(node.slice, self._name)
-        entry = helper_call("take", [node.value, node.slice]) if is_row else node
-        is_mask = ast.dump(node.value) == self._mask
-        return ast.copy_location(helper_call("guarded", [entry]) if is_mask else entry, node)
+        return ast.copy_location(helper_call("take", [node.value, node.slice]), node) if is_row else node
 
     def _is_expert(self, node: ast.AST) -> bool:
         return name_of(node) in {self._name, *self._others}
 
 
 class UniqueIndices(ast.NodeTransformer):
-    """e of `for e in index.unique()`, an id: marks index == e, and takes e.item() and int(e) for e."""
+    """e of `for e in index.unique()`, an id: takes e.item() and int(e) for e."""
 
-    def __init__(self, index: ast.expr, expert: str) -> None:
-        self._index = index
+    def __init__(self, expert: str) -> None:
         self._expert = expert
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -110,8 +104,3 @@ class UniqueIndices(ast.NodeTransformer):
             case ast.Call(ast.Attribute(ast.Name(name), "item")) | ast.Call(ast.Name("int"), [ast.Name(name)]):
                 return loaded(name) if name == self._expert else node
         return node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        self.generic_visit(node)
-        is_mask = is_equality(node, self._index, self._expert)
-        return ast.copy_location(helper_call("guarded", [node]), node) if is_mask else node

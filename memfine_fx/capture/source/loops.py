@@ -1,22 +1,25 @@
 """The forms of expert loops, and the order in which they are rewritten; the room's docstring has the idea.
 
-A loop is visited from the inside out: offsets become parts, branches that add zeros go, and if nothing is left that an
-expert without rows would do (`effects`), the loop runs every expert and marks what it was skipped for.
+Loops are rewritten from the inside out, each on a copy of its function: offsets become parts, branches that add zeros
+go, a loop over some experts runs all, and what it skipped them for becomes a guard (`guards`). A loop with a body that
+is not suited stays as it is written.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from memfine_fx.capture.source.effects import acts_without_rows, without_zero_terms
+from memfine_fx.capture.source.effects import without_zero_terms
+from memfine_fx.capture.source.guards import GuardRewriter, Unsuited
 from memfine_fx.capture.source.helpers import PREFIX
 from memfine_fx.capture.source.indices import HitIndices, UniqueIndices
 from memfine_fx.capture.source.offsets import use_splits
 from memfine_fx.capture.source.syntax import (
     assigned_names,
     assignments,
-    count_guard,
-    emptiness_guard,
     helper_call,
     is_equality,
     is_method,
@@ -35,42 +38,62 @@ from memfine_fx.capture.source.syntax import (
     without_methods,
 )
 
-__all__ = ["rewrite_function"]
+__all__ = ["LeftAsWritten", "rewrite_function"]
 
 
-def rewrite_function(definition: ast.FunctionDef) -> bool:
-    """Rewrite the loops of one function in place; whether anything changed."""
-    rewriter = _LoopRewriter(definition)
-    rewriter.visit(definition)
-    _drop_unread(definition, rewriter.dropped_counts)
-    return rewriter.has_changed
+@dataclass(frozen=True)
+class LeftAsWritten:
+    """A loop with a guard that could not be rewritten.
+
+    Args:
+        where: the line that is in the way, "file:line".
+        reason: what stands there.
+    """
+
+    where: str
+    reason: str
 
 
-def _drop_unread(definition: ast.FunctionDef, names: set[str]) -> None:
-    """Drop assignments of counts that only guards read: a list of them would take the counts to the host."""
-    read = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    for node in ast.walk(definition):
-        for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
-            if isinstance(body, list):
-                body[:] = [one for one in body if not _assigns_only(one, names - read)]
+def rewrite_function(definition: ast.FunctionDef, file: str = "", left: list[LeftAsWritten] | None = None) -> bool:
+    """Rewrite the loops of one function in place; return whether anything changed.
+
+    Args:
+        file: that it stands in.
+        left: given the loops that stay as they are written although they have a guard.
+    """
+    counts = _Counts()
+    current = counts.visit(copy.deepcopy(definition))
+    has_changed = counts.has_changed
+    for place in range(len(list(_loops_of(current)))):
+        candidate = copy.deepcopy(current)
+        try:
+            is_rewritten = _Loop(candidate, list(_loops_of(candidate))[place], file).rewrite()
+        except Unsuited as unsuited:
+            if left is not None:
+                left.append(LeftAsWritten(f"{file}:{unsuited.line}", str(unsuited)))
+            continue
+        if is_rewritten:
+            current, has_changed = candidate, True
+    definition.body = current.body
+    return has_changed
 
 
-def _assigns_only(statement: ast.stmt, names: set[str]) -> bool:
-    match statement:
-        case ast.Assign([ast.Name(name)]):
-            return name in names
-    return False
+def _loops_of(node: ast.AST) -> Iterator[ast.For]:
+    """The loops of a function, inner ones first; those of functions inside of it are theirs."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            yield from _loops_of(child)
+    if isinstance(node, ast.For):
+        yield node
 
 
-class _LoopRewriter(ast.NodeTransformer):
-    def __init__(self, function: ast.FunctionDef) -> None:
-        self._function = function
-        self._own = function.args.args[0].arg if function.args.args else ""
+class _Counts(ast.NodeTransformer):
+    """torch.bincount(ids, minlength=E) and ids.bincount(minlength=E)"""
+
+    def __init__(self) -> None:
         self.has_changed = False
-        self.dropped_counts: set[str] = set()
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """torch.bincount(ids, minlength=E) and ids.bincount(minlength=E)"""
         self.generic_visit(node)
         match node:
             case ast.Call(ast.Attribute(source, "bincount"), arguments, [ast.keyword("minlength")]):
@@ -80,40 +103,67 @@ class _LoopRewriter(ast.NodeTransformer):
                     return ast.copy_location(helper_call("count", operands, node.keywords), node)
         return node
 
-    def visit_For(self, node: ast.For) -> ast.AST:
-        self.generic_visit(node)
-        if node.orelse:
-            return node
-        self.has_changed |= use_splits(self._function, node)
-        body = without_zero_terms(node)
-        if acts_without_rows(ast.For(node.target, node.iter, body, [])):
-            return node
-        node.body = body  # what guarded the dropped branches goes below
-        self._run_every_hit_expert(node)
-        self._run_every_named_expert(node)
-        self._mark_guards(node)
-        self._drop_count_guards(node)
-        self._keep_places_as_tensors(node)
-        return node
 
-    def _run_every_hit_expert(self, loop: ast.For) -> None:
+class _Loop:
+    """One loop of a function, which are both changed."""
+
+    def __init__(self, function: ast.FunctionDef, loop: ast.For, file: str) -> None:
+        self._function, self._loop, self._file = function, loop, file
+        self._own = function.args.args[0].arg if function.args.args else ""
+
+    def rewrite(self) -> bool:
+        """Return whether anything changed.
+
+        Raises:
+            Unsuited: a body that is skipped for some experts is not suited to be run for them.
+        """
+        loop = self._loop
+        if loop.orelse:
+            return False
+        has_changed = use_splits(self._function, loop, self._file)
+        loop.body = without_zero_terms(loop)
+        has_changed |= self._run_every_hit_expert(loop)
+        has_changed |= self._run_every_named_expert(loop)
+        has_changed |= self._keep_places_as_tensors(loop)
+        return GuardRewriter(self._function, loop, self._file).rewrite() or has_changed
+
+    def _run_every_hit_expert(self, loop: ast.For) -> bool:
         """for e in hit, where hit = (mask.sum(...) > 0).nonzero()"""
         if not isinstance(loop.target, ast.Name):
-            return
+            return False
         expert = loop.target.id
         assignment = self._assignment_of(loop.iter)
         hits = nonzero_of(loop.iter if assignment is None else assignment.value)
         mask = None if hits is None else mask_of(hits)
         names = {expert, *(name for one in loop.body if (name := unwrapped_name(one, expert)) is not None)}
         if hits is None or mask is None or not selects_by(loop, mask, names):
-            return
-        every = ast.copy_location(helper_call("every_expert", [hits]), hits)
+            return False
+        name = self._name_before(loop if assignment is None else assignment, "hits", hits)
+        every = ast.copy_location(helper_call("every_expert", [loaded(name)]), hits)
         if assignment is None:
             loop.iter = every
         else:
             assignment.value = every
-        loop.body = HitIndices(loop, expert, mask, self._own).statements()
-        self.has_changed = True
+        body = HitIndices(loop, expert, self._own).statements()
+        is_hit = ast.Subscript(loaded(name), loaded(expert), ast.Load())
+        place = 1 if body and _asks_existence(body[0]) else 0
+        loop.body = [*body[:place], self._skipping_unless(is_hit), *body[place:]]
+        return True
+
+    def _name_before(self, statement: ast.stmt, name: str, value: ast.expr) -> str:
+        """A name for a value, bound before a statement."""
+        name = f"{PREFIX}{name}_{statement.lineno}"
+        assigned = ast.copy_location(ast.Assign([stored(name)], value), statement)
+        for node in ast.walk(self._function):
+            for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
+                if isinstance(block, list) and statement in block:
+                    block.insert(block.index(statement), ast.fix_missing_locations(assigned))
+                    return name
+        raise AssertionError("a statement of the function stands in one of its blocks")
+
+    def _skipping_unless(self, condition: ast.expr) -> ast.If:
+        skipping = ast.If(ast.UnaryOp(ast.Not(), condition), [ast.Continue()], [])
+        return ast.fix_missing_locations(ast.copy_location(skipping, self._loop))
 
     def _assignment_of(self, source: ast.expr) -> ast.Assign | None:
         """The one assignment of a name that nothing else reads."""
@@ -127,11 +177,11 @@ class _LoopRewriter(ast.NodeTransformer):
         ]
         return found[0] if len(found) == 1 and num_uses == 2 else None
 
-    def _run_every_named_expert(self, loop: ast.For) -> None:
+    def _run_every_named_expert(self, loop: ast.For) -> bool:
         """for e in index.unique(), where rows are taken by index == e and experts by self.experts[e]"""
         index = unique_of(loop.iter)
         if index is None or not isinstance(loop.target, ast.Name):
-            return
+            return False
         expert = loop.target.id
         tables = [
             node.value
@@ -139,69 +189,19 @@ class _LoopRewriter(ast.NodeTransformer):
             if isinstance(node, ast.Subscript) and is_name(node.slice, expert) and self._own in names_in(node.value)
         ]
         if not tables or not any(is_equality(node, index, expert) for node in ast.walk(loop)):
-            return
-        loop.iter = ast.copy_location(helper_call("every_index", [tables[0]]), loop.iter)
-        UniqueIndices(index, expert).visit(loop)
-        self.has_changed = True
+            return False
+        name = self._name_before(loop, "ids", index)
+        arguments = [tables[0], loaded(name), ast.Constant(f"{self._file}:{loop.lineno}")]
+        loop.iter = ast.copy_location(helper_call("every_index", arguments), loop.iter)
+        UniqueIndices(expert).visit(loop)
+        is_named = ast.Compare(loaded(name), [ast.Eq()], [loaded(expert)])
+        loop.body.insert(0, self._skipping_unless(ast.Call(ast.Attribute(is_named, "any", ast.Load()), [], [])))
+        return True
 
-    def _mark_guards(self, loop: ast.For) -> None:
-        """if token.numel() == 0: continue"""
-        made = {name for statement in loop.body for name in assigned_names(statement)}
-        body: list[ast.stmt] = []
-        for statement in loop.body:
-            guard = emptiness_guard(statement)
-            if guard is None or guard[0] not in made:
-                body.append(statement)
-                continue
-            name, inner = guard
-            mark = ast.Assign([stored(name)], helper_call("guarded", [loaded(name)]))
-            body += [ast.copy_location(mark, statement), *inner]
-            self.has_changed = True
-        loop.body = body
-
-    def _drop_count_guards(self, loop: ast.For) -> None:
-        """if counts[e] == 0: continue, where counts = bincount(index).tolist() and rows are those of index == e"""
-        body: list[ast.stmt] = []
-        for statement in loop.body:
-            guard = count_guard(statement)
-            index = None if guard is None else self._counted_by(guard[0])
-            if guard is None or index is None or not any(is_equality(one, index, guard[1]) for one in ast.walk(loop)):
-                body.append(statement)
-                continue
-            self.dropped_counts.add(guard[0])
-            body += guard[2]
-            self.has_changed = True
-        loop.body = body
-
-    def _counted_by(self, counts: str) -> ast.expr | None:
-        """X of the one `counts = torch.bincount(X.flatten(), ...)`, where X is a name that is assigned once."""
-        values = self._assigned_values(counts)
-        if len(values) != 1:
-            return None
-        match without_methods(values[0], ("tolist", "cpu", "numpy", "to")):
-            case ast.Call(ast.Name(name), [index, *_]) if name == PREFIX + "count":
-                pass
-            case ast.Call(ast.Attribute(_, "bincount"), [index, *_]):
-                pass
-            case _:
-                return None
-        index = without_methods(index, ("flatten", "view", "reshape"))
-        return index if isinstance(index, ast.Name) and len(self._assigned_values(index.id)) <= 1 else None
-
-    def _assigned_values(self, name: str) -> list[ast.expr]:
-        """What a name is assigned; a name that is also bound otherwise counts twice."""
-        nodes = list(ast.walk(self._function))
-        num_stores = sum(is_name(node, name) and isinstance(node.ctx, ast.Store) for node in nodes)  # type: ignore[attr-defined]
-        values = [
-            node.value
-            for node in nodes
-            if isinstance(node, ast.Assign) and any(is_name(target, name) for target in node.targets)
-        ]
-        return values if len(values) == num_stores else values * 2
-
-    def _keep_places_as_tensors(self, loop: ast.For) -> None:
+    def _keep_places_as_tensors(self, loop: ast.For) -> bool:
         """rows = x[places.tolist()]: a list of places, used as nothing but an index, may stay a tensor."""
         made = {name for statement in loop.body for name in assigned_names(statement)}
+        has_changed = False
         for statement in loop.body:
             for target, value in assignments(statement):
                 name = name_of(target)
@@ -210,4 +210,13 @@ class _LoopRewriter(ast.NodeTransformer):
                 places = without_methods(value, ("tolist",))
                 if names_in(places) & made:
                     replace_value(statement, value, places)
-                    self.has_changed = True
+                    has_changed = True
+        return has_changed
+
+
+def _asks_existence(statement: ast.stmt) -> bool:
+    """Whether a statement skips an expert that has no weights."""
+    match statement:
+        case ast.If(ast.UnaryOp(ast.Not(), ast.Call(ast.Name(name))), [ast.Continue()], []):
+            return name == PREFIX + "exists"
+    return False

@@ -11,14 +11,15 @@ import dis
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memfine_fx.capture.installing import InstalledMethods
-from memfine_fx.capture.source.helpers import NAMES, PREFIX
-from memfine_fx.capture.source.loops import rewrite_function
+from memfine_fx.capture.source.helpers import NAMES, PREFIX, get_ready
+from memfine_fx.capture.source.loops import LeftAsWritten, rewrite_function
 from memfine_fx.capture.standing import is_own
 
 __all__ = ["RewrittenLoops"]
@@ -31,17 +32,25 @@ class RewrittenLoops:
 
     Args:
         model: searched once; `structure.FoundAgain` searches again when modules were set in it.
+        refused: places, "file:line"; methods that hold one stay as they are written.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        done: dict[types.FunctionType, Callable[..., Any] | None] = {}  # classes share what they inherit
-        by_class = {one: _rewritten_methods(one, done) for one in dict.fromkeys(map(type, model.modules()))}
+    def __init__(self, model: torch.nn.Module, refused: Collection[str] = ()) -> None:
+        done: dict[types.FunctionType, _Method] = {}  # classes share what they inherit
+        by_class = {one: _methods_of(one, done, refused) for one in dict.fromkeys(map(type, model.modules()))}
+        self.left = [
+            (name, left)
+            for name, module in model.named_modules()
+            for method in by_class[type(module)].values()
+            for left in method.left
+        ]
+        """Loops with guards that stay as they are written, each with the path of a module whose code it is."""
         self._methods = InstalledMethods(
             [
-                (module, name, function)
+                (module, name, method.function)
                 for module in model.modules()
-                for name, function in by_class[type(module)].items()
-                if not is_own(module, name)
+                for name, method in by_class[type(module)].items()
+                if method.function is not None and not is_own(module, name)
             ]
         )
 
@@ -50,11 +59,19 @@ class RewrittenLoops:
         return self._methods.installed()
 
 
-def _rewritten_methods(
-    module_class: type[torch.nn.Module], done: dict[types.FunctionType, Callable[..., Any] | None]
-) -> dict[str, Callable[..., Any]]:
-    """Methods of a class that change when rewritten, by name; the most derived definition of each."""
-    found: dict[str, Callable[..., Any]] = {}
+@dataclass(frozen=True)
+class _Method:
+    """A method rewritten, None where it stays as it is; and the loops in it that do."""
+
+    function: Callable[..., Any] | None
+    left: tuple[LeftAsWritten, ...] = ()
+
+
+def _methods_of(
+    module_class: type[torch.nn.Module], done: dict[types.FunctionType, _Method], refused: Collection[str]
+) -> dict[str, _Method]:
+    """Methods of a class by name; the most derived definition of each."""
+    methods: dict[str, _Method] = {}
     seen: set[str] = set()
     for owner in module_class.__mro__:
         if owner.__module__.split(".")[0] in ("torch", "builtins"):
@@ -66,28 +83,31 @@ def _rewritten_methods(
             if not isinstance(value, types.FunctionType):
                 continue
             if value not in done:
-                done[value] = _rewritten(value)
-            rewritten = done[value]
-            if rewritten is not None:
-                found[name] = rewritten
-    return found
+                done[value] = _rewritten(value, refused)
+            methods[name] = done[value]
+    return methods
 
 
-def _rewritten(function: types.FunctionType) -> Callable[..., Any] | None:
-    """The function with its loops rewritten, None where it stays as it is."""
+def _rewritten(function: types.FunctionType, refused: Collection[str]) -> _Method:
+    """The function with its loops rewritten."""
     if not _may_change(function.__code__):
-        return None
+        return _Method(None)
     definition = _definition(function)
     if definition is None or not _is_source_of(function, _code(definition, function)):
-        return None
-    if not rewrite_function(definition):
-        return None
+        return _Method(None)
+    file, last_line = function.__code__.co_filename, definition.end_lineno or 0
+    if any(f"{file}:{line}" in refused for line in range(definition.lineno, last_line + 1)):
+        return _Method(None)
+    left: list[LeftAsWritten] = []
+    if not rewrite_function(definition, file, left):
+        return _Method(None, tuple(left))
+    get_ready()
     names = [ast.alias(name, PREFIX + name) for name in NAMES]
     definition.body.insert(0, ast.ImportFrom("memfine_fx.capture.source.helpers", names, 0))
     body = _code(definition, function)
     rewritten = types.FunctionType(body, function.__globals__, function.__name__, function.__defaults__)
     rewritten.__qualname__, rewritten.__kwdefaults__ = function.__qualname__, function.__kwdefaults__
-    return rewritten
+    return _Method(rewritten, tuple(left))
 
 
 def _may_change(code: types.CodeType) -> bool:

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memfine_fx.capture.source.liveness import Liveness
 from memfine_fx.capture.source.syntax import (
     helper_call,
     is_method,
@@ -51,12 +52,17 @@ class _Offsets:
     ends: ast.Assign | None = None
 
 
-def use_splits(function: ast.FunctionDef, loop: ast.For) -> bool:
-    """Rewrite one loop in place; whether it was one of these."""
+def use_splits(function: ast.FunctionDef, loop: ast.For, file: str) -> bool:
+    """Rewrite one loop in place; return whether it was one of these.
+
+    Args:
+        file: that the function stands in, for reports.
+    """
     written, loop.body = loop.body, _unguarded(loop.body)
+    live = Liveness(function).after(loop)
     offsets = _between_ends(function, loop) or _up_to_ends(function, loop) or _running(function, loop)
-    body = None if offsets is None else _cut(loop.body, offsets)
-    if offsets is None or body is None:
+    body = None if offsets is None else _cut(loop.body, offsets, file)
+    if offsets is None or body is None or live & {offsets.start, offsets.end}:
         loop.body = written
         return False
     loop.body = body
@@ -73,13 +79,21 @@ def use_splits(function: ast.FunctionDef, loop: ast.For) -> bool:
     return True
 
 
-def _cut(body: list[ast.stmt], offsets: _Offsets) -> list[ast.stmt] | None:
+def _cut(body: list[ast.stmt], offsets: _Offsets, file: str) -> list[ast.stmt] | None:
     """The body with parts in place of slices, None where offsets are left over."""
-    cutter = _Cutter(offsets)
-    result = [cutter.visit(copy.deepcopy(one)) for one in body if not _is_bookkeeping(one, offsets)]
-    for node in (node for one in result for node in ast.walk(one)):
-        if isinstance(node, (ast.Continue, ast.Break)) or name_of(node) in (offsets.start, offsets.end or ""):
-            return None
+    cutter = _Cutter(offsets, file)
+    result: list[ast.stmt] = []
+    for statement in body:
+        if _skips_empty_slice(statement, offsets):
+            # Offsets do not move over an empty slice, so that what moves them needs no condition.
+            count = ast.Subscript(loaded(offsets.counts), loaded(offsets.expert), ast.Load())
+            test = ast.Compare(count, [ast.Eq()], [ast.Constant(0)])
+            result.append(ast.fix_missing_locations(ast.copy_location(ast.If(test, [ast.Continue()], []), statement)))
+        elif not _moves_offsets(statement, offsets):
+            result.append(cutter.visit(copy.deepcopy(statement)))
+            for node in ast.walk(result[-1]):
+                if isinstance(node, (ast.Continue, ast.Break)) or name_of(node) in (offsets.start, offsets.end or ""):
+                    return None
     return result if cutter.num_cuts else None
 
 
@@ -208,8 +222,8 @@ def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
 class _Cutter(ast.NodeTransformer):
     """x[start:end] -> part(x, counts, e), x[start:end] = rows -> x = put(x, counts, e, rows)"""
 
-    def __init__(self, offsets: _Offsets) -> None:
-        self._offsets = offsets
+    def __init__(self, offsets: _Offsets, file: str) -> None:
+        self._offsets, self._file = offsets, file
         self._ends = (offsets.end, f"{offsets.start} + {offsets.count}")
         self.num_cuts = 0
 
@@ -234,16 +248,23 @@ class _Cutter(ast.NodeTransformer):
     def _call(self, helper: str, node: ast.Subscript, others: list[ast.expr]) -> ast.Call:
         self.num_cuts += 1
         names = [loaded(name) for name in (self._offsets.counts, self._offsets.expert)]
-        return ast.copy_location(helper_call(helper, [node.value, *names, *others]), node)
+        where = ast.Constant(f"{self._file}:{node.lineno}")
+        return ast.copy_location(helper_call(helper, [node.value, *names, where, *others]), node)
 
 
-def _is_bookkeeping(statement: ast.stmt, offsets: _Offsets) -> bool:
-    """Whether a statement only moves the offsets, or skips an expert whose slice is empty."""
+def _moves_offsets(statement: ast.stmt, offsets: _Offsets) -> bool:
+    """Whether a statement only moves the offsets."""
     match statement:
         case ast.AugAssign(ast.Name(name)):
             return name == offsets.start
         case ast.Assign([ast.Name(name), *_]):
             return name in (offsets.start, offsets.end)
+    return False
+
+
+def _skips_empty_slice(statement: ast.stmt, offsets: _Offsets) -> bool:
+    """Whether a statement skips an expert whose slice is empty."""
+    match statement:
         case ast.If(ast.Compare(left, [ast.Eq()], [right]), [ast.Continue()], []):
             if offsets.ends is not None:
                 return {name_of(left), name_of(right)} == {offsets.start, offsets.end}

@@ -10,8 +10,6 @@ from memfine_fx.capture.source.helpers import PREFIX
 __all__ = [
     "assigned_names",
     "assignments",
-    "count_guard",
-    "emptiness_guard",
     "helper_call",
     "is_equality",
     "is_method",
@@ -176,54 +174,3 @@ def is_only_index(loop: ast.For, name: str) -> bool:
     slices = [node.slice for node in ast.walk(loop) if isinstance(node, ast.Subscript)]
     parts = [part for one in slices for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
     return 0 < num_reads == sum(is_name(part, name) for part in parts)
-
-
-def count_guard(statement: ast.stmt) -> tuple[str, str, list[ast.stmt]] | None:
-    """(counts, e, statements that remain) of a condition on counts[e] being zero."""
-    match statement:
-        case ast.If(ast.Compare(ast.Subscript(ast.Name(counts), ast.Name(expert)), [test], [right]), body, []):
-            skips = len(body) == 1 and isinstance(body[0], ast.Continue)
-            if is_zero(right) and isinstance(test, ast.Eq if skips else (ast.Gt, ast.NotEq)):
-                return counts, expert, [] if skips else body
-    return None
-
-
-def emptiness_guard(statement: ast.stmt) -> tuple[str, list[ast.stmt]] | None:
-    """(name, statements that remain) of a condition on whether something is empty."""
-    match statement:
-        case ast.If(test, [ast.Continue()], []):
-            name = _tested_for(test, wants_empty=True)
-            return None if name is None else (name, [])
-        case ast.If(test, body, []):
-            name = _tested_for(test, wants_empty=False)
-            return None if name is None else (name, body)
-    return None
-
-
-def _tested_for(test: ast.expr, *, wants_empty: bool) -> str | None:
-    """The name that a test finds empty (or not empty)."""
-    match test:
-        case ast.UnaryOp(ast.Not(), operand):
-            return _tested_for(operand, wants_empty=not wants_empty)
-        case ast.Compare(left, [operator], [right]) if is_zero(right):
-            is_asked = isinstance(operator, ast.Eq if wants_empty else (ast.Gt, ast.NotEq))
-            return _measured(left) if is_asked else None
-    return None if wants_empty else _measured(test)
-
-
-def _measured(value: ast.expr) -> str | None:
-    """x of x.numel(), x.any(), torch.any(x), x.sum(), x.shape[0], x.size(0), len(x), each with or without .item()."""
-    match value:
-        case ast.Call(ast.Attribute(source, "item"), []):
-            return _measured(source)
-        case ast.Call(ast.Name("len"), [ast.Name(name)]):
-            return name
-        case ast.Call(ast.Attribute(ast.Name("torch"), "any" | "sum" | "numel"), [ast.Name(name)]):
-            return name
-        case ast.Call(ast.Attribute(ast.Name(name), "numel" | "nelement" | "any" | "sum"), []):
-            return name
-        case ast.Subscript(ast.Attribute(ast.Name(name), "shape"), dim) if is_zero(dim):
-            return name
-        case ast.Call(ast.Attribute(ast.Name(name), "size"), [dim]) if is_zero(dim):
-            return name
-    return None

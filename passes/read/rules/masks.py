@@ -11,11 +11,10 @@ from torch import fx
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size, target_name
 from memfine_fx.passes.read.leads import Lead
-from memfine_fx.passes.read.marker import ROWS_OF
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import Operand, align, check_about, expression_of, pointwise
-from memfine_fx.passes.read.values import ALL, Coordinates, Copy, Fill, Ids, Leaf, Mask, Partial, Rows, Taken, merged
+from memfine_fx.passes.read.values import ALL, Copy, Fill, Ids, Leaf, Mask, Partial, Rows, Taken, merged
 
 __all__ = ["RULES", "scattered"]
 
@@ -189,16 +188,6 @@ def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> A
     return Rows(lead, rows.expr if is_own else None, off=base.value, copy=ids.copy, is_dispatched=rows.is_dispatched)
 
 
-def _guarded(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
-    """What an expert was skipped for must be its own mask or places."""
-    value = args[0]
-    if not isinstance(value, (Mask, Ids, Coordinates, Rows)) or value.copy.expert is None:
-        raise call.refused(
-            Reason.INDEX_NOT_FOLLOWED, "an expert is skipped for another reason than that it has no rows"
-        )
-    return value
-
-
 def _added(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Rows added to what a sum held at their places; results of experts that ran on all tokens, summed."""
     if kwargs.get("alpha", 1) != 1:
@@ -286,5 +275,4 @@ RULES: dict[Any, Rule] = {
     aten.masked_fill.Scalar: _where,
     aten.masked_fill.Tensor: _where,
     aten.add.Tensor: _added,
-    ROWS_OF: _guarded,
 }

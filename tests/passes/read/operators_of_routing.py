@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from memfine_fx.passes.read.marker import COUNT_ROWS, ROWS_OF, count_rows, rows_of
+from memfine_fx.passes.read.marker import COUNT_ROWS, count_rows
 from memfine_fx.passes.read.values import Coordinates, Counts, Fill, Ids, Mask, Partial, Rows, Taken
 from tests.passes.read.routings import HIDDEN, NUM_EXPERTS, WIDTH
 from tests.passes.read.samples import (
@@ -15,7 +15,6 @@ from tests.passes.read.samples import (
     K,
     claims,
     dispatched,
-    expert_rows,
     flat_rows,
     make,
     masks,
@@ -190,7 +189,7 @@ INDICES: Database = {
     ],
     COUNT_ROWS: [
         claims(Counts, lambda r: count_rows(flat(r), 4), "plain", "sparse"),
-        refused("other than expert ids", lambda r: count_rows(order_of(r)[1], 4)),
+        refused("other than expert ids", lambda r: count_rows(order_of(r)[1], 32)),
     ],
     aten.cumsum.default: [
         claims(Counts, lambda r: torch.bincount(flat(r), minlength=4).cumsum(0), "plain", "sparse"),
@@ -376,14 +375,6 @@ MASKS: Database = {
             "other rows than the expert's own", lambda r: torch.zeros_like(r.hidden)[places_of(r, 0)[0]] + 1.0 * r.gain
         ),
         refused("meet", lambda r: sorted_rows(r) + flat_rows(r) @ r.square[:6]),
-    ],
-    ROWS_OF: [
-        claims(Mask, lambda r: rows_of(r.index == 1)),
-        claims(Ids, lambda r: rows_of(places_of(r, 1)[0])),
-        claims(Coordinates, lambda r: rows_of(torch.nonzero(r.index == 1))),
-        claims(Rows, lambda r: rows_of(expert_rows(r, 1))),
-        refused("skipped for another reason", lambda r: rows_of(masks(r))),
-        refused("skipped for another reason", lambda r: rows_of(order_of(r)[1])),
     ],
 }
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.read.marker import put_rows, rows_of
+from memfine_fx.passes.read.marker import put_rows
 from memfine_fx.records import MoERegion
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, capture, code_of, hidden_states, only_region
 
@@ -102,6 +102,6 @@ def test_marked_code_has_the_gradients_of_the_code_it_stands_for() -> None:
     out, rows = torch.randn(6, 2, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
 
     def marked(out: Tensor, rows: Tensor) -> Tensor:
-        return put_rows(rows_of(out), rows, [2, 3, 1], 1).square()
+        return put_rows(out, rows, [2, 3, 1], 1).square()
 
     assert torch.autograd.gradcheck(marked, (out.requires_grad_(), rows.requires_grad_()))

@@ -1,0 +1,569 @@
+"""Guards: bodies that a model skips for experts without rows, proved to do nothing when they are run for them.
+
+Rewritten loops run every expert and leave marks in the graph (`marker`): where a body begins, under which condition the
+model skips it, and where it ends. Each body is taken by itself. The condition is assumed to skip it; what follows of
+sizes and masks is known then (`no_rows`). From a condition that is no question of emptiness, such as `ids.any()` or
+`weights.sum() > 0`, nothing follows that empties the body's rows. The body is run on what is known, node by node:
+
+* a tensor without elements is *empty*, and sums of it are *zero*;
+* what adds or writes nothing of an empty or zero operand gives *the same* as its other operand;
+* a write into a tensor that the body has not made must write nothing;
+* a name's new value must be the same as its old one. Where it is not, the old one is chosen when the graph runs, if
+  what the body computes for it is defined without rows and passes no gradient on that is not a number;
+* nothing else that the body makes may be read outside of it, and no random number may be drawn.
+
+Before:  enter_number(u0, "==", 0, True, where);  ...;  y = if_run(x, z, where);  leave_body(where)
+After:   no mark; readers of y read z where it is the same as x, else torch.where(has_rows, z, x)
+
+Fails: `GuardRefused` with the condition's place. The attempt to capture that loop is given up, and the model's own code
+runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from memfine_fx.compat.operators import HigherOrderOperator, OpOverload
+from memfine_fx.compat.tensors import FakeTensor
+from memfine_fx.errors import GuardRefused
+from memfine_fx.memory.sizes import size_expr
+from memfine_fx.passes.dataflow import has_unbacked_shape, node_value, provenance, same_size, target_name
+from memfine_fx.passes.read.marker import (
+    ALL_IDS,
+    COLLECTED,
+    COUNT_ROWS,
+    COVERED,
+    ENTER_NUMBER,
+    ENTER_TENSOR,
+    IF_RUN,
+    LEAVE_BODY,
+    MARKS,
+    SAME_NUMBER,
+)
+from memfine_fx.passes.read.no_rows import CASTS, COMPARE, LAYOUTS, GraphIndex, NoRows, is_mask, is_pure
+from memfine_fx.passes.read.seeds import proved_of
+
+__all__ = ["GUARDED", "OpenCut", "discharge_guards", "is_total"]
+
+GUARDED = "memfine_guarded"
+"""Key of a node's meta: the condition that its body is skipped under, "file:line"."""
+_NODES_BEFORE = 3
+"""How many steps up from a body's nodes others are asked whether they are zero."""
+_PROVENANCE = ("nn_module_stack", "source_fn_stack", "stack_trace")
+
+_PUTS = frozenset(
+    "index_add index_copy scatter scatter_add scatter_reduce index_put index_fill masked_scatter masked_fill".split()
+)
+"""Functions that give their first operand but for some entries, which an index or a mask names."""
+_SUMS = frozenset("add sub iadd isub __add__ __radd__ __iadd__ __sub__ __isub__".split())
+_RANDOM = frozenset(
+    "rand randn randint rand_like randn_like randint_like randperm bernoulli multinomial normal poisson dropout "
+    "alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d native_dropout rrelu uniform "
+    "exponential cauchy geometric log_normal random gumbel_softmax scaled_dot_product_attention".split()
+)
+_HIDDEN_WRITES = frozenset(
+    "batch_norm instance_norm native_batch_norm sync_batch_norm fused_moving_avg_obs_fake_quant".split()
+)
+"""Functions that write into operands although neither their names nor their schemas say so."""
+_ASSERTS = frozenset(
+    "_assert_scalar _check _check_is_size _assert_async _assert sym_constrain_range "
+    "sym_constrain_range_for_size".split()
+)
+_REDUCTIONS = frozenset(
+    "sum mean any count_nonzero numel size sym_size sym_numel dim matmul mm bmm addmm einsum cat concat stack "
+    "index_add index_add_ index_put index_put_ setitem scatter_add scatter_add_ scatter scatter_ scatter_reduce "
+    "scatter_reduce_ index_copy index_copy_ index_fill index_fill_ masked_scatter masked_scatter_ put_rows count_rows "
+    "bincount zeros_like new_zeros new_ones new_full full_like ones_like empty_like new_empty".split()
+)
+"""Operations that give elements although an operand has none."""
+_TOTAL = _REDUCTIONS | LAYOUTS | CASTS | frozenset(
+    "getitem index_select index gather where nonzero argwhere item linear mul add sub div truediv silu gelu relu relu_ "
+    "sigmoid tanh softmax log_softmax exp log sqrt rsqrt pow abs neg clamp clamp_min clamp_max chunk split unbind "
+    "tensor_split select narrow masked_fill rms_norm layer_norm zeros ones full eq ne lt le gt ge one_hot bitwise_and "
+    "bitwise_or logical_and logical_or maximum minimum square softplus leaky_relu hardtanh relu6 glu iadd imul isub "
+    "floordiv mod sym_sum sym_float __and__ __or__ and_ or_ not_ invert lerp addcmul erf log1p expm1 sign floor ceil "
+    "round trunc remainder fmod pad repeat repeat_interleave arange mul_ add_ sub_ div_ "
+    "_set_grad_enabled _enter_autocast _exit_autocast".split()
+)  # fmt: skip
+"""Operations that give a result for tensors without rows."""
+_LINEAR = (
+    LAYOUTS | CASTS | frozenset("add sub neg iadd isub mul div truediv imul stack cat sum mean where getitem".split())
+)
+_CONCATENATIONS = ("cat", "concat")
+_DIVISIONS = frozenset("div truediv floordiv mod log rsqrt pow __truediv__ remainder fmod log1p".split())
+
+
+@dataclass(eq=False)
+class _Body:
+    """A body in the graph.
+
+    Args:
+        enter: the mark of its condition.
+        around: the body that it stands in.
+        nodes: from the mark to its end, bodies in it included.
+    """
+
+    enter: fx.Node
+    around: _Body | None
+    nodes: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        return str(self.enter.args[4])
+
+    def unproved(self, what: str) -> GuardRefused:
+        return GuardRefused(f"{what}, in a body that is skipped", self.where, provenance(self.enter).module)
+
+
+@dataclass(frozen=True)
+class OpenCut:
+    """Cuts of rows by counts of which it is not proved that they are as many.
+
+    Reading a region proves it of the cuts in it; any other would raise where the model's own slices do not.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    refusal: GuardRefused
+
+
+def discharge_guards(graph_module: fx.GraphModule) -> list[OpenCut]:
+    """Prove the marks of one graph and take them out.
+
+    Returns:
+        What only the reading of regions can prove.
+
+    Raises:
+        GuardRefused: one cannot be proved; the graph is not to be used.
+    """
+    graph = graph_module.graph
+    marks = [node for node in graph.nodes if node.target in MARKS]
+    if not marks:
+        return []
+    index = GraphIndex(graph)
+    for body in _bodies(graph):
+        _Proof(body, index).check()
+    for mark in marks:
+        if mark.target is ALL_IDS:
+            _check_ids(mark, index)
+    cuts = [_cut_by(mark) for mark in marks if mark.target is COVERED and not _is_covered(mark)]
+    operands = {source for mark in marks for source in mark.all_input_nodes if source.target not in MARKS}
+    for mark in reversed(marks):
+        graph.erase_node(mark)
+    _erase_unread(graph, operands)
+    graph.lint()
+    graph_module.recompile()
+    return cuts
+
+
+def is_total(node: fx.Node) -> bool:
+    """Return whether a node surely gives a result where operands whose size only the data knows have no elements."""
+    is_call = node.op in ("call_function", "call_method")
+    return (
+        not is_call or target_name(node) in _TOTAL | _ASSERTS or not any(map(has_unbacked_shape, node.all_input_nodes))
+    )
+
+
+def _bodies(graph: fx.Graph) -> list[_Body]:
+    """Every body, inner ones before those around them."""
+    result: list[_Body] = []
+    inner: _Body | None = None
+    for node in graph.nodes:
+        if node.target in (ENTER_TENSOR, ENTER_NUMBER):
+            inner = _Body(node, inner)
+        elif inner is not None and node.target is LEAVE_BODY:
+            result.append(inner)
+            if inner.around is not None:
+                inner.around.nodes += inner.nodes
+            inner = inner.around
+        elif inner is not None:
+            inner.nodes.append(node)
+            node.meta[GUARDED] = inner.where
+    if inner is not None:
+        raise inner.unproved("a jump leads to other code")
+    return result
+
+
+class _Proof:
+    """The proof of one body, which gives names their values after it."""
+
+    def __init__(self, body: _Body, index: GraphIndex) -> None:
+        self._body, self._index, self._flow = body, index, index.flow
+        self._inside = set(body.nodes)
+        self._last = max(map(index.flow.position.__getitem__, body.nodes), default=index.flow.position[body.enter])
+        self._known = NoRows(index, self._nodes_asked(), body.enter)
+
+    def check(self) -> None:
+        """Prove that the body does nothing where its condition skips it.
+
+        Raises:
+            GuardRefused: it may do something.
+        """
+        if self._known.is_nothing:
+            raise self._body.unproved("its condition does not ask whether an expert has rows")
+        for node in list(self._body.nodes):
+            if node.target is SAME_NUMBER:
+                self._check_numbers(node)
+            elif node.target is COLLECTED:
+                self._check_collected(node.args[0])
+            elif node.target not in MARKS and node.op in ("call_function", "call_method"):
+                self._check_node(node)
+        for node in list(self._body.nodes):
+            if node.target is IF_RUN and node.args[2] == self._body.where:
+                self._replace(node)
+
+    def _nodes_asked(self) -> list[fx.Node]:
+        """The body's nodes, those that stand between the body before it and its own, and what these read."""
+        nodes, position = self._index.nodes, self._flow.position
+        last = first = position[self._body.enter]
+        while first and nodes[first - 1].target is not LEAVE_BODY:
+            first -= 1
+        asked = {*nodes[first:last], *self._body.nodes}
+        for _ in range(_NODES_BEFORE):
+            asked |= {source for node in asked for source in node.all_input_nodes}
+        return sorted(asked, key=position.__getitem__)
+
+    # What a body may do.
+
+    def _check_numbers(self, mark: fx.Node) -> None:
+        old, new = (size_expr(_number(one)) for one in mark.args[:2])
+        if sympy.expand(self._known.assumed(new - old)) != 0:
+            raise self._body.unproved("a number changes that is read later")
+
+    def _check_collected(self, rows: Any) -> None:
+        wholes = [user for user in rows.users if target_name(user) in _CONCATENATIONS]
+        if not self._known.is_empty(rows) or not all(self._is_empty_part(rows, whole) for whole in wholes):
+            raise self._body.unproved("a list grows by other than an expert's rows")
+
+    def _check_node(self, node: fx.Node) -> None:
+        name = target_name(node)
+        if name in _ASSERTS:
+            if not all(map(self._holds, node.args[:1])):
+                raise self._body.unproved("something is asserted that may not hold for an expert without rows")
+            return
+        if _may_hide_effects(node):
+            raise self._body.unproved(f"what {name} writes is not known")
+        if name.rstrip("_") in _RANDOM and not _draws_nothing(node):
+            raise self._body.unproved(f"{name} draws random numbers")
+        for target in self._flow.mutations.get(node, ()):
+            if not self._is_made_inside(target) and not self._writes_nothing(node):
+                raise self._body.unproved(f"{name} writes into {target}")
+        is_empty_read = any(map(self._known.is_empty, node.all_input_nodes))
+        if is_empty_read and name not in _REDUCTIONS and self._has_elements(node):
+            raise self._body.unproved(f"{name} needs a row")
+        if isinstance(node_value(node), (torch.Tensor, tuple, list)) or node.target is operator.setitem:
+            self._check_readers(node)
+
+    def _check_readers(self, node: fx.Node) -> None:
+        """Refuse a tensor that the body makes and somebody else reads; sizes are asked for where they come first."""
+        for user in node.users:
+            is_put_together = target_name(user) in _CONCATENATIONS and self._is_empty_part(node, user)
+            if (
+                user not in self._inside
+                and user.target not in MARKS
+                and not is_put_together
+                and self._is_made_inside(node)
+            ):
+                raise self._body.unproved(f"{node} is computed there and read after it")
+
+    def _has_elements(self, node: fx.Node) -> bool:
+        value = node_value(node)
+        return isinstance(value, torch.Tensor) and not self._known.is_empty(node)
+
+    def _holds(self, condition: object) -> bool:
+        value = node_value(condition) if isinstance(condition, fx.Node) else condition
+        return self._known.assumed(value.node.expr) == sympy.true if isinstance(value, torch.SymBool) else value is True
+
+    def _is_made_inside(self, node: fx.Node) -> bool:
+        """Whether the body has made a node's tensor."""
+        maker = self._index.made_by(node)
+        return maker is None or maker in self._inside
+
+    def _is_empty_part(self, node: fx.Node, whole: fx.Node) -> bool:
+        """Whether a tensor adds no entry to what is put together of it and others."""
+        dim = whole.kwargs.get("dim", whole.args[1] if len(whole.args) > 1 else 0)
+        value = node_value(node)
+        return isinstance(dim, int) and isinstance(value, torch.Tensor) and self._known.is_zero_size(value.shape[dim])
+
+    # What is the same as something else.
+
+    def _writes_nothing(self, node: fx.Node) -> bool:
+        """Whether a call that writes in place writes what is there already, or no element."""
+        if node.target is operator.setitem:
+            target, index, value = node.args
+            return self._names_nothing(index) or self._is_own_entry(target, index, value)
+        return self._same(node) is not None
+
+    def _names_nothing(self, index: Any) -> bool:
+        """Whether an index names no entry."""
+        known = self._known
+        return any(known.is_empty(one) or (is_mask(one) and known.is_zero(one)) for one in _parts(index))
+
+    def _is_own_entry(self, target: Any, index: Any, value: Any) -> bool:
+        """Whether an entry is assigned the value read from it: `x[e] += n` is a getitem, an addition, a setitem."""
+        if any(isinstance(one, fx.Node) for one in _parts(index)):
+            return False  # what an index tensor takes is a copy, which may be of another time
+        taken = value
+        while isinstance(taken, fx.Node) and (target_name(taken) != "getitem" or taken.args != (target, index)):
+            taken = self._same(taken) if taken in self._inside else None
+        return isinstance(taken, fx.Node)
+
+    def _root(self, node: Any) -> Any:
+        """What a value was before the body, as far as it is the same."""
+        same = self._same(node)
+        return node if same is None else self._root(same)
+
+    def _same(self, node: Any) -> fx.Node | None:
+        """The operand that a node's result is equal to in every element; None where none is known."""
+        if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
+            return None
+        known, name, first, others = self._known, target_name(node), node.args[0], node.args[1:]
+        result: Any = None
+        if name.rstrip("_") in _PUTS:
+            named = (*others, *node.kwargs.values())
+            result = first if any(map(self._names_nothing, named)) else None
+        elif name == "put_rows":
+            result = first if known.is_empty(others[0]) else None
+        elif name in _SUMS or name.rstrip("_") in _SUMS:
+            result = self._same_summand(node)
+        elif name == "where" and len(node.args) == 3 and known.is_zero(first):
+            result = others[1]
+        elif node.target is IF_RUN or name in ("clone", "contiguous", "to", "type_as"):
+            result = first  # what is chosen where the body is skipped
+        return result if isinstance(result, fx.Node) and _are_alike(node, result) else None
+
+    def _same_summand(self, node: fx.Node) -> Any:
+        left, right = node.args[:2]
+        if self._known.is_zero(self._root(right)) or self._known.is_empty(right):
+            return left
+        is_sum = "sub" not in target_name(node)
+        return right if is_sum and self._known.is_zero(self._root(left)) else None
+
+    # Names.
+
+    def _replace(self, node: fx.Node) -> None:
+        """Give a name's readers its new value, or a choice between that and its old one."""
+        old, new, _ = node.args
+        assert isinstance(old, fx.Node) and isinstance(new, fx.Node)
+        is_one_tensor = self._index.made_by(old) is self._index.made_by(new) is not None
+        is_written_entry = all(user.target is operator.setitem and user.args[2] is node for user in node.users)
+        # What was written in place is the old tensor itself, and its writes were proved to write nothing.
+        if not is_one_tensor and not is_written_entry:
+            self._check_unshared(old, new)
+        if is_one_tensor or self._root(new) is self._root(old):
+            node.replace_all_uses_with(new)
+            return
+        self._check_choosable(old, new)
+        before = node.prev
+        with self._flow.graph.inserting_before(node):
+            chosen = self._call(torch.where, self._has_rows(), new, old)
+        self._flow.place_inserted(node)
+        around = self._body.around
+        while around is not None:  # these are proved after this one
+            place = around.nodes.index(node)
+            around.nodes[place:place] = _between(before, node)
+            around = around.around
+        node.replace_all_uses_with(chosen)
+
+    def _check_unshared(self, old: fx.Node, new: fx.Node) -> None:
+        """Refuse a name whose old tensor has another name: where it is written later, only one of them may change."""
+        later = [
+            user
+            for alias in self._flow.aliases(old)
+            if self._index.made_by(alias) is self._index.made_by(old)
+            for user in alias.users
+            if user.target not in MARKS and self._flow.position[user] > self._last
+        ]
+        are_written = [one for one in (old, new) if self._is_written_later(one)]
+        if old in are_written or (are_written and later):
+            raise self._body.unproved("a name is bound to another tensor, and one of the two is written in place later")
+
+    def _is_written_later(self, node: fx.Node) -> bool:
+        maker = self._index.made_by(node)
+        return any(
+            self._flow.position[mutation] > self._last and self._index.made_by(target) is maker
+            for mutation, targets in self._flow.mutations.items()
+            for target in targets
+        )
+
+    def _check_choosable(self, old: fx.Node, new: fx.Node) -> None:
+        """Refuse a value that raises, or whose gradient is not a number, where the body is run without rows."""
+        if not _are_alike(old, new):
+            raise self._body.unproved("a name is bound to a tensor of another shape or dtype")
+        means: set[fx.Node] = set()
+        for node in self._computed_for(new):
+            name = target_name(node)
+            if name not in _TOTAL and name.rstrip("_") not in _TOTAL:
+                raise self._body.unproved(f"{name} may not be defined without rows")
+            if name in _DIVISIONS and any(map(self._known.is_zero, node.args[1:] or node.args)):
+                raise self._body.unproved(f"{name} of a number of rows")
+            is_mean = name == "mean" and self._known.is_empty(node.args[0])
+            if is_mean or not means.isdisjoint(node.all_input_nodes):
+                # A mean of no rows is not a number: it may be added, and no gradient may pass it.
+                factors = [
+                    one
+                    for one in node.all_input_nodes
+                    if one not in means and name in ("mul", "imul", "div", "truediv")
+                ]
+                if not is_mean and (name not in _LINEAR or factors):
+                    raise self._body.unproved(f"{name} of a mean over an expert's rows")
+                means.add(node)
+
+    def _computed_for(self, node: fx.Node) -> list[fx.Node]:
+        """What the body computes for a node, in order."""
+        pending, nodes = [node], {node}
+        while pending:
+            sources = [one for one in pending.pop().all_input_nodes if one in self._inside and one not in nodes]
+            nodes.update(sources)
+            pending += sources
+        return sorted(nodes, key=self._flow.position.__getitem__)
+
+    def _has_rows(self) -> fx.Node:
+        """A truth [] that says whether the body's condition runs it, from what it measures."""
+        measure, name, number, skips_if, _ = self._body.enter.args
+        if isinstance(node_value(measure), torch.Tensor):  # type: ignore[arg-type]  # a node
+            compared = self._call(COMPARE[str(name)], measure, number)
+            return self._call(torch.logical_not, compared) if skips_if else compared
+        # A number of places is zero where the mask that they are taken from holds nowhere.
+        position = self._flow.position
+        masks = [node for node in self._known.zeros if is_mask(node) and position[node] < position[self._body.enter]]
+        if not masks:
+            raise self._body.unproved("a name is bound, and no mask says whether the expert has rows")
+        return self._call(torch.any, min(masks, key=position.__getitem__))
+
+    def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        """A call with its fake result, in the body's provenance."""
+        node = self._flow.graph.call_function(target, args)
+        node.meta.update({key: value for key, value in self._body.enter.meta.items() if key in _PROVENANCE})
+        values = [node_value(one) if isinstance(one, fx.Node) else one for one in args]
+        fake_mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+        with fake_mode, torch.no_grad():
+            node.meta["example_value"] = target(*values)
+        self._index.add(node)
+        return node
+
+
+def _number(value: Any) -> Any:
+    return node_value(value) if isinstance(value, fx.Node) else value
+
+
+def _parts(index: Any) -> Iterator[Any]:
+    yield from index if isinstance(index, (tuple, list)) else (index,)
+
+
+def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """The nodes behind one and before another."""
+    nodes: list[fx.Node] = []
+    while first.next is not last:
+        first = first.next
+        nodes.append(first)
+    return nodes
+
+
+def _are_alike(left: fx.Node, right: fx.Node) -> bool:
+    one, other = node_value(left), node_value(right)
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.dtype is other.dtype and one.ndim == other.ndim and all(map(same_size, one.shape, other.shape))
+
+
+def _may_hide_effects(node: fx.Node) -> bool:
+    """Whether a call may write into tensors although neither its name nor its schema says so."""
+    if node.op == "call_method" or isinstance(node.target, OpOverload):
+        return target_name(node).rstrip("_") in _HIDDEN_WRITES
+    if isinstance(node.target, HigherOrderOperator) or target_name(node).rstrip("_") in _HIDDEN_WRITES:
+        return True
+    module = str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
+    return module not in ("torch", "_operator", "operator", "builtins", "math")
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Whether it is a dropout that is off."""
+    name = target_name(node)
+    if name == "scaled_dot_product_attention":
+        return bool((node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) == 0.0)
+    if "dropout" not in name:
+        return False
+    arguments = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
+    probability = arguments.get("p", 0.5)
+    if isinstance(probability, fx.Node):  # a module's float, which the capture's guards keep as it is
+        value = node_value(probability)
+        probability = value.node.hint if isinstance(value, torch.SymFloat) else None
+    return bool(probability == 0) or arguments.get("training") is False
+
+
+# Other marks.
+
+
+def _check_ids(mark: fx.Node, index: GraphIndex) -> None:
+    ids, num_experts, where = mark.args
+    assert isinstance(ids, fx.Node)
+    _, bound = proved_of(ids, index.flow)
+    if bound is None or not isinstance(num_experts, int) or bound > num_experts:
+        raise GuardRefused("ids may name other experts than a list holds", str(where), provenance(mark).module)
+
+
+def _cut_by(mark: fx.Node) -> OpenCut:
+    rows, counts, where = mark.args
+    assert isinstance(rows, fx.Node)
+    nodes = tuple(node for node in rows.users if node.target not in MARKS and counts in node.args)
+    refusal = GuardRefused("rows are cut by counts that may not be as many", str(where), provenance(mark).module)
+    return OpenCut(nodes, refusal)
+
+
+def _is_covered(mark: fx.Node) -> bool:
+    """Whether counts are as many as rows: they are the counts of ids, one a row."""
+    rows, counts, _ = mark.args
+    assert isinstance(rows, fx.Node) and isinstance(counts, (list, tuple))
+    entries = [_counted_entry(count) for count in counts]
+    sources = {None if entry is None else entry[0] for entry in entries}
+    source = next(iter(sources)) if len(sources) == 1 else None
+    if source is None or [entry[1] for entry in entries if entry] != list(range(len(counts))):
+        return False
+    counted, ids, value = node_value(source), _number(source.args[0]), node_value(rows)
+    assert isinstance(counted, torch.Tensor) and isinstance(value, torch.Tensor)
+    if not isinstance(ids, torch.Tensor):
+        return False
+    return same_size(value.shape[0], ids.numel()) and same_size(counted.shape[0], len(counts))
+
+
+def _counted_entry(count: object) -> tuple[fx.Node, int] | None:
+    """(counts, e) of counts[e].item()"""
+    if not isinstance(count, fx.Node) or target_name(count) != "item":
+        return None
+    entry = count.args[0]
+    if not isinstance(entry, fx.Node) or target_name(entry) != "getitem" or type(entry.args[1]) is not int:
+        return None
+    source = entry.args[0]
+    while isinstance(source, fx.Node) and target_name(source) in CASTS | {"cpu", "detach", "contiguous"}:
+        source = source.args[0]
+    is_counted = isinstance(source, fx.Node) and (source.target is COUNT_ROWS or target_name(source) == "bincount")
+    return (source, entry.args[1]) if is_counted else None  # type: ignore[return-value]  # a node
+
+
+def _erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase what only marks have read. A number that is read from a device, for example, makes the CPU wait.
+
+    Args:
+        graph: without its marks.
+        nodes: the operands that the marks had.
+    """
+    pending = set(nodes)
+    while pending:
+        node = pending.pop()
+        # Dynamo asserts that a number of rows is not negative.
+        signs = list(node.users) if target_name(node) == "item" else []
+        asserted = [user for sign in signs for user in sign.users]
+        is_unread = all(sign.target is operator.ge and sign.args == (node, 0) for sign in signs)
+        if is_unread and all(target_name(user) in _ASSERTS for user in asserted):
+            for reader in (*asserted, *signs):
+                graph.erase_node(reader)
+        if not node.users and (target_name(node) == "item" or node.target is COUNT_ROWS or is_pure(node)):
+            pending |= set(node.all_input_nodes)
+            graph.erase_node(node)

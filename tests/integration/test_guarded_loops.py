@@ -1,0 +1,235 @@
+"""Loops that skip experts without rows: which effects of a skipped body are exact, and which are refused.
+
+Each layer trains for four steps, and so does an unmodified copy of it, with experts that come to have no rows. What is compared is
+all that a step may change: outputs, gradients, parameters, buffers, attributes of modules and random state.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.properties.life import Outcome, compare
+from tests.properties.written import EXPERTS, WrittenLayer, load, module_source
+
+EMPTY = "t.numel() == 0"
+ROWS = "out.index_add_(0, t, self.ex[e](x[t]) * w[t, c, None])"
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def wide() -> None:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def outcome(
+    folder: Path,
+    body: Sequence[str] = (ROWS,),
+    *,
+    guard: str = EMPTY,
+    start: Sequence[str] = (),
+    end: Sequence[str] = (),
+    init: Sequence[str] = (),
+    select: Sequence[str] = ("t, c = torch.where(i == e)",),
+    header: str = "for e in range(self.num):",
+    route: Sequence[str] = ("w, i = logits.softmax(-1).topk(2, dim=-1)",),
+    expert: str = "mlp",
+) -> Outcome:
+    """Train a layer with one loop over experts; `guard` skips an expert, "" skips none."""
+    skipping = [f"if {guard}: continue"] if guard else []
+    inner = [*select, *skipping, *body]
+    lines = [
+        *route,
+        "out = torch.zeros_like(x)",
+        *start,
+        header,
+        *("    " + line for line in inner),
+        *end,
+        "return out",
+    ]
+    name = f"Loop{next(_numbers)}"
+    layer = WrittenLayer(name, module_source(name, 4, EXPERTS[expert], init, lines), {})
+    torch.manual_seed(0)
+    return compare(load(layer, folder)(), seed=3)
+
+
+def check(result: Outcome, refusal: str) -> None:
+    assert result.verdict == "exact", result
+    assert (result.num_chunked == 1) == (not refusal), result
+    assert refusal in result.details, result
+
+
+@pytest.mark.parametrize(
+    ("guard", "refusal"),
+    [
+        (EMPTY, ""),
+        ("t.shape[0] == 0", ""),
+        ("not len(t)", ""),
+        ("t.numel() < 1", ""),
+        ("0 == t.size(0)", ""),
+        ("x[t].numel() == 0", ""),
+        ("not (i == e).any()", ""),
+        ("(i == e).sum().item() == 0", ""),
+        ("(i == e).long().sum() < 1", ""),
+        ("not t.any()", "needs"),
+        ("t.sum() == 0", "index_add_ writes into out"),
+        ("not c.any()", "index_add_ writes into out"),
+        ("not w[t, c].any()", "index_add_ writes into out"),
+        ("w[t, c].sum() <= 0", "its condition does not ask whether an expert has rows"),
+        ("not x[t].any()", "index_add_ writes into out"),
+        ("t.numel() < 2", "its condition does not ask whether an expert has rows"),
+        ("not (i > e).any()", "index_add_ writes into out"),
+        ("not (i != e).any()", "index_add_ writes into out"),
+        ("not (i[:, 0] == e).any()", "index_add_ writes into out"),
+        ("(w[t, c] * 0.5).long().sum() == 0", ""),
+    ],
+)
+def test_a_condition_must_be_proved_to_ask_for_rows(guard: str, refusal: str, tmp_path: Path) -> None:
+    result = outcome(tmp_path, guard=guard)
+    assert result.verdict == "exact", result
+    if refusal == "":
+        assert result.num_chunked == 1 or "(w[t" in guard, result
+    else:
+        assert result.num_chunked == 0 and "in a body that is skipped" in result.details, result
+
+
+WEIGHTS = "w[t, c, None]"
+AUX = {"start": ["aux = x.new_zeros(())"], "end": ["out = out + aux"]}
+COUNT = {"init": ["self.register_buffer('count', torch.ones(self.num))"]}
+
+EXACT: dict[str, dict[str, Sequence[str]]] = {
+    "a loss over an expert's weights": AUX | {"body": [ROWS, f"aux = aux + {WEIGHTS}.sum()"]},
+    "a mean over an expert's weights": AUX | {"body": [ROWS, f"aux = aux + {WEIGHTS}.mean()"]},
+    "a mean in front of the rows": AUX | {"body": [f"aux = aux + 0.1 * {WEIGHTS}.mean()", ROWS]},
+    "a loss over an expert's rows": AUX | {"body": [ROWS, "aux = aux + x[t].pow(2).sum() / x.shape[0]"]},
+    "a share of rows times a mean score": AUX
+    | {"body": [ROWS, "aux = aux + t.numel() * logits.softmax(-1)[:, e].mean()"]},
+    "a regularizer of experts that were hit": AUX | {"body": [ROWS, "aux = aux + self.penalty[e].pow(2)"]},
+    "a loss that is an attribute": {
+        "init": ["self.aux = 0.0"],
+        "start": ["self.aux = x.new_zeros(())"],
+        "body": [ROWS, f"self.aux = self.aux + {WEIGHTS}.mean()"],
+        "end": ["out = out + self.aux"],
+    },
+    "a loss for each expert": {
+        "start": ["aux = x.new_ones(self.num)"],
+        "body": [ROWS, f"aux[e] = {WEIGHTS}.mean()"],
+        "end": ["out = out + aux.mean()"],
+    },
+    "a product that is carried on": {
+        "start": ["scale = x.new_ones(())"],
+        "body": [ROWS, f"scale = scale * {WEIGHTS}.sum()"],
+        "end": ["out = out * scale"],
+    },
+    "rows that are carried on": {
+        "start": ["last = x.new_ones(())"],
+        "body": [ROWS, f"last = {WEIGHTS}.sum()"],
+        "end": ["out = out * last"],
+    },
+    "rows counted in place": COUNT | {"body": [ROWS, "self.count[e] += t.numel()"]},
+    "rows counted by a call": COUNT | {"body": [ROWS, "self.count[e].add_(t.shape[0])"]},
+    "rows counted in all": COUNT | {"body": [ROWS, "self.count += len(t)"]},
+    "a count that is set": COUNT | {"body": [ROWS, "self.count[e] = t.numel()"]},
+    "a moving average of counts": COUNT | {"body": [ROWS, "self.count[e] = 0.9 * self.count[e] + 0.1 * t.numel()"]},
+    "rows written into another tensor": {
+        "start": ["side = torch.zeros(x.shape[0], self.num)"],
+        "body": [ROWS, "side[t, e] = 1.0"],
+        "end": ["out = out + side.sum(-1, keepdim=True)"],
+    },
+    "rows that are concatenated": {
+        "start": ["rows, places = [], []"],
+        "body": [f"rows.append(self.ex[e](x[t]) * {WEIGHTS})", "places.append(t)"],
+        "end": ["out = out.index_add(0, torch.cat(places), torch.cat(rows))"],
+    },
+    "a number of rows that is added up": {
+        "start": ["n = 0"],
+        "body": [ROWS, "n += t.numel()"],
+        "end": ["out = out + n"],
+    },
+    "a sum by name": {"body": [f"out = out.index_add(0, t, self.ex[e](x[t]) * {WEIGHTS})"]},
+    "a condition on the mode": {"body": ["y = x[t]", "if self.training: y = y * 2", ROWS.replace("x[t]", "y")]},
+    "a second condition": {"body": ["if t.numel() == 0: continue", ROWS]},
+    "an expert that counts its rows": {"expert": "counting rows"},
+    "an expert with dropout that is off": {"expert": "no dropout"},
+    "an expert with weight norm": {"expert": "weight norm"},
+}
+REFUSED: dict[str, tuple[dict[str, Sequence[str]], str]] = {
+    "calls counted": (COUNT | {"body": [ROWS, "self.count[e] += 1"]}, "iadd writes into"),
+    "a decay": (COUNT | {"body": [ROWS, "self.count.mul_(0.9)"]}, "mul_ writes into"),
+    "a weight for every token": ({"body": [ROWS, "out += self.penalty[e]"]}, "iadd writes into out"),
+    "the first token": ({"body": [ROWS, "out[0] += 0.1"]}, "writes into"),
+    "the first of its tokens": ({"body": [ROWS, "out[t[0]] += 0.1"]}, "a loop is not captured as a whole"),
+    "a mean written in place": (AUX | {"body": [ROWS, f"aux += {WEIGHTS}.mean()"]}, "iadd writes into aux"),
+    "a maximum": (AUX | {"body": [ROWS, f"aux = torch.maximum(aux, {WEIGHTS}.max())"]}, "needs a row"),
+    "a mean that weighs": (AUX | {"body": [ROWS, f"aux = aux + {WEIGHTS}.mean() * self.penalty[e]"]}, "mul of a mean"),
+    "one by the number of rows": (AUX | {"body": [ROWS, "aux = aux + self.penalty[e] / t.numel()"]}, "of a number of rows"),
+    "a condition on the expert's number": ({"body": ["if e == 1: continue", ROWS]}, ""),
+    "a list of experts": (
+        {"start": ["used = []"], "body": [ROWS, "used.append(e)"], "end": ["out = out * len(used)"]},
+        "something that is no tensor is written to",
+    ),
+    "a dictionary": (
+        {"start": ["used = {}"], "body": [ROWS, "used[e] = 1"], "end": ["out = out * len(used)"]},
+        "something that is no tensor is written to",
+    ),
+    "a list of losses": (
+        {"start": ["parts = []"], "body": [ROWS, f"parts.append({WEIGHTS}.sum())"], "end": ["out = out + sum(parts)"]},
+        "something that is no tensor is written to",
+    ),
+    "a list of all tokens": (
+        {"start": ["parts = []"], "body": [ROWS, "parts.append(x)"], "end": ["out = out + torch.cat(parts).sum()"]},
+        "a list grows by other than an expert's rows",
+    ),
+    "a list in an attribute": ({"init": ["self.used = []"], "body": [ROWS, "self.used.append(e)"]}, "no tensor"),
+    "a local counter": ({"start": ["n = 0"], "body": [ROWS, "n += 1"], "end": ["out = out * n"]}, "a number changes"),
+    "the last expert": ({"start": ["n = 0"], "body": [ROWS, "n = e"], "end": ["out = out * n"]}, "a number changes"),
+    "a flag": (
+        {"start": ["first = True"], "body": [ROWS, "first = False"], "end": ["out = out * (2.0 if first else 1.0)"]},
+        "a value that is no tensor, and that is read again later, changes",
+    ),
+    "a name of its own": ({"body": [ROWS, "last = e"], "end": ["out = out + last"]}, "last is read after"),
+    "an attribute that counts": ({"init": ["self.calls = 0"], "body": [ROWS, "self.calls += 1"]}, "changes"),
+    "a closure": (
+        {"start": ["total = [0.0]", "def note(v):", "    total[0] += v", "    return v"], "body": [ROWS, "n = note(1.0)"], "end": ["out = out * total[0]"]},
+        "an attribute, a list or another Python object changes",
+    ),
+    "a call": ({"body": [ROWS, "log(e)"]}, "`log(e)` is called for what it does"),
+    "a number of Python's": ({"body": [ROWS, "n = random.random()"]}, "a loop is not captured as a whole"),
+    "random numbers of torch's": ({"body": [ROWS, "torch.rand(1)"]}, "rand draws random numbers"),
+    "noise": ({"body": [ROWS.replace("x[t]", "x[t] + torch.randn(t.numel(), H)")]}, "randn draws random numbers"),
+    "an early end": ({"body": [ROWS, "if e == 1: break"]}, "holds a break"),
+    "an assertion": ({"body": ["assert t.numel() > 0", ROWS]}, "holds an assert"),
+    "a try": ({"body": ["try: y = x[t]", "except RuntimeError: pass", ROWS]}, "holds a try"),
+    "an expert that counts its calls": ({"expert": "counting"}, "writes into"),
+    "an expert with an attribute that counts": ({"expert": "calls"}, "changes"),
+    "an expert that cools down": ({"expert": "tempered"}, "changes"),
+    "an expert that averages": ({"expert": "averaging"}, "writes into"),
+    "an expert with noisy weights": ({"expert": "noisy"}, "draws random numbers"),
+    "an expert with dropout": ({"expert": "dropout"}, "draws random numbers"),
+    "an expert with batch norm": ({"expert": "batch norm"}, ""),
+    "an expert with spectral norm": ({"expert": "spectral"}, ""),
+    "an expert with a hook that counts": ({"expert": "hooked"}, "writes into"),
+    "an expert that remembers": ({"expert": "remembering"}, "changes"),
+    "an expert that lists": ({"expert": "listing"}, "changes"),
+    "an expert that notes": ({"expert": "named"}, "changes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_effect_that_can_be_preserved_is_preserved(name: str, tmp_path: Path) -> None:
+    result = outcome(tmp_path, **EXACT[name])  # type: ignore[arg-type]  # lists of lines, and an expert's name
+    assert result.verdict == "exact" and result.num_chunked == 1, result
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_effect_that_cannot_be_preserved_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
+    fields, reason = REFUSED[name]
+    result = outcome(tmp_path, **fields)  # type: ignore[arg-type]  # lists of lines, and an expert's name
+    assert result.num_chunked == 0 and reason in result.details, result
+    assert result.verdict in ("exact", "both raise"), result

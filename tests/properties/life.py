@@ -1,0 +1,181 @@
+"""Compare an optimized layer with its unmodified self over a few steps of training: everything that a step may change.
+
+A step compares outputs, gradients, parameters after SGD, buffers, plain attributes of modules and the state of random
+generators. Routing is skewed from step to step, so that experts come to have no rows, one row, or all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import memfine_fx
+
+__all__ = ["Outcome", "compare", "state_of"]
+
+Verdict = Literal["exact", "wrong", "both raise", "torch.compile raises too", "only ours raises", "only eager raises"]
+"""What torch.compile does alone is asked where only ours raises."""
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
+"""In fp32 layers have a part in bf16."""
+_NUM_TOKENS = (6, 1, 3, 2)
+_RARE = -30.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a comparison ended.
+
+    Args:
+        verdict: see `Verdict`.
+        num_chunked: layers that were chunked.
+        details: what differs first, or why nothing was chunked.
+    """
+
+    verdict: Verdict
+    num_chunked: int
+    details: str
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.verdict in ("wrong", "only ours raises", "only eager raises")
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Parameters, buffers, attributes of modules that are plain values, and random state."""
+    state: dict[str, Any] = {f"parameter {name}": value.detach() for name, value in model.named_parameters()}
+    state |= {f"buffer {name}": value for name, value in model.named_buffers()}
+    for name, module in model.named_modules():
+        own = {key: value for key, value in vars(module).items() if _is_plain(key, value)}
+        state |= {f"attribute {name}.{key}": value for key, value in own.items()}
+    return state | {"torch's random state": torch.get_rng_state(), "Python's random state": hash(random.getstate())}
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    if key.startswith("_") or key in ("training", "forward", "T_destination", "call_super_init", "dump_patches"):
+        return False
+    return value is None or isinstance(value, (int, float, str, list, dict, set, tuple, Tensor))
+
+
+def _run(model: nn.Module, num_tokens: int, hidden: int, skew: Sequence[float]) -> dict[str, Any]:
+    """One step of SGD: its results and the state that it leaves."""
+    torch.manual_seed(num_tokens)
+    random.seed(num_tokens)
+    with torch.no_grad():
+        model.skew.copy_(torch.tensor(skew))  # type: ignore[operator]  # a buffer
+    x = torch.randn(num_tokens, hidden, requires_grad=True)
+    model.zero_grad()
+    out = model(x)
+    probe = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    ((out.float() * probe).sum() + x.sum()).backward()  # also where no expert ran
+    results: dict[str, Any] = {"output": out.detach(), "d x": x.grad}
+    results |= {f"d {name}": value.grad for name, value in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+    return {name: _kept(value) for name, value in (results | state_of(model)).items()}
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def compare(model: nn.Module, *, inner: str = "eager", seed: int = 0, **fields: Any) -> Outcome:
+    """Train a copy of a layer beside the layer itself.
+
+    Args:
+        model: takes tokens [T,H], has a buffer `skew` [E] which it adds to its routing scores.
+        inner: the inner backend.
+        seed: of the routings.
+        **fields: further options of Config.
+    """
+    torch._dynamo.reset()
+    before = copy.deepcopy(model)
+    num_experts, hidden = model.skew.shape[0], model.router.in_features  # type: ignore[union-attr,operator]
+    optimized = copy.deepcopy(model)
+    config = memfine_fx.Config(inner_backend=inner, rows_per_chunk=3, **fields)  # type: ignore[arg-type]  # a word
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        memfine_fx.optimize(optimized, dynamic=True, config=config)
+        for step, (num_tokens, skew) in enumerate(_steps(num_experts, seed)):
+            expected, eager_error = _attempted(model, num_tokens, hidden, skew)
+            results, error = _attempted(optimized, num_tokens, hidden, skew)
+            report = memfine_fx.report(optimized)
+            reasons = "; ".join(region.reason or "" for region in report.regions if region.status == "refused")
+            if expected is None or results is None:
+                verdict: Verdict = "only eager raises" if results is not None else "both raise"
+                if expected is not None:
+                    raises_too = _raises_compiled(before, seed)
+                    verdict = "torch.compile raises too" if raises_too else "only ours raises"
+                return Outcome(
+                    verdict, report.num_chunked, f"step {step}: eager {eager_error}, ours {error} ({reasons})"
+                )
+            name = _first_difference(results, expected, _TOLERANCES[model.router.weight.dtype])  # type: ignore[union-attr,index]
+            if name:
+                return Outcome("wrong", report.num_chunked, f"step {step}: {name} ({reasons})")
+    return Outcome("exact", report.num_chunked, reasons)
+
+
+def _raises_compiled(model: nn.Module, seed: int) -> bool:
+    """Whether plain torch.compile raises in the same steps."""
+    torch._dynamo.reset()
+    model.compile(backend="eager", dynamic=True)
+    return any(
+        _attempted(model, num_tokens, model.router.in_features, skew)[0] is None  # type: ignore[arg-type,union-attr]
+        for num_tokens, skew in _steps(model.skew.shape[0], seed)  # type: ignore[union-attr,index]
+    )
+
+
+def _steps(num_experts: int, seed: int) -> list[tuple[int, list[float]]]:
+    """Numbers of tokens, and what is added to the experts' scores."""
+    draw = random.Random(seed)
+    return [(num_tokens, [_RARE * (draw.random() < 0.4) for _ in range(num_experts)]) for num_tokens in _NUM_TOKENS]
+
+
+def _attempted(
+    model: nn.Module, num_tokens: int, hidden: int, skew: Sequence[float]
+) -> tuple[dict[str, Any] | None, str]:
+    try:
+        return _run(model, num_tokens, hidden, skew), ""
+    except Exception as error:  # NOTE: whatever a drawn layer raises, the other must raise too
+        return None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def _first_difference(results: dict[str, Any], expected: dict[str, Any], tolerance: float) -> str:
+    if results.keys() != expected.keys():
+        return f"names {results.keys() ^ expected.keys()}"
+    for name, value in expected.items():
+        error = _difference(results[name], value)
+        if not error <= tolerance:
+            return f"{name} off by {error:.2e}"
+    return ""
+
+
+def _difference(value: Any, expected: Any) -> float:
+    """Relative to the largest entry; a gradient of zeros and none are the same."""
+    if isinstance(value, Tensor) or isinstance(expected, Tensor):
+        if value is None or expected is None:
+            other = expected if value is None else value
+            return 0.0 if not bool(other.any()) else math.inf
+        if not isinstance(value, Tensor) or not isinstance(expected, Tensor) or value.shape != expected.shape:
+            return math.inf
+        ours, theirs = value.double(), expected.double()
+        if not torch.equal(ours.isnan(), theirs.isnan()):
+            return math.inf
+        ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
+        return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1.0)) if ours.numel() else 0.0
+    if isinstance(expected, (list, tuple)) and type(value) is type(expected) and len(value) == len(expected):
+        return max((_difference(one, other) for one, other in zip(value, expected, strict=True)), default=0.0)
+    if isinstance(expected, dict) and isinstance(value, dict) and value.keys() == expected.keys():
+        return max((_difference(value[key], expected[key]) for key in expected), default=0.0)
+    if isinstance(expected, float) and isinstance(value, float):
+        return abs(value - expected) / max(1.0, abs(expected))
+    return 0.0 if type(value) is type(expected) and value == expected else math.inf
