@@ -166,7 +166,8 @@ def _reasons(rows: Iterable[CoverageRow]) -> list[str]:
 
 def _example(form: Form) -> list[str]:
     rows = ", ".join(f"*{name}*" for name in form.rows)
-    return [f"**{form.name}** ({rows})", *_code(form.before), "runs as", *_code(form.after), ""]
+    after = form.after.replace("'", '"')  # as `ruff format` writes the page's code
+    return [f"**{form.name}** ({rows})", *_code(form.before), "runs as", *_code(after), ""]
 
 
 def _code(text: str) -> list[str]:
