@@ -38,7 +38,7 @@ _UNITS = {
 }
 _OPTIONS = "MEMFINE_OPTIONS"
 _WORDS = {"true": True, "false": False, "none": None}
-_FLAGS = ("captures_loops", "returns_logits", "verify")
+_FLAGS = ("captures_loops", "returns_logits", "verify", "gives_up_comparison_with_eager")
 _GONE = {
     "fold_weight": "it moved the routing weight before the last projection, which is now done wherever it is exact",
     "identity_rewrite": "it put every region back unchanged, a control of tests; verify=True checks a model's regions",
@@ -76,6 +76,8 @@ class Config:
             gradients are wanted and labels are given, the output's logits are then None, and never exist whole.
         verify: at first compile, run every region's original and rewritten form on the inputs at hand and on
             adversarial routings, forward and backward, and leave a region as it was when they disagree.
+        gives_up_comparison_with_eager: do not compare each kind of chunked layer with the module's own code, run
+            eagerly on a few tokens when it is first compiled. What a capture lost is not noticed then.
     """
 
     axis: Axis = "rows"
@@ -89,6 +91,7 @@ class Config:
     tokens_per_head_chunk: int | None = None
     returns_logits: bool = True
     verify: bool = False
+    gives_up_comparison_with_eager: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("axis", self.axis, get_args(Axis))

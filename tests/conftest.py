@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memfine_fx.compat import checks
+from memfine_fx.compiler import regions
 from tests.rates import give_rates
 
 gc.get_freeze_count = lambda: 0
@@ -34,6 +35,15 @@ def _fresh_compiler() -> None:
 def _given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans follow rates that are the same on every machine."""
     give_rates(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def _without_own_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are compared with their own code in tests that ask for it: elsewhere the tests themselves compare, and a
+    second capture of each layer would take a third of their time.
+    """
+    if request.node.get_closest_marker("own_code") is None:
+        monkeypatch.setattr(regions, "compare_with_own_code", lambda graph, outcomes, inputs, session: list(outcomes))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

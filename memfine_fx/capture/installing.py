@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-__all__ = ["InstalledForCalls", "InstalledMethods"]
+__all__ = ["InstalledForCalls", "InstalledMethods", "taken_out"]
+
+_in_place: list[InstalledForCalls] = []
+"""What is installed now, in the order in which it was installed."""
 
 
 class InstalledForCalls(abc.ABC):
@@ -31,13 +34,27 @@ class InstalledForCalls(abc.ABC):
             self._num_calls += 1
             if self._num_calls == 1:
                 self._put_in()
+                _in_place.append(self)
         try:
             yield
         finally:
             with self._lock:
                 self._num_calls -= 1
                 if not self._num_calls:
+                    _in_place.remove(self)
                     self._take_out()
+
+    @contextlib.contextmanager
+    def _left_out(self) -> Iterator[None]:
+        """Not in its place, although calls are under way."""
+        with self._lock:
+            self._take_out()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._num_calls:
+                    self._put_in()
 
     @abc.abstractmethod
     def _put_in(self) -> None: ...
@@ -65,3 +82,12 @@ class InstalledMethods(InstalledForCalls):
         for module, name, method in self.methods:
             if vars(module).get(name) is method:
                 del vars(module)[name]
+
+
+@contextlib.contextmanager
+def taken_out() -> Iterator[None]:
+    """Take everything out that is installed for calls under way, so that models run as their authors wrote them."""
+    with contextlib.ExitStack() as stack:
+        for installed in reversed(_in_place):
+            stack.enter_context(installed._left_out())
+        yield

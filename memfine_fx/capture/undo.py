@@ -1,8 +1,8 @@
 """What running a model changes besides its result, and putting it back.
 
 Generators of random numbers (torch's on the host and on the accelerator, Python's, numpy's), the attributes of modules
-one level deep (buffers and hooks among them), and the contents of buffers and other named tensors. What an attribute's
-own object changes inside itself (a list that grows) is not seen.
+(buffers and hooks among them), lists, dictionaries, sets and plain objects in these attributes, closures and globals of
+the modules' methods and hooks, and the contents of buffers and of other tensors that are found so.
 
 NOTE: contents are written back only where they differ. Writing moves a tensor's version, and a graph of the user that
 saved an unchanged buffer would refuse its backward. The version alone does not tell what differs: batch norm writes its
@@ -11,17 +11,33 @@ running statistics without moving it.
 
 from __future__ import annotations
 
+import collections
 import ctypes
+import functools
 import random
 import sys
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 
-from memfine_fx.compat.nn import own_buffers
+from memfine_fx.compat.nn import hooks_of, own_buffers
 
-__all__ = ["Contents", "Generators", "ModelState"]
+__all__ = ["Contents", "Generators", "ModelState", "functions_of", "named_globals"]
+
+_CONTAINERS = (
+    list,
+    dict,
+    set,
+    collections.deque,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+)
+"""Exactly these: a subclass may do anything when it is read."""
+_MOST_LEVELS = 4
+"""How deep containers and objects are looked into, from a module's attribute on."""
 
 
 class Generators:
@@ -98,14 +114,150 @@ def _has_same_bits(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     return torch.equal(*(one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (tensor, before)))
 
 
+class _Containers:
+    """What lists, dictionaries, sets and deques hold, and the attributes of plain objects.
+
+    Args:
+        values: where the search begins. Modules, classes, functions and tensors are not looked into.
+    """
+
+    def __init__(self, values: Iterable[object]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        """Tensors that were found, parameters excepted."""
+        self._before: list[tuple[Any, Any]] = []
+        seen: set[int] = set()
+        level = list(values)
+        for _ in range(_MOST_LEVELS):
+            found = [value for value in level if id(value) not in seen]
+            seen.update(map(id, found))
+            level = [part for value in found for part in self._note(value)]
+
+    def restore(self) -> None:
+        for container, before in self._before:
+            if _has_same_items(container, before):
+                continue
+            if isinstance(container, list):
+                container[:] = before
+            else:
+                container.clear()
+                (container.extend if isinstance(container, collections.deque) else container.update)(before)
+
+    def _note(self, value: Any) -> Iterable[Any]:
+        """Remember what a value holds, and return it."""
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.nn.Parameter):
+                self.tensors.append(value)
+            return ()
+        if isinstance(value, (tuple, frozenset)):
+            return value
+        if type(value) not in _CONTAINERS:
+            if not _is_plain_object(value):
+                return ()
+            value = vars(value)
+        before = dict(value) if isinstance(value, dict) else list(value)
+        self._before.append((value, before))
+        return before.values() if isinstance(before, dict) else before
+
+
+def _has_same_items(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return False
+    if isinstance(before, dict):
+        return list(container) == list(before) and all(container[key] is value for key, value in before.items())
+    return all(value is old for value, old in zip(container, before, strict=True))
+
+
+def _is_plain_object(value: object) -> bool:
+    """Whether it is an object of a class written in Python outside of torch, with attributes of its own."""
+    opaque = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, list, dict, set, tuple)
+    return hasattr(value, "__dict__") and not isinstance(value, opaque) and not _is_of_host(type(value))
+
+
+def _is_of_host(owner: Any) -> bool:
+    return str(getattr(owner, "__module__", "")).partition(".")[0] in ("torch", "builtins", "functools", "memfine_fx")
+
+
+def functions_of(model: torch.nn.Module) -> list[types.FunctionType]:
+    """Functions written in Python that a call of a model may run: its modules' methods and hooks, torch's own excepted.
+
+    What these call in turn is not followed.
+    """
+    found: dict[int, types.FunctionType] = {}
+    for module_class in dict.fromkeys(map(type, model.modules())):
+        for owner in module_class.__mro__:
+            if not _is_of_host(owner):
+                found |= {id(value): value for value in vars(owner).values() if isinstance(value, types.FunctionType)}
+    for module in model.modules():
+        for hook in hooks_of(module):
+            function = hook.func if isinstance(hook, functools.partial) else hook
+            function = getattr(function, "__func__", function)
+            if isinstance(function, types.FunctionType) and not _is_of_host(function):
+                found[id(function)] = function
+    return list(found.values())
+
+
+def named_globals(functions: Iterable[types.FunctionType]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Global variables that functions read or bind, as (the module's variables, name, value).
+
+    Modules, classes and functions are left out.
+    """
+    seen: set[tuple[int, str]] = set()
+    for function in functions:
+        for name in _names_in(function.__code__):
+            key = id(function.__globals__), name
+            if key in seen or name not in function.__globals__:
+                continue
+            seen.add(key)
+            value = function.__globals__[name]
+            if not isinstance(value, (types.ModuleType, type)) and not callable(value):
+                yield function.__globals__, name, value
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+class _Variables:
+    """What closures and global variables of functions are bound to."""
+
+    def __init__(self, functions: Iterable[types.FunctionType]) -> None:
+        functions = list(functions)
+        cells = [cell for function in functions for cell in function.__closure__ or ()]
+        self._cells = [(cell, value) for cell in cells for value in _contents(cell)]
+        self._globals = list(named_globals(functions))
+
+    @property
+    def values(self) -> list[Any]:
+        return [value for _, value in self._cells] + [value for _, _, value in self._globals]
+
+    def restore(self) -> None:
+        for cell, value in self._cells:
+            if not any(one is value for one in _contents(cell)):
+                cell.cell_contents = value
+        for variables, name, value in self._globals:
+            if variables.get(name) is not value:
+                variables[name] = value
+
+
+def _contents(cell: types.CellType) -> list[Any]:
+    """What a variable of a closure is bound to; nothing where it is not bound yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
 class ModelState:
     """What a call of a model may change, as it is now.
 
     Args:
         model: with all its modules.
         tensors: further tensors that the call may write into, its inputs.
-        attributes: which of the modules': "all", or only those that are "buffers". What a model sets up once, in its
-            first call, must not be taken from a call that runs again at once.
+        attributes: "all", with what these hold and the variables of functions, or "buffers" alone: what a model sets up
+            once, in its first call, must not be taken from a call that runs again at once.
     """
 
     def __init__(
@@ -116,19 +268,16 @@ class ModelState:
         attributes: Literal["all", "buffers"] = "all",
     ) -> None:
         self._generators, self._host_generators = Generators(), _HostGenerators()
-        dicts: list[dict[Any, Any]] = [own_buffers(module) for module in model.modules()]
-        if attributes == "all":
-            own = [vars(module) for module in model.modules()]
-            dicts = own + [value for values in own for value in values.values() if isinstance(value, dict)]
-        self._dicts = [(entries, dict(entries)) for entries in dicts]
-        self._contents = Contents([*model.buffers(), *tensors])
+        reads_all = attributes == "all"
+        self._variables = _Variables(functions_of(model) if reads_all else ())
+        roots = [vars(module) if reads_all else own_buffers(module) for module in model.modules()]
+        self._containers = _Containers([*roots, *self._variables.values])
+        found = {id(tensor): tensor for tensor in (*model.buffers(), *self._containers.tensors, *tensors)}
+        self._contents = Contents(found.values())
 
     def restore(self) -> None:
-        for entries, before in self._dicts:
-            is_same = list(entries) == list(before) and all(entries[key] is value for key, value in before.items())
-            if not is_same:
-                entries.clear()
-                entries.update(before)
+        self._variables.restore()
+        self._containers.restore()
         self._contents.restore()
         self._host_generators.restore()
         self._generators.restore()

@@ -14,20 +14,21 @@ __all__ = ["FUNCTIONAL_TENSORS", "Listening", "functional_value"]
 
 
 class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells every call that reaches the dispatcher, after it has run.
+    """Calls a function after every call that reaches the dispatcher.
 
     Args:
-        tell: called with the overload, its arguments by position and by name, and the result.
+        tell: called with the overload, its arguments by position and by name, and the result. What it returns, unless
+            that is None, takes the result's place.
     """
 
-    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tell = tell
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._tell(func, args, kwargs or {}, out)
-        return out
+        replacement = self._tell(func, args, kwargs or {}, out)
+        return out if replacement is None else replacement
 
 
 def functional_value(tensor: torch.Tensor) -> torch.Tensor:

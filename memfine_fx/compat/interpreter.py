@@ -1,16 +1,27 @@
-"""What the interpreter knows and no host says: the model that runs, and the optimizers that exist."""
+"""What the interpreter knows and no host says: the model that runs, its compiled call, and all optimizers."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 
 from memfine_fx.compat.checks import Hook, expect
 
-__all__ = ["FRAMES", "OBJECTS", "calling_code", "every_optimizer", "running_model"]
+__all__ = [
+    "COMPILED_CALLS",
+    "FRAMES",
+    "OBJECTS",
+    "CompiledCall",
+    "calling_code",
+    "compiled_call",
+    "every_optimizer",
+    "running_model",
+]
 
 
 def running_model() -> torch.nn.Module | None:
@@ -27,6 +38,43 @@ def _outermost_module() -> torch.nn.Module | None:
             found = caller
         frame = frame.f_back
     return found
+
+
+class CompiledCall(NamedTuple):
+    """A call under `torch.compile`.
+
+    Args:
+        function, args, kwargs: what is called.
+        owner: the module whose method is being compiled; where graphs break that may be a part of the model.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    owner: torch.nn.Module | None
+
+
+def compiled_call() -> CompiledCall | None:
+    """Return the innermost compiled call that is under way in this thread; None outside of any."""
+    return _innermost_compiled_call() if COMPILED_CALLS.holds() else None
+
+
+def _innermost_compiled_call() -> CompiledCall | None:
+    frame: FrameType | None = sys._getframe(1)
+    owner = None
+    while frame is not None:
+        is_of_dynamo = frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        if is_of_dynamo and frame.f_code.co_name == "compile_wrapper":
+            function = frame.f_locals["fn"]
+            owner = owner or getattr(function, "__self__", None)
+            is_module = isinstance(owner, torch.nn.Module)
+            return CompiledCall(
+                function, frame.f_locals["args"], frame.f_locals["kwargs"], owner if is_module else None
+            )
+        caller = frame.f_locals.get("self")
+        owner = owner or (caller if isinstance(caller, torch.nn.Module) else None)
+        frame = frame.f_back
+    return None
 
 
 def calling_code() -> CodeType:
@@ -73,6 +121,28 @@ FRAMES = Hook(
     loss="Where several models are compiled by the backend's name, one of them without regions gets no warning of its "
     "own.",
     check=_check_frames,
+)
+
+
+def _check_compiled_calls() -> None:
+    # No compilation: a check runs in a thread of its own, which would wait for the compilation that asks.
+    from torch._dynamo.eval_frame import _TorchDynamoContext
+
+    codes = [one for one in _TorchDynamoContext.__call__.__code__.co_consts if isinstance(one, CodeType)]
+    wrapper = next((one for one in codes if one.co_name == "compile_wrapper"), None)
+    expect(wrapper is not None, "_TorchDynamoContext.__call__ defines no compile_wrapper")
+    assert wrapper is not None
+    expect("fn" in wrapper.co_freevars, "compile_wrapper does not know its function as fn")
+    expect({"args", "kwargs"} <= set(wrapper.co_varnames), "compile_wrapper does not take args and kwargs")
+
+
+COMPILED_CALLS = Hook(
+    name="torch._dynamo.eval_frame's compile_wrapper",
+    host="torch",
+    purpose="running a chunked layer as its author wrote it, on a few tokens of the call that is being compiled",
+    seen=("2.13", "2.13"),
+    loss="Chunked layers are not compared with the model's own code when they are first compiled; the report says so.",
+    check=_check_compiled_calls,
 )
 OBJECTS = Hook(
     name="torch.optim.Optimizer among gc.get_objects()",

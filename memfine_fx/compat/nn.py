@@ -15,6 +15,7 @@ __all__ = [
     "forward_hooks",
     "has_compiled_call",
     "hooks_after_gradient",
+    "hooks_of",
     "own_buffers",
     "own_parameters",
     "plain_call",
@@ -51,6 +52,11 @@ def own_buffers(module: torch.nn.Module) -> dict[str, Any]:
 def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
     """Where `register_forward_hook` puts its hooks, by the number of their handle; changing it changes them."""
     return module._forward_hooks
+
+
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks that run before and after a module's forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def hooks_after_gradient(parameter: torch.Tensor) -> dict[int, Any]:

@@ -23,8 +23,9 @@ __all__ = ["CapturedGraph", "LoweredHead", "LoweredRegion"]
 
 @dataclass(frozen=True)
 class LoweredRegion:
-    """A raised region, its live counterpart, T of the captured call, what verifying it gave, its picture, and why its
-    gradients could not be compared with autograd's ("" where they agree)."""
+    """A raised region, its live counterpart, T of the captured call, what verifying it gave, its picture, why its
+    gradients could not be compared with autograd's, and why its layer could not be compared with the model's own code
+    ("" where they agree)."""
 
     region: MoERegion
     live: LiveRegion
@@ -32,6 +33,7 @@ class LoweredRegion:
     verification: RegionVerification | None = None
     graph: RegionGraph | None = None
     uncompared: str = ""
+    not_compared: str = ""
 
 
 @dataclass(frozen=True)

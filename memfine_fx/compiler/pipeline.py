@@ -55,7 +55,10 @@ def _compile(
     dump_graph(graph_module, session, "captured")
     if session.shares is not None:
         return CompiledGraph(graph_module, example_inputs, session, record).__call__
-    found = [plan_regions(body, modes, session, record) for body, modes in list(called_bodies(graph_module))]
+    found = [
+        plan_regions(body, modes, session, record, example_inputs if body is graph_module else ())
+        for body, modes in list(called_bodies(graph_module))
+    ]
     with session.timed("heads"):
         record.heads.extend(plan_heads(graph_module, session, record))
     if config.verify:

@@ -337,6 +337,7 @@ class Session:
             notes,
             tuple(map(head_report, self._latest_heads())),
             has_run or self.num_graphs > 0,
+            self.stage_seconds.get("compare", 0.0),
         )
 
     def _step_report(self) -> StepReport | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 
 from torch import fx
 
@@ -20,9 +23,12 @@ from memfine_fx.compiler.outcomes import head_report, outcome_report
 from memfine_fx.compiler.session import Session
 from memfine_fx.config import dump_folder
 
-__all__ = ["dump_graph", "tell_found", "warn_without_regions"]
+__all__ = ["dump_graph", "silenced", "tell_found", "warn_without_regions"]
 
 passes_log = logging.getLogger("memfine_fx.passes")
+_is_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("is_silent", default=False)
+for _log in (passes_log, logging.getLogger("memfine_fx.plans")):
+    _log.addFilter(lambda record: not _is_silent.get())
 
 
 def warn_without_regions(session: Session) -> None:
@@ -52,9 +58,19 @@ def warn_without_regions(session: Session) -> None:
     )
 
 
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Log, dump and trace no graphs and plans: what is compiled inside is not what the user's model runs."""
+    token = _is_silent.set(True)
+    try:
+        yield
+    finally:
+        _is_silent.reset(token)
+
+
 def dump_graph(graph_module: fx.GraphModule, session: Session, state: str) -> None:
     folder = dump_folder()
-    if folder is None:
+    if folder is None or _is_silent.get():
         return
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"graph_{session.num_graphs:03d}_{state}.py")
@@ -69,6 +85,6 @@ def tell_found(graph_module: fx.GraphModule, session: Session, record: CapturedG
     lines += [f"graph {number}: {head_report(head)}" for head in record.heads]
     for line in lines or [f"graph {number}: no routing decision"]:
         passes_log.info("%s", line)
-    if record.outcomes or record.heads:
+    if (record.outcomes or record.heads) and not _is_silent.get():
         trace_artifact("memfine_regions", "string", "\n".join(lines))
         trace_artifact("memfine_graph", "string", graph_module.print_readable(print_output=False))

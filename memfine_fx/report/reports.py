@@ -54,6 +54,7 @@ class RegionReport:
         hint: what can be done about a refusal.
         graph: the region with its router, from `explain`; see `picture`.
         uncompared: why its gradients could not be compared with autograd's when it was compiled, "" where they agree.
+        not_compared: why its layer could not be compared with the model's own code, "" where they agree.
         makes_tables: where tables are computed (adapters, quantized weights): how each expert's is made when it runs.
         why_expanded: why such tables are computed whole, ahead of the experts; "" where they are not.
         runs_in: on a GPU, "GPU kernels", or "bodies" and why; "" elsewhere.
@@ -79,6 +80,7 @@ class RegionReport:
     hint: str = ""
     graph: RegionGraph | None = None
     uncompared: str = ""
+    not_compared: str = ""
     makes_tables: str = ""
     why_expanded: str = ""
     runs_in: str = ""
@@ -219,6 +221,7 @@ class Report:
         notes: what was switched on the model or in Dynamo so that the experts reach a graph.
         heads: heads of a large vocabulary, chunked or refused.
         has_run: False before the model's first call: nothing is known then.
+        comparison_seconds: that comparing chunked layers with the model's own code took.
     """
 
     regions: tuple[RegionReport, ...]
@@ -230,6 +233,7 @@ class Report:
     notes: tuple[str, ...] = ()
     heads: tuple[HeadReport, ...] = ()
     has_run: bool = True
+    comparison_seconds: float = 0.0
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -276,7 +280,7 @@ class Report:
         if not self.has_run:
             lines = ["memfine_fx: nothing has run yet; regions are found at the first call of the model"]
             return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-        lines = [f"memfine_fx: {self.counted}", *(f"  {region}" for region in self.layers)]
+        lines = [f"memfine_fx: {self.counted}", *self._comparison(), *(f"  {region}" for region in self.layers)]
         if len(self.layers) < len(self.regions):
             lines.append(f"  {self.others}")
         lines.extend(f"  {head}" for head in self.heads)
@@ -293,6 +297,17 @@ class Report:
         if self.measured_bytes is not None:
             lines.append(f"  measured peak of the step beyond its start: {self.measured_bytes:,} B")
         return "\n".join(lines)
+
+    def _comparison(self) -> list[str]:
+        """Say which chunked layers were not compared with the model's own code, and what comparing the others took."""
+        reasons: dict[str, list[str]] = {}
+        for region in self.regions:
+            if region.not_compared:
+                reasons.setdefault(region.not_compared, []).append(region.where.module or str(region.where))
+        lines = [f"  not compared with your code: {', '.join(names)} ({reason})" for reason, names in reasons.items()]
+        if self.comparison_seconds:
+            lines.append(f"  layers compared with your code, run eagerly, in {self.comparison_seconds:.1f} s")
+        return lines
 
     def picture(self, number: int = 0) -> str:
         """SVG of the graph of one chunked region (the `number`-th), as `explain` saw it.

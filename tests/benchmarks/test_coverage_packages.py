@@ -10,6 +10,8 @@ from benchmarks.coverage.packages import PACKAGED
 from benchmarks.coverage.rows import NOT_INSTALLED
 from benchmarks.coverage.table import coverage_page
 
+pytestmark = pytest.mark.own_code
+
 CHEAP = "nllb_moe, capacity 8"
 
 

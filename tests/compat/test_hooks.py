@@ -26,6 +26,7 @@ import torch._logging._internal
 import torch._prims.rng_prims
 import torch.amp.autocast_mode
 import torch.utils._python_dispatch
+from torch._dynamo import eval_frame
 from torch._dynamo.backends import registry
 from torch._dynamo.comptime import ComptimeContext
 from torch._functorch._aot_autograd.aot_autograd_result import GenericAOTAutogradResult
@@ -98,6 +99,7 @@ def holds_gradients(patch: pytest.MonkeyPatch) -> None:
 
 _partition = torch._functorch.partitioners.min_cut_rematerialization_partition
 _autograd: Any = torch._C._autograd
+_compile = eval_frame._TorchDynamoContext.__call__
 _keeps = "_get_current_graph_task_keep_graph"
 _ignores = "_set_params_and_buffers_to_ignore_for_model"
 _records = "skip_fwd_side_effects_in_bwd_under_checkpoint"
@@ -139,6 +141,7 @@ BREAKS: dict[Hook, Break] = {
     inductor.KERNELS: lacking(torch._inductor.config, "_post_fusion_custom_pass"),
     inductor.TRACING: having(torch._guards.TracingContext, "try_get", staticmethod(lambda: None)),
     inductor.WRAPPERS: lambda patch: patch.delitem(CompiledFxGraph.__annotations__, "source_code"),
+    interpreter.COMPILED_CALLS: having(eval_frame._TorchDynamoContext, "__call__", lambda *args: _compile(*args)),
     interpreter.FRAMES: having(interpreter, "_outermost_module", lambda: None),
     interpreter.OBJECTS: having(gc, "get_freeze_count", lambda: 200_000),
     llamafactory.CHECKPOINTING: having(llamafactory, "capture_checkpoints", lambda module: None),

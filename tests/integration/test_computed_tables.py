@@ -133,6 +133,7 @@ class UnderAutocast(nn.Module):
             return out
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("table_of", LOCAL)
 def test_a_table_is_made_one_expert_at_a_time_under_autocast(table_of: Callable[[Adapted], Tensor]) -> None:
     layer = UnderAutocast(Adapted(table_of))
@@ -147,7 +148,8 @@ def test_a_table_is_made_one_expert_at_a_time_under_autocast(table_of: Callable[
     (region,) = memfine_fx.report(optimized).regions
     assert region.status == "chunked" and not region.why_expanded
     optimized(hidden).sum().backward()  # compiles for tokens without gradients
-    trace = trace_memory(lambda: optimized(hidden).sum().backward(), torch.device("cpu"))
+    with torch.backends.mkldnn.flags(enabled=False):  # on some CPUs oneDNN's scratch is larger than the table
+        trace = trace_memory(lambda: optimized(hidden).sum().backward(), torch.device("cpu"))
     assert not trace.has_allocation_of(TABLE_BYTES // 8)
 
 

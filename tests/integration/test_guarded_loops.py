@@ -16,6 +16,7 @@ import torch
 from tests.properties.life import Outcome, compare
 from tests.properties.written import EXPERTS, WrittenLayer, load, module_source
 
+pytestmark = pytest.mark.own_code
 EMPTY = "t.numel() == 0"
 ROWS = "out.index_add_(0, t, self.ex[e](x[t]) * w[t, c, None])"
 _numbers = itertools.count()

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-__all__ = ["EXPERTS", "KINDS", "Kind", "WrittenLayer", "load", "module_source", "written_layer"]
+__all__ = ["EXPERTS", "KINDS", "PRODUCTS", "Kind", "WrittenLayer", "load", "module_source", "written_layer"]
 
 Kind = Literal["loop", "dense"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -778,7 +778,7 @@ def module_source(
 
 # Dense, gathered, sorted: everything that is no loop.
 
-_PRODUCTS: dict[str, Sequence[str]] = {
+PRODUCTS: dict[str, Sequence[str]] = {
     "one hot": [
         "full = (F.one_hot(i, self.num) * w[..., None]).sum(1)",
         "y = torch.einsum('tef,efh->teh', F.silu(torch.einsum('th,ehf->tef', x, self.up)), self.down)",
@@ -990,7 +990,7 @@ _TAILS = {
 def _dense(name: str, draw: random.Random) -> WrittenLayer:
     choices: dict[str, str] = {}
     routing, num_experts, _ = _routing(draw, edits=0.6, choices=choices)
-    product, tail = draw.choice(sorted(_PRODUCTS)), draw.choice(sorted(_TAILS))
+    product, tail = draw.choice(sorted(PRODUCTS)), draw.choice(sorted(_TAILS))
     choices |= {"product": product, "tail": tail}
     init = [
         "self.up = nn.Parameter(torch.randn(self.num, H, 12) / 3)",
@@ -1001,7 +1001,7 @@ def _dense(name: str, draw: random.Random) -> WrittenLayer:
         init.append("self.up16 = nn.Parameter((torch.randn(self.num, H, 16) / 3).bfloat16())")
         init[-1] = init[-1].replace("H, 16", "H, 8")
         init.append("self.down16 = nn.Parameter((torch.randn(self.num, 16, H) / 3).bfloat16())")
-    lines = [*routing, *_PRODUCTS[product], *_TAILS[tail], "return out"]
+    lines = [*routing, *PRODUCTS[product], *_TAILS[tail], "return out"]
     if product.startswith("grouped"):
         lines = [line.replace("F.pad(h, (0, 4))", "F.pad(h, (0, 8))") for line in lines]
     return WrittenLayer(name, module_source(name, num_experts, EXPERTS["mlp"], init, lines), choices)

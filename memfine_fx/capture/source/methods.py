@@ -22,9 +22,11 @@ from memfine_fx.capture.source.helpers import NAMES, PREFIX, get_ready
 from memfine_fx.capture.source.loops import LeftAsWritten, rewrite_function
 from memfine_fx.capture.standing import is_own
 
-__all__ = ["RewrittenLoops"]
+__all__ = ["RewrittenLoops", "rewritten_places"]
 
 _FOR_ITER = dis.opmap["FOR_ITER"]
+_PLACE = "_memfine_place"
+"""Attribute of a rewritten function: where its first line stands, "file:line"."""
 
 
 class RewrittenLoops:
@@ -57,6 +59,13 @@ class RewrittenLoops:
     def installed(self) -> contextlib.AbstractContextManager[None]:
         """The methods in their modules' places, for compilations and calls inside."""
         return self._methods.installed()
+
+
+def rewritten_places(model: torch.nn.Module) -> list[str]:
+    """Return where the methods begin, "file:line", that stand rewritten in a model's modules now."""
+    methods = [value for module in model.modules() for value in vars(module).values()]
+    places = (getattr(getattr(method, "__func__", None), _PLACE, None) for method in methods)
+    return list(dict.fromkeys(place for place in places if place is not None))
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,7 @@ def _rewritten(function: types.FunctionType, refused: Collection[str]) -> _Metho
     body = _code(definition, function)
     rewritten = types.FunctionType(body, function.__globals__, function.__name__, function.__defaults__)
     rewritten.__qualname__, rewritten.__kwdefaults__ = function.__qualname__, function.__kwdefaults__
+    setattr(rewritten, _PLACE, f"{file}:{definition.lineno}")
     return _Method(rewritten, tuple(left))
 
 

@@ -1,0 +1,659 @@
+"""Compare chunked layers with the model's own code: the module as it is written, run eagerly on a few tokens.
+
+Reading and the comparison of gradients both begin at a captured graph, so neither sees what was lost before the graph
+existed. This comparison begins at the code. When a kind of layer is first chunked, the innermost module that holds its
+router and its experts runs in two ways:
+
+    eagerly, with nothing of memfine_fx installed        the code that the user wrote
+    compiled alone, by the whole pipeline                captured, rewritten, read and lowered, in chunks of a few rows
+
+Steps:
+1. find the module of a region, and cut the arguments of the call that is being compiled to a few tokens;
+2. run the model eagerly up to the module, which gives the module's own arguments;
+3. compile the module alone, under the flags of this attempt;
+4. run both, as routed and under each of `forced_choices.ROUTINGS`: outputs, arguments that are written in place,
+   gradients, buffers, attributes of modules and what these hold, closures and globals, and random state must agree.
+
+A layer that differs is refused; where a loop of its code was rewritten, that method is left as it is written instead.
+A layer that cannot run so is chunked all the same, and the report says in its first lines that it was not compared.
+Everything that these runs change is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import itertools
+import logging
+import math
+import random
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from memfine_fx.capture.installing import taken_out
+from memfine_fx.capture.source.methods import rewritten_places
+from memfine_fx.capture.undo import ModelState, functions_of, named_globals
+from memfine_fx.compat.interpreter import CompiledCall, compiled_call
+from memfine_fx.compat.nn import own_buffers, plain_call
+from memfine_fx.compat.tensors import is_quantized, tree_leaves, tree_map
+from memfine_fx.compiler.captured_graph import LoweredRegion
+from memfine_fx.compiler.session import Session
+from memfine_fx.compiler.telling import silenced
+from memfine_fx.errors import GuardRefused, Reason
+from memfine_fx.passes.dataflow import clean_module_path, node_value, target_name
+from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices
+from memfine_fx.records import MoERegion, Refusal
+
+__all__ = ["compare_with_own_code"]
+
+log = logging.getLogger(__name__)
+_CHOICES = frozenset(("topk", "argmax", "max", "sort", "argsort"))
+_FEW_TOKENS, _MOST_TOKENS = 8, 64
+_ROWS_PER_CHUNK = 5
+_MOST_BYTES = 64 << 20
+"""Of all parameters whose gradients are compared, the smallest first. Larger tables count as frozen here;
+`passes.verify.gradient_check` compares their gradients, with narrow widths."""
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+"""Relative to the norm, by the coarsest dtype in which the module computes."""
+_COARSE = 0.1
+"""Where it computes in a dtype of 8 bits."""
+_LEAST_SHARE = 1e-3
+"""Of the largest gradient: what is smaller is compared with this."""
+_HIDDEN_ATTRIBUTES = frozenset(("training", "T_destination", "call_super_init", "dump_patches"))
+_ALIKE = "tokens alike"
+"""Routing where all tokens are the first one, which no choice needs to be forced for."""
+_PLAIN = (int, float, str, frozenset, list, dict)
+_known: dict[str, _Verdict] = {}
+_lock = threading.RLock()
+
+Entry = tuple[str, type]
+"""Path of a module as Dynamo has it, and the module's class."""
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Why a layer could not be compared, or how it differs; both "" where it agrees."""
+
+    uncompared: str = ""
+    difference: str = ""
+
+
+class _CannotCompare(Exception):
+    """A layer cannot run on its own; the message says why."""
+
+
+class _Reached(BaseException):
+    """The module was called, with these arguments. No handler of the model's own code catches it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args_of_call, self.kwargs_of_call, self.autocasts = args, kwargs, _autocasts()
+
+
+def compare_with_own_code(
+    graph: fx.Graph, outcomes: Sequence[LoweredRegion | Refusal], inputs: Sequence[object], session: Session
+) -> list[LoweredRegion | Refusal]:
+    """Compare the layers of one graph, each kind once a process.
+
+    Args:
+        graph: as captured; not changed.
+        outcomes: its regions and refusals.
+        inputs: of the graph in the call that is being compiled; () for the body of a higher-order operator.
+        session: given the seconds as its stage "compare".
+
+    Returns:
+        `outcomes` with a refusal in place of each region that differs.
+
+    Raises:
+        GuardRefused: a layer with a rewritten loop differs.
+    """
+    is_off = session.config.gives_up_comparison_with_eager or session.is_dry or session.records
+    if is_off or not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):
+        return list(outcomes)
+    with session.timed("compare"):
+        result = list(outcomes)
+        layers: dict[Entry | None, dict[int, LoweredRegion]] = {}
+        for place, outcome in enumerate(outcomes):
+            if isinstance(outcome, LoweredRegion):
+                layers.setdefault(_entry_of(outcome.region), {})[place] = outcome
+        for entry, lowered in layers.items():
+            verdict = _verdict(graph, entry, [outcome.region for outcome in lowered.values()], inputs, session)
+            for place, outcome in lowered.items():
+                result[place] = _judged(outcome, verdict)
+        return result
+
+
+def _judged(outcome: LoweredRegion, verdict: _Verdict) -> LoweredRegion | Refusal:
+    if not verdict.difference:
+        return replace(outcome, not_compared=verdict.uncompared)
+    details = f"in chunks it would differ from your code run eagerly: {verdict.difference}"
+    return Refusal(outcome.region.where, Reason.OTHER_OUTPUT, details, str(outcome.region.cut.exit))
+
+
+def _verdict(
+    graph: fx.Graph, entry: Entry | None, regions: Sequence[MoERegion], inputs: Sequence[object], session: Session
+) -> _Verdict:
+    try:
+        layer = _Layer.of(graph, entry, regions, inputs)
+    except _CannotCompare as error:
+        return _Verdict(str(error))
+    key = layer.kind(session)
+    with _lock:
+        if key not in _known:
+            log.info("%s is compiled alone and compared with its own code", layer.name or type(layer.module).__name__)
+            _known[key] = layer.verdict(session)
+    verdict, rewritten = _known[key], rewritten_places(layer.module)
+    if verdict.difference and rewritten:
+        raise GuardRefused(
+            f"with the rewritten loop it would differ from your code: {verdict.difference}", rewritten[0], layer.name
+        )
+    return verdict
+
+
+# Which module holds a region.
+
+
+def _entry_of(region: MoERegion) -> Entry | None:
+    """The innermost module that holds a region's router and its experts; None for the one whose method is compiled."""
+    choice = _choice_of(region)
+    nodes = [*region.cut.nodes, *([] if choice is None else [choice])]
+    stacks = [stack for node in nodes if (stack := _modules_around(node))]
+    shared: Entry | None = None
+    for entries in zip(*stacks, strict=False):
+        if any(entry != entries[0] for entry in entries):
+            break
+        shared = entries[0]
+    return shared
+
+
+def _modules_around(node: fx.Node) -> list[Entry]:
+    return [entry for entry in (node.meta.get("nn_module_stack") or {}).values() if isinstance(entry, tuple)]
+
+
+def _choice_of(region: MoERegion) -> fx.Node | None:
+    """The nearest node before the experts that chooses among scores."""
+    level = [node for node in (region.expert_index, region.routing_weight, region.hidden) if node is not None]
+    seen = set(level)
+    while level:
+        choice = next((node for node in level if target_name(node) in _CHOICES), None)
+        if choice is not None:
+            return choice
+        level = list(dict.fromkeys(one for node in level for one in node.all_input_nodes if one not in seen))
+        seen.update(level)
+    return None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A module that holds chunked regions, in the call that is being compiled.
+
+    Args:
+        module: itself.
+        name: its path in the model, "" for the model.
+        model: whose call is being compiled.
+        call: that call.
+        nodes: the module's nodes in the graph.
+        regions: the regions among them.
+    """
+
+    module: torch.nn.Module
+    name: str
+    model: torch.nn.Module
+    call: CompiledCall
+    nodes: tuple[fx.Node, ...]
+    regions: tuple[MoERegion, ...]
+
+    @staticmethod
+    def of(graph: fx.Graph, entry: Entry | None, regions: Sequence[MoERegion], inputs: Sequence[object]) -> _Layer:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise _CannotCompare("torch.distributed is in use")
+        call = compiled_call()
+        model = getattr(call.function, "__self__", None) if call else None
+        if call is None or call.owner is None or not isinstance(model, torch.nn.Module):
+            raise _CannotCompare("what is compiled is no module")
+        path = "" if entry is None else clean_module_path(entry[0])
+        parts = dict(call.owner.named_modules())
+        module = parts.get(path)
+        own = _parameters_of(graph, regions, inputs)
+        if module is None or (entry and type(module) is not entry[1]) or own - {id(one) for one in module.parameters()}:
+            raise _CannotCompare("no module holds both its router and its experts")
+        name = next((name for name, one in model.named_modules() if one is module), path)
+        nodes = tuple(
+            node
+            for node in graph.nodes
+            if node.op != "placeholder" and (entry is None or entry in _modules_around(node))
+        )
+        return _Layer(module, name, model, call, nodes, tuple(regions))
+
+    def kind(self, session: Session) -> str:
+        """Equal for layers of which one comparison is enough."""
+        module = self.module
+        names = {node: f"%{place}" for place, node in enumerate(self.nodes)}
+        calls = [
+            f"{node.op} {node.target if node.op.startswith('call') else ''} "
+            f"{fx.map_arg((node.args, node.kwargs), lambda source: names.get(source) or _description(source))}"
+            for node in self.nodes
+            if "assert" not in target_name(node)  # these name symbols in their messages
+        ]
+        switches = [
+            (name, key, value)
+            for name, part in module.named_modules()
+            for key, value in vars(part).items()
+            if isinstance(value, (bool, str, float)) or value is None
+        ]
+        parameters = [(one.shape, one.dtype, one.requires_grad) for one in module.parameters()]
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(), torch.is_inference_mode_enabled()
+        text = (type(module), calls, switches, parameters, modes, session.config.axis, rewritten_places(module))
+        return hashlib.sha256(repr(text).encode()).hexdigest()
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference that rounding explains, relative to a tensor's norm."""
+        values = [*map(node_value, self.nodes), *self.module.parameters(), *self.module.buffers()]
+        dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
+        return max((_TOLERANCES.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCES[torch.float32])
+
+    def verdict(self, session: Session) -> _Verdict:
+        """Run the module in both ways and compare."""
+        before = ModelState(self.model)
+        try:
+            return self._compared(session)
+        except _CannotCompare as error:
+            return _Verdict(str(error))
+        except Exception as error:  # NOTE: the model's own code may raise anything
+            return _Verdict(_in_words(error))
+        finally:
+            before.restore()
+
+    def _compared(self, session: Session) -> _Verdict:
+        if any(one.is_meta or is_quantized(one) for one in (*self.module.parameters(), *self.module.buffers())):
+            raise _CannotCompare("its tensors are quantized or hold no data")
+        with warnings.catch_warnings(), silenced():
+            warnings.simplefilter("ignore")
+            args, kwargs, autocasts = self._arguments()
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_frozen_if_large(self.module))
+                for autocast in autocasts:
+                    stack.enter_context(autocast)
+                pair = _Pair(self.module, args, kwargs, session, self.tolerance)
+                reason = pair.compile(len(self.regions))
+                if reason:
+                    return _Verdict(reason)
+                for routing in ("", *ROUTINGS, _ALIKE):
+                    difference = pair.difference(routing, self.regions[0].dims.num_experts)
+                    if difference:
+                        return _Verdict(difference=f"{difference}, routing: {routing or 'as it is'}")
+        return _Verdict()
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.autocast]]:
+        """The module's own arguments for a few tokens, and the autocasts in which it is called."""
+        reason = "its sizes are too large"
+        for few_args, few_kwargs in _cut(self.call.args, self.call.kwargs):
+            if self.module is self.model:
+                return few_args, few_kwargs, _autocasts()
+            try:
+                with taken_out(), _stopping_at(self.module), torch.no_grad():
+                    self.call.function(*few_args, **few_kwargs)
+                reason = "the model does not call it"
+            except _Reached as reached:
+                return *next(_cut(reached.args_of_call, reached.kwargs_of_call)), reached.autocasts
+            except Exception as error:  # NOTE: a model may need other numbers of tokens than these
+                reason = _in_words(error)
+        raise _CannotCompare(f"the model does not run on a few tokens: {reason}")
+
+
+def _parameters_of(graph: fx.Graph, regions: Sequence[MoERegion], inputs: Sequence[object]) -> set[int]:
+    """Ids of the parameters that regions read, as far as they are inputs of the graph."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    values = dict(zip(placeholders, inputs, strict=False))
+    level = [node for region in regions for node in region.params]
+    seen = set(level)
+    while level:
+        level = [source for node in level for source in node.all_input_nodes if source not in seen]
+        seen.update(level)
+    return {id(values[node]) for node in seen if isinstance(values.get(node), torch.nn.Parameter)}
+
+
+def _description(node: fx.Node) -> str:
+    """Of a value from outside of a module."""
+    value = node_value(node)
+    if isinstance(value, Tensor):
+        return f"<{value.dtype} {value.ndim} {value.requires_grad} {type(value).__name__}>"
+    return f"<{type(value).__name__}>"
+
+
+@contextlib.contextmanager
+def _stopping_at(module: torch.nn.Module) -> Iterator[None]:
+    """The module's forward raises `_Reached`."""
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise _Reached(args, kwargs)
+
+    attributes = vars(module)
+    before = attributes.get("forward")
+    attributes["forward"] = stop
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = before
+
+
+def _autocasts() -> list[torch.autocast]:
+    """Enter autocast as it is now, for each kind of device."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = ["cpu", *([] if accelerator is None else [accelerator.type])]
+    return [
+        torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        for device in devices
+    ]
+
+
+# Arguments for a few tokens.
+
+
+def _cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Copies of arguments with a few tokens, the likeliest to run first.
+
+    The first tensor says which sizes count tokens: all dimensions of integers, all but the last of floats.
+    """
+    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.ndim]
+    if not tensors:
+        yield _copied((args, kwargs), lambda tensor: tensor)
+        return
+    first = tensors[0]
+    sizes = first.shape[:-1] if first.is_floating_point() and first.ndim > 1 else first.shape
+    if math.prod(sizes) <= _MOST_TOKENS:
+        yield _copied((args, kwargs), lambda tensor: tensor)
+        return
+    if len(sizes) > 1:
+        yield _copied((args, kwargs), functools.partial(_few_of_both, sizes[0], sizes[1]))
+    yield _copied((args, kwargs), functools.partial(_few_of_first, sizes[0]))
+
+
+def _copied(value: Any, cut: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of arguments, their tensors cut and detached."""
+
+    def copied(part: Any) -> Any:
+        if isinstance(part, torch.nn.Parameter):
+            return part
+        if isinstance(part, Tensor):
+            return cut(part.detach()).clone()
+        is_plain = part is None or isinstance(part, (int, float, str, torch.dtype, torch.device, torch.nn.Module))
+        return part if is_plain or callable(part) else copy.deepcopy(part)
+
+    return tree_map(copied, value)
+
+
+def _few_of_first(size: int, tensor: Tensor) -> Tensor:
+    return tensor[:_FEW_TOKENS] if tensor.ndim and tensor.shape[0] == size else tensor
+
+
+def _few_of_both(batch: int, length: int, tensor: Tensor) -> Tensor:
+    if tensor.ndim and tensor.shape[0] == batch:
+        tensor = tensor[:1]
+    for dim in range(1, tensor.ndim):
+        if tensor.shape[dim] == length:
+            tensor = tensor.narrow(dim, 0, min(length, _FEW_TOKENS))
+    return tensor
+
+
+# Both runs.
+
+
+def _call_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return plain_call(module)(*args, **kwargs)
+
+
+class _Pair:
+    """A module's two calls on the same arguments.
+
+    Args:
+        module: in the state from which each call begins.
+        args, kwargs: of its forward.
+        session: of the model, whose options and flags hold for the module alone.
+        tolerance: largest difference, relative to a tensor's norm.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], session: Session, tolerance: float
+    ) -> None:
+        self._module, self._args, self._kwargs, self._tolerance = module, args, kwargs, tolerance
+        config = replace(
+            session.config, inner_backend="eager", rows_per_chunk=_ROWS_PER_CHUNK, tokens_per_chunk=None, bins=None,
+            memory_budget=None, verify=False, gives_up_comparison_with_eager=True,
+        )  # fmt: skip
+        self._alone = Session(config, measures=False)
+        self._alone.start_attempt(session.capture_flags)
+        self._forced: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        self._state = ModelState(module, self._parameters.values())
+        # A code object of its own, so that what Dynamo compiles for it goes with it.
+        code = _call_module.__code__.replace()
+        self._compiled = torch.compile(
+            types.FunctionType(code, _call_module.__globals__), backend=self._backend, fullgraph=True, dynamic=True
+        )
+
+    def _backend(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from memfine_fx.compiler.pipeline import compile_graph
+
+        compiled = compile_graph(graph_module, inputs, self._alone)
+
+        def run(*args: Any) -> Any:
+            with self._forced:  # here, because Dynamo compiles nothing under a dispatch mode
+                return compiled(*args)
+
+        return run
+
+    def compile(self, num_regions: int) -> str:
+        """Compile the module alone.
+
+        Returns:
+            Why it cannot be compared, "" where it can.
+        """
+        try:
+            self._results(self._compiled, self._args)
+        except Exception as error:  # NOTE: what runs alone may need what the model gives it
+            return f"compiled alone it raises {_in_words(error)}"
+        finally:
+            self._state.restore()
+        if len(self._alone.lowered) == num_regions:
+            return ""
+        refusals = [one.details for one in self._alone.outcomes if isinstance(one, Refusal)]
+        return f"compiled alone it has {len(self._alone.lowered)} chunked regions ({'; '.join(refusals)})"
+
+    def difference(self, routing: str, num_experts: int) -> str:
+        """Run both under a routing ("": as it is) and say what differs first; "" where nothing does."""
+        forced = ForcedChoices(routing, num_experts) if routing in ROUTINGS else None
+        args = tree_map(_alike, self._args) if routing == _ALIKE else self._args
+        self._forced = forced or contextlib.nullcontext()
+        try:
+            # Not the other way round: the state was noted with everything installed.
+            self._state.restore()
+            with taken_out():
+                expected = self._results(_call_module, args, forced)
+            self._state.restore()
+        except Exception as error:  # NOTE: a routing that the model's code does not take
+            if routing:
+                return ""
+            raise _CannotCompare(f"run eagerly it raises {_in_words(error)}") from None
+        if forced is not None and not forced.num_forced:
+            return ""
+        try:
+            results = self._results(self._compiled, args)
+        except Exception as error:  # NOTE: whatever it raises, the model's code does not
+            return f"it raises {_in_words(error)}"
+        finally:
+            self._state.restore()
+        return _first_difference(results, expected, self._tolerance)
+
+    def _results(
+        self, call: Callable[..., Any], given: tuple[Any, ...], forced: ForcedChoices | None = None
+    ) -> Results:
+        """What one call gives and changes."""
+        leaves: list[Tensor] = []
+        args, kwargs = tree_map(functools.partial(_as_leaf, leaves), (given, self._kwargs))
+        with forced or contextlib.nullcontext():
+            output = call(self._module, args, kwargs)
+        results = {f"output {place}": _noted(one) for place, one in enumerate(tree_leaves(output))}
+        results |= {f"argument {place}": _noted(one) for place, one in enumerate(tree_leaves((args, kwargs)))}
+        state = _observed(self._module)
+        results |= {name: _noted(value) for name, value in state.items()}
+        return results | self._gradients([*tree_leaves(output), *tree_leaves(list(state.values()))], leaves)
+
+    def _gradients(self, values: Sequence[object], leaves: Sequence[Tensor]) -> Results:
+        """Of everything that a call gave, into its arguments and small parameters."""
+        tensors = [one for one in values if isinstance(one, Tensor) and one.is_floating_point() and one.grad_fn]
+        names = [*(f"gradient of argument {place}" for place in range(len(leaves)))]
+        names += [f"gradient of {name}" for name in self._parameters]
+        sources = [*leaves, *self._parameters.values()]
+        if not tensors or not sources:
+            return {}
+        probes = [
+            torch.linspace(-1, 1, one.numel(), device=one.device).to(one.dtype).view(one.shape) for one in tensors
+        ]
+        gradients = torch.autograd.grad(tensors, sources, probes, allow_unused=True)
+        return {name: _noted(gradient) for name, gradient in zip(names, gradients, strict=True)}
+
+
+def _as_leaf(leaves: list[Tensor], value: Any) -> Any:
+    """An argument for one call: a float gets a gradient, and may be written in place."""
+    if not isinstance(value, Tensor) or isinstance(value, torch.nn.Parameter):
+        return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+    if not (value.is_floating_point() and torch.is_grad_enabled()):
+        return value.clone()
+    leaf = value.clone().requires_grad_()
+    leaves.append(leaf)
+    return leaf.clone()
+
+
+def _alike(value: Any) -> Any:
+    """An argument in which every token is the first one."""
+    if not isinstance(value, Tensor) or isinstance(value, torch.nn.Parameter) or not value.numel():
+        return value
+    num_entries = value.shape[-1] if value.is_floating_point() and value.ndim > 1 else 1
+    return value.reshape(-1, num_entries)[0].expand(value.shape).clone()
+
+
+@contextlib.contextmanager
+def _frozen_if_large(module: torch.nn.Module) -> Iterator[None]:
+    """Take the largest parameters, beyond `_MOST_BYTES` in all, for frozen."""
+    trained = sorted((one for one in module.parameters() if one.requires_grad), key=lambda one: one.nbytes)
+    sizes = itertools.accumulate(one.nbytes for one in trained)
+    large = [parameter for parameter, size in zip(trained, sizes, strict=True) if size > _MOST_BYTES]
+    for parameter in large:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in large:
+            parameter.requires_grad_(True)
+
+
+# What a call changes.
+
+
+def _observed(module: torch.nn.Module) -> Results:
+    """Buffers, attributes, variables of functions and random state, by name."""
+    state: Results = {}
+    for path, part in module.named_modules():
+        state |= {f"buffer {path}.{name}": value for name, value in own_buffers(part).items()}
+        state |= {f"{path}.{name}": value for name, value in vars(part).items() if _is_observed(name, value)}
+    functions = functions_of(module)
+    state |= {f"global {name}": value for _, name, value in named_globals(functions) if _is_comparable(value)}
+    for function in functions:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not bound yet
+                if _is_comparable(cell.cell_contents):
+                    state[f"variable {name} of {function.__qualname__}"] = cell.cell_contents
+    return state | {"random state": torch.get_rng_state(), "Python's random state": hash(random.getstate())}
+
+
+def _is_observed(name: str, value: object) -> bool:
+    return not name.startswith("_") and name not in _HIDDEN_ATTRIBUTES and _is_comparable(value)
+
+
+def _is_comparable(value: object) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return len(value) <= _MOST_TOKENS and all(map(_is_comparable, value))
+    if isinstance(value, dict):
+        return len(value) <= _MOST_TOKENS and all(map(_is_comparable, value.values()))
+    if isinstance(value, torch.nn.Parameter):
+        return False
+    return value is None or isinstance(value, (int, float, str, Tensor))
+
+
+def _noted(value: Any) -> Any:
+    """A copy that later steps do not change."""
+    if isinstance(value, (list, tuple)):
+        return [_noted(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _noted(part) for key, part in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _first_difference(results: Results, expected: Results, tolerance: float) -> str:
+    missing = results.keys() ^ expected.keys()
+    if missing:
+        return f"only one of them has {min(missing)}"
+    scales = [_norm(value) for name, value in expected.items() if name.startswith("gradient")]
+    least = _LEAST_SHARE * max(scales, default=0.0)
+    for name, value in expected.items():
+        difference = _difference(results[name], value, least if name.startswith("gradient") else 0.0, tolerance)
+        if difference:
+            return f"{name} {difference}"
+    return ""
+
+
+def _difference(value: Any, expected: Any, least: float, tolerance: float) -> str:
+    """Say how two values differ, "" where they do not; tensors by their norm, which counts as `least` or more."""
+    if isinstance(value, Tensor) or isinstance(expected, Tensor):
+        return _difference_of_tensors(value, expected, least, tolerance)
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(expected, list) and isinstance(value, list) and len(value) == len(expected):
+        pairs = list(zip(value, expected, strict=True))
+    elif isinstance(expected, dict) and isinstance(value, dict) and value.keys() == expected.keys():
+        pairs = [(value[key], expected[key]) for key in expected]
+    elif isinstance(expected, float) and isinstance(value, float):
+        is_close = math.isclose(value, expected, rel_tol=tolerance) or value != value != expected
+        return "" if is_close else f"is {value}, not {expected}"
+    elif (expected is None or isinstance(expected, _PLAIN)) and value != expected:
+        return f"is {value!r}, not {expected!r}"[:200]
+    return next(filter(None, (_difference(ours, theirs, least, tolerance) for ours, theirs in pairs)), "")
+
+
+def _difference_of_tensors(value: Any, expected: Any, least: float, tolerance: float) -> str:
+    if not isinstance(value, Tensor) or not isinstance(expected, Tensor):
+        tensor, other = (value, expected) if isinstance(value, Tensor) else (expected, value)
+        return "" if other is None and not bool(tensor.any()) else "is a tensor in one of them only"
+    if value.shape != expected.shape or value.dtype != expected.dtype:
+        return f"is {value.dtype} {list(value.shape)}, not {expected.dtype} {list(expected.shape)}"
+    if not expected.is_floating_point():
+        return "" if torch.equal(value, expected) else "differs"
+    exact, other = expected.double(), value.double()
+    if not torch.equal(exact.isfinite(), other.isfinite()):
+        return "has other entries that are not finite"
+    error = _norm((exact - other).nan_to_num(0.0, 0.0, 0.0)) / max(_norm(exact.nan_to_num(0.0, 0.0, 0.0)), least, 1e-12)
+    return "" if error <= tolerance else f"is off by {error:.1e} relative"
+
+
+def _norm(value: Any) -> float:
+    return float(value.double().norm()) if isinstance(value, Tensor) and value.is_floating_point() else 0.0
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]

@@ -1,0 +1,292 @@
+"""Chunked layers are compared with the model's own code: what a broken rule loses is noticed, and no state changes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfine_fx
+from memfine_fx.compiler import own_code
+from memfine_fx.passes.read import guards
+from memfine_fx.passes.read.frame import Frame
+from memfine_fx.passes.read.values import Ids, Mask
+from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices
+from tests.properties.life import state_of
+from tests.properties.written import EXPERTS, PRODUCTS, WrittenLayer, load, module_source
+
+pytestmark = pytest.mark.own_code
+ROWS = "out.index_add_(0, t, self.ex[e](x[t]) * w[t, c, None])"
+ROUTE = "w, i = logits.softmax(-1).topk(2, dim=-1)"
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(autouse=True)
+def compares_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No verdict of another test is taken over."""
+    monkeypatch.setattr(own_code, "_known", {})
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def layer(folder: Path, name: str, lines: list[str], *, init: tuple[str, ...] = (), expert: str = "mlp") -> nn.Module:
+    """A layer of a file of its own, whose forward holds these lines between its router and its end."""
+    written = WrittenLayer(name, module_source(name, 4, EXPERTS[expert], init, lines), {})
+    return load(written, folder)()
+
+
+def loop(*body: str, guard: str = "t.numel() == 0", start: str = "pass", end: str = "pass") -> list[str]:
+    inner = ["t, c = torch.where(i == e)", f"if {guard}: continue", *body]
+    head = [ROUTE, "out = torch.zeros_like(x)", start, "for e in range(self.num):"]
+    return [*head, *("    " + line for line in inner), end, "return out"]
+
+
+def dense(edit: str, product: str = "scatter") -> list[str]:
+    return [ROUTE, edit, *PRODUCTS[product], "return out"]
+
+
+TABLES = (
+    "self.up = nn.Parameter(torch.randn(self.num, H, 12) / 3)",
+    "self.down = nn.Parameter(torch.randn(self.num, 12, H) / 3)",
+)
+
+
+def optimized(model: nn.Module, **fields: Any) -> None:
+    config = memfine_fx.Config(inner_backend="eager", rows_per_chunk=3, **fields)
+    memfine_fx.optimize(model, dynamic=True, config=config)
+
+
+def first_report(model: nn.Module, **fields: Any) -> memfine_fx.Report:
+    """Optimize, run one step, and return the report."""
+    optimized(model, **fields)
+    model(torch.randn(6, 8, requires_grad=True)).sum().backward()
+    return memfine_fx.report(model)
+
+
+# Rules that accept what they should refuse.
+
+
+def excuses_every_effect(patch: pytest.MonkeyPatch) -> None:
+    """Run guarded bodies for no rows, whatever they do."""
+    patch.setattr(guards._Proof, "_check_node", lambda self, node: None)
+    patch.setattr(guards._Proof, "_replace", lambda self, node: node.replace_all_uses_with(node.args[1]))
+
+
+def takes_ids_for_distinct(patch: pytest.MonkeyPatch) -> None:
+    for owner in (Frame, Ids, Mask):
+        patch.setattr(owner, "is_distinct", property(lambda self: True, lambda self, value: None), raising=False)
+
+
+BROKEN: dict[str, tuple[Break, list[str]]] = {
+    "a mean over no rows": (
+        excuses_every_effect,
+        loop(ROWS, "aux = aux + w[t, c].mean()", start="aux = x.new_zeros(())", end="out = out + aux"),
+    ),
+    "a count of visits": (excuses_every_effect, loop(ROWS, "self.visits += 1")),
+    "a random draw": (
+        excuses_every_effect,
+        loop(ROWS, "aux = aux + torch.rand(())", start="aux = x.new_zeros(())", end="out = out + aux"),
+    ),
+    "a name that is read after the loop": (
+        excuses_every_effect,
+        loop(ROWS, "last = self.penalty[e]", start="last = self.penalty[0]", end="out = out * last"),
+    ),
+    "ids that are halved": (takes_ids_for_distinct, dense("i = i // 2")),
+    "ids that are cut off": (takes_ids_for_distinct, dense("i = i.clamp(max=self.num - 2)", "one hot any")),
+    "ids of a table": (takes_ids_for_distinct, dense("i = self.merging[i]", "masked fill")),
+    "weights at the input": (takes_ids_for_distinct, dense("i = i // 2", "input scaled")),
+}
+INIT = (*TABLES, "self.register_buffer('visits', torch.zeros(()))", "self.penalty = nn.Parameter(torch.rand(self.num))")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_a_broken_rule_loses_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaks, lines = BROKEN[name]
+    model = layer(tmp_path, f"Broken{list(BROKEN).index(name)}", lines, init=INIT)
+    before = copy.deepcopy(model)
+    first_report(sound := copy.deepcopy(model))
+    breaks(monkeypatch)
+    torch._dynamo.reset()
+    unnoticed = first_report(copy.deepcopy(model), gives_up_comparison_with_eager=True)
+    assert unnoticed.num_chunked == 1, "without the comparison the broken rule would be believed"
+    torch._dynamo.reset()
+    report = first_report(model)
+    assert report.num_chunked == 0, str(report)
+    assert "your code" in str(report)
+
+    x = torch.randn(6, 8)
+    generator = torch.get_rng_state()
+    results = []
+    for module in (before, model, sound):
+        torch.set_rng_state(generator)
+        results.append(module(x))
+    assert torch.allclose(results[1], results[0]) and torch.allclose(results[2], results[0])
+
+
+def test_a_difference_is_refused_with_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes_ids_for_distinct(monkeypatch)
+    report = first_report(layer(tmp_path, "Halved", dense("i = i // 2"), init=INIT))
+    (refusal,) = [region for region in report.regions if region.status == "refused"]
+    assert "run eagerly: output 0 is off by" in (refusal.reason or "")
+
+
+@pytest.mark.parametrize(
+    ("options", "num_chunked"),
+    [("verify=false", 0), ("verify=true", 0), ("gives_up_comparison_with_eager=true", 1)],
+)
+def test_only_the_option_of_this_name_switches_it_off(
+    options: str, num_chunked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes_ids_for_distinct(monkeypatch)
+    monkeypatch.setenv("MEMFINE_OPTIONS", f"rows_per_chunk=3,{options}")
+    model = layer(tmp_path, "Optional", dense("i = i // 2"), init=INIT)
+    memfine_fx.optimize(model, inner_backend="eager", dynamic=True)
+    model(torch.randn(6, 8))
+    assert memfine_fx.report(model).num_chunked == num_chunked
+
+
+# What is reported.
+
+
+def test_the_report_says_what_the_comparison_took(tmp_path: Path) -> None:
+    report = first_report(layer(tmp_path, "Agrees", loop(ROWS)))
+    assert report.num_chunked == 1 and report.comparison_seconds > 0
+    assert "compared with your code, run eagerly" in str(report).splitlines()[1]
+    assert not any(region.not_compared for region in report.regions)
+
+
+def test_the_report_says_first_what_was_not_compared(tmp_path: Path) -> None:
+    model = layer(tmp_path, "Alone", loop(ROWS))
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] < 100:
+                raise ValueError("too few tokens")
+            return self.inner(x)
+
+    parent = Parent()
+    optimized(parent)
+    parent(torch.randn(200, 8)).sum().backward()
+    report = memfine_fx.report(parent)
+    assert report.num_chunked == 1
+    line = str(report).splitlines()[1]
+    assert "not compared with your code" in line and "too few tokens" in line
+
+
+def test_layers_of_one_kind_are_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    verdict = own_code._Layer.verdict
+
+    def noted(self: Any, session: Any) -> Any:
+        compared.append(self.name)
+        return verdict(self, session)
+
+    monkeypatch.setattr(own_code._Layer, "verdict", noted)
+    kind = type(layer(tmp_path, "Kind", loop(ROWS)))
+    report = first_report(nn.Sequential(*(kind() for _ in range(4))))
+    assert report.num_chunked == 4 and len(compared) == 1
+
+
+# State.
+
+
+def test_state_after_the_first_step_is_as_after_an_eager_step(tmp_path: Path) -> None:
+    """Buffers, attributes, containers, closures, globals and random state of a step that was compiled and compared."""
+    lines = [
+        *loop(ROWS)[:-1],
+        "self.total += x.shape[0]",
+        "self.steps = self.steps + 1",
+        "self.log.append(self.steps)",
+        "self.seen['last'] = self.steps",
+        "self.memory.values.append(x.shape[0])",
+        "count()",
+        "out = out + torch.rand(()) + random.random()",
+        "return out",
+    ]
+    init = (
+        "self.register_buffer('total', torch.zeros((), dtype=torch.long))",
+        "self.steps, self.log, self.seen, self.memory = 0, [], {}, Memory()",
+    )
+    source = module_source("Stateful", 4, EXPERTS["mlp"], init, lines).replace(
+        "class Stateful",
+        "import random\nCOUNTS = [0]\n\n\ndef count():\n    COUNTS[0] += 1\n\n\n"
+        "class Memory:\n    def __init__(self):\n        self.values = []\n\n\nclass Stateful",
+    )
+    kind = load(WrittenLayer("Stateful", source, {}), tmp_path)
+    model, calls = kind(), []
+    eager = copy.deepcopy(model)
+    model.register_forward_pre_hook(lambda module, args: calls.append(1))
+    x = torch.randn(6, 8)
+    states, outputs, counts = [], [], []
+    variables = vars(__import__("sys").modules[kind.__module__])
+    for module, is_ours in ((eager, False), (model, True)):
+        variables["COUNTS"][0] = 0
+        torch.manual_seed(1)
+        random.seed(1)
+        if is_ours:
+            optimized(module)
+        for _ in range(2):
+            outputs.append(module(x).detach())
+        states.append({name: copy.deepcopy(value) for name, value in state_of(module).items()})
+        states[-1]["memory"] = list(module.memory.values)
+        counts.append(list(variables["COUNTS"]))
+    report = memfine_fx.report(model)
+    assert counts[0] == counts[1] == [2]
+    assert torch.equal(states[0].pop("torch's random state"), states[1].pop("torch's random state"))
+    for name, value in states[0].items():
+        other = states[1][name]
+        assert torch.allclose(value, other) if isinstance(value, Tensor) else value == other, name
+    assert torch.allclose(torch.stack(outputs[:2]), torch.stack(outputs[2:]))
+    assert len(calls) == 2, str(report)
+
+
+# Forced choices.
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_choice_follows_the_routing(routing: str) -> None:
+    scores = torch.randn(2, 3, 5, requires_grad=True)
+    with ForcedChoices(routing, 5) as forced:
+        values, ids = scores.topk(2, dim=-1)
+        maximum, first = scores.max(-1)
+        order = scores.argsort(-1, descending=True)
+        argmax = scores.argmax(-1, keepdim=True)
+    assert forced.num_forced == 4
+    assert torch.equal(ids, order[..., :2]) and torch.equal(ids[..., 0], first) and torch.equal(argmax, ids[..., :1])
+    assert torch.equal(values, scores.gather(-1, ids)) and torch.equal(maximum, values[..., 0])
+    assert all(len(set(row.tolist())) == 5 for row in order.reshape(-1, 5))
+    (gradient,) = torch.autograd.grad(values.sum(), scores)
+    assert torch.equal(gradient, torch.zeros_like(gradient).scatter(-1, ids, 1.0))
+
+
+def test_routings_leave_experts_idle_and_set_tokens_apart() -> None:
+    ids = {}
+    for routing in ROUTINGS:
+        with ForcedChoices(routing, 6):
+            ids[routing] = torch.randn(4, 6).topk(1)[1][:, 0].tolist()
+    assert set(ids["first experts only"]) == {0} and set(ids["last experts only"]) == {5}
+    assert ids["in turn"] == [0, 1, 2, 3]
+    assert ids["token 0 apart"] == [0, 1, 1, 1] and ids["last token apart"] == [0, 0, 0, 5]
+
+
+def test_choices_among_other_things_stay_free() -> None:
+    scores = torch.randn(4, 6)
+    with ForcedChoices("in turn", 6) as forced:
+        assert torch.equal(scores.topk(1, dim=0)[1], scores.sort(0, descending=True)[1][:1])
+        scores[:, :5].topk(2)
+        torch.arange(6).max(-1)
+    assert not forced.num_forced
