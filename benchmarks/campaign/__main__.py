@@ -1,4 +1,4 @@
-"""``python -m benchmarks.campaign faults --count 1000``: one line that says what held, and a line for what did not."""
+"""``python -m benchmarks.campaign faults --count 1000`` or ``mutants --count 100``: failures and their number."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from benchmarks.campaign.faults import run_faults
+from benchmarks.campaign.mutants import run_mutants
 
 
 def main() -> int:
@@ -14,8 +15,13 @@ def main() -> int:
     faults = campaigns.add_parser("faults", help="allocation failures, compiler errors, hooks' errors and interrupts")
     faults.add_argument("--count", type=int, default=1000)
     faults.add_argument("--seed", type=int, default=0)
+    faults.set_defaults(run=run_faults)
+    mutants = campaigns.add_parser("mutants", help="conditions of rules and checks, one changed at a time")
+    mutants.add_argument("--count", type=int, default=100)
+    mutants.add_argument("--seed", type=int, default=0)
+    mutants.set_defaults(run=run_mutants)
     options = parser.parse_args()
-    result = run_faults(options.count, options.seed)
+    result = options.run(options.count, options.seed)
     for failure in result.failures:
         print(failure)
     print(result)

@@ -115,7 +115,7 @@ def _has_same_bits(tensor: torch.Tensor, before: torch.Tensor) -> bool:
 
 
 class _Containers:
-    """What lists, dictionaries, sets and deques hold, and the attributes of plain objects.
+    """Notes the items of lists, dictionaries, sets and deques, and the attributes of plain objects, to restore them.
 
     Args:
         values: where the search begins. Modules, classes, functions and tensors are not looked into.
@@ -221,7 +221,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 class _Variables:
-    """What closures and global variables of functions are bound to."""
+    """Notes the values of variables in closures and of globals of functions, to bind them again."""
 
     def __init__(self, functions: Iterable[types.FunctionType]) -> None:
         functions = list(functions)
@@ -243,7 +243,7 @@ class _Variables:
 
 
 def _contents(cell: types.CellType) -> list[Any]:
-    """What a variable of a closure is bound to; nothing where it is not bound yet."""
+    """Return the value of a variable of a closure, as a list of one; an empty list where it is not bound yet."""
     try:
         return [cell.cell_contents]
     except ValueError:

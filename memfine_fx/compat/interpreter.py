@@ -1,4 +1,4 @@
-"""What the interpreter knows and no host says: the model that runs, its compiled call, and all optimizers."""
+"""Reads from the interpreter itself: the model that runs, the compiled call under way, and all optimizers."""
 
 from __future__ import annotations
 

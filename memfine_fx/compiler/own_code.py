@@ -183,13 +183,15 @@ def _modules_around(node: fx.Node) -> list[Entry]:
 def _choice_of(region: MoERegion) -> fx.Node | None:
     """The nearest node before the experts that chooses among scores."""
     level = [node for node in (region.expert_index, region.routing_weight, region.hidden) if node is not None]
-    seen = set(level)
+    visited = set(level)
     while level:
         choice = next((node for node in level if target_name(node) in _CHOICES), None)
         if choice is not None:
             return choice
-        level = list(dict.fromkeys(one for node in level for one in node.all_input_nodes if one not in seen))
-        seen.update(level)
+        level = list(
+            dict.fromkeys(source for node in level for source in node.all_input_nodes if source not in visited)
+        )
+        visited.update(level)
     return None
 
 
@@ -225,9 +227,13 @@ class _Layer:
         parts = dict(call.owner.named_modules())
         module = parts.get(path)
         own = _parameters_of(graph, regions, inputs)
-        if module is None or (entry and type(module) is not entry[1]) or own - {id(one) for one in module.parameters()}:
+        if (
+            module is None
+            or (entry and type(module) is not entry[1])
+            or own - {id(parameter) for parameter in module.parameters()}
+        ):
             raise _CannotCompare("no module holds both its router and its experts")
-        name = next((name for name, one in model.named_modules() if one is module), path)
+        name = next((name for name, part in model.named_modules() if part is module), path)
         nodes = tuple(
             node
             for node in graph.nodes
@@ -251,7 +257,7 @@ class _Layer:
             for key, value in vars(part).items()
             if isinstance(value, (bool, str, float)) or value is None
         ]
-        parameters = [(one.shape, one.dtype, one.requires_grad) for one in module.parameters()]
+        parameters = [(own.shape, own.dtype, own.requires_grad) for own in module.parameters()]
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled(), torch.is_inference_mode_enabled()
         text = (type(module), calls, switches, parameters, modes, session.config.axis, rewritten_places(module))
         return hashlib.sha256(repr(text).encode()).hexdigest()
@@ -276,7 +282,9 @@ class _Layer:
             before.restore()
 
     def _compared(self, session: Session) -> _Verdict:
-        if any(one.is_meta or is_quantized(one) for one in (*self.module.parameters(), *self.module.buffers())):
+        if any(
+            tensor.is_meta or is_quantized(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())
+        ):
             raise _CannotCompare("its tensors are quantized or hold no data")
         with warnings.catch_warnings(), silenced():
             warnings.simplefilter("ignore")
@@ -317,15 +325,15 @@ def _parameters_of(graph: fx.Graph, regions: Sequence[MoERegion], inputs: Sequen
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     values = dict(zip(placeholders, inputs, strict=False))
     level = [node for region in regions for node in region.params]
-    seen = set(level)
+    visited = set(level)
     while level:
-        level = [source for node in level for source in node.all_input_nodes if source not in seen]
-        seen.update(level)
-    return {id(values[node]) for node in seen if isinstance(values.get(node), torch.nn.Parameter)}
+        level = [source for node in level for source in node.all_input_nodes if source not in visited]
+        visited.update(level)
+    return {id(values[node]) for node in visited if isinstance(values.get(node), torch.nn.Parameter)}
 
 
 def _description(node: fx.Node) -> str:
-    """Of a value from outside of a module."""
+    """Describe a value that comes from outside of a module: dtype, dimensions, gradient and class, no sizes."""
     value = node_value(node)
     if isinstance(value, Tensor):
         return f"<{value.dtype} {value.ndim} {value.requires_grad} {type(value).__name__}>"
@@ -369,7 +377,7 @@ def _cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[
 
     The first tensor says which sizes count tokens: all dimensions of integers, all but the last of floats.
     """
-    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.ndim]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
     if not tensors:
         yield _copied((args, kwargs), lambda tensor: tensor)
         return
@@ -438,7 +446,7 @@ class _Pair:
         self._alone = Session(config, measures=False)
         self._alone.start_attempt(session.capture_flags)
         self._forced: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        self._parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._state = ModelState(module, self._parameters.values())
         # A code object of its own, so that what Dynamo compiles for it goes with it.
         code = _call_module.__code__.replace()
@@ -471,7 +479,7 @@ class _Pair:
             self._state.restore()
         if len(self._alone.lowered) == num_regions:
             return ""
-        refusals = [one.details for one in self._alone.outcomes if isinstance(one, Refusal)]
+        refusals = [outcome.details for outcome in self._alone.outcomes if isinstance(outcome, Refusal)]
         return f"compiled alone it has {len(self._alone.lowered)} chunked regions ({'; '.join(refusals)})"
 
     def difference(self, routing: str, num_experts: int) -> str:
@@ -502,27 +510,30 @@ class _Pair:
     def _results(
         self, call: Callable[..., Any], given: tuple[Any, ...], forced: ForcedChoices | None = None
     ) -> Results:
-        """What one call gives and changes."""
+        """Call the module once, and note its outputs, arguments, state and gradients by name."""
         leaves: list[Tensor] = []
         args, kwargs = tree_map(functools.partial(_as_leaf, leaves), (given, self._kwargs))
         with forced or contextlib.nullcontext():
             output = call(self._module, args, kwargs)
-        results = {f"output {place}": _noted(one) for place, one in enumerate(tree_leaves(output))}
-        results |= {f"argument {place}": _noted(one) for place, one in enumerate(tree_leaves((args, kwargs)))}
+        results = {f"output {place}": _noted(leaf) for place, leaf in enumerate(tree_leaves(output))}
+        results |= {f"argument {place}": _noted(leaf) for place, leaf in enumerate(tree_leaves((args, kwargs)))}
         state = _observed(self._module)
         results |= {name: _noted(value) for name, value in state.items()}
         return results | self._gradients([*tree_leaves(output), *tree_leaves(list(state.values()))], leaves)
 
     def _gradients(self, values: Sequence[object], leaves: Sequence[Tensor]) -> Results:
-        """Of everything that a call gave, into its arguments and small parameters."""
-        tensors = [one for one in values if isinstance(one, Tensor) and one.is_floating_point() and one.grad_fn]
+        """Return the gradients of all values that a call gave, into its arguments and trained parameters."""
+        tensors = [
+            value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.grad_fn
+        ]
         names = [*(f"gradient of argument {place}" for place in range(len(leaves)))]
         names += [f"gradient of {name}" for name in self._parameters]
         sources = [*leaves, *self._parameters.values()]
         if not tensors or not sources:
             return {}
         probes = [
-            torch.linspace(-1, 1, one.numel(), device=one.device).to(one.dtype).view(one.shape) for one in tensors
+            torch.linspace(-1, 1, tensor.numel(), device=tensor.device).to(tensor.dtype).view(tensor.shape)
+            for tensor in tensors
         ]
         gradients = torch.autograd.grad(tensors, sources, probes, allow_unused=True)
         return {name: _noted(gradient) for name, gradient in zip(names, gradients, strict=True)}
@@ -550,8 +561,11 @@ def _alike(value: Any) -> Any:
 @contextlib.contextmanager
 def _frozen_if_large(module: torch.nn.Module) -> Iterator[None]:
     """Take the largest parameters, beyond `_MOST_BYTES` in all, for frozen."""
-    trained = sorted((one for one in module.parameters() if one.requires_grad), key=lambda one: one.nbytes)
-    sizes = itertools.accumulate(one.nbytes for one in trained)
+    trained = sorted(
+        (parameter for parameter in module.parameters() if parameter.requires_grad),
+        key=lambda parameter: parameter.nbytes,
+    )
+    sizes = itertools.accumulate(parameter.nbytes for parameter in trained)
     large = [parameter for parameter, size in zip(trained, sizes, strict=True) if size > _MOST_BYTES]
     for parameter in large:
         parameter.requires_grad_(False)

@@ -79,7 +79,7 @@ def dump_graph(graph_module: fx.GraphModule, session: Session, state: str) -> No
 
 
 def tell_found(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> None:
-    """What was found in a graph, to the log and to TORCH_TRACE."""
+    """Write the regions and refusals of a graph to the log and to TORCH_TRACE."""
     number = session.num_graphs
     lines = [f"graph {number}: {outcome_report(outcome)}" for outcome in record.outcomes]
     lines += [f"graph {number}: {head_report(head)}" for head in record.heads]
