@@ -16,8 +16,15 @@ import torch
 
 __all__ = ["InstalledForCalls", "InstalledMethods", "taken_out"]
 
-_in_place: list[InstalledForCalls] = []
-"""What is installed now, in the order in which it was installed."""
+
+class _InThread(threading.local):
+    """Everything that is installed for calls of this thread, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.installed: list[InstalledForCalls] = []
+
+
+_in_thread = _InThread()
 
 
 class InstalledForCalls(abc.ABC):
@@ -34,14 +41,14 @@ class InstalledForCalls(abc.ABC):
             self._num_calls += 1
             if self._num_calls == 1:
                 self._put_in()
-                _in_place.append(self)
+        _in_thread.installed.append(self)
         try:
             yield
         finally:
+            _in_thread.installed.remove(self)
             with self._lock:
                 self._num_calls -= 1
                 if not self._num_calls:
-                    _in_place.remove(self)
                     self._take_out()
 
     @contextlib.contextmanager
@@ -86,8 +93,8 @@ class InstalledMethods(InstalledForCalls):
 
 @contextlib.contextmanager
 def taken_out() -> Iterator[None]:
-    """Take everything out that is installed for calls under way, so that models run as their authors wrote them."""
+    """Take everything out that is installed for calls of this thread: models run as their authors wrote them."""
     with contextlib.ExitStack() as stack:
-        for installed in reversed(_in_place):
+        for installed in reversed(dict.fromkeys(_in_thread.installed)):
             stack.enter_context(installed._left_out())
         yield

@@ -33,7 +33,7 @@ class LoweredRegion:
     verification: RegionVerification | None = None
     graph: RegionGraph | None = None
     uncompared: str = ""
-    not_compared: str = ""
+    not_compared_with_code: str = ""
 
 
 @dataclass(frozen=True)

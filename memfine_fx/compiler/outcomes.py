@@ -39,7 +39,7 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
         verified_error=_verified_error(outcome),
         graph=outcome.graph,
         uncompared=outcome.uncompared,
-        not_compared=outcome.not_compared,
+        not_compared_with_code=outcome.not_compared_with_code,
         makes_tables=_made_tables(region, live.bodies.num_factored),
         why_expanded=outcome.region.why_expanded,
         runs_in=live.runs_in,

@@ -135,7 +135,7 @@ def compare_with_own_code(
 
 def _judged(outcome: LoweredRegion, verdict: _Verdict) -> LoweredRegion | Refusal:
     if not verdict.difference:
-        return replace(outcome, not_compared=verdict.uncompared)
+        return replace(outcome, not_compared_with_code=verdict.uncompared)
     details = f"in chunks it would differ from your code run eagerly: {verdict.difference}"
     return Refusal(outcome.region.where, Reason.OTHER_OUTPUT, details, str(outcome.region.cut.exit))
 

@@ -54,7 +54,7 @@ class RegionReport:
         hint: what can be done about a refusal.
         graph: the region with its router, from `explain`; see `picture`.
         uncompared: why its gradients could not be compared with autograd's when it was compiled, "" where they agree.
-        not_compared: why its layer could not be compared with the model's own code, "" where they agree.
+        not_compared_with_code: why its layer could not be compared with the model's own code, "" where they agree.
         makes_tables: where tables are computed (adapters, quantized weights): how each expert's is made when it runs.
         why_expanded: why such tables are computed whole, ahead of the experts; "" where they are not.
         runs_in: on a GPU, "GPU kernels", or "bodies" and why; "" elsewhere.
@@ -80,7 +80,7 @@ class RegionReport:
     hint: str = ""
     graph: RegionGraph | None = None
     uncompared: str = ""
-    not_compared: str = ""
+    not_compared_with_code: str = ""
     makes_tables: str = ""
     why_expanded: str = ""
     runs_in: str = ""
@@ -302,8 +302,8 @@ class Report:
         """Say which chunked layers were not compared with the model's own code, and what comparing the others took."""
         reasons: dict[str, list[str]] = {}
         for region in self.regions:
-            if region.not_compared:
-                reasons.setdefault(region.not_compared, []).append(region.where.module or str(region.where))
+            if region.not_compared_with_code:
+                reasons.setdefault(region.not_compared_with_code, []).append(region.where.module or str(region.where))
         lines = [f"  not compared with your code: {', '.join(names)} ({reason})" for reason, names in reasons.items()]
         if self.comparison_seconds:
             lines.append(f"  layers compared with your code, run eagerly, in {self.comparison_seconds:.1f} s")

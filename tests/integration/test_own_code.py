@@ -162,7 +162,7 @@ def test_the_report_says_what_the_comparison_took(tmp_path: Path) -> None:
     report = first_report(layer(tmp_path, "Agrees", loop(ROWS)))
     assert report.num_chunked == 1 and report.comparison_seconds > 0
     assert "compared with your code, run eagerly" in str(report).splitlines()[1]
-    assert not any(region.not_compared for region in report.regions)
+    assert not any(region.not_compared_with_code for region in report.regions)
 
 
 def test_the_report_says_first_what_was_not_compared(tmp_path: Path) -> None:
