@@ -195,17 +195,18 @@ class _Calls(threading.local):
 
 def guard_refusal(failure: BaseException | None) -> GuardRefused | None:
     """Return the refusal of a loop that Dynamo wrapped in what it raised; None where it raised something else."""
-    pending, seen = [failure], set()
-    while pending:
-        one = pending.pop()
-        if isinstance(one, GuardRefused):
-            return one
-        if one is not None and id(one) not in seen:  # what is raised in a handler may lead back to it
-            seen.add(id(one))
-            pending += [one.__context__, one.__cause__, getattr(one, "inner_exception", None)]
+    exceptions, visited = [failure], set()
+    while exceptions:
+        exception = exceptions.pop()
+        if isinstance(exception, GuardRefused):
+            return exception
+        if exception is not None and id(exception) not in visited:  # one raised in a handler may lead back to it
+            visited.add(id(exception))
+            inner = getattr(exception, "inner_exception", None)
+            exceptions += [exception.__context__, exception.__cause__, inner]
     return None
 
 
 def _compile_failures() -> tuple[type[Exception], ...]:
-    """What compiling raises; what running raises is the user's to see."""
+    """Return the exceptions of a failed compilation. Those of the running model reach the user."""
     return *compile_failures(), LeftoverShapes

@@ -1,4 +1,4 @@
-"""What stands in a model for the time of calls.
+"""Puts methods and hooks into a model for the time of calls, and takes them out again.
 
 A call may be inside another of the same model, and threads call it at once: things go in with the first call and out
 with the last. Where somebody else has set something in their place, theirs stays.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-__all__ = ["InstalledForCalls", "InstalledMethods", "taken_out"]
+__all__ = ["InstalledForCalls", "InstalledMethods", "uninstalled"]
 
 
 class _InThread(threading.local):
@@ -52,8 +52,8 @@ class InstalledForCalls(abc.ABC):
                     self._take_out()
 
     @contextlib.contextmanager
-    def _left_out(self) -> Iterator[None]:
-        """Not in its place, although calls are under way."""
+    def _uninstalled(self) -> Iterator[None]:
+        """Taken out for the time inside, although calls are under way."""
         with self._lock:
             self._take_out()
         try:
@@ -92,9 +92,9 @@ class InstalledMethods(InstalledForCalls):
 
 
 @contextlib.contextmanager
-def taken_out() -> Iterator[None]:
+def uninstalled() -> Iterator[None]:
     """Take everything out that is installed for calls of this thread: models run as their authors wrote them."""
     with contextlib.ExitStack() as stack:
         for installed in reversed(dict.fromkeys(_in_thread.installed)):
-            stack.enter_context(installed._left_out())
+            stack.enter_context(installed._uninstalled())
         yield

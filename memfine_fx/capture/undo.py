@@ -49,6 +49,11 @@ class Generators:
         self._host = ctypes.string_at(state.data_ptr(), state.nbytes)
         self._device = _device_generators()
 
+    @property
+    def of_device(self) -> Any:
+        """State of the accelerator's generators, as its module gives it; None where it has not been used yet."""
+        return None if self._device is None else self._device[1]
+
     def restore(self) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray(self._host), dtype=torch.uint8))
         if self._device is not None:
@@ -168,13 +173,18 @@ def _has_same_items(container: Any, before: Any) -> bool:
 
 
 def _is_plain_object(value: object) -> bool:
-    """Whether it is an object of a class written in Python outside of torch, with attributes of its own."""
+    """Whether it is an object with attributes, of a class that comes with neither Python nor torch."""
     opaque = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, list, dict, set, tuple)
     return hasattr(value, "__dict__") and not isinstance(value, opaque) and not _is_of_host(type(value))
 
 
 def _is_of_host(owner: Any) -> bool:
-    return str(getattr(owner, "__module__", "")).partition(".")[0] in ("torch", "builtins", "functools", "memfine_fx")
+    """Whether a class or function is of Python's library, of torch or of memfine_fx.
+
+    A logger, for example, leads to all others: what they note meanwhile is theirs.
+    """
+    name = str(getattr(owner, "__module__", "")).partition(".")[0]
+    return name in ("torch", "memfine_fx") or name in sys.stdlib_module_names
 
 
 def functions_of(model: torch.nn.Module) -> list[types.FunctionType]:

@@ -32,16 +32,16 @@ import random
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from memfine_fx.capture.installing import taken_out
+from memfine_fx.capture.installing import uninstalled
 from memfine_fx.capture.source.methods import rewritten_places
-from memfine_fx.capture.undo import ModelState, functions_of, named_globals
+from memfine_fx.capture.undo import Generators, ModelState, functions_of, named_globals
 from memfine_fx.compat.interpreter import CompiledCall, compiled_call
 from memfine_fx.compat.nn import own_buffers, plain_call
 from memfine_fx.compat.tensors import is_quantized, tree_leaves, tree_map
@@ -51,6 +51,7 @@ from memfine_fx.compiler.telling import silenced
 from memfine_fx.errors import GuardRefused, Reason
 from memfine_fx.passes.dataflow import clean_module_path, node_value, target_name
 from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices
+from memfine_fx.passes.verify.gradient_check import in_words
 from memfine_fx.records import MoERegion, Refusal
 
 __all__ = ["compare_with_own_code"]
@@ -78,6 +79,10 @@ _lock = threading.RLock()
 Entry = tuple[str, type]
 """Path of a module as Dynamo has it, and the module's class."""
 Results = dict[str, Any]
+Autocast = tuple[str, torch.dtype, bool]
+"""Arguments of `torch.autocast`: device, dtype, whether it is on."""
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a call, by position and by name."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,9 @@ class _CannotCompare(Exception):
 class _Reached(BaseException):
     """The module was called, with these arguments. No handler of the model's own code catches it."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, given: Given) -> None:
         super().__init__()
-        self.args_of_call, self.kwargs_of_call, self.autocasts = args, kwargs, _autocasts()
+        self.given, self.autocasts = given, _autocasts()
 
 
 def compare_with_own_code(
@@ -126,8 +131,13 @@ def compare_with_own_code(
         for place, outcome in enumerate(outcomes):
             if isinstance(outcome, LoweredRegion):
                 layers.setdefault(_entry_of(outcome.region), {})[place] = outcome
+        try:
+            capture = _Capture(graph, inputs)
+        except _CannotCompare as error:
+            unable = _Verdict(str(error))
+            return [_judged(outcome, unable) if isinstance(outcome, LoweredRegion) else outcome for outcome in outcomes]
         for entry, lowered in layers.items():
-            verdict = _verdict(graph, entry, [outcome.region for outcome in lowered.values()], inputs, session)
+            verdict = _verdict(capture, entry, [outcome.region for outcome in lowered.values()], session)
             for place, outcome in lowered.items():
                 result[place] = _judged(outcome, verdict)
         return result
@@ -140,11 +150,9 @@ def _judged(outcome: LoweredRegion, verdict: _Verdict) -> LoweredRegion | Refusa
     return Refusal(outcome.region.where, Reason.OTHER_OUTPUT, details, str(outcome.region.cut.exit))
 
 
-def _verdict(
-    graph: fx.Graph, entry: Entry | None, regions: Sequence[MoERegion], inputs: Sequence[object], session: Session
-) -> _Verdict:
+def _verdict(capture: _Capture, entry: Entry | None, regions: Sequence[MoERegion], session: Session) -> _Verdict:
     try:
-        layer = _Layer.of(graph, entry, regions, inputs)
+        layer = capture.layer(entry, regions)
     except _CannotCompare as error:
         return _Verdict(str(error))
     key = layer.kind(session)
@@ -182,17 +190,82 @@ def _modules_around(node: fx.Node) -> list[Entry]:
 
 def _choice_of(region: MoERegion) -> fx.Node | None:
     """The nearest node before the experts that chooses among scores."""
-    level = [node for node in (region.expert_index, region.routing_weight, region.hidden) if node is not None]
+    read = [node for node in (region.expert_index, region.routing_weight, region.hidden) if node is not None]
+    return next((node for node in _upwards(read) if target_name(node) in _CHOICES), None)
+
+
+def _upwards(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield nodes and all that they are computed from, the nearest first."""
+    level = list(dict.fromkeys(nodes))
     visited = set(level)
     while level:
-        choice = next((node for node in level if target_name(node) in _CHOICES), None)
-        if choice is not None:
-            return choice
-        level = list(
-            dict.fromkeys(source for node in level for source in node.all_input_nodes if source not in visited)
-        )
+        yield from level
+        sources = dict.fromkeys(source for node in level for source in node.all_input_nodes)
+        level = [source for source in sources if source not in visited]
         visited.update(level)
-    return None
+
+
+class _Capture:
+    """A graph and the call that is being compiled, searched once for all layers of the graph.
+
+    Args:
+        graph: as captured.
+        inputs: of the graph in this call.
+
+    Raises:
+        _CannotCompare: nothing in this graph can be compared.
+    """
+
+    def __init__(self, graph: fx.Graph, inputs: Sequence[object]) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise _CannotCompare("torch.distributed is in use")
+        call = compiled_call()
+        model = getattr(call.function, "__self__", None) if call else None
+        if call is None or call.owner is None or not isinstance(model, torch.nn.Module):
+            raise _CannotCompare("what is compiled is no module")
+        self.call, self.model = call, model
+        self._graph = graph
+        self._modules = dict(call.owner.named_modules())
+        self._names = {module: name for name, module in model.named_modules()}
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self._parameters = {
+            node: id(value)
+            for node, value in zip(placeholders, inputs, strict=False)
+            if isinstance(value, torch.nn.Parameter)
+        }
+
+    @functools.cached_property
+    def _nodes(self) -> dict[Entry | None, list[fx.Node]]:
+        """The calls inside each module, those of the module whose method is compiled under None."""
+        nodes: dict[Entry | None, list[fx.Node]] = {}
+        for node in self._graph.nodes:
+            if node.op != "placeholder":
+                for entry in (None, *_modules_around(node)):
+                    nodes.setdefault(entry, []).append(node)
+        return nodes
+
+    def layer(self, entry: Entry | None, regions: Sequence[MoERegion]) -> _Layer:
+        """Return the module that holds regions.
+
+        Args:
+            entry: of the module, see `_entry_of`.
+            regions: all that it holds.
+
+        Raises:
+            _CannotCompare: no module has all parameters of the regions.
+        """
+        path = "" if entry is None else clean_module_path(entry[0])
+        module = self._modules.get(path)
+        read = _upwards(node for region in regions for node in region.params)
+        parameters = {self._parameters[node] for node in read if node in self._parameters}
+        if (
+            module is None
+            or (entry and type(module) is not entry[1])
+            or parameters - {id(parameter) for parameter in module.parameters()}
+        ):
+            raise _CannotCompare("no module holds both its router and its experts")
+        name = self._names.get(module, path)
+        return _Layer(module, name, self.model, self.call, tuple(self._nodes.get(entry, ())), tuple(regions))
 
 
 @dataclass(frozen=True)
@@ -204,7 +277,7 @@ class _Layer:
         name: its path in the model, "" for the model.
         model: whose call is being compiled.
         call: that call.
-        nodes: the module's nodes in the graph.
+        nodes: the module's nodes in the graph, without inputs of the graph.
         regions: the regions among them.
     """
 
@@ -214,32 +287,6 @@ class _Layer:
     call: CompiledCall
     nodes: tuple[fx.Node, ...]
     regions: tuple[MoERegion, ...]
-
-    @staticmethod
-    def of(graph: fx.Graph, entry: Entry | None, regions: Sequence[MoERegion], inputs: Sequence[object]) -> _Layer:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            raise _CannotCompare("torch.distributed is in use")
-        call = compiled_call()
-        model = getattr(call.function, "__self__", None) if call else None
-        if call is None or call.owner is None or not isinstance(model, torch.nn.Module):
-            raise _CannotCompare("what is compiled is no module")
-        path = "" if entry is None else clean_module_path(entry[0])
-        parts = dict(call.owner.named_modules())
-        module = parts.get(path)
-        own = _parameters_of(graph, regions, inputs)
-        if (
-            module is None
-            or (entry and type(module) is not entry[1])
-            or own - {id(parameter) for parameter in module.parameters()}
-        ):
-            raise _CannotCompare("no module holds both its router and its experts")
-        name = next((name for name, part in model.named_modules() if part is module), path)
-        nodes = tuple(
-            node
-            for node in graph.nodes
-            if node.op != "placeholder" and (entry is None or entry in _modules_around(node))
-        )
-        return _Layer(module, name, model, call, nodes, tuple(regions))
 
     def kind(self, session: Session) -> str:
         """Equal for layers of which one comparison is enough."""
@@ -258,7 +305,7 @@ class _Layer:
             if isinstance(value, (bool, str, float)) or value is None
         ]
         parameters = [(own.shape, own.dtype, own.requires_grad) for own in module.parameters()]
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(), torch.is_inference_mode_enabled()
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocasts()
         text = (type(module), calls, switches, parameters, modes, session.config.axis, rewritten_places(module))
         return hashlib.sha256(repr(text).encode()).hexdigest()
 
@@ -277,7 +324,7 @@ class _Layer:
         except _CannotCompare as error:
             return _Verdict(str(error))
         except Exception as error:  # NOTE: the model's own code may raise anything
-            return _Verdict(_in_words(error))
+            return _Verdict(in_words(error))
         finally:
             before.restore()
 
@@ -288,12 +335,12 @@ class _Layer:
             raise _CannotCompare("its tensors are quantized or hold no data")
         with warnings.catch_warnings(), silenced():
             warnings.simplefilter("ignore")
-            args, kwargs, autocasts = self._arguments()
+            given, autocasts = self._arguments()
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_frozen_if_large(self.module))
                 for autocast in autocasts:
-                    stack.enter_context(autocast)
-                pair = _Pair(self.module, args, kwargs, session, self.tolerance)
+                    stack.enter_context(torch.autocast(*autocast))
+                pair = _Pair(self.module, given, session, self.tolerance)
                 reason = pair.compile(len(self.regions))
                 if reason:
                     return _Verdict(reason)
@@ -303,33 +350,22 @@ class _Layer:
                         return _Verdict(difference=f"{difference}, routing: {routing or 'as it is'}")
         return _Verdict()
 
-    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.autocast]]:
+    def _arguments(self) -> tuple[Given, list[Autocast]]:
         """The module's own arguments for a few tokens, and the autocasts in which it is called."""
         reason = "its sizes are too large"
-        for few_args, few_kwargs in _cut(self.call.args, self.call.kwargs):
+        for given in _cut((self.call.args, self.call.kwargs)):
             if self.module is self.model:
-                return few_args, few_kwargs, _autocasts()
+                return given, _autocasts()
+            args, kwargs = given
             try:
-                with taken_out(), _stopping_at(self.module), torch.no_grad():
-                    self.call.function(*few_args, **few_kwargs)
+                with uninstalled(), _stopping_at(self.module), torch.no_grad():
+                    self.call.function(*args, **kwargs)
                 reason = "the model does not call it"
             except _Reached as reached:
-                return *next(_cut(reached.args_of_call, reached.kwargs_of_call)), reached.autocasts
+                return next(_cut(reached.given)), reached.autocasts
             except Exception as error:  # NOTE: a model may need other numbers of tokens than these
-                reason = _in_words(error)
+                reason = in_words(error)
         raise _CannotCompare(f"the model does not run on a few tokens: {reason}")
-
-
-def _parameters_of(graph: fx.Graph, regions: Sequence[MoERegion], inputs: Sequence[object]) -> set[int]:
-    """Ids of the parameters that regions read, as far as they are inputs of the graph."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    values = dict(zip(placeholders, inputs, strict=False))
-    level = [node for region in regions for node in region.params]
-    visited = set(level)
-    while level:
-        level = [source for node in level for source in node.all_input_nodes if source not in visited]
-        visited.update(level)
-    return {id(values[node]) for node in visited if isinstance(values.get(node), torch.nn.Parameter)}
 
 
 def _description(node: fx.Node) -> str:
@@ -345,7 +381,7 @@ def _stopping_at(module: torch.nn.Module) -> Iterator[None]:
     """The module's forward raises `_Reached`."""
 
     def stop(*args: Any, **kwargs: Any) -> Any:
-        raise _Reached(args, kwargs)
+        raise _Reached((args, kwargs))
 
     attributes = vars(module)
     before = attributes.get("forward")
@@ -359,36 +395,33 @@ def _stopping_at(module: torch.nn.Module) -> Iterator[None]:
             attributes["forward"] = before
 
 
-def _autocasts() -> list[torch.autocast]:
-    """Enter autocast as it is now, for each kind of device."""
+def _autocasts() -> list[Autocast]:
+    """Return autocast as it is now, for each kind of device."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = ["cpu", *([] if accelerator is None else [accelerator.type])]
-    return [
-        torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        for device in devices
-    ]
+    return [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
 
 
 # Arguments for a few tokens.
 
 
-def _cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _cut(given: Given) -> Iterator[Given]:
     """Copies of arguments with a few tokens, the likeliest to run first.
 
     The first tensor says which sizes count tokens: all dimensions of integers, all but the last of floats.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.ndim]
     if not tensors:
-        yield _copied((args, kwargs), lambda tensor: tensor)
+        yield _copied(given, lambda tensor: tensor)
         return
     first = tensors[0]
     sizes = first.shape[:-1] if first.is_floating_point() and first.ndim > 1 else first.shape
     if math.prod(sizes) <= _MOST_TOKENS:
-        yield _copied((args, kwargs), lambda tensor: tensor)
+        yield _copied(given, lambda tensor: tensor)
         return
     if len(sizes) > 1:
-        yield _copied((args, kwargs), functools.partial(_few_of_both, sizes[0], sizes[1]))
-    yield _copied((args, kwargs), functools.partial(_few_of_first, sizes[0]))
+        yield _copied(given, functools.partial(_few_of_both, sizes[0], sizes[1]))
+    yield _copied(given, functools.partial(_few_of_first, sizes[0]))
 
 
 def _copied(value: Any, cut: Callable[[Tensor], Tensor]) -> Any:
@@ -430,15 +463,14 @@ class _Pair:
 
     Args:
         module: in the state from which each call begins.
-        args, kwargs: of its forward.
+        given: arguments of its forward.
         session: of the model, whose options and flags hold for the module alone.
         tolerance: largest difference, relative to a tensor's norm.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], session: Session, tolerance: float
-    ) -> None:
-        self._module, self._args, self._kwargs, self._tolerance = module, args, kwargs, tolerance
+    def __init__(self, module: torch.nn.Module, given: Given, session: Session, tolerance: float) -> None:
+        self._module, self._given, self._tolerance = module, given, tolerance
+        self._as_routed: Results = {}
         config = replace(
             session.config, inner_backend="eager", rows_per_chunk=_ROWS_PER_CHUNK, tokens_per_chunk=None, bins=None,
             memory_budget=None, verify=False, gives_up_comparison_with_eager=True,
@@ -466,15 +498,15 @@ class _Pair:
         return run
 
     def compile(self, num_regions: int) -> str:
-        """Compile the module alone.
+        """Compile the module alone, by a call as it is routed.
 
         Returns:
             Why it cannot be compared, "" where it can.
         """
         try:
-            self._results(self._compiled, self._args)
+            self._as_routed = self._results(self._compiled, self._given)
         except Exception as error:  # NOTE: what runs alone may need what the model gives it
-            return f"compiled alone it raises {_in_words(error)}"
+            return f"compiled alone it raises {in_words(error)}"
         finally:
             self._state.restore()
         if len(self._alone.lowered) == num_regions:
@@ -485,34 +517,32 @@ class _Pair:
     def difference(self, routing: str, num_experts: int) -> str:
         """Run both under a routing ("": as it is) and say what differs first; "" where nothing does."""
         forced = ForcedChoices(routing, num_experts) if routing in ROUTINGS else None
-        args = tree_map(_alike, self._args) if routing == _ALIKE else self._args
+        given = tree_map(_alike, self._given) if routing == _ALIKE else self._given
         self._forced = forced or contextlib.nullcontext()
         try:
             # Not the other way round: the state was noted with everything installed.
             self._state.restore()
-            with taken_out():
-                expected = self._results(_call_module, args, forced)
+            with uninstalled():
+                expected = self._results(_call_module, given, forced)
             self._state.restore()
         except Exception as error:  # NOTE: a routing that the model's code does not take
             if routing:
                 return ""
-            raise _CannotCompare(f"run eagerly it raises {_in_words(error)}") from None
+            raise _CannotCompare(f"run eagerly it raises {in_words(error)}") from None
         if forced is not None and not forced.num_forced:
             return ""
         try:
-            results = self._results(self._compiled, args)
+            results = self._results(self._compiled, given) if routing else self._as_routed
         except Exception as error:  # NOTE: whatever it raises, the model's code does not
-            return f"it raises {_in_words(error)}"
+            return f"it raises {in_words(error)}"
         finally:
             self._state.restore()
         return _first_difference(results, expected, self._tolerance)
 
-    def _results(
-        self, call: Callable[..., Any], given: tuple[Any, ...], forced: ForcedChoices | None = None
-    ) -> Results:
+    def _results(self, call: Callable[..., Any], given: Given, forced: ForcedChoices | None = None) -> Results:
         """Call the module once, and note its outputs, arguments, state and gradients by name."""
         leaves: list[Tensor] = []
-        args, kwargs = tree_map(functools.partial(_as_leaf, leaves), (given, self._kwargs))
+        args, kwargs = tree_map(functools.partial(_as_leaf, leaves), given)
         with forced or contextlib.nullcontext():
             output = call(self._module, args, kwargs)
         results = {f"output {place}": _noted(leaf) for place, leaf in enumerate(tree_leaves(output))}
@@ -592,7 +622,11 @@ def _observed(module: torch.nn.Module) -> Results:
             with contextlib.suppress(ValueError):  # not bound yet
                 if _is_comparable(cell.cell_contents):
                     state[f"variable {name} of {function.__qualname__}"] = cell.cell_contents
-    return state | {"random state": torch.get_rng_state(), "Python's random state": hash(random.getstate())}
+    return state | {
+        "random state": torch.get_rng_state(),
+        "random state of the accelerator": Generators().of_device,
+        "Python's random state": hash(random.getstate()),
+    }
 
 
 def _is_observed(name: str, value: object) -> bool:
@@ -667,7 +701,3 @@ def _difference_of_tensors(value: Any, expected: Any, least: float, tolerance: f
 
 def _norm(value: Any) -> float:
     return float(value.double().norm()) if isinstance(value, Tensor) and value.is_floating_point() else 0.0
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]

@@ -38,6 +38,7 @@ from memfine_fx.passes.dataflow import has_unbacked_shape, node_value, provenanc
 from memfine_fx.passes.read.marker import (
     ALL_IDS,
     COLLECTED,
+    COMPARE,
     COUNT_ROWS,
     COVERED,
     ENTER_NUMBER,
@@ -47,7 +48,7 @@ from memfine_fx.passes.read.marker import (
     MARKS,
     SAME_NUMBER,
 )
-from memfine_fx.passes.read.no_rows import CASTS, COMPARE, LAYOUTS, GraphIndex, NoRows, is_mask, is_pure
+from memfine_fx.passes.read.no_rows import CASTS, LAYOUTS, GraphIndex, NoRows, is_mask, is_pure
 from memfine_fx.passes.read.seeds import proved_of
 
 __all__ = ["GUARDED", "OpenCut", "discharge_guards", "is_total"]

@@ -15,6 +15,8 @@ their places in expert order. The others are marks, which `guards` takes out of 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ import torch
 __all__ = [
     "ALL_IDS",
     "COLLECTED",
+    "COMPARE",
     "COUNT_ROWS",
     "COVERED",
     "ENTER_NUMBER",
@@ -42,6 +45,11 @@ __all__ = [
     "put_rows",
     "same_number",
 ]
+
+COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+"""Operators of the conditions in marks, by name."""
 
 
 @torch.library.custom_op("memfine::count_rows", mutates_args=())

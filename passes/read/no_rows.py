@@ -14,8 +14,7 @@ negative.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -27,11 +26,8 @@ from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import Dataflow, node_value, target_name
 from memfine_fx.passes.read.marker import COUNT_ROWS
 
-__all__ = ["CASTS", "COMPARE", "LAYOUTS", "GraphIndex", "NoRows", "is_mask", "is_pure"]
+__all__ = ["CASTS", "LAYOUTS", "GraphIndex", "NoRows", "is_mask", "is_pure"]
 
-COMPARE: dict[str, Callable[..., Any]] = {
-    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
 LAYOUTS = frozenset(
     "view reshape flatten unflatten permute transpose t T mT squeeze unsqueeze expand contiguous clone detach movedim "
     "swapaxes view_as reshape_as alias".split()

@@ -41,7 +41,7 @@ from memfine_fx.records import ChunkPlan, Keep, Modes, MoERegion
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, ForwardBody, KeepingBodies
 from memfine_fx.runtime.store import LiveRegion
 
-__all__ = ["check_gradients"]
+__all__ = ["check_gradients", "in_words"]
 
 _SMALL_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20
@@ -105,10 +105,11 @@ def _found(region: MoERegion, bodies: Bodies, modes: Modes) -> _Found:
     try:
         return _compared(Forms.of(region, _live(region, bodies), modes), bodies)
     except _RUN_ERRORS as error:
-        return _Found(_in_words(error))
+        return _Found(in_words(error))
 
 
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -156,7 +157,7 @@ def _compared(forms: Forms, bodies: Bodies) -> _Found:
                 run = functools.partial(_run, forms, bodies, inputs, sizes.widths)
                 original, rewritten = run_without_modes(run)
         except _RUN_ERRORS as error:
-            reason = _in_words(error)
+            reason = in_words(error)
             continue
         errors = errors_of(rewritten, original)
         off = errors.pop("output")

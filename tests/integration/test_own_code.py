@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import memfine_fx
+from memfine_fx.capture.undo import ModelState
 from memfine_fx.compiler import own_code
 from memfine_fx.passes.read import guards
 from memfine_fx.passes.read.frame import Frame
@@ -252,6 +254,52 @@ def test_state_after_the_first_step_is_as_after_an_eager_step(tmp_path: Path) ->
         assert torch.allclose(value, other) if isinstance(value, Tensor) else value == other, name
     assert torch.allclose(torch.stack(outputs[:2]), torch.stack(outputs[2:]))
     assert len(calls) == 2, str(report)
+
+
+def test_loggers_that_are_made_meanwhile_stay(tmp_path: Path) -> None:
+    """A module's logger leads to all others, which are not the model's state."""
+    source = module_source("Logging", 4, EXPERTS["mlp"], (), [*loop(ROWS)[:-1], "logger.debug(out)", "return out"])
+    source = source.replace("class Logging", "import logging\nlogger = logging.getLogger('written')\n\n\nclass Logging")
+    model = load(WrittenLayer("Logging", source, {}), tmp_path)()
+    state = ModelState(model)
+    made = logging.getLogger(f"written.{tmp_path.name}")
+    state.restore()
+    assert logging.getLogger(f"written.{tmp_path.name}") is made
+
+
+def test_layers_that_are_called_by_name_get_every_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layer(tmp_path, "Named", loop(ROWS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x=x * 1.0)
+
+    first_rows: list[bool] = []
+    results = own_code._Pair._results
+
+    def noted(self: Any, call: Any, given: own_code.Given, forced: Any = None) -> Any:
+        tokens = given[1]["x"]
+        first_rows.append(bool((tokens == tokens[:1]).all()))
+        return results(self, call, given, forced)
+
+    monkeypatch.setattr(own_code._Pair, "_results", noted)
+    report = first_report(Parent())
+    assert report.num_chunked == 1 and not report.regions[0].not_compared_with_code
+    assert first_rows[-2:] == [True, True] and not any(first_rows[:-2])
+
+
+def test_layers_under_autocast_are_compared_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[str] = []
+    kind = own_code._Layer.kind
+    monkeypatch.setattr(own_code._Layer, "kind", lambda self, session: kinds.append(kind(self, session)) or kinds[-1])
+    made = type(layer(tmp_path, "Casting", loop(ROWS)))
+    first_report(made())
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        first_report(made())
+    assert len(set(kinds)) == len(kinds) == 2
 
 
 # Forced choices.

@@ -1,4 +1,4 @@
-"""What rewritten loops call, under names that no model uses.
+"""Functions that rewritten loops call, under names that no model uses.
 
 They are traced by Dynamo. `by_hand` lets them run eagerly, as a graph of them would: a body that was traced although
 its condition would have skipped it is run, and names keep what they were.
@@ -7,11 +7,10 @@ its condition would have skipped it is run, and names keep what they were.
 from __future__ import annotations
 
 import contextlib
-import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from memfine_fx.compat.effects import (
 )
 from memfine_fx.errors import GuardRefused, LeftoverShapes
 from memfine_fx.passes.read.marker import (
+    COMPARE,
     IF_RUN,
     all_ids,
     collected,
@@ -47,9 +47,6 @@ NAMES = (
     "every_expert", "every_index", "part", "put", "take", "exists", "count", "body", "written", "collect", "store",
     "merged", "leave",
 )  # fmt: skip
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
 _OWN_FRAME, _CALLER = 0, 1
 _traced: set[str] = set()
 """Places of the conditions that a trace has left open."""
@@ -165,7 +162,7 @@ def body(measure: Any, name: str, number: int, skips_if: bool, where: str) -> Bo
 def _holds(measure: Any, name: str, number: int) -> Any:
     if name == "true":
         return measure != 0 if isinstance(measure, (int, float)) else bool(measure)
-    return _OPERATORS[name](measure, number)
+    return COMPARE[name](measure, number)
 
 
 def _body_by_hand(measure: Any, name: str, number: int, skips_if: bool, where: str) -> Body:
