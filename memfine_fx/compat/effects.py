@@ -242,7 +242,7 @@ PYTHON_EFFECTS = Hook(
     name="torch._dynamo.side_effects.SideEffects",
     host="torch",
     purpose="loops that skip experts without rows: proving that a skipped body changes no Python object",
-    seen=("2.11", "2.15"),
+    seen=("2.13", "2.13"),
     loss="Loops that skip experts without rows stay as they are written, and are not chunked.",
     check=_check,
 )
