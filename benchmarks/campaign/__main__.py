@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from benchmarks.campaign.faults import run_faults
 from benchmarks.campaign.mutants import run_mutants
@@ -19,9 +20,12 @@ def main() -> int:
     mutants = campaigns.add_parser("mutants", help="conditions of rules and checks, one changed at a time")
     mutants.add_argument("--count", type=int, default=100)
     mutants.add_argument("--seed", type=int, default=0)
+    mutants.add_argument(
+        "--covered", type=Path, help="data of coverage.py, of the fast tests with contexts; else they run"
+    )
     mutants.set_defaults(run=run_mutants)
-    options = parser.parse_args()
-    result = options.run(options.count, options.seed)
+    options = vars(parser.parse_args())
+    result = options.pop("run")(**options)
     for failure in result.failures:
         print(failure)
     print(result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "is_profiling",
     "run_without_modes",
     "without_autocast",
+    "without_gradient_hooks",
     "without_saved_tensor_hooks",
 ]
 
@@ -51,6 +52,22 @@ def is_graph_kept() -> bool:
 def has_gradient_hooks(leaf: Any) -> bool:
     """Whether somebody is told of what is added to a leaf's gradient, or of its being added."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+@contextlib.contextmanager
+def without_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, no hook that the user registered on a leaf is called with its gradients."""
+    hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for leaf in leaves:
+        registered: Any = leaf._backward_hooks
+        if registered:
+            hooks.append((registered, dict(registered)))
+            registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)
 
 
 def is_accumulated(leaf: torch.Tensor) -> bool:
@@ -91,7 +108,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 
 def run_without_modes(function: Callable[[], ResultT]) -> ResultT:
-    """What a function returns outside of every dispatch mode, such as that of a compilation's fake tensors."""
+    """Call a function outside of every dispatch mode, such as that of a compilation's fake tensors."""
     if MODES.holds():
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -212,9 +229,10 @@ KEPT_GRAPHS = Hook(
 SAVED_TENSOR_HOOKS = Hook(
     name="torch._C._autograd._top_saved_tensors_default_hooks",
     host="torch",
-    purpose="tracing expert functions while the user's hooks on saved tensors are on",
+    purpose="tracing expert functions and comparing them with the user's code while hooks on saved tensors are on",
     seen=("2.11", "2.15"),
-    loss="Layers that are first compiled under torch.autograd.graph.saved_tensors_hooks stay as they were.",
+    loss="Layers that are first compiled under torch.autograd.graph.saved_tensors_hooks stay as they were, and a layer "
+    "inside torch.utils.checkpoint may raise CheckpointError in the step that compiles it.",
     check=_check_saved_tensor_hooks,
 )
 MODES = Hook(

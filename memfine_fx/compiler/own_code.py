@@ -42,6 +42,7 @@ from torch import Tensor, fx
 from memfine_fx.capture.installing import uninstalled
 from memfine_fx.capture.source.methods import rewritten_places
 from memfine_fx.capture.undo import Generators, ModelState, functions_of, named_globals
+from memfine_fx.compat.autograd import without_gradient_hooks, without_saved_tensor_hooks
 from memfine_fx.compat.interpreter import CompiledCall, compiled_call
 from memfine_fx.compat.nn import own_buffers, plain_call
 from memfine_fx.compat.tensors import is_quantized, tree_leaves, tree_map
@@ -333,7 +334,9 @@ class _Layer:
             tensor.is_meta or is_quantized(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())
         ):
             raise _CannotCompare("its tensors are quantized or hold no data")
-        with warnings.catch_warnings(), silenced():
+        # Hooks of the user's, and checkpoints, count what a step saves and which gradients it gives.
+        hookless = without_saved_tensor_hooks(), without_gradient_hooks(self.module.parameters())
+        with warnings.catch_warnings(), silenced(), hookless[0], hookless[1]:
             warnings.simplefilter("ignore")
             given, autocasts = self._arguments()
             with contextlib.ExitStack() as stack:
@@ -559,8 +562,8 @@ class _Pair:
         names = [*(f"gradient of argument {place}" for place in range(len(leaves)))]
         names += [f"gradient of {name}" for name in self._parameters]
         sources = [*leaves, *self._parameters.values()]
-        if not tensors or not sources:
-            return {}
+        if not tensors or not sources:  # a loop over hit experts, given no tokens: gradients of zero and none are alike
+            return dict.fromkeys(names)
         probes = [
             torch.linspace(-1, 1, tensor.numel(), device=tensor.device).to(tensor.dtype).view(tensor.shape)
             for tensor in tensors
@@ -677,7 +680,7 @@ def _difference(value: Any, expected: Any, least: float, tolerance: float) -> st
     elif isinstance(expected, dict) and isinstance(value, dict) and value.keys() == expected.keys():
         pairs = [(value[key], expected[key]) for key in expected]
     elif isinstance(expected, float) and isinstance(value, float):
-        is_close = math.isclose(value, expected, rel_tol=tolerance) or value != value != expected
+        is_close = math.isclose(value, expected, rel_tol=tolerance) or (math.isnan(value) and math.isnan(expected))
         return "" if is_close else f"is {value}, not {expected}"
     elif (expected is None or isinstance(expected, _PLAIN)) and value != expected:
         return f"is {value!r}, not {expected!r}"[:200]

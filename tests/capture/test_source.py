@@ -249,7 +249,11 @@ def test_a_guard_by_counts_stays_with_the_counts() -> None:
 
 def test_a_loop_over_the_named_experts_runs_all_that_are_named() -> None:
     text = rewritten(
-        "for e in index.unique():\n    t, k = torch.where(index == e)\n    out[t] += self.experts[e](x[t])"
+        """
+        for e in index.unique():
+            t, k = torch.where(index == e)
+            out[t] += self.scale[0] * self.experts[e](x[t])
+        """
     )
     assert text is not None
     assert "ids_2 = index\n    for e in every_index(self.experts, ids_2, 'layer.py:2')" in text

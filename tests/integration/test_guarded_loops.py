@@ -169,6 +169,8 @@ REFUSED: dict[str, tuple[dict[str, Sequence[str]], str]] = {
     "a mean written in place": (AUX | {"body": [ROWS, f"aux += {WEIGHTS}.mean()"]}, "iadd writes into aux"),
     "a maximum": (AUX | {"body": [ROWS, f"aux = torch.maximum(aux, {WEIGHTS}.max())"]}, "needs a row"),
     "a mean that weighs": (AUX | {"body": [ROWS, f"aux = aux + {WEIGHTS}.mean() * self.penalty[e]"]}, "mul of a mean"),
+    "a spread": (AUX | {"body": [ROWS, f"aux = aux + {WEIGHTS}.std()"]}, "std needs a row"),
+    "a norm": (AUX | {"body": [ROWS, "aux = aux + self.penalty.norm()"]}, "norm may not be defined without rows"),
     "one by the number of rows": (AUX | {"body": [ROWS, "aux = aux + self.penalty[e] / t.numel()"]}, "of a number of rows"),
     "a condition on the expert's number": ({"body": ["if e == 1: continue", ROWS]}, ""),
     "a list of experts": (

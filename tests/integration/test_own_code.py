@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memfine_fx
 from memfine_fx.capture.undo import ModelState
@@ -256,6 +257,32 @@ def test_state_after_the_first_step_is_as_after_an_eager_step(tmp_path: Path) ->
     assert len(calls) == 2, str(report)
 
 
+def test_hooks_of_the_users_see_the_step_alone(tmp_path: Path) -> None:
+    model = layer(tmp_path, "Hooks", loop(ROWS))
+    optimized(model)
+    gradients: list[Tensor] = []
+    model.router.weight.register_hook(gradients.append)  # type: ignore[union-attr,operator]
+    num_saved: list[int] = []
+    for _ in range(2):
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, saved=saved: saved.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            out = model(torch.randn(6, 8, requires_grad=True))
+        out.sum().backward()
+        num_saved.append(len(saved))
+    assert memfine_fx.report(model).num_chunked == 1
+    assert len(gradients) == 2 and num_saved[0] == num_saved[1] > 0
+
+
+def test_a_checkpointed_layer_is_compared(tmp_path: Path) -> None:
+    model = layer(tmp_path, "Checkpointed", loop(ROWS))
+    optimized(model)
+    checkpoint(model, torch.randn(6, 8, requires_grad=True), use_reentrant=False).sum().backward()
+    report = memfine_fx.report(model)
+    assert report.num_chunked == 1 and not report.regions[0].not_compared_with_code
+
+
 def test_loggers_that_are_made_meanwhile_stay(tmp_path: Path) -> None:
     """A module's logger leads to all others, which are not the model's state."""
     source = module_source("Logging", 4, EXPERTS["mlp"], (), [*loop(ROWS)[:-1], "logger.debug(out)", "return out"])
@@ -303,6 +330,91 @@ def test_layers_under_autocast_are_compared_by_themselves(tmp_path: Path, monkey
 
 
 # Forced choices.
+
+
+@pytest.mark.parametrize(
+    ("shapes", "cut"),
+    [
+        ([(100, 8)], [(8, 8)]),
+        ([(100,)], [(8,)]),
+        ([(4, 100, 8), (100, 100), (4, 100)], [(1, 8, 8), (100, 8), (1, 8)]),
+        ([(4, 10, 8)], [(4, 10, 8)]),
+        ([(100, 8), (100,), (), (8,), (50, 8)], [(8, 8), (8,), (), (8,), (50, 8)]),
+        ([()], [()]),
+    ],
+)
+def test_arguments_are_cut_to_a_few_tokens(shapes: list[tuple[int, ...]], cut: list[tuple[int, ...]]) -> None:
+    given = tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
+    (*positional,), named = next(
+        own_code._cut((given[:1], {str(number): value for number, value in enumerate(given[1:])}))
+    )
+    result = [*positional, *named.values()]
+    assert [tuple(tensor.shape) for tensor in result] == cut
+    assert not any(tensor.requires_grad for tensor in result)
+    assert all(tensor.data_ptr() != before.data_ptr() for tensor, before in zip(result, given, strict=True))
+
+
+def test_integers_are_cut_along_all_their_dimensions() -> None:
+    ((tokens,), named) = next(own_code._cut(((torch.zeros(4, 100, dtype=torch.long),), {"scale": 2.0})))
+    assert tokens.shape == (1, 8) and named == {"scale": 2.0}
+
+
+ONES, SPECIAL = torch.ones(3), torch.tensor([1.0, float("nan"), float("inf")])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "differs"),
+    [
+        (ONES, ONES + 1e-9, ""),
+        (ONES, 2 * ONES, "off by"),
+        (ONES, ONES[:2], "is torch.float32 [3], not"),
+        (ONES, ONES.double(), "not torch.float64"),
+        (ONES.long(), ONES.long(), ""),
+        (ONES.long(), 2 * ONES.long(), "differs"),
+        (SPECIAL, SPECIAL, ""),
+        (SPECIAL, ONES, "not finite"),
+        (ONES, SPECIAL, "not finite"),
+        (None, None, ""),
+        (None, 0 * ONES, ""),
+        (0 * ONES, None, ""),
+        (None, ONES, "in one of them only"),
+        (ONES, None, "in one of them only"),
+        (1, ONES, "in one of them only"),
+        (1, 1, ""),
+        (1, 2, "is 1, not 2"),
+        (None, 2, "is None, not 2"),
+        (2, None, "is 2, not None"),
+        (1.0, 1.0 + 1e-9, ""),
+        (1.0, 2.0, "is 1.0, not 2.0"),
+        (float("nan"), float("nan"), ""),
+        (float("nan"), 1.0, "is nan"),
+        (1.0, float("nan"), "is 1.0"),
+        ("a", "b", "is 'a'"),
+        (frozenset("ab"), frozenset("ab"), ""),
+        (frozenset("ab"), frozenset("a"), "is frozenset"),
+        ([1, ONES], [1, ONES], ""),
+        ([1, ONES], [1, 2 * ONES], "off by"),
+        ([1], [1, 1], "is [1], not"),
+        ({"load": ONES}, {"load": ONES}, ""),
+        ({"load": ONES}, {"load": 2 * ONES}, "off by"),
+        ({"load": 1}, {"rows": 1}, "is {'load': 1}"),
+    ],
+)
+def test_what_counts_as_a_difference(value: Any, expected: Any, differs: str) -> None:
+    difference = own_code._difference(value, expected, 0.0, 1e-6)
+    assert (differs in difference) if differs else not difference
+
+
+def test_small_gradients_are_compared_with_the_largest() -> None:
+    large = {"gradient of up": 1e6 * ONES, "output 0": ONES}
+    assert not own_code._first_difference(
+        large | {"gradient of b": 2e-4 * ONES}, large | {"gradient of b": 1e-4 * ONES}, 1e-6
+    )
+    assert own_code._first_difference(
+        large | {"gradient of b": 2e3 * ONES}, large | {"gradient of b": 1e3 * ONES}, 1e-6
+    )
+    assert "only one of them has output 1" in own_code._first_difference(large, large | {"output 1": ONES}, 1e-6)
+    assert "output 0" in own_code._first_difference(large | {"output 0": 1.1 * ONES}, large, 1e-6)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

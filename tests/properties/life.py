@@ -10,7 +10,7 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 import memfine_fx
 
-__all__ = ["Outcome", "compare", "state_of"]
+__all__ = ["Outcome", "Results", "Step", "compare", "loss_of", "plain_step", "state_of"]
 
+Results = dict[str, Any]
+Step = Callable[[Callable[[Tensor], Tensor], Tensor, int], Results]
+"""Uses a model with tokens [T,H] in a step with this number; leaves gradients, and returns what else must agree."""
 Verdict = Literal["exact", "wrong", "both raise", "torch.compile raises too", "only ours raises", "only eager raises"]
 """What torch.compile does alone is asked where only ours raises."""
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 """In fp32 layers have a part in bf16."""
 _NUM_TOKENS = (6, 1, 3, 2)
 _RARE = -30.0
@@ -64,19 +67,29 @@ def _is_plain(key: str, value: Any) -> bool:
     return value is None or isinstance(value, (int, float, str, list, dict, set, tuple, Tensor))
 
 
-def _run(model: nn.Module, num_tokens: int, hidden: int, skew: Sequence[float]) -> dict[str, Any]:
+def loss_of(out: Tensor) -> Tensor:
+    """A sum with weights of both signs."""
+    return (out.double() * torch.linspace(-1, 1, out.numel(), dtype=torch.double).view(out.shape)).sum()
+
+
+def plain_step(model: Callable[[Tensor], Tensor], x: Tensor, number: int) -> Results:
+    """One forward and one backward."""
+    out = model(x)
+    (loss_of(out) + x.sum()).backward()  # also where no expert ran
+    return {"output": out}
+
+
+def _run(model: nn.Module, num_tokens: int, skew: Sequence[float], step: Step, number: int) -> Results:
     """One step of SGD: its results and the state that it leaves."""
     torch.manual_seed(num_tokens)
     random.seed(num_tokens)
     with torch.no_grad():
-        model.skew.copy_(torch.tensor(skew))  # type: ignore[operator]  # a buffer
-    x = torch.randn(num_tokens, hidden, requires_grad=True)
+        model.skew.copy_(torch.tensor(skew)[: len(model.skew)])  # type: ignore[operator,arg-type]  # a buffer
+    router: Any = model.router
+    x = torch.randn(num_tokens, router.in_features, dtype=router.weight.dtype, requires_grad=True)
     model.zero_grad()
-    out = model(x)
-    probe = torch.linspace(-1, 1, out.numel()).view(out.shape)
-    ((out.float() * probe).sum() + x.sum()).backward()  # also where no expert ran
-    results: dict[str, Any] = {"output": out.detach(), "d x": x.grad}
-    results |= {f"d {name}": value.grad for name, value in model.named_parameters()}
+    results = step(model, x, number)
+    results |= {"d x": x.grad} | {f"d {name}": value.grad for name, value in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -88,49 +101,52 @@ def _kept(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def compare(model: nn.Module, *, inner: str = "eager", seed: int = 0, **fields: Any) -> Outcome:
-    """Train a copy of a layer beside the layer itself.
+def compare(
+    model: nn.Module, *, inner: str = "eager", seed: int = 0, step: Step = plain_step, **fields: Any
+) -> Outcome:
+    """Train an optimized copy of a layer and the layer itself, and compare them after each step.
 
     Args:
         model: takes tokens [T,H], has a buffer `skew` [E] which it adds to its routing scores.
         inner: the inner backend.
         seed: of the routings.
+        step: what is done in a step.
         **fields: further options of Config.
     """
     torch._dynamo.reset()
     before = copy.deepcopy(model)
-    num_experts, hidden = model.skew.shape[0], model.router.in_features  # type: ignore[union-attr,operator]
+    num_experts = model.skew.shape[0]  # type: ignore[union-attr,operator]
     optimized = copy.deepcopy(model)
     config = memfine_fx.Config(inner_backend=inner, rows_per_chunk=3, **fields)  # type: ignore[arg-type]  # a word
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         memfine_fx.optimize(optimized, dynamic=True, config=config)
-        for step, (num_tokens, skew) in enumerate(_steps(num_experts, seed)):
-            expected, eager_error = _attempted(model, num_tokens, hidden, skew)
-            results, error = _attempted(optimized, num_tokens, hidden, skew)
+        for number, (num_tokens, skew) in enumerate(_steps(num_experts, seed)):
+            expected, eager_error = _attempted(model, num_tokens, skew, step, number)
+            results, error = _attempted(optimized, num_tokens, skew, step, number)
             report = memfine_fx.report(optimized)
             reasons = "; ".join(region.reason or "" for region in report.regions if region.status == "refused")
             if expected is None or results is None:
                 verdict: Verdict = "only eager raises" if results is not None else "both raise"
                 if expected is not None:
-                    raises_too = _raises_compiled(before, seed)
+                    raises_too = _raises_compiled(before, seed, step)
                     verdict = "torch.compile raises too" if raises_too else "only ours raises"
                 return Outcome(
-                    verdict, report.num_chunked, f"step {step}: eager {eager_error}, ours {error} ({reasons})"
+                    verdict, report.num_chunked, f"step {number}: eager {eager_error}, ours {error} ({reasons})"
                 )
             name = _first_difference(results, expected, _TOLERANCES[model.router.weight.dtype])  # type: ignore[union-attr,index]
             if name:
-                return Outcome("wrong", report.num_chunked, f"step {step}: {name} ({reasons})")
+                return Outcome("wrong", report.num_chunked, f"step {number}: {name} ({reasons})")
     return Outcome("exact", report.num_chunked, reasons)
 
 
-def _raises_compiled(model: nn.Module, seed: int) -> bool:
+def _raises_compiled(model: nn.Module, seed: int, step: Step) -> bool:
     """Whether plain torch.compile raises in the same steps."""
     torch._dynamo.reset()
-    model.compile(backend="eager", dynamic=True)
+    model.compile(backend="aot_eager", dynamic=True)
     return any(
-        _attempted(model, num_tokens, model.router.in_features, skew)[0] is None  # type: ignore[arg-type,union-attr]
-        for num_tokens, skew in _steps(model.skew.shape[0], seed)  # type: ignore[union-attr,index]
+        _attempted(model, num_tokens, skew, step, number)[0] is None
+        for number, (num_tokens, skew) in enumerate(_steps(model.skew.shape[0], seed))  # type: ignore[union-attr,index]
     )
 
 
@@ -141,10 +157,10 @@ def _steps(num_experts: int, seed: int) -> list[tuple[int, list[float]]]:
 
 
 def _attempted(
-    model: nn.Module, num_tokens: int, hidden: int, skew: Sequence[float]
-) -> tuple[dict[str, Any] | None, str]:
+    model: nn.Module, num_tokens: int, skew: Sequence[float], step: Step, number: int
+) -> tuple[Results | None, str]:
     try:
-        return _run(model, num_tokens, hidden, skew), ""
+        return _run(model, num_tokens, skew, step, number), ""
     except Exception as error:  # NOTE: whatever a drawn layer raises, the other must raise too
         return None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 

@@ -22,7 +22,17 @@ from typing import Literal, get_args
 
 from torch import nn
 
-__all__ = ["EXPERTS", "KINDS", "PRODUCTS", "Kind", "WrittenLayer", "load", "module_source", "written_layer"]
+__all__ = [
+    "EXPERTS",
+    "KINDS",
+    "PRODUCTS",
+    "SPELLINGS",
+    "Kind",
+    "WrittenLayer",
+    "load",
+    "module_source",
+    "written_layer",
+]
 
 Kind = Literal["loop", "dense"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -567,7 +577,7 @@ _OTHER_MASKS = (
     ("m.float().mean() < 0.2", "m.float().mean() >= 0.2"),
 )
 
-_SPELLINGS: dict[str, _Spelling] = {
+SPELLINGS: dict[str, _Spelling] = {
     "where": _Spelling(
         "for e in range(self.num):", ["t, c = torch.where(i == e)"], "x[t]", "w[t, c, None]", _ADDS,
         (*_EMPTY_PLACES, ("c.numel() == 0", "len(c)"), ("not (i == e).any()", "(i == e).any()")), (*_OTHER_PLACES, *_OTHER_CHOICES),
@@ -665,8 +675,8 @@ _SPELLINGS: dict[str, _Spelling] = {
 def _loop(name: str, draw: random.Random) -> WrittenLayer:
     choices: dict[str, str] = {}
     routing, num_experts, _ = _routing(draw, edits=0.15, choices=choices)
-    spelling_name = draw.choice(sorted(_SPELLINGS))
-    spelling = _SPELLINGS[spelling_name]
+    spelling_name = draw.choice(sorted(SPELLINGS))
+    spelling = SPELLINGS[spelling_name]
     effect_name = draw.choice(sorted(_EFFECTS)) if draw.random() < 0.75 else "none"
     expert = draw.choice(sorted(EXPERTS)) if draw.random() < 0.25 else draw.choice(_STATELESS)
     guard, form = _guard(draw, spelling)

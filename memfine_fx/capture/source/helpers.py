@@ -198,7 +198,7 @@ def collect(parts: list[torch.Tensor], rows: torch.Tensor, body: Body) -> None:
 
 def store(target: Any, index: Any, value: Any, body: Body) -> None:
     """Write an item; the entry of one expert keeps what it was where the body would have been skipped."""
-    if body.where and isinstance(index, int) and isinstance(target, torch.Tensor):
+    if isinstance(index, int) and isinstance(target, torch.Tensor):
         before = target[index]
         target[index] = merged(
             before, value if isinstance(value, torch.Tensor) else torch.zeros_like(before) + value, body

@@ -117,6 +117,7 @@ MATMULS: Database = {
         claims(Rows, lambda r: expert_rows(r, 1) @ r.up[1]),
         claims(Rows, lambda r: sorted_rows(r) @ r.square),
         claims(Rows, lambda r: split_rows(r)[3] @ r.ups[3], "plain", "sparse"),
+        claims(Rows, lambda r: F.linear(expert_rows(r, 1), r.ups[1] @ r.downs[1], r.gain)),
         claims(Rows, lambda r: (r.hidden * (r.index == 1).any(-1, keepdim=True)) @ r.ups[1]),
         refused("matmul of", lambda r: r.square[:, :5] @ (r.hidden * (r.index == 1).any(-1, keepdim=True))),
         refused(
@@ -143,6 +144,7 @@ MATMULS: Database = {
         refused("a row is not a vector", lambda r: torch.bmm(copies(r).expand(-1, 2, -1), gathered_table(r))),
         refused("no known spelling", lambda r: torch.bmm(copies(r), r.up[order_of(r)[0]])),
         refused("no known spelling", lambda r: torch.bmm(all_tokens(r).transpose(0, 1), r.up), "square"),
+        refused("no known spelling", lambda r: torch.bmm(by_choice(r), r.down * 2), "square"),
         refused("no known spelling", lambda r: torch.bmm(r.weight.t().unsqueeze(1), by_choice(r).transpose(0, 1))),
     ],
     aten.baddbmm.default: [

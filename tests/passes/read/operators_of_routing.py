@@ -162,6 +162,7 @@ INDICES: Database = {
         refused("remainder of", lambda r: r.index % (NUM_EXPERTS - 1)),
         refused("remainder of", lambda r: r.index % 4, "repeated"),
         refused("remainder of", lambda r: order_of(r)[1] % 3),
+        refused("remainder of", lambda r: r.index % 4.5),
     ],
     aten.clamp.default: [
         claims(Ids, lambda r: r.index.clamp(0, NUM_EXPERTS - 1), "plain", "sparse", "argmax"),
@@ -273,6 +274,7 @@ MASKS: Database = {
         claims(Mask, lambda r: masks(r) == 1),
         claims(Mask, lambda r: masks(r) == 0),
         refused("compared with 2", lambda r: masks(r) == 2),
+        refused("", lambda r: tokens_of(r) == 1),
         refused(
             "compared with another", lambda r: (r.index.view(-1)[torch.nonzero(r.index.view(-1) == 1).view(-1)]) == 2
         ),

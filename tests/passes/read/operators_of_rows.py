@@ -133,6 +133,7 @@ OPERATORS: Database = {
             "repeated",
         ),
         refused(ACROSS, lambda r: flat_rows(r).sum(0)),
+        refused(ACROSS, lambda r: masks(r).sum(0)),
         refused(ACROSS, lambda r: flat_rows(r).view(-1, K, WIDTH).sum(0)),
         refused(ACROSS, lambda r: (dispatched(r, 0)[2]).sum(0)),
         refused(ACROSS, lambda r: flat_rows(r).view(-1, K, WIDTH).sum((0, 1))),

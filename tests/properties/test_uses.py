@@ -1,0 +1,90 @@
+"""Whatever is done with a layer in a step, results are those of the unmodified layer, or both raise.
+
+Each case trains a layer for four steps in one of the ways of `uses`, with 6, 1, 3 and 2 tokens, and compares it as
+`life` does. A tenth of the cases runs with Inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.properties.life import compare, plain_step
+from tests.properties.uses import BUILDS, LAYERS, USES, layer_of
+from tests.properties.written import load
+
+pytestmark = pytest.mark.own_code
+CASES = [*USES, *BUILDS]
+FEW = (
+    "checkpointed",
+    "copied when saved",
+    "backward of two losses",
+    "inference first",
+    "another number of choices",
+    "no tokens first",
+    "stopped in backward",
+    "parameters written before backward",
+    "one layer twice",
+    "bfloat16",
+)
+RAISING = (
+    "backward again after it was freed",
+    "second derivative",
+    "input written before backward",
+    "parameters written before backward",
+)
+"""Eager code raises, or torch.compile does."""
+NOT_CHUNKED = (*RAISING, "wrong size", "expert hooked", "with other parameters")
+NOT_WRITTEN_FOR_IT = {
+    ("sorted back", case) for case in ("in autocast", "dtype changed", "float32", "bfloat16", "float16")
+}
+"""The layer makes a tensor of the default dtype, so that eager code raises."""
+
+
+@pytest.fixture(autouse=True)
+def wide() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def check(spelling: str, case: str, folder: Path, inner: str = "aot_eager") -> None:
+    if (spelling, case) in NOT_WRITTEN_FOR_IT:
+        pytest.skip("the layer's own code does not run so")
+    torch.manual_seed(1)
+    model = load(layer_of(spelling), folder)()
+    if case == "in autocast":
+        model = model.float()
+    outcome = compare(
+        BUILDS.get(case, lambda built: built)(model), inner=inner, seed=3, step=USES.get(case, plain_step)
+    )
+    assert not outcome.is_wrong, outcome
+    assert (outcome.verdict != "exact") == (case in RAISING), outcome
+    assert outcome.num_chunked or case in NOT_CHUNKED, outcome
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_loop_is_exact(case: str, tmp_path: Path) -> None:
+    check("where", case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "case"), [*enumerate(CASES)])
+def test_one_layer_for_each_case_is_exact(place: int, case: str, tmp_path: Path) -> None:
+    check(LAYERS[place % len(LAYERS)], case, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("spelling", LAYERS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_layer_is_exact(case: str, spelling: str, tmp_path: Path) -> None:
+    check(spelling, case, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("place", "case"), [*enumerate(CASES)])
+def test_layers_are_exact_with_inductor(place: int, case: str, tmp_path: Path) -> None:
+    check(LAYERS[-1 - place % len(LAYERS)], case, tmp_path, "inductor")
