@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -292,13 +293,16 @@ class _Layer:
     def kind(self, session: Session) -> str:
         """Equal for layers of which one comparison is enough."""
         module = self.module
-        names = {node: f"%{place}" for place, node in enumerate(self.nodes)}
-        calls = [
-            f"{node.op} {node.target if node.op.startswith('call') else ''} "
-            f"{fx.map_arg((node.args, node.kwargs), lambda source: names.get(source) or _description(source))}"
-            for node in self.nodes
-            if "assert" not in target_name(node)  # these name symbols in their messages
-        ]
+        names: dict[object, str] = {}
+        calls = []
+        for node in self.nodes:
+            value = node_value(node)
+            # A size that several layers read is computed in the first of them alone. Assertions name symbols.
+            is_size = isinstance(value, torch.SymInt) and not any(map(_is_tensor, node.all_input_nodes))
+            if not is_size and "assert" not in target_name(node):
+                given = fx.map_arg((node.args, node.kwargs), functools.partial(_description, names))
+                calls.append(f"{node.op} {node.target if node.op.startswith('call') else ''} {given}")
+                names[node] = f"%{len(calls)}"
         switches = [
             (name, key, value)
             for name, part in module.named_modules()
@@ -371,12 +375,30 @@ class _Layer:
         raise _CannotCompare(f"the model does not run on a few tokens: {reason}")
 
 
-def _description(node: fx.Node) -> str:
-    """Describe a value that comes from outside of a module: dtype, dimensions, gradient and class, no sizes."""
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node_value(node), Tensor)
+
+
+def _description(names: dict[object, str], node: fx.Node) -> str:
+    """Describe an operand of a module's call, alike in all layers of one kind.
+
+    Args:
+        names: of the module's calls so far and of the symbols in its sizes, which are named in order.
+
+    Returns:
+        The call's name; of a value that comes from outside dtype, dimensions, gradient and class, no sizes.
+    """
     value = node_value(node)
+    if isinstance(value, torch.SymInt):
+        expr = value.node.expr
+        return str(expr.xreplace({symbol: _renamed(symbol, names) for symbol in sorted(expr.free_symbols, key=str)}))
     if isinstance(value, Tensor):
-        return f"<{value.dtype} {value.ndim} {value.requires_grad} {type(value).__name__}>"
-    return f"<{type(value).__name__}>"
+        return names.get(node) or f"<{value.dtype} {value.ndim} {value.requires_grad} {type(value).__name__}>"
+    return names.get(node) or f"<{type(value).__name__}>"
+
+
+def _renamed(symbol: sympy.Symbol, names: dict[object, str]) -> sympy.Symbol:
+    return sympy.Symbol(names.setdefault(symbol, f"n{len(names)}"))
 
 
 @contextlib.contextmanager

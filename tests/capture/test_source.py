@@ -252,10 +252,11 @@ def test_a_loop_over_the_named_experts_runs_all_that_are_named() -> None:
         """
         for e in index.unique():
             t, k = torch.where(index == e)
-            out[t] += self.scale[0] * self.experts[e](x[t])
+            out[t] += self.scale[0] * self.experts[e](x[t]) * self.share[int(e)] * self.power.item()
         """
     )
     assert text is not None
+    assert "self.experts[e](x[t]) * self.share[e] * self.power.item()" in text
     assert "ids_2 = index\n    for e in every_index(self.experts, ids_2, 'layer.py:2')" in text
     assert "body((ids_2 == e).any(), 'true', 0, False, 'layer.py:2')" in text
 

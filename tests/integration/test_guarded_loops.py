@@ -9,10 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
+from memfine_fx.compiler import pipeline
+from memfine_fx.passes.dataflow import target_name
 from tests.properties.life import Outcome, compare
 from tests.properties.written import EXPERTS, WrittenLayer, load, module_source
 
@@ -78,6 +82,7 @@ def check(result: Outcome, refusal: str) -> None:
         ("not (i == e).any()", ""),
         ("(i == e).sum().item() == 0", ""),
         ("(i == e).long().sum() < 1", ""),
+        ("not (i == e).long().bool().any()", ""),
         ("not t.any()", "needs"),
         ("t.sum() == 0", "index_add_ writes into out"),
         ("not c.any()", "index_add_ writes into out"),
@@ -236,3 +241,36 @@ def test_an_effect_that_cannot_be_preserved_is_refused_with_its_line(name: str, 
     result = outcome(tmp_path, **fields)  # type: ignore[arg-type]  # lists of lines, and an expert's name
     assert result.num_chunked == 0 and reason in result.details, result
     assert result.verdict in ("exact", "both raise"), result
+
+
+def test_a_number_that_a_guard_alone_reads_is_not_read_from_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[fx.Graph] = []
+    compile_graph = pipeline.compile_graph
+
+    def noted(module: fx.GraphModule, *args: Any) -> Any:
+        compiled = compile_graph(module, *args)
+        graphs.append(module.graph)
+        return compiled
+
+    monkeypatch.setattr(pipeline, "compile_graph", noted)
+    counts = "counts = torch.bincount(i.flatten(), minlength=self.num).tolist()"
+    result = outcome(tmp_path, guard="counts[e] == 0", start=(counts,))
+    assert result.verdict == "exact" and result.num_chunked == 1 and graphs
+    assert not [node for graph in graphs for node in graph.nodes if target_name(node) in ("item", "bincount")]
+
+
+@pytest.mark.parametrize(
+    ("mask", "guard"),
+    [("(i == e).long() - (i == e + 1).long()", "m.sum() == 0"), ("(i == e).double() * 0.5", "m.long().sum() == 0")],
+)
+def test_places_are_not_none_because_a_sum_is_zero(mask: str, guard: str, tmp_path: Path) -> None:
+    result = outcome(tmp_path, guard=guard, select=(f"m = {mask}", "t, c = torch.where(m)"))
+    assert result.verdict == "exact" and "in a body that is skipped" in result.details, result
+
+
+def test_a_mask_of_choices_that_all_tokens_share_says_nothing_of_an_expert_without_it(tmp_path: Path) -> None:
+    start = ("m = F.one_hot(i, self.num).permute(2, 1, 0)", "hit = m.amin((1, 2))")
+    result = outcome(tmp_path, guard="hit[e] == 0", start=start, select=("c, t = torch.where(m[e])",))
+    assert result.verdict == "exact" and "in a body that is skipped" in result.details, result

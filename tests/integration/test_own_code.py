@@ -190,7 +190,9 @@ def test_the_report_says_first_what_was_not_compared(tmp_path: Path) -> None:
     assert "not compared with your code" in line and "too few tokens" in line
 
 
-def test_layers_of_one_kind_are_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spelling", ["loop", "gathered add"])
+def test_layers_of_one_kind_are_compared_once(spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer's sizes are computed in the first, where both compute with them."""
     compared: list[str] = []
     verdict = own_code._Layer.verdict
 
@@ -199,9 +201,50 @@ def test_layers_of_one_kind_are_compared_once(tmp_path: Path, monkeypatch: pytes
         return verdict(self, session)
 
     monkeypatch.setattr(own_code._Layer, "verdict", noted)
-    kind = type(layer(tmp_path, "Kind", loop(ROWS)))
+    lines = loop(ROWS) if spelling == "loop" else dense("pass", spelling)
+    kind = type(layer(tmp_path, "Kind", lines, init=TABLES))
     report = first_report(nn.Sequential(*(kind() for _ in range(4))))
     assert report.num_chunked == 4 and len(compared) == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), ("a", "b"), (1.0, 2.0), (None, 3)])
+def test_layers_with_other_settings_are_compared_each(first: Any, second: Any, tmp_path: Path) -> None:
+    kind = type(layer(tmp_path, "Setting", dense("pass"), init=TABLES))
+    layers = [kind(), kind()]
+    for own, setting in zip(layers, (first, second), strict=True):
+        own.setting = setting
+    assert first_report(nn.Sequential(*layers)).num_chunked == 2 and len(own_code._known) == 2
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 12) / 3), nn.Parameter(torch.randn(4, 12, 8) / 3)
+
+    def forward(self, x: Tensor, i: Tensor, w: Tensor) -> Tensor:
+        rows = torch.einsum("tkf,tkfh->tkh", torch.einsum("th,tkhf->tkf", x, self.up[i]).relu(), self.down[i])
+        return (rows * w[..., None]).sum(1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, i = self.router(x).softmax(-1).topk(2, dim=-1)
+        out: Tensor = self.experts(x, i, w)
+        return out
+
+
+def test_the_module_that_holds_router_and_experts_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    verdict = own_code._Layer.verdict
+    monkeypatch.setattr(
+        own_code._Layer, "verdict", lambda self, session: (compared.append(self.name), verdict(self, session))[1]
+    )
+    model = nn.Sequential(nn.Linear(8, 8), Block())
+    assert first_report(model).num_chunked == 1 and compared == ["1"]
 
 
 # State.

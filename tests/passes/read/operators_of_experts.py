@@ -103,6 +103,14 @@ MATMULS: Database = {
             Combined,
             lambda r: torch.einsum("tef,te->tf", torch.einsum("th,ehf->tef", r.hidden, r.up), chosen(r) * r.gates),
         ),
+        claims(
+            Combined,
+            lambda r: torch.einsum(
+                "tef,te->tf",
+                torch.einsum("th,ehf->tef", r.hidden, r.up),
+                torch.einsum("tke,tk->te", masks(r).double(), r.weight),
+            ),
+        ),
         refused("works along the routed dimension", lambda r: torch.einsum("nf,ng->fg", flat_rows(r), flat_rows(r))),
         refused("works along the routed dimension", lambda r: torch.einsum("nf,nf->f", flat_rows(r), flat_rows(r))),
         refused(MIXES, lambda r: torch.einsum("nf,fg->gn", flat_rows(r), r.square[:WIDTH])),

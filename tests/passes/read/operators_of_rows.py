@@ -134,6 +134,7 @@ OPERATORS: Database = {
         ),
         refused(ACROSS, lambda r: flat_rows(r).sum(0)),
         refused(ACROSS, lambda r: masks(r).sum(0)),
+        refused(ACROSS, lambda r: (r.index == 1).sum((0, 1))),
         refused(ACROSS, lambda r: flat_rows(r).view(-1, K, WIDTH).sum(0)),
         refused(ACROSS, lambda r: (dispatched(r, 0)[2]).sum(0)),
         refused(ACROSS, lambda r: flat_rows(r).view(-1, K, WIDTH).sum((0, 1))),
