@@ -97,11 +97,12 @@ def proved_of(index: fx.Node, flow: Dataflow) -> tuple[bool, int | None]:
     node = index
     while not _is_chosen(node):
         source = node.args[0] if node.args else None
-        if target_name(node) not in _GLUE or not isinstance(source, fx.Node) or flow.is_written(node):
+        if target_name(node) not in _GLUE or flow.is_written(node):
             return False, None
-        value = node_value(source)
+        value = node_value(source) if isinstance(source, fx.Node) else None
         if not isinstance(value, torch.Tensor) or not _has_choices_of(node, value):
             return False, None
+        assert isinstance(source, fx.Node)
         node = source
     if flow.is_written(node) or not _is_along_last(node):
         return False, None

@@ -261,6 +261,13 @@ def test_a_loop_over_the_named_experts_runs_all_that_are_named() -> None:
     assert "body((ids_2 == e).any(), 'true', 0, False, 'layer.py:2')" in text
 
 
+@pytest.mark.parametrize("context", ["torch.no_grad()", "self.contexts[e]", "(lambda: self.context)()"])
+def test_a_guarded_body_may_stand_in_any_context(context: str) -> None:
+    loop = "for e in range(4):\n    t, k = torch.where(index == e)\n    if t.numel() == 0: continue\n"
+    text = rewritten(f"{loop}    with {context}:\n        out[t] += f(x[t])")
+    assert text is not None and f"with {context}:" in text
+
+
 def test_places_made_into_lists_stay_tensors_where_they_only_index() -> None:
     loop = "for e in range(4):\n    t, k = torch.where(index == e)\n    places = t.tolist()\n    y = x[None, places]"
     text = rewritten(loop)

@@ -115,7 +115,7 @@ def _rows_of_choices(reader: Reader, call: Call, value: Any, mask: Mask, of_mask
     if isinstance(value, Leaf) and "e" in mask.lead.groups:
         size = of_mask.shape[mask.lead.groups.index("e")]
         return reader.weights_of_experts(value, size) or reader.as_weights(value) or reader.as_rows(value, call)
-    return (reader.as_weights(value) if isinstance(value, Leaf) else None) or reader.as_rows(value, call)
+    return reader.as_rows(value, call)
 
 
 def _where_named(
