@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfine_fx.compat.nn import hooks_of, own_buffers
 
-__all__ = ["Contents", "Generators", "ModelState", "functions_of", "named_globals"]
+__all__ = ["Contents", "Generators", "ModelState", "Writes", "functions_of", "named_globals"]
 
 _CONTAINERS = (
     list,
@@ -130,6 +131,8 @@ class _Containers:
         self.tensors: list[torch.Tensor] = []
         """Tensors that were found, parameters excepted."""
         self._before: list[tuple[Any, Any]] = []
+        self.held: set[int] = set()
+        """Ids of the containers and objects that are put back."""
         seen: set[int] = set()
         level = list(values)
         for _ in range(_MOST_LEVELS):
@@ -155,9 +158,10 @@ class _Containers:
             return ()
         if isinstance(value, (tuple, frozenset)):
             return value
+        if type(value) not in _CONTAINERS and not _is_plain_object(value):
+            return ()
+        self.held.add(id(value))
         if type(value) not in _CONTAINERS:
-            if not _is_plain_object(value):
-                return ()
             value = vars(value)
         before = dict(value) if isinstance(value, dict) else list(value)
         self._before.append((value, before))
@@ -243,6 +247,12 @@ class _Variables:
     def values(self) -> list[Any]:
         return [value for _, value in self._cells] + [value for _, _, value in self._globals]
 
+    def holds(self, variable: object) -> bool:
+        """Whether a cell, or a global of this name, is noted."""
+        return any(variable is cell for cell, _ in self._cells) or any(
+            isinstance(variable, str) and variable == name for _, name, _ in self._globals
+        )
+
     def restore(self) -> None:
         for cell, value in self._cells:
             if not any(one is value for one in _contents(cell)):
@@ -258,6 +268,39 @@ def _contents(cell: types.CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:
         return []
+
+
+class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is in each tensor that is written in place, before its first write, whoever owns it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    self._note(tensor)
+        return func(*args, **kwargs)
+
+    def _note(self, tensor: Any) -> None:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._before:
+            # Bytes of a storage have no version, which a graph of the user's may have saved.
+            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._before[storage.data_ptr()] = memory, memory.clone()
+
+    def restore(self) -> None:
+        """Write back what was noted, and forget it."""
+        for memory, before in self._before.values():
+            if not torch.equal(memory, before):
+                memory.copy_(before)
+        self._before.clear()
 
 
 class ModelState:
@@ -282,6 +325,7 @@ class ModelState:
         self._variables = _Variables(functions_of(model) if reads_all else ())
         roots = [vars(module) if reads_all else own_buffers(module) for module in model.modules()]
         self._containers = _Containers([*roots, *self._variables.values])
+        self._modules = {id(module) for module in model.modules()}
         found = {id(tensor): tensor for tensor in (*model.buffers(), *self._containers.tensors, *tensors)}
         self._contents = Contents(found.values())
 
@@ -291,6 +335,10 @@ class ModelState:
         self._contents.restore()
         self._host_generators.restore()
         self._generators.restore()
+
+    def holds(self, changed: object) -> bool:
+        """Whether a Python object, a variable's cell or a global's name is put back."""
+        return id(changed) in self._modules | self._containers.held or self._variables.holds(changed)
 
     def changed(self) -> list[torch.Tensor]:
         """Buffers and named tensors that were written to since, or may have been."""

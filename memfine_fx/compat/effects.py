@@ -18,12 +18,14 @@ from memfine_fx.compat.checks import Hook, expect
 __all__ = [
     "PYTHON_EFFECTS",
     "PythonState",
+    "changed_objects",
     "compile_time_calls",
     "graph_being_traced",
     "has_caller",
     "is_same_value",
     "local_value",
     "module_being_traced",
+    "python_operator",
 ]
 
 _TRANSLATOR = "_i_will_not_complain_if_bc_breaks_InstructionTranslator"
@@ -134,6 +136,30 @@ class PythonState:
         return False
 
 
+def changed_objects() -> list[object]:
+    """Return the Python objects of the user's that the code changes which Dynamo is compiling now.
+
+    Returns:
+        Modules, containers, cells and other objects; the names of globals that are bound.
+    """
+    translator = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslator.current_tx()
+    effects = translator.output.side_effects
+    objects = {id(item): item for item in effects.keepalive}
+    changed: list[object] = []
+    for key, variable in effects.id_to_variable.items():
+        if type(variable).__name__ == "NewGlobalVariable":
+            changed.extend(effects.store_attr_mutations.get(variable, ()))
+        elif key in objects and "Existing" in _mutation_of(variable) and effects.is_modified(variable):
+            changed.append(objects[key])
+    return changed
+
+
+def python_operator(target: Any) -> str:
+    """Return the name "namespace::name" of an operator that is written in Python; "" for any other."""
+    name = str(getattr(getattr(target, "_schema", None), "name", "") or getattr(target, "_qualified_op_name", ""))
+    return name if name in importlib.import_module("torch._library.custom_ops").OPDEFS else ""
+
+
 def _source_of(variable: Any) -> str:
     """Where Dynamo takes a variable from, as Python would write it; "" where it has made it."""
     source = getattr(variable, "source", None)
@@ -229,7 +255,7 @@ def _check() -> None:
     for owner, name in ((comptime.ComptimeContext, _TRANSLATOR), (comptime.ComptimeVar, _VARIABLE)):
         expect(hasattr(owner, name), f"{owner.__name__} has no {name}")
     effects = importlib.import_module("torch._dynamo.side_effects").SideEffects
-    for name in ("id_to_variable", "store_attr_mutations"):
+    for name in ("id_to_variable", "store_attr_mutations", "keepalive"):
         expect(name in effects.__annotations__, f"SideEffects has no {name}")
     base = importlib.import_module("torch._dynamo.variables.base")
     for name in ("ValueMutationExisting", "AttributeMutationExisting"):
@@ -241,8 +267,10 @@ def _check() -> None:
 PYTHON_EFFECTS = Hook(
     name="torch._dynamo.side_effects.SideEffects",
     host="torch",
-    purpose="loops that skip experts without rows: proving that a skipped body changes no Python object",
+    purpose="knowing which Python objects a layer changes: proving that a skipped body changes none, and comparing a "
+    "layer with its own code only where all are put back",
     seen=("2.13", "2.13"),
-    loss="Loops that skip experts without rows stay as they are written, and are not chunked.",
+    loss="Loops that skip experts without rows stay as they are written, and are not chunked; no layer is compared "
+    "with its own code.",
     check=_check,
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
-from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -41,17 +41,20 @@ def _outermost_module() -> torch.nn.Module | None:
 
 
 class CompiledCall(NamedTuple):
-    """A call under `torch.compile`.
+    """A call under `torch.compile`, as far as the code that is being compiled.
 
     Args:
-        function, args, kwargs: what is called.
-        owner: the module whose method is being compiled; where graphs break that may be a part of the model.
+        model: the module that was called; None where no module was.
+        owner: the module whose method is being compiled, a part of the model where graphs break outside of it.
+        method: name of that method; "" where only what follows a graph break in a method is compiled.
+        args, kwargs: of that method.
     """
 
-    function: Callable[..., Any]
+    model: torch.nn.Module | None
+    owner: torch.nn.Module | None
+    method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    owner: torch.nn.Module | None
 
 
 def compiled_call() -> CompiledCall | None:
@@ -61,20 +64,53 @@ def compiled_call() -> CompiledCall | None:
 
 def _innermost_compiled_call() -> CompiledCall | None:
     frame: FrameType | None = sys._getframe(1)
-    owner = None
+    compiled: Any = None
     while frame is not None:
-        is_of_dynamo = frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
-        if is_of_dynamo and frame.f_code.co_name == "compile_wrapper":
-            function = frame.f_locals["fn"]
-            owner = owner or getattr(function, "__self__", None)
-            is_module = isinstance(owner, torch.nn.Module)
-            return CompiledCall(
-                function, frame.f_locals["args"], frame.f_locals["kwargs"], owner if is_module else None
-            )
-        caller = frame.f_locals.get("self")
-        owner = owner or (caller if isinstance(caller, torch.nn.Module) else None)
+        module = frame.f_globals.get("__name__")
+        if compiled is None and module == "torch._dynamo.convert_frame":
+            compiled = frame.f_locals.get("frame")
+        if module == "torch._dynamo.eval_frame" and frame.f_code.co_name == "compile_wrapper":
+            model = getattr(frame.f_locals["fn"], "__self__", None)
+            return None if compiled is None else _call_of(compiled, model if _is_module(model) else None)
         frame = frame.f_back
     return None
+
+
+def _call_of(frame: Any, model: torch.nn.Module | None) -> CompiledCall:
+    """Read the call from the frame that is being compiled, which has not run yet."""
+    code, values = frame.f_code, frame.f_locals
+    if code in _wrapper_codes():  # of a class of torch's, such as `nn.Sequential`, whose own methods are not compiled
+        wrapped = values["fn"]
+        owner = getattr(wrapped, "__self__", wrapped)
+        is_call = _is_module(owner) and getattr(wrapped, "__name__", "forward") in ("forward", "__call__", "_call_impl")
+        model = model or (owner if _is_module(owner) else None)
+        return CompiledCall(model, owner, "forward" if is_call else "", values["args"], values["kwargs"])
+    if str(frame.f_globals.get("__name__")).startswith("memfine_fx.compiler"):  # what calls a module as a whole
+        return CompiledCall(model, values["self"], "forward", values["args"], values["kwargs"])
+    named = inspect.getargs(code)
+    owner = values.get(named.args[0]) if named.args else None
+    names = [name for name in ("forward", code.co_name) if getattr(_function(owner, name), "__code__", None) is code]
+    if not _is_module(owner) or not names:
+        return CompiledCall(model, owner if _is_module(owner) else None, "", (), {})
+    num_named = code.co_argcount  # `named.args` has those after the asterisk too
+    args = [values[name] for name in named.args[1:num_named]] + list(values[named.varargs] if named.varargs else ())
+    kwargs = {name: values[name] for name in named.args[num_named:]} | (values[named.varkw] if named.varkw else {})
+    return CompiledCall(model, owner, names[0], tuple(args), kwargs)
+
+
+def _wrapper_codes() -> list[CodeType]:
+    """Code objects of the functions that `torch._dynamo.external_utils.wrap_inline` gives."""
+    from torch._dynamo.external_utils import wrap_inline
+
+    return [constant for constant in wrap_inline.__code__.co_consts if isinstance(constant, CodeType)]
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, torch.nn.Module)
+
+
+def _function(owner: object, name: str) -> Any:
+    return getattr(getattr(owner, name, None), "__func__", None)
 
 
 def calling_code() -> CodeType:
@@ -133,7 +169,12 @@ def _check_compiled_calls() -> None:
     expect(wrapper is not None, "_TorchDynamoContext.__call__ defines no compile_wrapper")
     assert wrapper is not None
     expect("fn" in wrapper.co_freevars, "compile_wrapper does not know its function as fn")
-    expect({"args", "kwargs"} <= set(wrapper.co_varnames), "compile_wrapper does not take args and kwargs")
+    from torch._dynamo import convert_frame
+
+    arguments = inspect.signature(convert_frame._compile).parameters
+    expect("frame" in arguments, "torch._dynamo.convert_frame._compile does not take a frame")
+    names = {name for code in _wrapper_codes() for name in (*code.co_freevars, *code.co_varnames)}
+    expect({"fn", "args", "kwargs"} <= names, f"wrap_inline calls by {sorted(names)}")
 
 
 COMPILED_CALLS = Hook(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from memfine_fx.compiler.captured_graph import LoweredRegion
-from memfine_fx.errors import LeftoverShapes, Reason
+from memfine_fx.errors import GuardRefused, LeftoverShapes, Reason
 from memfine_fx.passes.dataflow import has_unbacked_shape, is_only_asserted, provenance
 from memfine_fx.passes.read.guards import GUARDED, OpenCut, is_total
 from memfine_fx.records import Refusal
@@ -43,6 +43,7 @@ def check_leftover_shapes(
     for cut in cuts:
         if not swallowed.issuperset(cut.nodes):
             raise cut.refusal
+    _check_rewritten(body.graph, swallowed)
     for node in body.graph.nodes:
         may_raise = GUARDED in node.meta and not is_total(node)
         is_left = may_raise or (not has_loop and has_unbacked_shape(node))
@@ -51,6 +52,15 @@ def check_leftover_shapes(
             kept.extend(one for one in refusals if one.reason not in (Reason.GRAPH_BREAK, Reason.NO_EXPERTS))
             reason = f"; refused: {'; '.join(one.details for one in refusals)}" if refusals else ""
             raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")
+
+
+def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node]) -> None:
+    """Refuse rewritten loops of a module in which nothing is chunked: nobody compares them with the code as written."""
+    chunked = {node.meta[GUARDED][1] for node in swallowed if GUARDED in node.meta}
+    for node in graph.nodes:
+        where, module = node.meta.get(GUARDED, ("", ""))
+        if where and module not in chunked:
+            raise GuardRefused("its experts are in no chunked layer", where, module)
 
 
 def as_told_by_attempts(

@@ -42,8 +42,9 @@ from torch import Tensor, fx
 
 from memfine_fx.capture.installing import uninstalled
 from memfine_fx.capture.source.methods import rewritten_places
-from memfine_fx.capture.undo import Generators, ModelState, functions_of, named_globals
+from memfine_fx.capture.undo import Generators, ModelState, Writes, functions_of, named_globals
 from memfine_fx.compat.autograd import without_gradient_hooks, without_saved_tensor_hooks
+from memfine_fx.compat.effects import PYTHON_EFFECTS, changed_objects, python_operator
 from memfine_fx.compat.interpreter import CompiledCall, compiled_call
 from memfine_fx.compat.nn import own_buffers, plain_call
 from memfine_fx.compat.tensors import is_quantized, tree_leaves, tree_map
@@ -75,6 +76,8 @@ _HIDDEN_ATTRIBUTES = frozenset(("training", "T_destination", "call_super_init", 
 _ALIKE = "tokens alike"
 """Routing where all tokens are the first one, which no choice needs to be forced for."""
 _PLAIN = (int, float, str, frozenset, list, dict)
+_PURE_OPERATORS = ("", "prims", "memfine", "transformers", "bitsandbytes")
+"""Namespaces of operators in Python that change nothing but their results."""
 _known: dict[str, _Verdict] = {}
 _lock = threading.RLock()
 
@@ -135,8 +138,8 @@ def compare_with_own_code(
                 layers.setdefault(_entry_of(outcome.region), {})[place] = outcome
         try:
             capture = _Capture(graph, inputs)
-        except _CannotCompare as error:
-            unable = _Verdict(str(error))
+        except Exception as error:  # NOTE: what keeps a layer from being compared keeps it from nothing else
+            unable = _Verdict(str(error) if isinstance(error, _CannotCompare) else in_words(error))
             return [_judged(outcome, unable) if isinstance(outcome, LoweredRegion) else outcome for outcome in outcomes]
         for entry, lowered in layers.items():
             verdict = _verdict(capture, entry, [outcome.region for outcome in lowered.values()], session)
@@ -207,6 +210,25 @@ def _upwards(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
         visited.update(level)
 
 
+def _check_effects(graph: fx.Graph, state: ModelState) -> None:
+    """Refuse code that runs must not repeat: what it changes is not put back.
+
+    Raises:
+        _CannotCompare: the code that is compiled changes a Python object that `state` does not hold, or calls an
+            operator that somebody wrote in Python, which may change anything.
+    """
+    if not PYTHON_EFFECTS.holds():
+        raise _CannotCompare("Dynamo does not say which Python objects it changes")
+    for changed in changed_objects():
+        if not state.holds(changed):
+            named = changed if isinstance(changed, str) else type(changed).__name__
+            raise _CannotCompare(f"it changes {named}, which cannot be put back")
+    for node in graph.nodes:
+        operator = python_operator(node.target)
+        if operator.partition("::")[0] not in _PURE_OPERATORS:
+            raise _CannotCompare(f"it calls {operator}, which may do anything")
+
+
 class _Capture:
     """A graph and the call that is being compiled, searched once for all layers of the graph.
 
@@ -219,16 +241,22 @@ class _Capture:
     """
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[object]) -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if (
+            torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+        ):
             raise _CannotCompare("torch.distributed is in use")
         call = compiled_call()
-        model = getattr(call.function, "__self__", None) if call else None
-        if call is None or call.owner is None or not isinstance(model, torch.nn.Module):
+        if call is None or call.model is None:
             raise _CannotCompare("what is compiled is no module")
-        self.call, self.model = call, model
+        if call.owner is None or not call.method:
+            raise _CannotCompare("what is compiled is no whole method: the graph breaks in front of it")
+        _check_effects(graph, ModelState(call.model))
+        self.call, self.model = call, call.model
         self._graph = graph
         self._modules = dict(call.owner.named_modules())
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names = {module: name for name, module in call.model.named_modules()}
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self._parameters = {
             node: id(value)
@@ -342,36 +370,53 @@ class _Layer:
         hookless = without_saved_tensor_hooks(), without_gradient_hooks(self.module.parameters())
         with warnings.catch_warnings(), silenced(), hookless[0], hookless[1]:
             warnings.simplefilter("ignore")
-            given, autocasts = self._arguments()
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(_frozen_if_large(self.module))
-                for autocast in autocasts:
-                    stack.enter_context(torch.autocast(*autocast))
-                pair = _Pair(self.module, given, session, self.tolerance)
-                reason = pair.compile(len(self.regions))
-                if reason:
-                    return _Verdict(reason)
-                for routing in ("", *ROUTINGS, _ALIKE):
-                    difference = pair.difference(routing, self.regions[0].dims.num_experts)
-                    if difference:
-                        return _Verdict(difference=f"{difference}, routing: {routing or 'as it is'}")
+            verdict = _Verdict("its sizes are too large")
+            for given, autocasts in self._arguments():
+                try:
+                    verdict = self._compared_on(given, autocasts, session)
+                except _CannotCompare as error:
+                    verdict = _Verdict(str(error))
+                if not verdict.uncompared:
+                    break
+        return verdict
+
+    def _compared_on(self, given: Given, autocasts: Sequence[Autocast], session: Session) -> _Verdict:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_frozen_if_large(self.module))
+            for autocast in autocasts:
+                stack.enter_context(torch.autocast(*autocast))
+            pair = _Pair(self.module, given, session, self.tolerance)
+            reason = pair.compile(len(self.regions))
+            if reason:
+                return _Verdict(reason)
+            for routing in ("", *ROUTINGS, _ALIKE):
+                difference = pair.difference(routing, self.regions[0].dims.num_experts)
+                if difference:
+                    return _Verdict(difference=f"{difference}, routing: {routing or 'as it is'}")
         return _Verdict()
 
-    def _arguments(self) -> tuple[Given, list[Autocast]]:
-        """The module's own arguments for a few tokens, and the autocasts in which it is called."""
-        reason = "its sizes are too large"
-        for given in _cut((self.call.args, self.call.kwargs)):
-            if self.module is self.model:
-                return given, _autocasts()
-            args, kwargs = given
+    def _arguments(self) -> Iterator[tuple[Given, list[Autocast]]]:
+        """The module's own arguments and the autocasts in which it is called: for a few tokens, then for all."""
+        owner, method, own = self.call.owner, self.call.method, (self.call.args, self.call.kwargs)
+        if self.module is owner and method != "forward":
+            raise _CannotCompare(f"its method {method} is compiled")
+        reason = "the model does not call it"
+        for given in (*_cut(own), *_whole(own)):
+            if self.module is owner:
+                yield given, _autocasts()
+                continue
+            writes = Writes()
             try:
-                with uninstalled(), _stopping_at(self.module), torch.no_grad():
-                    self.call.function(*args, **kwargs)
-                reason = "the model does not call it"
+                with uninstalled(), _stopping_at(self.module), torch.no_grad(), writes:
+                    getattr(owner, method)(*given[0], **given[1])
             except _Reached as reached:
-                return next(_cut(reached.given)), reached.autocasts
+                yield next(_cut(reached.given)), reached.autocasts
+                for whole in _whole(reached.given):
+                    yield whole, reached.autocasts
             except Exception as error:  # NOTE: a model may need other numbers of tokens than these
                 reason = in_words(error)
+            finally:
+                writes.restore()
         raise _CannotCompare(f"the model does not run on a few tokens: {reason}")
 
 
@@ -449,6 +494,12 @@ def _cut(given: Given) -> Iterator[Given]:
     yield _copied(given, functools.partial(_few_of_first, sizes[0]))
 
 
+def _whole(given: Given) -> Iterator[Given]:
+    """A copy of arguments as they are, unless they are large."""
+    if sum(leaf.nbytes for leaf in tree_leaves(given) if isinstance(leaf, Tensor)) <= _MOST_BYTES:
+        yield _copied(given, lambda tensor: tensor)
+
+
 def _copied(value: Any, cut: Callable[[Tensor], Tensor]) -> Any:
     """A copy of arguments, their tensors cut and detached."""
 
@@ -503,6 +554,7 @@ class _Pair:
         self._alone = Session(config, measures=False)
         self._alone.start_attempt(session.capture_flags)
         self._forced: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._writes = Writes()
         self._parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._state = ModelState(module, self._parameters.values())
         # A code object of its own, so that what Dynamo compiles for it goes with it.
@@ -517,7 +569,7 @@ class _Pair:
         compiled = compile_graph(graph_module, inputs, self._alone)
 
         def run(*args: Any) -> Any:
-            with self._forced:  # here, because Dynamo compiles nothing under a dispatch mode
+            with self._writes, self._forced:  # here, because Dynamo compiles nothing under a dispatch mode
                 return compiled(*args)
 
         return run
@@ -533,35 +585,44 @@ class _Pair:
         except Exception as error:  # NOTE: what runs alone may need what the model gives it
             return f"compiled alone it raises {in_words(error)}"
         finally:
-            self._state.restore()
+            self._restore()
         if len(self._alone.lowered) == num_regions:
             return ""
         refusals = [outcome.details for outcome in self._alone.outcomes if isinstance(outcome, Refusal)]
         return f"compiled alone it has {len(self._alone.lowered)} chunked regions ({'; '.join(refusals)})"
 
-    def difference(self, routing: str, num_experts: int) -> str:
-        """Run both under a routing ("": as it is) and say what differs first; "" where nothing does."""
+    def _restore(self) -> None:
+        self._writes.restore()
+        self._state.restore()
+
+    def difference(self, routing: str, num_experts: int | None) -> str:
+        """Run both under a routing ("": as it is) and say what differs first; "" where nothing does.
+
+        Args:
+            routing: from `ROUTINGS`.
+            num_experts: among which choices are forced; None for choices among any number.
+        """
         forced = ForcedChoices(routing, num_experts) if routing in ROUTINGS else None
         given = tree_map(_alike, self._given) if routing == _ALIKE else self._given
         self._forced = forced or contextlib.nullcontext()
         try:
             # Not the other way round: the state was noted with everything installed.
-            self._state.restore()
-            with uninstalled():
+            self._restore()
+            with uninstalled(), self._writes:
                 expected = self._results(_call_module, given, forced)
-            self._state.restore()
+            self._restore()
         except Exception as error:  # NOTE: a routing that the model's code does not take
             if routing:
                 return ""
             raise _CannotCompare(f"run eagerly it raises {in_words(error)}") from None
         if forced is not None and not forced.num_forced:
-            return ""
+            return "" if num_experts is None else self.difference(routing, None)
         try:
             results = self._results(self._compiled, given) if routing else self._as_routed
         except Exception as error:  # NOTE: whatever it raises, the model's code does not
             return f"it raises {in_words(error)}"
         finally:
-            self._state.restore()
+            self._restore()
         return _first_difference(results, expected, self._tolerance)
 
     def _results(self, call: Callable[..., Any], given: Given, forced: ForcedChoices | None = None) -> Results:

@@ -54,7 +54,7 @@ from memfine_fx.passes.read.seeds import proved_of
 __all__ = ["GUARDED", "OpenCut", "discharge_guards", "is_total"]
 
 GUARDED = "memfine_guarded"
-"""Key of a node's meta: the condition that its body is skipped under, "file:line"."""
+"""Key of a node's meta: the condition that its body is skipped under, "file:line", and the path of its module."""
 _NODES_BEFORE = 3
 """How many steps up from a body's nodes others are asked whether they are zero."""
 _PROVENANCE = ("nn_module_stack", "source_fn_stack", "stack_trace")
@@ -185,7 +185,7 @@ def _bodies(graph: fx.Graph) -> list[_Body]:
             inner = inner.around
         elif inner is not None:
             inner.nodes.append(node)
-            node.meta[GUARDED] = inner.where
+            node.meta[GUARDED] = inner.where, provenance(inner.enter).module
     if inner is not None:
         raise inner.unproved("a jump leads to other code")
     return result

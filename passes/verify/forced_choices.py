@@ -35,10 +35,10 @@ class ForcedChoices(Listening):  # type: ignore[no-untyped-call]
 
     Args:
         routing: from `ROUTINGS`.
-        num_experts: E. Choices along a last dimension of another size are free.
+        num_experts: E. Choices along a last dimension of another size are free; None to force them all.
     """
 
-    def __init__(self, routing: str, num_experts: int) -> None:
+    def __init__(self, routing: str, num_experts: int | None) -> None:
         super().__init__(self._forced)
         self._routing, self._num_experts = ROUTINGS[routing], num_experts
         self.num_forced = 0
@@ -49,7 +49,8 @@ class ForcedChoices(Listening):  # type: ignore[no-untyped-call]
         if (
             not isinstance(scores, Tensor)
             or not scores.is_floating_point()
-            or scores.shape[-1:] != (self._num_experts,)
+            or not scores.ndim
+            or scores.shape[-1] != (self._num_experts or scores.shape[-1])
         ):
             return None
         if func is aten.argmax.default and _is_last(scores, _argument(args, kwargs, 1, "dim")):
@@ -66,7 +67,7 @@ class ForcedChoices(Listening):  # type: ignore[no-untyped-call]
     def _experts(self, scores: Tensor) -> Tensor:
         """[...,E]: all experts in the order of the routing."""
         self.num_forced += 1
-        num_experts = self._num_experts
+        num_experts = scores.shape[-1]
         token = torch.arange(scores.numel() // num_experts, device=scores.device)[:, None]
         choice = torch.arange(num_experts, device=scores.device)[None]
         return self._routing(token, choice, num_experts).view(scores.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 import warnings
@@ -74,6 +75,27 @@ def first_report(model: nn.Module, **fields: Any) -> memfine_fx.Report:
     optimized(model, **fields)
     model(torch.randn(6, 8, requires_grad=True)).sum().backward()
     return memfine_fx.report(model)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 12) / 3), nn.Parameter(torch.randn(4, 12, 8) / 3)
+
+    def forward(self, x: Tensor, i: Tensor, w: Tensor) -> Tensor:
+        rows = torch.einsum("tkf,tkfh->tkh", torch.einsum("th,tkhf->tkf", x, self.up[i]).relu(), self.down[i])
+        return (rows * w[..., None]).sum(1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, i = self.router(x).softmax(-1).topk(2, dim=-1)
+        out: Tensor = self.experts(x, i, w)
+        return out
 
 
 # Rules that accept what they should refuse.
@@ -168,7 +190,7 @@ def test_the_report_says_what_the_comparison_took(tmp_path: Path) -> None:
     assert not any(region.not_compared_with_code for region in report.regions)
 
 
-def test_the_report_says_first_what_was_not_compared(tmp_path: Path) -> None:
+def test_a_model_that_takes_no_fewer_tokens_is_compared_with_all(tmp_path: Path) -> None:
     model = layer(tmp_path, "Alone", loop(ROWS))
 
     class Parent(nn.Module):
@@ -185,9 +207,41 @@ def test_the_report_says_first_what_was_not_compared(tmp_path: Path) -> None:
     optimized(parent)
     parent(torch.randn(200, 8)).sum().backward()
     report = memfine_fx.report(parent)
-    assert report.num_chunked == 1
+    assert report.num_chunked == 1 and not report.regions[0].not_compared_with_code
+
+
+CALLS: list[int] = []
+
+
+@torch.library.custom_op("memfine_tests::noted", mutates_args=())
+def noted(x: Tensor) -> Tensor:
+    CALLS.append(1)
+    return x.clone()
+
+
+@noted.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+noted.register_autograd(lambda context, gradient: gradient)
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(noted(x))
+
+
+def test_the_report_says_first_what_was_not_compared() -> None:
+    CALLS.clear()
+    report = first_report(Noting())
     line = str(report).splitlines()[1]
-    assert "not compared with your code" in line and "too few tokens" in line
+    assert report.num_chunked == 1 and len(CALLS) == 1
+    assert "not compared with your code" in line and "memfine_tests::noted" in line
 
 
 @pytest.mark.parametrize("spelling", ["loop", "gathered add"])
@@ -216,27 +270,6 @@ def test_layers_with_other_settings_are_compared_each(first: Any, second: Any, t
     assert first_report(nn.Sequential(*layers)).num_chunked == 2 and len(own_code._known) == 2
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(4, 8, 12) / 3), nn.Parameter(torch.randn(4, 12, 8) / 3)
-
-    def forward(self, x: Tensor, i: Tensor, w: Tensor) -> Tensor:
-        rows = torch.einsum("tkf,tkfh->tkh", torch.einsum("th,tkhf->tkf", x, self.up[i]).relu(), self.down[i])
-        return (rows * w[..., None]).sum(1)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(8, 4), Experts()
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, i = self.router(x).softmax(-1).topk(2, dim=-1)
-        out: Tensor = self.experts(x, i, w)
-        return out
-
-
 def test_the_module_that_holds_router_and_experts_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
     verdict = own_code._Layer.verdict
@@ -248,6 +281,86 @@ def test_the_module_that_holds_router_and_experts_is_compared(monkeypatch: pytes
 
 
 # State.
+
+STATISTICS = torch.zeros(4)
+STEPS = 0
+
+
+def warmth() -> float:
+    global STEPS
+    STEPS += 1
+    return min(1.0, 0.1 * STEPS)
+
+
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Notes(dict):  # type: ignore[type-arg]
+    pass
+
+
+class Teacher(nn.Module):
+    """A model whose every call changes what no search of its modules finds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.block, self.hidden = kind, nn.Linear(8, 8), Block(), [nn.Linear(8, 8)]
+        self.slots, self.notes, self.counter = Slots(), Notes(steps=0), itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.kind == "parameters in a list":
+            with torch.no_grad():
+                self.hidden[0].weight.mul_(0.9).add_(self.first.weight, alpha=0.1)
+            x = x + self.hidden[0](x).detach()
+        if self.kind == "a tensor of another module":
+            STATISTICS.add_(x.detach().mean())
+            x = x + STATISTICS.sum()
+        if self.kind == "a helper's global":
+            x = x * warmth()
+        if self.kind == "slots":
+            self.slots.count += 1
+            x = x * self.slots.count
+        if self.kind == "a subclass of a dictionary":
+            self.notes["steps"] += 1
+            x = x * self.notes["steps"]
+        if self.kind == "an iterator":
+            x = x * (1 + next(self.counter))
+        if self.kind == "a graph break":
+            x = x * warmth()
+            torch._dynamo.graph_break()
+        out: Tensor = self.block(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "parameters in a list",
+        "a tensor of another module",
+        "a helper's global",
+        "slots",
+        "a subclass of a dictionary",
+        "an iterator",
+        "a graph break",
+    ],
+)
+def test_what_no_search_finds_is_changed_once_a_step(kind: str) -> None:
+    global STEPS
+    model = Teacher(kind)
+    eager, x, outputs = copy.deepcopy(model), torch.randn(6, 8), []
+    for module in (eager, model):
+        STEPS = 0
+        STATISTICS.zero_()
+        if module is model:
+            optimized(module)
+        outputs.append(torch.stack([module(x).detach() for _ in range(3)]))
+    assert torch.allclose(*outputs, rtol=1e-4, atol=1e-6)
+    assert memfine_fx.report(model).num_chunked >= 1
 
 
 def test_state_after_the_first_step_is_as_after_an_eager_step(tmp_path: Path) -> None:
