@@ -219,6 +219,7 @@ def test_slices_by_running_offsets_become_parts_of_one_split() -> None:
         ("x[start:end]", "x[start:end] + y[end]"),
         ("x[start:end]", "x[0:end]"),
         ("if num == 0", "if num == 1"),
+        ("if num == 0", "if e == 0"),
         ("        start = end\n", "        start = end\n    out = out[start:]\n"),  # read behind the loop
     ],
 )

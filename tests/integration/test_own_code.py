@@ -244,6 +244,13 @@ def test_the_report_says_first_what_was_not_compared() -> None:
     assert "not compared with your code" in line and "memfine_tests::noted" in line
 
 
+def test_a_layer_with_tensors_that_hold_no_data_is_not_compared() -> None:
+    model = nn.Sequential(Block())
+    model[0].register_buffer("shape", torch.empty(2, device="meta"))
+    report = first_report(model)
+    assert report.num_chunked == 1 and "hold no data" in report.regions[0].not_compared_with_code
+
+
 @pytest.mark.parametrize("spelling", ["loop", "gathered add"])
 def test_layers_of_one_kind_are_compared_once(spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second layer's sizes are computed in the first, where both compute with them."""
