@@ -305,17 +305,21 @@ def _mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
         return ()
     if isinstance(node.target, OpOverload):
         return _schema_mutations(node, node.target)
-    first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    out = node.kwargs.get("out")
-    if isinstance(out, fx.Node):
-        return (out,)
-    if first is None:
-        return ()
+    firsts = _nodes_in(node.args[0] if node.args else node.kwargs.get("input"))
+    outs = _nodes_in(node.kwargs.get("out"))
+    if outs or not firsts:
+        return outs
     name = target_name(node)
     is_inplace_name = name.endswith("_") and not name.endswith("__") and node.target not in _KEYWORD_OPERATORS
     if node.target is operator.setitem or node.target in _INPLACE_OPERATORS or is_inplace_name:
-        return (first,)
-    return (first,) if _asks_inplace(node) else ()
+        return firsts
+    return firsts if _asks_inplace(node) else ()
+
+
+def _nodes_in(value: object) -> tuple[fx.Node, ...]:
+    """A node, or the nodes of a list: `torch._foreach_add_` writes into several tensors."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(one for one in values if isinstance(one, fx.Node))
 
 
 def _asks_inplace(node: fx.Node) -> bool:

@@ -8,9 +8,9 @@ records say at one moment, so that two moments can be compared.
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from memfine_fx.compat.checks import Hook, expect
@@ -31,6 +31,8 @@ __all__ = [
 _TRANSLATOR = "_i_will_not_complain_if_bc_breaks_InstructionTranslator"
 _VARIABLE = "_i_will_not_complain_if_bc_breaks_VariableTracker"
 _DEPTH = 4
+_POSITIONS = ("index", "is_exhausted", "advance_count")
+"""Attributes of iterators that say how far they have come."""
 _IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split())
 
 
@@ -88,6 +90,10 @@ class PythonState:
             return
         self._add(variable)
         is_container = _mutation_of(variable).startswith("Value")
+        position = [getattr(variable, name) for name in _POSITIONS if hasattr(variable, name)]
+        position += [operator.length_hint(variable._iter)] if hasattr(variable, "_iter") else []
+        if position and is_container:
+            self.entries[id(variable), "position"] = tuple(position)
         for name, content in list(vars(variable).items()):
             if is_container and isinstance(content, (list, dict)):
                 self.entries[id(variable), name] = _flat(content)
@@ -97,16 +103,19 @@ class PythonState:
             elif _mutation_of(content).startswith("Value"):  # what a subclass of a list or a dictionary holds
                 self._add_deep(content, depth - 1)
 
-    def _holds_own_tensors(self, key: tuple[int, str], content: tuple[Any, ...]) -> bool:
+    def _holds_own_tensors(
+        self, key: tuple[int, str], content: tuple[Any, ...], is_accounted: Callable[[Any], bool]
+    ) -> bool:
         """Whether an attribute, or the dictionary of a module's buffers, holds the tensors that it held: inputs of the
-        graph that were written in place."""
+        graph that were written in place, or what the graph chooses."""
         own = _source_of(next((one for one in self.held if id(one) == key[0]), None))
         names: tuple[Any, ...] = (key[1],)
         if own.endswith("._buffers"):
             middle = len(content) // 2
             names, content = tuple(getattr(one, "vt", one) for one in content[:middle]), content[middle:]
             names = tuple(constant[0] for constant in map(_constant, names) if constant is not None)
-        return bool(own) and len(names) == len(content) and all(map(partial(_is_entry, own), names, content))
+        are_own = (_is_entry(own, *entry) or is_accounted(entry[1]) for entry in zip(names, content, strict=False))
+        return bool(own) and len(names) == len(content) and all(are_own)
 
     def let_grow(self, container: Any) -> None:
         """Leave a container out of the comparison with later moments."""
@@ -125,7 +134,7 @@ class PythonState:
         for key, content in self.entries.items():
             if key[0] in before.ignored or (len(content) == 1 and is_accounted(content[0])):
                 continue
-            if self._holds_own_tensors(key, content):
+            if self._holds_own_tensors(key, content, is_accounted):
                 continue
             if key in before.entries:
                 if not _are_same(content, before.entries[key]):
@@ -167,6 +176,11 @@ def _source_of(variable: Any) -> str:
     return str(name() if callable(name) else name)
 
 
+def _node_of(variable: Any) -> Any:
+    """The node of the graph that computes a tensor or a size."""
+    return getattr(getattr(variable, "proxy", None), "node", None)
+
+
 def _mutation_of(variable: Any) -> str:
     """Which kind of change Dynamo records of a variable: of a container's value or of attributes, old or new."""
     return type(getattr(variable, "mutation_type", None)).__name__
@@ -174,7 +188,7 @@ def _mutation_of(variable: Any) -> str:
 
 def _is_entry(own: str, name: str, value: Any) -> bool:
     """Whether a value is what an object has under a name, or that tensor written in place."""
-    node = _written_input(getattr(getattr(value, "proxy", None), "node", None))
+    node = _written_input(_node_of(value))
     taken = _source_of(value) or _source_of(None if node is None else node.meta.get("grapharg"))
     return taken.startswith(own) and taken.endswith((f".{name}", f"['{name}']"))
 
@@ -197,11 +211,14 @@ def _are_same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
 
 
 def is_same_value(left: Any, right: Any) -> bool:
-    """Return whether two of Dynamo's variables are one, or equal constants of one type."""
+    """Return whether two of Dynamo's variables are one, stand for one object or are equal constants of one type."""
     if left is right:
         return True
     constants = [_constant(value) for value in (left, right)]
     if None in constants:
+        sources, nodes = [_source_of(one) for one in (left, right)], [_node_of(one) for one in (left, right)]
+        if sources[0] == sources[1] != "" or nodes[0] is nodes[1] is not None:
+            return True
         return bool(type(left) is type(right) and not hasattr(left, "mutation_type") and left == right)
     one, other = (constant[0] for constant in constants if constant is not None)
     return type(one) is type(other) and bool(one == other)
@@ -209,12 +226,10 @@ def is_same_value(left: Any, right: Any) -> bool:
 
 def _constant(variable: Any) -> tuple[Any] | None:
     is_constant = getattr(variable, "is_python_constant", None)
-    value = variable.as_python_constant() if is_constant is not None and is_constant() else None
-    return (
-        (value,)
-        if isinstance(value, (int, float, str, bytes, complex, type(None), type(...))) and is_constant
-        else None
-    )
+    if is_constant is None or not is_constant():
+        return None
+    value = variable.as_python_constant()
+    return (value,) if isinstance(value, (int, float, str, bytes, complex, type(None), type(...))) else None
 
 
 def local_value(context: Any, name: str) -> Any:

@@ -21,6 +21,7 @@ runs.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -34,7 +35,15 @@ from memfine_fx.compat.operators import HigherOrderOperator, OpOverload
 from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.errors import GuardRefused
 from memfine_fx.memory.sizes import size_expr
-from memfine_fx.passes.dataflow import has_unbacked_shape, node_value, provenance, same_size, target_name
+from memfine_fx.passes.dataflow import (
+    Dataflow,
+    has_unbacked_shape,
+    is_int_tensor,
+    node_value,
+    provenance,
+    same_size,
+    target_name,
+)
 from memfine_fx.passes.read.marker import (
     ALL_IDS,
     COLLECTED,
@@ -48,7 +57,7 @@ from memfine_fx.passes.read.marker import (
     MARKS,
     SAME_NUMBER,
 )
-from memfine_fx.passes.read.no_rows import CASTS, LAYOUTS, GraphIndex, NoRows, is_mask, is_pure
+from memfine_fx.passes.read.no_rows import CASTS, LAYOUTS, GraphIndex, NoRows, is_mask, is_pure, scales_second
 from memfine_fx.passes.read.seeds import proved_of
 
 __all__ = ["GUARDED", "OpenCut", "discharge_guards", "is_total"]
@@ -63,11 +72,17 @@ _PUTS = frozenset(
     "index_add index_copy scatter scatter_add scatter_reduce index_put index_fill masked_scatter masked_fill".split()
 )
 """Functions that give their first operand but for some entries, which an index or a mask names."""
+_PICKS = frozenset("getitem flip roll index_select gather select masked_select".split())
+"""Operations that take entries of their operand."""
+_MASKED = frozenset("masked_fill masked_scatter index_put".split())
+"""Those of them whose first argument may be a mask."""
 _SUMS = frozenset("add sub iadd isub __add__ __radd__ __iadd__ __sub__ __isub__".split())
 _RANDOM = frozenset(
     "rand randn randint rand_like randn_like randint_like randperm bernoulli multinomial normal poisson dropout "
     "alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d native_dropout rrelu uniform "
-    "exponential cauchy geometric log_normal random gumbel_softmax scaled_dot_product_attention".split()
+    "exponential cauchy geometric log_normal random gumbel_softmax scaled_dot_product_attention "
+    "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
+    "fractional_max_pool3d_with_indices svd_lowrank pca_lowrank multi_head_attention_forward".split()
 )
 _HIDDEN_WRITES = frozenset(
     "batch_norm instance_norm native_batch_norm sync_batch_norm fused_moving_avg_obs_fake_quant".split()
@@ -98,7 +113,8 @@ _LINEAR = (
     LAYOUTS | CASTS | frozenset("add sub neg iadd isub mul div truediv imul stack cat sum mean where getitem".split())
 )
 _CONCATENATIONS = ("cat", "concat")
-_DIVISIONS = frozenset("div truediv floordiv mod log rsqrt pow __truediv__ remainder fmod log1p".split())
+_DIVISIONS = frozenset("div truediv floordiv mod remainder fmod".split())
+_ROOTS = frozenset("log log1p sqrt rsqrt".split())
 
 
 @dataclass(eq=False)
@@ -125,9 +141,9 @@ class _Body:
 
 @dataclass(frozen=True)
 class OpenCut:
-    """Cuts of rows by counts of which it is not proved that they are as many.
+    """Cuts of rows by counts of which it is not proved that they are as many, or counts of ids that may be too large.
 
-    Reading a region proves it of the cuts in it; any other would raise where the model's own slices do not.
+    Reading a region proves it of what is in it; any other would raise where the model's own code does not.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -145,9 +161,10 @@ def discharge_guards(graph_module: fx.GraphModule) -> list[OpenCut]:
     """
     graph = graph_module.graph
     marks = [node for node in graph.nodes if node.target in MARKS]
-    if not marks:
+    if not marks and not any(node.target is COUNT_ROWS for node in graph.nodes):
         return []
     index = GraphIndex(graph)
+    uncertain = [node for node in graph.nodes if node.target is COUNT_ROWS and not _counts_every_id(node, index.flow)]
     for body in _bodies(graph):
         _Proof(body, index).check()
     for mark in marks:
@@ -160,7 +177,8 @@ def discharge_guards(graph_module: fx.GraphModule) -> list[OpenCut]:
     _erase_unread(graph, operands)
     graph.lint()
     graph_module.recompile()
-    return cuts
+    left = set(graph.nodes)
+    return [*cuts, *(_open_count(node) for node in uncertain if node in left)]
 
 
 def is_total(node: fx.Node) -> bool:
@@ -250,7 +268,7 @@ class _Proof:
             return
         if _may_hide_effects(node):
             raise self._body.unproved(f"what {name} writes is not known")
-        if name.rstrip("_") in _RANDOM and not _draws_nothing(node):
+        if _is_random(name) and not _draws_nothing(node):
             raise self._body.unproved(f"{name} draws random numbers")
         for target in self._flow.mutations.get(node, ()):
             if not self._is_made_inside(target) and not self._writes_nothing(node):
@@ -308,8 +326,8 @@ class _Proof:
 
     def _is_own_entry(self, target: Any, index: Any, value: Any) -> bool:
         """Whether an entry is assigned the value read from it: `x[e] += n` is a getitem, an addition, a setitem."""
-        if any(isinstance(one, fx.Node) for one in _parts(index)):
-            return False  # what an index tensor takes is a copy, which may be of another time
+        if isinstance(index, list) or any(isinstance(one, (fx.Node, list, tuple, bool)) for one in _parts(index)):
+            return False  # what an index tensor or a list takes is a copy, which may be of another time
         taken = value
         while isinstance(taken, fx.Node) and (target_name(taken) != "getitem" or taken.args != (target, index)):
             taken = self._same(taken) if taken in self._inside else None
@@ -327,8 +345,7 @@ class _Proof:
         known, name, first, others = self._known, target_name(node), node.args[0], node.args[1:]
         result: Any = None
         if name.rstrip("_") in _PUTS:
-            named = (*others, *node.kwargs.values())
-            result = first if any(map(self._names_nothing, named)) else None
+            result = first if self._puts_nothing(node) else None
         elif name == "put_rows":
             result = first if known.is_empty(others[0]) else None
         elif name in _SUMS or name.rstrip("_") in _SUMS:
@@ -339,11 +356,19 @@ class _Proof:
             result = first  # what is chosen where the body is skipped
         return result if isinstance(result, fx.Node) and _are_alike(node, result) else None
 
+    def _puts_nothing(self, node: fx.Node) -> bool:
+        """Whether a call names no entry of its first operand: an operand is empty, or the mask holds nowhere."""
+        operands = (*node.args[1:], *node.kwargs.values())
+        is_masked = target_name(node).rstrip("_") in _MASKED
+        masks = (*node.args[1:2], node.kwargs.get("mask"), node.kwargs.get("indices")) if is_masked else ()
+        are_empty = (self._known.is_empty(one) for operand in operands for one in _parts(operand))
+        return any(are_empty) or any(map(self._names_nothing, masks))
+
     def _same_summand(self, node: fx.Node) -> Any:
         left, right = node.args[:2]
         if self._known.is_zero(self._root(right)) or self._known.is_empty(right):
             return left
-        is_sum = "sub" not in target_name(node)
+        is_sum = "sub" not in target_name(node) and not scales_second(node)
         return right if is_sum and self._known.is_zero(self._root(left)) else None
 
     # Names.
@@ -352,7 +377,7 @@ class _Proof:
         """Give a name's readers its new value, or a choice between that and its old one."""
         old, new, _ = node.args
         assert isinstance(old, fx.Node) and isinstance(new, fx.Node)
-        is_one_tensor = self._index.made_by(old) is self._index.made_by(new) is not None
+        is_one_tensor = self._is_written_form(new, old)
         is_written_entry = all(user.target is operator.setitem and user.args[2] is node for user in node.users)
         # What was written in place is the old tensor itself, and its writes were proved to write nothing.
         if not is_one_tensor and not is_written_entry:
@@ -371,6 +396,15 @@ class _Proof:
             around.nodes[place:place] = _between(before, node)
             around = around.around
         node.replace_all_uses_with(chosen)
+
+    def _is_written_form(self, new: fx.Node, old: fx.Node) -> bool:
+        """Whether a tensor is another one after operations in place that return it; views of it are others."""
+        while new is not old and new.target is not operator.setitem:
+            first = new.args[0] if new.args else None
+            if not isinstance(first, fx.Node) or first not in self._flow.mutations.get(new, ()):
+                return False
+            new = first
+        return new is old
 
     def _check_unshared(self, old: fx.Node, new: fx.Node) -> None:
         """Refuse a name whose old tensor has another name: where it is written later, only one of them may change."""
@@ -402,7 +436,7 @@ class _Proof:
             name = target_name(node)
             if name not in _TOTAL and name.rstrip("_") not in _TOTAL:
                 raise self._body.unproved(f"{name} may not be defined without rows")
-            if name in _DIVISIONS and any(map(self._known.is_zero, node.args[1:] or node.args)):
+            if any(map(self._may_be_undefined, _ill_conditioned(node))):
                 raise self._body.unproved(f"{name} of a number of rows")
             is_mean = name == "mean" and self._known.is_empty(node.args[0])
             if is_mean or not means.isdisjoint(node.all_input_nodes):
@@ -415,6 +449,25 @@ class _Proof:
                 if not is_mean and (name not in _LINEAR or factors):
                     raise self._body.unproved(f"{name} of a mean over an expert's rows")
                 means.add(node)
+
+    def _may_be_undefined(self, operand: Any) -> bool:
+        """Whether a divisor, or an operand of a logarithm or a root, may be zero where the body is run without rows."""
+        known = self._known
+        value = node_value(operand) if isinstance(operand, fx.Node) else operand
+        if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            expr = value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat)) else sympy.sympify(value)
+            return known.assumed(expr).is_zero is not False
+        if not isinstance(operand, fx.Node) or known.is_empty(operand):
+            return False
+        return known.is_zero(operand) or (operand in self._inside and not self._is_positive(operand))
+
+    def _is_positive(self, node: fx.Node) -> bool:
+        """Whether a tensor is surely above zero: X.clamp(min=1e-9), or X + 1e-9 where X is not negative."""
+        name, others = target_name(node).rstrip("_"), node.args[1:]
+        if name in ("clamp", "clamp_min"):
+            return _is_above_zero(others[0] if others else node.kwargs.get("min"))
+        is_sum = name == "add" and len(others) == 1 and not scales_second(node)
+        return is_sum and _is_above_zero(others[0]) and not self._known.may_be_negative(node.args[0])
 
     def _computed_for(self, node: fx.Node) -> list[fx.Node]:
         """What the body computes for a node, in order."""
@@ -450,6 +503,21 @@ class _Proof:
         return node
 
 
+def _ill_conditioned(node: fx.Node) -> tuple[Any, ...]:
+    """The operands of which a call's result, or its gradient, may be no number where they are zero."""
+    name, arguments = target_name(node).rstrip("_"), (*node.args, *node.kwargs.values())
+    if name in _DIVISIONS:
+        return tuple(one for one in arguments if one is not node.args[0] and not isinstance(one, (str, type(None))))
+    if name == "pow" and len(arguments) == 2 and isinstance(arguments[1], (int, float)):
+        is_power = arguments[1] >= 1 and arguments[1] == int(arguments[1])
+        return () if is_power else arguments[:1]
+    return arguments if name in _ROOTS or name == "pow" else ()
+
+
+def _is_above_zero(value: object) -> bool:
+    return isinstance(value, (int, float)) and value > 0
+
+
 def _number(value: Any) -> Any:
     return node_value(value) if isinstance(value, fx.Node) else value
 
@@ -478,10 +546,24 @@ def _may_hide_effects(node: fx.Node) -> bool:
     """Whether a call may write into tensors although neither its name nor its schema says so."""
     if node.op == "call_method" or isinstance(node.target, OpOverload):
         return target_name(node).rstrip("_") in _HIDDEN_WRITES
+    if target_name(node).startswith(("_foreach", "_fused", "_amp")) and target_name(node).endswith("_"):
+        return True
     if isinstance(node.target, HigherOrderOperator) or target_name(node).rstrip("_") in _HIDDEN_WRITES:
         return True
     module = str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
     return module not in ("torch", "_operator", "operator", "builtins", "math")
+
+
+@functools.cache
+def _is_random(name: str) -> bool:
+    """Whether a function draws random numbers: it is known to, or PyTorch's own operation is tagged so."""
+    bare = name.rstrip("_")
+    packets = [getattr(torch.ops.aten, one) for one in (name, bare, f"{bare}_") if hasattr(torch.ops.aten, one)]
+    return bare in _RANDOM or any(
+        torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags
+        for packet in packets
+        for overload in packet.overloads()
+    )
 
 
 def _draws_nothing(node: fx.Node) -> bool:
@@ -508,6 +590,36 @@ def _check_ids(mark: fx.Node, index: GraphIndex) -> None:
     _, bound = proved_of(ids, index.flow)
     if bound is None or not isinstance(num_experts, int) or bound > num_experts:
         raise GuardRefused("ids may name other experts than a list holds", str(where), provenance(mark).module)
+
+
+def _counts_every_id(node: fx.Node, flow: Dataflow) -> bool:
+    """Whether the ids that are counted are surely below the number of counts."""
+    ids, num_experts = node.args
+    bound = _bound_of(ids, flow)
+    return bound is not None and isinstance(num_experts, int) and bound <= num_experts
+
+
+def _bound_of(node: Any, flow: Dataflow) -> int | None:
+    """A number that integers are surely below, of a choice, of remainders and of what takes entries of these."""
+    if not isinstance(node, fx.Node) or flow.is_written(node):
+        return None
+    bound = proved_of(node, flow)[1]
+    if bound is not None or not node.args:
+        return bound
+    name, first = target_name(node), node.args[0]
+    if name in ("mod", "remainder", "__mod__") and type(node.args[1]) is int and node.args[1] > 0:
+        return node.args[1]
+    if name in ("sort", "getitem") and isinstance(first, fx.Node) and target_name(first) == "sort":
+        return _bound_of(first.args[0], flow) if node.args[1] == 0 else None
+    least = node.kwargs.get("min", node.args[1] if len(node.args) > 1 else None)
+    is_idle = name in ("clamp", "clamp_min") and (least is None or (type(least) is int and least <= 0))
+    takes_entries = name in LAYOUTS | CASTS | _PICKS or is_idle
+    return _bound_of(first, flow) if takes_entries and is_int_tensor(node) else None
+
+
+def _open_count(node: fx.Node) -> OpenCut:
+    where = provenance(node)
+    return OpenCut((node,), GuardRefused("ids are counted that may be too large", where.source, where.module))
 
 
 def _cut_by(mark: fx.Node) -> OpenCut:

@@ -26,7 +26,7 @@ from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import Dataflow, node_value, target_name
 from memfine_fx.passes.read.marker import COUNT_ROWS
 
-__all__ = ["CASTS", "LAYOUTS", "GraphIndex", "NoRows", "is_mask", "is_pure"]
+__all__ = ["CASTS", "LAYOUTS", "GraphIndex", "NoRows", "is_mask", "is_pure", "scales_second"]
 
 LAYOUTS = frozenset(
     "view reshape flatten unflatten permute transpose t T mT squeeze unsqueeze expand contiguous clone detach movedim "
@@ -89,9 +89,9 @@ class GraphIndex:
         return None if storage is None else self._first.get(storage)
 
     def key(self, node: fx.Node) -> Any:
-        """Return something that is equal for nodes which surely compute the same."""
+        """Return something that is equal for nodes which surely compute the same: nothing writes what they read."""
         if node not in self._keys:
-            if is_pure(node) and not self.flow.is_written(node):
+            if is_pure(node) and not any(map(self.flow.is_written, (node, *node.all_input_nodes))):
                 self._keys[node] = (node.op, target_name(node), repr(fx.map_arg((node.args, node.kwargs), self.key)))
             else:
                 self._keys[node] = node
@@ -119,7 +119,7 @@ class NoRows:
         if (
             needs_sign is not None
             and isinstance(measure, fx.Node)
-            and not (needs_sign and self._may_be_negative(measure))
+            and not (needs_sign and self.may_be_negative(measure))
         ):
             self._assume_zero(measure)
             self._spread()
@@ -172,11 +172,11 @@ class NoRows:
                     or (name in CASTS and _is_faithful(node, source))
                     or name in ("item", "any", "count_nonzero")
                 )
-                or (name in ("sum", "amax") and not node.kwargs.get("dtype") and not self._may_be_negative(source))
+                or (name in ("sum", "amax") and not node.kwargs.get("dtype") and not self.may_be_negative(source))
                 or (
                     name in _POSITIVE
                     and node.args[1:] == (0,)
-                    and not (_is_above(name) and self._may_be_negative(source))
+                    and not (_is_above(name) and self.may_be_negative(source))
                 )
             ):
                 self._assume_zero(source)
@@ -209,13 +209,11 @@ class NoRows:
             if ids is not None:
                 self._absent_ids.append((ids, entry))
         elif name in _POSITIVE and source.args[1:] == (0,):
-            if not (_is_above(name) and self._may_be_negative(inner)):
+            if not (_is_above(name) and self.may_be_negative(inner)):
                 self._assume_zero_entry(inner, entry)
         elif name in CASTS and _is_faithful(source, inner):
             self._assume_zero_entry(inner, entry)
-        elif (name == "any" or (name == "sum" and not self._may_be_negative(inner))) and _keeps_first_dim(
-            source, inner
-        ):
+        elif (name == "any" or (name == "sum" and not self.may_be_negative(inner))) and _keeps_first_dim(source, inner):
             self._absent_entries.append((inner, entry))
 
     def _ids_behind(self, node: fx.Node) -> fx.Node | None:
@@ -291,8 +289,8 @@ class NoRows:
 
     # Signs.
 
-    def _may_be_negative(self, node: object) -> bool:
-        """Whether a number or an entry of a tensor may be negative."""
+    def may_be_negative(self, node: object) -> bool:
+        """Return whether a number or an entry of a tensor may be negative."""
         if not isinstance(node, fx.Node):
             return not (isinstance(node, (int, float)) and node >= 0)
         value, name = node_value(node), target_name(node)
@@ -300,13 +298,15 @@ class NoRows:
             return False
         if isinstance(value, torch.SymInt) and name != "item":
             maker = self._index.makers.get(value.node.expr) if value.node.expr.is_Symbol else None
-            return maker is None or (target_name(maker) == "item" and self._may_be_negative(maker))
+            return maker is None or (target_name(maker) == "item" and self.may_be_negative(maker))
         if name in _NOT_NEGATIVE:
             return False
+        if scales_second(node):
+            return True
         if name == "item" or name in _KEEPS_SIGN:
             operands: list[Any] = node.all_input_nodes[:1] if name == "getitem" else list(node.all_input_nodes)
             numbers = [one for one in node.args if isinstance(one, (int, float)) and name in ("mul", "add")]
-            return not operands or any(map(self._may_be_negative, [*operands, *numbers]))
+            return not operands or any(map(self.may_be_negative, [*operands, *numbers]))
         return True
 
 
@@ -319,6 +319,11 @@ def is_mask(node: object) -> bool:
 def is_pure(node: fx.Node) -> bool:
     """Return whether a node is a call that computes the same of the same operands, and nothing else."""
     return node.op in ("call_function", "call_method") and target_name(node) in _PURE and "out" not in node.kwargs
+
+
+def scales_second(node: fx.Node) -> bool:
+    """Return whether a sum or a difference takes a multiple of its second operand: `torch.add(a, b, alpha=-1)`."""
+    return "alpha" in node.kwargs or (target_name(node) in ("add", "add_", "sub", "sub_") and len(node.args) > 2)
 
 
 def _is_above(name: str) -> bool:

@@ -331,7 +331,7 @@ GUARDED = "for e in range(4):\n    m = index == e\n    if m.any():\n        out[
     "otherwise",
     [
         "    else:\n        out[0, 0] += 0 * sum(p.sum() for p in e.parameters())",
-        "    elif self.training:\n        out = out + 0.0 * self.experts[e](x[:1]).sum()",
+        "    elif self.training:\n        out = out + 0.0 * self.experts[e].up.sum()",
     ],
 )
 def test_a_branch_that_adds_zeros_for_experts_without_rows_goes(otherwise: str) -> None:
@@ -340,8 +340,18 @@ def test_a_branch_that_adds_zeros_for_experts_without_rows_goes(otherwise: str) 
     assert "0 *" not in text and "0.0 *" not in text and "body(m.any(), 'true', 0, False" in text
 
 
+EFFECTS = (
+    "out = out + 0 * F.dropout(x, 0.5)",
+    "out = out + 0 * torch.rand(1)",
+    "out = out + 0 * self.probe(x)",
+    "out += 0.0 * self.experts[e](x[:1]).sum()",
+    "out[draw()] += 0 * x[0]",
+    "out += 0 * sum(p.sum() for p in self.take(e))",
+)
+
+
 @pytest.mark.parametrize(
-    "otherwise", ["out[0, 0] += 1e-3 * self.bias[e]", "out = 0 * x", "out[0] -= 0 * x[0]", "log(e)"]
+    "otherwise", ["out[0, 0] += 1e-3 * self.bias[e]", "out = 0 * x", "out[0] -= 0 * x[0]", "log(e)", *EFFECTS]
 )
 def test_a_branch_that_does_something_else_stays(otherwise: str) -> None:
     text = rewritten(f"{GUARDED}    else:\n        {otherwise}")

@@ -7,6 +7,7 @@ all that a step may change: outputs, gradients, parameters, buffers, attributes 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import fx
 
 from memfine_fx.compiler import pipeline
 from memfine_fx.passes.dataflow import target_name
+from memfine_fx.passes.read.no_rows import GraphIndex
 from tests.properties.life import Outcome, compare
 from tests.properties.written import EXPERTS, WrittenLayer, load, module_source
 
@@ -45,8 +47,9 @@ def outcome(
     header: str = "for e in range(self.num):",
     route: Sequence[str] = ("w, i = logits.softmax(-1).topk(2, dim=-1)",),
     expert: str = "mlp",
+    **fields: Any,
 ) -> Outcome:
-    """Train a layer with one loop over experts; `guard` skips an expert, "" skips none."""
+    """Train a layer with one loop over experts; `guard` skips an expert, "" skips none; `fields` are of Config."""
     skipping = [f"if {guard}: continue"] if guard else []
     inner = [*select, *skipping, *body]
     lines = [
@@ -61,7 +64,7 @@ def outcome(
     name = f"Loop{next(_numbers)}"
     layer = WrittenLayer(name, module_source(name, 4, EXPERTS[expert], init, lines), {})
     torch.manual_seed(0)
-    return compare(load(layer, folder)(), seed=3)
+    return compare(load(layer, folder)(), seed=3, **fields)
 
 
 def check(result: Outcome, refusal: str) -> None:
@@ -274,3 +277,131 @@ def test_a_mask_of_choices_that_all_tokens_share_says_nothing_of_an_expert_witho
     start = ("m = F.one_hot(i, self.num).permute(2, 1, 0)", "hit = m.amin((1, 2))")
     result = outcome(tmp_path, guard="hit[e] == 0", start=start, select=("c, t = torch.where(m[e])",))
     assert result.verdict == "exact" and "in a body that is skipped" in result.details, result
+
+
+MASKED = "out = out + self.ex[e](x) * (w * m).sum(-1, keepdim=True)"
+IN_A_BODY = "in a body that is skipped"
+
+UNPROVED: dict[str, tuple[dict[str, Sequence[str]], str]] = {
+    "an entropy": (AUX | {"body": [MASKED, "p = (w * m).sum()", "aux = aux - p * p.log()"]}, "log of a number"),
+    "a root": (AUX | {"body": [MASKED, "aux = aux + (w * m).sum().sqrt()"]}, "sqrt of a number"),
+    "a root as a power": (AUX | {"body": [MASKED, "aux = aux + (w * m).sum() ** 0.5"]}, "pow of a number"),
+    "a normalized sum": (
+        AUX | {"body": [MASKED, "aux = aux + (w * m).pow(2).sum() / (w * m).sum()"]},
+        "div of a number",
+    ),
+    "the next expert": (
+        {"start": ["it = iter(self.ex)"], "body": ["ex = next(it)", MASKED.replace("self.ex[e]", "ex")]},
+        "an iterator is made",
+    ),
+    "the next of an attribute": (
+        {"init": ["self.it = iter(self.ex)"], "body": [MASKED, "n = next(self.it)"]},
+        "an iterator is advanced in a body",
+    ),
+    "the rest of an iterator": (
+        {"start": ["it = zip(self.ex, range(self.num))"], "body": [MASKED, "ex = list(it)"]},
+        "it, an iterator, is read in a body",
+    ),
+    "a generator's items": (
+        {"start": ["it = self.parameters"], "body": [MASKED, "n = [p.sum() for p in it]"]},
+        "it may be an iterator",
+    ),
+    "an iterator in a closure": (
+        {
+            "start": ["box = [iter(self.ex)]", "def take():", "    for one in box[0]: return one"],
+            "body": ["ex = take()", MASKED.replace("self.ex[e]", "ex")],
+        },
+        "an iterator is made",
+    ),
+    "a module by name": (
+        {"start": ["head = self.second"], "body": [MASKED, "head = self.ex[e]"], "end": ["out = out + head(x).sum()"]},
+        "a value that is no tensor, and that is read again later, changes",
+    ),
+    "a list of tensors written": (COUNT | {"body": [MASKED, "torch._foreach_add_([self.count], 1.0)"]}, IN_A_BODY),
+    "random numbers that a tag tells of": (
+        {"body": [MASKED, "torch.binomial(torch.full((2,), 9.0), torch.full((2,), 0.5))"]},
+        "binomial draws random numbers",
+    ),
+    "entries of an earlier time": (
+        COUNT
+        | {
+            "start": ["saved = [self.count[[k]] for k in range(4)]", "self.count.add_(1)"],
+            "body": [MASKED, "self.count[[e]] = saved[e]"],
+        },
+        "writes into",
+    ),
+    "truths as values": (
+        {
+            "start": ["hit = torch.ones(self.num, x.shape[0], dtype=torch.bool)"],
+            "body": [MASKED, "hit.index_copy_(0, torch.tensor([e]), m.any(-1)[None])"],
+            "end": ["out = out * hit.sum()"],
+        },
+        "index_copy_ writes into hit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNPROVED)
+def test_what_is_not_proved_is_refused_before_anything_is_compared(name: str, tmp_path: Path) -> None:
+    fields, reason = UNPROVED[name]
+    options: dict[str, Any] = {"select": ("m = i == e",), "guard": "not m.any()"} | fields
+    result = outcome(tmp_path, gives_up_comparison_with_eager=True, **options)
+    assert result.num_chunked == 0 and reason in result.details, result
+    assert result.verdict in ("exact", "both raise"), result
+
+
+KEPT: dict[str, dict[str, Sequence[str]]] = {
+    "another view of a tensor": {
+        "start": ["last = logits[:, 0]"],
+        "body": [MASKED, "last = logits[:, e]"],
+        "end": ["out = out * last[:, None]"],
+    },
+    "a difference as a condition": {
+        "body": [
+            MASKED,
+            "d = torch.add((i == e).long(), (i == (e + 1) % 4).long(), alpha=-1)",
+            "if d.sum() != 0: out = out + d.sum(-1, keepdim=True)",
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_name_keeps_its_old_value_without_rows(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"select": ("m = i == e",), "guard": "not m.any()"} | KEPT[name]
+    result = outcome(tmp_path, gives_up_comparison_with_eager=True, **options)
+    assert result.verdict == "exact", result
+
+
+def test_the_same_comparison_before_and_after_a_write_is_another() -> None:
+    graph = fx.Graph()
+    ids = graph.placeholder("ids")
+    ids.meta["example_value"] = tensor = torch.zeros(3, 2, dtype=torch.long)
+    before = graph.call_function(operator.eq, (ids, 1))
+    again = graph.call_function(operator.eq, (ids, 1))
+    for node in (before, again):
+        node.meta["example_value"] = tensor == 1
+    unwritten = GraphIndex(graph)
+    assert unwritten.key(before) == unwritten.key(again)
+    with graph.inserting_before(again):
+        graph.call_function(operator.setitem, (ids, 0, 1))
+    index = GraphIndex(graph)
+    assert index.key(before) != index.key(again)
+
+
+def test_the_last_of_the_experts_with_rows_is_not_the_last_of_all(tmp_path: Path) -> None:
+    result = outcome(
+        tmp_path, guard="", header="for e in i.unique().tolist():", end=("out = out * (e + 1)",),
+        gives_up_comparison_with_eager=True,
+    )  # fmt: skip
+    assert result.verdict == "exact" and result.num_chunked == 0, result
+
+
+@pytest.mark.parametrize(("ids", "is_proved"), [("i.reshape(-1)", True), ("i.reshape(-1) + 1", False), ("i % 3", True)])
+def test_only_ids_that_surely_exist_are_counted_with_a_result_of_known_size(
+    ids: str, is_proved: bool, tmp_path: Path
+) -> None:
+    start = (f"load = torch.bincount(({ids}).flatten(), minlength=self.num)", "out = out + load.sum()")
+    result = outcome(tmp_path, start=start, gives_up_comparison_with_eager=True)
+    assert result.verdict == "exact", result
+    assert ("ids are counted that may be too large" in result.details) is not is_proved, result

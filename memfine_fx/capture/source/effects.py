@@ -39,17 +39,43 @@ def _only_adds_zeros(node: ast.If, made: set[str]) -> bool:
 def _adds_zeros(statement: ast.stmt) -> bool:
     """out[...] += 0 * X, out = out + 0 * X, or nothing else under a condition."""
     match statement:
-        case ast.If(_, body, otherwise):
-            return all(map(_adds_zeros, [*body, *otherwise]))
-        case ast.AugAssign(_, ast.Add(), term):
-            return _is_zero_product(term)
+        case ast.If(test, body, otherwise):
+            return _does_nothing_else(test) and all(map(_adds_zeros, [*body, *otherwise]))
+        case ast.AugAssign(target, ast.Add(), term):
+            return _does_nothing_else(target) and _is_zero_product(term)
         case ast.Assign([target], ast.BinOp(left, ast.Add(), term)):
-            return ast.unparse(left) == ast.unparse(target) and _is_zero_product(term)
+            is_own = ast.unparse(left) == ast.unparse(target) and _does_nothing_else(target)
+            return is_own and _is_zero_product(term)
     return False
 
 
 def _is_zero_product(value: ast.expr) -> bool:
     match value:
         case ast.BinOp(left, ast.Mult(), right):
-            return any(isinstance(one, ast.Constant) and one.value == 0 for one in (left, right))
+            has_zero = any(isinstance(one, ast.Constant) and one.value == 0 for one in (left, right))
+            return has_zero and _does_nothing_else(left) and _does_nothing_else(right)
     return False
+
+
+def _does_nothing_else(value: ast.AST) -> bool:
+    """Whether an expression only has a value: names, numbers and attributes, items, sums and sums over parameters."""
+    match value:
+        case ast.Call(ast.Attribute(_, "sum" | "mean") as method, arguments, []):
+            parts: list[ast.AST] = [method.value, *arguments]
+        case ast.Call(ast.Name("sum"), [ast.GeneratorExp(term, loops) | ast.ListComp(term, loops)], []):
+            parts = [term, *(one for loop in loops for one in (_owner_of_parameters(loop.iter), *loop.ifs))]
+        case ast.Call() | ast.NamedExpr() | ast.Lambda() | ast.Await() | ast.Yield() | ast.YieldFrom():
+            return False
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp() | ast.JoinedStr():
+            return False
+        case _:
+            parts = list(ast.iter_child_nodes(value))
+    return all(map(_does_nothing_else, parts))
+
+
+def _owner_of_parameters(value: ast.expr) -> ast.expr:
+    """X of X.parameters()"""
+    match value:
+        case ast.Call(ast.Attribute(owner, "parameters"), [], []):
+            return owner
+    return value

@@ -228,6 +228,7 @@ class GuardRewriter:
 
     def _body(self, statements: list[ast.stmt], own: str) -> list[ast.stmt]:
         paths = _check_suited(statements)
+        _check_iterators(self._function, statements)
         collected = {name for name in names_in(self._function) if _is_collected(self._function, name)}
         after = self._liveness.after(statements[-1])
         names = sorted(bound_names(statements) & after)
@@ -284,6 +285,48 @@ def _check_suited(statements: Sequence[ast.stmt]) -> list[ast.Attribute]:
                     raise Unsuited(f"`{ast.unparse(node)}` is written, in a body that is skipped", node)
                 paths.setdefault(ast.unparse(node), node)
     return list(paths.values())
+
+
+def _check_iterators(function: ast.FunctionDef, statements: Sequence[ast.stmt]) -> None:
+    """Refuse statements that may advance an iterator which is not theirs: it would be ahead of an expert with rows.
+
+    Raises:
+        Unsuited: they call `next`, or read a name of an iterator, or iterate over a name that may be of one.
+    """
+    bound = bound_names(statements)
+    values = [pair for node in ast.walk(function) if isinstance(node, ast.stmt) for pair in assignments(node)]
+    iterators = {name_of(target) for target, value in values if _is_iterator(value)} - bound
+    sequences = {name_of(target) for target, value in values if _is_sequence(value)}
+    for made in ast.walk(function):
+        if isinstance(made, ast.Call) and is_name(made.func, "iter"):
+            raise Unsuited("an iterator is made, which a body may advance that is skipped", made)
+    for node in (inner for statement in statements for inner in ast.walk(statement)):
+        match node:
+            case ast.Call(ast.Name("next")) | ast.Call(ast.Attribute(attr="__next__" | "send")):
+                raise Unsuited("an iterator is advanced in a body that is skipped", node)
+            case ast.Name(name) if name in iterators:
+                raise Unsuited(f"{name}, an iterator, is read in a body that is skipped", node)
+            case (ast.For(iter=ast.Name(name)) | ast.comprehension(iter=ast.Name(name))) as loop:
+                if name not in bound and name not in sequences:
+                    raise Unsuited(f"{name} may be an iterator that a body advances which is skipped", loop.iter)
+
+
+def _is_iterator(value: ast.expr) -> bool:
+    match value:
+        case ast.GeneratorExp() | ast.Call(ast.Name("iter" | "zip" | "enumerate" | "reversed" | "map" | "filter")):
+            return True
+        case ast.Call(ast.Attribute(source, name)):
+            return is_name(source, "itertools") or name in ("__iter__", "parameters", "modules", "children")
+    return False
+
+
+def _is_sequence(value: ast.expr) -> bool:
+    match value:
+        case ast.List() | ast.Tuple() | ast.ListComp() | ast.Call(ast.Name("range" | "list" | "tuple" | "sorted")):
+            return True
+        case ast.Call(ast.Attribute(_, name)):
+            return name in ("tolist", "split", "chunk", "unbind", "tensor_split")
+    return False
 
 
 def _is_collected(function: ast.FunctionDef, name: str) -> bool:

@@ -16,6 +16,7 @@ from memfine_fx.capture.source.effects import without_zero_terms
 from memfine_fx.capture.source.guards import GuardRewriter, Unsuited
 from memfine_fx.capture.source.helpers import PREFIX
 from memfine_fx.capture.source.indices import HitIndices, UniqueIndices
+from memfine_fx.capture.source.liveness import Liveness
 from memfine_fx.capture.source.offsets import use_splits
 from memfine_fx.capture.source.syntax import (
     assigned_names,
@@ -138,6 +139,7 @@ class _Loop:
         names = {expert, *(name for one in loop.body if (name := unwrapped_name(one, expert)) is not None)}
         if hits is None or mask is None or not selects_by(loop, mask, names):
             return False
+        self._check_unread(expert)
         name = self._name_before(loop if assignment is None else assignment, "hits", hits)
         every = ast.copy_location(helper_call("every_expert", [loaded(name)]), hits)
         if assignment is None:
@@ -149,6 +151,11 @@ class _Loop:
         place = 1 if body and _asks_existence(body[0]) else 0
         loop.body = [*body[:place], self._skipping_unless(is_hit), *body[place:]]
         return True
+
+    def _check_unread(self, expert: str) -> None:
+        """Refuse a variable that is read behind the loop: there it names the last expert that has rows."""
+        if expert in Liveness(self._function).after(self._loop):
+            raise Unsuited(f"{expert} is read after a loop over the experts that have rows", self._loop)
 
     def _name_before(self, statement: ast.stmt, name: str, value: ast.expr) -> str:
         """A name for a value, bound before a statement."""
@@ -190,6 +197,7 @@ class _Loop:
         ]
         if not tables or not any(is_equality(node, index, expert) for node in ast.walk(loop)):
             return False
+        self._check_unread(expert)
         name = self._name_before(loop, "ids", index)
         arguments = [tables[0], loaded(name), ast.Constant(f"{self._file}:{loop.lineno}")]
         loop.iter = ast.copy_location(helper_call("every_index", arguments), loop.iter)
