@@ -507,7 +507,7 @@ def _ill_conditioned(node: fx.Node) -> tuple[Any, ...]:
     """The operands of which a call's result, or its gradient, may be no number where they are zero."""
     name, arguments = target_name(node).rstrip("_"), (*node.args, *node.kwargs.values())
     if name in _DIVISIONS:
-        return tuple(one for one in arguments if one is not node.args[0] and not isinstance(one, (str, type(None))))
+        return tuple(one for one in arguments[1:] if not isinstance(one, (str, type(None))))
     if name == "pow" and len(arguments) == 2 and isinstance(arguments[1], (int, float)):
         is_power = arguments[1] >= 1 and arguments[1] == int(arguments[1])
         return () if is_power else arguments[:1]

@@ -290,6 +290,10 @@ UNPROVED: dict[str, tuple[dict[str, Sequence[str]], str]] = {
         AUX | {"body": [MASKED, "aux = aux + (w * m).pow(2).sum() / (w * m).sum()"]},
         "div of a number",
     ),
+    "a quotient of one sum": (
+        AUX | {"body": [MASKED, "p = (w * m).sum()", "aux = aux + p / p"]},
+        "div of a number",
+    ),
     "the next expert": (
         {"start": ["it = iter(self.ex)"], "body": ["ex = next(it)", MASKED.replace("self.ex[e]", "ex")]},
         "an iterator is made",
