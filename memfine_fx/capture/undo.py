@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfine_fx.compat.nn import hooks_of, own_buffers
 
-__all__ = ["Contents", "Generators", "ModelState", "Writes", "functions_of", "named_globals"]
+__all__ = ["Contents", "Generators", "ModelState", "functions_of", "named_globals"]
 
 _CONTAINERS = (
     list,
@@ -268,39 +267,6 @@ def _contents(cell: types.CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:
         return []
-
-
-class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is in each tensor that is written in place, before its first write, whoever owns it."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[place] if place < len(args) else kwargs.get(argument.name)
-                for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    self._note(tensor)
-        return func(*args, **kwargs)
-
-    def _note(self, tensor: Any) -> None:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._before:
-            # Bytes of a storage have no version, which a graph of the user's may have saved.
-            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            self._before[storage.data_ptr()] = memory, memory.clone()
-
-    def restore(self) -> None:
-        """Write back what was noted, and forget it."""
-        for memory, before in self._before.values():
-            if not torch.equal(memory, before):
-                memory.copy_(before)
-        self._before.clear()
 
 
 class ModelState:

@@ -42,9 +42,10 @@ from torch import Tensor, fx
 
 from memfine_fx.capture.installing import uninstalled
 from memfine_fx.capture.source.methods import rewritten_places
-from memfine_fx.capture.undo import Generators, ModelState, Writes, functions_of, named_globals
+from memfine_fx.capture.undo import Generators, ModelState, functions_of, named_globals
 from memfine_fx.compat.autograd import without_gradient_hooks, without_saved_tensor_hooks
 from memfine_fx.compat.effects import PYTHON_EFFECTS, changed_objects, python_operator
+from memfine_fx.compat.functional import Writes
 from memfine_fx.compat.interpreter import CompiledCall, compiled_call
 from memfine_fx.compat.nn import own_buffers, plain_call
 from memfine_fx.compat.tensors import is_quantized, tree_leaves, tree_map
