@@ -1,6 +1,7 @@
 """Shared fixtures."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -48,3 +49,11 @@ def _without_own_code(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh-golden", action="store_true", help="write tests/golden again")
+
+
+@pytest.fixture
+def float64_by_default() -> Iterator[None]:
+    """Tensors that name no dtype are of float64, so that a wrong result is no rounding."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -275,6 +275,7 @@ class ModelState:
     Args:
         model: with all its modules.
         tensors: further tensors that the call may write into, its inputs.
+        objects: further Python objects that the call may change.
         attributes: "all", with what these hold and the variables of functions, or "buffers" alone: what a model sets up
             once, in its first call, must not be taken from a call that runs again at once.
     """
@@ -284,13 +285,14 @@ class ModelState:
         model: torch.nn.Module,
         tensors: Iterable[torch.Tensor] = (),
         *,
+        objects: Iterable[object] = (),
         attributes: Literal["all", "buffers"] = "all",
     ) -> None:
         self._generators, self._host_generators = Generators(), _HostGenerators()
         reads_all = attributes == "all"
         self._variables = _Variables(functions_of(model) if reads_all else ())
         roots = [vars(module) if reads_all else own_buffers(module) for module in model.modules()]
-        self._containers = _Containers([*roots, *self._variables.values])
+        self._containers = _Containers([*roots, *self._variables.values, *objects])
         self._modules = {id(module) for module in model.modules()}
         found = {id(tensor): tensor for tensor in (*model.buffers(), *self._containers.tensors, *tensors)}
         self._contents = Contents(found.values())

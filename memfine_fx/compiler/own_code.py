@@ -22,6 +22,7 @@ Everything that these runs change is put back.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import hashlib
@@ -67,7 +68,7 @@ _ROWS_PER_CHUNK = 5
 _MOST_BYTES = 64 << 20
 """Of all parameters whose gradients are compared, the smallest first. Larger tables count as frozen here;
 `passes.verify.gradient_check` compares their gradients, with narrow widths."""
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 """Relative to the norm, by the coarsest dtype in which the module computes."""
 _COARSE = 0.1
 """Where it computes in a dtype of 8 bits."""
@@ -211,18 +212,21 @@ def _upwards(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
         visited.update(level)
 
 
-def _check_effects(graph: fx.Graph, state: ModelState) -> None:
+def _check_effects(graph: fx.Graph, changed: Iterable[object], state: ModelState) -> None:
     """Refuse code that runs must not repeat: what it changes is not put back.
 
+    Args:
+        graph: as captured.
+        changed: the Python objects that the code changes.
+        state: puts back what it holds.
+
     Raises:
-        _CannotCompare: the code that is compiled changes a Python object that `state` does not hold, or calls an
-            operator that somebody wrote in Python, which may change anything.
+        _CannotCompare: `state` does not hold one of the objects, or the graph calls an operator that somebody wrote in
+            Python, which may change anything.
     """
-    if not PYTHON_EFFECTS.holds():
-        raise _CannotCompare("Dynamo does not say which Python objects it changes")
-    for changed in changed_objects():
-        if not state.holds(changed):
-            named = changed if isinstance(changed, str) else type(changed).__name__
+    for value in changed:
+        if not state.holds(value):
+            named = value if isinstance(value, str) else type(value).__name__
             raise _CannotCompare(f"it changes {named}, which cannot be put back")
     for node in graph.nodes:
         operator = python_operator(node.target)
@@ -248,13 +252,14 @@ class _Capture:
             and torch.distributed.get_world_size() > 1
         ):
             raise _CannotCompare("torch.distributed is in use")
+        if not PYTHON_EFFECTS.holds():
+            raise _CannotCompare("Dynamo does not say which Python objects it changes")
         call = compiled_call()
         if call is None or call.model is None:
             raise _CannotCompare("what is compiled is no module")
         if call.owner is None or not call.method:
             raise _CannotCompare("what is compiled is no whole method: the graph breaks in front of it")
-        _check_effects(graph, ModelState(call.model))
-        self.call, self.model = call, call.model
+        self.call, self.model, self._changed = call, call.model, tuple(changed_objects())
         self._graph = graph
         self._modules = dict(call.owner.named_modules())
         self._names = {module: name for name, module in call.model.named_modules()}
@@ -296,7 +301,8 @@ class _Capture:
         ):
             raise _CannotCompare("no module holds both its router and its experts")
         name = self._names.get(module, path)
-        return _Layer(module, name, self.model, self.call, tuple(self._nodes.get(entry, ())), tuple(regions))
+        nodes = tuple(self._nodes.get(entry, ()))
+        return _Layer(module, name, self.model, self.call, self._changed, nodes, tuple(regions))
 
 
 @dataclass(frozen=True)
@@ -308,6 +314,7 @@ class _Layer:
         name: its path in the model, "" for the model.
         model: whose call is being compiled.
         call: that call.
+        changed: Python objects of the user's that the compiled code changes.
         nodes: the module's nodes in the graph, without inputs of the graph.
         regions: the regions among them.
     """
@@ -316,6 +323,7 @@ class _Layer:
     name: str
     model: torch.nn.Module
     call: CompiledCall
+    changed: tuple[object, ...]
     nodes: tuple[fx.Node, ...]
     regions: tuple[MoERegion, ...]
 
@@ -352,8 +360,9 @@ class _Layer:
 
     def verdict(self, session: Session) -> _Verdict:
         """Run the module in both ways and compare."""
-        before = ModelState(self.model)
+        before = ModelState(self.model, objects=self.changed)
         try:
+            _check_effects(self.nodes[0].graph, self.changed, before)
             return self._compared(session)
         except _CannotCompare as error:
             return _Verdict(str(error))
@@ -373,10 +382,7 @@ class _Layer:
             warnings.simplefilter("ignore")
             verdict = _Verdict("its sizes are too large")
             for given, autocasts in self._arguments():
-                try:
-                    verdict = self._compared_on(given, autocasts, session)
-                except _CannotCompare as error:
-                    verdict = _Verdict(str(error))
+                verdict = self._compared_on(given, autocasts, session)
                 if not verdict.uncompared:
                     break
         return verdict
@@ -386,39 +392,69 @@ class _Layer:
             stack.enter_context(_frozen_if_large(self.module))
             for autocast in autocasts:
                 stack.enter_context(torch.autocast(*autocast))
-            pair = _Pair(self.module, given, session, self.tolerance)
-            reason = pair.compile(len(self.regions))
-            if reason:
-                return _Verdict(reason)
-            for routing in ("", *ROUTINGS, _ALIKE):
-                difference = pair.difference(routing, self.regions[0].dims.num_experts)
-                if difference:
-                    return _Verdict(difference=f"{difference}, routing: {routing or 'as it is'}")
+            try:
+                pair = _Pair(self.module, given, self.changed, session, self.tolerance)
+                pair.compile(len(self.regions))
+                for routing in ("", *ROUTINGS, _ALIKE):
+                    difference = pair.difference(routing, self.regions[0].dims.num_experts)
+                    if difference and not self._agrees_in_double(given, session, routing):
+                        return _Verdict(difference=f"{difference}, routing: {routing or 'as it is'}")
+            except _CannotCompare as error:
+                return _Verdict(str(error))
         return _Verdict()
 
+    def _agrees_in_double(self, given: Given, session: Session, routing: str) -> bool:
+        """Whether a difference in fp32 is rounding: a copy of the module in fp64 has none."""
+        if self.tolerance != _TOLERANCES[torch.float32] or _num_bytes(self.module.parameters()) > _MOST_BYTES:
+            return False
+        try:
+            pair = _Pair(
+                copy.deepcopy(self.module).double(),
+                tree_map(_doubled, given),
+                self.changed,
+                session,
+                _TOLERANCES[torch.float64],
+            )
+            pair.compile(len(self.regions))
+            return not pair.difference(routing, self.regions[0].dims.num_experts)
+        except Exception:  # NOTE: a module may neither be copied nor run in fp64; the difference stands then
+            return False
+
     def _arguments(self) -> Iterator[tuple[Given, list[Autocast]]]:
-        """The module's own arguments and the autocasts in which it is called: for a few tokens, then for all."""
+        """The module's own arguments and the autocasts in which it is called: for a few tokens, then for all.
+
+        Raises:
+            _CannotCompare: the method that is compiled does not come to the module.
+        """
         owner, method, own = self.call.owner, self.call.method, (self.call.args, self.call.kwargs)
-        if self.module is owner and method != "forward":
-            raise _CannotCompare(f"its method {method} is compiled")
-        reason = "the model does not call it"
-        for given in (*_cut(own), *_whole(own)):
-            if self.module is owner:
-                yield given, _autocasts()
-                continue
-            writes = Writes()
+        if self.module is owner:
+            if method != "forward":
+                raise _CannotCompare(f"its method {method} is compiled")
+            yield from ((given, _autocasts()) for given in (*_cut(own), *_whole(own)))
+            return
+        reason = ""
+        for args, kwargs in (*_cut(own), *_whole(own)):
             try:
-                with uninstalled(), _stopping_at(self.module), torch.no_grad(), writes:
-                    getattr(owner, method)(*given[0], **given[1])
-            except _Reached as reached:
-                yield next(_cut(reached.given)), reached.autocasts
-                for whole in _whole(reached.given):
-                    yield whole, reached.autocasts
+                reached = self._reached(args, kwargs)
             except Exception as error:  # NOTE: a model may need other numbers of tokens than these
                 reason = in_words(error)
-            finally:
-                writes.restore()
-        raise _CannotCompare(f"the model does not run on a few tokens: {reason}")
+            else:
+                yield from ((given, reached.autocasts) for given in (next(_cut(reached.given)), *_whole(reached.given)))
+        if reason:
+            raise _CannotCompare(f"the model does not run on a few tokens: {reason}")
+
+    def _reached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reached:
+        """Run the method that is compiled up to the module's call."""
+        writes = Writes()
+        try:
+            with uninstalled(), _stopping_at(self.module), torch.no_grad(), writes:
+                method = getattr(self.call.owner, self.call.method)
+                contextvars.copy_context().run(method, *args, **kwargs)  # the end comes before any variable is reset
+        except _Reached as reached:
+            return reached
+        finally:
+            writes.restore()
+        raise _CannotCompare("the model does not call it")
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -497,8 +533,16 @@ def _cut(given: Given) -> Iterator[Given]:
 
 def _whole(given: Given) -> Iterator[Given]:
     """A copy of arguments as they are, unless they are large."""
-    if sum(leaf.nbytes for leaf in tree_leaves(given) if isinstance(leaf, Tensor)) <= _MOST_BYTES:
+    if _num_bytes(tree_leaves(given)) <= _MOST_BYTES:
         yield _copied(given, lambda tensor: tensor)
+
+
+def _num_bytes(values: Iterable[object]) -> int:
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def _doubled(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _copied(value: Any, cut: Callable[[Tensor], Tensor]) -> Any:
@@ -541,11 +585,14 @@ class _Pair:
     Args:
         module: in the state from which each call begins.
         given: arguments of its forward.
+        changed: Python objects outside of the module that its calls may change.
         session: of the model, whose options and flags hold for the module alone.
         tolerance: largest difference, relative to a tensor's norm.
     """
 
-    def __init__(self, module: torch.nn.Module, given: Given, session: Session, tolerance: float) -> None:
+    def __init__(
+        self, module: torch.nn.Module, given: Given, changed: Iterable[object], session: Session, tolerance: float
+    ) -> None:
         self._module, self._given, self._tolerance = module, given, tolerance
         self._as_routed: Results = {}
         config = replace(
@@ -557,7 +604,7 @@ class _Pair:
         self._forced: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self._writes = Writes()
         self._parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self._state = ModelState(module, self._parameters.values())
+        self._state = ModelState(module, self._parameters.values(), objects=changed)
         # A code object of its own, so that what Dynamo compiles for it goes with it.
         code = _call_module.__code__.replace()
         self._compiled = torch.compile(
@@ -575,22 +622,22 @@ class _Pair:
 
         return run
 
-    def compile(self, num_regions: int) -> str:
+    def compile(self, num_regions: int) -> None:
         """Compile the module alone, by a call as it is routed.
 
-        Returns:
-            Why it cannot be compared, "" where it can.
+        Raises:
+            _CannotCompare: compiled alone it is another layer.
         """
         try:
             self._as_routed = self._results(self._compiled, self._given)
         except Exception as error:  # NOTE: what runs alone may need what the model gives it
-            return f"compiled alone it raises {in_words(error)}"
+            raise _CannotCompare(f"compiled alone it raises {in_words(error)}") from None
         finally:
             self._restore()
-        if len(self._alone.lowered) == num_regions:
-            return ""
-        refusals = [outcome.details for outcome in self._alone.outcomes if isinstance(outcome, Refusal)]
-        return f"compiled alone it has {len(self._alone.lowered)} chunked regions ({'; '.join(refusals)})"
+        if len(self._alone.lowered) != num_regions:
+            refusals = [outcome.details for outcome in self._alone.outcomes if isinstance(outcome, Refusal)]
+            reasons = "; ".join(refusals)
+            raise _CannotCompare(f"compiled alone it has {len(self._alone.lowered)} chunked regions ({reasons})")
 
     def _restore(self) -> None:
         self._writes.restore()

@@ -22,17 +22,10 @@ from memfine_fx.passes.read.no_rows import GraphIndex
 from tests.properties.life import Outcome, compare
 from tests.properties.written import EXPERTS, WrittenLayer, load, module_source
 
-pytestmark = pytest.mark.own_code
+pytestmark = [pytest.mark.own_code, pytest.mark.usefixtures("float64_by_default")]
 EMPTY = "t.numel() == 0"
 ROWS = "out.index_add_(0, t, self.ex[e](x[t]) * w[t, c, None])"
 _numbers = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def wide() -> None:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def outcome(

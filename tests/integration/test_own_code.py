@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memfine_fx
+from benchmarks.coverage.spellings import SPELLINGS
 from memfine_fx.capture.undo import ModelState
 from memfine_fx.compiler import own_code
+from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.passes.read import guards
 from memfine_fx.passes.read.frame import Frame
 from memfine_fx.passes.read.values import Ids, Mask
@@ -210,6 +212,15 @@ def test_a_model_that_takes_no_fewer_tokens_is_compared_with_all(tmp_path: Path)
     assert report.num_chunked == 1 and not report.regions[0].not_compared_with_code
 
 
+@pytest.mark.parametrize("spelling", ["list of experts, choices", "list of experts, scatter"])
+def test_rounding_of_gradients_that_cancel_is_no_difference(spelling: str) -> None:
+    model, hidden = SPELLINGS[spelling]()
+    optimized(model)
+    model(hidden.requires_grad_()).sum().backward()
+    report = memfine_fx.report(model)
+    assert report.num_chunked == 1 and not report.regions[0].not_compared_with_code
+
+
 CALLS: list[int] = []
 
 
@@ -287,6 +298,18 @@ def test_the_module_that_holds_router_and_experts_is_compared(monkeypatch: pytes
     assert first_report(model).num_chunked == 1 and compared == ["1"]
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_layers_of_transformers_are_compared(family: str) -> None:
+    model = tiny_causal_lm(family)
+    optimized(model)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 20))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    report = memfine_fx.report(model)
+    assert report.num_chunked and not [
+        region.not_compared_with_code for region in report.regions if region.not_compared_with_code
+    ]
+
+
 # State.
 
 STATISTICS = torch.zeros(4)
@@ -304,6 +327,19 @@ class Slots:
 
     def __init__(self) -> None:
         self.count = 0
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+REGISTRY = Registry()
+
+
+def registered() -> int:
+    REGISTRY.steps += 1
+    return REGISTRY.steps
 
 
 class Notes(dict):  # type: ignore[type-arg]
@@ -329,6 +365,8 @@ class Teacher(nn.Module):
             x = x + STATISTICS.sum()
         if self.kind == "a helper's global":
             x = x * warmth()
+        if self.kind == "an object of a helper":
+            x = x * registered()
         if self.kind == "slots":
             self.slots.count += 1
             x = x * self.slots.count
@@ -350,6 +388,7 @@ class Teacher(nn.Module):
         "parameters in a list",
         "a tensor of another module",
         "a helper's global",
+        "an object of a helper",
         "slots",
         "a subclass of a dictionary",
         "an iterator",
@@ -361,7 +400,7 @@ def test_what_no_search_finds_is_changed_once_a_step(kind: str) -> None:
     model = Teacher(kind)
     eager, x, outputs = copy.deepcopy(model), torch.randn(6, 8), []
     for module in (eager, model):
-        STEPS = 0
+        STEPS = REGISTRY.steps = 0
         STATISTICS.zero_()
         if module is model:
             optimized(module)

@@ -6,7 +6,6 @@ Each case trains a layer for four steps in one of the ways of `uses`, with 6, 1,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from tests.properties.life import compare, plain_step
 from tests.properties.uses import BUILDS, LAYERS, USES, layer_of
 from tests.properties.written import load
 
-pytestmark = pytest.mark.own_code
+pytestmark = [pytest.mark.own_code, pytest.mark.usefixtures("float64_by_default")]
 CASES = [*USES, *BUILDS]
 FEW = (
     "checkpointed",
@@ -41,13 +40,6 @@ NOT_CHUNKED = ("wrong size", "expert hooked", "with other parameters")
 OF_OTHER_DTYPES = ("in autocast", "dtype changed", "float32", "bfloat16", "float16")
 OF_DEFAULT_DTYPE = ("sorted back", "scatter add")
 """Layers that make a tensor of the default dtype, so that their own code raises in another."""
-
-
-@pytest.fixture(autouse=True)
-def wide() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def check(spelling: str, case: str, folder: Path, inner: str = "aot_eager") -> None:

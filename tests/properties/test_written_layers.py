@@ -5,7 +5,6 @@ The numbers name the draws: `python -m tests.properties.written loop 17` prints 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,12 @@ import torch
 from tests.properties.life import compare
 from tests.properties.written import Kind, load, written_layer
 
-pytestmark = pytest.mark.own_code
+pytestmark = [pytest.mark.own_code, pytest.mark.usefixtures("float64_by_default")]
 FEW = [("loop", 8, 16), ("dense", 0, 6)]
 SLOW = [("loop", first, first + 20) for first in range(0, 200, 20)]
 SLOW += [("dense", first, first + 20) for first in range(0, 100, 20)]
 CAMPAIGN = [("loop", first, first + 50) for first in range(0, 2000, 50)]
 CAMPAIGN += [("dense", first, first + 50) for first in range(0, 1000, 50)]
-
-
-@pytest.fixture(autouse=True)
-def wide() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def check(kind: Kind, numbers: range, folder: Path, inner: str = "eager") -> int:

@@ -423,6 +423,13 @@ def _stop(*_: Any) -> Any:
     raise _Stopped
 
 
+def _interrupt(model: nn.Module, loss: Tensor) -> None:
+    """Run a backward that a hook ends, and drop what it left in the gradients."""
+    with contextlib.suppress(_Stopped):
+        loss.backward()
+    model.zero_grad()
+
+
 @_used
 def stopped_in_forward(model: nn.Module, x: Tensor, number: int) -> Results:
     num_saved = 0
@@ -441,10 +448,7 @@ def stopped_in_forward(model: nn.Module, x: Tensor, number: int) -> Results:
 def stopped_in_backward(model: nn.Module, x: Tensor, number: int) -> Results:
     tokens = x * 1
     tokens.register_hook(_stop)
-    loss = loss_of(model(tokens))
-    with contextlib.suppress(_Stopped):
-        loss.backward()
-    model.zero_grad()
+    _interrupt(model, loss_of(model(tokens)))
     return plain_step(model, x, number)
 
 
@@ -452,19 +456,15 @@ def stopped_in_backward(model: nn.Module, x: Tensor, number: int) -> Results:
 def stopped_at_a_saved_tensor(model: nn.Module, x: Tensor, number: int) -> Results:
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, _stop):
         loss = loss_of(model(x))
-    with contextlib.suppress(_Stopped):
-        loss.backward()
-    model.zero_grad()
+    _interrupt(model, loss)
     return plain_step(model, x, number)
 
 
 @_used
 def stopped_at_a_parameter(model: nn.Module, x: Tensor, number: int) -> Results:
     hook = model.router.weight.register_hook(_stop)
-    with contextlib.suppress(_Stopped):
-        loss_of(model(x.detach().requires_grad_())).backward()
+    _interrupt(model, loss_of(model(x.detach().requires_grad_())))
     hook.remove()
-    model.zero_grad()
     return plain_step(model, x, number)
 
 

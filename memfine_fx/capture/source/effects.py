@@ -52,7 +52,7 @@ def _adds_zeros(statement: ast.stmt) -> bool:
 def _is_zero_product(value: ast.expr) -> bool:
     match value:
         case ast.BinOp(left, ast.Mult(), right):
-            has_zero = any(isinstance(one, ast.Constant) and one.value == 0 for one in (left, right))
+            has_zero = any(isinstance(factor, ast.Constant) and factor.value == 0 for factor in (left, right))
             return has_zero and _does_nothing_else(left) and _does_nothing_else(right)
     return False
 
@@ -63,7 +63,7 @@ def _does_nothing_else(value: ast.AST) -> bool:
         case ast.Call(ast.Attribute(_, "sum" | "mean") as method, arguments, []):
             parts: list[ast.AST] = [method.value, *arguments]
         case ast.Call(ast.Name("sum"), [ast.GeneratorExp(term, loops) | ast.ListComp(term, loops)], []):
-            parts = [term, *(one for loop in loops for one in (_owner_of_parameters(loop.iter), *loop.ifs))]
+            parts = [term, *(part for loop in loops for part in (_owner_of_parameters(loop.iter), *loop.ifs))]
         case ast.Call() | ast.NamedExpr() | ast.Lambda() | ast.Await() | ast.Yield() | ast.YieldFrom():
             return False
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp() | ast.JoinedStr():

@@ -297,9 +297,9 @@ def _check_iterators(function: ast.FunctionDef, statements: Sequence[ast.stmt]) 
     values = [pair for node in ast.walk(function) if isinstance(node, ast.stmt) for pair in assignments(node)]
     iterators = {name_of(target) for target, value in values if _is_iterator(value)} - bound
     sequences = {name_of(target) for target, value in values if _is_sequence(value)}
-    for made in ast.walk(function):
-        if isinstance(made, ast.Call) and is_name(made.func, "iter"):
-            raise Unsuited("an iterator is made, which a body may advance that is skipped", made)
+    for call in ast.walk(function):
+        if isinstance(call, ast.Call) and is_name(call.func, "iter"):
+            raise Unsuited("an iterator is made, which a body may advance that is skipped", call)
     for node in (inner for statement in statements for inner in ast.walk(statement)):
         match node:
             case ast.Call(ast.Name("next")) | ast.Call(ast.Attribute(attr="__next__" | "send")):
