@@ -63,7 +63,8 @@ __all__ = ["compare_with_own_code"]
 
 log = logging.getLogger(__name__)
 _CHOICES = frozenset(("topk", "argmax", "max", "sort", "argsort"))
-_FEW_TOKENS, _MOST_TOKENS = 8, 64
+_FEW_TOKENS, _MOST_TOKENS = 7, 64
+"""Seven, because where sizes do not vary a number of tokens must not look like one of experts."""
 _ROWS_PER_CHUNK = 5
 _MOST_BYTES = 64 << 20
 """Of all parameters whose gradients are compared, the smallest first. Larger tables count as frozen here;
@@ -264,6 +265,7 @@ class _Capture:
         self._modules = dict(call.owner.named_modules())
         self._names = {module: name for name, module in call.model.named_modules()}
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self._varies = any(isinstance(node_value(node), torch.SymInt) for node in placeholders)
         self._parameters = {
             node: id(value)
             for node, value in zip(placeholders, inputs, strict=False)
@@ -302,7 +304,7 @@ class _Capture:
             raise _CannotCompare("no module holds both its router and its experts")
         name = self._names.get(module, path)
         nodes = tuple(self._nodes.get(entry, ()))
-        return _Layer(module, name, self.model, self.call, self._changed, nodes, tuple(regions))
+        return _Layer(module, name, self.model, self.call, self._changed, nodes, tuple(regions), self._varies)
 
 
 @dataclass(frozen=True)
@@ -317,6 +319,7 @@ class _Layer:
         changed: Python objects of the user's that the compiled code changes.
         nodes: the module's nodes in the graph, without inputs of the graph.
         regions: the regions among them.
+        varies: whether sizes of the graph's inputs vary.
     """
 
     module: torch.nn.Module
@@ -326,6 +329,7 @@ class _Layer:
     changed: tuple[object, ...]
     nodes: tuple[fx.Node, ...]
     regions: tuple[MoERegion, ...]
+    varies: bool
 
     def kind(self, session: Session) -> str:
         """Equal for layers of which one comparison is enough."""
@@ -394,7 +398,7 @@ class _Layer:
                 stack.enter_context(torch.autocast(*autocast))
             try:
                 pair = _Pair(self.module, given, self.changed, session, self.tolerance)
-                pair.compile(len(self.regions))
+                pair.compile(len(self.regions), self.varies)
                 for routing in ("", *ROUTINGS, _ALIKE):
                     difference = pair.difference(routing, self.regions[0].dims.num_experts)
                     if difference and not self._agrees_in_double(given, session, routing):
@@ -415,7 +419,7 @@ class _Layer:
                 session,
                 _TOLERANCES[torch.float64],
             )
-            pair.compile(len(self.regions))
+            pair.compile(len(self.regions), self.varies)
             return not pair.difference(routing, self.regions[0].dims.num_experts)
         except Exception:  # NOTE: a module may neither be copied nor run in fp64; the difference stands then
             return False
@@ -527,7 +531,8 @@ def _cut(given: Given) -> Iterator[Given]:
         yield _copied(given, lambda tensor: tensor)
         return
     if len(sizes) > 1:
-        yield _copied(given, functools.partial(_few_of_both, sizes[0], sizes[1]))
+        has_width = first.is_floating_point() and first.shape[-1] == sizes[1]
+        yield _copied(given, functools.partial(_few_of_both, sizes[0], sizes[1], has_width))
     yield _copied(given, functools.partial(_few_of_first, sizes[0]))
 
 
@@ -563,10 +568,11 @@ def _few_of_first(size: int, tensor: Tensor) -> Tensor:
     return tensor[:_FEW_TOKENS] if tensor.ndim and tensor.shape[0] == size else tensor
 
 
-def _few_of_both(batch: int, length: int, tensor: Tensor) -> Tensor:
+def _few_of_both(batch: int, length: int, has_width: bool, tensor: Tensor) -> Tensor:
+    """One sequence, and few of its tokens; a last dimension of floats may be as wide as the sequence is long."""
     if tensor.ndim and tensor.shape[0] == batch:
         tensor = tensor[:1]
-    for dim in range(1, tensor.ndim):
+    for dim in range(1, tensor.ndim - (has_width and tensor.is_floating_point())):
         if tensor.shape[dim] == length:
             tensor = tensor.narrow(dim, 0, min(length, _FEW_TOKENS))
     return tensor
@@ -599,45 +605,59 @@ class _Pair:
             session.config, inner_backend="eager", rows_per_chunk=_ROWS_PER_CHUNK, tokens_per_chunk=None, bins=None,
             memory_budget=None, verify=False, gives_up_comparison_with_eager=True,
         )  # fmt: skip
-        self._alone = Session(config, measures=False)
-        self._alone.start_attempt(session.capture_flags)
+        self._config, self._flags = config, session.capture_flags
         self._forced: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self._writes = Writes()
         self._parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._state = ModelState(module, self._parameters.values(), objects=changed)
-        # A code object of its own, so that what Dynamo compiles for it goes with it.
-        code = _call_module.__code__.replace()
-        self._compiled = torch.compile(
-            types.FunctionType(code, _call_module.__globals__), backend=self._backend, fullgraph=True, dynamic=True
-        )
+        self._compiled: Callable[..., Any] = _call_module
 
-    def _backend(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from memfine_fx.compiler.pipeline import compile_graph
-
-        compiled = compile_graph(graph_module, inputs, self._alone)
-
-        def run(*args: Any) -> Any:
-            with self._writes, self._forced:  # here, because Dynamo compiles nothing under a dispatch mode
-                return compiled(*args)
-
-        return run
-
-    def compile(self, num_regions: int) -> None:
+    def compile(self, num_regions: int, varies: bool) -> None:
         """Compile the module alone, by a call as it is routed.
+
+        Args:
+            num_regions: how many regions of it are chunked in the model.
+            varies: whether sizes vary there. If not, they do here only where the module is read otherwise alone: a few
+                tokens may be as many as another dimension has entries.
 
         Raises:
             _CannotCompare: compiled alone it is another layer.
         """
+        reason = ""
+        for dynamic in (True,) if varies else (False, True):
+            reason = self._try_to_compile(num_regions, dynamic)
+            if not reason:
+                return
+        raise _CannotCompare(f"compiled alone it {reason}")
+
+    def _try_to_compile(self, num_regions: int, dynamic: bool) -> str:
+        """Compile the module alone, and say what hinders the comparison; "" where nothing does."""
+        from memfine_fx.compiler.pipeline import compile_graph
+
+        alone = Session(self._config, measures=False)
+        alone.start_attempt(self._flags)
+
+        def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            compiled = compile_graph(graph_module, inputs, alone)
+
+            def run(*args: Any) -> Any:
+                with self._writes, self._forced:  # here, because Dynamo compiles nothing under a dispatch mode
+                    return compiled(*args)
+
+            return run
+
+        # A code object of its own, so that what Dynamo compiles for it goes with it.
+        function = types.FunctionType(_call_module.__code__.replace(), _call_module.__globals__)
+        self._compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
         try:
             self._as_routed = self._results(self._compiled, self._given)
         except Exception as error:  # NOTE: what runs alone may need what the model gives it
-            raise _CannotCompare(f"compiled alone it raises {in_words(error)}") from None
+            return f"raises {in_words(error)}"
         finally:
             self._restore()
-        if len(self._alone.lowered) != num_regions:
-            refusals = [outcome.details for outcome in self._alone.outcomes if isinstance(outcome, Refusal)]
-            reasons = "; ".join(refusals)
-            raise _CannotCompare(f"compiled alone it has {len(self._alone.lowered)} chunked regions ({reasons})")
+        refusals = "; ".join(outcome.details for outcome in alone.outcomes if isinstance(outcome, Refusal))
+        is_same = len(alone.lowered) == num_regions
+        return "" if is_same else f"has {len(alone.lowered)} chunked regions ({refusals})"
 
     def _restore(self) -> None:
         self._writes.restore()

@@ -99,14 +99,21 @@ def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) ->
 def _check_assertions(cut: Cut, inside: set[fx.Node]) -> None:
     """Assertions about sizes inside go with the region, so they must be such as reading has proved.
 
-    Those that Dynamo writes say that sizes of operands agree, or that a number of places is neither negative nor more
-    than there are.
+    Those that Dynamo writes say that sizes of operands agree, or that a number of places, or one that agrees with it,
+    is neither negative nor more than there are.
     """
+    asserted: dict[fx.Node, sympy.Basic] = {}
     for node in cut.nodes:
         for condition in _asserted(node, inside):
             value = node_value(condition)
-            expr = value.node.expr if isinstance(value, torch.SymBool) else None
-            if expr is not None and not _is_consistency(expr) and not _is_below_places(expr, cut):
+            if isinstance(value, torch.SymBool):
+                asserted[condition] = value.node.expr
+    consistent = [expr for expr in asserted.values() if _is_consistency(expr)]
+    for condition, expr in asserted.items():
+        if expr not in consistent:
+            sizes = set(expr.args[:1])
+            sizes.update(*(equal.args for equal in consistent if isinstance(equal, sympy.Eq) and sizes & {*equal.args}))
+            if not any(_is_below_places(size, expr, cut) for size in sizes):
                 raise CannotChunk(Reason.ROWS_LEAVE, f"it is asserted of an expert's rows that {expr}", condition)
 
 
@@ -126,18 +133,18 @@ def _is_consistency(expr: sympy.Basic) -> bool:
     return expr == sympy.true or (isinstance(expr, sympy.Ge) and expr.args[1] == 0)
 
 
-def _is_below_places(expr: sympy.Basic, cut: Cut) -> bool:
-    """Whether it is `u <= n`, of a number of places in a mask of n entries, or of an expert's rows among n."""
+def _is_below_places(size: sympy.Basic, expr: sympy.Basic, cut: Cut) -> bool:
+    """Whether it is `u <= n`, and `size` a number of places in a mask of n entries, or of an expert's rows among n."""
     if not isinstance(expr, sympy.Le) or not expr.args[1].is_number:
         return False
-    makers = (node for node in cut.nodes for value in tree_leaves(node_value(node)) if _has_size(value, expr.args[0]))
+    makers = (node for node in cut.nodes for value in tree_leaves(node_value(node)) if _has_size(value, size))
     of_places = [
         *next(makers, cut.exit).all_input_nodes[-1:],
         *([] if cut.expert_index is None else [cut.expert_index]),
     ]
     values = [value for value in map(node_value, of_places) if isinstance(value, torch.Tensor) and value.ndim]
-    sizes = [static_size(value.numel()) for value in values]
-    return any(size is not None and size <= expr.args[1] for size in sizes)
+    lengths = [static_size(value.numel()) for value in values]
+    return any(length is not None and length <= expr.args[1] for length in lengths)
 
 
 def _has_size(value: object, size: sympy.Basic) -> bool:

@@ -15,7 +15,7 @@ from benchmarks.coverage.spellings import SPELLINGS
 pytestmark = pytest.mark.own_code
 
 FAMILIES = {family.name: family for family in moe_families()}
-CHEAP = ("olmoe", "qwen3_vl_moe", *list(SPELLINGS)[::13])
+CHEAP = ("olmoe", "qwen3_vl_moe", "list of experts, zeros", *list(SPELLINGS)[::13])
 """What is checked in every run; tests/integration/test_spellings.py checks the layers of the other spellings too."""
 
 

@@ -192,6 +192,28 @@ def test_the_report_says_what_the_comparison_took(tmp_path: Path) -> None:
     assert not any(region.not_compared_with_code for region in report.regions)
 
 
+@pytest.mark.parametrize("num_experts", [4, own_code._FEW_TOKENS])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_sizes_vary_in_the_comparison_as_they_do_in_the_model(
+    dynamic: bool, num_experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[bool] = []
+    compile_alone = own_code._Pair._try_to_compile
+
+    def noting(pair: Any, num_regions: int, dynamic: bool) -> str:
+        tried.append(dynamic)
+        return compile_alone(pair, num_regions, dynamic)
+
+    monkeypatch.setattr(own_code._Pair, "_try_to_compile", noting)
+    lines = module_source("Sized", num_experts, EXPERTS["mlp"], INIT, dense("pass"))
+    model = load(WrittenLayer("Sized", lines, {}), tmp_path)()
+    memfine_fx.optimize(model, dynamic=dynamic, config=memfine_fx.Config(inner_backend="eager", rows_per_chunk=3))
+    model(torch.randn(100, 8, requires_grad=True)).sum().backward()
+    (region,) = memfine_fx.report(model).regions
+    assert region.status == "chunked" and not region.not_compared_with_code, region.not_compared_with_code
+    assert tried == [dynamic]
+
+
 def test_a_model_that_takes_no_fewer_tokens_is_compared_with_all(tmp_path: Path) -> None:
     model = layer(tmp_path, "Alone", loop(ROWS))
 
@@ -537,11 +559,12 @@ def test_layers_under_autocast_are_compared_by_themselves(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("shapes", "cut"),
     [
-        ([(100, 8)], [(8, 8)]),
-        ([(100,)], [(8,)]),
-        ([(4, 100, 8), (100, 100), (4, 100)], [(1, 8, 8), (100, 8), (1, 8)]),
+        ([(100, 8)], [(7, 8)]),
+        ([(100,)], [(7,)]),
+        ([(4, 100, 8), (100, 100), (4, 100)], [(1, 7, 8), (100, 7), (1, 7)]),
         ([(4, 10, 8)], [(4, 10, 8)]),
-        ([(100, 8), (100,), (), (8,), (50, 8)], [(8, 8), (8,), (), (8,), (50, 8)]),
+        ([(4, 100, 100), (4, 100)], [(1, 7, 100), (1, 100)]),
+        ([(100, 8), (100,), (), (8,), (50, 8)], [(7, 8), (7,), (), (8,), (50, 8)]),
         ([()], [()]),
     ],
 )
@@ -558,7 +581,7 @@ def test_arguments_are_cut_to_a_few_tokens(shapes: list[tuple[int, ...]], cut: l
 
 def test_integers_are_cut_along_all_their_dimensions() -> None:
     ((tokens,), named) = next(own_code._cut(((torch.zeros(4, 100, dtype=torch.long),), {"scale": 2.0})))
-    assert tokens.shape == (1, 8) and named == {"scale": 2.0}
+    assert tokens.shape == (1, 7) and named == {"scale": 2.0}
 
 
 ONES, SPECIAL = torch.ones(3), torch.tensor([1.0, float("nan"), float("inf")])

@@ -98,6 +98,7 @@ MATMULS: Database = {
         claims(Rows, lambda r: torch.einsum("te,th->teh", chosen(r), r.hidden)),
         claims(Rows, lambda r: torch.einsum("tke,tk->te", masks(r).double(), r.weight)),
         claims(Rows, lambda r: torch.einsum("tke,tk->te", masks(r).double(), r.weight), "repeated"),
+        claims(Rows, lambda r: torch.einsum("tke,tk,tk->te", masks(r).double(), r.weight, 1 + r.weight)),
         claims(Combined, lambda r: torch.einsum("tkf,tk->tf", by_choice(r), r.weight), "plain", "square", "repeated"),
         claims(
             Combined,

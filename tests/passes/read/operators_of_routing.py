@@ -372,6 +372,7 @@ MASKS: Database = {
         claims(Partial, lambda r: r.hidden + on_all(r, 0)),
         claims(Rows, lambda r: on_all(r, 0) + torch.zeros_like(r.hidden)),
         refused("added twice", lambda r: on_all(r, 0) + on_all(r, 1) + on_all(r, 0)),
+        refused("weights of different experts", lambda r: gate_on_all(r, 0) + gate_on_all(r, 1)),
         refused("name an expert twice", lambda r: weighed_on_all(r, 0) + weighed_on_all(r, 1), "repeated"),
         refused(
             "other rows than the expert's own", lambda r: torch.zeros_like(r.hidden)[places_of(r, 0)[0]] + 1.0 * r.gain
@@ -381,6 +382,11 @@ MASKS: Database = {
 }
 
 OPERATORS: Database = INDICES | MASKS
+
+
+def gate_on_all(r: Any, expert: int) -> Any:
+    """One expert's weight of all tokens, [T], zero where it was not chosen."""
+    return (r.index == expert).any(-1) * r.gates[:, expert]
 
 
 def on_all(r: Any, expert: int) -> Any:
