@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,18 +65,48 @@ def room_of(name: str) -> str:
 
 
 @cache
-def edges() -> dict[tuple[str, str], list[str]]:
-    """(room, room that it imports) -> the imports that do so."""
-    found: dict[tuple[str, str], list[str]] = {}
+def sources() -> dict[str, str]:
+    """Text of each module of the package, by its dotted name."""
+    texts: dict[str, str] = {}
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT / folder)
             if folder == "memfine_fx" and inside.parts[0] in FOLDERS:
                 continue  # the links to passes/ and models/
             module = ".".join((package, *inside.with_suffix("").parts)).removesuffix(".__init__")
-            for name in imported_names(path.read_text(encoding="utf-8")):
-                found.setdefault((room_of(module), room_of(name)), []).append(f"{module} imports {name}")
-    return found
+            texts[module] = path.read_text(encoding="utf-8")
+    return texts
+
+
+@cache
+def edges() -> dict[tuple[str, str], list[str]]:
+    """(room, room that it imports) -> the imports that do so."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for module, text in sources().items():
+        for name in imported_names(text):
+            lines.setdefault((room_of(module), room_of(name)), []).append(f"{module} imports {name}")
+    return lines
+
+
+def without_type_imports(source: str) -> str:
+    """The source without what stands under `if TYPE_CHECKING`."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def test_no_modules_import_each_other() -> None:
+    graph: networkx.DiGraph[str] = networkx.DiGraph()
+    for module, text in sources().items():
+        for name in imported_names(without_type_imports(text)):
+            imported = name if name in sources() else name.rpartition(".")[0]
+            # What the package itself offers is loaded when it is asked for.
+            if imported in sources() and "memfine_fx" not in (module, imported):
+                graph.add_edge(module, imported)
+    circles = [sorted(circle) for circle in networkx.strongly_connected_components(graph) if len(circle) > 1]
+    assert circles == []
 
 
 def test_every_room_is_in_the_table() -> None:

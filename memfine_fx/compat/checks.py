@@ -150,7 +150,7 @@ def _begin_fake_tensors() -> None:
     NOTE: torch 2.11 built for CUDA crashes on a machine without GPU at the next fake tensor of any thread, once the
     thread that first entered a fake mode has ended.
     """
-    from memfine_fx.compat.tensors import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         pass

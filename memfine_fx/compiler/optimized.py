@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfine_fx.capture.adapters import TracedAdapters
 from memfine_fx.capture.buckets import kept_whole
@@ -33,7 +34,15 @@ from memfine_fx.capture.input_gradients import WantedInputGradients
 from memfine_fx.capture.output_recorders import RecordedOutputs
 from memfine_fx.capture.quantized import UncachedTables, hint_for_packed_layers, traced_layers
 from memfine_fx.capture.ranks import captured_on_ranks
-from memfine_fx.capture.standing import StandIns, backbones, behind, is_compiled_inside, stand_in, state_as_written
+from memfine_fx.capture.standing import (
+    StandIns,
+    backbones,
+    behind,
+    is_compiled_inside,
+    replaced_by,
+    stand_in,
+    state_as_written,
+)
 from memfine_fx.capture.structure import FoundAgain, may_hold_experts
 from memfine_fx.compat.dynamo import debug_lines_left_out
 from memfine_fx.compat.interpreter import calling_code
@@ -44,13 +53,14 @@ from memfine_fx.errors import MemfineError
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
     from memfine_fx.compiler.session import Session
 
-__all__ = ["OptimizedCall", "Options", "captured", "living_calls", "optimize_in_place", "optimized_call", "restored"]
+__all__ = ["OptimizedCall", "Options", "captured", "optimize_in_place", "optimized_call", "restored"]
 
 _ATTRIBUTE = "_memfine_call"
 _GETSTATE, _SETSTATE = "__getstate__", "__setstate__"
 _CALL = -1
 _lock = threading.RLock()
 _living: weakref.WeakSet[OptimizedCall] = weakref.WeakSet()
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +101,7 @@ class OptimizedCall:
         attributes[_ATTRIBUTE], attributes[_GETSTATE] = self, self.state_of_model
         self._stand()
         _living.add(self)
+        _watch_optimizers()
 
     def install_once_filled(self) -> None:
         """Install it in a model that copy or pickle is about to fill: parts of it exist after that."""
@@ -258,9 +269,47 @@ def optimized_call(model: object) -> OptimizedCall | None:
     return call if isinstance(call, OptimizedCall) and call.model is model else None
 
 
-def living_calls() -> list[OptimizedCall]:
-    """The calls of every optimized model that is alive."""
-    return list(_living)
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_warn_of_bypassed)
+
+
+def _warn_of_bypassed(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """After an optimizer's first step, warn once of each model that was trained without any of its compiled calls.
+
+    By then every graph of a training step exists. A model whose parameters have gradients although none of its calls
+    has run was called in a way that no forward wrapper covers; nobody would notice but by the memory.
+    """
+    if optimizer in _stepped:
+        return
+    _stepped.add(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = {id(parameter) for parameter in parameters if parameter.grad is not None}
+    for call in list(_living):
+        if not call.has_run and any(id(parameter) in trained for parameter in call.model.parameters()):
+            call.has_run = True  # warned once
+            warnings.warn(
+                f"memfine_fx.optimize has no part in training: {type(call.model).__name__} has gradients, but none of "
+                f"its calls was ours. {_how_it_was_bypassed(call)}",
+                stacklevel=2,
+            )
+
+
+def _how_it_was_bypassed(call: OptimizedCall) -> str:
+    replaced = next(((part, forward) for part in call.parts if (forward := replaced_by(part)) is not None), None)
+    if replaced is None:
+        return (
+            "Its layers are called one by one, or its class's forward directly: call memfine_fx.optimize on the "
+            "module that the training loop calls"
+        )
+    part, forward = replaced
+    function = getattr(forward, "__func__", forward)
+    name, code = getattr(function, "__qualname__", type(function).__name__), getattr(function, "__code__", None)
+    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return (
+        f"The forward of {type(part).__name__} was replaced by {name}{place}: call memfine_fx.optimize(model) again, "
+        "after that"
+    )
 
 
 def captured(

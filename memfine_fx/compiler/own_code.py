@@ -91,6 +91,8 @@ Autocast = tuple[str, torch.dtype, bool]
 """Arguments of `torch.autocast`: device, dtype, whether it is on."""
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call, by position and by name."""
+CompileGraph = Callable[[fx.GraphModule, Sequence[Any], Session], Callable[..., Any]]
+"""`pipeline.compile_graph`, which calls this module and so is handed to it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,11 @@ class _Reached(BaseException):
 
 
 def compare_with_own_code(
-    graph: fx.Graph, outcomes: Sequence[LoweredRegion | Refusal], inputs: Sequence[object], session: Session
+    graph: fx.Graph,
+    outcomes: Sequence[LoweredRegion | Refusal],
+    inputs: Sequence[object],
+    session: Session,
+    compile_graph: CompileGraph,
 ) -> list[LoweredRegion | Refusal]:
     """Compare the layers of one graph, each kind once a process.
 
@@ -123,6 +129,7 @@ def compare_with_own_code(
         outcomes: its regions and refusals.
         inputs: of the graph in the call that is being compiled; () for the body of a higher-order operator.
         session: given the seconds as its stage "compare".
+        compile_graph: compiles the captured graph of a layer alone.
 
     Returns:
         `outcomes` with a refusal in place of each region that differs.
@@ -140,7 +147,7 @@ def compare_with_own_code(
             if isinstance(outcome, LoweredRegion):
                 layers.setdefault(_entry_of(outcome.region), {})[place] = outcome
         try:
-            capture = _Capture(graph, inputs)
+            capture = _Capture(graph, inputs, compile_graph)
         except Exception as error:  # NOTE: what keeps a layer from being compared keeps it from nothing else
             unable = _Verdict(str(error) if isinstance(error, _CannotCompare) else in_words(error))
             return [_judged(outcome, unable) if isinstance(outcome, LoweredRegion) else outcome for outcome in outcomes]
@@ -241,12 +248,13 @@ class _Capture:
     Args:
         graph: as captured.
         inputs: of the graph in this call.
+        compile_graph: compiles the captured graph of a layer alone.
 
     Raises:
         _CannotCompare: nothing in this graph can be compared.
     """
 
-    def __init__(self, graph: fx.Graph, inputs: Sequence[object]) -> None:
+    def __init__(self, graph: fx.Graph, inputs: Sequence[object], compile_graph: CompileGraph) -> None:
         if (
             torch.distributed.is_available()
             and torch.distributed.is_initialized()
@@ -261,7 +269,7 @@ class _Capture:
         if call.owner is None or not call.method:
             raise _CannotCompare("what is compiled is no whole method: the graph breaks in front of it")
         self.call, self.model, self._changed = call, call.model, tuple(changed_objects())
-        self._graph = graph
+        self._graph, self._compile_graph = graph, compile_graph
         self._modules = dict(call.owner.named_modules())
         self._names = {module: name for name, module in call.model.named_modules()}
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -304,7 +312,9 @@ class _Capture:
             raise _CannotCompare("no module holds both its router and its experts")
         name = self._names.get(module, path)
         nodes = tuple(self._nodes.get(entry, ()))
-        return _Layer(module, name, self.model, self.call, self._changed, nodes, tuple(regions), self._varies)
+        return _Layer(
+            module, name, self.model, self.call, self._changed, nodes, tuple(regions), self._varies, self._compile_graph
+        )
 
 
 @dataclass(frozen=True)
@@ -320,6 +330,7 @@ class _Layer:
         nodes: the module's nodes in the graph, without inputs of the graph.
         regions: the regions among them.
         varies: whether sizes of the graph's inputs vary.
+        compile_graph: compiles the captured graph of the module alone.
     """
 
     module: torch.nn.Module
@@ -330,6 +341,7 @@ class _Layer:
     nodes: tuple[fx.Node, ...]
     regions: tuple[MoERegion, ...]
     varies: bool
+    compile_graph: CompileGraph
 
     def kind(self, session: Session) -> str:
         """Equal for layers of which one comparison is enough."""
@@ -397,7 +409,7 @@ class _Layer:
             for autocast in autocasts:
                 stack.enter_context(torch.autocast(*autocast))
             try:
-                pair = _Pair(self.module, given, self.changed, session, self.tolerance)
+                pair = self._pair(self.module, given, session, self.tolerance)
                 pair.compile(len(self.regions), self.varies)
                 for routing in ("", *ROUTINGS, _ALIKE):
                     difference = pair.difference(routing, self.regions[0].dims.num_experts)
@@ -407,18 +419,16 @@ class _Layer:
                 return _Verdict(str(error))
         return _Verdict()
 
+    def _pair(self, module: torch.nn.Module, given: Given, session: Session, tolerance: float) -> _Pair:
+        return _Pair(module, given, self.changed, session, tolerance, self.compile_graph)
+
     def _agrees_in_double(self, given: Given, session: Session, routing: str) -> bool:
         """Whether a difference in fp32 is rounding: a copy of the module in fp64 has none."""
         if self.tolerance != _TOLERANCES[torch.float32] or _num_bytes(self.module.parameters()) > _MOST_BYTES:
             return False
         try:
-            pair = _Pair(
-                copy.deepcopy(self.module).double(),
-                tree_map(_doubled, given),
-                self.changed,
-                session,
-                _TOLERANCES[torch.float64],
-            )
+            doubled = copy.deepcopy(self.module).double()
+            pair = self._pair(doubled, tree_map(_doubled, given), session, _TOLERANCES[torch.float64])
             pair.compile(len(self.regions), self.varies)
             return not pair.difference(routing, self.regions[0].dims.num_experts)
         except Exception:  # NOTE: a module may neither be copied nor run in fp64; the difference stands then
@@ -594,12 +604,19 @@ class _Pair:
         changed: Python objects outside of the module that its calls may change.
         session: of the model, whose options and flags hold for the module alone.
         tolerance: largest difference, relative to a tensor's norm.
+        compile_graph: compiles the captured graph of the module.
     """
 
     def __init__(
-        self, module: torch.nn.Module, given: Given, changed: Iterable[object], session: Session, tolerance: float
+        self,
+        module: torch.nn.Module,
+        given: Given,
+        changed: Iterable[object],
+        session: Session,
+        tolerance: float,
+        compile_graph: CompileGraph,
     ) -> None:
-        self._module, self._given, self._tolerance = module, given, tolerance
+        self._module, self._given, self._tolerance, self._compile_graph = module, given, tolerance, compile_graph
         self._as_routed: Results = {}
         config = replace(
             session.config, inner_backend="eager", rows_per_chunk=_ROWS_PER_CHUNK, tokens_per_chunk=None, bins=None,
@@ -632,13 +649,11 @@ class _Pair:
 
     def _try_to_compile(self, num_regions: int, dynamic: bool) -> str:
         """Compile the module alone, and say what hinders the comparison; "" where nothing does."""
-        from memfine_fx.compiler.pipeline import compile_graph
-
         alone = Session(self._config, measures=False)
         alone.start_attempt(self._flags)
 
         def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            compiled = compile_graph(graph_module, inputs, alone)
+            compiled = self._compile_graph(graph_module, inputs, alone)
 
             def run(*args: Any) -> Any:
                 with self._writes, self._forced:  # here, because Dynamo compiles nothing under a dispatch mode

@@ -56,7 +56,7 @@ def _compile(
     if session.shares is not None:
         return CompiledGraph(graph_module, example_inputs, session, record).__call__
     found = [
-        plan_regions(body, modes, session, record, example_inputs if body is graph_module else ())
+        plan_regions(body, modes, session, record, example_inputs if body is graph_module else (), compile_graph)
         for body, modes in list(called_bodies(graph_module))
     ]
     with session.timed("heads"):

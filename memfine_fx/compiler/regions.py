@@ -13,7 +13,7 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
 from memfine_fx.compiler.leftovers import as_told_by_attempts, check_leftover_shapes
-from memfine_fx.compiler.own_code import compare_with_own_code
+from memfine_fx.compiler.own_code import CompileGraph, compare_with_own_code
 from memfine_fx.compiler.session import Session, next_site
 from memfine_fx.config import Config, asked_gpu_kernels
 from memfine_fx.errors import CannotChunk, Reason
@@ -62,12 +62,18 @@ class BodyRegions:
 
 
 def plan_regions(
-    body: fx.GraphModule, modes: Modes, session: Session, record: CapturedGraph, inputs: Sequence[object] = ()
+    body: fx.GraphModule,
+    modes: Modes,
+    session: Session,
+    record: CapturedGraph,
+    inputs: Sequence[object],
+    compile_graph: CompileGraph,
 ) -> BodyRegions:
     """The regions of one body, each with the op's counterpart; but for ids of masks, the graph is as it was.
 
     Args:
-        inputs: of the body in the call that is being compiled, where they are known.
+        inputs: of the body in the call that is being compiled; () where they are not known.
+        compile_graph: compiles the captured graph of a layer alone, for the comparison with its own code.
 
     Raises:
         LeftoverShapes: see `leftovers`.
@@ -79,7 +85,7 @@ def plan_regions(
     at = modes_at(body.graph, modes)
     outcomes = _disjoint([_checked_and_planned(one, at, session, record) for one in found])
     sites = {one.live.site for one in outcomes if isinstance(one, LoweredRegion)}
-    outcomes = compare_with_own_code(body.graph, outcomes, inputs, session)
+    outcomes = compare_with_own_code(body.graph, outcomes, inputs, session, compile_graph)
     for site in sites - {one.live.site for one in outcomes if isinstance(one, LoweredRegion)}:
         del record.step.regions[site]
     if not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):

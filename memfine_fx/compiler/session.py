@@ -36,6 +36,7 @@ from memfine_fx.records import Refusal, Where
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.logs import set_up_logs
 from memfine_fx.report.reports import Report, StepReport
+from memfine_fx.report.summary import first_step_line, unchunked_layers
 from memfine_fx.runtime.store import lookup
 
 __all__ = ["Records", "Session", "next_site", "open_session", "sessions"]
@@ -232,6 +233,23 @@ class Session:
         if is_first:
             self._optimizers = None
             self._forget_bytes()
+            if not (self.is_dry or self.has_told):
+                self.has_told = True
+                self._log_first_step()
+
+    def _log_first_step(self) -> None:
+        """Log how much was chunked, or warn of layers that run as written."""
+        report = self.report()
+        line, left = first_step_line(report, self.config.memory_budget), unchunked_layers(report)
+        if not left or self.has_warned:
+            logging.getLogger("memfine_fx").info("%s", line)
+            return
+        reasons = "; ".join(f"{region.where}: {region.reason}" for region in left)
+        warnings.warn(
+            f"memfine_fx: {line}. The others run as written: {reasons}. print(memfine_fx.report(model)) has what can "
+            "be done about each",
+            stacklevel=2,
+        )
 
     def keep(self, graph: CapturedGraph, inputs: Sequence[object]) -> None:
         """Hold a graph's record for as long as its parameters live."""
@@ -458,10 +476,6 @@ def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
     _stepped.add(optimizer)
     for session in list(owners):
         session.note_step(optimizer, is_first=is_first)
-    if is_first:
-        from memfine_fx.compiler.first_step import tell_of_first_step
-
-        tell_of_first_step(optimizer, list(owners))
 
 
 def next_site(body_key: str) -> str:
