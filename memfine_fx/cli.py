@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfine_fx import __version__
-from memfine_fx.planning.command import FORMER_NAMES, PLANNERS
+from memfine_fx.planning.command import PLANNERS
 from memfine_fx.planning.command import run as run_planner
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
-    if arguments[:1] == ["plan"] and arguments[1:2] and arguments[1] in (*PLANNERS, *FORMER_NAMES):
+    if arguments[:1] == ["plan"] and arguments[1:2] and arguments[1] in PLANNERS:
         return _run_planner(arguments[1:])
     options = _parser().parse_args(arguments)
     from memfine_fx.errors import MemfineError

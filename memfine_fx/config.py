@@ -39,14 +39,6 @@ _UNITS = {
 _OPTIONS = "MEMFINE_OPTIONS"
 _WORDS = {"true": True, "false": False, "none": None}
 _FLAGS = ("captures_loops", "returns_logits", "verify", "gives_up_comparison_with_eager")
-_GONE = {
-    "fold_weight": "it moved the routing weight before the last projection, which is now done wherever it is exact",
-    "identity_rewrite": "it put every region back unchanged, a control of tests; verify=True checks a model's regions",
-    "min_rows": "it was the fewest rows of an expert or tokens of a head that a budget may leave in a chunk, now 64",
-    "patience": "it was the number of steps in a row that must need fewer chunks before fewer are used, now 4",
-    "saves_attention": "it kept the output of attention in checkpointed layers with a region, which is now always kept",
-}
-"""Options of former versions: what each did, and what is done now."""
 _BUDGET_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?b|([kmgt]i?))?\s*", re.IGNORECASE)
 
 
@@ -121,8 +113,7 @@ class Config:
         that are not given are those of MEMFINE_OPTIONS.
 
         Raises:
-            ConfigError: an unknown key, an option of a former version (the message says what it did), or a malformed
-                value.
+            ConfigError: an unknown key or a malformed value.
         """
         fields = dict(options or {})
         base = fields.pop("config", None) or Config.from_environment()
@@ -176,8 +167,6 @@ def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int |
         if not 0.0 < budget <= 1.0:
             raise ConfigError(f"memory_budget={budget!r} is not a fraction in (0, 1]; expected {accepted}")
         return None if device_bytes is None else int(budget * device_bytes)
-    if budget == "free":
-        raise ConfigError(f"memory_budget='free' is gone: it is what None, the default, does now; expected {accepted}")
     if isinstance(budget, str):
         match = _BUDGET_TEXT.fullmatch(budget)
         num_bytes = 0 if match is None else _text_bytes(match)
@@ -242,9 +231,6 @@ def cache_folder() -> str:
 def _check_names(fields: Mapping[str, object]) -> None:
     known = {field.name for field in dataclasses.fields(Config)}
     unknown = sorted(set(fields) - known)
-    gone = [name for name in unknown if name in _GONE]
-    if gone:
-        raise ConfigError(f"option {gone[0]!r} is gone: {_GONE[gone[0]]}; known: {sorted(known)}")
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r} for backend 'memfine'; known: {sorted(known)}")
 

@@ -78,7 +78,6 @@ def test_a_malformed_budget_is_named_with_what_is_accepted(budget: Any) -> None:
         ({"returns_logits": None}, "Config.returns_logits must be a bool, got None"),
         ({"verify": "no"}, "Config.verify must be a bool, got 'no'"),
         ({"memory_budget": "lots"}, "memory_budget='lots' is not understood"),
-        ({"memory_budget": "free"}, "memory_budget='free' is gone: it is what None, the default, does now"),
     ],
 )
 def test_a_malformed_field_is_named_where_the_config_is_made(fields: dict[str, Any], message: str) -> None:
@@ -114,22 +113,6 @@ def test_options_override_a_ready_config() -> None:
 def test_an_unknown_option_is_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown option 'chunk_size' for backend 'memfine'") as caught:
         Config.from_options({"chunk_size": 4})
-    assert "'rows_per_chunk'" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("fold_weight", "moved the routing weight before the last projection"),
-        ("identity_rewrite", "put every region back unchanged"),
-        ("min_rows", "fewest rows of an expert or tokens of a head"),
-        ("patience", "steps in a row that must need fewer chunks"),
-        ("saves_attention", "kept the output of attention"),
-    ],
-)
-def test_an_option_of_a_former_version_says_what_it_did(name: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=f"option '{name}' is gone: .*{what}") as caught:
-        Config.from_options({"unknown": 1, name: 4})
     assert "'rows_per_chunk'" in str(caught.value)
 
 
@@ -205,7 +188,6 @@ def test_a_budget_of_the_environment_has_each_of_its_forms(
     ("text", "said"),
     [
         ("colour=3", "unknown option 'colour'"),
-        ("patience=3", "option 'patience' is gone"),
         ("memory_budget", "'memory_budget' is not NAME=VALUE"),
         ("memory_budget=20 parsecs", "is not understood"),
         ("returns_logits=yes", "Config.returns_logits must be a bool, got 'yes'"),

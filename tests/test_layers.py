@@ -42,7 +42,6 @@ KNOWS = {
     "__init__": "records report compiler api",
     "demo": "memory report __init__",
     "integrations": "report api",
-    "cluster": "planning",
     "cli": "memory plan report compiler planning api demo __init__",
 }
 """Reading is what of passes/ is in no other room."""

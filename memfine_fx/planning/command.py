@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["FORMER_NAMES", "PLANNERS", "Planner", "run"]
+__all__ = ["PLANNERS", "Planner", "run"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,6 @@ PLANNERS = {
 }
 """Every planner by the name that `memfine plan` knows it by. Its module is imported only when it is asked for."""
 
-FORMER_NAMES = {"cluster": "training"}
-
 
 class _Command(Protocol):
     def add_parser(self, commands: Commands) -> argparse.ArgumentParser: ...
@@ -40,17 +37,13 @@ class _Command(Protocol):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `memfine plan ARGUMENTS`, whose first is a planner's name, today's or a former one.
+    """Run `memfine plan ARGUMENTS`, whose first is a planner's name.
 
     Raises:
         MemfineError: the planner refuses its input.
         ImportError: a package that the planner needs is not installed.
     """
-    name, *rest = arguments
-    today = FORMER_NAMES.get(name)
-    if today:
-        print(f"memfine: plan {name} is called plan {today} now", file=sys.stderr)
-    command = cast(_Command, import_module(PLANNERS[today or name].module))
+    command = cast(_Command, import_module(PLANNERS[arguments[0]].module))
     parser = argparse.ArgumentParser(prog="memfine plan")
     command.add_parser(parser.add_subparsers(required=True, metavar="PLANNER"))
-    return command.run(parser.parse_args([today or name, *rest]))
+    return command.run(parser.parse_args(arguments))

@@ -12,8 +12,8 @@ SHARED = ("memfine_fx.errors", "memfine_fx.memory.closed_form", "memfine_fx.memo
 """Beside the closed form and the paper's table: private names of torch, which cuts of a traced graph need."""
 ROOMS = ("files.py", "hardware", "costs", "training", "serving", "splitting")
 """From the lowest: a room imports itself and those before it."""
-DOORS = ("cli.py", "cluster.py")
-"""Files outside that open the annex: the command line, and the alias of the former name."""
+DOORS = ("cli.py",)
+"""Files outside that open the annex: the command line."""
 
 
 def imports(path: Path) -> Iterator[str]:
