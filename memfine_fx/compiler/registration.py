@@ -4,9 +4,8 @@ An installed package is found by Dynamo through its entry point. A bare checkout
 `TrainingArguments(torch_compile_backend="memfine")`) takes only names in an enumeration of its own. So both modules are
 watched: one that is loaded already is told now, the other right after it loads.
 
-That is done by `import memfine_fx`, and where the package is installed by `import torch` too, which calls the entry
-points of the group "torch.backends" (unless TORCH_DEVICE_BACKEND_AUTOLOAD=0): programs that read a config file, such as
-`trl sft` or `llamafactory-cli train`, import nothing of ours.
+`import memfine_fx` does that. Programs that read a config file, such as `trl sft` or `llamafactory-cli train`, import
+nothing of ours: where MEMFINE_OPTIONS is set, `import torch` imports memfine_fx (`memfine_fx_autoload`).
 
 A model that accelerate compiles by the name is optimized in place instead, because the backend alone comes too late for
 what has to be prepared before Dynamo captures anything.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,9 +17,9 @@ print(float(compiled(torch.tensor(3.0))))
 """
 
 
-def run_python(source: str, folder: Path) -> str:
-    """Output of a fresh interpreter that sees this checkout and no installed entry point runs first."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run_python(source: str, folder: Path, **variables: str) -> str:
+    """Output of a fresh interpreter that sees this checkout, under variables of the environment."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(
         [sys.executable, "-c", source], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
     )
@@ -63,10 +64,43 @@ print(TorchDynamoPlugin(backend="memfine").to_kwargs()["backend"])
 
 
 @pytest.mark.trainers
+@pytest.mark.parametrize("options", ["", "rows_per_chunk=5"])
 @pytest.mark.parametrize("imports", ["import accelerate", "import torch, accelerate"])
-def test_programs_that_only_read_a_config_file_know_the_name(imports: str, tmp_path: Path) -> None:
+def test_programs_that_only_read_a_config_file_ask_by_a_variable(imports: str, options: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    assert run_python(imports + CONFIG_FILE, tmp_path) == "memfine"
+    assert run_python(imports + CONFIG_FILE, tmp_path, MEMFINE_OPTIONS=options) == "memfine"
+
+
+STATE = """
+import importlib.util, json, sys
+import torch, torch._dynamo.config
+
+names = "accelerate datasets deepspeed lightning llamafactory peft torchtitan transformers trl".split()
+for name in filter(importlib.util.find_spec, names):
+    __import__(name)
+modules = {name: module for name, module in list(sys.modules.items()) if not name.startswith("memfine_fx")}
+owners = list(modules.items())
+for name, module in modules.items():
+    owners += [(f"{name}.{key}", value) for key, value in list(vars(module).items()) if isinstance(value, type)]
+functions = [(name, key, value) for name, owner in owners for key, value in list(vars(owner).items())]
+home_of = lambda value: getattr(value, "__module__", "")
+print(json.dumps({
+    "finders": [str(getattr(finder, "__qualname__", type(finder))) for finder in sys.meta_path],
+    "attributes": sorted((name, sorted(vars(module))) for name, module in modules.items()),
+    "of ours": [(name, key) for name, key, value in functions if str(home_of(value)).startswith("memfine_fx")],
+    "dynamo": {name: repr(value) for name, value in torch._dynamo.config.get_config_copy().items()},
+}))
+"""
+
+
+def test_an_installed_package_changes_nothing_until_it_is_asked_for(tmp_path: Path) -> None:
+    """The same state with entry points of `torch.backends` called and not called; all installed trainers' packages."""
+    environment = {"PYTHONHASHSEED": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    called = json.loads(run_python(STATE, tmp_path, **environment))
+    not_called = json.loads(run_python(STATE, tmp_path, **environment, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
+    for name, value in not_called.items():
+        assert called[name] == value, name
+    assert called["of ours"] == []
 
 
 def test_a_module_in_whose_midst_we_are_imported_is_told_once_it_is_whole(tmp_path: Path) -> None:
@@ -78,17 +112,25 @@ def test_a_module_in_whose_midst_we_are_imported_is_told_once_it_is_whole(tmp_pa
     assert run_python("import host\nprint('loaded')\nimport wave", tmp_path) == "loaded\n3"
 
 
-def test_importing_torch_loads_little_of_an_installed_package(tmp_path: Path) -> None:
-    """The watchers alone, also once somebody compiles by another backend."""
+@pytest.mark.parametrize(
+    ("asked", "loaded"),
+    [
+        ({}, []),
+        ({"MEMFINE_OPTIONS": ""}, ["", ".compat", ".compat.loading", ".compiler", ".compiler.registration"]),
+    ],
+)
+def test_importing_torch_loads_little_of_an_installed_package(
+    asked: dict[str, str], loaded: list[str], tmp_path: Path
+) -> None:
+    """Nothing, or where it is asked for the watchers alone, also once somebody compiles by another backend."""
     source = """
 import sys, torch
-ours = {name for name in sys.modules if name.startswith("memfine_fx")}
+ours = {name for name in sys.modules if name.partition(".")[0] == "memfine_fx"}
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-assert ours == {name for name in sys.modules if name.startswith("memfine_fx")}, "compiling loads more"
+assert ours == {name for name in sys.modules if name.partition(".")[0] == "memfine_fx"}, "compiling loads more"
 print(sorted(ours))
 """
-    loaded = ["", ".compat", ".compat.loading", ".compiler", ".compiler.registration"]
-    assert run_python(source, tmp_path) == str([f"memfine_fx{name}" for name in loaded])
+    assert run_python(source, tmp_path, **asked) == str([f"memfine_fx{name}" for name in loaded])
 
 
 def test_a_torch_that_loads_nothing_by_itself_still_finds_the_backend(tmp_path: Path) -> None:
