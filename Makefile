@@ -23,9 +23,9 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## create .venv and install the project with all extras
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml planner/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) $(PINS) -e ".[test,bench,hf,cluster]"
+	$(BIN)/python -m pip install $(PIP_FLAGS) $(PINS) -e ".[test,bench,hf]" -e "planner[figures]"
 	touch $@
 
 demo: setup  ## train a small MoE model with and without memfine
@@ -92,8 +92,8 @@ format: setup  ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: setup  ## mypy --strict on the package (never on ".")
-	$(BIN)/mypy --strict memfine_fx
+types: setup  ## mypy --strict on the packages (never on ".")
+	$(BIN)/mypy --strict memfine_fx planner/memfine_planner
 
 check: lint types test  ## what a change must pass
 
@@ -115,7 +115,7 @@ KERNELS := .venv-kernels
 TRITON := 3.9.0
 gpu-kernels:  ## check the GPU kernels: on a GPU or in Triton's interpreter, and compiled for four architectures
 	test -x $(KERNELS)/bin/python || $(PYTHON) -m venv $(KERNELS)
-	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[test,hf,cluster]" "peft>=0.17"
+	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[test,hf]" -e planner "peft>=0.17"
 	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) -q triton==$(TRITON) numpy
 	TRITON_INTERPRET=$$($(KERNELS)/bin/python -c "import torch; print(int(not torch.cuda.is_available()))") \
 	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -n 2 -q tests/runtime/kernels
@@ -125,7 +125,7 @@ DRY := .venv-gpu-dry
 gpu-dry:  ## compile models for an H100 without one, and compare with what is recorded
 	test -x $(DRY)/bin/python || $(PYTHON) -m venv $(DRY)
 	$(DRY)/bin/python -m pip install $(PIP_FLAGS) -q "torch===2.13.0"
-	$(DRY)/bin/python -m pip install $(PIP_FLAGS) -q -e ".[hf,cluster]" "peft>=0.17"
+	$(DRY)/bin/python -m pip install $(PIP_FLAGS) -q -e ".[hf]" -e planner "peft>=0.17"
 	$(DRY)/bin/python -m benchmarks.gpu_dry
 
 clean:  ## remove .venv, caches and build outputs

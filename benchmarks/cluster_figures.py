@@ -1,4 +1,4 @@
-"""What matters for three models on a cluster: the table and the two figures of docs/cluster.md.
+"""What matters for three models on a cluster: the table and the two figures of planner/docs/training.md.
 
     python -m benchmarks.cluster_figures
 
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.readme import ROOT
-from memfine_fx.planning.costs.model_configs import architecture
-from memfine_fx.planning.hardware.systems import system
-from memfine_fx.planning.training.faults import FaultModel
-from memfine_fx.planning.training.routing import Routing
-from memfine_fx.planning.training.sweep import FACTORS, Study, Sweep, parse_factor, study
-from memfine_fx.planning.training.sweep_report import draw_elasticities, draw_range, draw_shares, draw_speed
-from memfine_fx.planning.training.tuner import Request, tune
+from memfine_planner.costs.model_configs import architecture
+from memfine_planner.hardware.systems import system
+from memfine_planner.training.faults import FaultModel
+from memfine_planner.training.routing import Routing
+from memfine_planner.training.sweep import FACTORS, Study, Sweep, parse_factor, study
+from memfine_planner.training.sweep_report import draw_elasticities, draw_range, draw_shares, draw_speed
+from memfine_planner.training.tuner import Request, tune
 
 __all__ = ["STUDIES", "Question", "answered", "asked", "draw", "table", "takeovers"]
 
@@ -135,7 +135,7 @@ def draw(path: Path, columns: Sequence[tuple[str, Callable[[Any], None], Callabl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    parser.add_argument("--out", type=Path, default=ROOT / "planner" / "docs")
     folder = parser.parse_args().out
     studies = [(question, answered(question)) for question in STUDIES]
     print(table(studies))

@@ -14,7 +14,7 @@ from pathlib import Path
 __all__ = ["Message", "messages"]
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("memfine_fx", "passes", "models")
+FOLDERS = ("memfine_fx", "passes", "models", "planner/memfine_planner")
 HOLE = "…"
 
 _ERRORS = frozenset(

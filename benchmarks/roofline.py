@@ -82,9 +82,9 @@ CHIPS = (
 
 
 def chip_figures(chip: Chip) -> tuple[float, float]:
-    """(FLOP/s in bf16, bytes/s) of its data sheet; needs the extra "cluster"."""
-    from memfine_fx.planning.hardware.systems import builtin_systems
-    from memfine_fx.planning.hardware.vendors import builtin_accelerators
+    """(FLOP/s in bf16, bytes/s) of its data sheet; needs memfine-planner."""
+    from memfine_planner.hardware.systems import builtin_systems
+    from memfine_planner.hardware.vendors import builtin_accelerators
 
     if chip.name in builtin_systems():
         system = builtin_systems()[chip.name]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from memfine_fx.demo.tiny import tiny_causal_lm
-from memfine_fx.planning.serving.disaggregated import Layout, decode, generate, prefill
+from memfine_planner.serving.disaggregated import Layout, decode, generate, prefill
 
 
 def layouts(bf16: bool) -> tuple[Layout, Layout]:

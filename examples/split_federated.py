@@ -36,9 +36,9 @@ from torch.autograd import backward
 from torch.multiprocessing.spawn import spawn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from memfine_fx.planning.splitting.graph import Halves, Traced, find_cuts, load_model, split, trace
-from memfine_fx.planning.splitting.latency import load_fleet, offers
-from memfine_fx.planning.splitting.market import choose
+from memfine_planner.splitting.graph import Halves, Traced, find_cuts, load_model, split, trace
+from memfine_planner.splitting.latency import load_fleet, offers
+from memfine_planner.splitting.market import choose
 
 __all__ = ["Job", "Outcome", "Pace", "average", "batches", "step", "train"]
 

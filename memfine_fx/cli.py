@@ -8,12 +8,11 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfine_fx import __version__
-from memfine_fx.planning.command import PLANNERS
-from memfine_fx.planning.command import run as run_planner
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_PLANNERS = {
+    "training": "which strategy trains a model fastest on a cluster",
+    "serving": "which devices prefill, which decode, and how many",
+    "split": "where to cut a model between devices and a server",
+}
+"""Planners of the package memfine-planner, and what each answers."""
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -30,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
-    if arguments[:1] == ["plan"] and arguments[1:2] and arguments[1] in PLANNERS:
+    if arguments[:1] == ["plan"] and arguments[1:2] and arguments[1] in _PLANNERS:
         return _run_planner(arguments[1:])
     options = _parser().parse_args(arguments)
     from memfine_fx.errors import MemfineError
@@ -77,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser(
         "plan",
-        help=f"rows per chunk and bytes of one SwiGLU MoE layer; or plan {' | '.join(PLANNERS)}",
+        help=f"rows per chunk and bytes of one SwiGLU MoE layer; or plan {' | '.join(_PLANNERS)}",
         epilog="Planners of their own, with --help each: "
-        + "; ".join(f"memfine plan {name}: {planner.help}" for name, planner in PLANNERS.items()),
+        + "; ".join(f"memfine plan {name}: {answer}" for name, answer in _PLANNERS.items()),
     )
     for name, default in (("tokens", 8192), ("hidden", 2048), ("width", 768), ("experts", 128), ("top-k", 8)):
         plan.add_argument(f"--{name}", type=int, default=default)
@@ -274,13 +279,18 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _run_planner(arguments: list[str]) -> int:
+    """Run `memfine plan ARGUMENTS`, whose first is the name of an entry point of the group "memfine_fx.planners"."""
     from memfine_fx.errors import MemfineError
 
-    try:
-        return run_planner(arguments)
-    except ImportError as missing:
-        print(f"memfine: plan {arguments[0]} needs pip install 'memfine-fx[cluster]' ({missing})", file=sys.stderr)
+    planners = entry_points(group="memfine_fx.planners", name=arguments[0])
+    if not planners:
+        print(f"memfine: plan {arguments[0]} needs pip install memfine-planner", file=sys.stderr)
         return 2
+    try:
+        command = next(iter(planners)).load()
+        parser = argparse.ArgumentParser(prog="memfine plan")
+        command.add_parser(parser.add_subparsers(required=True, metavar="PLANNER"))
+        return int(command.run(parser.parse_args(arguments)))
     except MemfineError as error:
         print(f"memfine: {error}", file=sys.stderr)
         return 2

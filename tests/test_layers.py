@@ -37,12 +37,11 @@ KNOWS = {
     "compiler": "records memory runtime plan passes.read passes.head passes.lower passes.step "
     "passes.verify report capture",
     "fitting": "memory plan compiler capture",
-    "planning": "memory",
     "api": "records memory expert_parallel report capture compiler fitting",
     "__init__": "records report compiler api",
     "demo": "memory report __init__",
     "integrations": "report api",
-    "cli": "memory plan report compiler planning api demo __init__",
+    "cli": "memory plan report compiler api demo __init__",
 }
 """Reading is what of passes/ is in no other room."""
 

@@ -1,7 +1,7 @@
 """The cluster model against published runs: time, memory, failures, histories of failures.
 
 Nothing is measured here. Errors are printed for the packaged calibration and, separately, for calibrations fitted
-without any run of the row's model; then for runs outside the fit (docs/cluster.md says what they were used for).
+without any run of the row's model; then for runs outside the fit (planner/docs/training.md says what these served for).
 """
 
 import json
@@ -10,9 +10,9 @@ from benchmarks.suites.base import Suite
 
 
 def _compute(quick: bool) -> tuple[str, str]:
-    from memfine_fx.planning.training.reliability_report import held_out, held_out_text
-    from memfine_fx.planning.training.runs import outside_runs
-    from memfine_fx.planning.training.validation import TimeRow, check_runs, runs_table, validate
+    from memfine_planner.training.reliability_report import held_out, held_out_text
+    from memfine_planner.training.runs import outside_runs
+    from memfine_planner.training.validation import TimeRow, check_runs, runs_table, validate
 
     found = validate()
     outside = {name: check_runs(runs) for name, runs in outside_runs().items()}

@@ -1,12 +1,12 @@
-"""The figures and the table of docs/cluster.md, on a model small enough for a test."""
+"""The figures and the table of planner/docs/training.md, on a model small enough for a test."""
 
 from pathlib import Path
 
 import pytest
 
 from benchmarks.cluster_figures import Question, answered, asked, draw, table, takeovers
-from memfine_fx.planning.training.sweep import Study
-from memfine_fx.planning.training.sweep_report import draw_range, draw_speed
+from memfine_planner.training.sweep import Study
+from memfine_planner.training.sweep_report import draw_range, draw_speed
 
 SMALL = Question("llama3_8b", 8, "BF16", ("gpus=8:16", "mtbf=100,20000"))
 

@@ -51,8 +51,8 @@ def test_a_wave_that_is_hardly_begun_is_seen() -> None:
 
 def test_rates_are_those_of_the_data_sheets() -> None:
     pytest.importorskip("pydantic", reason="data sheets are read with pydantic, which a bare machine with a GPU lacks")
-    from memfine_fx.planning.hardware.systems import builtin_systems
-    from memfine_fx.planning.hardware.vendors import builtin_accelerators
+    from memfine_planner.hardware.systems import builtin_systems
+    from memfine_planner.hardware.vendors import builtin_accelerators
 
     systems, others = builtin_systems(), builtin_accelerators()
     for target, name in (("sm_80", "A100-80GB"), ("sm_90", "H100"), ("sm_100", "B200")):
