@@ -175,7 +175,7 @@ def _add_config(command: argparse.ArgumentParser) -> None:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """Of --config, else of MEMFINE_OPTIONS; --budget overrides its budget."""
+    """Return the config of --config, else of MEMFINE_OPTIONS; --budget overrides its budget."""
     from memfine_fx.config import Config, budget_as_written
     from memfine_fx.errors import ConfigError
 

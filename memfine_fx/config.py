@@ -243,7 +243,7 @@ def _named_value(entry: str) -> tuple[str, str]:
 
 
 def _value(name: str, written: str) -> Any:
-    """What a field's value is written as, where texts stand for numbers, words and lists ("1/2/4")."""
+    """Return the value of a field from its text: a number, a word such as "true", or a list such as "1/2/4"."""
     if written.lower() in _WORDS:
         return _WORDS[written.lower()]
     if name == "bins":

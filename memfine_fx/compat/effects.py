@@ -170,7 +170,7 @@ def python_operator(target: Any) -> str:
 
 
 def _source_of(variable: Any) -> str:
-    """Where Dynamo takes a variable from, as Python would write it; "" where it has made it."""
+    """Return the Python expression from which Dynamo takes a variable; "" for a variable that Dynamo made."""
     source = getattr(variable, "source", None)
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)

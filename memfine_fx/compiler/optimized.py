@@ -80,10 +80,10 @@ class Options:
 
 
 class OptimizedCall:
-    """What a call of an optimized model runs.
+    """The compiled call of an optimized model, which opens its session when it first runs.
 
     Args:
-        model: the module that it stands in.
+        model: the optimized module.
         options: how it was optimized.
     """
 
@@ -383,7 +383,7 @@ def _note_loop(model: torch.nn.Module, session: Session, path: str, place: str, 
 
 
 class _SpecialParts:
-    """What in a model must stand otherwise while it is captured, as the model is now."""
+    """Parts of a model (adapters, recorders, quantized tables) that are exchanged while Dynamo captures it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.adapters = TracedAdapters(model)

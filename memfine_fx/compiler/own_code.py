@@ -107,6 +107,10 @@ class _CannotCompare(Exception):
     """A layer cannot run on its own; the message says why."""
 
 
+class _OtherLayer(_CannotCompare):
+    """Compiled alone, a layer has other regions, whatever its arguments are."""
+
+
 class _Reached(BaseException):
     """The module was called, with these arguments. No handler of the model's own code catches it."""
 
@@ -142,19 +146,19 @@ def compare_with_own_code(
         return list(outcomes)
     with session.timed("compare"):
         result = list(outcomes)
-        layers: dict[Entry | None, dict[int, LoweredRegion]] = {}
-        for place, outcome in enumerate(outcomes):
-            if isinstance(outcome, LoweredRegion):
-                layers.setdefault(_entry_of(outcome.region), {})[place] = outcome
+        lowered = {place: outcome for place, outcome in enumerate(outcomes) if isinstance(outcome, LoweredRegion)}
+        entries = {place: _entry_of(outcome.region) for place, outcome in lowered.items()}
         try:
             capture = _Capture(graph, inputs, compile_graph)
         except Exception as error:  # NOTE: what keeps a layer from being compared keeps it from nothing else
             unable = _Verdict(str(error) if isinstance(error, _CannotCompare) else in_words(error))
             return [_judged(outcome, unable) if isinstance(outcome, LoweredRegion) else outcome for outcome in outcomes]
-        for entry, lowered in layers.items():
-            verdict = _verdict(capture, entry, [outcome.region for outcome in lowered.values()], session)
-            for place, outcome in lowered.items():
-                result[place] = _judged(outcome, verdict)
+        for entry in dict.fromkeys(entries.values()):
+            # A module may hold layers that are compared on their own.
+            regions = [outcome.region for outcome in lowered.values() if _is_inside(outcome.region, entry)]
+            verdict = _verdict(capture, entry, regions, session)
+            for place in (place for place, own in entries.items() if own == entry):
+                result[place] = _judged(lowered[place], verdict)
         return result
 
 
@@ -197,6 +201,10 @@ def _entry_of(region: MoERegion) -> Entry | None:
             break
         shared = entries[0]
     return shared
+
+
+def _is_inside(region: MoERegion, entry: Entry | None) -> bool:
+    return entry is None or all(entry in stack for node in region.cut.nodes if (stack := _modules_around(node)))
 
 
 def _modules_around(node: fx.Node) -> list[Entry]:
@@ -415,6 +423,8 @@ class _Layer:
                     difference = pair.difference(routing, self.regions[0].dims.num_experts)
                     if difference and not self._agrees_in_double(given, session, routing):
                         return _Verdict(difference=f"{difference}, routing: {routing or 'as it is'}")
+            except _OtherLayer:
+                raise
             except _CannotCompare as error:
                 return _Verdict(str(error))
         return _Verdict()
@@ -566,12 +576,15 @@ def _copied(value: Any, cut: Callable[[Tensor], Tensor]) -> Any:
     def copied(part: Any) -> Any:
         if isinstance(part, torch.nn.Parameter):
             return part
-        if isinstance(part, Tensor):
-            return cut(part.detach()).clone()
-        is_plain = part is None or isinstance(part, (int, float, str, torch.dtype, torch.device, torch.nn.Module))
-        return part if is_plain or callable(part) else copy.deepcopy(part)
+        return cut(part.detach()).clone() if isinstance(part, Tensor) else _copied_object(part)
 
     return tree_map(copied, value)
+
+
+def _copied_object(value: Any) -> Any:
+    """A copy of an argument that is no tensor, such as a cache of keys; modules and functions are what they are."""
+    is_fixed = value is None or isinstance(value, (int, float, str, torch.dtype, torch.device, torch.nn.Module))
+    return value if is_fixed or callable(value) else copy.deepcopy(value)
 
 
 def _few_of_first(size: int, tensor: Tensor) -> Tensor:
@@ -638,17 +651,21 @@ class _Pair:
                 tokens may be as many as another dimension has entries.
 
         Raises:
-            _CannotCompare: compiled alone it is another layer.
+            _OtherLayer: compiled alone it has other regions.
+            _CannotCompare: compiled alone it raises.
         """
-        reason = ""
-        for dynamic in (True,) if varies else (False, True):
-            reason = self._try_to_compile(num_regions, dynamic)
-            if not reason:
-                return
-        raise _CannotCompare(f"compiled alone it {reason}")
+        other_regions = self._try_to_compile(num_regions, varies)
+        if other_regions and not varies:
+            other_regions = self._try_to_compile(num_regions, True)
+        if other_regions:
+            raise _OtherLayer(other_regions)
 
     def _try_to_compile(self, num_regions: int, dynamic: bool) -> str:
-        """Compile the module alone, and say what hinders the comparison; "" where nothing does."""
+        """Compile the module alone, and say which regions it has; "" where these are as many as in the model.
+
+        Raises:
+            _CannotCompare: compiled alone it raises.
+        """
         alone = Session(self._config, measures=False)
         alone.start_attempt(self._flags)
 
@@ -667,12 +684,12 @@ class _Pair:
         try:
             self._as_routed = self._results(self._compiled, self._given)
         except Exception as error:  # NOTE: what runs alone may need what the model gives it
-            return f"raises {in_words(error)}"
+            raise _CannotCompare(f"compiled alone it raises {in_words(error)}") from None
         finally:
             self._restore()
         refusals = "; ".join(outcome.details for outcome in alone.outcomes if isinstance(outcome, Refusal))
-        is_same = len(alone.lowered) == num_regions
-        return "" if is_same else f"has {len(alone.lowered)} chunked regions ({refusals})"
+        has_same = len(alone.lowered) == num_regions
+        return "" if has_same else f"compiled alone it has {len(alone.lowered)} chunked regions ({refusals})"
 
     def _restore(self) -> None:
         self._writes.restore()
@@ -741,7 +758,7 @@ class _Pair:
 def _as_leaf(leaves: list[Tensor], value: Any) -> Any:
     """An argument for one call: a float gets a gradient, and may be written in place."""
     if not isinstance(value, Tensor) or isinstance(value, torch.nn.Parameter):
-        return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+        return value if isinstance(value, Tensor) else _copied_object(value)
     if not (value.is_floating_point() and torch.is_grad_enabled()):
         return value.clone()
     leaf = value.clone().requires_grad_()

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BodyRegions:
-    """What was found in one body of a captured graph.
+    """Regions and refusals of one body of a captured graph.
 
     Args:
         body: the graph itself, or that of a higher-order op in it.

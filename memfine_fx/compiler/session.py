@@ -139,12 +139,12 @@ class Session:
 
     @property
     def lowered(self) -> list[LoweredRegion]:
-        """Its chunked regions."""
+        """Return the chunked regions of all graphs."""
         return [outcome for outcome in self.outcomes if isinstance(outcome, LoweredRegion)]
 
     @property
     def lowered_heads(self) -> list[LoweredHead]:
-        """Its chunked heads."""
+        """Return the chunked heads of all graphs."""
         return [head for graph in self._graphs for head in graph.heads if isinstance(head, LoweredHead)]
 
     def note_loop(self, module: str, place: str, obstacle: str) -> None:
@@ -180,7 +180,7 @@ class Session:
         self._forget_bytes()
 
     def held(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What Dynamo is given in the place of a compiled graph."""
+        """Return the callable that Dynamo stores for a compiled graph; it does not keep an optimized model alive."""
         if not self.holds_compiled:
             return compiled
         self._compiled.append(compiled)
@@ -194,15 +194,15 @@ class Session:
         return call
 
     def situation_key(self) -> object:
-        """Equal where plans are."""
+        """Return a key that is equal where plans are equal."""
         return None if self.situation is None else self.situation.key
 
     def held_bytes(self) -> int:
-        """Parameters and gradients of its graphs and state of their optimizers, as far as they exist now."""
+        """Return the bytes of parameters, gradients and optimizer state of all graphs, as far as they exist now."""
         return sum(static_terms(self._parameters(), self._known_optimizers()).values()) + gradient_bytes(self._graphs)
 
     def persistent_bytes(self, members: Sequence[Owner]) -> int:
-        """Their parameters and the optimizers' state, also what optimizers will hold once they step."""
+        """Return the bytes of the members' parameters and optimizer state, which a first step may have yet to make."""
         key = frozenset(map(id, members))
         if self._persistent is None or self._persistent[0] != key:
             parameters, optimizers = parameters_of(members), self._known_optimizers()
@@ -211,16 +211,16 @@ class Session:
         return self._persistent[1]
 
     def latest_runs(self) -> tuple[RunMemory, ...]:
-        """Of the latest step that trained, one for each graph that ran."""
+        """Return the memory of each graph that ran in the latest step that trained."""
         return tuple(run.memory for run in self.history.latest_pass(self._graphs))
 
     def foreseen_of(self, step: GraphStep, plan: str) -> GraphStep:
-        """The same graph under another budget (see `CapturedGraph`); as it is where no budget changes it."""
+        """Return a graph's step under another budget (see `CapturedGraph`), itself where no budget changes it."""
         found = (graph.foreseen for graph in self._graphs if graph.step is step)
         return next((foreseen[plan] for foreseen in found if plan in foreseen), step)
 
     def static_terms(self) -> dict[str, int]:
-        """Bytes by term of what was there before the latest step that trained."""
+        """Return the bytes that existed before the latest step that trained, by term."""
         runs = self.history.latest_pass(self._graphs)
         terms = static_terms(parameters_of(self._members()), self._known_optimizers())
         terms["gradients before the step"] = runs[0].gradient_bytes if runs else 0
@@ -267,20 +267,20 @@ class Session:
             self._forget_bytes()
 
     def _forget_bytes(self) -> None:
-        """What is there before a step has changed: ask again, and let every region plan again."""
+        """Forget the bytes that exist before a step, because they changed, and let every region plan again."""
         self._persistent = None
         self.device_limits.clear()
         self.forget_plans()
 
     def _members(self) -> Sequence[Owner]:
-        """Who called its graphs in the latest steps; the graphs themselves where nothing has run."""
+        """Return the callers of the graphs in the latest steps; the graphs themselves where nothing has run."""
         own = set(self._graphs)
         return [
             caller for caller in self.history.members() if caller.graph in own and self._owns(caller)
         ] or self._graphs
 
     def _owns(self, caller: Caller) -> bool:
-        """Whether it is the model's, or one of its layers': another model may share the graph."""
+        """Whether a caller is the model or one of its layers: another model may share the graph."""
         wanted = self._wanted
         return wanted is None or any(id(one) in wanted for one in caller.alive_parameters())
 
@@ -314,7 +314,7 @@ class Session:
         return replace(self, _graphs=kept, _wanted=wanted) if kept else None
 
     def without_regions(self, model: torch.nn.Module | None) -> Session | None:
-        """Its part that belongs to a model, if nothing in it was chunked; once a model, None later.
+        """Return the part of the session that belongs to a model if nothing in it was chunked; None in later calls.
 
         Args:
             model: the one that runs, None where that is not known: then the whole session counts.
@@ -337,7 +337,12 @@ class Session:
             warnings.warn(f"{where}: {message}", RuntimeWarning, stacklevel=2)
 
     def report(self, measured: MemoryTrace | None = None, *, has_run: bool = True) -> Report:
-        """What is known of the regions, and of a step that was traced; `has_run` is whether a call has returned."""
+        """Return a report of the regions and of the latest step.
+
+        Args:
+            measured: the memory of a step that was traced.
+            has_run: whether a call of the model has returned.
+        """
         regions = tuple(outcome_report(outcome) for outcome in self._latest())
         predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
         measured_bytes = None if measured is None else measured.peak_bytes
@@ -359,7 +364,7 @@ class Session:
         )
 
     def _step_report(self) -> StepReport | None:
-        """Of the latest step that trained."""
+        """Return the report of the latest step that trained; None where none did."""
         runs = self.history.latest_pass(self._graphs)
         memories = [run.memory for run in runs]
         peak = step_peak(memories, self._largest_chunk)
@@ -372,7 +377,7 @@ class Session:
         return StepReport(tuple(self.static_terms().items()), peak, decision, expression, budget)
 
     def _device_bytes(self) -> int | None:
-        """What an accelerator has, where that bounds its graphs."""
+        """Return the bytes of the accelerator, where these limit the graphs."""
         limited = [] if self.config.has_budget else [graph for graph in self._graphs if graph.is_limited]
         return budget_bytes(self, device_of(limited[-1])) if limited else None
 
@@ -387,7 +392,7 @@ class Session:
         return ChunkSize(live.largest_chunk, live.stages_gradients)
 
     def _names_of_sites(self) -> dict[str, str]:
-        """Site of each lowered region -> the module it is in."""
+        """Return the module of each lowered region by its site."""
         lowered: list[LoweredRegion | LoweredHead] = [*self.lowered, *self.lowered_heads]
         return {one.live.site: one.region.where.module or str(one.region.where) for one in lowered}
 

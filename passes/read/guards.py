@@ -334,7 +334,7 @@ class _Proof:
         return isinstance(taken, fx.Node)
 
     def _root(self, node: Any) -> Any:
-        """What a value was before the body, as far as it is the same."""
+        """Return the value before the body that a value is proved to equal, itself where nothing is proved."""
         same = self._same(node)
         return node if same is None else self._root(same)
 
@@ -470,7 +470,7 @@ class _Proof:
         return is_sum and _is_above_zero(others[0]) and not self._known.may_be_negative(node.args[0])
 
     def _computed_for(self, node: fx.Node) -> list[fx.Node]:
-        """What the body computes for a node, in order."""
+        """Return the nodes of the body that a node is computed from, in graph order."""
         pending, nodes = [node], {node}
         while pending:
             sources = [one for one in pending.pop().all_input_nodes if one in self._inside and one not in nodes]

@@ -15,6 +15,7 @@ negative.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -57,8 +58,15 @@ _PURE = (
 _INTEGERS = (torch.int32, torch.int64)
 
 
+@dataclass(frozen=True)
+class _Key:
+    """Stands for a node in the key of what reads it; no argument of a call has this type."""
+
+    number: int
+
+
 class GraphIndex:
-    """What is asked of one graph for every body in it.
+    """Facts about one graph that every body in it needs: who makes a storage or a size, and which calls are equal.
 
     Args:
         graph: with the fake values of its capture; not changed.
@@ -70,7 +78,8 @@ class GraphIndex:
         self.makers: dict[Any, fx.Node] = {}
         """The node whose result brings a size into the graph, by the size's symbol."""
         self._first: dict[int, fx.Node] = {}
-        self._keys: dict[fx.Node, Any] = {}
+        self._keys: dict[fx.Node, _Key] = {}
+        self._key_of: dict[object, _Key] = {}
         for node in self.nodes:
             for symbol in _symbols_of(node):
                 self.makers.setdefault(symbol, node)
@@ -89,13 +98,20 @@ class GraphIndex:
         return None if storage is None else self._first.get(storage)
 
     def key(self, node: fx.Node) -> Any:
-        """Return something that is equal for nodes which surely compute the same: nothing writes what they read."""
+        """Return a key that is equal for nodes which surely compute the same: nothing writes what they read."""
+        if not self._keys:
+            for earlier in self.nodes:  # in graph order: a chain over many experts is deeper than Python's stack
+                self._keys[earlier] = self._new_key(earlier)
         if node not in self._keys:
-            if is_pure(node) and not any(map(self.flow.is_written, (node, *node.all_input_nodes))):
-                self._keys[node] = (node.op, target_name(node), repr(fx.map_arg((node.args, node.kwargs), self.key)))
-            else:
-                self._keys[node] = node
+            self._keys[node] = self._new_key(node)
         return self._keys[node]
+
+    def _new_key(self, node: fx.Node) -> _Key:
+        computes_same = is_pure(node) and not any(map(self.flow.is_written, (node, *node.all_input_nodes)))
+        # Keys of operands are numbers: texts that hold the texts of their operands double with each operation.
+        operands = repr(fx.map_arg((node.args, node.kwargs), self.key)) if computes_same else ""
+        call = (node.op, target_name(node), operands) if computes_same else node
+        return self._key_of.setdefault(call, _Key(len(self._key_of)))
 
 
 class NoRows:

@@ -83,7 +83,7 @@ def _leaves_without_gradient(region: MoERegion) -> bool:
 
 
 def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
-    """What is written in place up to the exit is read after it as the exit, see `_check_written_insides`."""
+    """Refuse routed rows that are read outside; results of writes in place that the exit replaces may be read."""
     replaced = {cut.exit, *flow.mutations.get(cut.exit, ())}
     num_tokens = None if cut.expert_index is None else tensor_of(cut.expert_index).shape[0]
     for node in cut.nodes:
@@ -174,7 +174,7 @@ def _is_constant(node: fx.Node, modes: Modes, expected: Modes) -> bool:
 
 
 def _check_written_insides(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> None:
-    """What is written in place may be read after the region only as the exit itself (see `lower`)."""
+    """Refuse other views of a tensor written inside that are read after the region: only the exit is replaced."""
     replaced = {cut.exit, *flow.mutations.get(cut.exit, ())}
     last = flow.position[cut.exit]
     for alias in flow.aliases(cut.exit):

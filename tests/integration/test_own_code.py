@@ -214,6 +214,65 @@ def test_sizes_vary_in_the_comparison_as_they_do_in_the_model(
     assert tried == [dynamic]
 
 
+def test_layers_inside_a_compared_module_are_its_regions_too(tmp_path: Path) -> None:
+    """The second layer's experts are chosen outside of it, so that the module that holds both is its own."""
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (layer(tmp_path, name, dense("pass"), init=INIT) for name in ("First", "Second"))
+            self.router, self.experts = nn.Linear(8, 4), Experts()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.first(x)
+            w, i = self.router(x).softmax(-1).topk(2, dim=-1)
+            out: Tensor = x + self.experts(x, i, w)
+            return out
+
+    model = nn.Sequential(Parent())
+    optimized(model)
+    model(torch.randn(100, 8, requires_grad=True)).sum().backward()
+    report = memfine_fx.report(model)
+    assert report.num_chunked == 2 and not any(region.not_compared_with_code for region in report.regions), str(report)
+
+
+class Cache:
+    """Grows in each call of a layer, as a cache of keys does."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+
+
+def test_an_object_that_a_layer_is_given_is_as_it_was_in_every_run() -> None:
+    class WithCache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts, self.before = nn.Linear(8, 4), Experts(), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            x = self.before(x)
+            cache.total = x if cache.total is None else cache.total + x
+            w, i = self.router(cache.total).softmax(-1).topk(2, dim=-1)
+            out: Tensor = self.experts(x, i, w)
+            return out
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = WithCache()
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache = Cache()
+            first: Tensor = self.inner(x, cache)
+            return first
+
+    parent = Parent()
+    optimized(parent)
+    parent(torch.randn(100, 8, requires_grad=True)).sum().backward()
+    (region,) = memfine_fx.report(parent).regions
+    assert region.status == "chunked" and not region.not_compared_with_code, region.not_compared_with_code
+
+
 def test_a_model_that_takes_no_fewer_tokens_is_compared_with_all(tmp_path: Path) -> None:
     model = layer(tmp_path, "Alone", loop(ROWS))
 
