@@ -111,6 +111,7 @@ def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
         worst_name=worst,
         peak_ratio=_peak_ratio(optimized, tiny) if report.num_chunked else None,
         reasons=tuple(dict.fromkeys(region.reason for region in refused)),
+        uncompared=tuple(dict.fromkeys(filter(None, (region.not_compared_with_code for region in report.regions)))),
     )
     return row if errors[worst] < TOLERANCE else _against_fp64(row, tiny, found, expected)
 

@@ -33,6 +33,7 @@ class CoverageRow:
         peak_ratio: peak bytes of a step beyond parameters and gradients, over those of the same captured graphs
             without rewriting.
         reasons: of what was refused, each once.
+        uncompared: why chunked layers were not compared with the model's own code, each reason once.
         failure: why it could not be built or run, "" if it did.
     """
 
@@ -49,6 +50,7 @@ class CoverageRow:
     eager_error: float | None = None
     peak_ratio: float | None = None
     reasons: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
     failure: str = ""
 
     @property
@@ -71,7 +73,7 @@ class CoverageRow:
     @classmethod
     def from_json(cls, line: str) -> Self:
         fields = json.loads(line)
-        return cls(**{**fields, "reasons": tuple(fields["reasons"])})
+        return cls(**{**fields, **{name: tuple(fields.get(name, ())) for name in ("reasons", "uncompared")}})
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,13 @@ def coverage_page(
             "",
             *_reasons(rows),
             "",
+            "## What is not compared with the model's own code",
+            "",
+            "Each kind of chunked layer is compared with the model's own code, run eagerly, when it is first compiled "
+            "([Reliability](reliability.md)). Of these it was not:",
+            "",
+            *(f"* {row.name}: {'; '.join(row.uncompared)}" for row in rows if row.uncompared),
+            "",
             "## Rewritten source",
             "",
             "Some expert loops reach no graph as they are written. Methods with such loops are rewritten for the time "

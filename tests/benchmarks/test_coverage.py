@@ -29,6 +29,7 @@ def assert_no_worse(name: str) -> None:
     assert row.failure == ""
     assert row.is_exact, f"{row.worst_name}: {row.worst_error}"
     assert (row.num_layers, row.num_raised) == (stored.num_layers, stored.num_raised), row.reasons
+    assert row.uncompared == stored.uncompared
 
 
 def test_every_installed_family_and_every_spelling_has_a_row() -> None:
