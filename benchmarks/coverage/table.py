@@ -63,7 +63,7 @@ def coverage_page(
             "Each kind of chunked layer is compared with the model's own code, run eagerly, when it is first compiled "
             "([Reliability](reliability.md)). Of these it was not:",
             "",
-            *(f"* {row.name}: {'; '.join(row.uncompared)}" for row in rows if row.uncompared),
+            *(f"* {row.name}: {'; '.join(row.uncompared)}" for row in (*rows, *packaged) if row.uncompared),
             "",
             "## Rewritten source",
             "",

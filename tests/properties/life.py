@@ -129,7 +129,7 @@ def compare(
             if expected is None or results is None:
                 verdict: Verdict = "only eager raises" if results is not None else "both raise"
                 if expected is not None:
-                    raises_too = _raises_compiled(before, seed, step)
+                    raises_too = _raises_compiled(before, inner, seed, step)
                     verdict = "torch.compile raises too" if raises_too else "only ours raises"
                 return Outcome(
                     verdict, report.num_chunked, f"step {number}: eager {eager_error}, ours {error} ({reasons})"
@@ -140,10 +140,10 @@ def compare(
     return Outcome("exact", report.num_chunked, reasons)
 
 
-def _raises_compiled(model: nn.Module, seed: int, step: Step) -> bool:
-    """Whether plain torch.compile raises in the same steps."""
+def _raises_compiled(model: nn.Module, inner: str, seed: int, step: Step) -> bool:
+    """Whether plain torch.compile raises in the same steps, with the same backend."""
     torch._dynamo.reset()
-    model.compile(backend="aot_eager", dynamic=True)
+    model.compile(backend=inner, dynamic=True)
     return any(
         _attempted(model, num_tokens, skew, step, number)[0] is None
         for number, (num_tokens, skew) in enumerate(_steps(model.skew.shape[0], seed))  # type: ignore[union-attr,index]
