@@ -878,12 +878,23 @@ def _difference_of_tensors(value: Any, expected: Any, least: float, tolerance: f
         return f"is {value.dtype} {list(value.shape)}, not {expected.dtype} {list(expected.shape)}"
     if not expected.is_floating_point():
         return "" if torch.equal(value, expected) else "differs"
-    exact, other = expected.double(), value.double()
-    if not torch.equal(exact.isfinite(), other.isfinite()):
-        return "has other entries that are not finite"
-    error = _norm((exact - other).nan_to_num(0.0, 0.0, 0.0)) / max(_norm(exact.nan_to_num(0.0, 0.0, 0.0)), least, 1e-12)
+    distance, norm = _norm(_wide(expected) - _wide(value)), _norm(expected)
+    if not math.isfinite(distance):
+        exact, other = expected.double(), value.double()
+        if not torch.equal(exact.isfinite(), other.isfinite()):
+            return "has other entries that are not finite"
+        distance, norm = (_norm(part.nan_to_num(0.0, 0.0, 0.0)) for part in (exact - other, exact))
+    error = distance / max(norm, least, 1e-12)
     return "" if error <= tolerance else f"is off by {error:.1e} relative"
 
 
 def _norm(value: Any) -> float:
-    return float(value.double().norm()) if isinstance(value, Tensor) and value.is_floating_point() else 0.0
+    """Return the norm of a tensor of floats, 0.0 of anything else; squares of large numbers need fp64."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return 0.0
+    norm = float(_wide(value).norm())
+    return norm if math.isfinite(norm) else float(value.double().norm())
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
