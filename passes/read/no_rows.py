@@ -1,4 +1,4 @@
-"""What is known of the values of a graph where a condition skips a loop's body: which sizes and tensors are zero.
+"""Find which sizes and tensors of a graph are zero where a condition skips a loop's body.
 
 The condition is a measure compared with a number (`marker`). If it says that the measure is zero, that is followed
 backwards to what the measure was made of, and forwards to what else is made of that:
@@ -115,7 +115,7 @@ class GraphIndex:
 
 
 class NoRows:
-    """What follows from the assumption that a condition skips its body.
+    """The sizes and tensors that are zero under the assumption that a condition skips its body.
 
     Args:
         index: of the graph.
