@@ -26,7 +26,7 @@ __all__ = ["IdUse", "Roles", "can_stop"]
 
 IdUse = Literal["index", "compare", "count"]
 """How ids of experts are read: as the index of a table, where negative ones count from its end; compared with the
-numbers of experts, where those of none name no expert; or counted, where negative ones are an error."""
+numbers of experts, where those of none name no expert; or counted or scattered to, where negative ones are an error."""
 
 aten = torch.ops.aten
 

@@ -173,6 +173,7 @@ def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> A
         raise call.refused(
             Reason.INDEX_NOT_FOLLOWED, "a scatter other than by expert into a constant tensor of all experts"
         )
+    reader.note_use(ids, "count")  # a scatter takes no negative ids either
     lead = ids.lead.with_group(dim, "e")
     number = _constant(values)
     is_sum = call.target is aten.scatter_add.default
