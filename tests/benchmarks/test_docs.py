@@ -15,7 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```(python|shell)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#:]+\.(?:md|png|svg))")
 _HUB_NAME = re.compile(r"^memfine fit (\w[\w.-]*/[\w.-]+)", re.MULTILINE)
-_PAGES = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+_DOCS = ROOT / "docs"
+_PAGES = sorted(
+    path.relative_to(_DOCS).as_posix()
+    for path in {*_DOCS.rglob("*.md"), *(_DOCS / "planner").glob("*.md")}  # a link, which rglob does not enter
+)
 
 
 def blocks(page: str, language: str) -> list[str]:
