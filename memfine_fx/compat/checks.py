@@ -124,7 +124,7 @@ def warn_outside_tested_range() -> None:
 
 
 def _failure_of(check: Callable[[], None]) -> str | None:
-    """What a check raised, in a line; None where it passed.
+    """Run a check and return its error in one line; None where it passed.
 
     NOTE: it runs in a thread of its own. Hooks are asked in the middle of compilations, whose fake tensors, dispatch
     and gradient modes belong to their thread.
@@ -166,6 +166,6 @@ def _version_of(host: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 15) of "2.15.0+cpu" and of "2.15.0.dev20260101"."""
+    """Return major and minor of a version: (2, 15) of "2.15.0+cpu" and of "2.15.0.dev20260101"."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else ()

@@ -1,4 +1,4 @@
-"""What rules use of a reader: sizes, leads, and the roles that values can take.
+"""The methods of a reader that rules call: sizes, leads, and the roles that values can take.
 
 A leaf takes the role that its use and its shape give it; a sum is complete when something reads it as rows.
 """
@@ -346,7 +346,7 @@ class Roles:
         return Rows(Lead.NONE, self.expressions.input(Input("whole", outer)), per_row=False)
 
     def _lead_of_choices(self, tensor: torch.Tensor) -> Lead | None:
-        """Of a tensor with a number for each choice, in the index's shape or with all tokens in one dimension."""
+        """Return the lead of a tensor with a number for each choice, its tokens in their own or in one dimension."""
         frame = self.frame
         if _has_shape(tensor, (*frame.token_shape, frame.top_k)):
             return replace(frame, has_choices=True).lead

@@ -96,7 +96,7 @@ def _wide_lead(mask: Mask, call: Call) -> Lead:
 
 
 def _multiplied(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
-    """What is multiplied by a mask stays where the expert is named, and is zero elsewhere."""
+    """A product with a mask: the other operand where the mask names the expert, zero elsewhere."""
     for place, (mask, value) in enumerate((args[:2], args[1::-1])):
         if not isinstance(mask, Mask) or mask.is_negated:
             continue
