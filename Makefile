@@ -118,7 +118,7 @@ gpu-kernels:  ## check the GPU kernels: on a GPU or in Triton's interpreter, and
 	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) $(PINS) -q -e ".[test,hf]" -e planner "peft>=0.17"
 	$(KERNELS)/bin/python -m pip install $(PIP_FLAGS) -q triton==$(TRITON) numpy
 	TRITON_INTERPRET=$$($(KERNELS)/bin/python -c "import torch; print(int(not torch.cuda.is_available()))") \
-	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -n 2 -q tests/runtime/kernels
+	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -n 2 -q tests/kernels
 
 # A CUDA build of torch, about 5 GB, whose wheel is named apart from the CPU's of the same version.
 DRY := .venv-gpu-dry

@@ -1,4 +1,4 @@
-"""What the kernels of memfine_fx.runtime.kernels take of a target, compiled ahead of time: no device is needed.
+"""What the kernels of memfine_fx.kernels take of a target, compiled ahead of time: no device is needed.
 
     python -m benchmarks.gpu_kernels            # compiles all and writes benchmarks/results/gpu_kernels.json
     python -m benchmarks.gpu_kernels --check    # compiles all and compares
@@ -28,8 +28,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from benchmarks.summaries import with_blocks
-from memfine_fx.passes.lower.epilogue import written
-from memfine_fx.runtime.kernels.launches import Launch, recording
+from memfine_fx.kernels.epilogue import written
+from memfine_fx.kernels.launches import Launch, recording
 
 __all__ = [
     "CASES",
@@ -58,7 +58,7 @@ class Target:
     """One architecture.
 
     Args:
-        name: as `memfine_fx.runtime.kernels.tiling` calls it.
+        name: as `memfine_fx.kernels.tiling` calls it.
         backend, architecture, warp_size: of Triton's GPUTarget.
         shared_limit: bytes of shared memory that one program may have.
         tensor_core: pattern of its matrix instructions in PTX or ISA.
@@ -197,8 +197,8 @@ def launches_of(case: Case, target: str, tiles: Any = None) -> tuple[list[Launch
 
 def head_launches() -> list[Launch]:
     """Of a chunk of a head, with gradients, on a fake device."""
+    from memfine_fx.kernels.cross_entropy import cross_entropy_
     from memfine_fx.records.heads import HeadLoss
-    from memfine_fx.runtime.kernels.cross_entropy import cross_entropy_
 
     with FakeTensorMode(), torch.device("cuda"), recording() as launches:
         logits = torch.empty(1024, _VOCAB, dtype=torch.bfloat16)
@@ -210,10 +210,10 @@ class Step:
     """Forward and backward of a layer on its inputs, made empty where they are wanted."""
 
     def __init__(self, case: Case, target: str, tiles: Any = None) -> None:
-        from memfine_fx.runtime.kernels.layer import LayerOptions
-        from memfine_fx.runtime.kernels.packed import four_bits
-        from memfine_fx.runtime.kernels.tables import AdapterForm, ListTable
-        from memfine_fx.runtime.kernels.tiling import tiles_for
+        from memfine_fx.kernels.layer import LayerOptions
+        from memfine_fx.kernels.packed import four_bits
+        from memfine_fx.kernels.tables import AdapterForm, ListTable
+        from memfine_fx.kernels.tiling import tiles_for
 
         dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)
         shapes = _shapes(case)
@@ -248,8 +248,8 @@ class Step:
 
     @torch.no_grad()
     def forward(self) -> torch.Tensor:
-        from memfine_fx.runtime.kernels.layer import run_forward
-        from memfine_fx.runtime.kernels.sorting import sort_assignments
+        from memfine_fx.kernels.layer import run_forward
+        from memfine_fx.kernels.sorting import sort_assignments
 
         routing = sort_assignments(self._index, self._num_experts)
         out, products = run_forward(self._hidden, self._weight, routing, self._params, self._options)
@@ -259,7 +259,7 @@ class Step:
     @torch.no_grad()
     def backward(self, grad: torch.Tensor) -> list[torch.Tensor]:
         """Gradients of everything but ids."""
-        from memfine_fx.runtime.kernels.layer import run_backward
+        from memfine_fx.kernels.layer import run_backward
 
         routing, products = self._kept
         num_own = self._options.num_own(self._params)
@@ -306,7 +306,7 @@ def rows_of(case: Case, target: Target) -> list[Row]:
 
 def timed_rows(case: Case, target: Target) -> list[Row]:
     """Every different kernel of a case with each of the tiles that are timed beside the first."""
-    from memfine_fx.runtime.kernels.tiling import candidates, tiles_for
+    from memfine_fx.kernels.tiling import candidates, tiles_for
 
     found = []
     dtypes = getattr(torch, case.dtype), getattr(torch, case.table_dtype)

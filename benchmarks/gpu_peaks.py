@@ -44,7 +44,7 @@ class StepBytes:
 
 def bytes_of_kernels(case: Case, target: str) -> StepBytes:
     """Of the kernels on a target; needs Triton."""
-    from memfine_fx.runtime.kernels.launches import skipping
+    from memfine_fx.kernels.launches import skipping
 
     with FakeTensorMode(), skipping():
         step = Step(case, target)

@@ -3,7 +3,7 @@
 A launch takes max(FLOPs / rate, bytes / bandwidth), where
     FLOPs    of its products with the tiles' rows to spare, over the filled share of its waves: with p programs in slots
              (units x programs that fit one by registers and shared memory), p / (slots * ceil(p / slots))
-    bytes    between memory and L2: different bytes of every tensor (`memfine_fx.runtime.kernels.traffic`), except that
+    bytes    between memory and L2: different bytes of every tensor (`memfine_fx.kernels.traffic`), except that
              gathered rows count once an expert where all tokens do not fit half of L2, atomic sums of tokens count
              8 bytes for each of the rows' entries where those do not, and an expert's matrix that is larger than half
              of L2 counts once for every group of its tiles of rows (`tile_search.place_of`), or for every wave of its
@@ -172,8 +172,8 @@ _MATRICES = {"gate", "up", "down", "first_matrix", "second_matrix"}
 
 def kernels_of(case: Case, chip: Chip) -> list[Kernel]:
     """A layer's launches, routing even; needs Triton."""
-    from memfine_fx.runtime.kernels.traffic import even_loads
-    from memfine_fx.runtime.kernels.windows import windows_of
+    from memfine_fx.kernels.traffic import even_loads
+    from memfine_fx.kernels.windows import windows_of
 
     rows = case.tokens * case.top_k
     windows = list(windows_of(rows, case.rows_per_window))
@@ -189,7 +189,7 @@ def kernels_of(case: Case, chip: Chip) -> list[Kernel]:
 
 
 def _kernel(launch: Any, load: Any, case: Case, chip: Chip) -> Kernel:
-    from memfine_fx.runtime.kernels.counting import accesses_of, flops_of
+    from memfine_fx.kernels.counting import accesses_of, flops_of
 
     programs = _working_programs(launch, load)
     slots = chip.units * programs_per_unit(launch, chip)

@@ -270,10 +270,10 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
     from memfine_fx.compiler.session import sessions
 
     for session in reversed(sessions()):
-        of_model = None if session.is_dry else session.restricted_to(parameters)
+        of_model = session.restricted_to(parameters) if session.observer.compiles else None
         if of_model is not None:
             return of_model.report()
-    named = [one for one in sessions() if not (one.holds_compiled or one.is_dry)]
+    named = [one for one in sessions() if one.observer.compiles and not one.holds_compiled]
     if named and isinstance(model, torch.nn.Module) and is_fully_sharded(model):
         found = named[-1].report()
         return dataclasses.replace(found, notes=(*found.notes, _OF_EVERY_MODEL))
@@ -311,9 +311,10 @@ def log_scalars(writer: ScalarWriter, model: torch.nn.Module | Callable[..., Any
 
 
 def _open_session(config: Config, *, is_dry: bool = False) -> Session:
+    from memfine_fx.compiler.observer import DryRun, Observer
     from memfine_fx.compiler.session import open_session
 
-    return open_session(config, is_dry=is_dry, holds_compiled=True)
+    return open_session(config, holds_compiled=True, observer=DryRun() if is_dry else Observer())
 
 
 def _captured_forward(model: torch.nn.Module, session: Session) -> Callable[..., Any]:

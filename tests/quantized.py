@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memfine_fx.runtime.kernels.packed import NF4
+from memfine_fx.kernels.packed import NF4
 
 __all__ = ["dequantized"]
 

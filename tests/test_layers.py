@@ -28,13 +28,14 @@ KNOWS = {
     "expert_parallel": "memory runtime",
     "plan": "records memory runtime",  # of the runtime only how rows are scheduled
     "passes.read": "records memory",
+    "kernels": "records memory runtime passes.read",  # of passes only how a function is traced
     "passes.head": "records passes.read",
-    "passes.lower": "records memory runtime expert_parallel passes.read passes.head",
-    "passes.step": "records memory runtime plan passes.read",
+    "passes.lower": "records memory runtime expert_parallel kernels passes.read passes.head",
+    "passes.step": "records memory runtime plan kernels passes.read",
     "passes.verify": "records runtime passes.read passes.lower",
     "report": "records memory runtime plan passes.read",  # of passes only what draws a region's graph
     "capture": "passes.read",  # only the markers that it writes into expert loops, for the reader to find
-    "compiler": "records memory runtime plan passes.read passes.head passes.lower passes.step "
+    "compiler": "records memory runtime plan kernels passes.read passes.head passes.lower passes.step "
     "passes.verify report capture",
     "fitting": "memory plan compiler capture",
     "api": "records memory expert_parallel report capture compiler fitting",

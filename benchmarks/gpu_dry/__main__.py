@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _answer_for_the_device() -> None:
     """What this project asks of a device: rates, here of the data sheet; times of tiles and routing, unknown here."""
     from benchmarks.roofline import CHIPS, chip_figures
+    from memfine_fx.kernels import tuning
+    from memfine_fx.kernels.tiling import target_of, tiles_for
     from memfine_fx.plan import rates
     from memfine_fx.plan.cost import DeviceRates
     from memfine_fx.runtime import head_loop, loads
-    from memfine_fx.runtime.kernels import tuning
-    from memfine_fx.runtime.kernels.tiling import target_of, tiles_for
 
     flops, bandwidth = chip_figures(CHIPS[0])
     products = tuple((rows, flops * min(1.0, rows / 256)) for rows in (32, 128, 512, 2048))
@@ -100,7 +100,7 @@ def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
     from benchmarks.gpu_dry.regions import Regions
     from benchmarks.gpu_dry.waiting import Waiting
     from memfine_fx.compiler.session import sessions
-    from memfine_fx.runtime.kernels.launches import recording
+    from memfine_fx.kernels.launches import recording
     from memfine_fx.runtime.store import lookup
 
     torch.compiler.reset()

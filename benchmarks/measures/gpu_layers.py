@@ -165,7 +165,7 @@ def rows_of(shape: Shape, device: torch.device, *, warms: bool = False) -> Itera
 
 
 def _options(case: Case, tiles: Any) -> Any:
-    from memfine_fx.runtime.kernels.layer import LayerOptions
+    from memfine_fx.kernels.layer import LayerOptions
 
     return LayerOptions(
         case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products, tiles=tiles
@@ -174,7 +174,7 @@ def _options(case: Case, tiles: Any) -> Any:
 
 def _tiles(layer: _Layer, case: Case, device: torch.device) -> Any:
     """Timed ones; in the interpreter those that stand in the code."""
-    from memfine_fx.runtime.kernels.tuning import kind_of, tune
+    from memfine_fx.kernels.tuning import kind_of, tune
 
     if device.type != "cuda":
         return None
@@ -183,7 +183,7 @@ def _tiles(layer: _Layer, case: Case, device: torch.device) -> Any:
 
 
 def _in_kernels(layer: _Layer, case: Case, tiles: Any) -> Callable[..., Tensor]:
-    from memfine_fx.runtime.kernels.layer import swiglu_experts
+    from memfine_fx.kernels.layer import swiglu_experts
 
     options = _options(case, tiles)
     return lambda hidden, index, weight: swiglu_experts(hidden, index, weight, layer.params, options)
@@ -238,9 +238,9 @@ def _by_launch(
     layer: _Layer, case: Case, tiles: Any, kernels: Sequence[Kernel], chip: Chip, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """Time of each kernel's launches beside the prediction; the down projection's are of both passes."""
-    from memfine_fx.runtime.kernels.launches import Launch, recording
-    from memfine_fx.runtime.kernels.layer import run_backward, run_forward
-    from memfine_fx.runtime.kernels.sorting import sort_assignments
+    from memfine_fx.kernels.launches import Launch, recording
+    from memfine_fx.kernels.layer import run_backward, run_forward
+    from memfine_fx.kernels.sorting import sort_assignments
 
     options, params = _options(case, tiles), [one.detach() for one in layer.params]
     routing = sort_assignments(layer.index, case.experts)

@@ -56,10 +56,6 @@ class CapturedGraph:
         step: its memory, of the latest of its partitions that ran.
         heads: its heads, and losses whose logits stayed whole.
         returned: logits among its results whose gradient is taken beside it.
-        foreseen: what it would hold under the smallest budget that works ("least") and under one that nothing exceeds
-            ("most"), and as partitions that are the same for every layer ("lean", "spare"), only where nothing is
-            built; estimated from the graph, or read from code that would be compiled: "most estimated" is then what it
-            would be chosen by.
         is_limited: see `CalledGraph`.
     """
 
@@ -68,7 +64,6 @@ class CapturedGraph:
     verifications: list[RegionVerification] = field(default_factory=list)
     heads: list[LoweredHead | Refusal] = field(default_factory=list)
     returned: list[ReturnedLogits] = field(default_factory=list)
-    foreseen: dict[str, GraphStep] = field(default_factory=dict)
     is_limited: bool = False
     caller: Caller = field(init=False)
     _callers: dict[int, Caller] = field(default_factory=dict)  # by the id of the first parameter

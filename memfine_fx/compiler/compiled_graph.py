@@ -27,18 +27,17 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.compat.inductor import captured_copy, captured_inputs, compiling_again
+from memfine_fx.compat.inductor import CustomPartitionerFn, captured_copy, captured_inputs, compiling_again
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.captured_graph import CapturedGraph
-from memfine_fx.compiler.inner import Foresees, compile_with_regions, record_plain, take_estimate
+from memfine_fx.compiler.inner import BackwardContext, CompileOne, compile_and_read, compile_with_regions
 from memfine_fx.compiler.session import Session
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.machine import measurement_key
-from memfine_fx.memory.step import GraphStep, RunMemory
+from memfine_fx.memory.step import GraphStep
 from memfine_fx.passes.dataflow import node_value, tensor_of
 from memfine_fx.passes.lower.bodies import ExpertBodies
-from memfine_fx.passes.step.fit import Even, StepBudget
-from memfine_fx.passes.step.partitioned import Partition
+from memfine_fx.passes.step.partition import StepPartitioner
 from memfine_fx.plan.budget import (
     GraphBudget,
     budget_of_graph,
@@ -58,7 +57,7 @@ from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, is_ad
 from memfine_fx.runtime.live import MOST_PLANS
 from memfine_fx.runtime.live_head import LiveHead
 
-__all__ = ["CompiledGraph"]
+__all__ = ["CompiledGraph", "CompiledPartition"]
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +68,10 @@ _LAST_ATTEMPT = 2
 _LEAST_CODE = 1.25
 """What is estimated to exceed the budget by more than this is not compiled; the most that an estimate was seen to be
 above its code is 1.12 (gpt_oss in fp32, smallest chunks)."""
-_FORESEEN = {"least": 0, "most": 1 << 62}
-"""Bytes in the place of a budget: fewer and more than any step takes."""
 
 
 @dataclass(frozen=True)
-class _Compiled:
+class CompiledPartition:
     """One partition of the graph, compiled.
 
     Args:
@@ -138,8 +135,6 @@ class CompiledGraph:
         budget = budget_of_graph(session, record, inputs, hidden) if record.lowered else None
         pristine = None if budget is None else captured_copy(graph_module)
         self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}  # by situation; compiling forgets them
-        if session.records == "code" and record.lowered:
-            self._foresee_code(graph_module, inputs, hidden)
         self._partitions = [self._compile(graph_module, inputs, record.step, budget)]
         self._again = None if pristine is None else _again(pristine, inputs, hidden)
 
@@ -156,14 +151,13 @@ class CompiledGraph:
         )
         # Every partition is cut from one joint graph, so that all of them add the same gradients.
         run.memory = replace(run.memory, added=frozenset(self._adding(self._record.step, run.caller, can_add)))
-        again = None if session.records else self._again  # what is only recorded is refused by who reads it
-        compiled = self._partitions[0] if again is None else self._chosen(run, again)
+        compiled = self._partitions[0] if self._again is None else self._chosen(run, self._again)
         self._take(run, compiled)
         results = compiled.run(*args)
         session.history.note_results(run, results, args)
         return results
 
-    def _chosen(self, run: Run, again: _Again) -> _Compiled:
+    def _chosen(self, run: Run, again: _Again) -> CompiledPartition:
         """The partition for a run under a budget.
 
         Raises:
@@ -172,7 +166,7 @@ class CompiledGraph:
         persistent = self._session.persistent_bytes(self._session.history.members())
         current = [one for one in self._partitions if not self._is_outdated(one, run, persistent)]
         serving = [one for one in current if one.serves(run.memory.sizes)]
-        refused: list[tuple[_Compiled, BudgetInfeasible]] = []
+        refused: list[tuple[CompiledPartition, BudgetInfeasible]] = []
         first = 0  # of the attempts that are left for this situation
         beyond: dict[str, int] = {}
         for one in serving:
@@ -207,12 +201,12 @@ class CompiledGraph:
             beyond = self._beyond_estimate(run, made)
         raise AssertionError("the last partition that is made is the one for the smallest budget")
 
-    def _beyond_estimate(self, run: Run, one: _Compiled) -> dict[str, int]:
+    def _beyond_estimate(self, run: Run, one: CompiledPartition) -> dict[str, int]:
         """By how many bytes its code holds more than the estimate that it was chosen by: it is not chosen again."""
         found = smallest_peak(self._session, self._situation(run, one))
         return {one.step.base: max(0, (found or 0) - one.step.chosen_by)}
 
-    def _refused(self, last: _Compiled, refusal: BudgetInfeasible) -> _Compiled:
+    def _refused(self, last: CompiledPartition, refusal: BudgetInfeasible) -> CompiledPartition:
         """Raise before anything has run; but let the op do it, which tells the others, where ranks share experts.
 
         What an accelerator has is no wish of the user: a step that may just fit is tried.
@@ -222,7 +216,7 @@ class CompiledGraph:
             return last
         raise refusal
 
-    def _is_outdated(self, one: _Compiled, run: Run, persistent: int) -> bool:
+    def _is_outdated(self, one: CompiledPartition, run: Run, persistent: int) -> bool:
         """Whether other bytes are there for good than when it was made, and it would be made otherwise now.
 
         What was made where there was more room stays while it fits with chunks as large as time asks for, and
@@ -233,11 +227,11 @@ class CompiledGraph:
         is_best = one.step.keeps_all or persistent > one.persistent_bytes
         return not (is_best and fits_unbounded(self._session, self._situation(run, one)))
 
-    def _situation(self, run: Run, one: _Compiled) -> Situation:
+    def _situation(self, run: Run, one: CompiledPartition) -> Situation:
         run.memory = replace(run.memory, step=one.step)
         return situation_of(self._session, run)
 
-    def _refusal_of(self, run: Run, one: _Compiled) -> BudgetInfeasible | None:
+    def _refusal_of(self, run: Run, one: CompiledPartition) -> BudgetInfeasible | None:
         situation = self._situation(run, one)
         if situation.key not in self._refusals:
             if len(self._refusals) >= MOST_PLANS:  # a generation has another length at each token
@@ -246,7 +240,7 @@ class CompiledGraph:
             self._refusals[situation.key] = refusal_of(self._session, situation, device)
         return self._refusals[situation.key]
 
-    def _made(self, run: Run, again: _Again, attempt: int, beyond: Mapping[str, int]) -> _Compiled:
+    def _made(self, run: Run, again: _Again, attempt: int, beyond: Mapping[str, int]) -> CompiledPartition:
         """The graph partitioned for this run and compiled.
 
         Args:
@@ -282,7 +276,7 @@ class CompiledGraph:
                 module = captured_copy(again.graph_module)
                 made = self._compile(module, again.inputs, step, budget, partitioned=check)
             # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see
-            # `_Compiled.serves`.
+            # `CompiledPartition.serves`.
             added = () if shape_env is None else tuple(guard.expr for guard in shape_env.guards[known:])
             return replace(made, guards=added, made_for=situation.key[1:], attempt=attempt)
         except BaseException:
@@ -296,29 +290,13 @@ class CompiledGraph:
         step: GraphStep,
         budget: GraphBudget | None,
         partitioned: Callable[[], None] | None = None,
-    ) -> _Compiled:
+    ) -> CompiledPartition:
         """One partition.
 
         Args:
             partitioned: called once an estimate is there; then the graph is not looked for in a cache.
         """
         session = self._session
-
-        @contextlib.contextmanager
-        def in_backward(keeps_graph: bool) -> Iterator[Accumulation]:
-            with session.history.backward(step, keeps_graph=keeps_graph) as run:
-                parameters = self._adding(step, self._record.caller if run is None else run.caller, is_added)
-                if run is not None:
-                    self._record.step = step
-                    run.memory = replace(run.memory, added=frozenset(parameters))
-                    session.situation = situation_of(session, run)
-                with adding(Accumulation(step.sole, parameters)) as accumulation:
-                    yield accumulation
-
-        if not self._record.lowered:
-            shares = session.shares or ()
-            run = record_plain(graph_module, inputs, session.records, step, in_backward, shares, self._told(step))
-            return _Compiled(step, run, 0)
 
         def note_estimate() -> None:
             if budget is not None:
@@ -334,17 +312,41 @@ class CompiledGraph:
             budget=budget,
             rates=self._rates() if budget is None else None,
             changed=self._forget,
-            in_backward=in_backward,
+            in_backward=self._in_backward(step),
             partitioned=note_estimate,
             mode=session.mode,
-            records=session.records,
-            foresees=self._foresees(step) if session.records == "graph" else None,
             identity=self._identity(budget) if partitioned is None else "",
+            watched=functools.partial(self._watched, step),
+            compile_one=self._compile_one,
         )
         members = {*session.history.members(), self._record.caller}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
         made_for = () if budget is None else budget.situation.key[1:]
-        return _Compiled(step, compiled, persistent, made_for)
+        return CompiledPartition(step, compiled, persistent, made_for)
+
+    _compile_one: CompileOne = staticmethod(compile_and_read)
+    """Compiles a forward or a backward, and reads what it holds."""
+
+    def _watched(self, step: GraphStep, partitioner: StepPartitioner) -> CustomPartitionerFn:
+        """Return what partitions the joint graph in the place of the step's partitioner: that itself."""
+        return partitioner
+
+    def _in_backward(self, step: GraphStep) -> BackwardContext:
+        """Return what each run of a partition's backward happens in."""
+
+        @contextlib.contextmanager
+        def in_backward(keeps_graph: bool) -> Iterator[Accumulation]:
+            session = self._session
+            with session.history.backward(step, keeps_graph=keeps_graph) as run:
+                parameters = self._adding(step, self._record.caller if run is None else run.caller, is_added)
+                if run is not None:
+                    self._record.step = step
+                    run.memory = replace(run.memory, added=frozenset(parameters))
+                    session.situation = situation_of(session, run)
+                with adding(Accumulation(step.sole, parameters)) as accumulation:
+                    yield accumulation
+
+        return in_backward
 
     def _identity(self, budget: GraphBudget | None) -> str:
         """What a partition follows from; "" where that is the bytes of a budget, which few processes have again.
@@ -353,7 +355,7 @@ class CompiledGraph:
         scratch inside kernels from the machine, and what pays to be kept from its rates. What an accelerator has is
         rounded, so that processes alike find it again.
         """
-        if self._session.records or self._session.config.has_budget:
+        if self._session.config.has_budget:
             return ""
         rates, device_type = self._rates(), tensor_of(self._record.lowered[0].region.hidden).device.type
         described: list[object] = [measurement_key(device_type), None if rates is None else rates()]
@@ -365,7 +367,7 @@ class CompiledGraph:
             if isinstance(live, LiveHead):
                 described.append((live.site, live.loss, live.out_dtype))
             elif isinstance(live.bodies, ExpertBodies) and live.exchange is None:
-                described.append((live.site, live.bodies.key, live.top_k, live.out_dtype, live.uses_kernels))
+                described.append((live.site, live.bodies.key, live.top_k, live.out_dtype, live.kernels is not None))
             else:
                 return ""
         return repr(described)
@@ -373,50 +375,15 @@ class CompiledGraph:
     def _rates(self) -> Callable[[], DeviceRates] | None:
         """The device's, where regions may keep what leaves a step's peak where it is.
 
-        Not without Inductor's code, which the step's bytes are read from, nor where rates are another machine's
-        (`fit`); and on an accelerator the device is the budget.
+        Not without Inductor's code, which the step's bytes are read from; and on an accelerator the device is the
+        budget.
         """
         hidden = tensor_of(self._record.lowered[0].region.hidden)
         session = self._session
-        has_code = session.config.inner_backend == "inductor" and session.records != "graph"
-        is_asked = session.config.memory_budget is None and has_code and session.measures
+        is_asked = session.config.memory_budget is None and session.config.inner_backend == "inductor"
         if not is_asked or hidden.device.type != "cpu":
             return None
         return functools.partial(device_rates, hidden.device.type, hidden.dtype)
-
-    def _foresee_code(self, graph_module: fx.GraphModule, inputs: Sequence[Any], hidden: torch.Tensor) -> None:
-        """Compile the graph under other budgets than its own, as far as code is written here at all."""
-        record = self._record
-        for name in self._session.foresees:
-            step = GraphStep(record.step.regions, record.step.sizes, heads=record.step.heads)
-
-            def note_estimate(name: str = name, step: GraphStep = step) -> None:
-                record.foreseen[f"{name} estimated"] = replace(step)
-
-            budget = self._foreseen_budget(name, step, hidden)
-            self._compile(captured_copy(graph_module), inputs, step, budget, partitioned=note_estimate)
-            record.foreseen[name] = step
-
-    def _foreseen_budget(self, name: str, step: GraphStep, hidden: torch.Tensor) -> GraphBudget:
-        return GraphBudget(self._session, Situation(RunMemory(step, dict(step.sizes)), _FORESEEN[name]), hidden)
-
-    def _foresees(self, step: GraphStep) -> Foresees:
-        """Other budgets in the place of the session's own, and what is even."""
-        hidden = tensor_of(self._record.lowered[0].region.hidden)
-        evens: dict[str, StepBudget | Even] = {"lean": "lean", "spare": "spare"}
-        budgets = {
-            name: evens[name] if name in evens else self._foreseen_budget(name, step, hidden)
-            for name in self._session.foresees
-        }
-        return budgets, self._told(step)
-
-    def _told(self, step: GraphStep) -> Callable[[str, Partition], None]:
-        def told(name: str, partition: Partition) -> None:
-            foreseen = GraphStep(step.regions, step.sizes, heads=step.heads)
-            take_estimate(foreseen, lambda: None, partition)
-            self._record.foreseen[name] = foreseen
-
-        return told
 
     def _adding(
         self, step: GraphStep, caller: Caller, may: Callable[[torch.Tensor], bool]
@@ -427,7 +394,7 @@ class CompiledGraph:
         found = self._record.parameters_with_sole_gradients(step, caller)
         return {key: parameter for key, parameter in found.items() if may(parameter)}
 
-    def _take(self, run: Run, compiled: _Compiled) -> None:
+    def _take(self, run: Run, compiled: CompiledPartition) -> None:
         """Plans are made for this run until another begins."""
         self._record.step = compiled.step
         run.memory = replace(run.memory, step=compiled.step, kept=frozenset())
@@ -442,7 +409,7 @@ class CompiledGraph:
 
 
 def _tokens_of(record: CapturedGraph, graph: fx.Graph) -> torch.Tensor:
-    """Tokens of a region or head, for device and dtype; of a graph that is only recorded, what it is given first."""
+    """Tokens of a region or head, for device and dtype; of a graph without either, its first floating-point input."""
     if record.lowered:
         return tensor_of(record.lowered[0].region.hidden)
     values = (node_value(node) for node in graph.nodes if node.op == "placeholder")

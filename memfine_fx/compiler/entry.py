@@ -67,7 +67,7 @@ def compile_in_session(
         compiled = compile_graph(graph_module, example_inputs, session)
     except MemfineError as error:
         return _raising(error)
-    if session.is_dry or session.has_chunked_last or session.holds_compiled:  # `OptimizedCall` warns after its call
+    if session.has_chunked_last or session.holds_compiled:  # `OptimizedCall` warns after its call
         return session.held(compiled)
 
     seen: set[int | None] = set()

@@ -14,6 +14,7 @@ from torch import fx
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead
 from memfine_fx.compiler.session import Session, next_site
 from memfine_fx.config import Config
+from memfine_fx.kernels.choice import loss_kernel_on
 from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.head.find import find_heads
@@ -23,7 +24,6 @@ from memfine_fx.passes.modes import called_bodies
 from memfine_fx.plan.budget import choose_head_plan
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadRegion
-from memfine_fx.runtime.head_loop import is_fused_on
 from memfine_fx.runtime.live_head import LiveHead, register_head
 
 __all__ = ["lower_heads", "plan_heads"]
@@ -39,7 +39,7 @@ def plan_heads(graph_module: fx.GraphModule, session: Session, record: CapturedG
             head
             for body in bodies
             for head in find_heads(
-                body.graph, session.config, is_body=body is not graph_module, runs_here=session.measures
+                body.graph, session.config, is_body=body is not graph_module, runs_here=session.observer.runs_here
             )
         ]
     except Exception:  # NOTE: a bug of ours must not take down a model that compiles without us
@@ -61,17 +61,16 @@ def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph, config: Con
 def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> LoweredHead:
     hidden, loss = tensor_of(region.hidden), tensor_of(region.exit)
     site = next_site(f"head_{_content_hash(region, loss.dtype)}")
-    # `fit` records for a device on this CPU.
-    device_type, is_fused = (hidden.device.type, is_fused_on(hidden.device)) if session.measures else ("cuda", True)
+    kernel = loss_kernel_on(hidden.device) if session.observer.runs_here else None
     terms = HeadBytes(
         hidden=region.dims.hidden,
         vocab=region.dims.vocab,
         item_bytes=region.logits_dtype.itemsize,
         has_softcap=region.loss.softcap is not None,
         wanted=region.wanted,
-        device_type=device_type,
+        device_type=hidden.device.type if session.observer.runs_here else "cuda",  # `fit` records for a GPU on this CPU
         keeps_logits=region.keeps_logits,
-        is_fused=is_fused,
+        is_fused=kernel is not None or not session.observer.runs_here,
     )
     num_tokens: Any = tensor_of(region.labels).numel()
     is_symbolic = isinstance(num_tokens, torch.SymInt)
@@ -80,7 +79,7 @@ def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> Lowere
     live = LiveHead(
         site=site,
         loss=region.loss,
-        is_fused=is_fused,
+        kernel=kernel,
         out_dtype=loss.dtype,
         choose_plan=functools.partial(choose_head_plan, site, session, record, hidden.device),
         name=region.where.module or str(region.where),

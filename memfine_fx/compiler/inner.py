@@ -8,7 +8,7 @@ not there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,9 +22,6 @@ from memfine_fx.compat.functorch import (
     compile_through_cache,
     compiling_regions,
     keep_from_donation,
-    keeping_share,
-    min_cut_partition,
-    run_boxed,
     store_record,
     take_donated,
 )
@@ -36,27 +33,38 @@ from memfine_fx.compat.inductor import (
     mode_options,
     pass_options,
     wrapper_of,
-    written_code,
 )
-from memfine_fx.compiler.session import Records
 from memfine_fx.config import Config
-from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import CountedInputs, GraphMemory
 from memfine_fx.memory.step import GraphRecord, GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
-from memfine_fx.passes.step.fit import Even, StepBudget
+from memfine_fx.passes.step.fit import StepBudget
 from memfine_fx.passes.step.keep import keeping_ops, kept_inputs, trace_keeping
 from memfine_fx.passes.step.kernel_order import KernelOrder
-from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, give_values, partitioned_as_is
+from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.region_distance import RegionDistance
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.runtime.accumulation import Accumulation
 
-__all__ = ["BackwardContext", "Foresees", "compile_plain", "compile_with_regions", "record_plain", "take_estimate"]
+__all__ = [
+    "BackwardContext",
+    "CompileOne",
+    "backward_call",
+    "compile_and_read",
+    "compile_plain",
+    "compile_with_regions",
+    "counted_backward",
+    "record_memory",
+    "take_estimate",
+]
 
-Foresees = tuple[Mapping[str, StepBudget | Even], Callable[[str, Partition], None]]
 BackwardContext = Callable[[bool], AbstractContextManager[Accumulation]]
+CompileOne = Callable[..., Any]
+"""(step, changed, in_backward, graph module, inputs, **options of Inductor's `compile_fx_inner`) -> compiled code.
+
+It records in `step` what the graph holds, and calls `changed`.
+"""
 
 
 def compile_plain(
@@ -85,9 +93,9 @@ def compile_with_regions(
     in_backward: BackwardContext,
     partitioned: Callable[[], None] = lambda: None,
     mode: str | None = None,
-    records: Records = "",
-    foresees: Foresees | None = None,
     identity: str = "",
+    watched: Callable[[StepPartitioner], CustomPartitionerFn] = lambda partitioner: partitioner,
+    compile_one: CompileOne | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph whose regions were lowered.
 
@@ -100,10 +108,10 @@ def compile_with_regions(
         in_backward: what each run of the backward happens in; told whether it keeps the graph.
         partitioned: called when the graph is partitioned and an estimate of its memory is there.
         mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
-        records: what is read of the graph where nothing is to be built: see `Session`.
-        foresees: other budgets or kinds of partition, and what is told the partitions that they would choose.
         identity: what the partition follows from beside the graph and the config, as text; "" where that is not known,
             and the graph is never taken from AOT autograd's cache.
+        watched: given the step's partitioner, returns what partitions the joint graph in its place.
+        compile_one: compiles a forward or a backward graph; `compile_and_read` where it is not given.
     """
     inputs = list(example_inputs)
     partitioner = StepPartitioner(
@@ -116,13 +124,11 @@ def compile_with_regions(
     if config.inner_backend == "aot_eager":
         with compiling_regions():
             unfused: Callable[..., Any] = compile_on_aot_autograd(
-                graph_module, inputs, partitioner, functools.partial(_backward_call, (), in_backward)
+                graph_module, inputs, partitioner, functools.partial(backward_call, (), in_backward)
             )
         return unfused
-    chosen = partitioner if foresees is None else _Foreseeing(partitioner, *foresees)
-    options = mode_options(mode) | pass_options(chosen, RegionDistance(), KernelOrder())
-    compile_one = functools.partial(_read_alone, records) if records else _compile_and_read
-    inner_compile = functools.partial(compile_one, step, changed, in_backward)
+    options = mode_options(mode) | pass_options(watched(partitioner), RegionDistance(), KernelOrder())
+    inner_compile = functools.partial(compile_one or compile_and_read, step, changed, in_backward)
 
     def compiled() -> Callable[..., Any]:
         result: Callable[..., Any] = compile_on_inductor(graph_module, inputs, options, inner_compile)
@@ -146,7 +152,7 @@ def _take_learned(step: GraphStep, changed: Callable[[], None], in_backward: Bac
     return True
 
 
-def _compile_and_read(
+def compile_and_read(
     step: GraphStep,
     changed: Callable[[], None],
     in_backward: BackwardContext,
@@ -156,13 +162,13 @@ def _compile_and_read(
 ) -> Any:
     """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
     is_backward = bool(kwargs.get("is_backward"))
-    counted = _counted_backward(graph_module.graph) if is_backward else None
+    counted = counted_backward(graph_module.graph) if is_backward else None
     keeping = keeping_ops(graph_module.graph) if is_backward else ()
     compiled: Any = compile_inner(graph_module, inputs, **kwargs)
     memory = read_wrapper(wrapper_of(compiled), graph_module.graph, counted)
     step.add_hints(graph_module.graph)
     if memory is not None:
-        _record(step, is_backward, memory)
+        record_memory(step, is_backward, memory)
         step.estimated.discard("backward" if is_backward else "forward")
         changed()
     donated = take_donated() if is_backward else ()
@@ -170,144 +176,26 @@ def _compile_and_read(
     return _call_in(compiled, donated, in_backward) if is_backward else compiled
 
 
-def _counted_backward(graph: fx.Graph) -> CountedInputs:
+def counted_backward(graph: fx.Graph) -> CountedInputs:
     """What a backward's record counts of its inputs, where no code will write over what regions keep."""
     keep_from_donation(kept_inputs(graph))
     return counted_inputs(graph)
 
 
 def _call_in(compiled: Any, donated: Sequence[int], in_backward: BackwardContext) -> Any:
-    """Have Inductor's compiled backward called as `_backward_call` does; itself, so that AOT autograd can cache it."""
-    compiled.current_callable = _backward_call(donated, in_backward, compiled.current_callable)
+    """Have Inductor's compiled backward called as `backward_call` does; itself, so that AOT autograd can cache it."""
+    compiled.current_callable = backward_call(donated, in_backward, compiled.current_callable)
     return compiled
 
 
-def _record(step: GraphStep, is_backward: bool, memory: GraphMemory) -> None:
+def record_memory(step: GraphStep, is_backward: bool, memory: GraphMemory) -> None:
     if is_backward:
         step.backward = memory
     else:
         step.forward = memory
 
 
-def record_plain(
-    graph_module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    records: Records,
-    step: GraphStep,
-    in_backward: BackwardContext,
-    shares: Sequence[float] = (),
-    told: Callable[[str, Partition], None] = lambda name, partition: None,
-) -> Callable[..., Any]:
-    """What torch.compile makes of a graph that is none of ours, read and not built; the graph runs, on fake tensors.
-
-    Args:
-        records: what is read: see `Session`.
-        step: told what forward and backward hold.
-        in_backward: what each run of the backward happens in.
-        shares: other values of `activation_memory_budget` than 1.
-        told: their partitions, by the share as text.
-    """
-    inner_compile = functools.partial(_read_alone, records, step, lambda: None, in_backward)
-    options: dict[str, Any] = {"custom_partitioner_fn": _Sharing(shares, told)} if shares else {}
-    compiled: Callable[..., Any]
-    with compiling_regions():  # a hit in AOT autograd's cache would read nothing
-        compiled = compile_on_inductor(graph_module, list(example_inputs), options, inner_compile)
-    return compiled
-
-
-class _Sharing(CustomPartitionerFn):
-    """functorch's partitioner, which first tells what other values of its `activation_memory_budget` would choose.
-
-    Args:
-        shares: these values.
-        told: of (share as text, partition).
-    """
-
-    def __init__(self, shares: Sequence[float], told: Callable[[str, Partition], None]) -> None:
-        self._shares, self._told = shares, told
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        for share in self._shares:
-            with keeping_share(share):
-                other = partitioned_as_is(fx.GraphModule(gm, _copied(gm.graph)), joint_inputs, kwargs)
-            self._told(str(share), other)
-        return min_cut_partition(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> Any:
-        return None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Sharing:
-        return self  # it is never kept, as `_Foreseeing`
-
-
-class _Foreseeing(CustomPartitionerFn):
-    """A partitioner that first tells what other budgets would choose for the same joint graph.
-
-    Args:
-        chosen: whose partition is compiled.
-        budgets: the others, or partitions that know of none, by name.
-        told: of (name, partition).
-    """
-
-    def __init__(
-        self, chosen: StepPartitioner, budgets: Mapping[str, StepBudget | Even], told: Callable[[str, Partition], None]
-    ) -> None:
-        self._chosen, self._budgets, self._told = chosen, budgets, told
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        for name, budget in self._budgets.items():
-            chosen: dict[str, Any] = {"kind" if isinstance(budget, str) else "budget": budget}
-            other = StepPartitioner(**chosen, report=functools.partial(self._told, name))
-            other(fx.GraphModule(gm, _copied(gm.graph)), joint_inputs, **kwargs)
-        return self._chosen(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> Any:
-        return self._chosen.uuid()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Foreseeing:
-        return self  # it is never kept: what is only read is not cached
-
-
-def _read_alone(
-    records: Records,
-    step: GraphStep,
-    changed: Callable[[], None],
-    in_backward: BackwardContext,
-    graph_module: fx.GraphModule,
-    inputs: Sequence[Any],
-    **kwargs: Any,
-) -> Any:
-    """What a graph would hold, read; the graph as AOT autograd made it runs in the place of compiled code."""
-    is_backward = bool(kwargs.get("is_backward"))
-    counted = _counted_backward(graph_module.graph) if is_backward else None
-    give_values(graph_module.graph)  # a plain graph's partitioner is not ours
-    unchanged = fx.GraphModule(graph_module, _copied(graph_module.graph))
-    memory = None
-    if records == "code":
-        memory = read_wrapper(written_code(graph_module, inputs, **kwargs), graph_module.graph, counted)
-    step.add_hints(graph_module.graph)
-    if memory is None:
-        memory = read_graph(unchanged.graph, is_fused=True, inputs=counted, marks=not step.regions)
-    _record(step, is_backward, memory)
-    changed()
-    run = run_boxed(unchanged, inputs)
-    return _backward_call(take_donated(), in_backward, run) if is_backward else run
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    """The same graph in nodes of its own: Inductor rewrites the one that it is given."""
-    copied = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = copied.node_copy(node, copies.__getitem__)
-    return copied
-
-
-def _backward_call(
+def backward_call(
     donated: Sequence[int], in_backward: BackwardContext, compiled: Callable[[list[Any]], Any]
 ) -> Callable[[list[Any]], Any]:
     """A compiled backward that may run again through one forward (`retain_graph=True`, two losses).

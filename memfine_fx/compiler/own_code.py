@@ -51,6 +51,7 @@ from memfine_fx.compat.interpreter import CompiledCall, compiled_call
 from memfine_fx.compat.nn import own_buffers, plain_call
 from memfine_fx.compat.tensors import is_quantized, tree_leaves, tree_map
 from memfine_fx.compiler.captured_graph import LoweredRegion
+from memfine_fx.compiler.observer import Observer
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.telling import silenced
 from memfine_fx.errors import GuardRefused, Reason
@@ -141,7 +142,7 @@ def compare_with_own_code(
     Raises:
         GuardRefused: a layer with a rewritten loop differs.
     """
-    is_off = session.config.gives_up_comparison_with_eager or session.is_dry or session.records
+    is_off = session.config.gives_up_comparison_with_eager or not session.observer.compiles
     if is_off or not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):
         return list(outcomes)
     with session.timed("compare"):
@@ -666,7 +667,7 @@ class _Pair:
         Raises:
             _CannotCompare: compiled alone it raises.
         """
-        alone = Session(self._config, measures=False)
+        alone = Session(self._config, observer=Observer(runs_here=False))
         alone.start_attempt(self._flags)
 
         def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -53,8 +53,9 @@ def _compile(
 ) -> Callable[..., Any]:
     config = session.config
     dump_graph(graph_module, session, "captured")
-    if session.shares is not None:
-        return CompiledGraph(graph_module, example_inputs, session, record).__call__
+    instead = session.observer.on_capture(graph_module, example_inputs, session, record)
+    if instead is not None:
+        return instead
     found = [
         plan_regions(body, modes, session, record, example_inputs if body is graph_module else (), compile_graph)
         for body, modes in list(called_bodies(graph_module))
@@ -70,9 +71,9 @@ def _compile(
         lower_regions(one, session)
     dump_graph(graph_module, session, "rewritten")
     tell_found(graph_module, session, record)
-    if session.is_dry:
-        return attaching(graph_module, record.returned)
-    if not session.records and (not record.lowered or config.inner_backend == "eager"):
+    run = session.observer.on_lowered(graph_module, example_inputs, session, record)
+    if run is None and (not record.lowered or config.inner_backend == "eager"):
         run = compile_plain(graph_module, example_inputs, config.inner_backend, session.mode)
-        return attaching(run, record.returned)
-    return attaching(CompiledGraph(graph_module, example_inputs, session, record).__call__, record.returned)
+    elif run is None:
+        run = CompiledGraph(graph_module, example_inputs, session, record).__call__
+    return attaching(run, record.returned)

@@ -15,8 +15,10 @@ from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
 from memfine_fx.compiler.leftovers import as_told_by_attempts, check_leftover_shapes
 from memfine_fx.compiler.own_code import CompileGraph, compare_with_own_code
 from memfine_fx.compiler.session import Session, next_site
-from memfine_fx.config import Config, asked_gpu_kernels
+from memfine_fx.config import Config
 from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.kernels.choice import why_compiled_functions_run
+from memfine_fx.kernels.experts import KernelExperts
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.dataflow import Dataflow, tensor_of
@@ -36,10 +38,8 @@ from memfine_fx.plan.budget import choose_plan
 from memfine_fx.plan.knee import measured_knee
 from memfine_fx.plan.rows import KNEE_ROWS
 from memfine_fx.records import Keep, Modes, MoERegion, Refusal
-from memfine_fx.report.roles import region_graph
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
-from memfine_fx.runtime.windowed import can_run, runs_by_default, why_bodies_after_timing
 
 __all__ = ["BodyRegions", "lower_regions", "plan_regions", "read_bodies"]
 
@@ -98,14 +98,14 @@ def plan_regions(
 def lower_regions(found: BodyRegions, session: Session) -> None:
     """Rewrite the regions of one body."""
     lowered = [outcome for outcome in found.outcomes if isinstance(outcome, LoweredRegion)]
-    if lowered and not session.is_dry:
+    if lowered and session.observer.lowers:
         flow = Dataflow(found.body.graph)
         for outcome in reversed(lowered):  # last first: a region may feed the next one
             live = outcome.live
             table_shape = None if live.exchange is None else live.exchange.table_shape
             lower_region(
                 found.body, outcome.region, live.site, flow=flow, table_shape=table_shape,
-                routes_on_device=live.uses_kernels,
+                routes_on_device=live.kernels is not None,
             )  # fmt: skip
         if any(outcome.live.exchange is not None for outcome in lowered):
             drop_unread_tables(found.body)
@@ -113,7 +113,7 @@ def lower_regions(found: BodyRegions, session: Session) -> None:
         found.body.recompile()
     drop_unread_ids(found.body)
     restore_tables(found.body)
-    if not session.is_dry:
+    if session.observer.lowers:
         refusals = [outcome for outcome in found.outcomes if isinstance(outcome, Refusal)]
         tell_why_gathered(found.body.graph, refusals)
 
@@ -139,8 +139,8 @@ def _checked_and_planned(
             uncompared = _check(region, bodies, modes[region.cut.exit], session.config)
         with session.timed("plan"):
             region, live = _plan(region, bodies, session, record)
-        graph = region_graph(region) if session.is_dry else None
-        return LoweredRegion(region, live, num_tokens_hint(region), graph=graph, uncompared=uncompared)
+        picture = session.observer.picture_of(region)
+        return LoweredRegion(region, live, num_tokens_hint(region), graph=picture, uncompared=uncompared)
     except CannotChunk as refusal:
         return Refusal(region.where, refusal.reason, refusal.details, refusal.node)
     except Exception as error:  # NOTE: a bug of ours must not take down a model that compiles without us
@@ -180,12 +180,16 @@ def _plan(
     output = tensor_of(region.cut.exit)
     chunk_rows = config.rows_per_chunk or KNEE_ROWS.get(output.device.type, KNEE_ROWS["cuda"])
     region, exchange = sharded_experts(region, bodies.key, config.axis, chunk_rows, bodies.flops_per_row)
-    why_bodies = _why_bodies(region, bodies, config) if exchange is None else "experts on several ranks"
-    kernels = None if why_bodies else bodies.kernel_form
+    form, why_bodies = bodies.kernel_form, "experts on several ranks"
+    if exchange is None:
+        tensors = [tensor_of(node) for node in (region.hidden, *region.params)]
+        why_bodies = why_compiled_functions_run(form, tensors, region.dims.top_k, config.axis)
+    kernels = None if form is None or why_bodies else KernelExperts(form)
+    form = None if kernels is None else kernels.form
     # Bodies know more once they are compiled.
-    terms_of = functools.partial(region_bytes, region, bodies, output, exchange, kernels)
+    terms_of = functools.partial(region_bytes, region, bodies, output, exchange, form)
     terms = terms_of("nothing")  # traces them now, outside of any other compilation
-    if config.rows_per_chunk is None and session.measures:
+    if config.rows_per_chunk is None and session.observer.runs_here:
         knee = measured_knee(terms, tensor_of(region.hidden).dtype)
         terms_of = functools.partial(_with_knee, terms_of, knee)
     site = next_site(bodies.key)
@@ -200,7 +204,7 @@ def _plan(
         tuner=ChunkTuner(config.bins, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),
         exchange=exchange,
-        uses_kernels=kernels is not None,
+        kernels=kernels,
         runs_in=_runs_in(why_bodies, output.device),
         name=region.where.module or str(region.where),
         context=session.situation_key,
@@ -208,30 +212,6 @@ def _plan(
     register(live)
     record.step.regions[site] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)
     return region, live
-
-
-def _why_bodies(region: MoERegion, bodies: ExpertBodies, config: Config) -> str:
-    """Why the GPU kernels do not run a region on one rank; "" where they shall, their tiles timed.
-
-    Where nobody asked for them, they run where they were measured and are faster than bodies there.
-    """
-    asked, tensors = asked_gpu_kernels(), [tensor_of(node) for node in (region.hidden, *region.params)]
-    if asked is False:
-        return "MEMFINE_GPU_KERNELS is 0"
-    if config.axis != "rows":
-        return f"chunks along {config.axis}"
-    # Their sums of tokens are in another order in every run; Dynamo compiles anew where this setting changes.
-    if torch.are_deterministic_algorithms_enabled():
-        return "torch is to be deterministic"
-    form = bodies.kernel_form
-    if form is None:
-        return "experts of a form that the kernels do not know"
-    if not can_run(form, tensors):
-        return "a device, dtypes or layouts that the kernels do not take, or no Triton"
-    if asked is None and not runs_by_default(form, tensors):
-        return "the kernels were not measured on such a device or dtype; MEMFINE_GPU_KERNELS=1 asks for them"
-    hidden, *params = tensors
-    return why_bodies_after_timing(form, hidden, params, region.dims.top_k, only_if_faster=asked is None)
 
 
 def _runs_in(why_bodies: str, device: torch.device) -> str:

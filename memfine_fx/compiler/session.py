@@ -13,20 +13,21 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfine_fx.compat.checks import warn_outside_tested_range
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
+from memfine_fx.compiler.observer import Observer
 from memfine_fx.compiler.outcomes import head_report, outcome_report
 from memfine_fx.config import Config
 from memfine_fx.errors import Reason
 from memfine_fx.memory.measure import MemoryTrace
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
-from memfine_fx.memory.step import GraphStep, RunMemory, peak_expression, step_peak
+from memfine_fx.memory.step import RunMemory, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.plan.budget import budget_bytes, device_of
 from memfine_fx.plan.free import describe_budget
@@ -39,12 +40,9 @@ from memfine_fx.report.reports import Report, StepReport
 from memfine_fx.report.summary import first_step_line, unchunked_layers
 from memfine_fx.runtime.store import lookup
 
-__all__ = ["Records", "Session", "next_site", "open_session", "sessions"]
+__all__ = ["Session", "next_site", "open_session", "sessions"]
 
 log = logging.getLogger(__name__)
-
-Records = Literal["", "graph", "code"]
-"""See `Session`."""
 
 
 @dataclass(eq=False)
@@ -53,14 +51,7 @@ class Session:
 
     Args:
         config: its options.
-        is_dry: analyse only; graphs run as captured (`explain`).
-        records: what is compiled is read and not built, and graphs run on fake tensors (`fit`): the record of the
-            "code" that Inductor would write, or of the "graph" alone, which is quicker; "" where code is built.
-        shares: where nothing is looked for and graphs are read as torch.compile takes them (`fit`): for which values of
-            its `activation_memory_budget` beside 1; None where regions are looked for.
-        foresees: which other plans of a graph are recorded (`fit`), see `CapturedGraph`.
-        measures: whether its graphs run on this machine; where `fit` records them for another, rows a chunk and what
-            keeping costs do not follow rates of this one, nor do heads what this one is slow at.
+        observer: what watches its graphs, and what they become.
         mode: of `torch.compile`, None where it was not given.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         notes: what was changed on the model or in Dynamo to capture it, for the report.
@@ -73,13 +64,9 @@ class Session:
     """
 
     config: Config
-    is_dry: bool = False
     mode: str | None = None
     holds_compiled: bool = False
-    records: Records = ""
-    shares: tuple[float, ...] | None = None
-    foresees: tuple[str, ...] = ()
-    measures: bool = True
+    observer: Observer = field(default_factory=Observer)
     has_warned: bool = False
     has_told: bool = False
     has_warned_of_failure: bool = False
@@ -113,6 +100,11 @@ class Session:
             own = spent - self._seconds_within
             self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + own
             self._seconds_within = before + spent
+
+    @property
+    def runs_here(self) -> bool:
+        """Return whether rates that are measured on this machine decide."""
+        return self.observer.runs_here
 
     @property
     def has_chunked_last(self) -> bool:
@@ -214,11 +206,6 @@ class Session:
         """Return the memory of each graph that ran in the latest step that trained."""
         return tuple(run.memory for run in self.history.latest_pass(self._graphs))
 
-    def foreseen_of(self, step: GraphStep, plan: str) -> GraphStep:
-        """Return a graph's step under another budget (see `CapturedGraph`), itself where no budget changes it."""
-        found = (graph.foreseen for graph in self._graphs if graph.step is step)
-        return next((foreseen[plan] for foreseen in found if plan in foreseen), step)
-
     def static_terms(self) -> dict[str, int]:
         """Return the bytes that existed before the latest step that trained, by term."""
         runs = self.history.latest_pass(self._graphs)
@@ -233,7 +220,7 @@ class Session:
         if is_first:
             self._optimizers = None
             self._forget_bytes()
-            if not (self.is_dry or self.has_told):
+            if self.observer.compiles and not self.has_told:
                 self.has_told = True
                 self._log_first_step()
 
@@ -450,17 +437,13 @@ def sessions() -> list[Session]:
 def open_session(
     config: Config,
     *,
-    is_dry: bool = False,
     mode: str | None = None,
     holds_compiled: bool = False,
-    records: Records = "",
-    shares: tuple[float, ...] | None = None,
-    foresees: tuple[str, ...] = (),
-    measures: bool = True,
+    observer: Observer | None = None,
 ) -> Session:
     set_up_logs()
     warn_outside_tested_range()
-    session = Session(config, is_dry, mode, holds_compiled, records, shares, foresees, measures)
+    session = Session(config, mode, holds_compiled, observer or Observer())
     with _lock:
         number = next(_session_numbers)
         if number == 0:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memfine_fx.compat.tensors import FakeTensorMode, storage_id
-from memfine_fx.compiler.session import Records
+from memfine_fx.compiler.recorder import Reads
 from memfine_fx.config import Config, MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
 from memfine_fx.fitting.alternatives import SHARES, Alternative, alternatives
@@ -147,8 +147,8 @@ def _analysed(
             return Analysis(pair, more, static, setup, config, has_even_routing, stack), is_exact
     mode = _mode()
     # NOTE: the code of many layers takes minutes to write, and that of a plain step calls what no reader of ours knows.
-    records: Records = "code" if stack is None and shares is None else "graph"
-    record = record_step(fake_model(source, setup, mode), setup, mode, config, records, shares, plans)
+    reads: Reads = "code" if stack is None and shares is None else "graph"
+    record = record_step(fake_model(source, setup, mode), setup, mode, config, reads, shares, plans)
     return Analysis((record,), 0, static, setup, config, has_even_routing), True
 
 

@@ -18,8 +18,9 @@ from memfine_fx.compat.dynamo import floats_as_constants
 from memfine_fx.compat.nn import plain_call
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.optimized import captured
+from memfine_fx.compiler.recorder import PlainRecorder, Reads, Recorder
 from memfine_fx.compiler.regions import read_bodies
-from memfine_fx.compiler.session import Records, Session, open_session
+from memfine_fx.compiler.session import Session, open_session
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.setup import Setup, made_optimizer
@@ -126,7 +127,7 @@ def record_step(
     setup: Setup,
     mode: FakeTensorMode,
     config: Config,
-    records: Records,
+    reads: Reads,
     shares: tuple[float, ...] | None = None,
     plans: tuple[str, ...] = PLANS,
 ) -> RecordedStep:
@@ -135,8 +136,10 @@ def record_step(
     Args:
         model: of this mode's tensors.
         config: options of `optimize`.
-        records, shares: see `Session`.
-        plans: recorded beside "asked" where there are no shares.
+        reads: what records are read of.
+        shares: where the step is recorded as torch.compile takes it, for which values of functorch's
+            `activation_memory_budget` beside 1; None where memfine_fx compiles it.
+        plans: recorded beside "asked" where there are no shares; see `Recorder`.
 
     Returns:
         Its runs by plan: "asked" and `plans`; with shares those of torch.compile alone, "asked" and each share.
@@ -148,12 +151,15 @@ def record_step(
     # NOTE: a size of 1 is no symbol, and equal sizes are one symbol. Records hold for all sizes, so others stand in.
     batch = max(2, setup.batch)
     seq = setup.seq + 1 if setup.seq == batch else setup.seq
-    measures = setup.device == "cpu"
-    session = open_session(
-        config, holds_compiled=True, records=records, shares=shares, foresees=plans, measures=measures
+    runs_here = setup.device == "cpu"
+    recorder = (
+        Recorder(reads, plans, runs_here=runs_here)
+        if shares is None
+        else PlainRecorder(reads, shares, runs_here=runs_here)
     )
+    session = open_session(config, holds_compiled=True, observer=recorder)
     # NOTE: code is read as a real run would have it, with the floats that are inputs there; that changes its kernels.
-    floats = floats_as_constants() if records == "graph" else contextlib.nullcontext()
+    floats = floats_as_constants() if reads == "graph" else contextlib.nullcontext()
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = made_optimizer(trained, setup.optimizer)  # it lives while plans are made: its state counts in budgets
     with mode, floats, attention_of(setup.device):
@@ -168,9 +174,9 @@ def record_step(
             raise
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(f"a step of the model fails: {type(error).__name__}: {what_failed(error)}") from error
-    if records == "code":  # estimates of many layers stay what they are: as a step's first plan has them
+    if reads == "code":  # estimates of many layers stay what they are: as a step's first plan has them
         read_bodies(session)
-    recorded = _recorded(session, batch, seq, plans if shares is None else tuple(map(str, shares)))
+    recorded = _recorded(session, recorder, batch, seq)
     del optimizer
     return recorded
 
@@ -207,17 +213,16 @@ def attention_of(device: str) -> Iterator[None]:
         yield
 
 
-def _recorded(session: Session, batch: int, seq: int, plans: tuple[str, ...]) -> RecordedStep:
+def _recorded(session: Session, recorder: Recorder, batch: int, seq: int) -> RecordedStep:
     # NOTE: the rows that a run keeps are of its own sizes; a record, which holds for others too, has all or none.
     passed = tuple(replace(run, kept=frozenset()) for run in session.latest_runs())
     if not any(run.step.forward is not None for run in passed):
         raise MemfineError("nothing of the model could be captured as a graph; TORCH_LOGS=graph_breaks shows why")
     # What is kept where it is free leaves the peak where it is without.
     runs = {"asked": passed if session.config.has_budget else tuple(map(lean_of, passed))}
-    if session.records == "code" and "most" in plans:
-        plans = (*plans, ESTIMATED)
+    plans = [*recorder.plans, ESTIMATED] if recorder.reads == "code" and "most" in recorder.plans else recorder.plans
     for plan in plans:
-        runs[plan] = tuple(replace(run, step=session.foreseen_of(run.step, plan)) for run in passed)
+        runs[plan] = tuple(replace(run, step=recorder.step_under(plan, run.step)) for run in passed)
     report = session.report()
     refused = [(str(one.where), one.reason) for one in report.regions if one.status == "refused"]
     refused += [(f"head {one.where}", one.reason) for one in report.heads if one.status == "refused"]
@@ -228,7 +233,7 @@ def _recorded(session: Session, batch: int, seq: int, plans: tuple[str, ...]) ->
         tuple(one.where.module or str(one.where) for one in report.regions if one.status == "chunked"),
         tuple(refused),
         "" if report.step is None else report.step.decision,
-        session.records == "graph",
-        session.shares is not None,
+        recorder.reads == "graph",
+        isinstance(recorder, PlainRecorder),
         session.static_terms()["inputs and buffers"] - NUM_INPUTS * TOKEN_BYTES * batch * seq,
     )

@@ -69,7 +69,7 @@ class SessionState(Protocol):
         history: the runs of its graphs.
         situation: of the run whose forward or backward is at work, or was last.
         peaks: what was solved for its runs.
-        measures: whether its graphs run on this machine, whose rates then count.
+        runs_here: whether its graphs run on this machine, whose rates then count.
         device_limits: what accelerators have for this session, where it has no budget; asked anew once more is there.
     """
 
@@ -77,7 +77,10 @@ class SessionState(Protocol):
     history: RunHistory
     situation: Situation | None
     peaks: SolvedPeaks
-    measures: bool
+
+    @property
+    def runs_here(self) -> bool: ...
+
     device_limits: dict[torch.device, int]
 
     def held_bytes(self) -> int:
@@ -113,7 +116,7 @@ def is_limited(session: SessionState, device: torch.device, regions: Iterable[Re
     if session.config.has_budget:
         return True
     is_alone = all(region.terms_now("nothing").travel is None for region in regions)
-    return session.config.memory_budget is None and session.measures and is_alone and is_accelerator(device)
+    return session.config.memory_budget is None and session.runs_here and is_alone and is_accelerator(device)
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -214,7 +217,7 @@ class GraphBudget:
     def rates(self) -> DeviceRates:
         found = device_rates(self._device.type, self._dtype)
         # Graphs that will run on an accelerator are recorded on this CPU, and memory is at hand there.
-        return found if self._session.measures else replace(found, keep_bytes=math.inf)
+        return found if self._session.runs_here else replace(found, keep_bytes=math.inf)
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -14,7 +14,6 @@ import sympy
 import torch
 
 from memfine_fx.records import Keep, ParamKind
-from memfine_fx.runtime.kernels.tables import KernelForm
 
 __all__ = [
     "BackwardBody",
@@ -176,11 +175,6 @@ class Bodies(Protocol):
     takes_group: bool
     num_factored: int
     """How many of its matmuls meet a low-rank term of their matrix factor by factor."""
-
-    @property
-    def kernel_form(self) -> KernelForm | None:
-        """What lets the GPU kernels compute this function; None where they do not know it."""
-        ...
 
     def forward(self) -> ForwardBody: ...
 

@@ -68,7 +68,7 @@ def head_loss(
     logits = _logits_of(hidden, weight, keeps_logits)
     with span(f"forward {site}"), range_of(f"{head.name or site} forward"), without_autocast():
         returned = logits if keeps_logits else None
-        found = run_head(inputs, head.loss, bounds, flags, returned, is_fused=head.is_fused)
+        found = run_head(inputs, head.loss, bounds, flags, returned, kernel=head.kernel)
     return found.loss.to(head.out_dtype), found.power, found.hidden, found.weight, found.bias, logits
 
 

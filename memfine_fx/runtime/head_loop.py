@@ -17,21 +17,21 @@ that recomputing logits in backward takes.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from memfine_fx.memory.head_bytes import BLOCK_BYTES, product_rows, rows_at_once
-from memfine_fx.memory.measure import run_outside_compilation
 from memfine_fx.records.heads import HeadLoss
-from memfine_fx.runtime.kernels.launches import has_triton
 
-__all__ = ["HeadInputs", "HeadResults", "chunk_bounds", "is_fused_on", "run_head"]
+__all__ = ["HeadInputs", "HeadResults", "LossKernel", "chunk_bounds", "run_head"]
 
-_LOG = logging.getLogger(__name__)
+LossKernel = Callable[[torch.Tensor, torch.Tensor, HeadLoss, torch.Tensor | None], torch.Tensor]
+"""(logits [R,V], labels [R], loss, factor: one number or None) -> losses [R] in fp32.
+
+With a factor, it writes the gradient of the logits, times that factor, over the logits.
+"""
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def run_head(
     wanted: tuple[bool, bool, bool],
     returned: torch.Tensor | None = None,
     *,
-    is_fused: bool = False,
+    kernel: LossKernel | None = None,
 ) -> HeadResults:
     """The loss and the wanted gradients (of hidden, weight, bias), chunk by chunk.
 
     Args:
         returned: where logits go, [T,V].
-        is_fused: whether one kernel makes a chunk's losses and gradients, see `is_fused_on`.
+        kernel: computes a chunk's losses and gradients; without one they are computed block by block.
     """
     results = HeadResults.empty(inputs.hidden, inputs.weight, wanted)
     divisor = _divisor(inputs, loss)
@@ -112,7 +112,7 @@ def run_head(
         logits = _project(hidden, inputs.weight, inputs.bias, buffer[: stop - start])
         if returned is not None:
             returned[start:stop].copy_(logits)
-        total += _to_gradients(logits, labels, loss, mantissa if any(wanted) else None, is_fused=is_fused)
+        total += _to_gradients(logits, labels, loss, mantissa if any(wanted) else None, kernel)
         _add_chunk(results, logits, hidden, inputs.weight, slice(start, stop), wanted, is_first=start == bounds[0][0])
     results.loss.copy_(total / divisor)
     return results
@@ -133,41 +133,12 @@ def _project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return torch.addmm(bias, hidden, weight.t(), out=out)
 
 
-def is_fused_on(device: torch.device) -> bool:
-    """Whether a head there has its losses and gradients from one kernel: with Triton, on what it was compiled for.
-
-    Where it does not run although it should, a warning says why.
-    """
-    if device.type != "cuda" or not has_triton():
-        return False
-    return (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)) and _runs(device)
-
-
-@functools.cache
-def _runs(device: torch.device) -> bool:
-    """Asked once of a device, by one row of logits: Triton may find no compiler there, or not know the device."""
-    from memfine_fx.runtime.kernels.cross_entropy import cross_entropy_
-
-    def one_row() -> torch.Tensor:
-        label = torch.zeros(1, dtype=torch.int64, device=device)
-        return cross_entropy_(torch.zeros(1, 8, device=device), label, HeadLoss(), torch.ones((), device=device))
-
-    try:
-        run_outside_compilation(device.type, one_row)
-    except Exception as error:  # of the compiler or of the driver: its types differ by version and target
-        _LOG.warning("a head's loss goes over blocks of logits, because its GPU kernel does not run here: %s", error)
-        return False
-    return True
-
-
 def _to_gradients(
-    logits: torch.Tensor, labels: torch.Tensor, loss: HeadLoss, factor: torch.Tensor | None, *, is_fused: bool
+    logits: torch.Tensor, labels: torch.Tensor, loss: HeadLoss, factor: torch.Tensor | None, kernel: LossKernel | None
 ) -> torch.Tensor:
     """The sum of the tokens' losses; with a factor, logits become its gradient times that factor."""
-    if is_fused:
-        from memfine_fx.runtime.kernels.cross_entropy import cross_entropy_
-
-        return cross_entropy_(logits, labels, loss, factor).sum()
+    if kernel is not None:
+        return kernel(logits, labels, loss, factor).sum()
     block_bytes = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cuda"])
     num_rows = rows_at_once(block_bytes, 4 * logits.shape[1])
     blocks = zip(torch.split(logits, num_rows), torch.split(labels, num_rows), strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfine_fx.records.heads import HeadLoss, HeadPlan
+from memfine_fx.runtime.head_loop import LossKernel
 from memfine_fx.runtime.live import Live
 from memfine_fx.runtime.registry import Registry
 
@@ -17,11 +18,11 @@ class LiveHead(Live[HeadPlan]):
 
     Args:
         loss: what is computed of a token's logits.
-        is_fused: see `runtime.head_loop.run_head`.
+        kernel: see `runtime.head_loop.run_head`.
     """
 
     loss: HeadLoss
-    is_fused: bool = False
+    kernel: LossKernel | None = None
 
 
 _heads: Registry[LiveHead] = Registry()

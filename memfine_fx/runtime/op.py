@@ -19,7 +19,6 @@ import torch
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
 from memfine_fx.records import ChunkPlan, Keep
-from memfine_fx.runtime import windowed
 from memfine_fx.runtime.accumulation import gradients_to_add_to
 from memfine_fx.runtime.bodies import KeepingBodies
 from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward, spread
@@ -27,15 +26,15 @@ from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.ranges import range_of, ranged
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
-from memfine_fx.runtime.store import LiveRegion, lookup
+from memfine_fx.runtime.store import ExpertKernels, LiveRegion, lookup
 
 __all__ = [
+    "empty_order",
     "experts",
     "experts_backward",
     "experts_backward_kept",
     "experts_keeping",
     "route",
-    "route_on_device",
     "route_shared",
 ]
 
@@ -56,27 +55,12 @@ def route(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, t
 
 @route.register_fake
 def _(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_order(expert_index), torch.empty((num_experts + 1,), dtype=torch.int64, device="cpu")
+    return empty_order(expert_index), torch.empty((num_experts + 1,), dtype=torch.int64, device="cpu")
 
 
-def _empty_order(expert_index: torch.Tensor) -> torch.Tensor:
+def empty_order(expert_index: torch.Tensor) -> torch.Tensor:
+    """Return the order [N] int32 of assignments [T,K], with undefined numbers; for fake implementations."""
     return expert_index.new_empty((expert_index.shape[0] * expert_index.shape[1],), dtype=torch.int32)
-
-
-@torch.library.custom_op(
-    "memfine::route_on_device",
-    mutates_args=(),
-    schema="(Tensor expert_index, SymInt num_experts) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-def route_on_device(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `memfine::route` for regions that the GPU kernels run: offsets [E+1] int32 stay on the device, unasked for."""
-    return windowed.sort_on_device(expert_index, num_experts)
-
-
-@route_on_device.register_fake
-def _(expert_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_order(expert_index), expert_index.new_empty((num_experts + 1,), dtype=torch.int32)
 
 
 @torch.library.custom_op(
@@ -103,7 +87,7 @@ def route_shared(
 def _(
     expert_index: torch.Tensor, num_experts: int, table_shape: Sequence[int], site: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_order(expert_index), torch.empty(list(table_shape), dtype=torch.int64, device="cpu")
+    return empty_order(expert_index), torch.empty(list(table_shape), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op(
@@ -125,7 +109,7 @@ def experts(
     Args:
         hidden: [T,H].
         weight: [T,K] or None.
-        order, offsets: from `memfine::route` or `memfine::route_on_device`.
+        order, offsets: from `memfine::route`, or on the device from `memfine::route_on_device`.
         params: the parameters of the expert function, see `runtime.params`.
         site: key of the live region.
 
@@ -154,8 +138,9 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
         with span(f"forward {site}"), range_of(name):
             return region.exchange.forward(region, routed, kept)
     plan = region.plan_for(num_tokens)
-    if windowed.is_taken(region, routed, kept):
-        return _windowed_forward(region, routed, plan, name, kept)
+    kernels = region.kernels_for(routed, kept)
+    if kernels is not None:
+        return _forward_in_kernels(kernels, region, routed, plan, name, kept)
     routed = routed.on_host()
     region.check_ids(routed.order, routed.offsets)
     chunks = chunks_of(routed, region.bodies, plan, region.tuner, kept)
@@ -170,8 +155,8 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
         return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, kept)
 
 
-def _windowed_forward(
-    region: LiveRegion, routed: Routed, plan: ChunkPlan, name: str, kept: Kept | None
+def _forward_in_kernels(
+    kernels: ExpertKernels, region: LiveRegion, routed: Routed, plan: ChunkPlan, name: str, kept: Kept | None
 ) -> torch.Tensor:
     region.plan, region.num_tokens = plan, routed.num_tokens
     region.num_steps += 1
@@ -181,7 +166,7 @@ def _windowed_forward(
     else:
         region.loads.note_later(routed.offsets, None if region.drops_larger else routed.order.shape[0])
     with span(f"forward {region.site}"), range_of(name):
-        return windowed.run_forward(region, routed, plan, kept)
+        return kernels.forward(region, routed, plan, kept)
 
 
 def _grouped(flat: Sequence[ItemT], region: LiveRegion) -> list[tuple[ItemT, ...]]:
@@ -240,9 +225,10 @@ def _backward(
     plan = region.plan_for(routed.num_tokens)
     there = gradients_to_add_to(site, [one for group in routed.params for one in group], wanted)
     region.num_added = sum(one is not None for one in there)
-    if windowed.is_taken(region, routed, kept):
+    kernels = region.kernels_for(routed, kept)
+    if kernels is not None:
         with span(f"backward {site}"), range_of(name):
-            return windowed.run_backward(grad, region, routed, plan, wanted, kept, there)
+            return kernels.backward(grad, region, routed, plan, wanted, kept, there)
     routed = routed.on_host()
     chunks = ranged(chunks_of(routed, region.bodies, plan, region.tuner, kept, is_new_step=False), name)
     lower = partial(region.lower, routed.num_tokens)

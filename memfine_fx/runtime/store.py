@@ -3,24 +3,70 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from memfine_fx.records import ChunkPlan, OutOfRange
-from memfine_fx.runtime.bodies import Bodies
+from memfine_fx.runtime.bodies import Bodies, KeptTensor
 from memfine_fx.runtime.live import Live
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.parallel import RowExchange
 from memfine_fx.runtime.registry import Registry
 
-__all__ = ["LiveRegion", "lookup", "register", "unregister"]
+if TYPE_CHECKING:
+    from memfine_fx.runtime.loop import Kept
+    from memfine_fx.runtime.routed import Routed
+
+__all__ = ["ExpertKernels", "LiveRegion", "lookup", "register", "unregister"]
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+class ExpertKernels(Protocol):
+    """GPU kernels that run the routed experts of a layer in place of the loop over chunks; see `memfine_fx.kernels`."""
+
+    def can_run(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether they run on tokens [T,H] and parameters of these devices, layouts and dtypes."""
+        ...
+
+    def can_save(self, tensors: Sequence[KeptTensor], dtype: torch.dtype) -> bool:
+        """Return whether they can save their products where compiled functions on rows of a dtype save `tensors`."""
+        ...
+
+    def forward(self, region: LiveRegion, routed: Routed, plan: ChunkPlan, saved: Kept | None) -> torch.Tensor:
+        """Return the combined outputs [T,H_out] in the region's dtype; write products into what is saved.
+
+        Raises:
+            ChunkOutOfMemory: memory ran out with one row at a time.
+        """
+        ...
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        region: LiveRegion,
+        routed: Routed,
+        plan: ChunkPlan,
+        wanted: Sequence[bool],
+        saved: Kept | None,
+        onto: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """Return the gradients of what is wanted, in the order hidden, weight, parameters.
+
+        Args:
+            grad: of the combined outputs [T,H_out].
+            onto: for each parameter an existing gradient that is added to in place and returned, or None.
+
+        Raises:
+            ChunkOutOfMemory: memory ran out with one row at a time, or after something was added to.
+        """
+        ...
 
 
 @dataclass(kw_only=True)
@@ -35,7 +81,8 @@ class LiveRegion(Live[ChunkPlan]):
         tuner: how many chunks a step's rows get under the plan.
         warn: told in words when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
-        uses_kernels: whether the GPU kernels run it, but for copies of it in other dtypes, as checks make them.
+        kernels: the GPU kernels that run it; None where its bodies do. Copies of it in other dtypes, as checks make
+            them, may run in bodies all the same.
         runs_in: "GPU kernels", or on a GPU "bodies" and why.
         loads: how uneven its routing was.
     """
@@ -47,7 +94,7 @@ class LiveRegion(Live[ChunkPlan]):
     tuner: ChunkTuner = field(default_factory=ChunkTuner)
     warn: Callable[[str], None] = _warn
     exchange: RowExchange | None = None
-    uses_kernels: bool = False
+    kernels: ExpertKernels | None = None
     runs_in: str = ""
     loads: LoadHistory = field(default_factory=LoadHistory)
     largest_chunk: int = 0  # rows, in the latest step
@@ -55,6 +102,17 @@ class LiveRegion(Live[ChunkPlan]):
     num_added: int = 0  # gradients that it added to where they were, in the latest backward
     rounds: RoundStats | None = None  # of the latest step, where the experts are sharded
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left
+
+    def kernels_for(self, routed: Routed, saved: Kept | None) -> ExpertKernels | None:
+        """Return the kernels that run a step on these rows, None where bodies do.
+
+        NOTE: forward and backward must agree, so that nothing here depends on what may change between them.
+        """
+        if self.kernels is None:
+            return None
+        can_save = saved is None or self.kernels.can_save(saved.bodies.kept, routed.hidden.dtype)
+        tensors = [routed.hidden, *(tensor for group in routed.params for tensor in group)]
+        return self.kernels if can_save and self.kernels.can_run(tensors) else None
 
     @property
     def decides_kept_rows(self) -> bool:

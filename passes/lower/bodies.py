@@ -27,10 +27,11 @@ import torch
 from torch import fx
 
 from memfine_fx.config import InnerBackend
+from memfine_fx.kernels.matching import kernel_form
+from memfine_fx.kernels.tables import KernelForm
 from memfine_fx.passes.lower.compiled_body import CompiledBody, making, outputs_of, set_outputs
 from memfine_fx.passes.lower.fold_weight import fold_weight
 from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row, through_transposes
-from memfine_fx.passes.lower.kernel_form import kernel_form
 from memfine_fx.passes.lower.lift import lift_over_experts
 from memfine_fx.passes.lower.low_rank import split_low_rank
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
@@ -44,7 +45,6 @@ from memfine_fx.runtime.bodies import (
     PlainGrad,
     ProductGrad,
 )
-from memfine_fx.runtime.kernels.tables import KernelForm
 
 __all__ = ["ExpertBodies", "bodies_for"]
 

@@ -12,14 +12,14 @@ import torch
 from memfine_fx.compat.shapes import hints_of_symbols
 from memfine_fx.expert_parallel.clones import bytes_of_clones, can_clone
 from memfine_fx.expert_parallel.sharded import ShardedExperts
+from memfine_fx.kernels.tables import KernelForm, trained_adapters, trained_parts
+from memfine_fx.kernels.tiling import LEAST_COLUMNS
 from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, WindowBytes, added_bytes
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.lower.arguments import gradient_shapes, param_groups, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies
 from memfine_fx.records import Keep, MoERegion
-from memfine_fx.runtime.kernels.tables import KernelForm, trained_adapters, trained_parts
-from memfine_fx.runtime.kernels.tiling import LEAST_COLUMNS
 from memfine_fx.runtime.loop import accumulator_dtype
 
 __all__ = ["num_tokens_hint", "num_tokens_of", "region_bytes"]
@@ -86,7 +86,7 @@ def region_bytes(
 def _window_bytes(
     region: MoERegion, form: KernelForm, hidden: torch.Tensor, output: torch.Tensor, wanted: Sequence[bool]
 ) -> WindowBytes:
-    """See `runtime.kernels.layer`: what it holds from window to window."""
+    """See `kernels.layer`: what it holds from window to window."""
     num_own = form.num_own
     of_params = [wanted[2 + place] for place in form.positions]
     trains_projections, trains_down = trained_parts(

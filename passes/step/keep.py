@@ -27,7 +27,6 @@ from memfine_fx.records import Keep, KeepingOp
 from memfine_fx.runtime.bodies import KeepingBodies
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import LiveRegion, lookup
-from memfine_fx.runtime.windowed import can_keep
 
 __all__ = ["KeepChoice", "keep_choices", "keep_in_regions", "keeping_ops", "kept_inputs", "trace_keeping"]
 
@@ -90,11 +89,8 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
 
 
 def _has_room_for_kernels(region: LiveRegion, bodies: KeepingBodies, dtype: torch.dtype) -> bool:
-    """Whether the GPU kernels can keep what these bodies do, where they run a region."""
-    if not region.uses_kernels:
-        return True
-    form = region.bodies.kernel_form
-    return form is not None and can_keep(form, bodies.kept, dtype)
+    """Return whether the GPU kernels can save what these bodies save, where kernels run the region."""
+    return region.kernels is None or region.kernels.can_save(bodies.kept, dtype)
 
 
 def kept_inputs(backward: fx.Graph) -> set[int]:

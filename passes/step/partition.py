@@ -29,8 +29,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+import memfine_fx.kernels.experts
 import memfine_fx.runtime.head
-import memfine_fx.runtime.op  # registers the ops
+import memfine_fx.runtime.op  # both register ops
 from memfine_fx.compat import functorch
 from memfine_fx.compat.functorch import frees_tangents, min_cut_partition, random_state_ops
 from memfine_fx.compat.inductor import CustomPartitionerFn, get_hash_for_files
@@ -56,6 +57,7 @@ _FILES = (
     functorch.__file__,
     memfine_fx.runtime.head.__file__,
     memfine_fx.runtime.loop.__file__,
+    memfine_fx.kernels.experts.__file__,
     memfine_fx.runtime.op.__file__,
 )
 """What decides a partition, its record, and the layouts of our operators' results: cached graphs are those of these."""

@@ -339,7 +339,6 @@ class _ExactBodies:
     """Bodies as graphs, run in fp64 at the widths of the check."""
 
     contribution_dtype = torch.float64
-    kernel_form = None  # the kernels are no graphs
 
     def __init__(self, bodies: Bodies, widths: Mapping[int, int]) -> None:
         self._bodies, self._widths = bodies, widths

@@ -142,7 +142,7 @@ class Forms:
         stand_in = replace(live, site=site, tuner=ChunkTuner(), plan=None, _plans={})
         register(stand_in)
         try:
-            lower_region(rewritten, _translated(region, env), site, routes_on_device=live.uses_kernels)
+            lower_region(rewritten, _translated(region, env), site, routes_on_device=live.kernels is not None)
         finally:
             unregister(site)
         assert output.op == "output"

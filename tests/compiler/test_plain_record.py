@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from memfine_fx.compiler.inner import record_plain
+from memfine_fx.compiler.recorder import record_plain
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.runtime.accumulation import Accumulation
 

@@ -35,7 +35,7 @@ def session_of(budget: Any, held: int = 0) -> Any:
     return SimpleNamespace(
         config=Config(memory_budget=budget),
         history=RunHistory(),
-        measures=True,
+        runs_here=True,
         device_limits={},
         held_bytes=lambda: held,
     )
@@ -75,7 +75,7 @@ def test_an_accelerator_is_asked_once(device: torch.device, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("budget", "device_type", "measures", "expected"),
+    ("budget", "device_type", "runs_here", "expected"),
     [
         (None, "cuda", True, True),
         (None, "cuda", False, False),  # `fit` asks what a run would take, of any device
@@ -85,10 +85,10 @@ def test_an_accelerator_is_asked_once(device: torch.device, monkeypatch: pytest.
     ],
 )
 def test_bytes_decide_where_there_is_a_budget_or_an_accelerator(
-    budget: Any, device_type: str, measures: bool, expected: bool
+    budget: Any, device_type: str, runs_here: bool, expected: bool
 ) -> None:
     session = session_of(budget)
-    session.measures = measures
+    session.runs_here = runs_here
     assert is_limited(session, torch.device(device_type), []) == expected
 
 

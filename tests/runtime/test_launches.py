@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from memfine_fx.runtime.kernels.launches import Tiles, launch
+from memfine_fx.kernels.launches import Tiles, launch
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cpu"])

@@ -1,0 +1,58 @@
+"""A layer's calls in torch's grouped products, as bodies make them: what the kernels are compared with by time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from memfine_fx.kernels.sorting import Routing
+from memfine_fx.kernels.tables import Tables, standing
+
+__all__ = ["grouped_calls"]
+
+Call = Callable[[], object]
+
+
+def grouped_calls(hidden: torch.Tensor, routing: Routing, tables: Tables) -> Iterator[Call]:
+    """Calls of a step with products kept, each to be timed alone: their results go nowhere.
+
+    Rows are gathered, multiplied, added to tokens in fp32; then gradients likewise, and those of tables are copied to
+    where they belong. What lies between products is a copy that moves as many bytes.
+
+    Args:
+        hidden: [T,H], in bf16.
+        routing: of all rows, in one chunk.
+        tables: in bf16.
+    """
+    product = functools.partial(torch.nn.functional.grouped_mm, offs=routing.offsets[1:])
+    tokens = routing.order.long() // routing.top_k
+    rows = hidden[tokens]
+    activated = hidden.new_zeros(rows.shape[0], tables.width)
+    made = [hidden.new_zeros(rows.shape[0], one.shape[1]) for one in tables.projections]
+    sums = torch.zeros_like(hidden, dtype=torch.float32)
+    moved = [hidden.new_zeros(rows.shape[0], columns * tables.width) for columns in (1, 1, 3, 3)]
+
+    def gather() -> None:
+        hidden.index_select(0, tokens)
+
+    def add_to_tokens() -> None:
+        sums.index_add_(0, tokens, rows.float())
+
+    for _ in range(2):  # forward's and backward's
+        yield gather
+        yield add_to_tokens
+    yield gather  # the tokens again, for gradients of the projections
+    yield functools.partial(moved[0].copy_, moved[1])  # the activation, of two columns into one
+    yield functools.partial(moved[2].copy_, moved[3])  # its gradient, of three columns into three
+    down = standing(tables.down)
+    for one, left in zip(map(standing, tables.projections), made, strict=True):
+        yield functools.partial(product, rows, one.mT)
+        yield functools.partial(product, left, one)
+        yield functools.partial(product, left.mT, rows)
+        yield one.clone
+    yield functools.partial(product, activated, down.mT)
+    yield functools.partial(product, rows, down)
+    yield functools.partial(product, rows.mT, activated)
+    yield down.clone

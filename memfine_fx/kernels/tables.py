@@ -1,0 +1,558 @@
+"""The experts' tables as the kernels see them: three matrices an expert, wherever they stand in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar, get_args
+
+import torch
+
+from memfine_fx.compat.tensors import FakeTensor
+from memfine_fx.runtime.routing import sent
+
+__all__ = [
+    "LAYOUTS",
+    "Activation",
+    "ActivationName",
+    "Adapter",
+    "AdapterForm",
+    "AdapterForms",
+    "KernelForm",
+    "Layout",
+    "ListTable",
+    "Pointwise",
+    "Sources",
+    "Table",
+    "Tables",
+    "Term",
+    "Terms",
+    "TileSource",
+    "TileTable",
+    "adapters_of",
+    "are_projections",
+    "divided",
+    "has_up",
+    "num_adapter_params",
+    "num_projections_of",
+    "standing",
+    "trained_adapters",
+    "trained_parts",
+]
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """An activation that has no name here, as Triton source (`kernels.epilogue`).
+
+    Args:
+        source: `forward(gate, up)`, the result, and `backward(gate, up, grad)`, both gradients, of fp32 tiles.
+        has_up: whether it reads `up`.
+    """
+
+    source: str
+    has_up: bool
+
+
+ActivationName = Literal["swiglu", "geglu", "geglu_exact", "clamped", "relu2"]
+Activation = ActivationName | Pointwise
+"""See `memfine_fx.kernels.activation`."""
+
+Layout = Literal["apart", "apart_in_out", "halves", "halves_in_out", "interleaved_in_out", "single", "single_in_out"]
+"""How the parameters hold them, matrices of E experts in front:
+
+    apart               gate [F,H], up [F,H], down [H,F]
+    apart_in_out        gate [H,F], up [H,F], down [F,H]
+    halves              gate and up [2F,H] one after the other, down [H,F]
+    halves_in_out       gate and up [H,2F] one after the other, down [F,H]
+    interleaved_in_out  gate and up [H,2F] column by column, down [F,H]
+    single              gate [F,H] and no up, down [H,F]
+    single_in_out       gate [H,F] and no up, down [F,H]
+
+Where experts have biases, those follow in the same order: of one or both projections, then [H] of down; a bias of gate
+and up in one is [2F], divided as the columns are.
+"""
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+_APART = ("apart", "apart_in_out")
+_SINGLE = ("single", "single_in_out")
+_OUT_IN = ("apart", "halves", "single")
+
+
+@dataclass(frozen=True)
+class TileSource:
+    """How kernels make a table tile by tile, of packed numbers for instance; see `made`.
+
+    Args:
+        source: Triton source of `made(parts, expert, row, column, is_entry)`, entries of an expert's matrix at rows and
+            columns that broadcast to each other, finite where they are not entries.
+        shape: of an expert's matrix, whose rows and columns these are.
+        num_tensors: of how many parameters it is made, [E,...] each and contiguous: `parts`, and behind them `codes`.
+        codes: numbers that `made` looks up, in fp32.
+    """
+
+    source: str
+    shape: tuple[int, int]
+    num_tensors: int
+    codes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """A table [E,C,D], or a part of its rows, that exists tile by tile alone and has no gradient.
+
+    Args:
+        tensors: what `how` takes, its codes included.
+        shape: of this view.
+        firsts, steps: of the matrix's rows and columns, which are the view's: the n-th is first + step n.
+        is_turned: whether the view's rows are the matrix's columns.
+    """
+
+    how: TileSource
+    tensors: tuple[torch.Tensor, ...]
+    shape: tuple[int, int, int]
+    firsts: tuple[int, int] = (0, 0)
+    steps: tuple[int, int] = (1, 1)
+    is_turned: bool = False
+
+    @staticmethod
+    def of(how: TileSource, tensors: Sequence[torch.Tensor]) -> TileTable:
+        """
+        Raises:
+            ValueError: they are not as many, not of as many experts, or not contiguous.
+        """
+        experts = {one.shape[0] for one in tensors}
+        if len(tensors) != how.num_tensors or len(experts) != 1 or not all(one.is_contiguous() for one in tensors):
+            raise ValueError(f"a table is made of {how.num_tensors} contiguous tensors of its experts")
+        codes = [_codes(how.codes, tensors[0].device)] if how.codes else []
+        return TileTable(how, (*tensors, *codes), (experts.pop(), *how.shape))
+
+    def stride(self, axis: int) -> int:
+        """Of entries that stand nowhere."""
+        return 0
+
+    @property
+    def mT(self) -> TileTable:
+        num_experts, rows, columns = self.shape
+        return replace(self, shape=(num_experts, columns, rows), is_turned=not self.is_turned)
+
+    def rows(self, first: int, number: int, step: int = 1) -> TileTable:
+        """So many of the view's rows, each so many behind the one before."""
+        num_experts, _, columns = self.shape
+        firsts, steps, own = list(self.firsts), list(self.steps), int(self.is_turned)
+        firsts[own] += steps[own] * first
+        steps[own] *= step
+        shape = (num_experts, number, columns)
+        return replace(self, shape=shape, firsts=(firsts[0], firsts[1]), steps=(steps[0], steps[1]))
+
+
+@dataclass(frozen=True)
+class ListTable:
+    """A table [E,C,D], or a part of its rows, of which each expert's matrix is a tensor of its own.
+
+    Args:
+        addresses: [E] int64 on the device, of each expert's first entry of this view.
+        tensors: the experts' own, which the addresses are of.
+        shape, strides: of this view; of experts 0.
+        is_aligned: whether every address is a multiple of 16 bytes.
+    """
+
+    addresses: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    is_aligned: bool
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> ListTable:
+        """
+        Raises:
+            ValueError: they are not matrices of one shape, dtype and strides.
+        """
+        first = tensors[0]
+        if first.ndim != 2 or len({(one.shape, one.dtype, one.stride(), one.device) for one in tensors}) != 1:
+            raise ValueError("the experts of a list have matrices of one shape, dtype and strides")
+        places = [0 if isinstance(one, FakeTensor) else one.data_ptr() for one in tensors]
+        if isinstance(first, FakeTensor):  # stands nowhere, as its addresses do
+            addresses = first.new_empty(len(places), dtype=torch.int64)
+        else:
+            addresses = sent(torch.tensor(places, dtype=torch.int64), first.device)
+        (rows, columns), (row, column) = first.shape, first.stride()
+        shape, strides = (len(tensors), rows, columns), (0, row, column)
+        is_aligned = all(place % _ALIGNMENT == 0 for place in places)
+        return ListTable(addresses, tuple(tensors), shape, strides, is_aligned)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    def stride(self, axis: int) -> int:
+        return self.strides[axis]
+
+    @property
+    def mT(self) -> ListTable:
+        (experts, rows, columns), (_, row, column) = self.shape, self.strides
+        return replace(self, shape=(experts, columns, rows), strides=(0, column, row))
+
+    def rows(self, first: int, number: int, step: int = 1) -> ListTable:
+        """So many of the view's rows, each so many behind the one before."""
+        (experts, _, columns), (_, row, column) = self.shape, self.strides
+        offset = first * row * self.dtype.itemsize
+        return replace(
+            self, addresses=self.addresses + offset if offset else self.addresses, shape=(experts, number, columns),
+            strides=(0, row * step, column), is_aligned=self.is_aligned and offset % _ALIGNMENT == 0,
+        )  # fmt: skip
+
+
+_ALIGNMENT = 16  # bytes
+
+
+TableT = TypeVar("TableT", torch.Tensor, "Table")
+Table = torch.Tensor | TileTable | ListTable
+"""[E,C,D] of numbers that stand somewhere, or are made."""
+Param = torch.Tensor | ListTable
+"""A parameter as the kernels' layer takes it."""
+
+
+def standing(table: Table) -> torch.Tensor:
+    """A table whose numbers stand in one tensor, as what references take.
+
+    Raises:
+        ValueError: it is made, or of a list.
+    """
+    if not isinstance(table, torch.Tensor):
+        raise ValueError(f"a table {list(table.shape)} that is made by tiles, or of a list, is no tensor")
+    return table
+
+
+def _codes(codes: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Made once for a device, since a copy to it is waited for; fake ones, of compilations, are kept for nobody."""
+    key = codes, device
+    made = _kept_codes.get(key)
+    if made is None:
+        made = torch.tensor(codes, dtype=torch.float32, device=device)
+    if not isinstance(made, FakeTensor):
+        _kept_codes[key] = made
+    return made
+
+
+_kept_codes: dict[tuple[tuple[float, ...], torch.device], torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class AdapterForm:
+    """A low-rank term of a projection, s (x A^T) B^T of two parameters (LoRA, arXiv 2106.09685).
+
+    Args:
+        rank: r.
+        scale: s.
+        is_first_out_in, is_second_out_in: whether A stands as [r,in], and B as [out,r], or turned.
+    """
+
+    rank: int
+    scale: float
+    is_first_out_in: bool = True
+    is_second_out_in: bool = True
+
+
+AdapterForms = tuple[AdapterForm | None, ...]
+"""Of gate and up, or both in one, and down: None where there is none; empty where no projection has one."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Views of an adapter's parameters, or of their gradients.
+
+    Args:
+        first: A, [E,r,D].
+        second: B, [E,C,r].
+        scale: s.
+    """
+
+    first: torch.Tensor
+    second: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return int(self.first.shape[1])
+
+
+def adapters_of(params: Sequence[torch.Tensor], forms: AdapterForms) -> list[Adapter | None]:
+    """The adapter of each form.
+
+    Args:
+        params: A and B of each that is there, one after the other.
+
+    Raises:
+        ValueError: there are more or fewer, or two do not meet.
+    """
+    left, found = list(params), list[Adapter | None]()
+    for form in forms:
+        if form is None:
+            found.append(None)
+            continue
+        if len(left) < 2:
+            raise ValueError(f"{len(params)} parameters are not those of adapters {forms}")
+        first, second = left.pop(0), left.pop(0)
+        adapter = Adapter(
+            first if form.is_first_out_in else first.mT, second if form.is_second_out_in else second.mT, form.scale
+        )
+        if not adapter.first.shape[1] == adapter.second.shape[2] == form.rank:
+            raise ValueError(f"factors {_described(adapter.first)} and {_described(adapter.second)} do not meet")
+        found.append(adapter)
+    if left:
+        raise ValueError(f"{len(params)} parameters are not those of adapters {forms}")
+    return found
+
+
+@dataclass(frozen=True)
+class Term:
+    """What is added to a window's product: rows [R,r] times [E,C,r] of their experts."""
+
+    rows: torch.Tensor
+    matrix: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Those of gate's and up's products; of the same strides, as the tables are.
+
+    Args:
+        projections: of each parameter that holds them, in its columns' order.
+        gate, up: of each, the same where there is no up projection.
+    """
+
+    projections: Sequence[Term]
+    gate: Term
+    up: Term
+
+    @staticmethod
+    def of(projections: Sequence[Term], layout: Layout) -> Terms:
+        gate, up = divided([one.matrix for one in projections], layout)
+        return Terms(projections, Term(projections[0].rows, gate), Term(projections[-1].rows, up))
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """What of an expert function makes it one that the kernels know.
+
+    Args:
+        layout: of its parameters.
+        positions: where gate and up, or both in one, down, the biases and the adapters' factors stand among them; all
+            tensors of one that is made, one after the other.
+        activation: between the projections.
+        has_bias: whether every projection has one.
+        sources: of gate and up, or both in one, and down, how each is made, or None where it is a parameter; empty
+            where all are.
+        adapters: their low-rank terms.
+        is_list: whether each expert's matrices are tensors of their own; then there is nothing but matrices.
+    """
+
+    layout: Layout
+    positions: tuple[int, ...]
+    activation: Activation = "swiglu"
+    has_bias: bool = False
+    sources: Sources = ()
+    adapters: AdapterForms = ()
+    is_list: bool = False
+
+    @property
+    def has_up(self) -> bool:
+        return has_up(self.activation)
+
+    @property
+    def num_own(self) -> int:
+        """How many of the positions, in front, are not of adapters' factors."""
+        return len(self.positions) - num_adapter_params(self.adapters)
+
+    @property
+    def made(self) -> frozenset[int]:
+        """Positions of what tables are made of."""
+        counts = counts_of(self.layout, self.sources)
+        firsts = [sum(counts[:place]) for place in range(len(counts))]
+        of_each = zip(firsts, counts, self.sources, strict=True) if self.sources else ()
+        return frozenset(
+            self.positions[first + place] for first, count, how in of_each if how is not None for place in range(count)
+        )
+
+    def width(self, shape_of: Callable[[int], Sequence[int]]) -> int:
+        """F.
+
+        Args:
+            shape_of: of the parameter at a position, experts in front.
+        """
+        how = self.sources[-1] if self.sources else None
+        counts = counts_of(self.layout, self.sources)
+        first, second = how.shape if how is not None else shape_of(self.positions[sum(counts[:-1])])[1:]
+        return int(second if self.layout in _OUT_IN else first)
+
+
+Sources = tuple[TileSource | None, ...]
+
+
+def num_adapter_params(forms: AdapterForms) -> int:
+    return 2 * sum(form is not None for form in forms)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Views of the parameters, or of their gradients.
+
+    Args:
+        gate, up: [E,F,H], of the same strides; the same where there is no up projection.
+        down: [E,H,F].
+        gate_bias, up_bias: [E,F], of the same strides, or None.
+        down_bias: [E,H], or None.
+        projections: gate and up, or [E,2F,H] where one parameter holds both, or gate alone.
+        projection_biases: theirs, [E,F] or [E,2F]; none where there are no biases.
+    """
+
+    gate: Table
+    up: Table
+    down: Table
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    projections: Sequence[Table] = ()
+    projection_biases: Sequence[torch.Tensor] = ()
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.gate.shape[1]
+
+    @property
+    def hidden(self) -> int:
+        return self.gate.shape[2]
+
+    @staticmethod
+    def of(params: Sequence[Param], layout: Layout, *, has_bias: bool = False, sources: Sources = ()) -> Tables:
+        """The views.
+
+        Raises:
+            ValueError: the parameters have not that layout.
+        """
+        num_params = sum(counts_of(layout, sources)) + has_bias * (num_projections_of(layout) + 1)
+        if len(params) != num_params:
+            with_bias = " with biases" if has_bias else ""
+            raise ValueError(f"layout {layout!r}{with_bias} does not have {len(params)} parameters")
+        left = list(params)
+        matrices: list[Table] = []
+        for how in sources or (None,) * (num_projections_of(layout) + 1):
+            count = 1 if how is None else how.num_tensors
+            taken, left = left[:count], left[count:]
+            matrices.append(taken[0] if how is None else TileTable.of(how, list(map(standing, taken))))
+        is_out_in, biases = layout in _OUT_IN, list(map(standing, left))
+        *projections, down = matrices if is_out_in else [matrix.mT for matrix in matrices]
+        gate, up = divided(projections, layout)
+        if not has_bias:
+            tables = Tables(gate, up, down, projections=projections)
+        else:
+            gate_bias, up_bias = divided(biases[:-1], layout)
+            tables = Tables(gate, up, down, gate_bias, up_bias, biases[-1], projections, biases[:-1])
+        tables._check(layout)
+        return tables
+
+    def _check(self, layout: Layout) -> None:
+        num_experts, width, hidden = self.gate.shape
+        if self.up.shape != self.gate.shape or _strides(self.up) != _strides(self.gate):
+            raise ValueError(f"gate {_described(self.gate)} and up {_described(self.up)} differ in layout {layout!r}")
+        if self.down.shape != (num_experts, hidden, width):
+            raise ValueError(
+                f"down {_described(self.down)} does not take back what gate {_described(self.gate)} gives, "
+                f"in layout {layout!r}"
+            )
+        if self.gate_bias is None or self.up_bias is None or self.down_bias is None:
+            return
+        shapes = [tuple(bias.shape) for bias in (self.gate_bias, self.up_bias, self.down_bias)]
+        if shapes != [(num_experts, width), (num_experts, width), (num_experts, hidden)]:
+            raise ValueError(f"biases {shapes} of gate, up and down do not meet gate {_described(self.gate)}")
+        if self.gate_bias.stride() != self.up_bias.stride():
+            raise ValueError(f"biases {_described(self.gate_bias)} and {_described(self.up_bias)} differ in strides")
+
+
+def _strides(table: Table) -> tuple[int, ...] | None:
+    """None of what is made."""
+    if isinstance(table, TileTable):
+        return None
+    return table.strides if isinstance(table, ListTable) else table.stride()
+
+
+def num_projections_of(layout: Layout) -> int:
+    """How many parameters hold gate and up."""
+    return 2 if layout in _APART else 1
+
+
+def has_up(activation: Activation) -> bool:
+    """Whether an activation is of gate and up, or of one projection alone."""
+    return activation.has_up if isinstance(activation, Pointwise) else activation != "relu2"
+
+
+def counts_of(layout: Layout, sources: Sources) -> list[int]:
+    """Of gate and up, or both in one, and down, how many parameters each is or is made of."""
+    return [1 if how is None else how.num_tensors for how in sources or (None,) * (num_projections_of(layout) + 1)]
+
+
+def are_projections(layout: Layout, *, has_bias: bool, sources: Sources = ()) -> list[bool]:
+    """Of each parameter, whether it is of gate and up, not of down."""
+    group = [*[True] * num_projections_of(layout), False]
+    of_matrices = zip(group, counts_of(layout, sources), strict=True)
+    return [is_one for is_one, count in of_matrices for _ in range(count)] + group * has_bias
+
+
+def trained_parts(
+    layout: Layout, wanted: Sequence[bool], *, has_bias: bool, sources: Sources = ()
+) -> tuple[bool, bool]:
+    """Whether anything of gate and up is trained, and of down.
+
+    Args:
+        wanted: of each parameter, whether its gradient is.
+
+    Raises:
+        ValueError: a gradient is wanted of what is made, or of a bias beside it.
+    """
+    pairs = list(zip(are_projections(layout, has_bias=has_bias, sources=sources), wanted, strict=True))
+    if any(sources) and any(wanted):
+        raise ValueError("experts whose tables are made have no gradients of their parameters")
+    projections = any(is_wanted for is_one, is_wanted in pairs if is_one)
+    return projections, any(is_wanted for is_one, is_wanted in pairs if not is_one)
+
+
+def trained_adapters(forms: AdapterForms, wanted: Sequence[bool]) -> tuple[bool, bool]:
+    """Whether any factor of adapters of gate and up is trained, and of down.
+
+    Args:
+        wanted: of each factor that is there, whether its gradient is.
+    """
+    pairs = iter(wanted)
+    trained = [form is not None and any((next(pairs), next(pairs))) for form in forms or (None,)]
+    return any(trained[:-1]), trained[-1]
+
+
+def divided(projections: Sequence[TableT], layout: Layout) -> tuple[TableT, TableT]:
+    """(gate, up) of what holds them, experts or rows in front and the width behind them."""
+    if layout in _APART:
+        gate, up = projections
+        return gate, up
+    (both,) = projections
+    if layout in _SINGLE:
+        return both, both
+    if not isinstance(both, torch.Tensor):
+        width = both.shape[1] // 2
+        is_interleaved = layout == "interleaved_in_out"
+        step = 1 + is_interleaved
+        return both.rows(0, width, step), both.rows(1 if is_interleaved else width, width, step)
+    if layout == "interleaved_in_out":
+        num_experts, width, *depth = both.shape
+        gate, up = both.view(num_experts, width // 2, 2, *depth).unbind(2)
+    else:
+        gate, up = both.chunk(2, dim=1)
+    return gate, up
+
+
+def _described(table: Table) -> str:
+    strides = _strides(table)
+    return f"{list(table.shape)} " + ("made by tiles" if strides is None else f"of strides {list(strides)}")
