@@ -53,6 +53,10 @@ class Reason(enum.Enum):
         "raised when their weights are stacked, [E,in,out], and multiplied by bmm or einsum"
     )
     CHOSEN_FOR_SEQUENCES = "run each expert on its own sequences, or repeat the choice for every token, [T] ids"
+    UNKNOWN_ROUTER = (
+        "choose experts by topk, argmax, argmin, max or min along one dimension; an operator that chooses otherwise is "
+        "worth a report"
+    )
     UNKNOWN_SPELLING = "see docs/coverage.md for the spellings that are raised"
     INDEX_NOT_FOLLOWED = (
         "what an index names was lost: sort by expert id, count with bincount or histc, gather by the sorted order; "

@@ -17,9 +17,10 @@ import networkx as nx
 import torch
 from torch import fx
 
-from memfine_fx.compat.operators import OpOverload, op_name, schema_arguments
+from memfine_fx.compat.operators import OpOverload, schema_arguments
 from memfine_fx.compat.tensors import storage_id, tree_leaves
 from memfine_fx.memory.sizes import size_expr
+from memfine_fx.passes.ops import RESHAPES, TRANSPOSES, VIEWS, name_of, target_name
 from memfine_fx.records import Where
 
 __all__ = [
@@ -35,15 +36,10 @@ __all__ = [
     "provenance",
     "same_size",
     "static_size",
-    "target_name",
     "tensor_of",
     "written_node",
 ]
 
-_VIEW_NAMES = frozenset(
-    "view reshape getitem transpose permute unsqueeze squeeze expand detach chunk split narrow select "
-    "flatten unflatten t mT T contiguous swapaxes movedim view_as expand_as unbind".split()
-)
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, name)
@@ -139,20 +135,11 @@ def static_size(size: int | torch.SymInt) -> int | None:
     return int(expr) if expr.is_number else None
 
 
-def target_name(node: fx.Node) -> str:
-    """Short name of what a call node calls: "topk", "grouped_mm_fallback", "getitem"."""
-    if isinstance(node.target, str):
-        return node.target
-    if isinstance(node.target, OpOverload):
-        return op_name(node.target)
-    return getattr(node.target, "__name__", str(node.target))
-
-
 def is_same_view(left: fx.Node, right: fx.Node) -> bool:
     """Whether two outer nodes are the same view of the same tensor."""
     if left is right:
         return True
-    if left.op not in ("call_function", "call_method") or target_name(left) not in _SAME_VIEWS:
+    if name_of(left) not in RESHAPES | TRANSPOSES | {"getattr"}:
         return False
     if (left.op, left.target, left.kwargs) != (right.op, right.target, right.kwargs):
         return False
@@ -160,9 +147,6 @@ def is_same_view(left: fx.Node, right: fx.Node) -> bool:
         is_same_view(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b
         for a, b in zip(left.args, right.args, strict=True)
     )
-
-
-_SAME_VIEWS = frozenset("view reshape transpose permute t getattr unflatten".split())
 
 
 def provenance(node: fx.Node) -> Where:
@@ -282,7 +266,7 @@ class Dataflow:
                     self.digraph.add_edge(mutation, user)
 
     def _find_root(self, node: fx.Node) -> fx.Node:
-        is_view = target_name(node) in _VIEW_NAMES and not _gathers(node)
+        is_view = name_of(node) in VIEWS and not _gathers(node)
         is_alias = is_view or bool(_mutated_arguments(node))
         first = node.args[0] if node.args else None
         if node.op in ("call_function", "call_method") and is_alias and isinstance(first, fx.Node):

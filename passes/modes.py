@@ -17,7 +17,8 @@ from torch import fx
 
 from memfine_fx.compat.dynamo import mode_switch
 from memfine_fx.compat.tensors import tree_leaves
-from memfine_fx.passes.dataflow import Dataflow, node_value, target_name
+from memfine_fx.passes.dataflow import Dataflow, node_value
+from memfine_fx.passes.ops import LIKE_FACTORIES, name_of, target_name
 from memfine_fx.records import Modes
 
 __all__ = ["Modes", "called_bodies", "enter_autocast", "gradient_stop", "modes_at"]
@@ -76,18 +77,14 @@ def gradient_stop(nodes: Iterable[fx.Node], flow: Dataflow) -> fx.Node | None:
         return now.setdefault(root, any(map(wants, root.all_input_nodes))) if root in written else _wants(node)
 
     for node in nodes:
-        is_fed = target_name(node) not in _BLANKS and any(_is_float(one) and wants(one) for one in node.all_input_nodes)
+        is_fed = name_of(node) not in LIKE_FACTORIES and any(
+            _is_float(one) and wants(one) for one in node.all_input_nodes
+        )
         if is_fed and _is_float(node) and not _wants(node):
             return node
         if flow.root(node) in written:
             now[flow.root(node)] = is_fed or now.get(flow.root(node), False)
     return None
-
-
-_BLANKS = frozenset(
-    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
-)
-"""What takes only the shape of its argument."""
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -18,7 +18,6 @@ from memfine_fx.compat.shapes import symbolic_size
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode
 
 __all__ = [
-    "TRANSPOSES",
     "TensorSpec",
     "TracedBody",
     "add_call",
@@ -29,7 +28,6 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
 _ROWS_HINT = 2053
 _GROUPS_HINT = 17
 """Primes near usual sizes: nothing else equals them, and Inductor's heuristics see realistic numbers."""

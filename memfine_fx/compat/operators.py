@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "is_pointwise",
+    "is_view",
     "op_name",
     "qualified_name",
     "schema_arguments",
@@ -48,6 +51,28 @@ def viewed_arguments(target: OpOverload) -> list[int | None]:
     infos = [one.alias_info for one in target._schema.returns]
     names = [min(info.before_set, default="") if info is not None and not info.is_write else "" for info in infos]
     return [places.get(name) for name in names]
+
+
+@functools.cache
+def is_view(target: object) -> bool:
+    """Return whether an overload's results are views of its first argument, as its schema says."""
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    return viewed_arguments(target)[:1] == [0] or op_name(target) in _UNSAID_VIEWS
+
+
+_UNSAID_VIEWS = frozenset(("_unsafe_view", "split", "split_with_sizes", "unbind"))
+"""Of one whose result must not be written into, and of lists of views, schemas name no argument."""
+
+
+@functools.cache
+def is_pointwise(target: object) -> bool:
+    """Return whether each entry of an overload's result follows from the entries in its place alone."""
+    return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in _UNTAGGED)
+
+
+_UNTAGGED = (torch.ops.aten.leaky_relu.default, torch.ops.aten.hardswish.default)
+"""torch 2.11 tags neither, 2.13 the first."""
 
 
 def without_write(target: OpOverload) -> OpOverload | None:

@@ -55,6 +55,7 @@ __all__ = [
     "compile_plain",
     "compile_with_regions",
     "counted_backward",
+    "partition_key",
     "record_memory",
     "take_estimate",
 ]
@@ -119,7 +120,7 @@ def compile_with_regions(
         budget=budget,
         rates=rates,
         report=functools.partial(take_estimate, step, partitioned),
-        key=f"{config.memory_budget} {config.axis} {config.rows_per_chunk} {config.tokens_per_chunk} {identity}",
+        key=partition_key(config, identity),
     )
     if config.inner_backend == "aot_eager":
         with compiling_regions():
@@ -138,6 +139,11 @@ def compile_with_regions(
         return compile_through_cache(compiled, functools.partial(_take_learned, step, changed, in_backward))
     with compiling_regions():
         return compiled()
+
+
+def partition_key(config: Config, identity: str) -> str:
+    """Return the text by which cached code of one partition differs from that of others: every option is in it."""
+    return f"{config} {identity}"
 
 
 def _take_learned(step: GraphStep, changed: Callable[[], None], in_backward: BackwardContext, found: CacheHit) -> bool:

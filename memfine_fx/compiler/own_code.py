@@ -55,7 +55,8 @@ from memfine_fx.compiler.observer import Observer
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.telling import silenced
 from memfine_fx.errors import GuardRefused, Reason
-from memfine_fx.passes.dataflow import clean_module_path, node_value, target_name
+from memfine_fx.passes.dataflow import clean_module_path, node_value
+from memfine_fx.passes.ops import CHOOSERS, SORTS, name_of, target_name
 from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices
 from memfine_fx.passes.verify.gradient_check import in_words
 from memfine_fx.records import MoERegion, Refusal
@@ -63,7 +64,6 @@ from memfine_fx.records import MoERegion, Refusal
 __all__ = ["compare_with_own_code"]
 
 log = logging.getLogger(__name__)
-_CHOICES = frozenset(("topk", "argmax", "max", "sort", "argsort"))
 _FEW_TOKENS, _MOST_TOKENS = 7, 64
 """Seven, because where sizes do not vary a number of tokens must not look like one of experts."""
 _ROWS_PER_CHUNK = 5
@@ -215,7 +215,7 @@ def _modules_around(node: fx.Node) -> list[Entry]:
 def _choice_of(region: MoERegion) -> fx.Node | None:
     """The nearest node before the experts that chooses among scores."""
     read = [node for node in (region.expert_index, region.routing_weight, region.hidden) if node is not None]
-    return next((node for node in _upwards(read) if target_name(node) in _CHOICES), None)
+    return next((node for node in _upwards(read) if name_of(node) in CHOOSERS | SORTS), None)
 
 
 def _upwards(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:

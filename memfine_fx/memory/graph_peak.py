@@ -11,6 +11,7 @@ Arguments are the caller's and count nothing. Sizes are sympy expressions in the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,19 +19,13 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.compat.operators import OpOverload, op_name, qualified_name
+from memfine_fx.compat.operators import OpOverload, is_pointwise, is_view, op_name, qualified_name
 from memfine_fx.memory.kernel_scratch import cast_bytes, scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
 from memfine_fx.memory.products import MULTIPLYING
 from memfine_fx.memory.sizes import size_expr
 
 __all__ = ["live_peaks", "peak_bytes_at", "read_graph", "tensor_bytes"]
-
-_SPLITS = frozenset({"split", "split_with_sizes", "unbind"})
-_VIEWS = _SPLITS | {
-    "view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select",
-    "alias", "detach", "getitem", "reshape", "as_strided", "view_as_complex", "view_as_real",
-}  # fmt: skip
 
 
 def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
@@ -140,7 +135,7 @@ def _is_tuple(node: fx.Node) -> bool:
 
 def _is_split(node: Any) -> bool:
     """Whether a node makes several views of one storage."""
-    return _name(node.target) in _SPLITS
+    return is_view(node.target)
 
 
 def _is_element(node: fx.Node) -> bool:
@@ -200,7 +195,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return _name(node.target) in _VIEWS
+    return is_view(node.target) or node.target is operator.getitem
 
 
 def _name(target: Any) -> str:
@@ -235,9 +230,7 @@ def _is_complex(node: fx.Node) -> bool:
 
 
 def _is_pointwise(target: Any) -> bool:
-    if not isinstance(target, OpOverload):
-        return False
-    return torch.Tag.pointwise in target.tags or _name(target) in ("_to_copy", "clone", "cat")
+    return is_pointwise(target) or _name(target) in ("_to_copy", "clone", "cat")
 
 
 def tensor_bytes(node: fx.Node) -> sympy.Expr:

@@ -12,9 +12,8 @@ import re
 import torch
 from torch import fx
 
-from memfine_fx.passes.dataflow import Dataflow, node_value, target_name
-from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
-from memfine_fx.passes.read.pulling import MATMULS
+from memfine_fx.passes.dataflow import Dataflow, node_value
+from memfine_fx.passes.ops import GROUPED_MATMULS, MATMULS, name_of, target_name
 from memfine_fx.records import MoERegion
 from memfine_fx.report.picture import PictureNode, RegionGraph, Role
 
@@ -74,7 +73,7 @@ def _names(copies: list[fx.Node]) -> str:
 
 def _roles(region: MoERegion, flow: Dataflow) -> dict[fx.Node, Role]:
     inside = [node for node in region.cut.nodes if _carries_tensors(node) or node in flow.mutations]
-    matmuls = [node for node in inside if target_name(node) in MATMULS | GROUPED_MATMULS]
+    matmuls = [node for node in inside if name_of(node) in MATMULS | GROUPED_MATMULS]
     after, before = flow.descendants(matmuls), flow.ancestors(matmuls)
     roles: dict[fx.Node, Role] = {}
     for node in inside:

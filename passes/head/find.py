@@ -25,14 +25,8 @@ from torch import fx
 from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.config import Config
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import (
-    is_only_asserted,
-    node_value,
-    provenance,
-    static_size,
-    target_name,
-    tensor_of,
-)
+from memfine_fx.passes.dataflow import is_only_asserted, node_value, provenance, static_size, tensor_of
+from memfine_fx.passes.ops import FLOAT_CASTS, name_of, target_name
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadDims, HeadLoss, HeadRegion, RowMove
 
@@ -41,7 +35,6 @@ __all__ = ["as_made", "find_heads", "reads_sizes"]
 _AMPLIFICATION = 4
 _FEWEST_ENTRIES = 4096
 """Logits of fewer entries, or not this much wider than hidden states, are no tensor that a step's peak is made of."""
-_CASTS = frozenset(("to", "type", "float", "half", "bfloat16"))
 _LOSSES = ("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd")
 
 
@@ -427,7 +420,7 @@ def _is_worth_while(num_tokens: torch.SymInt | int, width: int, *, wants_weight:
 
 def is_conversion(node: fx.Node) -> bool:
     """Whether a node is a tensor in another dtype (or, by `to`, on another device)."""
-    return target_name(node) in _CASTS
+    return name_of(node) in FLOAT_CASTS | {"to", "type"}
 
 
 def reads_sizes(node: fx.Node) -> bool:

@@ -34,6 +34,7 @@ from memfine_fx.passes.lower.fold_weight import fold_weight
 from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row, through_transposes
 from memfine_fx.passes.lower.lift import lift_over_experts
 from memfine_fx.passes.lower.low_rank import split_low_rank
+from memfine_fx.passes.ops import RESHAPES, name_of
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
 from memfine_fx.records import ExpertFunction, Keep, ParamKind
 from memfine_fx.runtime.bodies import (
@@ -278,7 +279,7 @@ def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad |
 def _unrounded(gradient: fx.Node) -> fx.Node:
     """A sum over rows in low precision, made in fp32: an expert's chunks are added up before anything is rounded."""
     views, total = [], gradient
-    while total.target in _RESHAPES and isinstance(total.args[0], fx.Node):
+    while name_of(total) in RESHAPES and isinstance(total.args[0], fx.Node):
         views.append(total)
         total = total.args[0]
     is_sum = total.target is aten.sum.dim_IntList and 0 in total.args[1]  # type: ignore[operator]  # a list of ints
@@ -292,9 +293,6 @@ def _unrounded(gradient: fx.Node) -> fx.Node:
             result = view.graph.call_function(view.target, (result, *view.args[1:]))  # type: ignore[arg-type]
         result.meta["val"] = view.meta["val"].float()
     return result
-
-
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def _operand(results: list[fx.Node], argument: Any) -> Operand:

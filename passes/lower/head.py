@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 import memfine_fx.runtime.head  # noqa: F401  # registers the op
-from memfine_fx.passes.dataflow import is_only_asserted, target_name, tensor_of
+from memfine_fx.passes.dataflow import is_only_asserted, tensor_of
 from memfine_fx.passes.head.find import reads_sizes
 from memfine_fx.passes.lower.region import Call, recording
+from memfine_fx.passes.ops import target_name
 from memfine_fx.records.heads import HeadRegion
 
 __all__ = ["lower_head"]

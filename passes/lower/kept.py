@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfine_fx.compat.operators import op_name
-from memfine_fx.passes.tracing import TRANSPOSES, TracedBody, is_transpose
+from memfine_fx.compat.operators import is_view, op_name
+from memfine_fx.passes.ops import TRANSPOSES, name_of
+from memfine_fx.passes.tracing import TracedBody, is_transpose
 from memfine_fx.records import Keep
 from memfine_fx.runtime.bodies import GivenProduct, KeptTensor, Operand
 
 __all__ = ["KeptCut", "cut_joint", "kept_nodes", "matmul_flops_per_row", "through_transposes"]
 
 aten = torch.ops.aten
-_VIEWS = frozenset({"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "unsqueeze", "slice", "split"})
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _argument(node: Any, arguments: Sequence[fx.Node]) -> Operand | None:
 def through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
     """What a matrix is a transpose of, and whether it is."""
     is_transposed = False
-    while node.target in TRANSPOSES and isinstance(node.args[0], fx.Node) and node.meta["val"].ndim == 2:
+    while name_of(node) in TRANSPOSES and isinstance(node.args[0], fx.Node) and node.meta["val"].ndim == 2:
         is_transposed ^= is_transpose(node)
         node = node.args[0]
     return node, is_transposed
@@ -167,7 +167,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    while _name(node) in _VIEWS and isinstance(node.args[0], fx.Node):
+    while is_view(node.target) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 

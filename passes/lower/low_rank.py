@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfine_fx.passes.tracing import TRANSPOSES, add_call, add_cast, is_transpose
+from memfine_fx.passes.ops import TRANSPOSES, name_of
+from memfine_fx.passes.tracing import add_call, add_cast, is_transpose
 
 __all__ = ["split_low_rank"]
 
@@ -86,7 +87,7 @@ def _is_looked_behind(node: fx.Node) -> bool:
         return sum(map(_is_matrix, sources)) == 1 and all(map(_is_number, (a for a in node.args if not _is_matrix(a))))
     if target is aten._to_copy.default:
         return bool(sources[0].meta["val"].dtype.is_floating_point)
-    is_view = target in (*TRANSPOSES, aten.unsqueeze.default, aten.select.int, aten.squeeze.dim)
+    is_view = name_of(node) in TRANSPOSES | {"unsqueeze", "select", "squeeze"}
     return target is aten.mm.default or (is_view and _is_matrix(sources[0]) and _is_matrix(node))
 
 

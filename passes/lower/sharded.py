@@ -26,8 +26,9 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.expert_parallel.groups import registered
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.sharded import ShardedExperts
-from memfine_fx.passes.dataflow import node_value, provenance, static_size, target_name, tensor_of
+from memfine_fx.passes.dataflow import node_value, provenance, static_size, tensor_of
 from memfine_fx.passes.lower.region import recording
+from memfine_fx.passes.ops import target_name
 from memfine_fx.records import MoERegion, ParamKind, Refusal
 from memfine_fx.runtime.params import group_params
 

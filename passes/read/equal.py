@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from memfine_fx.memory.sizes import size_expr
-from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, is_only_asserted, node_value, provenance, target_name
+from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, is_only_asserted, node_value, provenance
 from memfine_fx.passes.modes import Modes
+from memfine_fx.passes.ops import name_of
 from memfine_fx.passes.read.pulling import LOOKED_BEHIND
 from memfine_fx.records import MoERegion
 
@@ -146,7 +147,7 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
     """
     if one is other or _kind_of(one) != _kind_of(other):
         return one is other
-    if is_float_tensor(one) and not ({target_name(one), target_name(other)} & LOOKED_BEHIND):
+    if is_float_tensor(one) and not ({name_of(one), name_of(other)} & LOOKED_BEHIND):
         return True
     sources, others = one.all_input_nodes, other.all_input_nodes
     is_same_call = one.op == other.op and (one.op in ("placeholder", "get_attr") or one.target == other.target)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import provenance, static_size, target_name, tensor_of, written_node
+from memfine_fx.passes.dataflow import provenance, static_size, tensor_of, written_node
+from memfine_fx.passes.ops import MATMULS, name_of
 from memfine_fx.passes.read.dropped import insert_ids
 from memfine_fx.passes.read.expressions import Expressions, Input, Param, RowsDiffer
 from memfine_fx.passes.read.frame import Exit
-from memfine_fx.passes.read.pulling import MATMULS
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.values import Combined, Rows
 from memfine_fx.records import Cut, ExpertFunction, MoERegion, OutOfRange, RegionDims, SlotLayout
@@ -71,7 +71,7 @@ def region_of_slots(reader: Reader, node: fx.Node, rows: Rows) -> MoERegion:
 
 def first_matmul(cut: Cut, reader: Reader) -> fx.Node:
     """Of the experts, in graph order: what the report names."""
-    names = (node for node in cut.nodes if node in reader.expert_nodes or target_name(node) in MATMULS)
+    names = (node for node in cut.nodes if node in reader.expert_nodes or name_of(node) in MATMULS)
     return next(names, cut.exit)
 
 

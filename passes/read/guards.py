@@ -21,7 +21,6 @@ runs.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -42,7 +41,20 @@ from memfine_fx.passes.dataflow import (
     node_value,
     provenance,
     same_size,
-    target_name,
+)
+from memfine_fx.passes.ops import (
+    ASSERTIONS,
+    CASTS,
+    COMPARISONS,
+    LAYOUTS,
+    LIKE_FACTORIES,
+    LOOKUPS,
+    PLACES,
+    PUTS,
+    SPLITS,
+    base_name_of,
+    is_random,
+    name_of,
 )
 from memfine_fx.passes.read.marker import (
     ALL_IDS,
@@ -57,7 +69,7 @@ from memfine_fx.passes.read.marker import (
     MARKS,
     SAME_NUMBER,
 )
-from memfine_fx.passes.read.no_rows import CASTS, LAYOUTS, GraphIndex, NoRows, is_mask, is_pure, scales_second
+from memfine_fx.passes.read.no_rows import GraphIndex, NoRows, is_mask, is_pure, scales_second
 from memfine_fx.passes.read.seeds import proved_of
 
 __all__ = ["GUARDED", "OpenCut", "discharge_guards", "is_total"]
@@ -68,53 +80,28 @@ _NODES_BEFORE = 3
 """How many steps up from a body's nodes others are asked whether they are zero."""
 _PROVENANCE = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
-_PUTS = frozenset(
-    "index_add index_copy scatter scatter_add scatter_reduce index_put index_fill masked_scatter masked_fill".split()
-)
-"""Functions that give their first operand but for some entries, which an index or a mask names."""
-_PICKS = frozenset("getitem flip roll index_select gather select masked_select".split())
-"""Operations that take entries of their operand."""
+_TAKES_ENTRIES = LAYOUTS | CASTS | (LOOKUPS - {"embedding"}) | {"flip", "roll", "select", "masked_select"}
+"""Operations that give entries of their operand."""
 _MASKED = frozenset("masked_fill masked_scatter index_put".split())
-"""Those of them whose first argument may be a mask."""
-_SUMS = frozenset("add sub iadd isub __add__ __radd__ __iadd__ __sub__ __isub__".split())
-_RANDOM = frozenset(
-    "rand randn randint rand_like randn_like randint_like randperm bernoulli multinomial normal poisson dropout "
-    "alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d native_dropout rrelu uniform "
-    "exponential cauchy geometric log_normal random gumbel_softmax scaled_dot_product_attention "
-    "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
-    "fractional_max_pool3d_with_indices svd_lowrank pca_lowrank multi_head_attention_forward".split()
-)
+"""Those of `PUTS` whose first argument may be a mask."""
 _HIDDEN_WRITES = frozenset(
     "batch_norm instance_norm native_batch_norm sync_batch_norm fused_moving_avg_obs_fake_quant".split()
 )
 """Functions that write into operands although neither their names nor their schemas say so."""
-_ASSERTS = frozenset(
-    "_assert_scalar _check _check_is_size _assert_async _assert sym_constrain_range "
-    "sym_constrain_range_for_size".split()
-)
-_REDUCTIONS = frozenset(
-    "sum mean any count_nonzero numel size sym_size sym_numel dim matmul mm bmm addmm einsum cat concat stack "
-    "index_add index_add_ index_put index_put_ setitem scatter_add scatter_add_ scatter scatter_ scatter_reduce "
-    "scatter_reduce_ index_copy index_copy_ index_fill index_fill_ masked_scatter masked_scatter_ put_rows count_rows "
-    "bincount zeros_like new_zeros new_ones new_full full_like ones_like empty_like new_empty".split()
-)
+_REDUCTIONS = PUTS | LIKE_FACTORIES | frozenset(
+    "sum mean any count_nonzero numel size sym_size sym_numel dim matmul mm bmm addmm einsum cat stack setitem "
+    "put_rows count_rows bincount".split()
+)  # fmt: skip
 """Operations that give elements although an operand has none."""
-_TOTAL = _REDUCTIONS | LAYOUTS | CASTS | frozenset(
-    "getitem index_select index gather where nonzero argwhere item linear mul add sub div truediv silu gelu relu relu_ "
-    "sigmoid tanh softmax log_softmax exp log sqrt rsqrt pow abs neg clamp clamp_min clamp_max chunk split unbind "
-    "tensor_split select narrow masked_fill rms_norm layer_norm zeros ones full eq ne lt le gt ge one_hot bitwise_and "
-    "bitwise_or logical_and logical_or maximum minimum square softplus leaky_relu hardtanh relu6 glu iadd imul isub "
-    "floordiv mod sym_sum sym_float __and__ __or__ and_ or_ not_ invert lerp addcmul erf log1p expm1 sign floor ceil "
-    "round trunc remainder fmod pad repeat repeat_interleave arange mul_ add_ sub_ div_ "
-    "_set_grad_enabled _enter_autocast _exit_autocast".split()
+_TOTAL = _REDUCTIONS | LAYOUTS | CASTS | COMPARISONS | PLACES | SPLITS | frozenset(
+    "getitem index_select index gather item linear mul add sub div silu gelu relu sigmoid tanh softmax log_softmax exp "
+    "log sqrt rsqrt pow abs neg clamp clamp_min clamp_max select narrow rms_norm layer_norm zeros ones full one_hot "
+    "bitwise_and bitwise_or logical_and logical_or maximum minimum square softplus leaky_relu hardtanh relu6 glu "
+    "floordiv remainder sym_sum sym_float not invert lerp addcmul erf log1p expm1 sign floor ceil round trunc fmod pad "
+    "repeat repeat_interleave arange _set_grad_enabled _enter_autocast _exit_autocast".split()
 )  # fmt: skip
 """Operations that give a result for tensors without rows."""
-_LINEAR = (
-    LAYOUTS | CASTS | frozenset("add sub neg iadd isub mul div truediv imul stack cat sum mean where getitem".split())
-)
-_CONCATENATIONS = ("cat", "concat")
-_DIVISIONS = frozenset("div truediv floordiv mod remainder fmod".split())
-_ROOTS = frozenset("log log1p sqrt rsqrt".split())
+_LINEAR = LAYOUTS | CASTS | {"add", "sub", "neg", "mul", "div", "stack", "cat", "sum", "mean", "where", "getitem"}
 
 
 @dataclass(eq=False)
@@ -183,10 +170,8 @@ def discharge_guards(graph_module: fx.GraphModule) -> list[OpenCut]:
 
 def is_total(node: fx.Node) -> bool:
     """Return whether a node surely gives a result where operands whose size only the data knows have no elements."""
-    is_call = node.op in ("call_function", "call_method")
-    return (
-        not is_call or target_name(node) in _TOTAL | _ASSERTS or not any(map(has_unbacked_shape, node.all_input_nodes))
-    )
+    has_unbacked_operand = any(map(has_unbacked_shape, node.all_input_nodes))
+    return not name_of(node) or base_name_of(node) in _TOTAL | ASSERTIONS or not has_unbacked_operand
 
 
 def _bodies(graph: fx.Graph) -> list[_Body]:
@@ -256,25 +241,25 @@ class _Proof:
             raise self._body.unproved("a number changes that is read later")
 
     def _check_collected(self, rows: Any) -> None:
-        wholes = [user for user in rows.users if target_name(user) in _CONCATENATIONS]
+        wholes = [user for user in rows.users if name_of(user) == "cat"]
         if not self._known.is_empty(rows) or not all(self._is_empty_part(rows, whole) for whole in wholes):
             raise self._body.unproved("a list grows by other than an expert's rows")
 
     def _check_node(self, node: fx.Node) -> None:
-        name = target_name(node)
-        if name in _ASSERTS:
+        name = name_of(node)
+        if name in ASSERTIONS:
             if not all(map(self._holds, node.args[:1])):
                 raise self._body.unproved("something is asserted that may not hold for an expert without rows")
             return
         if _may_hide_effects(node):
             raise self._body.unproved(f"what {name} writes is not known")
-        if _is_random(name) and not _draws_nothing(node):
+        if is_random(name) and not _draws_nothing(node):
             raise self._body.unproved(f"{name} draws random numbers")
         for target in self._flow.mutations.get(node, ()):
             if not self._is_made_inside(target) and not self._writes_nothing(node):
                 raise self._body.unproved(f"{name} writes into {target}")
         is_empty_read = any(map(self._known.is_empty, node.all_input_nodes))
-        if is_empty_read and name not in _REDUCTIONS and self._has_elements(node):
+        if is_empty_read and base_name_of(node) not in _REDUCTIONS and self._has_elements(node):
             raise self._body.unproved(f"{name} needs a row")
         if isinstance(node_value(node), (torch.Tensor, tuple, list)) or node.target is operator.setitem:
             self._check_readers(node)
@@ -282,7 +267,7 @@ class _Proof:
     def _check_readers(self, node: fx.Node) -> None:
         """Refuse a tensor that the body makes and somebody else reads; sizes are asked for where they come first."""
         for user in node.users:
-            is_put_together = target_name(user) in _CONCATENATIONS and self._is_empty_part(node, user)
+            is_put_together = name_of(user) == "cat" and self._is_empty_part(node, user)
             if (
                 user not in self._inside
                 and user.target not in MARKS
@@ -329,7 +314,7 @@ class _Proof:
         if isinstance(index, list) or any(isinstance(one, (fx.Node, list, tuple, bool)) for one in _parts(index)):
             return False  # what an index tensor or a list takes is a copy, which may be of another time
         taken = value
-        while isinstance(taken, fx.Node) and (target_name(taken) != "getitem" or taken.args != (target, index)):
+        while isinstance(taken, fx.Node) and (name_of(taken) != "getitem" or taken.args != (target, index)):
             taken = self._same(taken) if taken in self._inside else None
         return isinstance(taken, fx.Node)
 
@@ -342,13 +327,13 @@ class _Proof:
         """The operand that a node's result is equal to in every element; None where none is known."""
         if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
             return None
-        known, name, first, others = self._known, target_name(node), node.args[0], node.args[1:]
+        known, name, first, others = self._known, base_name_of(node), node.args[0], node.args[1:]
         result: Any = None
-        if name.rstrip("_") in _PUTS:
+        if name in PUTS:
             result = first if self._puts_nothing(node) else None
         elif name == "put_rows":
             result = first if known.is_empty(others[0]) else None
-        elif name in _SUMS or name.rstrip("_") in _SUMS:
+        elif name in ("add", "sub"):
             result = self._same_summand(node)
         elif name == "where" and len(node.args) == 3 and known.is_zero(first):
             result = others[1]
@@ -359,7 +344,7 @@ class _Proof:
     def _puts_nothing(self, node: fx.Node) -> bool:
         """Whether a call names no entry of its first operand: an operand is empty, or the mask holds nowhere."""
         operands = (*node.args[1:], *node.kwargs.values())
-        is_masked = target_name(node).rstrip("_") in _MASKED
+        is_masked = base_name_of(node) in _MASKED
         masks = (*node.args[1:2], node.kwargs.get("mask"), node.kwargs.get("indices")) if is_masked else ()
         are_empty = (self._known.is_empty(one) for operand in operands for one in _parts(operand))
         return any(are_empty) or any(map(self._names_nothing, masks))
@@ -368,7 +353,7 @@ class _Proof:
         left, right = node.args[:2]
         if self._known.is_zero(self._root(right)) or self._known.is_empty(right):
             return left
-        is_sum = "sub" not in target_name(node) and not scales_second(node)
+        is_sum = base_name_of(node) == "add" and not scales_second(node)
         return right if is_sum and self._known.is_zero(self._root(left)) else None
 
     # Names.
@@ -433,19 +418,15 @@ class _Proof:
             raise self._body.unproved("a name is bound to a tensor of another shape or dtype")
         means: set[fx.Node] = set()
         for node in self._computed_for(new):
-            name = target_name(node)
-            if name not in _TOTAL and name.rstrip("_") not in _TOTAL:
+            name = base_name_of(node)
+            if name not in _TOTAL:
                 raise self._body.unproved(f"{name} may not be defined without rows")
             if any(map(self._may_be_undefined, _ill_conditioned(node))):
                 raise self._body.unproved(f"{name} of a number of rows")
             is_mean = name == "mean" and self._known.is_empty(node.args[0])
             if is_mean or not means.isdisjoint(node.all_input_nodes):
                 # A mean of no rows is not a number: it may be added, and no gradient may pass it.
-                factors = [
-                    one
-                    for one in node.all_input_nodes
-                    if one not in means and name in ("mul", "imul", "div", "truediv")
-                ]
+                factors = [one for one in node.all_input_nodes if one not in means and name in ("mul", "div")]
                 if not is_mean and (name not in _LINEAR or factors):
                     raise self._body.unproved(f"{name} of a mean over an expert's rows")
                 means.add(node)
@@ -463,7 +444,7 @@ class _Proof:
 
     def _is_positive(self, node: fx.Node) -> bool:
         """Whether a tensor is surely above zero: X.clamp(min=1e-9), or X + 1e-9 where X is not negative."""
-        name, others = target_name(node).rstrip("_"), node.args[1:]
+        name, others = base_name_of(node), node.args[1:]
         if name in ("clamp", "clamp_min"):
             return _is_above_zero(others[0] if others else node.kwargs.get("min"))
         is_sum = name == "add" and len(others) == 1 and not scales_second(node)
@@ -505,13 +486,13 @@ class _Proof:
 
 def _ill_conditioned(node: fx.Node) -> tuple[Any, ...]:
     """The operands of which a call's result, or its gradient, may be no number where they are zero."""
-    name, arguments = target_name(node).rstrip("_"), (*node.args, *node.kwargs.values())
-    if name in _DIVISIONS:
+    name, arguments = base_name_of(node), (*node.args, *node.kwargs.values())
+    if name in ("div", "floordiv", "floor_divide", "remainder", "fmod"):
         return tuple(one for one in arguments[1:] if not isinstance(one, (str, type(None))))
     if name == "pow" and len(arguments) == 2 and isinstance(arguments[1], (int, float)):
         is_power = arguments[1] >= 1 and arguments[1] == int(arguments[1])
         return () if is_power else arguments[:1]
-    return arguments if name in _ROOTS or name == "pow" else ()
+    return arguments if name in ("log", "log1p", "sqrt", "rsqrt", "pow") else ()
 
 
 def _is_above_zero(value: object) -> bool:
@@ -545,30 +526,18 @@ def _are_alike(left: fx.Node, right: fx.Node) -> bool:
 def _may_hide_effects(node: fx.Node) -> bool:
     """Whether a call may write into tensors although neither its name nor its schema says so."""
     if node.op == "call_method" or isinstance(node.target, OpOverload):
-        return target_name(node).rstrip("_") in _HIDDEN_WRITES
-    if target_name(node).startswith(("_foreach", "_fused", "_amp")) and target_name(node).endswith("_"):
+        return base_name_of(node) in _HIDDEN_WRITES
+    if name_of(node).startswith(("_foreach", "_fused", "_amp")) and name_of(node).endswith("_"):
         return True
-    if isinstance(node.target, HigherOrderOperator) or target_name(node).rstrip("_") in _HIDDEN_WRITES:
+    if isinstance(node.target, HigherOrderOperator) or base_name_of(node) in _HIDDEN_WRITES:
         return True
     module = str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
     return module not in ("torch", "_operator", "operator", "builtins", "math")
 
 
-@functools.cache
-def _is_random(name: str) -> bool:
-    """Whether a function draws random numbers: it is known to, or PyTorch's own operation is tagged so."""
-    bare = name.rstrip("_")
-    packets = [getattr(torch.ops.aten, one) for one in (name, bare, f"{bare}_") if hasattr(torch.ops.aten, one)]
-    return bare in _RANDOM or any(
-        torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags
-        for packet in packets
-        for overload in packet.overloads()
-    )
-
-
 def _draws_nothing(node: fx.Node) -> bool:
     """Whether it is a dropout that is off."""
-    name = target_name(node)
+    name = name_of(node)
     if name == "scaled_dot_product_attention":
         return bool((node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) == 0.0)
     if "dropout" not in name:
@@ -606,15 +575,14 @@ def _bound_of(node: Any, flow: Dataflow) -> int | None:
     bound = proved_of(node, flow)[1]
     if bound is not None or not node.args:
         return bound
-    name, first = target_name(node), node.args[0]
-    if name in ("mod", "remainder", "__mod__") and type(node.args[1]) is int and node.args[1] > 0:
+    name, first = name_of(node), node.args[0]
+    if name == "remainder" and type(node.args[1]) is int and node.args[1] > 0:
         return node.args[1]
-    if name in ("sort", "getitem") and isinstance(first, fx.Node) and target_name(first) == "sort":
+    if name in ("sort", "getitem") and isinstance(first, fx.Node) and name_of(first) == "sort":
         return _bound_of(first.args[0], flow) if node.args[1] == 0 else None
     least = node.kwargs.get("min", node.args[1] if len(node.args) > 1 else None)
     is_idle = name in ("clamp", "clamp_min") and (least is None or (type(least) is int and least <= 0))
-    takes_entries = name in LAYOUTS | CASTS | _PICKS or is_idle
-    return _bound_of(first, flow) if takes_entries and is_int_tensor(node) else None
+    return _bound_of(first, flow) if (name in _TAKES_ENTRIES or is_idle) and is_int_tensor(node) else None
 
 
 def _open_count(node: fx.Node) -> OpenCut:
@@ -648,15 +616,15 @@ def _is_covered(mark: fx.Node) -> bool:
 
 def _counted_entry(count: object) -> tuple[fx.Node, int] | None:
     """(counts, e) of counts[e].item()"""
-    if not isinstance(count, fx.Node) or target_name(count) != "item":
+    if not isinstance(count, fx.Node) or name_of(count) != "item":
         return None
     entry = count.args[0]
-    if not isinstance(entry, fx.Node) or target_name(entry) != "getitem" or type(entry.args[1]) is not int:
+    if not isinstance(entry, fx.Node) or name_of(entry) != "getitem" or type(entry.args[1]) is not int:
         return None
     source = entry.args[0]
-    while isinstance(source, fx.Node) and target_name(source) in CASTS | {"cpu", "detach", "contiguous"}:
+    while isinstance(source, fx.Node) and name_of(source) in CASTS | {"cpu", "detach", "contiguous"}:
         source = source.args[0]
-    is_counted = isinstance(source, fx.Node) and (source.target is COUNT_ROWS or target_name(source) == "bincount")
+    is_counted = isinstance(source, fx.Node) and (source.target is COUNT_ROWS or name_of(source) == "bincount")
     return (source, entry.args[1]) if is_counted else None  # type: ignore[return-value]  # a node
 
 
@@ -671,12 +639,12 @@ def _erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     while pending:
         node = pending.pop()
         # Dynamo asserts that a number of rows is not negative.
-        signs = list(node.users) if target_name(node) == "item" else []
+        signs = list(node.users) if name_of(node) == "item" else []
         asserted = [user for sign in signs for user in sign.users]
         is_unread = all(sign.target is operator.ge and sign.args == (node, 0) for sign in signs)
-        if is_unread and all(target_name(user) in _ASSERTS for user in asserted):
+        if is_unread and all(name_of(user) in ASSERTIONS for user in asserted):
             for reader in (*asserted, *signs):
                 graph.erase_node(reader)
-        if not node.users and (target_name(node) == "item" or node.target is COUNT_ROWS or is_pure(node)):
+        if not node.users and (name_of(node) == "item" or node.target is COUNT_ROWS or is_pure(node)):
             pending |= set(node.all_input_nodes)
             graph.erase_node(node)

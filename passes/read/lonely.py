@@ -6,7 +6,7 @@ stored flat), rows of activations (tokens picked for experts, keys for queries),
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import fx
@@ -19,22 +19,20 @@ from memfine_fx.passes.dataflow import (
     is_int_tensor,
     node_value,
     provenance,
-    target_name,
 )
-from memfine_fx.records import Refusal
+from memfine_fx.passes.ops import CASTS, CHOOSERS, GROUPED_MATMULS, LAYOUTS, LIKE_FACTORIES, LOOKUPS, MATMULS, name_of
+from memfine_fx.passes.read.pulling import behind_views
+from memfine_fx.passes.read.seeds import is_seed
+from memfine_fx.records import MoERegion, Refusal
 
-__all__ = ["chooses_for_sequences", "lonely_seed", "sequence_choice"]
-
-_PICKS = frozenset("getitem index_select embedding gather take_along_dim".split())
-_VIEWS = frozenset("view reshape transpose permute unsqueeze squeeze to contiguous type_as".split())
-_MATMULS = frozenset("mm bmm matmul einsum linear __matmul__".split())
+__all__ = ["chooses_for_sequences", "lonely_seed", "sequence_choice", "unknown_routers"]
 
 
 def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
     """The refusal of a seed without experts: what was looked for, and what it is."""
-    users = {target_name(user) for user in seed.users}
-    source = seed.args[0] if target_name(seed) == "getitem" else None
-    name = target_name(source) if isinstance(source, fx.Node) else target_name(seed)
+    users = {user.op if user.op == "output" else name_of(user) for user in seed.users}
+    source = seed.args[0] if name_of(seed) == "getitem" else None
+    name = name_of(source) if isinstance(source, fx.Node) else name_of(seed)
     picks = list(_picks(flow, seed))
 
     def refused(reason: Reason, message: str) -> Refusal:
@@ -48,7 +46,7 @@ def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
         return refused(Reason.EXPERTS_ARE_VECTORS, f"{name}: its experts are rows of a table, which is not raised")
     if any(map(_is_of_activations, picks)):
         return refused(Reason.EXPERTS_CHOOSE_TOKENS, f"{name}: it picks tokens, not an expert for each token")
-    if users & {"one_hot", "eq", "where", "nonzero", "__eq__"} and _meets_matmul(flow, seed):
+    if users & {"one_hot", "eq", "where", "nonzero"} and _meets_matmul(flow, seed):
         return refused(
             Reason.UNKNOWN_SPELLING,
             f"{name}: dispatch by mask or one-hot without a table of expert weights is not raised yet",
@@ -61,27 +59,83 @@ def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
     return refused(Reason.NO_EXPERTS, f"{name}: no expert matmul depends on it")
 
 
+def unknown_routers(flow: Dataflow, regions: Sequence[MoERegion]) -> list[Refusal]:
+    """Return a refusal for each operator that chooses experts and that nothing reads as a choice.
+
+    It makes integers of floating-point numbers, and these, or integers that are computed of them, pick entries of
+    experts' weights or say which rows experts get. Integers inside regions, and seeds, are read.
+    """
+    inside = {node for region in regions for node in region.cut.nodes}
+    refusals = []
+    for node in flow.graph.nodes:
+        if node not in inside and _makes_integers(node) and not is_seed(node) and _reaches_experts(flow, node, inside):
+            operator = node.args[0] if name_of(node) == "getitem" else node
+            assert isinstance(operator, fx.Node)
+            known = ", ".join(sorted(CHOOSERS))
+            details = f"{name_of(operator)} chooses experts, which only {known} are known to do"
+            refusals.append(Refusal(provenance(operator), Reason.UNKNOWN_ROUTER, details, str(operator)))
+    return refusals
+
+
+def _makes_integers(node: fx.Node) -> bool:
+    """Whether a call, or an item of its results, is a tensor of integers that follows from floating-point numbers."""
+    source = node.args[0] if name_of(node) == "getitem" and node.args else None
+    call = source if isinstance(source, fx.Node) and isinstance(node_value(source), (tuple, list)) else node
+    is_computed = name_of(call) not in CASTS | LIKE_FACTORIES | {"", "size", "numel", "dim"}
+    return is_computed and is_int_tensor(node) and any(map(is_float_tensor, call.all_input_nodes))
+
+
+def _reaches_experts(flow: Dataflow, choice: fx.Node, inside: Set[fx.Node]) -> bool:
+    """Whether integers pick entries of weights [E,...], cut rows into groups, or are compared with experts' numbers."""
+    for node in _integers_of(flow, choice, with_floats=True):
+        if node in inside:
+            return False
+        names = {name_of(user) for user in node.users if user not in inside}
+        weights = [user for user in node.users if name_of(user) in LOOKUPS and _is_expert_weight(user.args[0])]
+        is_compared = bool(names & {"one_hot", "eq"}) and any(map(_is_product_of_experts, flow.descendants([node])))
+        if weights or is_compared or names & GROUPED_MATMULS:
+            return True
+    return False
+
+
+def _is_product_of_experts(node: fx.Node) -> bool:
+    is_product = name_of(node) in MATMULS | GROUPED_MATMULS
+    return is_product and any(map(_is_expert_weight, node.all_input_nodes))
+
+
+def _is_expert_weight(node: object) -> bool:
+    """Whether a node is a parameter of three or more dimensions, or a view of one."""
+    root = behind_views(node) if isinstance(node, fx.Node) else None
+    value = None if root is None else node_value(root)
+    return isinstance(value, torch.nn.Parameter) and value.ndim >= 3
+
+
 def _meets_matmul(flow: Dataflow, seed: fx.Node) -> bool:
     """Whether anything is multiplied behind a choice: behind that of an auxiliary loss nothing is."""
-    return any(target_name(node) in _MATMULS for node in flow.descendants([seed]))
+    return any(name_of(node) in MATMULS for node in flow.descendants([seed]))
 
 
 def _picks(flow: Dataflow, seed: fx.Node) -> Iterator[fx.Node]:
     """Where the indices, themselves or as other integers, pick entries of a tensor of floats."""
     for node in _integers_of(flow, seed):
         for user in node.users:
-            if target_name(user) in _PICKS and is_float_tensor(user):
+            if name_of(user) in LOOKUPS and is_float_tensor(user):
                 yield user
 
 
-def _integers_of(flow: Dataflow, seed: fx.Node) -> Iterator[fx.Node]:
-    """The indices and the integers that are made of them."""
+def _integers_of(flow: Dataflow, seed: fx.Node, *, with_floats: bool = False) -> Iterator[fx.Node]:
+    """Yield the indices and the integers that are computed of them.
+
+    Args:
+        with_floats: whether floats count that are computed of nothing else, as counts by histc are.
+    """
     pending, seen = [seed], {seed}
     while pending:
         node = pending.pop()
         yield node
         for user in sorted(node.users, key=flow.position.__getitem__):
-            if user not in seen and is_int_tensor(user):
+            is_of_ids = with_floats and all(source in seen for source in user.all_input_nodes)
+            if user not in seen and (is_int_tensor(user) or (is_of_ids and is_float_tensor(user))):
                 seen.add(user)
                 pending.append(user)
 
@@ -93,19 +147,19 @@ def _is_output(node: fx.Node) -> bool:
 def _is_of_vectors(pick: fx.Node) -> bool:
     """Whether rows of a table of parameters meet something computed, not a weight, in a matmul."""
     table = pick.args[0]
-    if target_name(pick) == "embedding" and not _is_parameter(table):
+    if name_of(pick) == "embedding" and not _is_parameter(table):
         table = pick.args[1]
     weight = node_value(table) if isinstance(table, fx.Node) else None
     if not isinstance(weight, torch.nn.Parameter) or weight.ndim != 2:
         return False
-    matmuls = [user for node in _views_of(pick) for user in node.users if target_name(user) in _MATMULS]
+    matmuls = [user for node in _views_of(pick) for user in node.users if name_of(user) in MATMULS]
     return any(not _is_parameter(operand) for one in matmuls for operand in one.all_input_nodes if operand is not pick)
 
 
 def _views_of(node: fx.Node) -> Iterator[fx.Node]:
     yield node
     for user in node.users:
-        if target_name(user) in _VIEWS and user.args and user.args[0] is node:
+        if name_of(user) in LAYOUTS | CASTS and user.args and user.args[0] is node:
             yield from _views_of(user)
 
 
@@ -130,7 +184,7 @@ def chooses_for_sequences(node: fx.Node) -> bool:
     value = node_value(node)
     if node.op != "placeholder" or not is_int_tensor(node) or not isinstance(value, torch.Tensor) or value.ndim != 1:
         return False
-    comparisons = [user for view in _views_of(node) for user in view.users if target_name(user) in ("eq", "__eq__")]
+    comparisons = [user for view in _views_of(node) for user in view.users if name_of(user) == "eq"]
     numbers = {user.args[1] for user in comparisons if len(user.args) > 1 and isinstance(user.args[1], int)}
     return len(numbers) > 1 and any(_is_of_rank(user) for user in comparisons)
 

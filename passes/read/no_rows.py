@@ -24,17 +24,12 @@ from torch import fx
 
 from memfine_fx.compat.tensors import storage_id, tree_leaves
 from memfine_fx.memory.sizes import size_expr
-from memfine_fx.passes.dataflow import Dataflow, node_value, target_name
+from memfine_fx.passes.dataflow import Dataflow, node_value
+from memfine_fx.passes.ops import CASTS, COMPARISONS, LAYOUTS, PLACES, base_name_of, name_of
 from memfine_fx.passes.read.marker import COUNT_ROWS
 
-__all__ = ["CASTS", "LAYOUTS", "GraphIndex", "NoRows", "is_mask", "is_pure", "scales_second"]
+__all__ = ["GraphIndex", "NoRows", "is_mask", "is_pure", "scales_second"]
 
-LAYOUTS = frozenset(
-    "view reshape flatten unflatten permute transpose t T mT squeeze unsqueeze expand contiguous clone detach movedim "
-    "swapaxes view_as reshape_as alias".split()
-)
-"""Operations that only lay out their operand's entries otherwise."""
-CASTS = frozenset("to float double half bfloat16 long int bool type type_as".split())
 
 _MEANS_ZERO: dict[tuple[str, int, bool], bool] = {
     ("==", 0, True): False, ("!=", 0, False): False,
@@ -42,19 +37,13 @@ _MEANS_ZERO: dict[tuple[str, int, bool], bool] = {
 }  # fmt: skip
 """Of a condition (operator, number, whether it skips where it holds) that means that its measure is zero: whether only
 if the measure cannot be negative."""
-_PLACES = frozenset("where nonzero argwhere".split())
-_POSITIVE = frozenset("gt __gt__ greater ne __ne__".split())
-_TRUTHS = frozenset(
-    "eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ greater less logical_not bitwise_not isnan".split()
-)
-_NOT_NEGATIVE = _TRUTHS | {"one_hot", "bincount", "count_nonzero", "count_rows", "abs"}
-_KEEPS_SIGN = frozenset("mul add sum cumsum getitem amax max index_select".split()) | LAYOUTS | CASTS
-_PRODUCTS = frozenset("mul __mul__ __rmul__ bitwise_and __and__ logical_and and_".split())
-_PURE = (
-    frozenset("eq ne gt getitem any sum one_hot where nonzero select argmax topk softmax add sub".split())
-    | LAYOUTS
-    | CASTS
-)
+_NOT_NEGATIVE = COMPARISONS | {
+    "logical_not", "bitwise_not", "isnan", "one_hot", "bincount", "count_nonzero", "count_rows", "abs",
+}  # fmt: skip
+_KEEPS_SIGN = LAYOUTS | CASTS | {"mul", "add", "sum", "cumsum", "getitem", "amax", "max", "index_select"}
+_PURE = LAYOUTS | CASTS | PLACES | {
+    "eq", "ne", "gt", "getitem", "any", "sum", "one_hot", "select", "argmax", "topk", "softmax", "add", "sub",
+}  # fmt: skip
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -110,7 +99,7 @@ class GraphIndex:
         computes_same = is_pure(node) and not any(map(self.flow.is_written, (node, *node.all_input_nodes)))
         # Keys of operands are numbers: texts that hold the texts of their operands double with each operation.
         operands = repr(fx.map_arg((node.args, node.kwargs), self.key)) if computes_same else ""
-        call = (node.op, target_name(node), operands) if computes_same else node
+        call = (node.op, name_of(node), operands) if computes_same else node
         return self._key_of.setdefault(call, _Key(len(self._key_of)))
 
 
@@ -178,7 +167,7 @@ class NoRows:
         if node in self.zeros or (isinstance(value, torch.Tensor) and self._index.flow.is_written(node)):
             return
         self.zeros.add(node)
-        name, source = target_name(node), node.args[0] if node.args else None
+        name, source = name_of(node), node.args[0] if node.args else None
         if isinstance(value, torch.SymInt):
             self._assume_zero_size(value.node.expr)
         elif isinstance(source, fx.Node):
@@ -190,7 +179,7 @@ class NoRows:
                 )
                 or (name in ("sum", "amax") and not node.kwargs.get("dtype") and not self.may_be_negative(source))
                 or (
-                    name in _POSITIVE
+                    name in ("gt", "ne")
                     and node.args[1:] == (0,)
                     and not (_is_above(name) and self.may_be_negative(source))
                 )
@@ -210,21 +199,21 @@ class NoRows:
         source = maker.args[0] if maker is not None and maker.args else None
         if maker is None or not isinstance(source, fx.Node):
             return
-        if (target_name(maker) in _PLACES and len(maker.args) == 1) or target_name(maker) == "item":
+        if (name_of(maker) in PLACES and len(maker.args) == 1) or name_of(maker) == "item":
             self._assume_zero(source)
-        elif target_name(maker) == "getitem" and is_mask(maker.args[1]):
+        elif name_of(maker) == "getitem" and is_mask(maker.args[1]):
             self._assume_zero(maker.args[1])  # type: ignore[arg-type]  # a node
 
     def _assume_zero_entry(self, source: fx.Node, entry: int) -> None:
         """Entry e of counts is zero, or of what says which experts were hit."""
-        name, inner = target_name(source), source.args[0] if source.args else None
+        name, inner = name_of(source), source.args[0] if source.args else None
         if not isinstance(inner, fx.Node) or self._index.flow.is_written(source) or self._index.flow.is_written(inner):
             return
         if source.target is COUNT_ROWS or (name == "bincount" and _has_no_weights(source)):
             ids = self._ids_behind(inner)
             if ids is not None:
                 self._absent_ids.append((ids, entry))
-        elif name in _POSITIVE and source.args[1:] == (0,):
+        elif name in ("gt", "ne") and source.args[1:] == (0,):
             if not (_is_above(name) and self.may_be_negative(inner)):
                 self._assume_zero_entry(inner, entry)
         elif name in CASTS and _is_faithful(source, inner):
@@ -239,7 +228,7 @@ class NoRows:
             value = node_value(source) if isinstance(source, fx.Node) else None
             is_same = isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
             result = node_value(node)
-            is_layout = target_name(node) in LAYOUTS | CASTS and isinstance(result, torch.Tensor)
+            is_layout = name_of(node) in LAYOUTS | CASTS and isinstance(result, torch.Tensor)
             if not is_layout or not is_same or result.dtype not in _INTEGERS:  # type: ignore[attr-defined]  # a tensor
                 return node
             assert isinstance(source, fx.Node)
@@ -262,8 +251,8 @@ class NoRows:
 
     def _spread_sizes(self, node: fx.Node) -> None:
         """The sizes of what is taken where a mask holds nowhere."""
-        name, source = target_name(node), node.args[0] if node.args else None
-        takes_places = name in _PLACES and len(node.args) == 1 and source in self.zeros
+        name, source = name_of(node), node.args[0] if node.args else None
+        takes_places = name in PLACES and len(node.args) == 1 and source in self.zeros
         picks = name in ("getitem", "masked_select") and len(node.args) > 1 and is_mask(node.args[1])
         if takes_places or (picks and node.args[1] in self.zeros):
             before = set().union(*map(_symbols_of, node.all_input_nodes))
@@ -271,10 +260,10 @@ class NoRows:
 
     def _is_absent(self, node: fx.Node) -> bool:
         """Whether a node asks where ids name an expert that they do not name, or takes its entry of a mask."""
-        name, source, key = target_name(node), node.args[0] if node.args else None, self._index.key
+        name, source, key = name_of(node), node.args[0] if node.args else None, self._index.key
         if not isinstance(source, fx.Node) or len(node.args) < 2:
             return False
-        if name in ("eq", "__eq__"):
+        if name == "eq":
             ids = self._ids_behind(source)
             return ids is not None and any(
                 node.args[1] == expert and key(ids) == key(known) for known, expert in self._absent_ids
@@ -286,7 +275,7 @@ class NoRows:
 
     def _is_made_of_zeros(self, node: fx.Node) -> bool:
         """Whether a tensor or a number is zero because its operands are."""
-        name, first = target_name(node), node.args[0] if node.args else None
+        name, first = name_of(node), node.args[0] if node.args else None
         if not isinstance(node_value(node), (torch.Tensor, torch.SymInt)):
             return False
         if name in ("zeros", "zeros_like", "new_zeros"):
@@ -299,7 +288,7 @@ class NoRows:
             return first in self.zeros and isinstance(node_value(first), torch.Tensor)  # type: ignore[arg-type]  # a node
         operands = [one for one in node.all_input_nodes if isinstance(node_value(one), (torch.Tensor, torch.SymInt))]
         are_zero = [one in self.zeros for one in operands]
-        if name in _PRODUCTS:  # zero times a float may be no number
+        if name in ("mul", "bitwise_and", "logical_and"):  # zero times a float may be no number
             return all(are_zero) or (any(are_zero) and not any(map(_is_float, operands)))
         return name in ("add", "sub") and bool(operands) and all(are_zero) and len(operands) == len(node.args)
 
@@ -309,12 +298,12 @@ class NoRows:
         """Return whether a number or an entry of a tensor may be negative."""
         if not isinstance(node, fx.Node):
             return not (isinstance(node, (int, float)) and node >= 0)
-        value, name = node_value(node), target_name(node)
+        value, name = node_value(node), name_of(node)
         if isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8):
             return False
         if isinstance(value, torch.SymInt) and name != "item":
             maker = self._index.makers.get(value.node.expr) if value.node.expr.is_Symbol else None
-            return maker is None or (target_name(maker) == "item" and self.may_be_negative(maker))
+            return maker is None or (name_of(maker) == "item" and self.may_be_negative(maker))
         if name in _NOT_NEGATIVE:
             return False
         if scales_second(node):
@@ -334,16 +323,16 @@ def is_mask(node: object) -> bool:
 
 def is_pure(node: fx.Node) -> bool:
     """Return whether a node is a call that computes the same of the same operands, and nothing else."""
-    return node.op in ("call_function", "call_method") and target_name(node) in _PURE and "out" not in node.kwargs
+    return node.op in ("call_function", "call_method") and name_of(node) in _PURE and "out" not in node.kwargs
 
 
 def scales_second(node: fx.Node) -> bool:
     """Return whether a sum or a difference takes a multiple of its second operand: `torch.add(a, b, alpha=-1)`."""
-    return "alpha" in node.kwargs or (target_name(node) in ("add", "add_", "sub", "sub_") and len(node.args) > 2)
+    return "alpha" in node.kwargs or (base_name_of(node) in ("add", "sub") and len(node.args) > 2)
 
 
 def _is_above(name: str) -> bool:
-    return name not in ("ne", "__ne__")
+    return name != "ne"
 
 
 def _is_faithful(cast: fx.Node, source: fx.Node) -> bool:

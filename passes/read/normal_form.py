@@ -23,12 +23,12 @@ from memfine_fx.compat.functional import Listening, functional_value
 from memfine_fx.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket, without_write
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, tree_leaves
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import has_unbacked_shape, node_value, target_name
+from memfine_fx.passes.dataflow import has_unbacked_shape, node_value
 from memfine_fx.passes.modes import Modes, enter_autocast
+from memfine_fx.passes.ops import DROPOUTS, GROUPED_MATMULS, target_name
 
-__all__ = ["GROUPED_MATMULS", "RUN_ERRORS", "Call", "NormalForm", "fake_mode_of", "grouped_arguments"]
+__all__ = ["RUN_ERRORS", "Call", "NormalForm", "fake_mode_of", "grouped_arguments"]
 
-GROUPED_MATMULS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
 RUN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError)
 
 
@@ -228,7 +228,7 @@ def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
             return einsum(args[0], operands)
         if _is_one_product(args[0]) and torch.float64 not in [one.dtype for one in operands]:
             return einsum(args[0], operands, torch.get_autocast_dtype(_device_type(args)))
-    if name in _DROPOUTS and _draws(args, kwargs):
+    if name in DROPOUTS and _draws(args, kwargs):
         raise CannotChunk(Reason.RANDOM_NUMBERS, "random numbers are drawn inside the experts (dropout)", node)
     if name == "matmul" and len(args) == 2 and not kwargs and args[0].ndim >= 2 and args[1].ndim >= 3:
         return _batched_matmul(args[0], args[1])
@@ -243,9 +243,6 @@ def _is_one_product(equation: str) -> bool:
         return False
     left, right = map(set, letters)
     return bool(left & right - set(output)) and left ^ right <= set(output)  # none is summed in one operand alone
-
-
-_DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"))
 
 
 def _draws(args: Any, kwargs: Any) -> bool:

@@ -27,27 +27,32 @@ from memfine_fx.passes.dataflow import (
     node_value,
     same_size,
     static_size,
-    target_name,
 )
-from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
+from memfine_fx.passes.ops import (
+    BROADCASTS,
+    CASTS,
+    FACTORIES,
+    GROUPED_MATMULS,
+    LIKE_FACTORIES,
+    MATMULS,
+    REPEATS,
+    RESHAPES,
+    SPLITS,
+    TRANSPOSES,
+    name_of,
+)
 
 if TYPE_CHECKING:
     from memfine_fx.passes.read.frame import Frame
 
-__all__ = ["LOOKED_BEHIND", "MATMULS", "Pulling", "is_dequantized", "is_parameter_view"]
+__all__ = ["LOOKED_BEHIND", "Pulling", "is_dequantized", "is_parameter_view"]
 
-MATMULS = frozenset("mm bmm matmul addmm baddbmm einsum linear __matmul__ dot".split())
-_VIEWS = frozenset("transpose permute unsqueeze squeeze view reshape to t contiguous expand float bfloat16".split())
-_ENTRIES = frozenset("getitem select unbind".split())
-_SPLITS = frozenset("chunk split split_with_sizes tensor_split unbind".split())
-_TRANSPOSES = frozenset("getattr t T mT transpose permute".split())
-_COPIES = frozenset("repeat_interleave repeat expand expand_as tile".split())
-_FACTORIES = frozenset("arange zeros ones empty full tensor".split())
-_LIKE_FACTORIES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split())
+_VIEWS = RESHAPES | TRANSPOSES | BROADCASTS | CASTS | {"contiguous"}
+_ENTRIES = frozenset(("getitem", "select", "unbind"))
 _GATHERS = frozenset(("all_experts", "expert_of"))
 # What gathers ranks' parts is only ever given parameters, so equal layers need not be compared behind it.
-_BEHIND_VIEWS = _VIEWS | _ENTRIES | _TRANSPOSES | _GATHERS
-LOOKED_BEHIND = _VIEWS | _ENTRIES | _SPLITS | _TRANSPOSES | _COPIES | _FACTORIES | _LIKE_FACTORIES
+_BEHIND_VIEWS = _VIEWS | _ENTRIES | _GATHERS
+LOOKED_BEHIND = _VIEWS | _ENTRIES | SPLITS | REPEATS | FACTORIES | LIKE_FACTORIES
 """Calls behind which reading looks when it decides what a leaf is, or whether to pull it."""
 
 
@@ -79,7 +84,7 @@ class Pulling:
             return False
         if node in self._forced or self._is_factory(node) or is_weight_view(node):
             return True
-        source = node.args[0] if target_name(node) == "getitem" else None
+        source = node.args[0] if name_of(node) == "getitem" else None
         if isinstance(source, fx.Node) and not isinstance(node_value(source), torch.Tensor):
             return source in ran or self.wants(source, ran, at)
         value = node_value(node)
@@ -89,7 +94,7 @@ class Pulling:
             return False
         if self.is_made_of_parameters(node):
             return self._is_computed_table(node, value)
-        return target_name(node) in _COPIES or self._is_turned(node) or not self._has_plain_role(value)
+        return name_of(node) in REPEATS | BROADCASTS or self._is_turned(node) or not self._has_plain_role(value)
 
     def _is_computed_table(self, node: fx.Node, value: torch.Tensor) -> bool:
         """[E,...] matrices that are no view of a parameter, unless they are to be read whole."""
@@ -103,9 +108,9 @@ class Pulling:
 
     def _is_low_rank_product(self, node: fx.Node, value: torch.Tensor) -> bool:
         """B A of one expert of a list, [F,H], perhaps cast or detached."""
-        while target_name(node) in ("detach", "to") and isinstance(node.args[0], fx.Node):
+        while name_of(node) in ("detach", "to") and isinstance(node.args[0], fx.Node):
             node = node.args[0]
-        is_product = target_name(node) in ("matmul", "mm", "__matmul__") and len(node.all_input_nodes) == 2
+        is_product = name_of(node) in ("matmul", "mm", "__matmul__") and len(node.all_input_nodes) == 2
         if not is_product or value.ndim != 2:
             return False
         factor = node_value(node.all_input_nodes[1])
@@ -138,7 +143,7 @@ class Pulling:
         # Scales that were expanded to every number cost what the table does; smaller ones may be made outside, whole,
         # unless that takes other ranks' parts of them.
         large = [one for one in calls if 2 * _num_elements(one) > _num_elements(node)]
-        gathered = [one for one in made_of - calls if target_name(one) in _GATHERS]
+        gathered = [one for one in made_of - calls if name_of(one) in _GATHERS]
         depends = self._flow.descendants([*packed, *gathered, *large]).union(large)
         needed = [one for one in calls if one in depends or self._flow.root(one) in written]
         return sorted(needed, key=self._flow.position.__getitem__)
@@ -161,7 +166,7 @@ class Pulling:
 
     def is_matmul(self, node: fx.Node) -> bool:
         is_call = node.op in ("call_function", "call_method")
-        return is_call and target_name(node) in (MATMULS | GROUPED_MATMULS)
+        return is_call and name_of(node) in (MATMULS | GROUPED_MATMULS)
 
     def is_table(self, node: fx.Node) -> bool:
         """A view of a parameter with three or more dimensions."""
@@ -198,7 +203,7 @@ class Pulling:
 
     def _is_turned(self, node: fx.Node) -> bool:
         """Weights of each choice with choices before tokens: [K,T] may look like [T,K]."""
-        source = node.args[0] if target_name(node) in _TRANSPOSES and node.args else None
+        source = node.args[0] if name_of(node) in TRANSPOSES and node.args else None
         value = node_value(source) if isinstance(source, fx.Node) else None
         shape = (*self._frame.token_shape, self._frame.top_k)
         return isinstance(value, torch.Tensor) and value.ndim == len(shape) and all(map(same_size, value.shape, shape))
@@ -214,7 +219,7 @@ class Pulling:
 
     def _splits_leaf(self, node: fx.Node) -> bool:
         """Tokens or copies of them taken apart are no role of their own, parameters' entries are."""
-        source = node.args[0] if node.args and target_name(node) in _SPLITS else None
+        source = node.args[0] if node.args and name_of(node) in SPLITS else None
         return isinstance(source, fx.Node) and is_float_tensor(source) and not self.is_made_of_parameters(source)
 
     def is_made_of_parameters(self, node: fx.Node) -> bool:
@@ -234,13 +239,13 @@ class Pulling:
 
     def _is_factory(self, node: fx.Node) -> bool:
         """Made from sizes alone: a factory, or index arithmetic on factories."""
-        if target_name(node) in _LIKE_FACTORIES:
+        if name_of(node) in LIKE_FACTORIES:
             return True
         if not isinstance(node_value(node), torch.Tensor):
             return False
         sources = [source for source in node.all_input_nodes if isinstance(node_value(source), torch.Tensor)]
         if not sources:
-            return target_name(node) in _FACTORIES
+            return name_of(node) in FACTORIES
         is_call = node.op in ("call_function", "call_method")
         return (
             is_call
@@ -264,7 +269,7 @@ class Pulling:
 def _dim_by_letter(node: fx.Node, rows: fx.Node, table: fx.Node) -> int | None:
     """In an einsum: the dimension of the rows that is the table's first."""
     equation = node.args[0] if node.args else None
-    if target_name(node) != "einsum" or not isinstance(equation, str):
+    if name_of(node) != "einsum" or not isinstance(equation, str):
         return None
     operands = node.args[1:] if isinstance(node.args[1], fx.Node) else node.args[1]
     letters = dict(zip(operands, equation.replace(" ", "").partition("->")[0].split(","), strict=True))  # type: ignore[arg-type]
@@ -273,7 +278,7 @@ def _dim_by_letter(node: fx.Node, rows: fx.Node, table: fx.Node) -> int | None:
 
 def _dim_taken_apart(node: fx.Node, value: torch.Tensor) -> int | None:
     """The dimension along which a call takes single entries out of a tensor."""
-    name = target_name(node)
+    name = name_of(node)
     if name in ("chunk", "split", "tensor_split", "unbind"):
         position = 1 if name == "unbind" else 2
         dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
@@ -304,7 +309,7 @@ def _is_packed_leaf(node: fx.Node) -> bool:
 
 def _is_from_outside(node: fx.Node) -> bool:
     """Whether nothing in the graph makes a tensor; what gathers ranks' parts stands for the whole parameter."""
-    return node.op in ("placeholder", "get_attr") or target_name(node) in _GATHERS
+    return node.op in ("placeholder", "get_attr") or name_of(node) in _GATHERS
 
 
 def _is_frozen(node: fx.Node) -> bool:
@@ -334,14 +339,14 @@ def is_dequantized(node: fx.Node) -> bool:
 
 
 def behind_views(node: fx.Node) -> fx.Node:
-    while target_name(node) in _VIEWS and node.args and isinstance(node.args[0], fx.Node):
+    while name_of(node) in _VIEWS and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def is_parameter_view(node: fx.Node) -> bool:
     """A parameter, an entry of one, a view of either, or all ranks' parts of one."""
-    while target_name(node) in _BEHIND_VIEWS and node.args and isinstance(node.args[0], fx.Node):
+    while name_of(node) in _BEHIND_VIEWS and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return isinstance(node_value(node), torch.nn.Parameter) and not _is_packed_leaf(node)
 
@@ -353,14 +358,14 @@ def is_weight_view(node: fx.Node) -> bool:
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return False
-    if target_name(node) in _ENTRIES:
-        is_of_unbound = target_name(source) == "unbind" and is_weight_view(source)
+    if name_of(node) in _ENTRIES:
+        is_of_unbound = name_of(source) == "unbind" and is_weight_view(source)
         return is_of_unbound or _is_weight(source)
-    return target_name(node) in _TRANSPOSES and is_weight_view(source)
+    return name_of(node) in TRANSPOSES and is_weight_view(source)
 
 
 def _is_weight(node: fx.Node) -> bool:
     """A parameter, or a reshape of one."""
-    while target_name(node) in ("view", "reshape") and node.args and isinstance(node.args[0], fx.Node):
+    while name_of(node) in ("view", "reshape") and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return isinstance(node_value(node), torch.nn.Parameter)

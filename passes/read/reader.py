@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfine_fx.compat.operators import op_name
 from memfine_fx.compat.tensors import tree_leaves, tree_map
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size, tensor_of
 from memfine_fx.passes.modes import Modes, gradient_stop
+from memfine_fx.passes.ops import LIKE_FACTORIES
 from memfine_fx.passes.read.expressions import Input, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame
 from memfine_fx.passes.read.leads import Lead
@@ -354,7 +356,7 @@ class Reader(Roles):
         rule = self._rule_of(call.target, self._is_unpacking or any(isinstance(value, Part) for value in operands))
         # The refusal where row data was lost says more than one of something beside it.
         unknown = [value for value in operands if isinstance(value, Unknown)]
-        if unknown and call.target not in _SHAPES_ONLY:
+        if unknown and op_name(call.target) not in _SHAPES_ONLY:
             dispatched = any(map(is_dispatched, operands))
             return Unknown(next((one for one in unknown if one.is_dispatched), unknown[0]).refusal, dispatched)
         if rule is None and torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
@@ -407,10 +409,5 @@ class Reader(Roles):
         return known[1]
 
 
-# They read a shape and no number, so what they make is known although their operand is not.
-_SHAPES_ONLY = frozenset(
-    {
-        aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,
-        aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default,
-    }
-)  # fmt: skip
+_SHAPES_ONLY = LIKE_FACTORIES - {"rand_like", "randn_like", "randint_like"}
+"""They read a shape and no number, so what they make is known although their operand is not."""

@@ -22,16 +22,15 @@ from memfine_fx.passes.dataflow import (
     is_int_tensor,
     node_value,
     provenance,
-    target_name,
 )
 from memfine_fx.passes.modes import Modes, modes_at
+from memfine_fx.passes.ops import CASTS, GROUPED_MATMULS, LAYOUTS, LOOKUPS, MATMULS, base_name_of, name_of, target_name
 from memfine_fx.passes.read.equal import KnownRegion, repeated
 from memfine_fx.passes.read.expressions import RowsDiffer
 from memfine_fx.passes.read.extraction import NoExperts, first_matmul, region_of_rows, region_of_slots
 from memfine_fx.passes.read.frame import Frame
-from memfine_fx.passes.read.lonely import chooses_for_sequences, lonely_seed, sequence_choice
-from memfine_fx.passes.read.normal_form import GROUPED_MATMULS
-from memfine_fx.passes.read.pulling import MATMULS, behind_views
+from memfine_fx.passes.read.lonely import chooses_for_sequences, lonely_seed, sequence_choice, unknown_routers
+from memfine_fx.passes.read.pulling import behind_views
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
 from memfine_fx.passes.read.rules import rule_of
@@ -57,8 +56,6 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     nodes = graph_module.graph.nodes
     seeds = seeds_of(graph_module.graph)
     chosen_by_input = [node for node in nodes if chooses_for_sequences(node)]
-    if not seeds and not chosen_by_input:
-        return []
     body = _Body(Dataflow(graph_module.graph), modes_at(graph_module.graph, start or Modes()), frozenset(seeds))
     outcomes: list[MoERegion | Refusal] = []
     for seed in seeds:
@@ -71,7 +68,8 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     inside = {node for one in outcomes if isinstance(one, MoERegion) for node in one.cut.nodes}
     told = [one for one in outcomes if isinstance(one, MoERegion) or body.stopped.get(one) not in inside]
     told = [move_tables(one) if isinstance(one, MoERegion) else one for one in told]
-    return [*told, *map(sequence_choice, chosen_by_input)]
+    regions = [one for one in told if isinstance(one, MoERegion)]
+    return [*told, *map(sequence_choice, chosen_by_input), *unknown_routers(body.flow, regions)]
 
 
 @dataclass(frozen=True)
@@ -245,19 +243,15 @@ def _is_combined(results: fx.Node, reached: set[fx.Node]) -> bool:
         node = pending.pop()
         for user in node.users:
             others = [source for source in user.all_input_nodes if source is not node and source in reached]
-            is_picked = target_name(user) in _PICKS and any(map(is_int_tensor, others))
-            if is_picked or (target_name(user) in _PRODUCTS and others):
+            is_picked = base_name_of(user) in _PICKS and any(map(is_int_tensor, others))
+            if is_picked or (base_name_of(user) in MATMULS | {"mul"} and others):
                 return True
-            if target_name(user) in _KEEP_SLOTS:
+            if name_of(user) in LAYOUTS | CASTS | {"mul", "cat", "pad"}:
                 pending.append(user)
     return False
 
 
-_PICKS = frozenset("getitem index_select gather take_along_dim index_add index_add_ scatter_add scatter_add_".split())
-_PRODUCTS = frozenset("einsum matmul bmm mm __matmul__ mul __mul__ mul_ __rmul__".split())
-_KEEP_SLOTS = frozenset(
-    "view reshape permute transpose to contiguous type_as movedim flatten unflatten squeeze mul __mul__ cat pad".split()
-)
+_PICKS = LOOKUPS | {"index_add", "scatter_add"}
 
 
 def _between(flow: Dataflow, leaves: Sequence[fx.Node]) -> frozenset[fx.Node]:

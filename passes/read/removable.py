@@ -22,10 +22,10 @@ from memfine_fx.passes.dataflow import (
     node_value,
     same_size,
     static_size,
-    target_name,
     tensor_of,
 )
 from memfine_fx.passes.modes import gradient_stop
+from memfine_fx.passes.ops import target_name
 from memfine_fx.records import Cut, Modes, MoERegion
 
 __all__ = ["check_removable"]

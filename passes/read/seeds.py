@@ -19,16 +19,15 @@ from memfine_fx.passes.dataflow import (
     node_value,
     same_size,
     static_size,
-    target_name,
     tensor_of,
 )
+from memfine_fx.passes.ops import CHOOSERS, COPIES, LOOKUPS, RESHAPES, name_of
 from memfine_fx.passes.read.frame import Frame
 
-__all__ = ["frames_of", "is_router", "masked", "proved_of", "reframed", "seeds_of"]
+__all__ = ["frames_of", "is_router", "is_seed", "masked", "proved_of", "reframed", "seeds_of"]
 
-_ROUTERS = frozenset("topk argmax max argmin min".split())
-_INDEXING = frozenset("getitem index_select embedding gather".split())
-_GLUE = frozenset("to view reshape contiguous long int clone detach unsqueeze squeeze flatten".split())
+_GLUE = RESHAPES | COPIES | {"detach", "to", "long", "int"}
+"""They neither mix entries nor change ids."""
 _WIDE = (torch.int32, torch.int64)
 
 
@@ -56,7 +55,7 @@ def seeds_of(graph: fx.Graph) -> list[fx.Node]:
 def is_router(seed: fx.Node) -> bool:
     """Whether a seed without experts deserves a line in the report; maxima of scores do not."""
     source = seed.args[0] if seed.args else None
-    return target_name(seed) == "argmax" or (isinstance(source, fx.Node) and target_name(source) == "topk")
+    return name_of(seed) == "argmax" or (isinstance(source, fx.Node) and name_of(source) == "topk")
 
 
 def frames_of(seed: fx.Node, flow: Dataflow) -> list[Frame]:
@@ -97,7 +96,7 @@ def proved_of(index: fx.Node, flow: Dataflow) -> tuple[bool, int | None]:
     node = index
     while not _is_chosen(node):
         source = node.args[0] if node.args else None
-        if target_name(node) not in _GLUE or flow.is_written(node):
+        if name_of(node) not in _GLUE or flow.is_written(node):
             return False, None
         value = node_value(source) if isinstance(source, fx.Node) else None
         if not isinstance(value, torch.Tensor) or not _has_choices_of(node, value):
@@ -112,7 +111,7 @@ def proved_of(index: fx.Node, flow: Dataflow) -> tuple[bool, int | None]:
 def _has_choices_of(node: fx.Node, source: torch.Tensor) -> bool:
     """Whether each token's choices in `source` [...,K] are those of the same token in the node's tensor."""
     value = tensor_of(node)
-    is_cast = target_name(node) in ("to", "long", "int")
+    is_cast = name_of(node) in ("to", "long", "int")
     if not value.ndim or not source.ndim or not (value.dtype is source.dtype or (is_cast and value.dtype in _WIDE)):
         return False
     last, before = value.shape[-1], source.shape[-1]
@@ -150,18 +149,18 @@ def _belongs_to_architecture(size: int | torch.SymInt) -> bool:
 
 
 def _is_chosen(node: fx.Node) -> bool:
-    if target_name(node) in ("argmax", "argmin"):
+    if name_of(node) in ("argmax", "argmin"):
         return True
-    source = node.args[0] if target_name(node) == "getitem" and node.args else None
+    source = node.args[0] if name_of(node) == "getitem" and node.args else None
     is_second = len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] == 1
-    return isinstance(source, fx.Node) and is_second and target_name(source) in _ROUTERS
+    return isinstance(source, fx.Node) and is_second and name_of(source) in CHOOSERS
 
 
 def _scores(seed: fx.Node) -> torch.Tensor:
     """What was chosen from."""
     source = seed.args[0]
     assert isinstance(source, fx.Node)
-    chosen_from = source.args[0] if target_name(seed) == "getitem" else source
+    chosen_from = source.args[0] if name_of(seed) == "getitem" else source
     assert isinstance(chosen_from, fx.Node)
     return tensor_of(chosen_from)
 
@@ -169,22 +168,22 @@ def _scores(seed: fx.Node) -> torch.Tensor:
 def _is_distinct(seed: fx.Node) -> bool:
     """Whether a token's choices are surely different experts: they are one top-k along the last dimension."""
     source = seed.args[0] if seed.args else None
-    is_top_k = isinstance(source, fx.Node) and target_name(source) == "topk"
+    is_top_k = isinstance(source, fx.Node) and name_of(source) == "topk"
     return is_top_k and _is_chosen(seed) and _is_along_last(seed)
 
 
 def _is_along_last(seed: fx.Node) -> bool:
     """Whether a choice is among the entries of the last dimension."""
-    source = seed.args[0] if target_name(seed) == "getitem" else seed
+    source = seed.args[0] if name_of(seed) == "getitem" else seed
     assert isinstance(source, fx.Node)
-    place, default = (2, -1) if target_name(source) == "topk" else (1, None)
+    place, default = (2, -1) if name_of(source) == "topk" else (1, None)
     dim = source.args[place] if len(source.args) > place else source.kwargs.get("dim", default)
     return dim in (-1, _scores(seed).ndim - 1)
 
 
 def _is_table_lookup(node: fx.Node) -> bool:
     """Integers looked up by integers in a table from outside the graph: hash routing."""
-    if target_name(node) not in _INDEXING or len(node.all_input_nodes) != 2:
+    if name_of(node) not in LOOKUPS or len(node.all_input_nodes) != 2:
         return False
     # Integers made of integers in the graph are arithmetic on ids, not a choice.
     tables = [source for source in node.all_input_nodes if source.op in ("placeholder", "get_attr")]
@@ -199,7 +198,7 @@ def _is_index_input(node: fx.Node) -> bool:
     """
     value = node_value(node)
     is_input = node.op == "placeholder" and isinstance(value, torch.Tensor) and value.ndim == 2
-    if not is_input or any(target_name(user) == "embedding" for user in node.users):
+    if not is_input or any(name_of(user) == "embedding" for user in node.users):
         return False
     return static_size(tensor_of(node).shape[-1]) is not None or _comes_with_weights(node)
 

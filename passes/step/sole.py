@@ -21,12 +21,12 @@ import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.compat.operators import is_view
 from memfine_fx.runtime.store import lookup
 
 __all__ = ["sole_gradients"]
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.view.default, _aten.alias.default)
 
 
 def sole_gradients(joint: fx.Graph, num_forward_outputs: int) -> dict[tuple[str, int], int]:
@@ -69,7 +69,7 @@ def _key_of(gradient: Any, primal: fx.Node) -> tuple[str, int] | None:
 def _only_source(gradient: Any) -> fx.Node | None:
     """What a gradient is a view of, where nothing else reads it or a view between."""
     node = gradient
-    while isinstance(node, fx.Node) and len(node.users) == 1 and node.target in _VIEWS:
+    while isinstance(node, fx.Node) and len(node.users) == 1 and is_view(node.target):
         node = node.args[0]
     return node if isinstance(node, fx.Node) else None
 
@@ -93,8 +93,9 @@ def _seen_as(node: fx.Node, source: fx.Node, tensor: torch.Tensor) -> torch.Tens
     """`tensor` in the place of `source`, as `node` sees it."""
     if node is source:
         return tensor
-    if node.target not in _VIEWS:
+    if not is_view(node.target):
         raise _NoView
+    view: Any = node.target
     before: Any = node.args[0]
-    seen: torch.Tensor = node.target(_seen_as(before, source, tensor), *node.args[1:], **node.kwargs)
+    seen: torch.Tensor = view(_seen_as(before, source, tensor), *node.args[1:], **node.kwargs)
     return seen

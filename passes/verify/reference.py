@@ -16,13 +16,13 @@ from torch import Tensor, fx
 from memfine_fx.compat.operators import OpOverload, OpOverloadPacket, op_name
 from memfine_fx.compat.tensors import tree_map
 from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.ops import FLOAT_CASTS
 from memfine_fx.passes.read.normal_form import grouped_arguments, is_grouped_matmul
 
 __all__ = ["ExactRun"]
 
 aten = torch.ops.aten
 _NAMESPACES = ("aten", "prims", "memfine", "transformers")
-_CASTS = frozenset(("to", "type", "float", "double", "half", "bfloat16"))
 
 
 class ExactRun(fx.Interpreter):
@@ -59,7 +59,7 @@ class ExactRun(fx.Interpreter):
         return (rows, shape, weight, torch.finfo(dtype).eps if eps is None else eps), {}
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        is_cast = target in _CASTS and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        is_cast = target in FLOAT_CASTS | {"to", "type"} and isinstance(args[0], Tensor) and args[0].is_floating_point()
         if is_cast and not _asks_for_integers(args[1:], kwargs):
             return args[0]
         return _widened(super().call_method(target, args, kwargs))

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compiler import pipeline
-from memfine_fx.passes.dataflow import target_name
+from memfine_fx.passes.ops import target_name
 from memfine_fx.passes.read.no_rows import GraphIndex
 from tests.properties.life import Outcome, compare
 from tests.properties.written import EXPERTS, WrittenLayer, load, module_source

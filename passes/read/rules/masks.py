@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import same_size, target_name
+from memfine_fx.passes.dataflow import same_size
+from memfine_fx.passes.ops import target_name
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule

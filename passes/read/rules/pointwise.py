@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.autograd import run_without_modes
-from memfine_fx.compat.operators import OpOverload, without_write
+from memfine_fx.compat.operators import OpOverload, is_pointwise, without_write
 from memfine_fx.compat.tensors import tree_flatten, tree_unflatten
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
@@ -54,15 +54,13 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-_UNTAGGED = (aten.leaky_relu.default, aten.hardswish.default)  # torch 2.11 tags neither, 2.13 the first
 
 
 def pointwise_rule(target: Any) -> Rule | None:
     """The shared rule for pointwise operations, or None."""
     if not isinstance(target, OpOverload) or without_write(target) is not target:  # an expert function writes nothing
         return None
-    is_pointwise = torch.Tag.pointwise in target.tags or target in _UNTAGGED
-    if not is_pointwise or torch.Tag.nondeterministic_seeded in target.tags:
+    if not is_pointwise(target) or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     return pointwise
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
-from memfine_fx.passes.dataflow import target_name
 from memfine_fx.passes.lower.region import lower_region
+from memfine_fx.passes.ops import target_name
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.records import ChunkPlan, MoERegion
 from memfine_fx.runtime import store

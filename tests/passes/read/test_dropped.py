@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from memfine_fx.passes.dataflow import target_name
+from memfine_fx.passes.ops import target_name
 from memfine_fx.passes.read.dropped import drop_unread_ids, ids_of_mask, insert_ids
 from tests.helpers import capture
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from memfine_fx.errors import GuardRefused
-from memfine_fx.passes.dataflow import target_name
+from memfine_fx.passes.ops import target_name
 from memfine_fx.passes.read.guards import OpenCut, discharge_guards
 from memfine_fx.passes.read.marker import COUNT_ROWS, COVERED, ENTER_NUMBER, ENTER_TENSOR, LEAVE_BODY
 

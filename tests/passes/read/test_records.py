@@ -14,7 +14,7 @@ import memfine_fx
 from memfine_fx import Config
 from memfine_fx.errors import CannotChunk
 from memfine_fx.models import DeepseekConfig, DeepseekMoE
-from memfine_fx.passes.dataflow import target_name
+from memfine_fx.passes.ops import target_name
 from memfine_fx.records import RegionDims
 from tests.helpers import (
     HIDDEN,

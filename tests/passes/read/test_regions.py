@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memfine_fx.models import DeepseekConfig, DeepseekMoE
-from memfine_fx.passes.dataflow import node_value, target_name
+from memfine_fx.passes.dataflow import node_value
+from memfine_fx.passes.ops import target_name
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.read.seeds import seeds_of
 from memfine_fx.records import MoERegion

@@ -18,8 +18,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.dataflow import Dataflow, target_name, written_node
+from memfine_fx.passes.dataflow import Dataflow, written_node
 from memfine_fx.passes.modes import Modes, modes_at
+from memfine_fx.passes.ops import target_name
 from memfine_fx.passes.read.expressions import Param, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame
 from memfine_fx.passes.read.normal_form import Call, NormalForm
