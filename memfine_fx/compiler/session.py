@@ -29,8 +29,7 @@ from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
 from memfine_fx.memory.step import RunMemory, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
-from memfine_fx.plan.budget import budget_bytes, device_of
-from memfine_fx.plan.free import describe_budget
+from memfine_fx.plan.budget import budget_bytes, describe_budget, device_of
 from memfine_fx.plan.peaks import SolvedPeaks
 from memfine_fx.plan.runs import Caller, Owner, RunHistory, Situation, gradient_bytes, parameters_of
 from memfine_fx.records import Refusal, Where

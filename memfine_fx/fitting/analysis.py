@@ -13,8 +13,8 @@ from memfine_fx.fitting.stretch import PARTS, Moment, aligned, is_even, moments_
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory, SizeOf
 from memfine_fx.plan.budget import MARGIN_PERCENT, SCALAR_BYTES, unbounded_rows
-from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
-from memfine_fx.plan.rows import LEAST_ROWS, largest
+from memfine_fx.plan.rows import LEAST_ROWS, LEAST_TOKENS, knee_tokens
+from memfine_fx.plan.solve import largest
 
 __all__ = ["Analysis", "StaticBytes", "StepTotal"]
 

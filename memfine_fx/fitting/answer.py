@@ -24,7 +24,7 @@ from memfine_fx.fitting.report import FitReport
 from memfine_fx.fitting.setup import Setup, Train, optimizer_bytes
 from memfine_fx.fitting.stack import Stack, find_stack, layer_lists, shortened
 from memfine_fx.fitting.stretch import fewest_repeats, has_all_alike, is_even
-from memfine_fx.plan.rows import largest
+from memfine_fx.plan.solve import largest
 
 __all__ = ["Question", "analyse", "analysed_plainly", "answer", "report_of", "static_bytes", "with_setup"]
 

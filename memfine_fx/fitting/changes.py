@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from memfine_fx.errors import MissingPackage
 from memfine_fx.fitting.analysis import Analysis
 from memfine_fx.fitting.setup import Train
-from memfine_fx.plan.rows import largest
+from memfine_fx.plan.solve import largest
 
 __all__ = ["Change", "Changed", "changes"]
 

@@ -26,8 +26,7 @@ from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, workspace_exp
 from memfine_fx.memory.step import RunMemory
 from memfine_fx.memory.symbols import ROWS
 from memfine_fx.plan.budget import MARGIN_PERCENT, SCALAR_BYTES
-from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
-from memfine_fx.plan.rows import DEVIATIONS, KNEE_ROWS, LEAST_ROWS
+from memfine_fx.plan.rows import DEVIATIONS, KNEE_ROWS, LEAST_ROWS, LEAST_TOKENS, knee_tokens
 
 __all__ = ["OPERATIONS", "Exported"]
 

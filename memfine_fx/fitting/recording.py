@@ -25,7 +25,7 @@ from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.setup import Setup, made_optimizer
 from memfine_fx.memory.step import RunMemory
-from memfine_fx.plan.kept import lean_of
+from memfine_fx.plan.problem import lean_of
 
 __all__ = [
     "ESTIMATED",

@@ -149,7 +149,7 @@ class GraphStep:
         keeps_all: whether it computes nothing costly again and regions keep all that pays.
         is_least: whether it is the partition for budgets that no other fits.
         base: which partition it was made from (`passes.step.partitioned`).
-        optional: seconds spared per byte by regions that keep as many rows as a run has room for (`plan.kept`).
+        optional: seconds spared per byte by regions that keep as many rows as a run has room for (`plan.problem`).
         estimated: directions whose record is an estimate although exact ones come from compiled code.
         sole: (site, place) of results of regions' backwards that are the whole gradient of one input of the graph ->
             place of that input (`passes.step.sole`).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,21 +13,28 @@ from typing import Protocol
 import torch
 from torch import fx
 
-from memfine_fx.config import Config, parse_budget
+from memfine_fx.config import LEAST, Config, parse_budget
 from memfine_fx.errors import BudgetInfeasible
-from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.memory.liveness import GraphMemory, Workspace
 from memfine_fx.memory.machine import host_bytes
-from memfine_fx.memory.region_bytes import region_peak
+from memfine_fx.memory.region_bytes import ChunkSize, region_peak
 from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory, StepPeak, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.plan.free import free_rows
-from memfine_fx.plan.head_tokens import LEAST_TOKENS, plan_head
-from memfine_fx.plan.kept import SLACK, keep_rows, kept_rows, lean_of, live_bytes
 from memfine_fx.plan.peaks import SolvedPeaks, chunk_sizes, peak_of_run, unbounded_rows
+from memfine_fx.plan.problem import (
+    MARGIN_PERCENT,
+    StepWork,
+    lean_of,
+    live_bytes,
+    problem_within,
+    problem_without_budget,
+    run_of_plan,
+    with_margin,
+)
 from memfine_fx.plan.rates import device_rates
-from memfine_fx.plan.row_choices import StepWork
-from memfine_fx.plan.rows import LEAST_ROWS, infeasible, plan_region
+from memfine_fx.plan.rows import LEAST_ROWS, LEAST_TOKENS, infeasible, plan_head, plan_region
 from memfine_fx.plan.runs import CalledGraph, Owner, Run, RunHistory, Situation, gradient_bytes
+from memfine_fx.plan.solve import StepProblem, solve
 from memfine_fx.records import ChunkPlan, Keep
 from memfine_fx.records.heads import HeadPlan
 
@@ -41,6 +48,7 @@ __all__ = [
     "budget_of_graph",
     "choose_head_plan",
     "choose_plan",
+    "describe_budget",
     "device_of",
     "fits_unbounded",
     "is_accelerator",
@@ -57,8 +65,6 @@ SCALAR_BYTES = 64
 """Left free for what autograd makes outside the graphs: the loss's gradient and its like."""
 _LIMIT_STEPS = 64
 _LEAST_RESERVE = 1 << 30
-MARGIN_PERCENT = 2
-"""What an estimate made before compilation may be short of the compiled code (docs/design/memory.md)."""
 
 
 class SessionState(Protocol):
@@ -226,14 +232,20 @@ class GraphBudget:
     def add_hints(self, graph: fx.Graph) -> None:
         self._step.add_hints(graph)
 
-    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: str = "") -> int:
+    def live_bytes(
+        self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: Collection[str] = ()
+    ) -> list[int]:
         step = self._step
         trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
-        trial.optional = {without: 0.0} if without else {}
-        size_of = chunk_sizes(self._session.config, trial, rows, self._work.head_tokens(rows))
+        trial.optional = dict.fromkeys(without, 0.0)
         memory = replace(self.situation.memory, step=trial, sizes=step.sizes, kept=frozenset())
-        peak = step_peak_bytes([lean_of(memory)], size_of)
-        return 0 if peak is None else with_margin(peak)
+        return [with_margin(one) for one in live_bytes(lean_of(memory), self._size_of(rows))]
+
+    def workspace(self, rows: int | None) -> Workspace:
+        return self._step.workspace(self._size_of(rows), self.sizes)
+
+    def _size_of(self, rows: int | None) -> Callable[[str, int], ChunkSize]:
+        return chunk_sizes(self._session.config, self._step, rows, self._work.head_tokens(rows))
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         return self._session.timed(stage)
@@ -298,7 +310,8 @@ def keeping_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemo
     if not run.graph.is_limited:
         if memory.step.estimated or session.history.is_followed(run):
             return lean_of(memory)
-        return session.peaks.keeping(Situation(memory, None), 0, functools.partial(free_rows, config, memory))
+        without = functools.partial(problem_without_budget, config, memory)
+        return session.peaks.keeping(Situation(memory, None), 0, lambda: _solved(without(), memory))
     later = session.history.expected_after(run)
     if not later and session.history.is_followed(run):
         return lean_of(memory)
@@ -317,33 +330,24 @@ def _needs_of(config: Config, runs: Sequence[Run]) -> int:
     return most
 
 
+def _solved(problem: StepProblem | None, run: RunMemory) -> RunMemory:
+    return run_of_plan(run, None if problem is None else solve(problem))
+
+
 def _keeping_within(config: Config, situation: Situation, needs: int, rates: Callable[[], DeviceRates]) -> RunMemory:
-    """Everything that a run may keep, if that fits with as many rows a chunk as time asks for; else what takes least
-    time: rows kept and rows a chunk are bought with the same bytes.
+    """Return the run that saves everything, if that fits with as many rows per chunk as time asks for; else the run of
+    the solver's plan.
     """
     memory, available = situation.memory, situation.available_bytes
-    lean, work = lean_of(memory), StepWork(config, memory.step, memory.values)
-    if available is None or lean.forward is None or lean.backward is None:
+    if available is None:
         return memory
     if memory.step.estimated:
         available = available * 100 // (100 + MARGIN_PERCENT)
     peak = step_peak_bytes([memory], chunk_sizes(config, memory.step, None, None)) or 0
     if max(peak, memory.saved_bytes + memory.left_bytes + needs) <= available:
         return memory
-    behind, limit = memory.saved_bytes + lean.left_bytes + needs, available - available // SLACK
-    best, fewest = lean, math.inf
-    for rows, slower in work.rows_choices(rates):
-        size_of = chunk_sizes(config, memory.step, rows, work.head_tokens(rows))
-        forward, backward = live_bytes(lean, size_of)
-        keeps = keep_rows(memory, size_of, behind=1)
-        most = sum(one.num_rows * one.seconds_per_row for one in keeps)
-        if max(*forward, *backward, behind) > available or slower - most >= fewest:
-            continue
-        kept = kept_rows([[*forward, behind], backward], keeps, limit)
-        seconds = slower - sum(kept.get(one.site, 0) * one.seconds_per_row for one in keeps)
-        if seconds < fewest:
-            best, fewest = memory.keeping(kept), seconds
-    return best
+    problem = problem_within(config, memory, available, needs, rates)
+    return memory if problem is None else _solved(problem, memory)
 
 
 def _kept_of(site: str, step: GraphStep, situation: Situation | None, num_tokens: int) -> tuple[Keep, int, bool]:
@@ -401,11 +405,6 @@ def refusal_of(session: SessionState, situation: Situation, device: torch.device
     return infeasible(_as_terms(peak), budget, available)
 
 
-def with_margin(estimated: int) -> int:
-    """What is held against a budget where a record is an estimate of what compiled code will hold."""
-    return estimated + estimated * MARGIN_PERCENT // 100
-
-
 def smallest_peak(session: SessionState, situation: Situation) -> int | None:
     """Bytes of a run with the smallest chunks that keeps nothing it need not; None where nothing is known of it."""
     situation = replace(situation, memory=lean_of(situation.memory))
@@ -427,6 +426,29 @@ def fits_unbounded(session: SessionState, situation: Situation) -> bool:
     available = situation.available_bytes
     peak = None if available is None else session.peaks.peak_of(session.config, situation)(None, None)
     return available is None or peak is None or peak <= available
+
+
+def describe_budget(config: Config, runs: Sequence[RunMemory], device_bytes: int | None = None) -> str:
+    """Return by which budget the runs of a step were planned, in words.
+
+    Args:
+        device_bytes: what bounds them without a budget, None where nothing does.
+    """
+    if config.has_budget:
+        return f"memory_budget={config.memory_budget!r} bounds the bytes of a step"
+    if config.memory_budget == LEAST:
+        return 'memory_budget="least": regions keep nothing'
+    if device_bytes is not None:
+        return f"no memory_budget: what the device has for the step bounds it, {device_bytes:,} B"
+    steps = {id(run.step): run for run in runs}.values()
+    num_optional = sum(len(run.step.optional) for run in steps)
+    if not num_optional:
+        return (
+            "no memory_budget: regions keep nothing (where Inductor compiles a graph that returns its loss for a CPU, "
+            "they keep what leaves the step's peak where it is)"
+        )
+    num_keeping = sum(run.kept_rows(site) > 0 for run in steps for site in run.step.optional)
+    return f"no memory_budget: {num_keeping} of {num_optional} regions keep what leaves the step's peak where it is"
 
 
 def device_of(graph: CalledGraph) -> torch.device:

@@ -14,8 +14,7 @@ from memfine_fx.config import Config
 from memfine_fx.memory.liveness import KeptRows
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes
 from memfine_fx.memory.step import GraphStep, RunMemory, StepPeak, step_peak, step_peak_bytes
-from memfine_fx.plan.head_tokens import knee_tokens
-from memfine_fx.plan.rows import wanted_rows
+from memfine_fx.plan.rows import knee_tokens, wanted_rows
 from memfine_fx.plan.runs import Situation
 
 __all__ = ["SolvedPeaks", "chunk_sizes", "peak_of_run", "revision_of", "unbounded_rows"]

@@ -1,26 +1,31 @@
-"""Planner: from a region's byte terms and a budget to its chunk plan; pure functions, no torch.
+"""Chunk plans of regions and heads, from their byte terms and a budget; pure functions, no torch.
 
 The peak is the larger of forward and backward (memory/region_bytes.py has the terms). It is affine and increasing
-in R piece by piece, so the largest R that fits is found exactly by bisection over integers.
+in R piece by piece, so the solver finds the largest R that fits by bisection over integers.
 """
 
 from __future__ import annotations
 
-import bisect
+import functools
 import math
 from collections.abc import Callable, Mapping
 
 from memfine_fx.config import Axis
 from memfine_fx.errors import BudgetInfeasible
+from memfine_fx.memory.head_bytes import HeadBytes
 from memfine_fx.memory.region_bytes import RegionBytes, region_peak, rows_of_even_round
+from memfine_fx.plan.solve import Rows, StepProblem, solve
 from memfine_fx.records import ChunkPlan
+from memfine_fx.records.heads import HeadPlan
 
 __all__ = [
     "DEVIATIONS",
     "KNEE_ROWS",
     "LEAST_ROWS",
+    "LEAST_TOKENS",
     "infeasible",
-    "largest",
+    "knee_tokens",
+    "plan_head",
     "plan_region",
     "tried_anyway",
     "wanted_rows",
@@ -34,6 +39,11 @@ docs/design/plan.md, "The throughput knee", has the measurement (CPU) and the re
 LEAST_ROWS = 64
 """Rows below which no budget pushes a chunk: smaller expert matmuls cost time and no longer save memory, since what is
 alive beside so small a chunk decides the peak."""
+_KNEE_TOKENS = {"cpu": 256, "cuda": 1024}
+"""Tokens a chunk from which on time hardly falls; docs/head.md says how sure that is."""
+LEAST_TOKENS = 64
+"""Tokens below which no budget pushes a head's chunk: each chunk reads and writes the whole gradient of the table once,
+which at 64 tokens makes a step a third slower than at the knee already (docs/head.md)."""
 DEVIATIONS = 3
 """Of the rows of an expert, where tokens choose evenly, beyond their mean: chunks hold so many more."""
 
@@ -80,21 +90,12 @@ def plan_region(
     def total(candidate: int) -> int:
         return sum(terms_of(candidate).values()) if peak_bytes is None else peak_bytes(candidate)
 
-    if available_bytes is not None and total(rows) > available_bytes:
-        low = min(min_rows, rows)
-        if total(low) > available_bytes:
-            error = infeasible(terms_of(low), budget_bytes, available_bytes)
-            if refuses:
-                raise error
-            rows, reason = low, tried_anyway(error)
-        else:
-            rows = largest(low, rows, lambda candidate: total(candidate) <= available_bytes)
-            reason = (
-                f"largest {'round' if _comes_in_rounds(region, axis) else 'chunk'} with which the step keeps within "
-                f"{available_bytes:,} B"
-            )
-    elif available_bytes is not None:
-        reason = f"{reason}, within the budget"
+    if available_bytes is not None:
+        what = "round" if _comes_in_rounds(region, axis) else "chunk"
+        rows, reason = _within(
+            available_bytes, rows, min_rows, total, reason, what, refuses,
+            lambda least: infeasible(terms_of(least), budget_bytes, available_bytes),
+        )  # fmt: skip
     predicted = sum(region_peak(region, num_tokens, rows, axis).values())
     if _comes_in_rounds(region, axis):
         return ChunkPlan(axis, region.chunk_rows(rows), 0, predicted, reason, rows_per_round=rows)
@@ -158,6 +159,40 @@ def _cuts_tokens(region: RegionBytes, axis: Axis) -> bool:
     return axis == "tokens" and region.travel is None
 
 
+def _within(
+    available_bytes: int,
+    wanted: int,
+    least: int,
+    peak_bytes: Callable[[int], int],
+    reason: str,
+    what: str,
+    refuses: bool,
+    error_of: Callable[[int], BudgetInfeasible],
+) -> tuple[int, str]:
+    """Return the most rows per chunk, up to those that time asks for, with which a step fits; and why.
+
+    Args:
+        wanted, reason: rows that time asks for, and why.
+        least: the smallest chunk worth planning.
+        peak_bytes: of the step with so many rows.
+        what: "chunk", or "round" of rows that come from other ranks.
+        refuses: whether it is an error if the smallest chunk does not fit; else that is tried.
+        error_of: returns the error for the smallest chunk.
+
+    Raises:
+        BudgetInfeasible: as `refuses` says.
+    """
+    least = min(least, wanted)
+    plan = solve(StepProblem(Rows(wanted, least, peak_bytes), available_bytes, is_monotone=True))
+    if plan is None and refuses:
+        raise error_of(least)
+    if plan is None:
+        return least, tried_anyway(error_of(least))
+    if plan.key == wanted:
+        return wanted, f"{reason}, within the budget"
+    return plan.key, f"largest {what} with which the step keeps within {available_bytes:,} B"
+
+
 def infeasible(terms: Mapping[str, int], budget_bytes: int | None, available_bytes: int) -> BudgetInfeasible:
     """The error for a peak of these terms, with the smallest budget that holds it."""
     budget = available_bytes if budget_bytes is None else budget_bytes
@@ -173,6 +208,50 @@ def tried_anyway(error: BudgetInfeasible) -> str:
     )
 
 
-def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from `low`, which fits, to below `high` that fits, where more never fits better."""
-    return low + bisect.bisect_left(range(low + 1, high), True, key=lambda number: not fits(number))
+def knee_tokens(head: HeadBytes) -> int:
+    """R without a budget."""
+    return _KNEE_TOKENS.get(head.device_type, _KNEE_TOKENS["cuda"])
+
+
+def plan_head(
+    head: HeadBytes,
+    num_tokens: int,
+    *,
+    tokens_per_chunk: int | None = None,
+    budget_bytes: int | None = None,
+    available_bytes: int | None = None,
+    min_tokens: int = LEAST_TOKENS,
+    peak_bytes: Callable[[int], int] | None = None,
+    refuses: bool = True,
+) -> HeadPlan:
+    """The plan of a head in one step.
+
+    Args:
+        head: its byte terms.
+        num_tokens: T of this step.
+        tokens_per_chunk: fixed by the user, or None.
+        budget_bytes: what the user asked for, for the message.
+        available_bytes: what of it `peak_bytes` may use, or None without a limit.
+        min_tokens: smallest chunk worth planning.
+        peak_bytes: of the whole step with R tokens a chunk, increasing in R; by default of the op alone.
+        refuses: whether what fits no chunk is an error; else the smallest is tried.
+
+    Raises:
+        BudgetInfeasible: not even `min_tokens` a chunk fit.
+    """
+    most = max(1, num_tokens)
+    if tokens_per_chunk is not None:
+        rows, reason = min(tokens_per_chunk, most), "tokens per chunk fixed by the config"
+    else:
+        rows, reason = min(knee_tokens(head), most), f"default on {head.device_type}"
+
+    peak = peak_bytes or functools.partial(head.peak, num_tokens)
+
+    def error_of(least: int) -> BudgetInfeasible:
+        terms = {"working set of head": head.workspace(least)}
+        terms["everything else alive"] = peak(least) - terms["working set of head"]
+        return infeasible(terms, budget_bytes, available_bytes or 0)
+
+    if available_bytes is not None:
+        rows, reason = _within(available_bytes, rows, min_tokens, peak, reason, "chunk", refuses, error_of)
+    return HeadPlan(rows, head.peak(num_tokens, rows), reason)

@@ -9,13 +9,12 @@ Terms
 1. Checkpoints of the model are a wish to save memory; the budget says how much is wanted, so their tags go (except
    where a policy of the user demands something), and the full partition is tried. Where it fits and new memory is dear,
    so is one that computes elementwise work again, and the faster one is taken.
-2. If it does not fit, the planner asks for the step's peak under other choices. The answers come from records of the
-   three partitions, edited (`memory.edits`), so that no graph is partitioned to ask. To full and to spare, what regions
-   keep is added; to lean, costly results too. What spare and lean compute again is counted.
-3. The graph is partitioned as chosen. If that turns out not to fit after all, less is kept. What code held beyond an
-   earlier estimate counts for partitions made from the same one of the three: the others may be exact. Regions get room
-   for all their rows, one more region among them than fit; of how many rows they keep something, each run decides
-   (`plan.kept`).
+2. If it does not fit, the solver chooses among the three, what is saved beside what each saves, and rows per chunk
+   (`plan.problem.problem_of_partition`), by the memory of the three: no graph is partitioned to ask. In full and spare
+   regions may save; in lean costly results too. What spare and lean compute again is counted.
+3. The graph is partitioned as chosen. If that turns out not to fit after all, partitions of this base get as many bytes
+   less, and the solver chooses again. What code held beyond an earlier estimate counts likewise. Regions get room for
+   all their rows; of how many rows they save something, each run decides.
 4. If nothing fits, it is lean or spare, whichever holds less; fewer rows a chunk have to do the rest. Lean need not be
    the smaller one where layers have no borders.
 """
@@ -23,11 +22,10 @@ Terms
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
@@ -35,21 +33,23 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.compat.functorch import recomputing_elementwise
-from memfine_fx.memory.edits import Pair, keeping_in_region, keeping_results, sized
-from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.memory.liveness import GraphMemory, Workspace
 from memfine_fx.passes.step.borders import layer_borders
 from memfine_fx.passes.step.costly_results import CostlyResult, costly_results, is_attention, must_save
 from memfine_fx.passes.step.keep import keep_choices, keep_in_regions
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.spare import cheapest, spared
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.plan.keeping import Keepable, StepChoice, choose_step, ranked
+from memfine_fx.plan.problem import Base, SavableRows, SavableTensor, problem_of_partition
+from memfine_fx.plan.solve import solve
 from memfine_fx.records import Keep
 
-__all__ = ["Even", "StepBudget", "even", "fit", "largest_keeps", "optional_of", "region_keepables"]
+__all__ = ["Even", "StepBudget", "even", "fit", "largest_keeps", "optional_of", "savable_rows"]
 
 Even = Literal["lean", "spare"]
 """A partition that treats equal layers alike; this spare computes nothing again but elementwise work."""
+Pair = tuple[GraphMemory, GraphMemory]
+"""Forward and backward."""
 _ATTEMPTS = 3
 _WITHOUT_RANDOM_STATE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """The CPU's attention knows no dropout and is computed again where that saves bytes, wished or not; a wish would make
@@ -84,12 +84,19 @@ class StepBudget(Protocol):
         """Learn the values of symbols that no input has."""
         ...
 
-    def peak(self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: str = "") -> int:
-        """Bytes of the whole step with this forward and backward; rows a chunk, or as many as time asks for.
+    def live_bytes(
+        self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: Collection[str] = ()
+    ) -> list[int]:
+        """Live bytes of the whole step with this forward and backward, at each position of their timeline.
 
         Args:
-            without: site of a region that keeps nothing, though its graph has room for it.
+            rows: per chunk; None for as many as time asks for.
+            without: sites of regions that save nothing, though their graph has room for it.
         """
+        ...
+
+    def workspace(self, rows: int | None) -> Workspace:
+        """Scratch of the regions' ops with so many rows per chunk."""
         ...
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
@@ -101,34 +108,8 @@ class StepBudget(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Base:
-    """A partition that choices start from: its record, what can be added to it, seconds it takes beyond full.
-
-    `partition` has nothing added; of full there is none, because the one that was made keeps all that pays. The last is
-    how many costly results it computes again.
-    """
-
-    kind: Literal["full", "spare", "lean"]
-    partition: Partition | None
-    pair: Pair
-    ranking: list[Keepable]
-    seconds: float
-    num_costly: int = 0
-
-    def keeps(self, choice: StepChoice) -> dict[str, Keep]:
-        """What regions keep, by site; of one a part."""
-        kept = self.ranking[: choice.num_kept]
-        return largest_keeps(kept if choice.part is None else [*kept, choice.part])
-
-    def with_kept(self, count: int) -> Pair:
-        pair = self.pair
-        for one in self.ranking[:count]:
-            if one.keep == "nothing":
-                pair = keeping_results(pair, one.storages)
-            else:
-                pair = keeping_in_region(pair, one.name, one.keep, one.num_bytes)
-        return pair
+Saved = Mapping[str, tuple[int, int]]
+"""See `plan.solve.StepPlan`."""
 
 
 def fit(
@@ -146,18 +127,19 @@ def fit(
     budget.add_hints(gm.graph)
     partition = functools.partial(_with_hints, partition, budget)
     with budget.timed("fit"):
-        regions = region_keepables(gm.graph, lambda: budget.rates)
+        regions = savable_rows(gm.graph, lambda: budget.rates)
     keeps = largest_keeps(regions)
     full_module, added = _with_regions(gm, keeps)
     full = partition(full_module, decision=_described(keeps, gm.graph))
     tried = functools.partial(_timed, partition, budget)
     # The most common case: no other choice is asked for its peak.
-    if budget.peak(full.forward_memory, full.backward_memory, None) <= _available(budget, "full"):
+    if _peak(full, budget) <= _available(budget, "full"):
         with budget.timed("fit"):
             made = _faster(gm, replace(full, base="full"), tried, budget, keeps)
         return replace(made, keeps_all=True, optional=optional_of(regions, keeps))
+    plain = [memory.without(added) for memory in (full.forward_memory, full.backward_memory)]
     with budget.timed("fit"):
-        return _fit_less(gm, num_forward_outputs, tried, budget, regions, _without(_sized(full, budget), added))
+        return _fit_less(gm, num_forward_outputs, tried, budget, regions, (plain[0], plain[1]))
 
 
 def even(gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], kind: Even) -> Partition:
@@ -204,10 +186,8 @@ def _faster(
     if math.isinf(budget.rates.keep_bytes):
         return full
     again = spared(_with_regions(gm, keeps)[0], (), partition, of_regions=_described_regions(keeps, gm.graph))
-    kept_pair, again_pair = _sized(full, budget), _sized(again, budget)
-    fits = budget.peak(again.forward_memory, again.backward_memory, None) <= _available(budget, "spare")
-    pays = _seconds_beyond(again_pair, kept_pair, budget.rates) < 0
-    return replace(again, base="spare") if fits and pays else full
+    seconds = _seconds_beyond(_pair(again), _pair(full), budget)
+    return replace(again, base="spare") if seconds < 0 and _peak(again, budget) <= _available(budget, "spare") else full
 
 
 def _fit_less(
@@ -215,25 +195,51 @@ def _fit_less(
     num_forward_outputs: int,
     partition: Callable[..., Partition],
     budget: StepBudget,
-    regions: list[Keepable],
+    regions: Sequence[Sequence[SavableRows]],
     plain: Pair,
 ) -> Partition:
-    """Where not all that pays can be kept; `plain` is the full partition without what regions keep."""
+    """The partition where not all that pays can be saved; `plain` is full without what regions save."""
     results = costly_results(gm.graph, num_forward_outputs)
     spare = spared(_copied(gm), results, partition, of_regions=_described_regions({}, gm.graph))
     lean = _lean(gm, partition, results)
     bases = _bases(gm, results, plain, spare, lean, regions, budget)
-    for base, choice in itertools.islice(_by_time(bases, budget), _ATTEMPTS):
-        made = _realized(gm, partition, base, choice, results)
-        chosen = replace(made, optional=optional_of(base.ranking, base.keeps(choice)))
-        part = "" if choice.part is None else choice.part.name
-        peak = budget.peak(chosen.forward_memory, chosen.backward_memory, choice.rows, part)
-        if peak <= _available(budget, base.kind):
-            return replace(chosen, base=base.kind)
+    made_from = {"spare": spare, "lean": lean}
+    rows_choices = budget.rows_choices()
+    beyond = dict(budget.beyond)
+
+    def live_bytes_of(base: Base, rows: int | None) -> list[int]:
+        live = budget.live_bytes(base.forward, base.backward, rows)
+        return [num_bytes + beyond.get(base.kind, 0) for num_bytes in live]
+
+    for _ in range(_ATTEMPTS):
+        problem = problem_of_partition(
+            bases, rows_choices, live_bytes_of, budget.workspace, budget.sizes, budget.available_bytes
+        )
+        plan = solve(problem)
+        if plan is None:
+            break
+        base, rows = plan.key
+        chosen = replace(_realized(gm, partition, base, made_from, plan.saved, results), base=base.kind)
+        excess = _peak(chosen, budget, rows, _sites_in_part(base, plan.saved)) - _available(budget, base.kind)
+        if excess <= 0:
+            return chosen
+        beyond[base.kind] = beyond.get(base.kind, 0) + excess
     # Compared with the fewest rows, since these are what a step that does not fit will take.
-    smallest_rows = budget.rows_choices()[-1][0]
-    least = min((lean, spare), key=lambda one: budget.peak(one.forward_memory, one.backward_memory, smallest_rows))
+    least = min((lean, spare), key=lambda one: _peak(one, budget, rows_choices[-1][0]))
     return replace(least, is_least=True)
+
+
+def _peak(partition: Partition, budget: StepBudget, rows: int | None = None, without: Collection[str] = ()) -> int:
+    return max(budget.live_bytes(*_pair(partition), rows, without), default=0)
+
+
+def _pair(partition: Partition) -> Pair:
+    return partition.forward_memory, partition.backward_memory
+
+
+def _available(budget: StepBudget, base: str) -> int:
+    """What the estimate of a partition may use that is made from a base."""
+    return budget.available_bytes - budget.beyond.get(base, 0)
 
 
 def _bases(
@@ -242,79 +248,82 @@ def _bases(
     plain: Pair,
     spare: Partition,
     lean: Partition,
-    regions: list[Keepable],
+    regions: Sequence[Sequence[SavableRows]],
     budget: StepBudget,
-) -> list[_Base]:
-    """Full, spare and lean, each with what is not kept in it."""
-    spare_pair, lean_pair = _sized(spare, budget), _sized(lean, budget)
-    costly = _costly_keepables(gm.graph, results, lean_pair[1], budget.rates)
-
-    beyond_full = functools.partial(_seconds_beyond, full=plain, rates=budget.rates)
+) -> list[Base]:
+    """Full, spare and lean, each with what may be saved beside what it saves."""
     again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
+    spare_seconds = _seconds_beyond(_pair(spare), plain, budget) + again
+    lean_seconds = _seconds_beyond(_pair(lean), plain, budget)
+    tensors = _savable_tensors(gm.graph, results, lean.backward_memory, budget.rates)
+    # Seconds are beyond those of a step that saves everything, of which each base recomputes what may be saved.
+    of_regions = sum(max(0.0, *(amount.seconds for amount in amounts)) for amounts in regions)
+    of_tensors = sum(max(0.0, tensor.seconds) for tensor in tensors)
     return [
-        _Base("full", None, plain, ranked(regions), 0.0),
-        _Base("spare", spare, spare_pair, ranked(regions), beyond_full(spare_pair) + again),
-        _Base("lean", lean, lean_pair, ranked([*costly, *regions]), beyond_full(lean_pair), len(costly)),
+        Base("full", of_regions, *plain, (), regions),
+        Base("spare", spare_seconds + of_regions, *_pair(spare), (), regions),
+        Base("lean", lean_seconds + of_regions + of_tensors, *_pair(lean), tensors, regions),
     ]
 
 
-def _seconds_beyond(pair: Pair, full: Pair, rates: DeviceRates) -> float:
+def _seconds_beyond(pair: Pair, full: Pair, budget: StepBudget) -> float:
     """What a partition takes longer than full: for what it writes once more, and reads, less the new memory that it
     spares between forward and backward.
     """
-    more_left = int(pair[0].left_bytes) - int(full[0].left_bytes)
-    return 2 * max(0, _written(pair) - _written(full)) / rates.copy_bytes + rates.keeping_seconds(more_left, 0)
+    left, left_of_full = (_left_bytes(memory[0], budget.sizes) for memory in (pair, full))
+    written, written_by_full = (_written(memory, budget.sizes) for memory in (pair, full))
+    rates = budget.rates
+    return 2 * max(0, written - written_by_full) / rates.copy_bytes + rates.keeping_seconds(left - left_of_full, 0)
 
 
-def _by_time(bases: Sequence[_Base], budget: StepBudget) -> list[tuple[_Base, StepChoice]]:
-    """The best choice from each base, fastest first, each followed by the same with less kept."""
-    found: list[tuple[_Base, StepChoice]] = []
-    for base in bases:
-        peaks = functools.lru_cache(maxsize=None)(functools.partial(_peak_of, base, budget))
-        choice = choose_step(base.ranking, budget.rows_choices(), peaks, _available(budget, base.kind))
-        if choice is not None:
-            found.append((base, choice))
-    found.sort(key=lambda one: one[0].seconds + one[1].seconds)
-    # Records of edited partitions miss a buffer now and then; less kept is the cheaper second try.
-    return [retry for base, choice in found for retry in ((base, choice), (base, _with_less(choice)))]
+def _left_bytes(forward: GraphMemory, sizes: Mapping[str, int]) -> int:
+    lives = zip(forward.allocations, forward.bytes_at(sizes), strict=True)
+    return sum(num_bytes for one, num_bytes in lives if one.stop is None)
 
 
-def _with_less(choice: StepChoice) -> StepChoice:
-    return replace(choice, num_kept=choice.num_kept * 3 // 4, part=None)
+def _written(pair: Pair, sizes: Mapping[str, int]) -> int:
+    lives = [own for memory in pair for own in zip(memory.allocations, memory.bytes_at(sizes), strict=True)]
+    return sum(num_bytes for one, num_bytes in lives if not one.is_input)
 
 
-def _available(budget: StepBudget, base: str) -> int:
-    """What the estimate of a partition may use that is made from a base."""
-    return budget.available_bytes - budget.beyond.get(base, 0)
+def _keeps(base: Base, saved: Saved) -> dict[str, Keep]:
+    """What regions save under a plan, by site."""
+    regions = ((amounts[0].site, amounts) for amounts in base.regions)
+    return {site: amounts[saved[site][0]].keep for site, amounts in regions if site in saved}
 
 
-def _peak_of(base: _Base, budget: StepBudget, count: int, rows: int | None) -> int:
-    return budget.peak(*base.with_kept(count), rows)
+def _sites_in_part(base: Base, saved: Saved) -> list[str]:
+    """Regions that save something of some rows only."""
+    amounts = [own[saved[own[0].site][0]] for own in base.regions if own[0].site in saved]
+    return [one.site for one in amounts if one.is_divisible and saved[one.site][1] < one.num_rows]
 
 
 def _realized(
     gm: fx.GraphModule,
     partition: Callable[..., Partition],
-    base: _Base,
-    choice: StepChoice,
+    base: Base,
+    made_from: Mapping[str, Partition],
+    saved: Saved,
     results: Sequence[CostlyResult],
 ) -> Partition:
-    if base.partition is not None and choice.num_kept == 0 and choice.part is None:
-        return base.partition
-    kept = base.ranking[: choice.num_kept]
-    keeps = base.keeps(choice)
+    """The joint graph partitioned as a plan says; `made_from` are bases that exist as partitions."""
+    if not saved and base.kind in made_from:
+        return made_from[base.kind]
+    keeps = _keeps(base, saved)
     module, _ = _with_regions(gm, keeps)
     of_regions = _described_regions(keeps, gm.graph)
     if base.kind == "full":
-        return partition(module, decision=_described(keeps, gm.graph))
-    if base.kind == "spare":
-        return spared(module, results, partition, of_regions=of_regions)
-    saved = {one.name for one in kept if one.keep == "nothing"}
-    decision = (
-        f"{len(saved)} of {base.num_costly} costly results are kept, the others computed again in backward; "
-        f"{of_regions}"
-    )
-    return _leaned(module, partition, saved, results, decision)
+        made = partition(module, decision=_described(keeps, gm.graph))
+    elif base.kind == "spare":
+        made = spared(module, results, partition, of_regions=of_regions)
+    else:
+        names = {tensor.name for tensor in base.tensors if tensor.name in saved}
+        decision = (
+            f"{len(names)} of {len(base.tensors)} costly results are kept, the others computed again in backward; "
+            f"{of_regions}"
+        )
+        made = _leaned(module, partition, names, results, decision)
+    return replace(made, optional=optional_of(base.regions, keeps))
 
 
 def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[CostlyResult]) -> Partition:
@@ -343,41 +352,34 @@ def _leaned(
         return partition(module, decision=decision)
 
 
-def region_keepables(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[Keepable]:
-    """What regions may keep, each choice beyond the smaller ones of its region."""
+def savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[list[SavableRows]]:
+    """What each region may save of its rows, the smaller amounts first."""
     choices = keep_choices(joint)
     if not choices:
         return []
-    rates, last = rates_of(), choices[-1].site
-    found: list[Keepable] = []
-    before = {choice.site: (0, 0.0, float("inf")) for choice in choices}  # bytes, seconds, seconds a byte
+    rates = rates_of()
+    found: dict[str, list[SavableRows]] = {}
     for choice in choices:
-        num_bytes = choice.row_bytes * choice.num_rows
-        had_bytes, had_seconds, had_ratio = before[choice.site]
-        is_first, more_bytes = had_bytes == 0, num_bytes - had_bytes
+        num_bytes, smaller = choice.row_bytes * choice.num_rows, found.setdefault(choice.site, [])
         # NOTE: operands spare backward one write of what it then reads, because the kernel that makes them again reads
         # its arguments anyway: measured, they do not pay.
         # Rows that came from other ranks are kept where they came to: what they spare is coming again.
         if choice.keep != "operands":
             products = choice.flops / rates.flops_at(choice.num_rows / choice.num_experts)
             costs = rates.keeping_seconds(num_bytes, choice.copied_row_bytes * choice.num_rows)
-            spared = products + choice.travel_seconds - costs
+            seconds = products + choice.travel_seconds - costs
         else:
-            spared = had_seconds - rates.keeping_seconds(more_bytes, more_bytes)
-        more_seconds = spared - had_seconds
-        # A larger choice contains the smaller ones of its region, so it must rank behind them: its seconds a byte are
-        # held at theirs or below.
-        ratio = min(had_ratio, more_seconds / max(1, more_bytes))
-        before[choice.site] = (num_bytes, spared, ratio)
-        is_divisible = choice.is_divisible and is_first
-        more = (more_bytes, ratio * more_bytes, choice.site == last, choice.keep)
-        found.append(Keepable(choice.site, *more, is_divisible=is_divisible))
-    return found
+            before = smaller[-1] if smaller else None
+            more = num_bytes - (0 if before is None else before.row_bytes * before.num_rows)
+            seconds = (0.0 if before is None else before.seconds) - rates.keeping_seconds(more, more)
+        is_divisible = choice.is_divisible and not smaller
+        smaller.append(SavableRows(choice.site, choice.keep, choice.row_bytes, choice.num_rows, seconds, is_divisible))
+    return list(found.values())
 
 
-def _costly_keepables(
+def _savable_tensors(
     joint: fx.Graph, results: Sequence[CostlyResult], backward: GraphMemory, rates: DeviceRates
-) -> list[Keepable]:
+) -> list[SavableTensor]:
     """Costly results that the lean backward computes again."""
     made = {one.name for one in backward.allocations if not one.is_input}
     nodes = {node.name: node for node in joint.nodes}
@@ -388,23 +390,24 @@ def _costly_keepables(
         storages = tuple(name for name in names if name in made)
         if storages:
             seconds = result.flops / rates.peak_flops - rates.keeping_seconds(result.num_bytes, 0)
-            found.append(Keepable(result.name, result.num_bytes, seconds, result.is_in_last_layer, storages=storages))
+            found.append(SavableTensor(result.name, storages, seconds))
     return found
 
 
-def optional_of(keepables: Sequence[Keepable], keeps: Mapping[str, Keep]) -> dict[str, float]:
-    """Seconds spared per byte, by site, of what these regions keep of as many rows as a run has room for."""
-    found = {}
-    for site in keeps:
-        own = [one for one in keepables if one.name == site and one.seconds > 0]
-        if own[0].is_divisible:
-            found[site] = sum(one.seconds for one in own) / max(1, sum(one.num_bytes for one in own))
-    return found
+def optional_of(regions: Sequence[Sequence[SavableRows]], keeps: Mapping[str, Keep]) -> dict[str, float]:
+    """Seconds spared per byte, by site, of what these regions save of as many rows as a run has room for."""
+    saved = (
+        next(amount for amount in amounts if amount.keep == keeps[amounts[0].site])
+        for amounts in regions
+        if amounts[0].is_divisible and amounts[0].site in keeps
+    )
+    return {amount.site: amount.seconds_per_byte for amount in saved}
 
 
-def largest_keeps(kept: Sequence[Keepable]) -> dict[str, Keep]:
-    """Site -> the largest of its choices that is kept and pays."""
-    return {one.name: one.keep for one in kept if one.keep != "nothing" and one.seconds > 0}
+def largest_keeps(regions: Sequence[Sequence[SavableRows]]) -> dict[str, Keep]:
+    """Site -> what spares most seconds, of regions that spare any."""
+    best = (max(amounts, key=lambda amount: amount.seconds) for amounts in regions)
+    return {amount.site: amount.keep for amount in best if amount.seconds > 0}
 
 
 def _with_regions(gm: fx.GraphModule, keeps: Mapping[str, Keep]) -> tuple[fx.GraphModule, set[str]]:
@@ -426,20 +429,6 @@ def _described_regions(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
     return ", ".join(
         f"{count} of {num_regions} regions keep {named.get(keep, f'their {keep}')}" for keep, count in counts if count
     )
-
-
-def _sized(partition: Partition, budget: StepBudget) -> Pair:
-    return sized(partition.forward_memory, budget.sizes), sized(partition.backward_memory, budget.sizes)
-
-
-def _without(pair: Pair, names: set[str]) -> Pair:
-    """The record without these storages, and regions that keep nothing."""
-    forward, backward = (memory.without(names) for memory in pair)
-    return forward, backward
-
-
-def _written(pair: Pair) -> int:
-    return sum(int(one.num_bytes) for memory in pair for one in memory.allocations if not one.is_input)
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:

@@ -30,7 +30,7 @@ from memfine_fx.fitting.setup import OptimizerBytes, Setup
 from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
 from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
 from memfine_fx.memory.step import GraphStep, RunMemory
-from memfine_fx.plan.head_tokens import LEAST_TOKENS, knee_tokens
+from memfine_fx.plan.rows import LEAST_TOKENS, knee_tokens
 from tests.fitting.test_fit import config_of
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

@@ -20,7 +20,7 @@ from memfine_fx.demo.model import ModelSizes, build_causal_lm
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.step import RunMemory, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.plan.kept import lean_of
+from memfine_fx.plan.problem import lean_of
 from memfine_fx.plan.runs import Run
 from memfine_fx.runtime.loop import Kept
 from tests.integration.comparison import relative_error

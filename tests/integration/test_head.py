@@ -18,7 +18,7 @@ from memfine_fx.demo.model import ModelSizes, build_causal_lm
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.head_bytes import HeadBytes
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.plan.head_tokens import plan_head
+from memfine_fx.plan.rows import plan_head
 from tests.integration.comparison import relative_error
 
 CPU = torch.device("cpu")

@@ -40,7 +40,7 @@ class DeepModel:
     situation: Situation | None = None
     peaks: SolvedPeaks = field(default_factory=SolvedPeaks)
     has_gradients: bool = False
-    measures: bool = True
+    runs_here: bool = True
     device_limits: dict[torch.device, int] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,90 @@
+"""What a run may save as a problem: the peak stays where it was, whatever the routing, and plans take no time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from memfine_fx.config import Config
+from memfine_fx.memory.region_bytes import ChunkSize
+from memfine_fx.memory.step import RunMemory, step_peak_bytes
+from memfine_fx.plan.budget import describe_budget
+from memfine_fx.plan.problem import lean_of, problem_without_budget, run_of_plan
+from memfine_fx.plan.runs import Situation
+from memfine_fx.plan.solve import solve
+from tests.plan.deep_model import TOKENS, TOP_K, DeepModel, deep_model
+
+
+def solved_without_budget(config: Config, run: RunMemory) -> RunMemory:
+    problem = problem_without_budget(config, run)
+    assert problem is not None
+    return run_of_plan(run, solve(problem))
+
+
+def run_of(model: DeepModel, num_tokens: int, kept: frozenset[tuple[str, int, int]] = frozenset()) -> RunMemory:
+    return RunMemory(model.step, {str(TOKENS): num_tokens}, kept=kept)
+
+
+@pytest.mark.parametrize("rows", [1, 100, 2048])
+@pytest.mark.parametrize("num_tokens", [512, 4096, 16384, 65536])
+def test_a_deep_models_peak_stays_whatever_rows_its_experts_get(num_tokens: int, rows: int) -> None:
+    model = deep_model(12, has_room=True)
+    run = run_of(model, num_tokens)
+
+    def peak(run: RunMemory) -> int:
+        found = step_peak_bytes([run], lambda site, tokens: ChunkSize(rows))
+        assert found is not None
+        return found
+
+    assert peak(solved_without_budget(model.config, run)) <= peak(lean_of(run))
+
+
+def test_a_longer_sequence_keeps_less() -> None:
+    model = deep_model(12, has_room=True)
+    shares = []
+    for tokens in (512, 4096, 65536):
+        run = solved_without_budget(model.config, run_of(model, tokens))
+        shares.append(sum(run.kept_rows(site) for site in model.step.optional) / (tokens * TOP_K))
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > shares[-1]
+    assert shares[0] >= 11
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept", "words"),
+    [
+        (
+            None,
+            {("body/0", 0, 4096)},
+            "no memory_budget: 2 of 3 regions keep what leaves the step's peak where it is",
+        ),
+        ("least", set(), 'memory_budget="least": regions keep nothing'),
+        ("20GiB", set(), "memory_budget='20GiB' bounds the bytes of a step"),
+    ],
+)
+def test_a_report_says_which_plan_it_is_of(budget: str | None, kept: set[tuple[str, int, int]], words: str) -> None:
+    model = deep_model(3, has_room=budget is None, memory_budget=budget)
+    assert describe_budget(model.config, [run_of(model, 512, frozenset(kept))]) == words
+
+
+def test_a_report_says_why_nothing_is_kept() -> None:
+    model = deep_model(3)
+    words = describe_budget(model.config, [run_of(model, 512)])
+    assert words.startswith("no memory_budget: regions keep nothing (")
+
+
+def test_plans_of_runs_that_keep_other_things_are_other_plans() -> None:
+    model = deep_model(2, has_room=True)
+    kept = ((), (("body/0", 0, 4096),), (("body/0", 9, 4096),), (("body/1", 0, 4096),))
+    assert len({Situation(run_of(model, 512, frozenset(one)), None).key for one in kept}) == 4
+
+
+def test_what_48_layers_keep_is_decided_in_less_than_a_tenth_of_a_second() -> None:
+    model = deep_model(48, has_room=True)
+    seconds = []
+    for num_tokens in (4096, 4608, 5120, 5632):
+        started = time.perf_counter()
+        solved_without_budget(model.config, run_of(model, num_tokens))
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) <= 0.1
