@@ -147,11 +147,13 @@ class StepPlan:
     Args:
         key: of its alternative.
         seconds: of the alternative, less what is spared.
+        peak_bytes: the most live bytes at any position.
         saved: item -> (number of its choice, units), of items of which something is saved.
     """
 
     key: Any
     seconds: float
+    peak_bytes: int
     saved: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -163,7 +165,7 @@ def solve(problem: StepProblem) -> StepPlan | None:
         is_first = bool(ways) and _fits(ways[0], problem)
         place = 0 if is_first else bisect_left(ways, True, lo=min(1, len(ways)), key=lambda one: _fits(one, problem))
         fitting = ways[place : place + 1]
-        return StepPlan(fitting[0].key, fitting[0].seconds) if fitting else None
+        return StepPlan(fitting[0].key, fitting[0].seconds, max(fitting[0].live_bytes())) if fitting else None
     limit = problem.available_bytes if problem.saved_bytes is None else problem.saved_bytes
     best: StepPlan | None = None
     for alternative in problem.alternatives:
@@ -171,9 +173,9 @@ def solve(problem: StepProblem) -> StepPlan | None:
         least = alternative.seconds - sum(max(0.0, *(one.seconds for one in item.choices)) for item in items)
         if (best is not None and least >= best.seconds) or not _fits(alternative, problem):
             continue
-        spared, saved = _Search(alternative.live_bytes(), items, limit).best()
+        spared, peak, saved = _Search(alternative.live_bytes(), items, limit).best()
         if best is None or alternative.seconds - spared < best.seconds:
-            best = StepPlan(alternative.key, alternative.seconds - spared, saved)
+            best = StepPlan(alternative.key, alternative.seconds - spared, peak, saved)
     return best
 
 
@@ -255,18 +257,23 @@ class _Search:
             for item in reversed(items)
         ]
         self._items = sorted(filter(None, savings), key=lambda own: -max(one.seconds_per_byte for one in own))
+        self._limit = limit
         self._best: tuple[float, _Saved] = (0.0, {})
         self._num_nodes = 0
         # Where an item has many units, greedy choices miss the best by less than a unit.
         many = [one.choice for own in self._items for one in own if one.choice.num_units > _FEW_UNITS]
         self._negligible = sum(choice.seconds / choice.num_units for choice in many)
 
-    def best(self) -> tuple[float, dict[str, tuple[int, int]]]:
-        """Return the seconds that are spared, and what is saved."""
+    def best(self) -> tuple[float, int, dict[str, tuple[int, int]]]:
+        """Return the seconds that are spared, the most live bytes, and what is saved."""
         self._save_greedily()
         if len(self._items) <= _FEW_ITEMS:
             self._search(0, 0.0, {})
-        return self._best[0], {name: (saving.number, units) for name, (saving, units) in self._best[1].items()}
+        spared, chosen = self._best
+        for saving, units in chosen.values():
+            self._take(saving, units)
+        peak = self._limit - min(self._free, default=self._limit)
+        return spared, peak, {name: (saving.number, units) for name, (saving, units) in chosen.items()}
 
     def _save_greedily(self) -> None:
         saved: _Saved = {}

@@ -223,7 +223,9 @@ def _fit_less(
         excess = _peak(chosen, budget, rows, _sites_in_part(base, plan.saved)) - _available(budget, base.kind)
         if excess <= 0:
             return chosen
-        beyond[base.kind] = beyond.get(base.kind, 0) + excess
+        # The same plan must not be chosen again.
+        unused = budget.available_bytes - plan.peak_bytes + 1
+        beyond[base.kind] = beyond.get(base.kind, 0) + max(excess, unused)
     # Compared with the fewest rows, since these are what a step that does not fit will take.
     least = min((lean, spare), key=lambda one: _peak(one, budget, rows_choices[-1][0]))
     return replace(least, is_least=True)

@@ -31,7 +31,8 @@ def every_plan(problem: StepProblem) -> Iterator[StepPlan]:
         for chosen in itertools.product(*options):
             saved = {item.name: one for item, one in zip(items, chosen, strict=True) if one is not None}
             if fits(problem, alternative, saved):
-                yield StepPlan(alternative.key, alternative.seconds - spared(items, saved), saved)
+                peak = max(live_bytes(alternative, saved))
+                yield StepPlan(alternative.key, alternative.seconds - spared(items, saved), peak, saved)
 
 
 def spared(items: Sequence[Item], saved: dict[str, tuple[int, int]]) -> float:
@@ -43,11 +44,11 @@ def spared(items: Sequence[Item], saved: dict[str, tuple[int, int]]) -> float:
     return total
 
 
-def fits(problem: StepProblem, alternative: Alternative, saved: dict[str, tuple[int, int]]) -> bool:
+def live_bytes(
+    alternative: Alternative, saved: dict[str, tuple[int, int]], touched: set[int] | None = None
+) -> list[int]:
+    """Live bytes at each position; positions where something is saved go into `touched`."""
     live = list(alternative.live_bytes())
-    if max(live) > problem.available_bytes:
-        return False
-    touched: set[int] = set()
     for item in alternative.items():
         if item.name in saved:
             number, units = saved[item.name]
@@ -55,10 +56,18 @@ def fits(problem: StepProblem, alternative: Alternative, saved: dict[str, tuple[
             for span in choice.spans:
                 beside = span.whole_bytes if units == choice.num_units else span.part_bytes
                 for position in range(span.start, min(span.stop, len(live))):
-                    touched.add(position)
                     live[position] += units * span.unit_bytes + beside
+                    if touched is not None:
+                        touched.add(position)
+    return live
+
+
+def fits(problem: StepProblem, alternative: Alternative, saved: dict[str, tuple[int, int]]) -> bool:
+    touched: set[int] = set()
+    live = live_bytes(alternative, saved, touched)
     limit = problem.available_bytes if problem.saved_bytes is None else problem.saved_bytes
-    return all(live[position] <= limit for position in touched)
+    is_within = max(alternative.live_bytes()) <= problem.available_bytes
+    return is_within and all(live[position] <= limit for position in touched)
 
 
 def random_problem(seed: int) -> StepProblem:
@@ -99,6 +108,7 @@ def test_small_problems_are_solved_as_by_trying_every_plan(first: int) -> None:
             assert found.seconds == pytest.approx(min(plan.seconds for plan in plans)), seed
             alternative = next(one for one in problem.alternatives if one.key == found.key)
             assert fits(problem, alternative, dict(found.saved)), seed
+            assert found.peak_bytes == max(live_bytes(alternative, dict(found.saved))), seed
 
 
 def layers(num_layers: int, seconds: Sequence[float], num_bytes: int, units: int = 1) -> list[Item]:
@@ -146,13 +156,13 @@ def test_the_fastest_of_monotone_alternatives_that_fits_is_found_by_few_question
     alternatives = [Alternative(rows, -float(rows), lambda rows=rows: live(rows)) for rows in range(4096, 0, -1)]
     plan = solve(StepProblem(alternatives, 7777, is_monotone=True))
     assert plan is not None and plan.key == 777
-    assert len(asked) <= 13
+    assert len(asked) <= 14
     assert solve(StepProblem(alternatives, 9, is_monotone=True)) is None
 
 
 def test_what_costs_time_is_not_saved() -> None:
     plan = solve(one_way([0] * 4, layers(2, [-1.0, 0.0], 0), 100))
-    assert plan == StepPlan("only", 0.0, {})
+    assert plan == StepPlan("only", 0.0, 0, {})
 
 
 @settings(max_examples=60, deadline=None)

@@ -155,3 +155,40 @@ def test_where_all_does_not_fit_new_memory_counts_too(keep_bytes: float, chosen:
         return Partition(gm, gm, forward, holding(3000 if is_full else 1300 if is_lean else 1000), decision)
 
     assert fit(joint_graph(), 1, partition, budget).decision.startswith(chosen)
+
+
+def test_a_partition_that_holds_more_than_was_counted_is_chosen_again_with_less() -> None:
+    """Two products that the lean partition computes again: by its record both fit, made both do not."""
+    graph = fx.Graph()
+    tokens, mm = graph.placeholder("tokens"), torch.ops.aten.mm.default
+    products = [graph.create_node("call_function", mm, (tokens, tokens), name=f"mm_{place}") for place in range(2)]
+    total = graph.call_function(torch.ops.aten.add.Tensor, tuple(products))
+    graph.output((total, *products))
+    for node in (tokens, *products, total):
+        node.meta["val"] = torch.empty(4, 4)
+    joint = fx.GraphModule({}, graph)
+    names, lean_size, made = [product.name for product in products], 100, []
+
+    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+        if not decision[0].isdigit() and not decision.startswith("no costly"):
+            return Partition(gm, gm, holding(5000), holding(5000), decision)
+        recomputed = [node.name for node in gm.graph.nodes if "recompute" in node.meta]
+        saved = [name for name in names if name not in recomputed]
+        made.append(len(saved))
+        forward = [Allocation(name, sympy.Integer(lean_size), place, place + 1) for place, name in enumerate(names)]
+        backward = [replace(one, start=1 - one.start, stop=2 - one.start) for one in forward]
+        beside = Allocation("more than counted", sympy.Integer(120 * len(saved)), 0, None)
+        kept = [replace(one, stop=None) if one.name in saved else one for one in forward]
+        return Partition(gm, gm, GraphMemory((*kept, beside), (), 2), GraphMemory(tuple(backward), (), 2), decision)
+
+    class Positions(Budget):
+        def live_bytes(
+            self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: Collection[str] = ()
+        ) -> list[int]:
+            halves = [memory.live_bytes({}, lambda call: 0) for memory in (forward, backward)]
+            return [*halves[0], 0, *halves[1]]
+
+    found = fit(joint, 1, partition, Positions(330))
+
+    assert made == [0, 2, 1]
+    assert found.base == "lean" and found.decision.startswith("1 of 2 costly results")
