@@ -25,7 +25,7 @@ from memfine_fx.fitting.analysis import Analysis
 from memfine_fx.fitting.answer import analyse, analysed_plainly, static_bytes
 from memfine_fx.fitting.cuda_terms import CUDA_TERMS
 from memfine_fx.fitting.setup import TRAININGS, Setup, Train
-from memfine_fx.plan.rows import largest
+from memfine_fx.plan.solve import largest
 
 __all__ = ["MEMORIES", "WAYS", "longest_with", "main", "merged", "page"]
 

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfine_fx.kernels.experts import route_on_device
 from memfine_fx.runtime import head, op
 
 __all__ = ["Regions"]
 
-_RUN = {
-    getattr(torch.ops.memfine, name).default: getattr(op, name)._init_fn
-    for name in ("route_on_device", "experts", "experts_keeping", "experts_backward", "experts_backward_kept")
-} | {torch.ops.memfine.head_loss.default: head.head_loss._init_fn}
+_OPERATORS = {
+    "route_on_device": route_on_device, "experts": op.experts, "experts_keeping": op.experts_keeping,
+    "experts_backward": op.experts_backward, "experts_backward_kept": op.experts_backward_kept,
+    "head_loss": head.head_loss,
+}  # fmt: skip
+_RUN = {getattr(torch.ops.memfine, name).default: operator._init_fn for name, operator in _OPERATORS.items()}
 _SITE = {"experts": 5, "experts_keeping": 5, "experts_backward": 6, "experts_backward_kept": 6}
 _FOUND = torch.ops.memfine.experts_backward_kept.default
 

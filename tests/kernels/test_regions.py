@@ -609,8 +609,8 @@ def test_a_region_says_why_it_keeps_its_bodies(
     from memfine_fx.kernels.tiling import target_of
 
     said: list[str] = []
-    ask = regions._why_bodies
-    monkeypatch.setattr(regions, "_why_bodies", lambda *given: (said.append(ask(*given)), said[-1])[1])
+    ask = regions.why_compiled_functions_run
+    monkeypatch.setattr(regions, "why_compiled_functions_run", lambda *given: (said.append(ask(*given)), said[-1])[1])
     monkeypatch.setattr(tuning, "times_of", lambda kind, device: tuning.Times(0.001, grouped))
     monkeypatch.setattr(choice, "_MEASURED", (target_of(DEVICE),))
     monkeypatch.delenv("MEMFINE_GPU_KERNELS")

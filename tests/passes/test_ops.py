@@ -154,7 +154,7 @@ def test_what_draws_random_numbers(name: str, draws: bool) -> None:
 
 @pytest.mark.parametrize(
     ("target", "is_one"),
-    [(aten.mul.Tensor, True), (aten.leaky_relu.default, True), (aten.sum.default, False), (torch.mul, False)],
+    [(aten.mul.Tensor, True), (aten.leaky_relu.default, True), (aten.sum.default, False), ("a name", False)],
     ids=str,
 )
 def test_pointwise_overloads(target: object, is_one: bool) -> None:

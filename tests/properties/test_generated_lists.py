@@ -147,7 +147,7 @@ def test_generated_lists_are_chunked_exactly(recipe: ListRecipe, rows_per_chunk:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(2))  # for two workers to share; each run draws others
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.campaign)])
 @settings(max_examples=100, **{**EXAMPLES, "derandomize": False})  # type: ignore[arg-type]  # one dict of options
 @given(recipe=recipes(), rows_per_chunk=st.integers(1, 12), axis=st.sampled_from(("rows", "rows", "tokens")))
 def test_many_more_generated_lists_are_chunked_exactly(
