@@ -15,11 +15,16 @@ from typing import Any, Literal, get_args
 
 from memfine_fx.errors import ConfigError
 
-__all__ = ["LEAST", "Axis", "Config", "InnerBackend", "MemoryBudget", "budget_as_written", "parse_budget"]
+__all__ = ["LEAST", "Axis", "Config", "InnerBackend", "MemoryBudget", "PassName", "budget_as_written", "parse_budget"]
 
 Axis = Literal["rows", "tokens"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
 MemoryBudget = int | float | str | None
+PassName = Literal[
+    "guards", "regions", "heads", "fold_weight", "low_rank", "lift", "save_rows", "fuse_gradients", "partition",
+    "region_distance", "kernel_order",
+]  # fmt: skip
+"""See `passes.pass_list.PASSES`."""
 
 LEAST = "least"
 """As a memory budget: no limit, and regions keep nothing of routed rows, also where keeping would leave the peak of a
@@ -70,6 +75,7 @@ class Config:
             adversarial routings, forward and backward, and leave a region as it was when they disagree.
         gives_up_comparison_with_eager: do not compare each kind of chunked layer with the module's own code, run
             eagerly on a few tokens when it is first compiled. What a capture lost is not noticed then.
+        disable_passes: names of passes that are skipped, to find out what one of them does. Results are the same.
     """
 
     axis: Axis = "rows"
@@ -84,6 +90,7 @@ class Config:
     returns_logits: bool = True
     verify: bool = False
     gives_up_comparison_with_eager: bool = False
+    disable_passes: tuple[PassName, ...] = ()
 
     def __post_init__(self) -> None:
         _check_choice("axis", self.axis, get_args(Axis))
@@ -99,6 +106,10 @@ class Config:
         if self.chunks_head is not None and not isinstance(self.chunks_head, bool):
             raise ConfigError(f"Config.chunks_head must be None or a bool, got {self.chunks_head!r}")
         parse_budget(self.memory_budget)
+        if not isinstance(self.disable_passes, tuple):
+            raise ConfigError(f"Config.disable_passes={self.disable_passes!r} must be a tuple of names of passes")
+        for name in self.disable_passes:
+            _check_choice("disable_passes", name, get_args(PassName))
 
     @property
     def has_budget(self) -> bool:
@@ -246,8 +257,8 @@ def _value(name: str, written: str) -> Any:
     """Return the value of a field from its text: a number, a word such as "true", or a list such as "1/2/4"."""
     if written.lower() in _WORDS:
         return _WORDS[written.lower()]
-    if name == "bins":
-        return tuple(_number(size) for size in written.split("/"))
+    if name in ("bins", "disable_passes"):
+        return tuple(_number(part) for part in written.split("/"))
     return _number(written)
 
 

@@ -1,4 +1,4 @@
-"""What operators are: the one table that passes ask which kind of call a node is.
+"""The table of operators: passes ask it which kind of call a node is.
 
 Dynamo's graphs call functions of torch, methods of tensors and Python's operators; ATen graphs call overloads.
 `name_of` gives all of them one name, that of ATen's operator: "mul" of `a * b`, `a.mul(b)`, `torch.multiply(a, b)` and

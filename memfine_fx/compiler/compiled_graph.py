@@ -32,6 +32,7 @@ from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.inner import BackwardContext, CompileOne, compile_and_read, compile_with_regions
 from memfine_fx.compiler.session import Session
+from memfine_fx.compiler.telling import observed_passes
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.machine import measurement_key
 from memfine_fx.memory.step import GraphStep
@@ -304,21 +305,22 @@ class CompiledGraph:
             if partitioned is not None:
                 partitioned()
 
-        compiled = compile_with_regions(
-            graph_module,
-            inputs,
-            session.config,
-            step,
-            budget=budget,
-            rates=self._rates() if budget is None else None,
-            changed=self._forget,
-            in_backward=self._in_backward(step),
-            partitioned=note_estimate,
-            mode=session.mode,
-            identity=self._identity(budget) if partitioned is None else "",
-            watched=functools.partial(self._watched, step),
-            compile_one=self._compile_one,
-        )
+        with observed_passes(session):
+            compiled = compile_with_regions(
+                graph_module,
+                inputs,
+                session.config,
+                step,
+                budget=budget,
+                rates=self._rates() if budget is None else None,
+                changed=self._forget,
+                in_backward=self._in_backward(step),
+                partitioned=note_estimate,
+                mode=session.mode,
+                identity=self._identity(budget) if partitioned is None else "",
+                watched=functools.partial(self._watched, step),
+                compile_one=self._compile_one,
+            )
         members = {*session.history.members(), self._record.caller}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
         made_for = () if budget is None else budget.situation.key[1:]

@@ -21,6 +21,7 @@ from memfine_fx.passes.head.find import find_heads
 from memfine_fx.passes.lower.head import lower_head
 from memfine_fx.passes.lower.returned import take_apart
 from memfine_fx.passes.modes import called_bodies
+from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.plan.budget import choose_head_plan
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadRegion
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 def plan_heads(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> list[LoweredHead | Refusal]:
     """The heads of a captured graph, each with the op's counterpart; nothing has touched the graph yet."""
+    if is_disabled("heads"):
+        return []
     try:
         bodies = [body for body, _ in called_bodies(graph_module)]
         found = [
@@ -50,6 +53,10 @@ def plan_heads(graph_module: fx.GraphModule, session: Session, record: CapturedG
 
 def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph, config: Config) -> None:
     """Rewrite the heads of a graph, and, where it holds anything chunked, what it returns of logits."""
+    run_pass("heads", graph_module, lambda: _lower(graph_module, record, config), None)
+
+
+def _lower(graph_module: fx.GraphModule, record: CapturedGraph, config: Config) -> None:
     heads = [one for one in record.heads if isinstance(one, LoweredHead)]
     if record.lowered:
         given_up = [node for one in heads if not one.region.keeps_logits for node in one.region.results]

@@ -1,4 +1,4 @@
-"""What watches the pipeline of a session, and what the graphs that it sees become."""
+"""Observers of the pipeline: they watch the graphs of a session, and say what runs in place of compiled code."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from memfine_fx.compiler.heads import lower_heads, plan_heads
 from memfine_fx.compiler.inner import compile_plain
 from memfine_fx.compiler.regions import lower_regions, plan_regions
 from memfine_fx.compiler.session import Session
-from memfine_fx.compiler.telling import dump_graph, tell_found
+from memfine_fx.compiler.telling import dump_graph, observed_passes, tell_found
 from memfine_fx.compiler.verifier import verify_found
 from memfine_fx.errors import MemfineError
 from memfine_fx.passes.modes import called_bodies
@@ -40,7 +40,8 @@ def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], s
     """
     record = session.add_graph(example_inputs)
     try:
-        return _compile(graph_module, example_inputs, session, record)
+        with observed_passes(session):
+            return _compile(graph_module, example_inputs, session, record)
     except MemfineError:
         raise
     except BaseException:  # Dynamo restarts its analysis by exceptions, and will call again for the same code

@@ -29,8 +29,9 @@ from memfine_fx.passes.lower.region import lower_region
 from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, sharded_experts, tell_why_gathered
 from memfine_fx.passes.lower.terms import num_tokens_hint, num_tokens_of, region_bytes
 from memfine_fx.passes.modes import modes_at
+from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.passes.read.dropped import drop_unread_ids
-from memfine_fx.passes.read.guards import discharge_guards
+from memfine_fx.passes.read.guards import discharge_guards, refuse_guards
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.read.tables import restore_tables
 from memfine_fx.passes.verify.gradient_check import check_gradients
@@ -80,8 +81,10 @@ def plan_regions(
         GuardRefused: a loop that skips experts without rows cannot be run for all of them.
     """
     with session.timed("read"):
-        cuts = discharge_guards(body)
-        found = read_regions(body, modes)
+        cuts = run_pass("guards", body, lambda: discharge_guards(body), None)
+        if cuts is None:
+            cuts = refuse_guards(body)
+        found = [] if is_disabled("regions") else read_regions(body, modes)
     at = modes_at(body.graph, modes)
     outcomes = _disjoint([_checked_and_planned(one, at, session, record) for one in found])
     sites = {one.live.site for one in outcomes if isinstance(one, LoweredRegion)}
@@ -97,6 +100,10 @@ def plan_regions(
 
 def lower_regions(found: BodyRegions, session: Session) -> None:
     """Rewrite the regions of one body."""
+    run_pass("regions", found.body, lambda: _lower(found, session), None)
+
+
+def _lower(found: BodyRegions, session: Session) -> None:
     lowered = [outcome for outcome in found.outcomes if isinstance(outcome, LoweredRegion)]
     if lowered and session.observer.lowers:
         flow = Dataflow(found.body.graph)
@@ -227,7 +234,8 @@ def _with_knee(terms_of: Callable[[Keep], RegionBytes], knee: int | None, keep: 
 def _bodies(region: MoERegion, config: Config) -> ExpertBodies:
     """Bodies over a chunk's range of experts where that is possible and pays, else over one expert."""
     specs = argument_specs(region)
-    if specs[0].device.type == "cuda" and config.axis == "rows" and can_lift(region.expert_fn, specs):
+    may_lift = specs[0].device.type == "cuda" and config.axis == "rows" and not is_disabled("lift")
+    if may_lift and can_lift(region.expert_fn, specs):
         try:
             return _build_bodies(region, config, takes_group=True)
         except CannotChunk as refusal:

@@ -347,6 +347,7 @@ class Session:
             tuple(map(head_report, self._latest_heads())),
             has_run or self.num_graphs > 0,
             self.stage_seconds.get("compare", 0.0),
+            dict(self.stage_seconds),
         )
 
     def _step_report(self) -> StepReport | None:
@@ -443,6 +444,8 @@ def open_session(
     set_up_logs()
     warn_outside_tested_range()
     session = Session(config, mode, holds_compiled, observer or Observer())
+    if config.disable_passes:
+        session.notes.append(f"disabled passes: {', '.join(config.disable_passes)}")
     with _lock:
         number = next(_session_numbers)
         if number == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import logging
 import os
 import warnings
@@ -22,9 +23,11 @@ from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.outcomes import head_report, outcome_report
 from memfine_fx.compiler.session import Session
 from memfine_fx.config import dump_folder
+from memfine_fx.passes.pass_list import PassObserver, observed_by
 
-__all__ = ["dump_graph", "silenced", "tell_found", "warn_without_regions"]
+__all__ = ["dump_graph", "observed_passes", "silenced", "tell_found", "warn_without_regions"]
 
+_numbers = itertools.count(1)  # of dumps, in the order in which they were written
 passes_log = logging.getLogger("memfine_fx.passes")
 _is_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("is_silent", default=False)
 for _log in (passes_log, logging.getLogger("memfine_fx.plans")):
@@ -68,14 +71,30 @@ def silenced() -> Iterator[None]:
         _is_silent.reset(token)
 
 
-def dump_graph(graph_module: fx.GraphModule, session: Session, state: str) -> None:
+def dump_graph(subject: object, session: Session, state: str) -> None:
+    """Write a graph, or a list of kernels, to the folder of dumps, if there is one."""
     folder = dump_folder()
     if folder is None or _is_silent.get():
         return
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"graph_{session.num_graphs:03d}_{state}.py")
+    if isinstance(subject, fx.GraphModule):
+        text = subject.print_readable(print_output=False)
+    else:
+        text = "".join(f"{kernel}\n" for kernel in subject) if isinstance(subject, list) else str(subject)
     with open(path, "w", encoding="utf-8") as file:
-        file.write(graph_module.print_readable(print_output=False))
+        file.write(text)
+
+
+@contextlib.contextmanager
+def observed_passes(session: Session) -> Iterator[None]:
+    """Have passes that run inside timed by a session, dumped, and skipped where its config disables them."""
+
+    def note(name: str, moment: str, subject: object) -> None:
+        dump_graph(subject, session, f"pass_{next(_numbers):03d}_{moment}_{name}")
+
+    with observed_by(PassObserver(session.config.disable_passes, session.timed, note)):
+        yield
 
 
 def tell_found(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> None:

@@ -118,7 +118,7 @@ class SavableTensor:
 
 @dataclass(frozen=True)
 class SavableRows:
-    """What a region may save of its routed rows, one of several amounts.
+    """One of the amounts that a region may save of its routed rows.
 
     Args:
         site: of the region.
@@ -188,7 +188,7 @@ def problem_of_partition(
         for base in bases
         for rows, slower in rows_choices
     ]
-    return StepProblem(sorted(alternatives, key=lambda one: one.seconds), available)
+    return StepProblem(sorted(alternatives, key=lambda alternative: alternative.seconds), available)
 
 
 def _items_of_base(
@@ -197,33 +197,33 @@ def _items_of_base(
     """Return the items of a base, in the order of forward."""
     behind = base.forward.num_positions + 1
     first, again = (_by_name(memory, sizes) for memory in (base.forward, base.backward))
-    found: list[tuple[int, Item]] = []
+    placed: list[tuple[int, Item]] = []
     for tensor in base.tensors:
         made = [own for name in tensor.storages for own in first.get(name, ()) if own[0].stop is not None]
-        pieces = [Span(one.stop or 0, behind, num_bytes) for one, num_bytes in made]
+        pieces = [Span(held.stop or 0, behind, num_bytes) for held, num_bytes in made]
         pieces += [
-            Span(behind, behind + one.start, num_bytes)
+            Span(behind, behind + held.start, num_bytes)
             for name in tensor.storages
-            for one, num_bytes in again.get(name, ())
+            for held, num_bytes in again.get(name, ())
         ]
-        place = min((one.start for one, _ in made), default=0)
-        found.append((place, Item(tensor.name, (Choice(tensor.seconds, tuple(_disjoint(pieces))),))))
+        place = min((held.start for held, _ in made), default=0)
+        placed.append((place, Item(tensor.name, (Choice(tensor.seconds, tuple(_disjoint(pieces))),))))
     workspace = workspace_of(rows)
     for amounts in base.regions:
         calls = [_call_of(memory, amounts[0].site) for memory in (base.forward, base.backward)]
         run, back = calls
         if run is not None and back is not None:
             choices = (_choice_of_rows(amount, run, back, behind, workspace) for amount in amounts)
-            found.append((run.position, Item(amounts[0].site, tuple(choices))))
-    return [item for _, item in sorted(found, key=lambda one: one[0])]
+            placed.append((run.position, Item(amounts[0].site, tuple(choices))))
+    return [item for _, item in sorted(placed, key=lambda own: own[0])]
 
 
 def _by_name(memory: GraphMemory, sizes: Mapping[str, int]) -> dict[str, list[tuple[Allocation, int]]]:
     """Return allocations by name, with their bytes and a margin for what their record may be short of."""
-    found: dict[str, list[tuple[Allocation, int]]] = {}
-    for one, num_bytes in zip(memory.allocations, memory.bytes_at(sizes), strict=True):
-        found.setdefault(one.name, []).append((one, with_margin(num_bytes)))
-    return found
+    by_name: dict[str, list[tuple[Allocation, int]]] = {}
+    for allocation, num_bytes in zip(memory.allocations, memory.bytes_at(sizes), strict=True):
+        by_name.setdefault(allocation.name, []).append((allocation, with_margin(num_bytes)))
+    return by_name
 
 
 def _call_of(memory: GraphMemory, site: str) -> Call | None:
@@ -264,10 +264,10 @@ def live_bytes(run: RunMemory, size_of: SizeOf, needs: int = 0) -> list[int]:
     """
     assert run.forward is not None and run.backward is not None
     workspace = run.step.workspace(size_of, run.values)
-    forward, backward = (one.live_bytes(run.values, workspace) for one in (run.forward, run.backward))
+    forward, backward = (memory.live_bytes(run.values, workspace) for memory in (run.forward, run.backward))
     beside = run.saved_bytes + run.later_gradient_bytes
     between = run.saved_bytes + run.left_bytes + needs
-    return [*(run.saved_bytes + one for one in forward), between, *(beside + one for one in backward)]
+    return [*(run.saved_bytes + live for live in forward), between, *(beside + live for live in backward)]
 
 
 def region_items(run: RunMemory, size_of: SizeOf) -> list[Item]:
@@ -302,10 +302,12 @@ def _pieces(run: RunMemory, memory: GraphMemory, workspace: Workspace, first: in
     """Return spans by site, which may overlap, of a direction that begins at a position and ends before another."""
     rows = {site: run.rows_of(site) for site in run.step.optional}
     pieces: dict[str, list[Span]] = {site: [] for site, num_rows in rows.items() if num_rows}
-    for one, num_bytes in zip(memory.allocations, memory.bytes_at(run.values), strict=True):
-        if one.kept_by in pieces:
-            stop = end if one.stop is None else first + one.stop
-            pieces[one.kept_by].append(Span(first + one.start, stop, num_bytes // rows[one.kept_by]))
+    for allocation, num_bytes in zip(memory.allocations, memory.bytes_at(run.values), strict=True):
+        if allocation.kept_by in pieces:
+            stop = end if allocation.stop is None else first + allocation.stop
+            pieces[allocation.kept_by].append(
+                Span(first + allocation.start, stop, num_bytes // rows[allocation.kept_by])
+            )
     for call in memory.calls:
         if call.site in pieces:
             of_all = workspace(replace(call, kept_rows=None)) - workspace(replace(call, kept_rows=0))
@@ -314,19 +316,22 @@ def _pieces(run: RunMemory, memory: GraphMemory, workspace: Workspace, first: in
     return pieces
 
 
+_BYTES = ("unit_bytes", "whole_bytes", "part_bytes")
+
+
 def _disjoint(pieces: Sequence[Span]) -> Iterator[Span]:
     """Yield spans none of which overlap, of spans that may."""
     borders = sorted({border for piece in pieces for border in (piece.start, piece.stop)})
     for start, stop in itertools.pairwise(borders):
         own = [piece for piece in pieces if piece.start <= start and stop <= piece.stop]
         if own:
-            sums = (sum(one) for one in zip(*((p.unit_bytes, p.whole_bytes, p.part_bytes) for p in own), strict=True))
-            yield Span(start, stop, *sums)
+            unit, whole, part = (sum(getattr(piece, name) for piece in own) for name in _BYTES)
+            yield Span(start, stop, unit, whole, part)
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What rows per chunk cost the regions of one step.
+    """The seconds that the regions of one step take, by rows per chunk.
 
     Args:
         sizes: value of each symbol of the graph.

@@ -74,7 +74,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Item:
-    """What is recomputed unless one of its choices is taken."""
+    """A tensor, or rows of a region, that are recomputed unless one of the choices is taken."""
 
     name: str
     choices: tuple[Choice, ...]
@@ -118,14 +118,14 @@ class Rows(Sequence[Alternative]):
     def __getitem__(self, place: slice) -> list[Alternative]: ...
     def __getitem__(self, place: int | slice) -> Alternative | list[Alternative]:
         if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
+            return [self[number] for number in range(*place.indices(len(self)))]
         rows = self.most - place
         return Alternative(rows, float(place), lambda: [self.peak_bytes(rows)])
 
 
 @dataclass(frozen=True)
 class StepProblem:
-    """What a step may do, and the bytes that it has.
+    """The ways in which a step may run, and the bytes that it has.
 
     Args:
         alternatives: fastest first.
@@ -163,14 +163,14 @@ def solve(problem: StepProblem) -> StepPlan | None:
         ways = problem.alternatives
         # The fastest one usually fits, and each question is the peak of a whole step.
         is_first = bool(ways) and _fits(ways[0], problem)
-        place = 0 if is_first else bisect_left(ways, True, lo=min(1, len(ways)), key=lambda one: _fits(one, problem))
+        place = 0 if is_first else bisect_left(ways, True, lo=min(1, len(ways)), key=lambda way: _fits(way, problem))
         fitting = ways[place : place + 1]
         return StepPlan(fitting[0].key, fitting[0].seconds, max(fitting[0].live_bytes())) if fitting else None
     limit = problem.available_bytes if problem.saved_bytes is None else problem.saved_bytes
     best: StepPlan | None = None
     for alternative in problem.alternatives:
         items = alternative.items()
-        least = alternative.seconds - sum(max(0.0, *(one.seconds for one in item.choices)) for item in items)
+        least = alternative.seconds - sum(max(0.0, *(choice.seconds for choice in item.choices)) for item in items)
         if (best is not None and least >= best.seconds) or not _fits(alternative, problem):
             continue
         spared, peak, saved = _Search(alternative.live_bytes(), items, limit).best()
@@ -256,12 +256,12 @@ class _Search:
             [saving(item, number, choice) for number, choice in enumerate(item.choices) if choice.seconds > 0]
             for item in reversed(items)
         ]
-        self._items = sorted(filter(None, savings), key=lambda own: -max(one.seconds_per_byte for one in own))
+        self._items = sorted(filter(None, savings), key=lambda own: -max(saving.seconds_per_byte for saving in own))
         self._limit = limit
         self._best: tuple[float, _Saved] = (0.0, {})
         self._num_nodes = 0
         # Where an item has many units, greedy choices miss the best by less than a unit.
-        many = [one.choice for own in self._items for one in own if one.choice.num_units > _FEW_UNITS]
+        many = [saving.choice for own in self._items for saving in own if saving.choice.num_units > _FEW_UNITS]
         self._negligible = sum(choice.seconds / choice.num_units for choice in many)
 
     def best(self) -> tuple[float, int, dict[str, tuple[int, int]]]:
@@ -280,7 +280,7 @@ class _Search:
         for own in self._items:
             fitting = [(saving, units) for saving in own if (units := self._most_units(saving))]
             if fitting:
-                saving, units = max(fitting, key=lambda one: one[0].seconds_of(one[1]))
+                saving, units = max(fitting, key=lambda fit: fit[0].seconds_of(fit[1]))
                 self._take(saving, units)
                 saved[saving.item] = saving, units
         self._best = sum(saving.seconds_of(units) for saving, units in saved.values()), saved
@@ -342,7 +342,7 @@ class _Search:
         fullest = max(range(len(wanted)), key=lambda segment: wanted[segment] - self._free[segment])
         free, bound = float(max(0, self._free[fullest])), 0.0
         sizes = [(seconds, num_bytes[fullest]) for seconds, num_bytes in left]
-        for seconds, num_bytes in sorted(sizes, key=lambda one: -one[0] / one[1] if one[1] else -math.inf):
+        for seconds, num_bytes in sorted(sizes, key=lambda size: -size[0] / size[1] if size[1] else -math.inf):
             share = min(1.0, free / num_bytes) if num_bytes else 1.0
             bound, free = bound + share * seconds, free - share * num_bytes
         return min(whole, bound)
@@ -354,11 +354,11 @@ class _Search:
         an item may lower live bytes, since a bound by bytes is none there.
         """
         segments = range(len(self._free))
-        found: list[tuple[float, list[int], list[tuple[float, list[int]]]]] = [(0.0, [], [])]
+        by_depth: list[tuple[float, list[int], list[tuple[float, list[int]]]]] = [(0.0, [], [])]
         left: list[tuple[float, list[int]]] = []
         for own in reversed(self._items):
-            left = [*left, *((one.choice.seconds, [one.least_bytes_at(at) for at in segments]) for one in own)]
+            left = [*left, *((saving.choice.seconds, [saving.least_bytes_at(at) for at in segments]) for saving in own)]
             is_lowered = any(min(num_bytes, default=0) < 0 for _, num_bytes in left)
             wanted = [] if is_lowered else [sum(num_bytes[at] for _, num_bytes in left) for at in segments]
-            found.append((found[-1][0] + max(one.choice.seconds for one in own), wanted, left))
-        return found[::-1]
+            by_depth.append((by_depth[-1][0] + max(saving.choice.seconds for saving in own), wanted, left))
+        return by_depth[::-1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -222,6 +222,7 @@ class Report:
         heads: heads of a large vocabulary, chunked or refused.
         has_run: False before the model's first call: nothing is known then.
         comparison_seconds: that comparing chunked layers with the model's own code took.
+        seconds: of each pass, and of other stages of the compiler, so far.
     """
 
     regions: tuple[RegionReport, ...]
@@ -234,6 +235,7 @@ class Report:
     heads: tuple[HeadReport, ...] = ()
     has_run: bool = True
     comparison_seconds: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def predicted_peak_bytes(self) -> int | None:

@@ -35,6 +35,7 @@ from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row, throug
 from memfine_fx.passes.lower.lift import lift_over_experts
 from memfine_fx.passes.lower.low_rank import split_low_rank
 from memfine_fx.passes.ops import RESHAPES, name_of
+from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
 from memfine_fx.records import ExpertFunction, Keep, ParamKind
 from memfine_fx.runtime.bodies import (
@@ -78,6 +79,8 @@ def bodies_for(
         folds_weight,
         takes_group,
         inner,
+        is_disabled("fold_weight"),
+        is_disabled("low_rank"),
     )
     key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
     with making:
@@ -245,8 +248,10 @@ def _prepare(expert_fn: ExpertFunction, specs: Sequence[TensorSpec], folds: bool
     """The function as it is compiled; whether its weight was folded, and how many low-rank sums were taken apart."""
     traced = trace_rows(expert_fn.graph_module, specs)
     placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
-    is_folded = folds and fold_weight(traced.graph_module, placeholders[1])
-    num_factored = split_low_rank(traced.graph_module)  # after: a weight is folded into what a single matmul reads
+    module = traced.graph_module
+    is_folded = folds and run_pass("fold_weight", module, lambda: fold_weight(module, placeholders[1]), False)
+    # Afterwards: a weight is folded into what a single matmul reads.
+    num_factored = run_pass("low_rank", module, lambda: split_low_rank(module), 0)
     return traced, is_folded, num_factored
 
 

@@ -72,7 +72,7 @@ from memfine_fx.passes.read.marker import (
 from memfine_fx.passes.read.no_rows import GraphIndex, NoRows, is_mask, is_pure, scales_second
 from memfine_fx.passes.read.seeds import proved_of
 
-__all__ = ["GUARDED", "OpenCut", "discharge_guards", "is_total"]
+__all__ = ["GUARDED", "OpenCut", "discharge_guards", "is_total", "refuse_guards"]
 
 GUARDED = "memfine_guarded"
 """Key of a node's meta: the condition that its body is skipped under, "file:line", and the path of its module."""
@@ -166,6 +166,19 @@ def discharge_guards(graph_module: fx.GraphModule) -> list[OpenCut]:
     graph_module.recompile()
     left = set(graph.nodes)
     return [*cuts, *(_open_count(node) for node in uncertain if node in left)]
+
+
+def refuse_guards(graph_module: fx.GraphModule) -> list[OpenCut]:
+    """Return nothing where a graph has no marks.
+
+    Raises:
+        GuardRefused: it has; the graph is not to be used, since nothing proves them.
+    """
+    for node in graph_module.graph.nodes:
+        if node.target in MARKS or node.target is COUNT_ROWS:
+            where = provenance(node)
+            raise GuardRefused("the pass that proves it is disabled", where.source, where.module)
+    return []
 
 
 def is_total(node: fx.Node) -> bool:

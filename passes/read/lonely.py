@@ -116,7 +116,7 @@ def _meets_matmul(flow: Dataflow, seed: fx.Node) -> bool:
 
 
 def _picks(flow: Dataflow, seed: fx.Node) -> Iterator[fx.Node]:
-    """Where the indices, themselves or as other integers, pick entries of a tensor of floats."""
+    """Yield the calls in which the indices, or integers computed of them, pick entries of a tensor of floats."""
     for node in _integers_of(flow, seed):
         for user in node.users:
             if name_of(user) in LOOKUPS and is_float_tensor(user):

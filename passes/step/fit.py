@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.compat.functorch import recomputing_elementwise
 from memfine_fx.memory.liveness import GraphMemory, Workspace
+from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.borders import layer_borders
 from memfine_fx.passes.step.costly_results import CostlyResult, costly_results, is_attention, must_save
 from memfine_fx.passes.step.keep import keep_choices, keep_in_regions
@@ -57,7 +58,7 @@ the partitioner save a random state for it, for nothing."""
 
 
 class StepBudget(Protocol):
-    """What a graph's step may use, and what it would.
+    """The bytes that the step of a graph may use, and those that it would.
 
     Args:
         is_asked: whether it is the user's; what an accelerator has overrules no checkpoints of the model's own.
@@ -240,7 +241,7 @@ def _pair(partition: Partition) -> Pair:
 
 
 def _available(budget: StepBudget, base: str) -> int:
-    """What the estimate of a partition may use that is made from a base."""
+    """Return the bytes that a partition may hold by its estimate, if it is made from a base."""
     return budget.available_bytes - budget.beyond.get(base, 0)
 
 
@@ -269,8 +270,9 @@ def _bases(
 
 
 def _seconds_beyond(pair: Pair, full: Pair, budget: StepBudget) -> float:
-    """What a partition takes longer than full: for what it writes once more, and reads, less the new memory that it
-    spares between forward and backward.
+    """Return the seconds that a partition takes beyond full.
+
+    It writes and reads more, and spares new memory between forward and backward.
     """
     left, left_of_full = (_left_bytes(memory[0], budget.sizes) for memory in (pair, full))
     written, written_by_full = (_written(memory, budget.sizes) for memory in (pair, full))
@@ -289,7 +291,7 @@ def _written(pair: Pair, sizes: Mapping[str, int]) -> int:
 
 
 def _keeps(base: Base, saved: Saved) -> dict[str, Keep]:
-    """What regions save under a plan, by site."""
+    """Return what regions save under a plan, by site."""
     regions = ((amounts[0].site, amounts) for amounts in base.regions)
     return {site: amounts[saved[site][0]].keep for site, amounts in regions if site in saved}
 
@@ -355,8 +357,8 @@ def _leaned(
 
 
 def savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[list[SavableRows]]:
-    """What each region may save of its rows, the smaller amounts first."""
-    choices = keep_choices(joint)
+    """Return what each region may save of its rows, the smaller amounts first."""
+    choices = [] if is_disabled("save_rows") else keep_choices(joint)
     if not choices:
         return []
     rates = rates_of()

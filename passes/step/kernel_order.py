@@ -14,6 +14,7 @@ import heapq
 from typing import Any
 
 from memfine_fx.compat.inductor import SchedulerPass, get_hash_for_files
+from memfine_fx.passes.pass_list import run_pass
 
 __all__ = ["KernelOrder"]
 
@@ -22,7 +23,7 @@ class KernelOrder(SchedulerPass):  # type: ignore[misc]  # its base depends on t
     """Inductor scheduler pass (`_post_fusion_custom_pass`): fused kernels at the place of their last member."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        return _sorted_by_last_member(nodes)
+        return run_pass("kernel_order", nodes, lambda: _sorted_by_last_member(nodes), nodes)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import CountedInputs
 from memfine_fx.memory.wrapper_code import READER_FILES
+from memfine_fx.passes.pass_list import run_pass
 from memfine_fx.passes.read.normal_form import fake_mode_of
 from memfine_fx.passes.step.costly_results import costly_results, is_attention, must_save
 from memfine_fx.passes.step.fit import Even, StepBudget, even, fit
@@ -103,23 +104,30 @@ class StepPartitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         _save_what_is_dear(gm.graph)
-        partition = functools.partial(_partition, joint_inputs, kwargs, self._is_fused)
         num_outputs = kwargs["num_fwd_outputs"]
-        sole = sole_gradients(gm.graph, num_outputs)
-        if self._kind is not None:
-            chosen = even(gm, num_outputs, partition, self._kind)
-        elif self._budget is not None and (self._budget.is_asked or not has_checkpoints(gm.graph)):
-            chosen = fit(gm, num_outputs, partition, self._budget)
-        else:
-            results = costly_results(gm.graph, num_outputs) if self._is_fused else []
-            optional = {} if self._rates is None else give_room(gm.graph, self._rates)
-            spared = spare(gm, results, partition) if self._is_fused else None
-            # Whatever the budget, nothing else is made without one that is asked for.
-            chosen = replace(partition(gm) if spared is None else spared, optional=optional, is_least=True)
+        sole: Mapping[tuple[str, int], int] = {}
+        sole = run_pass("fuse_gradients", gm, lambda: sole_gradients(gm.graph, num_outputs), sole)
+        partition = functools.partial(_partition, joint_inputs, kwargs, self._is_fused)
+        chosen = run_pass("partition", gm, lambda: self._chosen(gm, num_outputs, partition), None)
+        if chosen is None:
+            chosen = replace(partition(gm), is_least=True)
         chosen = replace(chosen, sole=sole)
         if self._report is not None:
             self._report(chosen)
         return chosen.forward, chosen.backward
+
+    def _chosen(self, gm: fx.GraphModule, num_outputs: int, partition: Callable[..., Partition]) -> Partition:
+        if self._kind is not None:
+            return even(gm, num_outputs, partition, self._kind)
+        if self._budget is not None and (self._budget.is_asked or not has_checkpoints(gm.graph)):
+            return fit(gm, num_outputs, partition, self._budget)
+        results = costly_results(gm.graph, num_outputs) if self._is_fused else []
+        rates, optional = self._rates, dict[str, float]()
+        if rates is not None:
+            optional = run_pass("save_rows", gm, lambda: give_room(gm.graph, rates), optional)
+        spared = spare(gm, results, partition) if self._is_fused else None
+        # Whatever the budget, nothing else is made without one that is asked for.
+        return replace(partition(gm) if spared is None else spared, optional=optional, is_least=True)
 
     def uuid(self) -> Any:
         return get_hash_for_files(_FILES, self._key)

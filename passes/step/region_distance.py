@@ -11,6 +11,7 @@ from typing import Any
 
 from memfine_fx.compat.inductor import SchedulerPass, get_hash_for_files, region_operator
 from memfine_fx.memory.liveness import OP_PHASES
+from memfine_fx.passes.pass_list import run_pass
 
 __all__ = ["RegionDistance"]
 
@@ -23,13 +24,17 @@ class RegionDistance(SchedulerPass):  # type: ignore[misc]  # its base depends o
     """Inductor scheduler pass (`_pre_fusion_custom_pass`): places of kernels, with a gap after each region."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        gap = 0
-        for node in nodes:
-            node.min_order += gap
-            node.max_order += gap
-            if region_operator(node) in _REGIONS:
-                gap += _DISTANCE
-        return nodes
+        return run_pass("region_distance", nodes, lambda: _with_gaps(nodes), nodes)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
+
+
+def _with_gaps(nodes: list[Any]) -> list[Any]:
+    gap = 0
+    for node in nodes:
+        node.min_order += gap
+        node.max_order += gap
+        if region_operator(node) in _REGIONS:
+            gap += _DISTANCE
+    return nodes
