@@ -303,7 +303,7 @@ def _mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 def _nodes_in(value: object) -> tuple[fx.Node, ...]:
     """A node, or the nodes of a list: `torch._foreach_add_` writes into several tensors."""
     values = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(one for one in values if isinstance(one, fx.Node))
+    return tuple(item for item in values if isinstance(item, fx.Node))
 
 
 def _asks_inplace(node: fx.Node) -> bool:

@@ -78,7 +78,7 @@ def gradient_stop(nodes: Iterable[fx.Node], flow: Dataflow) -> fx.Node | None:
 
     for node in nodes:
         is_fed = name_of(node) not in LIKE_FACTORIES and any(
-            _is_float(one) and wants(one) for one in node.all_input_nodes
+            _is_float(operand) and wants(operand) for operand in node.all_input_nodes
         )
         if is_fed and _is_float(node) and not _wants(node):
             return node
@@ -88,11 +88,11 @@ def gradient_stop(nodes: Iterable[fx.Node], flow: Dataflow) -> fx.Node | None:
 
 
 def _is_float(node: fx.Node) -> bool:
-    return any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in _leaves(node))
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in _leaves(node))
 
 
 def _wants(node: fx.Node) -> bool:
-    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in _leaves(node))
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in _leaves(node))
 
 
 def _leaves(node: fx.Node) -> list[Any]:

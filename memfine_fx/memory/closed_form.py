@@ -84,7 +84,7 @@ class Parallel:
 
 
 def static_bytes(S: Sequence[float], *, layers: int, D_para: float, D_grad: float, D_opt: float) -> int:
-    """M_sta.
+    """Return M_sta, the bytes of parameters, gradients and optimizer tensors on this GPU.
 
     Args:
         S: elements of the rank's shard of each module of one layer.
@@ -95,7 +95,7 @@ def static_bytes(S: Sequence[float], *, layers: int, D_para: float, D_grad: floa
 
 
 def activation_sets(parallel: Parallel, r_pp: int, *, recomputes_fully: bool) -> int:
-    """m_g: sets of activations alive at once on pipeline rank `r_pp`.
+    """Return m_g, the number of activation sets alive at once on pipeline rank `r_pp`.
 
     Raises:
         ConfigError: `r_pp` is no rank of the pipeline.

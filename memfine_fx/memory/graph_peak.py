@@ -54,12 +54,12 @@ def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
 def read_graph(
     graph: fx.Graph, *, is_fused: bool, inputs: CountedInputs | None = None, marks: bool = False
 ) -> GraphMemory:
-    """What a forward or backward graph would hold, before it is compiled; an estimate to plan by.
+    """Return an estimate of the allocations and calls of a forward or backward graph that is not compiled yet.
 
     Args:
         graph: ATen with `meta["val"]`, chunked regions as calls of their ops.
         is_fused: whether Inductor will fuse pointwise chains.
-        inputs: those that count; none where it is None.
+        inputs: the graph inputs whose bytes count; None for none.
         marks: whether products of matrices are calls too: they tell layers apart in a graph without regions.
     """
     inputs = inputs or CountedInputs()
@@ -110,20 +110,26 @@ def _marks(graph: fx.Graph) -> Iterator[Call]:
 
 
 def _keepers(graph: fx.Graph) -> dict[fx.Node, str]:
-    """What regions keep for backward -> the site of its region, in a forward or a backward graph."""
-    found: dict[fx.Node, str] = {}
+    """Return, for each node that a region saves for backward, the site of that region.
+
+    In a forward graph these are results of `memfine::experts_keeping`, in a backward graph arguments of
+    `memfine::experts_backward_kept`.
+    """
+    sites: dict[fx.Node, str] = {}
     for node in graph.nodes:
         name = qualified_name(node.target)
         if name == "memfine::experts_keeping":
-            last = len(node.meta["val"]) - 1  # how many rows were kept
-            found |= {user: node.args[5] for user in node.users if _is_element(user) and 0 < user.args[1] < last}
+            last = len(node.meta["val"]) - 1  # the number of saved rows
+            sites |= {user: node.args[5] for user in node.users if _is_element(user) and 0 < user.args[1] < last}
         elif name == "memfine::experts_backward_kept":
-            found |= dict.fromkeys(node.args[8][:-1], node.args[6])
-    return found
+            sites |= dict.fromkeys(node.args[8][:-1], node.args[6])
+    return sites
 
 
 def _result_of(owner: fx.Node, made_by: fx.Node) -> tuple[str, int] | None:
-    """Site of the region whose backward returns a node's storage, and its place there."""
+    """Return the site of the region whose backward returns a node's storage, and its index among the results; None for
+    other nodes.
+    """
     if owner is made_by or _PHASES.get(qualified_name(made_by.target)) != "backward":
         return None
     return made_by.args[6], owner.args[1]  # type: ignore[return-value]  # of the op's schema
@@ -226,7 +232,7 @@ def _absorbs(user: fx.Node) -> bool:
 
 def _is_complex(node: fx.Node) -> bool:
     """Whether a node makes complex numbers, which Inductor leaves to eager: nothing is fused with it."""
-    return any(one.is_complex() for one in _tensors(node))
+    return any(tensor.is_complex() for tensor in _tensors(node))
 
 
 def _is_pointwise(target: Any) -> bool:

@@ -40,7 +40,7 @@ def product_rows(rows: Any, hidden: int) -> Any:
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """What the planner knows of a head.
+    """The sizes of a head, and formulas for the bytes that its op allocates.
 
     Args:
         hidden, vocab: H, V.

@@ -1,4 +1,4 @@
-"""What this machine's kernels take beside their results, by the allocator's events, measured once and saved on disk.
+"""Scratch memory of this machine's kernels beside their results: measured once by allocator events, saved on disk.
 
 Another CPU, another torch or another oneDNN may take more than `kernel_scratch` counts. So attention forward and
 backward, a weight's gradient and a product of rows run once at a few small shapes, under one profile, in the dtype that
@@ -65,9 +65,10 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 @dataclass(frozen=True)
 class Excess:
-    """What a kernel takes beyond its count: `factor` times the count, and `per_input_byte` of its inputs.
+    """A correction of the bytes counted for a kernel: `factor` times the count, plus `per_input_byte` for each byte of
+    its inputs.
 
-    `shape` is where the most was seen; with none, nothing was.
+    `shape` is where the measured bytes exceeded the count most; None if they exceeded it nowhere.
     """
 
     factor: float = 1.0
@@ -76,31 +77,37 @@ class Excess:
 
 
 def shapes_of(kernel: Kernel) -> tuple[Shape, ...]:
-    """At which a kernel is measured."""
+    """Return the shapes at which a kernel is measured."""
     return ATTENTION_SHAPES if kernel in ("forward", "backward") else PRODUCT_SHAPES
 
 
 def excess_of(
     measured: Sequence[int], counted: Sequence[int], inputs: Sequence[int], shapes: Sequence[Shape]
 ) -> Excess:
-    """The least excess that covers every measurement.
+    """Return the least excess that covers every measurement.
 
     Args:
-        measured, counted, inputs: bytes at each shape: seen, counted by the formula, of the kernel's inputs.
+        measured, counted, inputs: bytes at each shape: measured, counted by the formula, of the kernel's inputs.
         shapes: of attention the first two differ in heads only, which shows growth.
     """
-    beyond = [seen - known for seen, known in zip(measured, counted, strict=True)]
-    if max(beyond) <= 0:
+    excesses = [measured_bytes - counted_bytes for measured_bytes, counted_bytes in zip(measured, counted, strict=True)]
+    if max(excesses) <= 0:
         return Excess()
     per_byte = max(
-        _growth(beyond, inputs) if shapes[0][1:] == shapes[1][1:] else 0.0,
-        *(seen / size for seen, known, size in zip(measured, counted, inputs, strict=True) if not known),
+        _growth(excesses, inputs) if shapes[0][1:] == shapes[1][1:] else 0.0,
+        *(
+            measured_bytes / size
+            for measured_bytes, counted_bytes, size in zip(measured, counted, inputs, strict=True)
+            if not counted_bytes
+        ),
         0.0,
     )
     factors = [
-        (seen - per_byte * size) / known for seen, known, size in zip(measured, counted, inputs, strict=True) if known
+        (measured_bytes - per_byte * size) / counted_bytes
+        for measured_bytes, counted_bytes, size in zip(measured, counted, inputs, strict=True)
+        if counted_bytes
     ]
-    return Excess(max(1.0, *factors, 1.0), per_byte, shapes[beyond.index(max(beyond))])
+    return Excess(max(1.0, *factors, 1.0), per_byte, shapes[excesses.index(max(excesses))])
 
 
 def _growth(beyond: Sequence[int], inputs: Sequence[int]) -> float:
@@ -118,15 +125,15 @@ def measured_scratch(kernel: Kernel, dtype: torch.dtype) -> tuple[int, ...] | No
 @functools.lru_cache(maxsize=16)
 def _measured(dtype: torch.dtype, num_threads: int) -> dict[Kernel, tuple[int, ...]]:
     name = f"scratch_{measurement_key('cpu', str(dtype), ATTENTION_SHAPES, PRODUCT_SHAPES)}"
-    found = load_measurement(name, _decode)
-    if found is not None:
-        return found
+    measurement = load_measurement(name, _decode)
+    if measurement is not None:
+        return measurement
     if is_profiling():
         _LOG.info("kernels' scratch is not measured inside a profile; their formulas stand alone in this process")
         return {}
-    found = measure(dtype)
-    save_measurement(name, found)
-    return found
+    measurement = measure(dtype)
+    save_measurement(name, measurement)
+    return measurement
 
 
 def _decode(fields: Any) -> dict[Kernel, tuple[int, ...]]:
@@ -163,10 +170,10 @@ def _measure(dtype: torch.dtype) -> dict[Kernel, tuple[int, ...]]:
             results.append(_run(call))
 
     trace = trace_memory(step, torch.device("cpu"), collects_garbage=False)
-    found: dict[Kernel, list[int]] = {"forward": [], "backward": [], "gradient": [], "rows": []}
+    sizes_by_kernel: dict[Kernel, list[int]] = {"forward": [], "backward": [], "gradient": [], "rows": []}
     for (kernel, _), peak, num_bytes in zip(calls, _peaks(trace, len(calls)), results, strict=True):
-        found[kernel].append(max(0, peak - num_bytes))
-    return {kernel: tuple(sizes) for kernel, sizes in found.items()}
+        sizes_by_kernel[kernel].append(max(0, peak - num_bytes))
+    return {kernel: tuple(sizes) for kernel, sizes in sizes_by_kernel.items()}
 
 
 def _calls(dtype: torch.dtype) -> Iterator[tuple[Kernel, Callable[[], Any]]]:
@@ -192,10 +199,10 @@ def _attention_calls(dtype: torch.dtype) -> Iterator[tuple[Kernel, Callable[[], 
 
 
 def _run(call: Callable[[], Any]) -> int:
-    """Bytes of the results, which are dropped."""
-    found = call()
-    results = found if isinstance(found, tuple) else (found,)
-    return sum(one.untyped_storage().nbytes() for one in results)
+    """Run a call, drop its results and return their bytes."""
+    returned = call()
+    results = returned if isinstance(returned, tuple) else (returned,)
+    return sum(tensor.untyped_storage().nbytes() for tensor in results)
 
 
 def _peaks(trace: MemoryTrace, num_calls: int) -> Iterator[int]:
@@ -208,7 +215,7 @@ def _peaks(trace: MemoryTrace, num_calls: int) -> Iterator[int]:
 
 
 def input_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    """Of queries, keys and values at a shape of attention; of both factors of a product."""
+    """Return the bytes of queries, keys and values at a shape of attention, of both factors at a shape of a product."""
     if shape in PRODUCT_SHAPES:
         left, right, rows = shape
         return dtype.itemsize * rows * (left + right)

@@ -145,12 +145,15 @@ def cast_bytes(node: fx.Node) -> sympy.Expr:
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return sympy.Integer(0)
     values = [source.meta.get("val") for source in node.all_input_nodes]
-    operands = [one for one in values if isinstance(one, torch.Tensor) and one.ndim and one.device.type == "cpu"]
+    operands = [
+        value for value in values if isinstance(value, torch.Tensor) and value.ndim and value.device.type == "cpu"
+    ]
     if op_name(target) in _CONDITIONAL:
-        operands = [one for one in operands if one.dtype is not torch.bool]
-    common = functools.reduce(torch.promote_types, (one.dtype for one in operands), torch.bool)
+        operands = [operand for operand in operands if operand.dtype is not torch.bool]
+    common = functools.reduce(torch.promote_types, (operand.dtype for operand in operands), torch.bool)
     return sum(
-        (size_expr(one.numel()) * common.itemsize for one in operands if one.dtype is not common), sympy.Integer(0)
+        (size_expr(operand.numel()) * common.itemsize for operand in operands if operand.dtype is not common),
+        sympy.Integer(0),
     )
 
 
@@ -193,10 +196,10 @@ def backward_scratch(call: Attention, features: CpuFeatures, threads: int) -> sy
 
 
 def _products(call: Attention, features: CpuFeatures) -> sympy.Expr:
-    """What oneDNN takes for the products of a thread that end in low precision.
+    """Return the bytes that oneDNN allocates for those products of one thread whose results are in low precision.
 
     With instructions for bf16 it was exactly this without AMX where sizes divide; all others are bounds on what was
-    seen (tests/memory/data/attention_scratch.json, and tests/memory/test_kernel_scratch.py on the machine at hand).
+    measured (tests/memory/data/attention_scratch.json, and tests/memory/test_kernel_scratch.py on the machine at hand).
     """
     queries, keys = call.query_block, call.key_block
     if call.dtype is torch.float16 and features.fp16:
@@ -225,7 +228,7 @@ def _attention(target: object, arguments: Sequence[Any], named: Mapping[str, Any
 def _copied_gradient(argument: Any) -> sympy.Expr:
     """Bytes of the gradient's copy, unless it lies as [B,S,H,D]."""
     gradient = _value(argument).transpose(1, 2)
-    sizes, strides = ([size_expr(one) for one in many] for many in (gradient.shape, gradient.stride()))
+    sizes, strides = ([size_expr(length) for length in lengths] for lengths in (gradient.shape, gradient.stride()))
     return sympy.S.Zero if is_contiguous(sizes, strides) else sympy.prod(sizes) * gradient.dtype.itemsize
 
 
@@ -275,7 +278,7 @@ def _with_excess(counted: sympy.Expr, inputs: sympy.Expr, excess: Excess) -> sym
 
 @functools.lru_cache(maxsize=64)
 def _excess(kernel: Kernel, dtype: torch.dtype, threads: int) -> Excess:
-    """What this machine's kernel takes beyond its formula; warned of once a process."""
+    """Return by how much this machine's kernel exceeds its formula; warn of the first excess in a process."""
     measured = measured_scratch(kernel, dtype)
     if measured is None:
         return Excess()

@@ -1,4 +1,4 @@
-"""What one compiled graph holds over its run, symbolically: a record, and its peak at given sizes.
+"""The memory of one compiled graph over its run: symbolic allocations and calls, and their peak at given sizes.
 
 Terms
     position      a statement of the compiled wrapper, counted from 0
@@ -49,15 +49,15 @@ OP_PHASES: dict[str, Phase] = {
 
 @dataclass(frozen=True)
 class Allocation:
-    """A storage.
+    """A storage that is alive during a part of a graph's run.
 
     Args:
-        name: who made it.
-        num_bytes: of it.
+        name: of the node, buffer or scratch memory that it is.
+        num_bytes: its size, in the graph's symbols.
         start, stop: the positions between which it lives.
-        is_input: whether it was there before.
-        kept_by: site of the region that keeps it, a row of it for each routed row; "" if none does.
-        result_of: site of the region whose backward returns it, and its place there.
+        is_input: whether it exists before the run.
+        kept_by: site of the region that saves it for backward, one row for each routed row; "" if none does.
+        result_of: site of the region whose backward returns it, and its index among the results.
     """
 
     name: str
@@ -86,7 +86,7 @@ class CountedInputs:
 class Call:
     """A chunked region's op at a position; `site` is the key of its live region, "" for routing.
 
-    `keep` is what there is room for, and `kept_rows` of how many routed rows it is kept; None: of all.
+    `keep` is what the graph has room to save, and `kept_rows` of how many routed rows it is saved; None: of all.
     """
 
     position: int
@@ -97,17 +97,17 @@ class Call:
 
 
 def call_of(position: int, phase: Phase, texts: Sequence[str]) -> Call:
-    """The call of an op with these text arguments: its site, and what it keeps where it has a choice."""
+    """Return the call of an op with these text arguments: its site, and what it saves where it has a choice."""
     site, keep, *_ = (*texts, "", "")
     return Call(position, site, phase, cast("Keep", keep or "nothing"))
 
 
 KeptRows = frozenset[tuple[str, int, int]]
-"""(site, rows of which its region keeps something in a run, routed rows) of regions that have room for all of them."""
+"""(site, rows of which its region saves something in a run, routed rows) of regions that have room for all of them."""
 Workspace = Callable[[Call], int]
 """Bytes that a call of a region needs beyond what the graph shows."""
 _MOST_SIZES = 8
-"""Of which a record keeps its live bytes: batches of a few lengths, with and without gradients."""
+"""Combinations of sizes at which a record caches live bytes: batches of a few lengths, with and without gradients."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ class GraphMemory:
     @functools.cached_property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
         """Sizes that are not known before the run (batch, sequence), by name."""
-        found = {str(symbol): symbol for one in self._distinct for symbol in one.free_symbols}  # once each, by name
-        return tuple(found[name] for name in sorted(found))
+        by_name = {str(symbol): symbol for size in self._distinct for symbol in size.free_symbols}  # once each, by name
+        return tuple(by_name[name] for name in sorted(by_name))
 
     @functools.cached_property
     def _distinct(self) -> tuple[sympy.Expr, ...]:
         """Each size once: equal layers repeat theirs."""
-        return tuple(dict.fromkeys(one.num_bytes for one in self.allocations))
+        return tuple(dict.fromkeys(allocation.num_bytes for allocation in self.allocations))
 
     @functools.cached_property
     def _resting_at(self) -> dict[tuple[int, ...], Sequence[int]]:
@@ -156,19 +156,19 @@ class GraphMemory:
         return {}
 
     def without(self, names: Collection[str]) -> GraphMemory:
-        """The record without the storages of these names, with regions that keep nothing."""
-        allocations = tuple(one for one in self.allocations if one.name not in names)
-        return replace(self, allocations=allocations, calls=tuple(replace(one, keep="nothing") for one in self.calls))
+        """The record without the storages of these names, with regions that save nothing."""
+        allocations = tuple(allocation for allocation in self.allocations if allocation.name not in names)
+        return replace(self, allocations=allocations, calls=tuple(replace(call, keep="nothing") for call in self.calls))
 
     def of_run(
         self, kept: KeptRows, added: frozenset[tuple[str, int]] = frozenset(), sizes: Mapping[str, int] | None = None
     ) -> GraphMemory:
-        """The record of a run that makes less than its graph has room for.
+        """Return the record of a run that allocates less than its graph has room for.
 
         Args:
-            kept: of how many rows regions keep something in it; those that are not named, of all.
-            added: results of regions' backwards that are added to gradients which are there.
-            sizes: value of each symbol, by name, where a region keeps something of a part of its rows.
+            kept: of how many rows regions save something in it; those that are not named, of all.
+            added: results of regions' backwards that are added in place to existing gradients.
+            sizes: value of each symbol, by name, where a region saves something of a part of its rows.
         """
         if not kept and not added:
             return self
@@ -183,11 +183,11 @@ class GraphMemory:
         has_parts = any(num_kept for num_kept, _ in rows.values())
         all_bytes = self.bytes_at(sizes) if has_parts else [0] * len(self.allocations)
         allocations = [
-            _of_rows(one, num_bytes, *rows.get(one.kept_by, (1, 1)))
-            for one, num_bytes in zip(self.allocations, all_bytes, strict=True)
-            if one.result_of not in added and rows.get(one.kept_by, (1, 1))[0]
+            _of_rows(allocation, num_bytes, *rows.get(allocation.kept_by, (1, 1)))
+            for allocation, num_bytes in zip(self.allocations, all_bytes, strict=True)
+            if allocation.result_of not in added and rows.get(allocation.kept_by, (1, 1))[0]
         ]
-        calls = (replace(one, kept_rows=rows[one.site][0]) if one.site in rows else one for one in self.calls)
+        calls = (replace(call, kept_rows=rows[call.site][0]) if call.site in rows else call for call in self.calls)
         return replace(self, allocations=tuple(allocations), calls=tuple(calls))
 
     @functools.cached_property
@@ -239,9 +239,9 @@ class GraphMemory:
             return Peak(0, 0, ())
         position = max(range(len(live)), key=live.__getitem__)
         terms = [
-            (one.name, num_bytes)
-            for one, num_bytes in zip(self.allocations, self.bytes_at(sizes), strict=True)
-            if one.start <= position and (one.stop is None or position < one.stop)
+            (allocation.name, num_bytes)
+            for allocation, num_bytes in zip(self.allocations, self.bytes_at(sizes), strict=True)
+            if allocation.start <= position and (allocation.stop is None or position < allocation.stop)
         ]
         terms += [(f"working set of {call.phase}", workspace(call)) for call in self.calls if call.position == position]
         terms.sort(key=lambda term: -term[1])
@@ -254,10 +254,10 @@ class GraphMemory:
             workspace: working set of a call, as an expression.
         """
         changes: list[sympy.Expr] = [sympy.Integer(0)] * (self.num_positions + 1)
-        for one in self.allocations:
-            changes[one.start] += one.num_bytes
-            if one.stop is not None:
-                changes[one.stop] -= one.num_bytes
+        for allocation in self.allocations:
+            changes[allocation.start] += allocation.num_bytes
+            if allocation.stop is not None:
+                changes[allocation.stop] -= allocation.num_bytes
         calls = {call.position: workspace(call) for call in self.calls}
         total: sympy.Expr = sympy.Integer(0)
         peaks: set[sympy.Expr] = set()
@@ -269,16 +269,16 @@ class GraphMemory:
     @functools.cached_property
     def left_bytes(self) -> sympy.Expr:
         """Bytes that outlive the run: results, and what a forward saves for its backward."""
-        kept = (one.num_bytes for one in self.allocations if one.stop is None)
-        return sum(kept, sympy.Integer(0))
+        outliving = (allocation.num_bytes for allocation in self.allocations if allocation.stop is None)
+        return sum(outliving, sympy.Integer(0))
 
     def bytes_at(self, sizes: Mapping[str, int]) -> Sequence[int]:
         """Bytes of each allocation, in order."""
-        found: Sequence[Any] = self._distinct
+        values: Sequence[Any] = self._distinct
         if self.symbols:
-            found = _evaluator(self.symbols, self._distinct)(*self._values_of(sizes))
-        num_bytes = dict(zip(self._distinct, map(int, found), strict=True))
-        return [num_bytes[one.num_bytes] for one in self.allocations]
+            values = _evaluator(self.symbols, self._distinct)(*self._values_of(sizes))
+        num_bytes = dict(zip(self._distinct, map(int, values), strict=True))
+        return [num_bytes[allocation.num_bytes] for allocation in self.allocations]
 
     def _values_of(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         missing = [str(symbol) for symbol in self.symbols if str(symbol) not in sizes]
@@ -311,11 +311,11 @@ def _apply(function: Callable[..., sympy.Expr], *args: float) -> float:
 
 def _undominated(exprs: set[sympy.Expr]) -> list[sympy.Expr]:
     """Drop polynomials that another one bounds coefficient by coefficient (symbols are positive)."""
-    kept: list[sympy.Expr] = []
-    for one in sorted(exprs, key=lambda expr: -len(sympy.Add.make_args(expr))):
-        if not any(_bounds(other, one) for other in kept):
-            kept = [other for other in kept if not _bounds(one, other)] + [one]
-    return kept
+    remaining: list[sympy.Expr] = []
+    for candidate in sorted(exprs, key=lambda expr: -len(sympy.Add.make_args(expr))):
+        if not any(_bounds(other, candidate) for other in remaining):
+            remaining = [other for other in remaining if not _bounds(candidate, other)] + [candidate]
+    return remaining
 
 
 def _bounds(larger: sympy.Expr, smaller: sympy.Expr) -> bool:

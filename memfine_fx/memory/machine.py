@@ -1,4 +1,4 @@
-"""What this machine is, as far as measurements and formulas depend on it, and the files that hold what was measured.
+"""Properties of this machine that measurements and formulas depend on, and the files that hold the measurements.
 
 The CPU is asked for what oneDNN would use of it: its instructions, capped by ONEDNN_MAX_CPU_ISA as oneDNN caps them.
 """
@@ -52,7 +52,7 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class CpuFeatures:
-    """What oneDNN does with products in low precision on a CPU.
+    """The ways in which oneDNN multiplies matrices in low precision on a CPU.
 
     Args:
         bf16: "native" in instructions for bf16, "converted" to fp32 in blocks, "none" where it takes no such product.

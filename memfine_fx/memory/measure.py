@@ -41,7 +41,7 @@ _END = "end/"
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """What one step allocated, event by event."""
+    """The allocations and frees of one step on one device, in time order."""
 
     device: str
     times_us: tuple[float, ...]  # of each allocator event, from the first event on
@@ -96,7 +96,7 @@ class _Event:
 
 
 def run_outside_compilation(device_type: str, function: Callable[[], ResultT]) -> ResultT:
-    """What a function returns with operators as they are, inside a compilation too: no gradients, no autocast.
+    """Run a function on real operators, also inside a compilation, and return its result: no gradients, no autocast.
 
     A compilation's fake tensors take neither time nor memory, and autocast would choose another dtype's kernels.
     """

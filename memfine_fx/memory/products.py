@@ -151,14 +151,14 @@ def gradient_blocks(
     """Bytes in R of the largest of the products [a,R] @ [R,b] of weights' gradients, for up to R rows, each with its
     left factor as `undivided` leaves it.
     """
-    found: list[sympy.Expr] = []
+    byte_counts: list[sympy.Expr] = []
     for left, right in shapes:
         sizes = sympy.Integer(left), ROWS, sympy.Integer(right), sympy.S.One
-        found.append(_blocks(Product(*sizes, True, dtype), features, threads, divides=False))
+        byte_counts.append(_blocks(Product(*sizes, True, dtype), features, threads, divides=False))
         if _may_divide(dtype, features) and _has_few_panels(right, threads):
             rows = _blocks(Product(*sizes, False, dtype), features, threads, divides=False)
-            found.append(_from(ROWS, _DIVIDED) * (dtype.itemsize * left * ROWS + rows))
-    return sympy.Max(*found)
+            byte_counts.append(_from(ROWS, _DIVIDED) * (dtype.itemsize * left * ROWS + rows))
+    return sympy.Max(*byte_counts)
 
 
 def _blocks(product: Product, features: CpuFeatures, threads: int, *, divides: bool) -> sympy.Expr:
@@ -183,29 +183,31 @@ def _of_thread(product: Product, item_bytes: int, threads: int, *, divides: bool
     rows = sympy.Min(left, _BLOCK_ROWS)
     panel, narrow = item_bytes * _PANEL * at_once, sympy.Min(_rounded_up(right, 16), _PANEL)
     wide = sympy.Min(sympy.Max(_rounded_up(right, _PANEL), _LEAST_SUMS), _MOST_SUMS)
-    taken = panel + _FLOAT_BYTES * rows * narrow + _OF_THREAD
+    scratch = panel + _FLOAT_BYTES * rows * narrow + _OF_THREAD
     is_copied = sympy.S.One if product.is_by_column else _from(inner, _LONG_ROWS)
     if is_copied != 0:
         more_sums = _FLOAT_BYTES * rows * (wide - narrow) * _from(inner, at_once + 1)
         if not product.is_by_column:
             is_copied *= _from(left, _MANY_ROWS) * _is_power(inner)
-        taken += is_copied * (item_bytes * rows * (at_once + _STEP) + more_sums)
+        scratch += is_copied * (item_bytes * rows * (at_once + _STEP) + more_sums)
     if not (divides and product.is_by_column and threads > 1):
-        return taken
+        return scratch
     few = sympy.Piecewise((1, _has_few_panels(right, threads)), (0, True))
     if few == 0:
-        return taken
+        return scratch
     whole = panel + item_bytes * rows * (at_once + _STEP) + _FLOAT_BYTES * left * right + _OF_THREAD
-    return sympy.Max(taken, few * _from(inner, _DIVIDED) * _is_power(inner) * whole)
+    return sympy.Max(scratch, few * _from(inner, _DIVIDED) * _is_power(inner) * whole)
 
 
 def _from(value: sympy.Expr, least: int | sympy.Expr) -> sympy.Expr:
-    """1 where a whole number is at least so large, else 0: in terms that a plan in R can be solved with."""
+    """Return 1 where an integer is at least `least`, else 0, as an expression that a plan in R can be solved with."""
     return sympy.Min(1, sympy.Max(0, value - least + 1))
 
 
 def _is_power(value: sympy.Expr) -> sympy.Expr:
-    """1 where a number of at least 2048 is a power of two, else 0; in R, which stands for all numbers up to it, 1."""
+    """Return 1 where a number of at least 2048 is a power of two, else 0; 1 for R, which stands for all numbers up to
+    it.
+    """
     if value.is_number:
         return sympy.Integer(int(value) & (int(value) - 1) == 0)
     if value == ROWS:
@@ -219,7 +221,7 @@ def _rounded_up(length: sympy.Expr, step: int) -> sympy.Expr:
 
 
 def _packed_for_tiles(product: Product) -> sympy.Expr:
-    """What a thread packs of a product's factors in bf16 for AMX tiles."""
+    """Return the bytes that a thread packs of a product's bf16 factors for AMX tiles."""
     left, right = product.left, product.right
     sides = sympy.Min(2 * _rounded_up(left, _AMX_STEP), _AMX_LEFT) + _AMX_RIGHT
     packed = product.dtype.itemsize * sides * (product.inner + _AMX_PADDING_ROWS)

@@ -1,4 +1,4 @@
-"""What the MemFine paper prints (arXiv 2511.21431), and the closed form's account of it.
+"""The figures that the MemFine paper prints (arXiv 2511.21431), beside those of its closed form.
 
 Printed: the setup (DeepSeek-V3 cut to 16 and 8 layers, 32 GPUs of 64 GB, BF16, s=4096, b=1, EP 32), static and
 active memory of three methods, p99, maximum and minimum of the tokens per expert of layers 4-15 in iteration 7.

@@ -3,7 +3,7 @@
 output        the combined [T,H_out], and its fp32 accumulator where the model is in low precision
 hidden grad   the same for the gradient of the tokens, in backward
 weight grads  the gradients of the expert parameters, allocated by the region's backward
-index         order (4 N) and offsets, kept from forward to backward; the sort's own arrays in forward
+index         order (4 N) and offsets, saved from forward to backward; the sort's own arrays in forward
 chunk         R rows: gathered rows and gradients, the body's peak, or its results with what is made of them, casts and
               products of weights' gradients; of the GPU kernels, their windows
 round         where experts live on several ranks: the rows that came, their results and what is staged to be sent; it
@@ -80,7 +80,8 @@ class Travel:
 
 @dataclass(frozen=True)
 class WindowBytes:
-    """What the GPU kernels hold of a layer in windows of R rows, beyond arguments, results and sums over choices.
+    """The bytes that the GPU kernels allocate for a layer in windows of R rows, beyond arguments, results and sums over
+    choices.
 
     Args:
         forward_row, backward_row: bytes of each row of a window.
@@ -98,7 +99,7 @@ class WindowBytes:
 
 @dataclass(frozen=True)
 class RegionBytes:
-    """What the planner knows of a region.
+    """The sizes of a region and the byte terms of its functions, from which its working set follows.
 
     Args:
         top_k, num_experts, hidden, out_width: K, E, H, H_out.
@@ -173,7 +174,9 @@ class ChunkSize:
 
 
 def added_bytes(num_elements: int, item_bytes: int, device_type: str) -> int:
-    """A product of low precision on its way into fp32 sums: a CPU cannot add the two and makes it again in fp32."""
+    """Return the bytes of a low-precision product while it is added to fp32 sums: a CPU cannot add the two and copies
+    it to fp32 first.
+    """
     return num_elements * (item_bytes + (4 if device_type == "cpu" else 0))
 
 
@@ -251,7 +254,7 @@ def workspace_expression(
 
 
 def _product_bytes(region: RegionBytes) -> int:
-    """Of the product whose way into the sums `added_bytes` is, as it is made: in 2 bytes an element."""
+    """Return the bytes, 2 for each element, of the product whose addition to fp32 sums `added_bytes` counts."""
     return region.added_bytes * 2 // added_bytes(1, 2, region.device_type)
 
 
@@ -386,12 +389,12 @@ def _beside_weight(region: RegionBytes, row_bytes: int) -> int:
 
 
 def _held(item_bytes: int, accumulator_bytes: int) -> int:
-    """Bytes per element while a sum and its cast are both alive."""
+    """Return the bytes per element while a sum and its cast are both alive."""
     return accumulator_bytes if item_bytes == accumulator_bytes else item_bytes + accumulator_bytes
 
 
 def _called(peak: sympy.Expr, results: sympy.Expr | None, after: Any, region: RegionBytes, rows: Any) -> Any:
-    """The larger of a body call and what is made of its results, when the call's own tensors are gone."""
+    """Return the larger of a body call and what is computed of its results, when the call's own tensors are gone."""
     called = _body(peak, region, rows)
     return called + after if results is None else larger(called, _body(results, region, rows) + after)
 

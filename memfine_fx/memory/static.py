@@ -17,8 +17,10 @@ __all__ = ["foreseen_state_bytes", "living_optimizers", "static_terms"]
 def static_terms(parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
     """Bytes by term: "parameters", and "optimizer state", what these optimizers hold of them now."""
     unique = list({id(parameter): parameter for parameter in parameters}.values())
-    held = [tensor for one in optimizers for parameter in unique for tensor in _state_of(one, parameter)]
-    return {"parameters": _num_bytes(unique), "optimizer state": _num_bytes(held)}
+    state_tensors = [
+        tensor for optimizer in optimizers for parameter in unique for tensor in _state_of(optimizer, parameter)
+    ]
+    return {"parameters": _num_bytes(unique), "optimizer state": _num_bytes(state_tensors)}
 
 
 def foreseen_state_bytes(parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> int:
@@ -51,8 +53,12 @@ def living_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Op
     is why a session asks once; an optimizer made later shows itself when it steps.
     """
     wanted = {id(parameter) for parameter in parameters}
-    found = every_optimizer()
-    return [one for one in found if any(id(param) in wanted for group in one.param_groups for param in group["params"])]
+    optimizers = every_optimizer()
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(param) in wanted for group in optimizer.param_groups for param in group["params"])
+    ]
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -72,7 +78,7 @@ _STATES: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
     "Muon": lambda group: (1, 0),
     "RMSprop": lambda group: (1 + bool(group.get("momentum")) + bool(group.get("centered")), 1),
 }
-"""What an optimizer of torch keeps of a parameter, by class name: tensors like it, and counts of steps or the like."""
+"""State of an optimizer of torch for a parameter, by class name: tensors like it, and counts of steps or the like."""
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> int:

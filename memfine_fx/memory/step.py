@@ -61,10 +61,11 @@ def _value(expr: sympy.Expr, values: frozenset[tuple[sympy.Symbol, int]]) -> int
 
 @dataclass(frozen=True)
 class RegionMemory:
-    """A region's byte terms by what it keeps, and T in the graph's symbols.
+    """A region's byte terms by what it saves, and T in the graph's symbols.
 
     Args:
-        terms: are made again where `revision` is another: bodies know their peaks exactly once they are compiled.
+        terms: returns them; called again when `revision` changes, since bodies know their peaks exactly once they are
+            compiled.
         num_tokens: T.
         axis: which way the region is chunked.
         revision: a number that changes with the terms.
@@ -77,7 +78,7 @@ class RegionMemory:
     _known: dict[Keep, tuple[int, RegionBytes]] = field(default_factory=dict, compare=False)
 
     def terms_now(self, keep: Keep) -> RegionBytes:
-        """The terms as far as they are known now, made once for each revision."""
+        """Return the terms as far as they are known now, computed once for each revision."""
         revision = self.revision()
         if keep not in self._known or self._known[keep][0] != revision:
             self._known[keep] = revision, self.terms(keep)
@@ -87,7 +88,7 @@ class RegionMemory:
         return value_at(self.num_tokens, sizes)
 
     def rows_at(self, sizes: Mapping[str, int]) -> int:
-        """N."""
+        """Return N, the number of routed rows, at given sizes."""
         return self.tokens_at(sizes) * self.terms_now("nothing").top_k
 
     def workspace(self, call: Call, sizes: Mapping[str, int], size_of: Callable[[int], ChunkSize]) -> int:
@@ -102,7 +103,9 @@ class RegionMemory:
         )
 
     def parts(self, call: Call, sizes: Mapping[str, int]) -> list[tuple[Keep, int | None]]:
-        """What chunks of a call keep, and the most rows that such a chunk can have; None where all are of that kind."""
+        """Return what each kind of chunk in a call saves, and the most rows of such a chunk; None for the rows where
+        all chunks are of that kind.
+        """
         if call.kept_rows is None or call.keep == "nothing":
             return [(call.keep, None)]
         others = self.rows_at(sizes) - call.kept_rows
@@ -113,11 +116,11 @@ class RegionMemory:
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """What is stored with a compiled graph, for the process that finds it in a cache.
+    """The memory record of a compiled graph, stored in a cache for the process that loads the graph from it.
 
     Args:
         donated: positions of saved tensors that its backward may write over.
-        keeping: its ops that find something kept.
+        keeping: its backward ops that read what a region saved.
         others: as those of `GraphStep`.
     """
 
@@ -146,10 +149,10 @@ class GraphStep:
         sizes: value of each symbol in the call that it was partitioned for.
         forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
-        keeps_all: whether it computes nothing costly again and regions keep all that pays.
+        keeps_all: whether it recomputes nothing costly and regions save all that pays.
         is_least: whether it is the partition for budgets that no other fits.
-        base: which partition it was made from (`passes.step.partitioned`).
-        optional: seconds spared per byte by regions that keep as many rows as a run has room for (`plan.problem`).
+        base: which partition it was derived from (`passes.step.partitioned`).
+        optional: seconds spared per byte by regions that save as many rows as a run has room for (`plan.problem`).
         estimated: directions whose record is an estimate although exact ones come from compiled code.
         sole: (site, place) of results of regions' backwards that are the whole gradient of one input of the graph ->
             place of that input (`passes.step.sole`).
@@ -171,7 +174,7 @@ class GraphStep:
     chosen_by: int = 0
 
     def learned(self, donated: Sequence[int] = (), keeping: Sequence[KeepingOp] = ()) -> GraphRecord:
-        """What compiling the graph taught, apart from its regions, which are read anew in every process."""
+        """Return a record of what compilation found out, without the regions, which every process analyses anew."""
         return GraphRecord(
             tuple(donated),
             tuple(keeping),
@@ -189,7 +192,7 @@ class GraphStep:
         )
 
     def take(self, record: GraphRecord) -> None:
-        """Learn what another process learned when it compiled the same graph."""
+        """Set the fields from the record of another process that compiled the same graph."""
         self.forward, self.backward = record.forward, record.backward
         self.decision, self.keeps_all = record.decision, record.keeps_all
         self.optional, self.estimated = dict(record.optional), set(record.estimated)
@@ -213,7 +216,7 @@ class GraphStep:
             self.sizes.setdefault(str(symbol), int(known.get(symbol, 1)))
 
     def keep_of(self, site: str) -> Keep:
-        """What a region keeps in the graphs as they are now."""
+        """Return what a region saves in the graphs as they are now."""
         calls = self.forward.calls if self.forward is not None else ()
         return next((call.keep for call in calls if call.site == site and call.phase == "forward"), "nothing")
 
@@ -239,8 +242,8 @@ class RunMemory:
         sizes: value of each of its inputs' symbols in this run.
         saved_bytes: by earlier runs whose backwards are still to come, when this one begins.
         later_gradient_bytes: new gradients that backwards of later runs have made when its own backward begins.
-        kept: rows that regions keep in this run, where it is not all that the graph has room for.
-        added: those of `GraphStep.sole` that it adds to gradients which are there, so that they are not made.
+        kept: rows that regions save in this run, where it is not all that the graph has room for.
+        added: those of `GraphStep.sole` that it adds in place to existing gradients, so that they are not allocated.
     """
 
     step: GraphStep
@@ -252,37 +255,43 @@ class RunMemory:
 
     @property
     def forward(self) -> GraphMemory | None:
-        """What its forward holds."""
+        """Return the memory record of its forward, with the rows that this run saves; None where it is unknown."""
         return None if self.step.forward is None else self.step.forward.of_run(self.kept, sizes=self.values)
 
     @property
     def backward(self) -> GraphMemory | None:
-        """What its backward holds."""
+        """Return the memory record of its backward, with the rows that this run saves; None where it is unknown."""
         return None if self.step.backward is None else self.step.backward.of_run(self.kept, self.added, self.values)
 
     def keeping(self, rows: Mapping[str, int]) -> RunMemory:
-        """The run in which regions that may keep part of their rows keep so many, those that are not named none."""
-        kept = {site: (rows.get(site, 0), self.rows_of(site)) for site in self.step.optional}
-        return replace(self, kept=frozenset((site, *one) for site, one in kept.items() if one[0] < one[1]))
+        """Return the run in which regions that may save part of their rows save so many; regions not named, none."""
+        saved_rows = {site: (rows.get(site, 0), self.rows_of(site)) for site in self.step.optional}
+        return replace(
+            self, kept=frozenset((site, *counts) for site, counts in saved_rows.items() if counts[0] < counts[1])
+        )
 
     def rows_of(self, site: str) -> int:
-        """N of a region."""
+        """Return N of a region, the number of its routed rows."""
         return self.step.regions[site].rows_at(self.values)
 
     def kept_rows(self, site: str) -> int:
-        """Rows of which a region keeps something in this run."""
+        """Return the number of rows of which a region saves something in this run."""
         if self.step.keep_of(site) == "nothing":
             return 0
-        return next((num_kept for one, num_kept, _ in self.kept if one == site), self.rows_of(site))
+        return next((num_kept for region_site, num_kept, _ in self.kept if region_site == site), self.rows_of(site))
 
     @property
     def values(self) -> dict[str, int]:
-        """Of all symbols: those that only results inside the graph have (a random state's length) stay as captured."""
+        """Return the values of all symbols; those that only results inside the graph have (a random state's length)
+        stay as captured.
+        """
         return {**self.step.sizes, **self.sizes}
 
     @property
     def left_bytes(self) -> int:
-        """What its forward saves for its backward."""
+        """Return the bytes that outlive its forward: results, and what it saves for its backward; 0 where its record is
+        unknown.
+        """
         return 0 if self.forward is None else value_at(self.forward.left_bytes, self.values)
 
 
@@ -313,7 +322,7 @@ def step_peak(runs: Iterable[RunMemory], size_of: SizeOf) -> StepPeak | None:
                 continue
             before = _alive_beside(run, where)
             peak = memory.peak(values, workspace)
-            num_bytes = peak.num_bytes + sum(one for _, one in before)
+            num_bytes = peak.num_bytes + sum(term_bytes for _, term_bytes in before)
             if best is None or num_bytes > best.num_bytes:
                 place = where if len(known) == 1 else f"{where} of graph {number}"
                 best = StepPeak(num_bytes, place, (*before, *peak.terms))

@@ -24,7 +24,7 @@ _QUEUED = 32  # runs between two events
 
 
 def seconds_of(runs: Sequence[Callable[[], object]], device: torch.device, *, is_ahead: bool = True) -> float:
-    """Of one of `runs`, which are done in turn.
+    """Return the seconds of one of `runs`, which are called in turn: the best of several measurements.
 
     Args:
         is_ahead: on CUDA, whether as many runs that do not count go before: then it is the device's time that counts,
@@ -52,17 +52,17 @@ def with_cpu_share(function: Callable[[], ResultT]) -> tuple[ResultT, float]:
 
 
 def _one_by_one(runs: Sequence[Callable[[], object]], device: torch.device, is_ahead: bool) -> tuple[float, float]:
-    """(seconds of all, of the fastest)."""
-    found = []
+    """Return (seconds of all runs, seconds of the fastest)."""
+    durations = []
     for run in runs:
         started = perf_counter()
         run()
-        found.append(perf_counter() - started)
-    return sum(found), min(found)
+        durations.append(perf_counter() - started)
+    return sum(durations), min(durations)
 
 
 def _in_a_queue(runs: Sequence[Callable[[], object]], device: torch.device, is_ahead: bool) -> tuple[float, float]:
-    """(seconds of all, of one at the mean)."""
+    """Return (seconds of all runs, mean seconds of one)."""
     rounds = max(1, _QUEUED // len(runs))
     with torch.cuda.device(device):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ READER_FILES = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.
 
 _PHASES = {f"torch.ops.memfine.{name}.default": phase for name, phase in OP_PHASES.items()}
 _KEEPING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_keeping", "experts_backward_kept"))
-_KEPT_ARGUMENT = 8  # of the latter: what the former kept
+_KEPT_ARGUMENT = 8  # of the latter: what the former saved
 _PRODUCTS = tuple(f"extern_kernels.{name}" for name in MULTIPLYING)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _ROUNDINGS = {"math.floor": sympy.floor, "math.ceil": sympy.ceiling}
@@ -103,13 +103,13 @@ class _Layout:
 
     @property
     def num_bytes(self) -> sympy.Expr:
-        """Of the storage that it needs."""
+        """Return the bytes of the storage that the tensor needs."""
         elements = _storage_elements(self.sizes, self.strides)
         return _rounded(elements * self.dtype.itemsize, self.device_type)
 
     @property
     def dense_bytes(self) -> sympy.Expr:
-        """Of a storage with a place for each of its entries."""
+        """Return the bytes of a storage with a place for each of the tensor's entries."""
         return _rounded(sympy.prod(self.sizes) * self.dtype.itemsize, self.device_type)
 
 
@@ -134,18 +134,18 @@ def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
     calls: dict[str, list[_OpBytes]] = defaultdict(list)
     for node in nodes:
         if node.target not in of_complex or node in complex_ones:
-            results = [_layout_of(one) for one in _values(node)]
+            results = [_layout_of(value) for value in _values(node)]
             if isinstance(node.target, OpOverload):
-                found = _OpBytes(results, scratch_bytes(node), viewed_arguments(node.target))
-                calls[f"torch.ops.{node.target}"].append(found)
+                op_bytes = _OpBytes(results, scratch_bytes(node), viewed_arguments(node.target))
+                calls[f"torch.ops.{node.target}"].append(op_bytes)
             else:  # one that saves a random state, or runs another from such a state
-                found = _OpBytes(results, scratch_bytes(node), [None] * len(results))
-                calls[f"torch.ops.higher_order.{node.target}"].append(found)
+                op_bytes = _OpBytes(results, scratch_bytes(node), [None] * len(results))
+                calls[f"torch.ops.higher_order.{node.target}"].append(op_bytes)
     return calls
 
 
 def _touches_complex(node: fx.Node) -> bool:
-    values = [value for one in (node, *node.all_input_nodes) for value in _values(one)]
+    values = [value for touched in (node, *node.all_input_nodes) for value in _values(touched)]
     return any(isinstance(value, torch.Tensor) and value.is_complex() for value in values)
 
 
@@ -155,14 +155,14 @@ def _values(node: fx.Node) -> list[object]:
 
 
 def _layouts_of_inputs(graph: fx.Graph) -> dict[str, _Layout]:
-    found = {str(node.target): _layout_of(node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"}
-    return {name: layout for name, layout in found.items() if layout is not None}
+    layouts = {str(node.target): _layout_of(node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"}
+    return {name: layout for name, layout in layouts.items() if layout is not None}
 
 
 def _layout_of(value: object) -> _Layout | None:
     if not isinstance(value, torch.Tensor):
         return None
-    sizes, strides = ([size_expr(one) for one in many] for many in (value.shape, value.stride()))
+    sizes, strides = ([size_expr(length) for length in lengths] for lengths in (value.shape, value.stride()))
     return _Layout(sizes, strides, value.dtype, value.device.type)
 
 
@@ -229,15 +229,15 @@ class _Reader:
             self._call(name, value)
 
     def _element(self, name: str, element: ast.Subscript) -> None:
-        """Of what an op returned: `buf[2]`, or `buf[1][0]` behind the random state that stands first in `buf`."""
+        """Bind a name to a result of an op: `buf[2]`, or `buf[1][0]` behind a random state that is first in `buf`."""
         places, source = [element.slice], element.value
         if isinstance(source, ast.Subscript):
             places, source = [source.slice, element.slice], source.value
-        found = [one.value for one in places if isinstance(one, ast.Constant) and isinstance(one.value, int)]
-        held = self._held.get(source.id, []) if isinstance(source, ast.Name) else []
-        if len(found) == len(places) and sum(found) < len(held):
-            self._hold(name, [held[sum(found)]])
-            self._lay(name, held[sum(found)].layout)
+        indices = [place.value for place in places if isinstance(place, ast.Constant) and isinstance(place.value, int)]
+        storages = self._held.get(source.id, []) if isinstance(source, ast.Name) else []
+        if len(indices) == len(places) and sum(indices) < len(storages):
+            self._hold(name, [storages[sum(indices)]])
+            self._lay(name, storages[sum(indices)].layout)
 
     def _call(self, name: str, call: ast.Call) -> None:
         function = ast.unparse(call.func)
@@ -254,10 +254,10 @@ class _Reader:
             label = function.removeprefix("torch.ops.")
             op = next(self._ops[function])
             viewed = self._viewed(call, op.views[0]) if len(op.views) == 1 else None
-            self._hold(name, [self._result(label, one) for one in op.results] if viewed is None else viewed)
+            self._hold(name, [self._result(label, result) for result in op.results] if viewed is None else viewed)
             self._lay(name, op.results[0] if len(op.results) == 1 else None)
             if function in _KEEPING:
-                _keep(self._held[name][1:-1], _texts(call))  # the last is how many rows were kept
+                _keep(self._held[name][1:-1], _texts(call))  # the last is the number of saved rows
             elif function in _FINDING:
                 _keep(self._listed(call.args[_KEPT_ARGUMENT]), _texts(call))
             if _PHASES.get(function) == "backward":
@@ -274,7 +274,7 @@ class _Reader:
             raise _Unreadable(f"{name} = {function}(...)")
 
     def _multiply(self, call: ast.Call) -> None:
-        """What a product of matrices takes while it runs: `extern_kernels.addmm(buf0, buf1, buf2, ..., out=buf3)`."""
+        """Record the scratch of a product of matrices: `extern_kernels.addmm(buf0, buf1, buf2, ..., out=buf3)`."""
         if ast.unparse(call.func) not in _PRODUCTS:
             return
         left, right = (self._layout(factor) for factor in call.args[-2:])
@@ -316,9 +316,9 @@ class _Reader:
         return self._held.get(argument.id, []) if isinstance(argument, ast.Name) else None
 
     def _listed(self, names: ast.expr) -> list[_Storage]:
-        """Storages of the names in a list but the last, which is how many rows were kept."""
-        found = names.elts[:-1] if isinstance(names, ast.List) else []
-        return [one for name in found if isinstance(name, ast.Name) for one in self._held.get(name.id, [])]
+        """Return the storages of the names in a list but the last, which is the number of saved rows."""
+        elements = names.elts[:-1] if isinstance(names, ast.List) else []
+        return [storage for name in elements if isinstance(name, ast.Name) for storage in self._held.get(name.id, [])]
 
     def _new(
         self, name: str, num_bytes: sympy.Expr, *, is_input: bool = False, layout: _Layout | None = None
@@ -328,7 +328,7 @@ class _Reader:
         return storage
 
     def _hold_here(self, name: str, num_bytes: sympy.Expr) -> None:
-        """What is alive while one statement runs."""
+        """Record an allocation that is alive only while the current statement runs."""
         self._storages.append(_Storage(Allocation(name, num_bytes, self._position, self._position + 1)))
 
     def _hold(self, name: str, storages: list[_Storage]) -> None:
@@ -345,7 +345,9 @@ class _Reader:
 
 
 def _keep(storages: Iterable[_Storage], texts: Sequence[str]) -> None:
-    """Counted as rows of their own for each routed row, whose strides may be 0 (`runtime.loop.spread`)."""
+    """Record which region saves these storages, and count a row of its own for each routed row: strides may be 0
+    (`runtime.loop.spread`).
+    """
     for storage in storages:
         num_bytes = storage.allocation.num_bytes if storage.layout is None else storage.layout.dense_bytes
         storage.allocation = replace(storage.allocation, num_bytes=num_bytes, kept_by=texts[0])
@@ -365,7 +367,7 @@ def _requested(call: ast.Call, device_type: str) -> _Layout:
 def _sizes(numbers: ast.expr) -> list[sympy.Expr]:
     if not isinstance(numbers, ast.Tuple):
         raise _Unreadable(ast.unparse(numbers))
-    return [_sized(one) for one in numbers.elts]
+    return [_sized(size) for size in numbers.elts]
 
 
 @dataclass(frozen=True)
@@ -392,7 +394,7 @@ def _reduced(call: ast.Call) -> _Reduced | None:
         return None
     count = _sized(methods[0][1].args[1])
     sums = _rounded(count * torch.float32.itemsize, "cuda")
-    dtypes = [ast.unparse(one.args[0]).removeprefix("torch.") for name, one in methods if name == "to"]
+    dtypes = [ast.unparse(method.args[0]).removeprefix("torch.") for name, method in methods if name == "to"]
     if not dtypes:
         return _Reduced(sums, None)
     return _Reduced(_rounded(count * getattr(torch, dtypes[-1]).itemsize, "cuda"), sums)

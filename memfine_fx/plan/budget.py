@@ -1,4 +1,4 @@
-"""From a budget of bytes to plans: what a step may use, whether a partition fits, how many rows a chunk may have."""
+"""Plans within a budget of bytes: what a step may use, whether a partition fits, how many rows a chunk may have."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _LEAST_RESERVE = 1 << 30
 
 
 class SessionState(Protocol):
-    """What plans ask of the session that they are made for.
+    """The state of a session that its plans depend on.
 
     Args:
         config: its options.
@@ -115,7 +115,7 @@ def budget_bytes(session: SessionState, device: torch.device) -> int | None:
 
 
 def is_limited(session: SessionState, device: torch.device, regions: Iterable[RegionMemory]) -> bool:
-    """Whether bytes decide what a graph keeps and computes again: those of a budget, or without one an accelerator's.
+    """Return whether a byte limit (the user's budget, or an accelerator's free memory) constrains what a graph saves.
 
     Ranks that share experts must send the same in backward, and without a budget each would choose for itself.
     """
@@ -131,7 +131,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def _device_limit(session: SessionState, device: torch.device) -> int:
-    """What a session's steps may use of an accelerator, parameters and optimizer state among it.
+    """Return the bytes that a session's steps may use of an accelerator, parameters and optimizer state included.
 
     It is a multiple of a 64th of the device: partitions are found in a cache where the limit is the same.
     """
@@ -139,8 +139,8 @@ def _device_limit(session: SessionState, device: torch.device) -> int:
     own, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     counted = session.held_bytes() + sum(run.memory.left_bytes for run in session.history.opened())
     others = max(0, allocated - counted)  # of this process: another model, copies of weights
-    found = max(0, automatic_bytes(free, own, total) - others)
-    return found - found % max(1, total // _LIMIT_STEPS)
+    limit = max(0, automatic_bytes(free, own, total) - others)
+    return limit - limit % max(1, total // _LIMIT_STEPS)
 
 
 def automatic_bytes(free: int, own: int, total: int) -> int:
@@ -160,7 +160,7 @@ def automatic_bytes(free: int, own: int, total: int) -> int:
 def budget_of_graph(
     session: SessionState, graph: CalledGraph, inputs: Sequence[object], hidden: torch.Tensor
 ) -> GraphBudget | None:
-    """What a graph may use that is compiled for the call at hand, or None without a budget of the user.
+    """Return the budget of a graph that is compiled for the call at hand; None where no byte limit applies to it.
 
     Args:
         inputs: of the call.
@@ -182,12 +182,12 @@ def budget_of_graph(
 
 
 def situation_of(session: SessionState, run: Run) -> Situation:
-    """What plans of a run depend on now."""
+    """Return the situation of a run now: its memory record, and the bytes that it may use."""
     if not run.graph.is_limited:
         return Situation(run.memory, None)
     device = device_of(run.graph)
-    there = run.gradient_bytes + sum(one.input_bytes for one in run.mates)
-    return Situation(run.memory, _available_bytes(session, device, session.history.members(), there))
+    existing_bytes = run.gradient_bytes + sum(mate.input_bytes for mate in run.mates)
+    return Situation(run.memory, _available_bytes(session, device, session.history.members(), existing_bytes))
 
 
 class GraphBudget:
@@ -221,9 +221,9 @@ class GraphBudget:
 
     @functools.cached_property
     def rates(self) -> DeviceRates:
-        found = device_rates(self._device.type, self._dtype)
+        measured = device_rates(self._device.type, self._dtype)
         # Graphs that will run on an accelerator are recorded on this CPU, and memory is at hand there.
-        return found if self._session.runs_here else replace(found, keep_bytes=math.inf)
+        return measured if self._session.runs_here else replace(measured, keep_bytes=math.inf)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -239,7 +239,7 @@ class GraphBudget:
         trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
         trial.optional = dict.fromkeys(without, 0.0)
         memory = replace(self.situation.memory, step=trial, sizes=step.sizes, kept=frozenset())
-        return [with_margin(one) for one in live_bytes(lean_of(memory), self._size_of(rows))]
+        return [with_margin(num_bytes) for num_bytes in live_bytes(lean_of(memory), self._size_of(rows))]
 
     def workspace(self, rows: int | None) -> Workspace:
         return self._step.workspace(self._size_of(rows), self.sizes)
@@ -278,8 +278,8 @@ def choose_plan(
         return _as_terms(peak)
 
     def peak_bytes(rows: int) -> int:
-        found = None if solved is None else solved(rows, LEAST_TOKENS)
-        return sum(peak_terms(rows).values()) if found is None else found
+        solved_bytes = None if solved is None else solved(rows, LEAST_TOKENS)
+        return sum(peak_terms(rows).values()) if solved_bytes is None else solved_bytes
 
     plan = plan_region(
         region,
@@ -298,10 +298,10 @@ def choose_plan(
 
 
 def keeping_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemory:
-    """A run of a graph with room, with as many rows kept as it has room for itself.
+    """Return a run of a graph that may save rows, with as many rows saved as the run itself has room for.
 
-    Without a budget nothing is kept where the step's bytes are not known: records are estimates, or later runs of the
-    step, whose peaks what is kept here would add to, are expected. With one, these runs are asked what they need.
+    Without a budget nothing is saved where the step's bytes are not known: records are estimates, or later runs of the
+    step are expected, to whose peaks the saved rows would add. With one, these runs are asked what they need.
 
     Args:
         hidden: tokens of a region or head, for device and dtype.
@@ -351,13 +351,13 @@ def _keeping_within(config: Config, situation: Situation, needs: int, rates: Cal
 
 
 def _kept_of(site: str, step: GraphStep, situation: Situation | None, num_tokens: int) -> tuple[Keep, int, bool]:
-    """What a region keeps in a run with T tokens, of how many rows, and whether of all."""
+    """Return what a region saves in a run with T tokens, of how many rows, and whether of all rows."""
     keep = step.keep_of(site)
     if keep == "nothing":
         return keep, 0, False
-    kept = () if situation is None else situation.memory.kept
-    parts = [num_kept for one, num_kept, _ in kept if one == site]
-    if not parts:  # of all, also where this rank has no rows itself and keeps what comes
+    saved_rows = () if situation is None else situation.memory.kept
+    parts = [num_kept for region_site, num_kept, _ in saved_rows if region_site == site]
+    if not parts:  # of all, also where this rank has no rows itself and saves what comes
         return keep, num_tokens * step.regions[site].terms_now("nothing").top_k, True
     return (keep, parts[0], False) if parts[0] else ("nothing", 0, False)
 
@@ -375,8 +375,8 @@ def choose_head_plan(
     solved = None if situation is None else session.peaks.peak_of(config, situation)
 
     def peak_bytes(rows: int) -> int:
-        found = None if solved is None else solved(LEAST_ROWS, rows)
-        return head.peak(tokens, rows) if found is None else found
+        solved_bytes = None if solved is None else solved(LEAST_ROWS, rows)
+        return head.peak(tokens, rows) if solved_bytes is None else solved_bytes
 
     return plan_head(
         head,
@@ -406,7 +406,9 @@ def refusal_of(session: SessionState, situation: Situation, device: torch.device
 
 
 def smallest_peak(session: SessionState, situation: Situation) -> int | None:
-    """Bytes of a run with the smallest chunks that keeps nothing it need not; None where nothing is known of it."""
+    """Return the bytes of a run with the smallest chunks that saves nothing it need not; None where nothing is known of
+    it.
+    """
     situation = replace(situation, memory=lean_of(situation.memory))
     return session.peaks.peak_of(session.config, situation)(
         _fewest_rows(session.config, situation.memory), LEAST_TOKENS
@@ -452,8 +454,8 @@ def describe_budget(config: Config, runs: Sequence[RunMemory], device_bytes: int
 
 
 def device_of(graph: CalledGraph) -> torch.device:
-    """Of its parameters."""
-    return next((one.device for one in graph.alive_parameters()), torch.device("cpu"))
+    """Return the device of the graph's parameters; the CPU where none is alive."""
+    return next((parameter.device for parameter in graph.alive_parameters()), torch.device("cpu"))
 
 
 def _situation_in(session: SessionState, graph: CalledGraph) -> Situation | None:
@@ -474,7 +476,9 @@ def _available_in(
 
 
 def _available_bytes(session: SessionState, device: torch.device, members: Sequence[Owner], there: int) -> int | None:
-    """What a run may use beyond what is there before it: `there` bytes of gradients and inputs among it."""
+    """Return the bytes that a run may use beyond what exists before it, `there` bytes of gradients and inputs included;
+    None without a limit.
+    """
     budget = budget_bytes(session, device)
     if budget is None:
         return None

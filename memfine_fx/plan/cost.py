@@ -1,4 +1,4 @@
-"""What a step's parts cost in seconds: matmul FLOPs, bytes moved, launches, at the rates of a device.
+"""Seconds that the parts of a step take: matmul FLOPs, bytes moved, launches, at the rates of a device.
 
 Rates are measured (`rates`); this file only multiplies. Seconds rank plans that fit; they are not a promise of
 the step's time, which also depends on what the compiler fuses.
@@ -44,11 +44,12 @@ class DeviceRates:
         return max(rate for _, rate in self.matmul_flops)
 
     def keeping_seconds(self, num_bytes: float, copied_bytes: float) -> float:
-        """What keeping costs: memory that a chunk would have had from the one before is new.
+        """Return the seconds that saving costs: saved rows go to new memory, where a chunk would reuse that of the one
+        before.
 
         Args:
-            num_bytes: kept.
-            copied_bytes: of these, made elsewhere, read and written once more.
+            num_bytes: saved.
+            copied_bytes: of these, computed elsewhere, read and written once more.
         """
         return num_bytes / self.keep_bytes + 2 * copied_bytes / self.copy_bytes
 
@@ -65,13 +66,13 @@ class Work:
         return Work(self.flops + other.flops, self.num_bytes + other.num_bytes, self.launches + other.launches)
 
     def seconds(self, rates: DeviceRates, rows: float | None = None) -> float:
-        """`rows` of each product; as many as pay where it is not given."""
+        """Return the seconds of this work, with `rows` rows in each product; at the peak rate where it is None."""
         flops = rates.peak_flops if rows is None else rates.flops_at(rows)
         return self.flops / flops + self.num_bytes / rates.copy_bytes + self.launches * rates.launch_seconds
 
 
 STEP_FLOPS = 3.5
-"""FLOPs of a region's step for each of its forward: backward takes twice as many, and computes some again."""
+"""FLOPs of a region's step for each of its forward: backward takes twice as many, and recomputes some."""
 CALLS_PER_CHUNK = 24
 """Operations that one chunk launches in forward and backward: gathers, bodies, weight gradients, additions."""
 
@@ -90,7 +91,7 @@ def rows_seconds(
 
     Args:
         num_routed: N.
-        flops_per_row: of forward and backward, what is computed again included.
+        flops_per_row: of forward and backward, recomputation included.
         param_bytes: of all experts; each further chunk of an expert adds to its gradient, read and written.
         takes_group: whether a chunk may hold several experts.
     """

@@ -1,4 +1,4 @@
-"""Time against bytes of one layer: what each number of rows and each thing kept would cost, and what is best for each.
+"""Time against bytes of one layer: what each number of rows and each saved tensor costs, and what is best for each.
 
 Bytes are the planner's, seconds the cost model's at this device's measured rates. Points that another one beats in both
 are left out.
@@ -25,7 +25,7 @@ _KEEPS: tuple[Keep, ...] = ("nothing", "projections", "operands")
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """One plan: R, what is kept, peak beyond parameters and gradients, seconds of one forward and backward."""
+    """One plan: R, what is saved, peak beyond parameters and gradients, seconds of one forward and backward."""
 
     rows: int
     keeps: Keep
@@ -35,7 +35,7 @@ class FrontPoint:
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """What a benchmark row measured of a peer."""
+    """The peak bytes and the seconds of a peer, as a benchmark row has them."""
 
     name: str
     peak_bytes: float
@@ -48,13 +48,13 @@ def layer_front(
     """The plans that none beats in both bytes and seconds, least bytes first.
 
     Args:
-        work_of: what a step takes where forward keeps so much; that of SwiGLU is `compiler.swiglu.layer_work`.
+        work_of: what a step takes where forward saves so much; that of SwiGLU is `compiler.swiglu.layer_work`.
         smallest: R to begin with; it is doubled up to all routed rows.
     """
     rates = device_rates(sizes.device, sizes.dtype)
     points = [point for keep in _KEEPS for point in _points(sizes, work_of(sizes, keep), keep, rates, smallest)]
     front: list[FrontPoint] = []
-    for point in sorted(points, key=lambda one: (one.peak_bytes, one.seconds)):
+    for point in sorted(points, key=lambda candidate: (candidate.peak_bytes, candidate.seconds)):
         if not front or point.seconds < front[-1].seconds:
             front.append(point)
     return front
@@ -69,7 +69,7 @@ def _points(sizes: LayerSizes, work: LayerWork, keep: Keep, rates: DeviceRates, 
 
 
 def _seconds(work: LayerWork, rates: DeviceRates, num_routed: int, rows: int) -> float:
-    """Of the experts; what is kept is read and written once more in forward, to new memory."""
+    """Return the seconds of the experts; what is saved is read and written once more in forward, to new memory."""
     seconds = rows_seconds(
         rates,
         num_routed=num_routed,
@@ -89,7 +89,7 @@ def read_measured(path: str | Path) -> list[MeasuredPoint]:
     Raises:
         ConfigError: the file is not there or holds something else.
     """
-    found: dict[str, MeasuredPoint] = {}
+    latest_points: dict[str, MeasuredPoint] = {}
     try:
         for line in Path(path).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
@@ -97,7 +97,7 @@ def read_measured(path: str | Path) -> list[MeasuredPoint]:
             if measured is not None and not measured.get("series", {}).get("budget_bytes"):
                 seconds = sorted(measured["step_seconds"])[len(measured["step_seconds"]) // 2]
                 name = row["job"]["peer"]
-                found[name] = MeasuredPoint(name, measured["peak_bytes"], seconds)
+                latest_points[name] = MeasuredPoint(name, measured["peak_bytes"], seconds)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} holds no benchmark rows: {type(error).__name__}: {error}") from error
-    return list(found.values())
+    return list(latest_points.values())

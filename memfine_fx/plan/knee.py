@@ -35,7 +35,7 @@ def knee_rows(rates: DeviceRates, region: RegionBytes) -> int:
 
 
 def _seconds(rates: DeviceRates, region: RegionBytes, rows: int) -> float:
-    """Of one of several chunks of an expert, forward and backward."""
+    """Return the seconds of one of several chunks of an expert, forward and backward."""
     gradients = region.param_bytes / max(1, region.num_experts)
     moved = 2 * gradients if not region.staging_bytes else _STAGED * region.staging_bytes + 2 * gradients
     work = Work(STEP_FLOPS * region.flops_per_row * rows, moved, CALLS_PER_CHUNK)

@@ -43,8 +43,8 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class RowsPoint:
-    """What R rows a chunk cost: the predicted peak, and chunks with rows spread evenly or on as few experts
-    as top-k allows."""
+    """The cost of R rows a chunk: the predicted peak, and the number of chunks with rows spread evenly, or on as few
+    experts as top-k allows."""
 
     rows: int
     peak_bytes: int
@@ -60,7 +60,7 @@ def plan_layer(
     axis: Axis = "rows",
     rows_per_chunk: int | None = None,
 ) -> tuple[ChunkPlan, dict[str, int]]:
-    """(plan, bytes by term at its peak).
+    """Return (plan, bytes by term at its peak).
 
     Args:
         region: the layer's byte terms.
@@ -113,7 +113,7 @@ def doubled_rows(num_routed: int, smallest: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A layer's byte terms, bytes kept of each routed row, matmul FLOPs of a step on one routed row."""
+    """A layer's byte terms, bytes saved of each routed row, matmul FLOPs of a step on one routed row."""
 
     region: RegionBytes
     kept_row_bytes: int

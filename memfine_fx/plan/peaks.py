@@ -1,7 +1,7 @@
 """Peaks of a run by rows a chunk, solved once for all regions and heads of a step.
 
 Every region's plan is a bisection over the peak of the whole step, and asks for the same numbers of rows as the others.
-What was found is kept by situation (sizes, bytes that are there, so whether gradients exist), as long as the bodies'
+Results are cached by situation (sizes, bytes that are there, so whether gradients exist), as long as the bodies'
 byte terms are the same.
 """
 

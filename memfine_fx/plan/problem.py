@@ -103,7 +103,7 @@ def problem_within(
 
 @dataclass(frozen=True)
 class SavableTensor:
-    """A result of forward that a partition computes again in backward.
+    """A result of forward that a partition recomputes in backward.
 
     Args:
         name: of its node.
@@ -149,7 +149,7 @@ class Base:
         kind: its name.
         seconds: beyond the fastest partition, with nothing further saved.
         forward, backward: its memory, with regions that save nothing.
-        tensors: that it computes again.
+        tensors: that it recomputes.
         regions: what each region may save, the smaller amounts first.
     """
 
@@ -196,17 +196,19 @@ def _items_of_base(
 ) -> list[Item]:
     """Return the items of a base, in the order of forward."""
     behind = base.forward.num_positions + 1
-    first, again = (_by_name(memory, sizes) for memory in (base.forward, base.backward))
+    in_forward, in_backward = (_by_name(memory, sizes) for memory in (base.forward, base.backward))
     placed: list[tuple[int, Item]] = []
     for tensor in base.tensors:
-        made = [own for name in tensor.storages for own in first.get(name, ()) if own[0].stop is not None]
-        pieces = [Span(held.stop or 0, behind, num_bytes) for held, num_bytes in made]
-        pieces += [
-            Span(behind, behind + held.start, num_bytes)
-            for name in tensor.storages
-            for held, num_bytes in again.get(name, ())
+        forward_allocations = [
+            own for name in tensor.storages for own in in_forward.get(name, ()) if own[0].stop is not None
         ]
-        place = min((held.start for held, _ in made), default=0)
+        pieces = [Span(allocation.stop or 0, behind, num_bytes) for allocation, num_bytes in forward_allocations]
+        pieces += [
+            Span(behind, behind + allocation.start, num_bytes)
+            for name in tensor.storages
+            for allocation, num_bytes in in_backward.get(name, ())
+        ]
+        place = min((allocation.start for allocation, _ in forward_allocations), default=0)
         placed.append((place, Item(tensor.name, (Choice(tensor.seconds, tuple(_disjoint(pieces))),))))
     workspace = workspace_of(rows)
     for amounts in base.regions:

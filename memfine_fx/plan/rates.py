@@ -123,8 +123,10 @@ def _measure(
     launch_seconds = seconds_of([lambda: small + small], device, is_ahead=False)
     if device.type != "cpu":
         return DeviceRates(products, copy_bytes, launch_seconds)
-    kept = partial(torch.ones, _NEW_BYTES // 4, dtype=torch.float32)
-    return DeviceRates(products, copy_bytes, launch_seconds, _NEW_BYTES / seconds_of([lambda: kept().sum()], device))
+    allocate = partial(torch.ones, _NEW_BYTES // 4, dtype=torch.float32)
+    return DeviceRates(
+        products, copy_bytes, launch_seconds, _NEW_BYTES / seconds_of([lambda: allocate().sum()], device)
+    )
 
 
 def _decode_rates(device_type: str, row_counts: Sequence[int], fields: Any) -> DeviceRates:

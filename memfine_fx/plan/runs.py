@@ -33,7 +33,7 @@ _KEY = "memfine_fx"
 
 
 class Owner(Protocol):
-    """What has parameters: a graph, or a caller of one."""
+    """An owner of parameters: a graph, or a caller of one."""
 
     def alive_parameters(self) -> list[torch.Tensor]:
         """The parameters, those that still live."""
@@ -44,7 +44,7 @@ class CalledGraph(Owner, Protocol):
 
     Args:
         step: memory of the latest of its partitions that ran.
-        is_limited: whether bytes decide what it keeps (`plan.budget.is_limited`).
+        is_limited: whether a byte limit constrains what it saves (`plan.budget.is_limited`).
     """
 
     step: GraphStep
@@ -121,12 +121,12 @@ class Run:
         return self._mark is not None and self._mark() is not None and not self._is_done
 
     def note_results(self, results: object, inputs: Sequence[object]) -> None:
-        """Its forward returned: whether its results lead to a backward of this graph."""
+        """Record, once its forward returned, whether its results lead to a backward of this graph."""
         tensors = results if isinstance(results, (tuple, list)) else (results,)
-        given = {id(one) for one in inputs}  # an input that is handed through has somebody else's autograd node
+        input_ids = {id(value) for value in inputs}  # an input that is handed through has somebody else's autograd node
         mark = _Mark()
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor) not in given:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor) not in input_ids:
                 metadata: dict[str, object] = tensor.grad_fn.metadata  # type: ignore[assignment]  # a property
                 metadata[_KEY] = mark
                 self._mark = weakref.ref(mark)
@@ -137,11 +137,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a plan depends on.
+    """The state of a run that its plan depends on.
 
     Args:
         memory: the run.
-        available_bytes: what the run may use beyond what is there before it, None without a budget.
+        available_bytes: bytes that the run may use beyond what exists before it; None without a budget.
     """
 
     memory: RunMemory
@@ -197,16 +197,16 @@ class RunHistory:
         before = self._training.get(run.graph, [])
         if before is run.mates:
             return []
-        places = [place for place, one in enumerate(before) if one.graph is run.graph]
+        places = [place for place, earlier in enumerate(before) if earlier.graph is run.graph]
         number = self._number(run)
         if number >= len(places):
             return []
-        return [one for one in before[places[number] + 1 :] if one.has_saved]
+        return [later for later in before[places[number] + 1 :] if later.has_saved]
 
     @staticmethod
     def _number(run: Run) -> int:
         """How many runs of its graph came before it in its pass."""
-        return sum(one.graph is run.graph for one in run.mates) - 1
+        return sum(mate.graph is run.graph for mate in run.mates) - 1
 
     def note_results(self, run: Run, results: object, inputs: Sequence[object]) -> None:
         """The forward of a run returned."""
@@ -223,11 +223,11 @@ class RunHistory:
         Several runs of one graph are taken latest first, which is the order of autograd under one loss.
         """
         opened = self.opened()
-        run = next((one for one in reversed(opened) if one.memory.step is step), None)
+        run = next((candidate for candidate in reversed(opened) if candidate.memory.step is step), None)
         if run is not None:
-            saved = sum(one.memory.left_bytes for one in opened if one is not run)
-            made = max(0, self.gradient_bytes() - run.gradient_bytes) if len(run.mates) > 1 else 0
-            run.memory = replace(run.memory, saved_bytes=saved, later_gradient_bytes=made)
+            saved = sum(other.memory.left_bytes for other in opened if other is not run)
+            new_gradient_bytes = max(0, self.gradient_bytes() - run.gradient_bytes) if len(run.mates) > 1 else 0
+            run.memory = replace(run.memory, saved_bytes=saved, later_gradient_bytes=new_gradient_bytes)
         yield run
         if run is not None and not keeps_graph:
             run.close()
@@ -272,7 +272,7 @@ class RunHistory:
         counts: dict[int, int] = {}
         for place, run in enumerate(self._latest):
             number = counts[id(run.graph)] = counts.get(id(run.graph), -1) + 1
-            later = [one.caller for one in self._latest[place + 1 :] if one.has_saved]
+            later = [follower.caller for follower in self._latest[place + 1 :] if follower.has_saved]
             self._followers.setdefault(run.graph, {})[number] = later
 
     def _expected_after(self, graph: CalledGraph, mates: Sequence[Run]) -> list[Caller]:
@@ -282,16 +282,16 @@ class RunHistory:
 
 def parameters_of(owners: Iterable[Owner]) -> list[torch.Tensor]:
     """The living parameters of all, each once."""
-    unique: dict[int, Any] = {id(one): one for owner in owners for one in owner.alive_parameters()}
+    unique: dict[int, Any] = {id(parameter): parameter for owner in owners for parameter in owner.alive_parameters()}
     return list(unique.values())
 
 
 def gradient_bytes(owners: Iterable[Owner]) -> int:
     """Gradients of these parameters that are there now."""
-    return sum(one.grad.nbytes for one in parameters_of(owners) if one.grad is not None)
+    return sum(parameter.grad.nbytes for parameter in parameters_of(owners) if parameter.grad is not None)
 
 
 def _missing_gradient_bytes(owners: Sequence[Owner]) -> int:
     """Gradients that backwards of what these have called will make and leave."""
     parameters = parameters_of(owners)
-    return sum(one.nbytes for one in parameters if one.requires_grad and one.grad is None)
+    return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad and parameter.grad is None)

@@ -36,15 +36,14 @@ ParamKind = Literal["expert", "each", "shared"]
 """How an expert finds its parameter: its entry of a table [E,...], one of E tensors, or a tensor all share."""
 
 Keep = Literal["nothing", "received", "projections", "operands"]
-"""What a region's forward keeps of its routed rows for backward: nothing, so that all is computed again; the results
-of the projections that backward would compute again; or, with them, whatever its matmuls read, so that nothing is
-written twice. Where experts live on several ranks, the rows that came from them: "received" alone, or beside the
-others."""
+"""What a region's forward saves of its routed rows for backward: nothing, so that all is recomputed; the results of the
+projections that backward would recompute; or, with them, whatever its matmuls read, so that nothing is written twice.
+Where experts live on several ranks, the rows that came from them: "received" alone, or beside the others."""
 
 
 @dataclass(frozen=True)
 class KeepingOp:
-    """A region's backward that finds something kept.
+    """A region's backward op that reads saved tensors.
 
     Args:
         site: key of the region.
@@ -88,7 +87,7 @@ class Modes:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a region is in its graph: its index, its exit and everything between.
+    """The place of a region in its graph: its index, its exit and everything between.
 
     Args:
         expert_index: integer node of the tokens' experts, stays outside: [T,K], or [B,S,K] where tokens were
@@ -217,8 +216,8 @@ class ChunkPlan:
         predicted_bytes: peak of the region's own working set in backward: chunk temporaries, output and
             accumulators, index arrays and the expert weight gradients.
         reason: why this and not another.
-        keeps: what forward keeps for backward: what the compiled graph has room for, or nothing.
-        kept_rows: of how many routed rows, the first in expert order: 0 where it keeps nothing, at most N.
+        keeps: what forward saves for backward: what the compiled graph has room for, or nothing.
+        kept_rows: of how many routed rows, the first in expert order: 0 where it saves nothing, at most N.
         rows_per_round: the most rows that come to this rank at once, where experts live on several ranks and the axis
             is "rows"; else 0.
     """

@@ -18,7 +18,7 @@ __all__ = ["HeadDims", "HeadLoss", "HeadPlan", "HeadRegion", "ReturnedLogits", "
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """What is computed of one token's logits, and how tokens are summed.
+    """The loss that is computed of one token's logits, and how the losses of tokens are summed.
 
     Args:
         reduction: "mean" over the tokens that count, or "sum".
@@ -74,7 +74,7 @@ class HeadRegion:
         logits_dtype: of the projection's results; differs from the weight's under autocast.
         nodes: from the projection to the exit.
         results: those of `nodes`, or casts of them, that the graph returns. They become None (`Config.returns_logits`),
-            or are made chunk by chunk.
+            or are computed chunk by chunk.
         keeps_logits: which of both.
         wanted: whether gradients of hidden, weight and bias are wanted.
         dims: sizes.

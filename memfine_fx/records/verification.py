@@ -1,4 +1,4 @@
-"""What `verify` found: per region the worst errors of the rewritten form, and the controls behind them."""
+"""The results of `verify`: per region the worst errors of the rewritten form, and the controls behind them."""
 
 from __future__ import annotations
 

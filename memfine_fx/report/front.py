@@ -20,20 +20,20 @@ def draw_front(front: Sequence[FrontPoint], measured: Sequence[MeasuredPoint], p
         MissingPackage: matplotlib is not installed.
     """
     figure, axes = blank_figure((8, 5), "drawing time against bytes")
-    peaks, seconds = [one.peak_bytes / MIB for one in front], [one.seconds for one in front]
+    peaks, seconds = [point.peak_bytes / MIB for point in front], [point.seconds for point in front]
     axes.plot(peaks, seconds, "o-", color="#0a7d5a", label="memfine, predicted")
     for point, peak in zip(front, peaks, strict=True):
         axes.annotate(f"R={point.rows}, {point.keeps}", (peak, point.seconds), fontsize=6, rotation=30)
     if measured:
         axes.plot(
-            [one.peak_bytes / MIB for one in measured],
-            [one.seconds for one in measured],
+            [peer.peak_bytes / MIB for peer in measured],
+            [peer.seconds for peer in measured],
             "s",
             color="#3b5b8c",
             label="measured",
         )
-    for one in measured:
-        axes.annotate(one.name, (one.peak_bytes / MIB, one.seconds), fontsize=6)
+    for peer in measured:
+        axes.annotate(peer.name, (peer.peak_bytes / MIB, peer.seconds), fontsize=6)
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("peak beyond parameters and gradients, MiB")

@@ -41,7 +41,7 @@ _STYLE = """
 
 
 def page(report: Report) -> str:
-    """A whole document."""
+    """Return the report as a whole HTML document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><title>memfine_fx report</title></head>'
@@ -50,7 +50,7 @@ def page(report: Report) -> str:
 
 
 def fragment(report: Report) -> str:
-    """What stands in the body; several may stand on one page."""
+    """Return the report as HTML for the body of a page; several may stand on one page."""
     parts = [_headline(report)]
     if report.regions or report.heads:
         parts.append(_layers([*report.layers, *report.heads]))
@@ -79,7 +79,7 @@ def _headline(report: Report) -> str:
 
 def _layers(layers: Sequence[RegionReport | HeadReport]) -> str:
     return "<h3>Layers</h3>" + _table(
-        ("status", "where", "how or why not", "imbalance of routing"), (_cells(one) for one in layers)
+        ("status", "where", "how or why not", "imbalance of routing"), (_cells(layer) for layer in layers)
     )
 
 

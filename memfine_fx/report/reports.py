@@ -180,7 +180,7 @@ class StepReport:
     Args:
         static: (name, bytes) of what is there before the step: parameters, existing gradients, optimizer state.
         peak: beyond that; new gradients are among its terms.
-        decision: what outside of regions is kept or computed again, "" where that was not asked.
+        decision: what outside of regions is saved or recomputed, "" where that was not asked.
         expression: makes the peak as a sympy expression in the sizes that vary.
         budget: by which budget it was planned, in words.
     """

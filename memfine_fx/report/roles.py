@@ -89,8 +89,8 @@ def _roles(region: MoERegion, flow: Dataflow) -> dict[fx.Node, Role]:
 
 def _router(region: MoERegion, flow: Dataflow) -> list[fx.Node]:
     decisions = [node for node in (region.expert_index, region.routing_weight) if node is not None]
-    made = {*decisions, *flow.ancestors(decisions)} - {region.hidden, *flow.ancestors([region.hidden])}
-    ordered = sorted(made, key=flow.position.__getitem__)
+    router_nodes = {*decisions, *flow.ancestors(decisions)} - {region.hidden, *flow.ancestors([region.hidden])}
+    ordered = sorted(router_nodes, key=flow.position.__getitem__)
     return [node for node in ordered if _carries_tensors(node)][-_MAX_ROUTER_NODES:]
 
 
@@ -98,12 +98,12 @@ def _carries_tensors(node: fx.Node) -> bool:
     """A tensor or several (sort, chunk, top-k); sizes are no part of the picture."""
     value = node_value(node)
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return any(isinstance(one, torch.Tensor) for one in value)
+        return any(isinstance(item, torch.Tensor) for item in value)
     return isinstance(value, torch.Tensor)
 
 
 def _name(node: fx.Node) -> str:
-    """What a node does, or whose value it is."""
+    """Return the name of the operation that a node runs, or of the input whose value it is."""
     if node.op not in ("call_function", "call_method"):
         return _path(node.name)
     source = node.args[0] if node.args else None

@@ -12,7 +12,7 @@ __all__ = ["ScalarWriter", "scalars_of"]
 
 
 class ScalarWriter(Protocol):
-    """What is asked of a writer; TensorBoard's `SummaryWriter` is one."""
+    """A writer of named numbers; TensorBoard's `SummaryWriter` is one."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
 

@@ -57,7 +57,7 @@ class Accumulation:
 
 
 class _Current(threading.local):
-    """Of this thread: autograd runs a graph's backward in the thread of its device."""
+    """The accumulation at work in this thread: autograd runs a graph's backward in the thread of its device."""
 
     accumulation: Accumulation | None = None
 
@@ -86,7 +86,7 @@ def gradients_to_add_to(site: str, params: Sequence[torch.Tensor], wanted: Seque
     accumulation = _current.accumulation
     if accumulation is None or not accumulation.parameters:
         return [None] * len(params)
-    found: list[torch.Tensor | None] = []
+    gradients: list[torch.Tensor | None] = []
     place = sum(wanted[:2])
     for param, is_wanted in zip(params, wanted[2:], strict=True):
         parameter = accumulation.parameters.get((site, place)) if is_wanted else None
@@ -94,9 +94,9 @@ def gradients_to_add_to(site: str, params: Sequence[torch.Tensor], wanted: Seque
         if parameter is not None and gradient is not None:
             assert parameter.grad is not None, "a gradient is seen"
             accumulation.added[site, place] = parameter.grad
-        found.append(gradient)
+        gradients.append(gradient)
         place += is_wanted
-    return found
+    return gradients
 
 
 def _seen_alike(parameter: torch.Tensor, param: torch.Tensor) -> torch.Tensor | None:

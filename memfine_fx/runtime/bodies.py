@@ -1,4 +1,4 @@
-"""What the chunk loop needs to know of an expert's compiled forward and backward.
+"""The interface between the chunk loop and an expert's compiled forward and backward.
 
 The passes build these; the loop only calls them.
 """
@@ -66,7 +66,7 @@ class ProductGrad:
 
 @dataclass(frozen=True)
 class GivenProduct:
-    """left @ right of a body's arguments, and what is added to it; the loop multiplies straight into what is kept."""
+    """left @ right of a body's arguments, and what is added to it; the loop multiplies straight into what is saved."""
 
     left: Operand
     right: Operand
@@ -124,7 +124,7 @@ class BackwardBody(_Body):
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """A tensor [R, *shape] of a body that forward keeps for backward, one row for each routed row."""
+    """A tensor [R, *shape] of a body that forward saves for backward, one row for each routed row."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -136,16 +136,16 @@ class KeptTensor:
 
 @dataclass(frozen=True)
 class KeepingBodies:
-    """A pair whose backward takes what is kept after its other arguments.
+    """A forward and a backward whose backward takes the saved tensors after its other arguments.
 
-    Its forward takes what is given, one of `given` that is not None, after its other arguments, and returns the
-    contribution and whatever else is kept.
+    The forward takes those of the saved tensors whose entry in `given` is not None after its other arguments, and
+    returns the contribution and all other saved tensors.
 
     Args:
-        forward, backward: as without keeping, but for what is kept.
-        kept: the tensors, in order.
+        forward, backward: as without saving, but for the saved tensors.
+        kept: the saved tensors, in order.
         flops_per_row: of the matmuls that backward is spared.
-        given: for each of `kept`, the product that it is, where the loop can make it where it stays.
+        given: for each of `kept` the product that it is, where the loop can compute it in place; else None.
     """
 
     forward: ForwardBody
@@ -156,12 +156,12 @@ class KeepingBodies:
 
     @property
     def row_bytes(self) -> int:
-        return sum(one.row_bytes for one in self.kept)
+        return sum(tensor.row_bytes for tensor in self.kept)
 
     @property
     def copied_row_bytes(self) -> int:
-        """Of these, what is made in the body and written a second time."""
-        return sum(one.row_bytes for one, product in zip(self.kept, self.given, strict=True) if product is None)
+        """Return the bytes of a saved row that the body computes elsewhere, so that they are written a second time."""
+        return sum(tensor.row_bytes for tensor, product in zip(self.kept, self.given, strict=True) if product is None)
 
 
 class Bodies(Protocol):
@@ -183,5 +183,5 @@ class Bodies(Protocol):
         ...
 
     def keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
-        """The pair that keeps so much; None where nothing of that is there to be kept."""
+        """Return the pair that saves so much; None where there is nothing of that to save."""
         ...

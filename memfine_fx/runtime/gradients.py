@@ -29,7 +29,7 @@ class ParamGradient:
         kind: which of the three.
         wanted: whether each of `tensors` wants its gradient; the others are not computed into.
         in_fp32: whether all of it stands in fp32 at least, because others are to be added to it.
-        onto: gradients of some of `tensors` that are there and are added to; None for those that are made.
+        onto: existing gradients of some of `tensors`, which are added to in place; None for those to be allocated.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class ParamGradient:
     ) -> None:
         onto = onto or [None] * len(tensors)
         self._values = [
-            there if there is not None else _made(tensor, in_fp32=in_fp32) if is_wanted else None
-            for tensor, is_wanted, there in zip(tensors, wanted, onto, strict=True)
+            existing if existing is not None else _made(tensor, in_fp32=in_fp32) if is_wanted else None
+            for tensor, is_wanted, existing in zip(tensors, wanted, onto, strict=True)
         ]
         self._kind = kind
         # Where a gradient is there already its entries count as written, so that products are added and never set.
-        is_there = [one is not None for one in onto]
+        is_there = [gradient is not None for gradient in onto]
         self._written = is_there * tensors[0].shape[0] if kind == "expert" else is_there
         self._item_bytes = tensors[0].element_size()
         self._is_low_precision = tensors[0].dtype in (torch.bfloat16, torch.float16) and not in_fp32

@@ -134,15 +134,15 @@ def run_halved(
 
 
 def _attempt(run: Callable[[Chunk, Progress], None], chunk: Chunk, progress: Progress) -> str | None:
-    """What the allocator said, or None where the chunk ran."""
+    """Run a chunk; return the allocator's message where an allocation failed, or None where the chunk ran."""
     return _failure_of(lambda: run(chunk, progress))
 
 
 def _failure_of(work: Callable[[], None]) -> str | None:
-    """What the allocator said where memory could not be had.
+    """Run some work; return the allocator's message where an allocation failed, or None where the work was done.
 
-    NOTE: only the text is returned. The error's traceback holds the frames, and they what was made; it must be gone
-    before the retry asks for memory.
+    NOTE: only the text is returned. The error's traceback holds the frames, and these the chunk's tensors; it must
+    be gone before the retry asks for memory.
     """
     try:
         work()

@@ -68,8 +68,8 @@ def head_loss(
     logits = _logits_of(hidden, weight, keeps_logits)
     with span(f"forward {site}"), range_of(f"{head.name or site} forward"), without_autocast():
         returned = logits if keeps_logits else None
-        found = run_head(inputs, head.loss, bounds, flags, returned, kernel=head.kernel)
-    return found.loss.to(head.out_dtype), found.power, found.hidden, found.weight, found.bias, logits
+        results = run_head(inputs, head.loss, bounds, flags, returned, kernel=head.kernel)
+    return results.loss.to(head.out_dtype), results.power, results.hidden, results.weight, results.bias, logits
 
 
 def _logits_of(hidden: torch.Tensor, weight: torch.Tensor, keeps_logits: bool) -> torch.Tensor:

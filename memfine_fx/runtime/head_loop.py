@@ -11,8 +11,8 @@ that recomputing logits in backward takes.
    be rounded twice.
 2. A chunk's logits go into one buffer and become gradients in place: by one kernel on a GPU, elsewhere by way of
    probabilities, in fp32, a few rows at once.
-3. From these the gradients of the chunk's tokens; those of weight and bias are sums over chunks. All are kept in fp32,
-   because backward multiplies them once more.
+3. From these the gradients of the chunk's tokens; those of weight and bias are sums over chunks. All are stored in
+   fp32, because backward multiplies them once more.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def run_head(
 
 
 def _divisor(inputs: HeadInputs, loss: HeadLoss) -> torch.Tensor:
-    """What the sum over tokens is divided by, in fp32."""
+    """Return the number by which the sum over tokens is divided, in fp32."""
     if loss.reduction == "mean":
         return (inputs.labels != loss.ignore_index).sum().to(torch.float32)
     if inputs.divisor is None:
@@ -189,15 +189,15 @@ def _add_chunk(
     *,
     is_first: bool,
 ) -> None:
-    """The gradients of a chunk's logits, on to what the logits were made of."""
+    """Write a chunk's gradient of hidden; set those of weight and bias in the first chunk, add to them later."""
     wants_hidden, wants_weight, wants_bias = wanted
     if wants_hidden or wants_weight:
         hidden_place = results.hidden[rows] if wants_hidden else None
         weight_place = results.weight if wants_weight else None
         _multiply(hidden_place, weight_place, gradients, hidden, weight, is_added=not is_first)
     if wants_bias:
-        found = gradients.sum(0, dtype=torch.float32)
-        results.bias.copy_(found) if is_first else results.bias.add_(found)
+        bias_grad = gradients.sum(0, dtype=torch.float32)
+        results.bias.copy_(bias_grad) if is_first else results.bias.add_(bias_grad)
 
 
 def _multiply(

@@ -1,4 +1,4 @@
-"""What a lowered region or head is at step time: plans for each number of tokens, and what the latest step was."""
+"""The state of a lowered region or head at step time: plans for each number of tokens, figures of the latest step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MOST_PLANS", "Live"]
 log = logging.getLogger("memfine_fx.plans")
 
 MOST_PLANS = 256
-"""Kept for one site: a generation has another length at each token."""
+"""The most plans that are stored for one site: a generation has another length at each token."""
 
 PlanT = TypeVar("PlanT", ChunkPlan, HeadPlan)
 

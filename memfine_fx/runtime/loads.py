@@ -40,7 +40,7 @@ class RoundStats:
 
     Args:
         num_ranks: that share its experts.
-        num_rounds, num_kept: exchanges of rows in forward, and how many of them were kept for backward.
+        num_rounds, num_kept: exchanges of rows in forward, and how many of them were saved for backward.
         largest: rows that came to this rank in one round.
         received, busiest: rows that came to this rank in all, and to the rank with most.
         num_clones: experts that other ranks helped with, each counted for each of them.
@@ -58,15 +58,15 @@ class RoundStats:
 
     def __str__(self) -> str:
         helped = f", {self.busiest_alone:,} without {self.num_clones} clones" if self.num_clones else ""
-        kept = f", {self.num_kept} of them kept" if self.num_kept else ""
+        saved_text = f", {self.num_kept} of them kept" if self.num_kept else ""
         return (
-            f"{self.num_ranks} ranks, {self.num_rounds} rounds of at most {self.largest:,} rows{kept}, "
+            f"{self.num_ranks} ranks, {self.num_rounds} rounds of at most {self.largest:,} rows{saved_text}, "
             f"{self.received:,} rows received ({self.busiest:,} by the busiest rank{helped})"
         )
 
 
 class Arrival(Protocol):
-    """What tells whether a copy to the host is there: a `torch.cuda.Event` recorded behind it."""
+    """An object that tells whether a copy to the host has arrived: a `torch.cuda.Event` recorded behind the copy."""
 
     def query(self) -> bool: ...
 
@@ -75,7 +75,7 @@ class Arrival(Protocol):
 
 @dataclass
 class LoadHistory:
-    """The largest load of each step; a number a step is all that is kept."""
+    """The largest load of each step; only one number a step is stored."""
 
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
     _arriving: deque[tuple[torch.Tensor, Arrival, int | None]] = field(default_factory=deque)
@@ -130,7 +130,7 @@ class LoadHistory:
 
 
 def _on_its_way(offsets: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
-    """A copy on the host that the device will make, and what tells when."""
+    """Return a copy on the host that the device will fill, and an object that tells when."""
     host = torch.empty(offsets.shape, dtype=offsets.dtype, pin_memory=True)  # into other memory the host would wait
     host.copy_(offsets, non_blocking=True)
     arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not say

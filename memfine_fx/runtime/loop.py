@@ -1,6 +1,6 @@
 """The chunk loop: gather rows, run the expert's body, add into the tokens; backward recomputes chunk by chunk.
 
-No [N,H] or [N,F] tensor is ever made: a chunk's rows are gathered when its turn comes, and everything made
+No [N,H] or [N,F] tensor is ever allocated: a chunk's rows are gathered when its turn comes, and everything allocated
 for a chunk is freed before the next. In low precision the sums over a token's choices run in fp32.
 """
 
@@ -28,16 +28,16 @@ __all__ = ["Kept", "Places", "accumulator_dtype", "chunks_of", "open_gradients",
 
 
 def _ignore(rows: int) -> None:
-    """What nobody wants to know."""
+    """Ignore the rows that a chunk may have after an allocation failed."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bodies that keep something from forward to backward, and what is kept of the first rows in expert order.
+    """Bodies that save tensors in forward for backward, and the saved tensors of the first rows in expert order.
 
     Args:
-        bodies: see `runtime.bodies`; rows of which nothing is kept go through the bodies of the region.
-        tensors: [M,...], or [N,...] where it is kept of all rows.
+        bodies: see `runtime.bodies`; rows of which nothing is saved go through the bodies of the region.
+        tensors: [M,...], or [N,...] where all rows are saved.
         num_rows: M; None: all, however many there are.
     """
 
@@ -46,20 +46,20 @@ class Kept:
     num_rows: int | None = None
 
     def holds(self, chunk: Chunk) -> bool:
-        """Whether what is kept is that of a chunk's rows."""
+        """Return whether the rows of a chunk are saved."""
         return self.num_rows is None or chunk.stop <= self.num_rows
 
     def cut(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Chunks all of whose rows are kept, or none."""
+        """Cut chunks so that of each all rows are saved, or none."""
         return chunks if self.num_rows is None else cut_at(chunks, self.num_rows)
 
     @property
     def copied(self) -> Sequence[torch.Tensor]:
-        """Those that a body makes elsewhere."""
-        return [one for one, product in zip(self.tensors, self.bodies.given, strict=True) if product is None]
+        """Return the saved tensors that a body computes elsewhere, so that they are copied."""
+        return [tensor for tensor, product in zip(self.tensors, self.bodies.given, strict=True) if product is None]
 
     def give(self, arguments: Sequence[torch.Tensor], chunk: Chunk) -> list[torch.Tensor]:
-        """A chunk's part of those that are products of its arguments, made where they stay."""
+        """Compute in place a chunk's part of the saved tensors that are products of its arguments; return the parts."""
         parts = []
         for tensor, product in zip(self.tensors, self.bodies.given, strict=True):
             if product is not None:
@@ -69,21 +69,27 @@ class Kept:
 
     @staticmethod
     def empty(bodies: KeepingBodies, hidden: torch.Tensor, order: torch.Tensor, num_rows: int | None = None) -> Kept:
-        """Room for what a forward will keep; rows of dropped assignments are never written."""
+        """Allocate the tensors that a forward will save; rows of dropped assignments are never written."""
         rows = order.shape[0] if num_rows is None else num_rows
-        return Kept(bodies, [hidden.new_empty((rows, *one.shape), dtype=one.dtype) for one in bodies.kept], num_rows)
+        return Kept(
+            bodies, [hidden.new_empty((rows, *saved.shape), dtype=saved.dtype) for saved in bodies.kept], num_rows
+        )
 
     def handed_over(self, rows: int) -> list[torch.Tensor]:
-        """As the graph takes what is kept of so many rows as a run decides: see `spread`."""
-        return [spread(one, (rows, *kept.shape)) for one, kept in zip(self.tensors, self.bodies.kept, strict=True)]
+        """Return the saved tensors as the graph takes them, of `rows` rows whatever a run saves: see `spread`."""
+        return [
+            spread(tensor, (rows, *saved.shape)) for tensor, saved in zip(self.tensors, self.bodies.kept, strict=True)
+        ]
 
     @staticmethod
     def found(bodies: KeepingBodies, tensors: Sequence[torch.Tensor], num_rows: int, rows: int) -> Kept | None:
-        """What forward handed over: `num_rows` of N; None where that is nothing, or was copied and left behind."""
+        """Return what forward handed over, `num_rows` of N rows; None where that is nothing, or was copied without its
+        memory.
+        """
         if not num_rows:
             return None
-        found = [part for part in (_gathered(one, num_rows) for one in tensors) if part is not None]
-        return Kept(bodies, found, None if num_rows == rows else num_rows) if len(found) == len(tensors) else None
+        parts = [part for part in (_gathered(tensor, num_rows) for tensor in tensors) if part is not None]
+        return Kept(bodies, parts, None if num_rows == rows else num_rows) if len(parts) == len(tensors) else None
 
 
 def spread(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -97,7 +103,7 @@ def spread(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _gathered(tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-    """[M,...] of what `spread` made; None of a copy of it, whose memory is its own."""
+    """Return the tensor [M,...] from which `spread` made another; None for a copy of that, whose memory is its own."""
     shape = (num_rows, *tensor.shape[1:])
     count = math.prod(shape)
     if any(tensor.stride()) or tensor.untyped_storage().nbytes() < count * tensor.element_size():
@@ -107,7 +113,7 @@ def _gathered(tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Places:
-    """Where gradients of rows are set, not summed, in a layer with K = 1 all of whose rows are in chunks.
+    """Tensors in which gradients of rows are set, not summed, in a layer with K = 1 all of whose rows are in chunks.
 
     Args:
         rows: [n,H], or None where it is not wanted; may be the gradient of the rows' outputs, whose own rows are read
@@ -137,7 +143,7 @@ def chunks_of(
 
     Args:
         tuner: of the region; without one, slices of the tokens axis are the plan's.
-        kept: no chunk has rows of which something is kept beside others.
+        kept: saved tensors; no chunk has saved rows beside others.
         is_new_step: False where backward walks the rows of an earlier forward.
     """
     chunks = (tuner or ChunkTuner(keeps_slices=True)).chunks(
@@ -165,7 +171,7 @@ def run_forward(
 
     Args:
         place: of a layer with K = 1 all of whose rows are in chunks: contributions are set there, not summed.
-        kept: bodies that keep something for backward, and where to write it.
+        kept: bodies that save tensors for backward, and where to write these.
         on_failure: told the rows that a chunk may have from now on, after an allocation failed and the chunks
             were halved.
 
@@ -221,7 +227,7 @@ def run_backward(
         wanted: hidden, weight.
         wanted_params: per parameter, whether each of its tensors wants its gradient.
         on_failure: as in `run_forward`.
-        kept: bodies that find something kept, and what their forward wrote.
+        kept: bodies that read saved tensors, and the tensors that their forward wrote.
         into: gradients of the parameters that others add to as well; they are added to and not returned.
         places: for the gradients of rows and weights, which are not returned then.
         onto: per parameter, gradients of its tensors that are there and are added to, and returned as they are then.
@@ -289,9 +295,9 @@ def open_gradients(
     wanted_params: Sequence[Sequence[bool]],
     onto: Sequence[Sequence[torch.Tensor | None]] = (),
 ) -> list[ParamGradient | None]:
-    """Room for the gradients of the parameters that `body` gives; None where it gives none."""
-    there = onto or [()] * len(params)
-    groups = zip(body.param_grads, params, bodies.param_kinds, wanted_params, there, strict=True)
+    """Allocate the gradients of the parameters that `body` gives; None where it gives none."""
+    existing = onto or [()] * len(params)
+    groups = zip(body.param_grads, params, bodies.param_kinds, wanted_params, existing, strict=True)
     return [
         None if how is None else ParamGradient(tensors, kind, flags, onto=gradients)
         for how, tensors, kind, flags, gradients in groups
@@ -339,7 +345,7 @@ def _nothing() -> None:
 
 
 def _row_terms(routed: Routed, out_width: int, peak: sympy.Expr) -> list[tuple[str, int]]:
-    """What a chunk of one row of one expert needs, beyond what is alive outside it."""
+    """Return (name, bytes) of what a chunk of one row of one expert needs, beyond what is alive outside it."""
     hidden = routed.hidden
     rows = hidden.shape[1] * hidden.element_size() + out_width * 4
     return [("expert body", int(peak.subs({ROWS: 1, GROUPS: 1}))), ("gathered row", rows)]

@@ -5,7 +5,7 @@ chunk loop on compiled bodies. Chunk sizes are read at run time from the region'
 own so that a checkpointed region can save the index arrays instead of the experts' output.
 
 `memfine::experts_keeping` and `memfine::experts_backward_kept` stand for the same pair where the plan of the step
-lets forward keep something of every routed row (`passes.step.keep` puts them there, after differentiation).
+lets forward save something of every routed row (`passes.step.keep` puts them there, after differentiation).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def route_shared(
     """As `memfine::route` for experts on several ranks: every rank's counts come in the place of the offsets.
 
     Args:
-        table_shape: of these. It stands in the graph, because compiled code that a cache keeps rests on it.
+        table_shape: of these. It stands in the graph, because compiled code in a cache depends on it.
     """
     region = lookup(site)
     assert region.exchange is not None, f"{site} has its experts here"
@@ -223,16 +223,16 @@ def _backward(
         with span(f"backward {site}"), range_of(name):
             return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params, kept)
     plan = region.plan_for(routed.num_tokens)
-    there = gradients_to_add_to(site, [one for group in routed.params for one in group], wanted)
-    region.num_added = sum(one is not None for one in there)
+    existing_grads = gradients_to_add_to(site, [param for group in routed.params for param in group], wanted)
+    region.num_added = sum(gradient is not None for gradient in existing_grads)
     kernels = region.kernels_for(routed, kept)
     if kernels is not None:
         with span(f"backward {site}"), range_of(name):
-            return kernels.backward(grad, region, routed, plan, wanted, kept, there)
+            return kernels.backward(grad, region, routed, plan, wanted, kept, existing_grads)
     routed = routed.on_host()
     chunks = ranged(chunks_of(routed, region.bodies, plan, region.tuner, kept, is_new_step=False), name)
     lower = partial(region.lower, routed.num_tokens)
-    rows_and_weight, onto = (wanted[0], wanted[1]), _grouped(there, region)
+    rows_and_weight, onto = (wanted[0], wanted[1]), _grouped(existing_grads, region)
     with span(f"backward {site}"), range_of(name):
         return run_backward(grad, routed, region.bodies, chunks, rows_and_weight, wanted_params, lower, kept, onto=onto)
 
@@ -282,10 +282,10 @@ def experts_keeping(
     wanted: list[bool],
     keep: str,
 ) -> list[torch.Tensor]:
-    """The output of `memfine::experts`, what is kept of routed rows, [N,...] each in expert order, and [1] rows that it
-    was kept of: the first so many in expert order, as the plan of this run says.
+    """Return the output of `memfine::experts`, the saved tensors of routed rows, [N,...] each in expert order, and [1]
+    the number of rows that are saved: the first so many in expert order, as the plan of this run says.
 
-    Where experts live on several ranks it is kept of rows that came, of as many as this rank has routed rows itself.
+    Where experts live on several ranks, rows that came are saved, as many as this rank has routed rows itself.
 
     Args:
         wanted: which gradients backward will want, as in `memfine::experts_backward`.
@@ -296,11 +296,11 @@ def experts_keeping(
     if region.decides_kept_rows:
         num_kept = min(rows, region.plan_for(hidden.shape[0]).kept_rows)
     if num_kept == rows:
-        kept = _room(hidden, weight, order, site, wanted, keep)
+        saved = _room(hidden, weight, order, site, wanted, keep)
     else:
-        kept = Kept.empty(_keeping(site, wanted, keep), hidden, order, num_kept)
-    out = _forward(routed, site, kept if num_kept else None)
-    handed_over = kept.handed_over(rows) if region.decides_kept_rows else kept.tensors
+        saved = Kept.empty(_keeping(site, wanted, keep), hidden, order, num_kept)
+    out = _forward(routed, site, saved if num_kept else None)
+    handed_over = saved.handed_over(rows) if region.decides_kept_rows else saved.tensors
     return [out, *handed_over, torch.full((1,), num_kept, dtype=torch.int64)]
 
 
@@ -316,7 +316,9 @@ def _(
     keep: str,
 ) -> list[torch.Tensor]:
     if lookup(site).decides_kept_rows:
-        entries = [(hidden.new_empty(1, dtype=one.dtype), one.shape) for one in _keeping(site, wanted, keep).kept]
+        entries = [
+            (hidden.new_empty(1, dtype=tensor.dtype), tensor.shape) for tensor in _keeping(site, wanted, keep).kept
+        ]
         handed_over: Sequence[torch.Tensor] = [spread(entry, (order.shape[0], *shape)) for entry, shape in entries]
     else:
         handed_over = _room(hidden, weight, order, site, wanted, keep).tensors
@@ -344,14 +346,14 @@ def experts_backward_kept(
     kept: list[torch.Tensor],
     keep: str,
 ) -> list[torch.Tensor]:
-    """As `memfine::experts_backward`, with what `memfine::experts_keeping` kept."""
+    """As `memfine::experts_backward`, with the tensors that `memfine::experts_keeping` saved."""
     *tensors, num_kept = kept
     bodies = _keeping(site, wanted, keep)
     if lookup(site).decides_kept_rows:
-        found = Kept.found(bodies, tensors, int(num_kept.item()), order.shape[0])
+        saved = Kept.found(bodies, tensors, int(num_kept.item()), order.shape[0])
     else:
-        found = Kept(bodies, tensors)
-    return _backward(grad, _routed(hidden, weight, order, offsets, params, site), site, wanted, found)
+        saved = Kept(bodies, tensors)
+    return _backward(grad, _routed(hidden, weight, order, offsets, params, site), site, wanted, saved)
 
 
 @experts_backward_kept.register_fake
@@ -373,11 +375,11 @@ def _(
 def _room(
     hidden: torch.Tensor, weight: torch.Tensor | None, order: torch.Tensor, site: str, wanted: list[bool], keep: str
 ) -> Kept:
-    kept = Kept.empty(_keeping(site, wanted, keep), hidden, order)
+    saved = Kept.empty(_keeping(site, wanted, keep), hidden, order)
     exchange = lookup(site).exchange
     if exchange is None:
-        return kept
-    return Kept(kept.bodies, [*exchange.room(hidden, weight, order.shape[0]), *kept.tensors])
+        return saved
+    return Kept(saved.bodies, [*exchange.room(hidden, weight, order.shape[0]), *saved.tensors])
 
 
 def _keeping(site: str, wanted: list[bool], keep: str) -> KeepingBodies:

@@ -1,4 +1,4 @@
-"""What the op pair needs to know of a region whose experts are sharded over ranks.
+"""The interface between the op pair and a region whose experts are sharded over ranks.
 
 `memfine_fx.expert_parallel` implements it; the runtime only calls it.
 """
@@ -24,7 +24,7 @@ class RowExchange(Protocol):
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        """Of the gathered counts that stand in the place of offsets."""
+        """Return the shape of the gathered counts that stand in the place of offsets."""
         ...
 
     def share_counts(
@@ -43,14 +43,14 @@ class RowExchange(Protocol):
         ...
 
     def room(self, hidden: torch.Tensor, weight: torch.Tensor | None, num_rows: int) -> list[torch.Tensor]:
-        """Tensors for `num_rows` rows that come and are kept for backward."""
+        """Return tensors for `num_rows` rows that come and are saved for backward."""
         ...
 
     def forward(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> torch.Tensor:
         """[T,H_out], of this rank's tokens; what was gathered stands in the place of the offsets.
 
         Args:
-            kept: tensors of `room`, and what the bodies keep, if anything is kept.
+            kept: tensors of `room`, and what the bodies save, if anything is saved.
         """
         ...
 

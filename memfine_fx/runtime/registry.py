@@ -20,7 +20,7 @@ LiveT = TypeVar("LiveT", bound=_Keyed)
 
 
 class Registry(Generic[LiveT]):
-    """What ops look up; filled while graphs are compiled, by any thread."""
+    """A table of live counterparts that ops look up; filled while graphs are compiled, by any thread."""
 
     def __init__(self) -> None:
         self._live: weakref.WeakValueDictionary[str, LiveT] = weakref.WeakValueDictionary()

@@ -30,12 +30,12 @@ def attaching(run: Callable[..., Any], returned: Sequence[ReturnedLogits]) -> Ca
 
 
 def _attached(results: Sequence[Any], inputs: Sequence[Any], returned: Sequence[ReturnedLogits]) -> tuple[Any, ...]:
-    found = list(results)
-    for one in returned:
-        bias = None if one.bias is None else inputs[one.bias]
-        operands = results[one.hidden], inputs[one.weight], bias
-        found[one.result] = _Projection.apply(results[one.result], one, *operands)  # type: ignore[no-untyped-call]
-    return tuple(found[: min(one.hidden for one in returned)])
+    outputs = list(results)
+    for logits in returned:
+        bias = None if logits.bias is None else inputs[logits.bias]
+        operands = results[logits.hidden], inputs[logits.weight], bias
+        outputs[logits.result] = _Projection.apply(results[logits.result], logits, *operands)  # type: ignore[no-untyped-call]
+    return tuple(outputs[: min(logits.hidden for logits in returned)])
 
 
 class _Projection(torch.autograd.Function):

@@ -57,7 +57,7 @@ class Routed:
     def arguments(
         self, bodies: Bodies, chunk: Chunk, assignments: torch.Tensor, tokens: torch.Tensor
     ) -> list[torch.Tensor]:
-        """What the body takes: rows, weight if any, the chunk's parameters, its groups if lifted."""
+        """Return the arguments of a body: rows, weight if any, the chunk's parameters, its groups if lifted."""
         arguments = [self.hidden.index_select(0, tokens)]
         if bodies.has_weight:
             weight = self.flat_weight

@@ -1,7 +1,7 @@
-"""Index arrays of one layer's routing, made once in forward and kept for backward.
+"""Index arrays of one layer's routing, computed once in forward and saved for backward.
 
 Routing is never redone: recomputing a top-k or a sort could round or tie differently and change shapes. What
-is kept is one permutation and the ends of the experts' rows, 4 bytes a routed row.
+is saved is one permutation and the ends of the experts' rows, 4 bytes a routed row.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SliceCounter:
         self._keys = keys
 
     def bounds(self, tokens_per_slice: int) -> torch.Tensor:
-        """Where slices begin inside each expert's rows.
+        """Return where token slices begin inside each expert's rows.
 
         Args:
             tokens_per_slice: tokens in one slice.

@@ -116,7 +116,7 @@ class LiveRegion(Live[ChunkPlan]):
 
     @property
     def decides_kept_rows(self) -> bool:
-        """Whether each run decides of how many rows something is kept; else it is of all rows where a graph has room.
+        """Whether each run decides how many rows are saved; else all rows are where a graph has room.
 
         NOTE: ranks would have to decide alike.
         """

@@ -53,7 +53,7 @@ def find_heads(
     """
     if config.chunks_head is False:
         return []
-    found: list[HeadRegion | Refusal] = []
+    outcomes: list[HeadRegion | Refusal] = []
     for node in graph.nodes:
         if node.op != "call_function" or target_name(node) not in _LOSSES:
             continue
@@ -68,22 +68,22 @@ def find_heads(
             head = _raise_head(node, vocab, config, runs_here=runs_here)
             if config.chunks_head is None and vocab <= _AMPLIFICATION * head.dims.hidden:
                 continue
-            found.append(head)
+            outcomes.append(head)
         except CannotChunk as refusal:
-            found.append(Refusal(provenance(node), refusal.reason, refusal.details, refusal.node))
-    return found
+            outcomes.append(Refusal(provenance(node), refusal.reason, refusal.details, refusal.node))
+    return outcomes
 
 
 @dataclass(frozen=True)
 class _Way:
-    """What was passed so far, walking from the loss back to the projection.
+    """State of the walk from the loss back to the projection: the nodes passed and what they do to the logits.
 
     Args:
-        nodes: passed, the last one first.
-        moves: of tokens, in the order in which the graph does them.
-        after, before: factors of logits after a tanh and before it, or of all where there is none.
-        has_tanh: whether one was passed.
-        class_dim: where V stands in the tensor reached.
+        nodes: the nodes passed, the last one in graph order first.
+        moves: moves of the tokens, in the order in which the graph does them.
+        after, before: factors of the logits after a tanh and before it; without a tanh, `before` has all factors.
+        has_tanh: whether a tanh was passed.
+        class_dim: dimension of V in the tensor reached.
     """
 
     nodes: tuple[fx.Node, ...] = ()
@@ -154,22 +154,22 @@ def _raise_head(loss: fx.Node, vocab: int, config: Config, *, runs_here: bool) -
 def _loss_options(loss: fx.Node) -> HeadLoss:
     is_nll = target_name(loss).startswith("nll_loss")
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = dict(zip(names, loss.args, strict=False)) | loss.kwargs
-    if given.get("weight") is not None:
+    arguments = dict(zip(names, loss.args, strict=False)) | loss.kwargs
+    if arguments.get("weight") is not None:
         raise CannotChunk(Reason.HEAD_UNKNOWN, "the loss weighs classes", loss)
-    if given.get("size_average") is not None or given.get("reduce") is not None:
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         raise CannotChunk(
             Reason.HEAD_UNKNOWN, "the loss is asked for by size_average and reduce, which torch has deprecated", loss
         )
-    reduction = given.get("reduction", "mean")
+    reduction = arguments.get("reduction", "mean")
     if reduction not in ("mean", "sum"):
         raise CannotChunk(
             Reason.LOSS_PER_TOKEN,
             f"the loss has reduction={reduction!r}: every token's loss has a gradient of its own",
             loss,
         )
-    smoothing = 0.0 if is_nll else _number(given.get("label_smoothing", 0.0), loss)
-    ignored = _number(given.get("ignore_index", -100), loss)
+    smoothing = 0.0 if is_nll else _number(arguments.get("label_smoothing", 0.0), loss)
+    ignored = _number(arguments.get("ignore_index", -100), loss)
     return HeadLoss("mean" if reduction == "mean" else "sum", int(ignored), smoothing)
 
 
@@ -249,7 +249,11 @@ def _step_back(node: fx.Node, way: _Way, vocab: int) -> tuple[_Way, fx.Node]:
 
 def _past_factor(node: fx.Node, way: _Way, name: str) -> tuple[_Way, fx.Node]:
     left, right = node.args
-    tensors = [one for one in (left, right) if isinstance(one, fx.Node) and isinstance(node_value(one), torch.Tensor)]
+    tensors = [
+        operand
+        for operand in (left, right)
+        if isinstance(operand, fx.Node) and isinstance(node_value(operand), torch.Tensor)
+    ]
     if len(tensors) != 1:
         raise CannotChunk(Reason.HEAD_UNKNOWN, f"{name} of the logits with another tensor", node)
     is_division = "div" in name
@@ -293,8 +297,8 @@ def _reshape_of(node: fx.Node, name: str) -> RowMove:
         if tensor_of(node).ndim != 2:
             raise CannotChunk(Reason.HEAD_UNKNOWN, "flatten keeps more than tokens and vocabulary apart", node)
         return RowMove("reshape", (-1,))
-    given = node.args[1:] if len(node.args) > 1 else (node.kwargs.get("shape", node.kwargs.get("size", ())),)
-    shape = tuple(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else tuple(given)
+    sizes = node.args[1:] if len(node.args) > 1 else (node.kwargs.get("shape", node.kwargs.get("size", ())),)
+    shape = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else tuple(sizes)
     if len(shape) != tensor_of(node).ndim:
         raise CannotChunk(Reason.HEAD_UNKNOWN, "the shape of a reshape is not written out", node)
     return RowMove("reshape", shape[:-1])
@@ -372,7 +376,10 @@ def _outer_results(nodes: Sequence[fx.Node], exit_node: fx.Node, *, is_trained: 
 
 
 def _result_of(node: fx.Node, user: fx.Node) -> fx.Node | None:
-    """What of a node the graph returns to this user: itself, or its cast (accelerate casts all outputs to fp32)."""
+    """Return the node if `user` is the graph's output, or `user` if it is a conversion that only the output reads.
+
+    None for any other user. (accelerate converts all outputs to fp32.)
+    """
     if user.op == "output":
         return node
     is_returned = bool(user.users) and all(reader.op == "output" for reader in user.users)
@@ -380,7 +387,7 @@ def _result_of(node: fx.Node, user: fx.Node) -> fx.Node | None:
 
 
 def as_made(head_results: Sequence[fx.Node], projection: fx.Node) -> list[fx.Node]:
-    """Of what a graph returns of a head, the projection and its conversions that autograd follows."""
+    """Return those results of a head that are the projection or its conversion and that autograd follows."""
     device = tensor_of(projection).device
     return [
         node
@@ -406,7 +413,7 @@ def _can_be_returned(
     value = tensor_of(projection)
     is_slow = runs_here and value.device.type == "cpu" and value.dtype is not torch.float32
     are_all = len(as_made(results, projection)) == len(results) and all(move.kind == "reshape" for move in moves)
-    return are_all and not is_slow and all(one is None or one.op == "placeholder" for one in operands)
+    return are_all and not is_slow and all(operand is None or operand.op == "placeholder" for operand in operands)
 
 
 def _is_worth_while(num_tokens: torch.SymInt | int, width: int, *, wants_weight: bool) -> bool:

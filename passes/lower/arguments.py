@@ -42,7 +42,7 @@ def wanted_gradients(region: MoERegion, bodies: ExpertBodies) -> tuple[bool, ...
 
 
 def gradient_shapes(region: MoERegion) -> list[tuple[int, ...]]:
-    """Of one expert, by parameter whose gradient is wanted."""
+    """Return, for each parameter whose gradient is wanted, the shape of one expert's gradient."""
     return [
         tuple(map(int, group[0].shape[1 if kind == "expert" else 0 :]))
         for group, kind in zip(param_groups(region), region.expert_fn.param_kinds, strict=True)

@@ -125,7 +125,7 @@ class ExpertBodies:
 
     @functools.cached_property
     def kernel_form(self) -> KernelForm | None:
-        """Of the function on one expert, before it is lifted over several."""
+        """Return the kernel form of the function on one expert, before it is lifted over several; None without one."""
         kinds = set(self.param_kinds)
         if kinds not in ({"expert"}, {"each"}) or not (self.is_folded or not self.has_weight):
             return None
@@ -155,20 +155,20 @@ class ExpertBodies:
     def read_code(self) -> None:
         """Know the peaks of all bodies that were made so far as if they had been compiled; nothing is built."""
         with making:
-            for one in self._made:
-                one.read_code()
+            for body in self._made:
+                body.read_code()
 
     def _compiled(self, traced: TracedBody) -> CompiledBody:
-        made = CompiledBody(traced, self._inner, self._note_read)
-        self._made.append(made)
-        return made
+        body = CompiledBody(traced, self._inner, self._note_read)
+        self._made.append(body)
+        return body
 
     def _note_read(self) -> None:
         self._num_read += 1
 
     @property
     def flops_per_row(self) -> int:
-        """Of the function's matmuls on one row, forward."""
+        """Return the FLOPs of the function's matmuls on one row, in forward."""
         return matmul_flops_per_row(self._function.graph_module.graph)
 
     def graph(self) -> fx.GraphModule:

@@ -92,12 +92,14 @@ def _undominated(peaks: list[sympy.Expr]) -> list[sympy.Expr]:
 
 
 def _device_of(traced: TracedBody) -> str:
-    return next(str(one.device.type) for one in traced.fake_inputs if isinstance(one, torch.Tensor))
+    return next(
+        str(fake_input.device.type) for fake_input in traced.fake_inputs if isinstance(fake_input, torch.Tensor)
+    )
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What is stored with a compiled body: what its code holds, None where that could not be read."""
+    """Record stored with a compiled body: the memory that its code holds, None where that could not be read."""
 
     memory: GraphMemory | None
 

@@ -68,7 +68,7 @@ def _single_result(output: fx.Node) -> fx.Node | None:
 
 
 def _uncast(node: fx.Node | None) -> fx.Node | None:
-    """What is cast, by which autocast sums in fp32; the cast stays behind the projection."""
+    """Return the node under its casts: autocast sums in fp32 by such a cast, which stays behind the projection."""
     while node is not None and node.target is aten._to_copy.default and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

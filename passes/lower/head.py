@@ -96,20 +96,20 @@ def _redirect_sizes(graph: fx.Graph, head: HeadRegion) -> None:
 
 def _view_of_logits(call: Call, head: HeadRegion) -> fx.Node:
     """A view of the hidden states with the logits' sizes."""
-    one = call(torch.narrow, head.hidden, -1, 0, 1)
-    return call(torch.ops.aten.expand.default, one, (*[-1] * (tensor_of(head.hidden).ndim - 1), head.dims.vocab))
+    column = call(torch.narrow, head.hidden, -1, 0, 1)
+    return call(torch.ops.aten.expand.default, column, (*[-1] * (tensor_of(head.hidden).ndim - 1), head.dims.vocab))
 
 
 def _replace_results(graph: fx.Graph, results: Sequence[fx.Node], logits: Mapping[fx.Node, fx.Node]) -> None:
     """Put these logits, or None, where the graph returns others; `returned` may have taken their gradient off."""
     (output,) = graph.find_nodes(op="output")
-    found: dict[fx.Node, fx.Node | None] = {}
+    replacements: dict[fx.Node, fx.Node | None] = {}
     for node in results:
-        found[node] = logits.get(node)
-        found |= {user: logits.get(node) for user in node.users if target_name(user) == "detach"}
+        replacements[node] = logits.get(node)
+        replacements |= {user: logits.get(node) for user in node.users if target_name(user) == "detach"}
     if results:
-        output.args = fx.map_arg(output.args, lambda node: found.get(node, node))
-    for node in set(found) - set(results):
+        output.args = fx.map_arg(output.args, lambda node: replacements.get(node, node))
+    for node in set(replacements) - set(results):
         graph.erase_node(node)
 
 

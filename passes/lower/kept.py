@@ -1,20 +1,20 @@
-"""What an expert's forward may keep for its backward, and the pair of bodies that does.
+"""Select what an expert's forward may save for its backward, and build the pair of bodies that saves it.
 
 Terms
     joint       forward and vjp of the expert function in one graph, (grad, *arguments) -> (value, *gradients)
-    free        what does not depend on `grad`: backward computes it again, or finds it kept
+    free        nodes that do not depend on `grad`: backward recomputes them, or reads them saved
 
-Two choices beyond recomputing all:
+Two choices besides recomputing all:
     projections   results of the free matmuls that backward reads: most FLOPs per byte
     operands      these, and the free tensors that backward's own matmuls read: elementwise results that it would
                   otherwise write to memory a second time. Everything else is fused into what reads it, and the rows
-                  themselves are gathered again, which reads as many bytes as keeping them would.
+                  themselves are gathered again, which reads as many bytes as saving them would.
 
-Products that meet in a sum alone, as a projection's and its adapter's do, are kept as that sum.
+Products that meet in a sum alone, as a projection's and its adapter's do, are saved as that sum.
 
-Steps: find the kept nodes; cut the joint graph there into a forward that returns them and a backward that takes them.
-A product of the function's own arguments is not returned: the loop makes it where it stays, and forward takes it.
-A kept tensor has one row for each routed row and is contiguous; what is not so is computed again.
+Steps: find the nodes to save; cut the joint graph there into a forward that returns them and a backward that takes
+them. A product of the function's own arguments is not returned: the loop computes it where it stays, and forward takes
+it. A saved tensor has one row for each routed row and is contiguous; any other tensor is recomputed.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ class KeptCut:
 
 def cut_joint(joint: TracedBody, keep: Keep) -> KeptCut | None:
     """The joint graph cut where `keep` says, or None where there is nothing to keep."""
-    found = [(node, _kept_tensor(node, joint)) for node in kept_nodes(joint.graph_module.graph, keep)]
-    nodes = [node for node, tensor in found if tensor is not None]
+    candidates = [(node, _kept_tensor(node, joint)) for node in kept_nodes(joint.graph_module.graph, keep)]
+    nodes = [node for node, tensor in candidates if tensor is not None]
     if not nodes:
         return None
     grad, *others = (node for node in joint.graph_module.graph.nodes if node.op == "placeholder")
     # The vjp returns the value first, so that both sides can be cut from one graph.
     value, *gradients = _results(joint.graph_module.graph)
-    given = tuple(_given_product(node, others) for node in nodes)
-    taken = [node for node, product in zip(nodes, given, strict=True) if product is not None]
-    returned = [node for node in nodes if node not in taken]
+    given_products = tuple(_given_product(node, others) for node in nodes)
+    given_nodes = [node for node, product in zip(nodes, given_products, strict=True) if product is not None]
+    returned = [node for node in nodes if node not in given_nodes]
     return KeptCut(
-        _extracted(joint, [*others, *taken], [value, *returned]),
+        _extracted(joint, [*others, *given_nodes], [value, *returned]),
         _extracted(joint, [grad, *others, *nodes], gradients),
-        tuple(tensor for _, tensor in found if tensor is not None),
+        tuple(tensor for _, tensor in candidates if tensor is not None),
         sum(_flops_per_row(product) for node in nodes for product in _summed(node) or [node] if _is_matmul(product)),
-        given,
+        given_products,
     )
 
 
@@ -94,7 +94,7 @@ def _argument(node: Any, arguments: Sequence[fx.Node]) -> Operand | None:
 
 
 def through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """What a matrix is a transpose of, and whether it is."""
+    """Return the matrix under a chain of transposes, and whether the chain transposes it."""
     is_transposed = False
     while name_of(node) in TRANSPOSES and isinstance(node.args[0], fx.Node) and node.meta["val"].ndim == 2:
         is_transposed ^= is_transpose(node)
@@ -103,7 +103,7 @@ def through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def kept_nodes(joint: fx.Graph, keep: Keep) -> list[fx.Node]:
-    """What `keep` keeps, in graph order."""
+    """Return the nodes that the choice `keep` saves, in graph order."""
     dependent = _dependents(joint)
     free = [node for node in joint.nodes if node.op == "call_function" and node not in dependent]
     wanted = _ancestors(_results(joint)[1:])
@@ -126,18 +126,18 @@ def _summed(node: fx.Node) -> list[fx.Node]:
     addends = node.all_input_nodes
     if node.target is not aten.add.Tensor or len(addends) != 2 or node.kwargs:
         return []
-    are_products = all(_is_matmul(one) and len(one.users) == 1 for one in addends)
-    is_one_shape = len({str(one.meta["val"].shape) for one in (node, *addends)}) == 1  # sizes may be symbols
+    are_products = all(_is_matmul(addend) and len(addend.users) == 1 for addend in addends)
+    is_one_shape = len({str(term.meta["val"].shape) for term in (node, *addends)}) == 1  # sizes may be symbols
     return addends if are_products and is_one_shape else []
 
 
 def _dependents(joint: fx.Graph) -> set[fx.Node]:
-    """What depends on the first placeholder, `grad`."""
-    found = {next(iter(joint.nodes))}
+    """Return the first placeholder, `grad`, and the nodes that depend on it."""
+    dependents = {next(iter(joint.nodes))}
     for node in joint.nodes:
-        if node.op == "call_function" and any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op == "call_function" and any(source in dependents for source in node.all_input_nodes):
+            dependents.add(node)
+    return dependents
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:
@@ -188,7 +188,7 @@ def _sizes(value: torch.Tensor) -> Sequence[Any]:
 
 
 def matmul_flops_per_row(graph: fx.Graph) -> int:
-    """Of the matmuls of a function over rows, on one row."""
+    """Return the FLOPs of the matmuls of a function over rows, on one row."""
     return sum(_flops_per_row(node) for node in graph.nodes if node.op == "call_function" and _is_matmul(node))
 
 
@@ -218,7 +218,7 @@ def _extracted(joint: TracedBody, inputs: Sequence[fx.Node], results: Sequence[f
 
 
 def _reached(results: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:
-    """What results are computed of, up to and without `stops`."""
+    """Return the results and the nodes that they are computed from, back to `stops`, which are left out."""
     reached: set[fx.Node] = set()
     pending = [node for node in results if node not in stops]
     while pending:

@@ -40,25 +40,25 @@ def take_apart(graph_module: fx.GraphModule, config: Config, given_up: Collectio
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else []
     inputs = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
-    found = []
+    records = []
     for head in heads:
         if isinstance(head, Refusal) or not set(_operands(head)) <= set(inputs):
             continue
-        made = as_made(head.results, head.nodes[0])
-        places = [place for place, node in enumerate(results) if node in made and node not in given_up]
+        logits = as_made(head.results, head.nodes[0])
+        places = [place for place, node in enumerate(results) if node in logits and node not in given_up]
         for place in places:
             with graph.inserting_before(output):
                 detached = graph.call_method("detach", (results[place],))
             detached.meta["example_value"] = tensor_of(results[place]).detach()
             results[place] = detached
-            found.append(_record(head, place, len(results), inputs))
+            records.append(_record(head, place, len(results), inputs))
         if places:
             results.append(head.hidden)
-    if found:
+    if records:
         output.args = (tuple(results),)
         graph.lint()
         graph_module.recompile()
-    return found
+    return records
 
 
 def _operands(head: HeadRegion) -> Sequence[fx.Node]:

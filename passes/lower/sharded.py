@@ -1,13 +1,13 @@
-"""From a raised region of a sharded model to the region that lowers: slices in the place of whole tables.
+"""Put this rank's slices in the place of whole tables of expert weights, in a raised region of a sharded model.
 
 Before:  table = memfine::all_experts(slice, E, ...); seen = table.transpose(1, 2)      region.params = (seen, ...)
 After:   seen = slice.transpose(1, 2)      region.params = (seen, ...), and who exchanges the rows
 
-What every rank has whole and nobody trains (scales of packed numbers) is cut where it stands:
+A tensor that every rank has whole and that is not trained (scales of packed numbers) is sliced where it stands:
 
 Before:  scales [E,...]                    After:  own = scales[first:last]
 
-Tables of a region that is refused stay, and carry the refusal with them.
+Tables of a refused region stay in the graph, and carry the refusal with them.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def _reason(name: str, refusals: Sequence[Refusal]) -> str:
     """Why a parameter is gathered: the refusals nearest to it in the model."""
     if not refusals:
         return "code outside of any region reads it"
-    shared = [_num_shared(name, one.where.module) for one in refusals]
-    nearest = [one for one, number in zip(refusals, shared, strict=True) if number == max(shared)]
-    return "; ".join(f"{one.where} was refused: {one.details}" for one in nearest)
+    shared = [_num_shared(name, refusal.where.module) for refusal in refusals]
+    nearest = [refusal for refusal, number in zip(refusals, shared, strict=True) if number == max(shared)]
+    return "; ".join(f"{refusal.where} was refused: {refusal.details}" for refusal in nearest)
 
 
 def _num_shared(name: str, module: str) -> int:
@@ -216,13 +216,13 @@ def _slice_of(node: fx.Node, kind: ParamKind, region: MoERegion, owned: range) -
 
 def _is_gathered(node: fx.Node) -> bool:
     """Whether ranks' parts are in a tensor."""
-    pending, seen = [node], set()
+    pending, visited = [node], set()
     while pending:
-        one = pending.pop()
-        if one.target in _WHOLES:
+        current = pending.pop()
+        if current.target in _WHOLES:
             return True
-        pending += [source for source in one.all_input_nodes if source not in seen]
-        seen.update(one.all_input_nodes)
+        pending += [source for source in current.all_input_nodes if source not in visited]
+        visited.update(current.all_input_nodes)
     return False
 
 

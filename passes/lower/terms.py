@@ -111,18 +111,18 @@ def _window_bytes(
 
 def _adapter_bytes(region: MoERegion, form: KernelForm, wanted: Sequence[bool], item_bytes: int) -> tuple[int, int]:
     """(bytes of a row's narrow rows; of what adapters' gradients of an expert take in fp32, where a window cuts it)."""
-    present = [one for one in form.adapters if one is not None]
+    present = [adapter for adapter in form.adapters if adapter is not None]
     trains_projections, trains_down = trained_adapters(form.adapters, wanted)
-    num_of_projections = sum(one is not None for one in form.adapters[:-1])
+    num_of_projections = sum(adapter is not None for adapter in form.adapters[:-1])
     is_trained = [trains_projections] * num_of_projections + [trains_down] * (len(present) - num_of_projections)
     factors = [tensor_of(region.params[place]) for place in form.positions[form.num_own :]]
     sizes = [math.prod(factor.shape[1:]) for factor in factors]
     stages = 2 * 4 * sum(size * is_trained[place // 2] for place, size in enumerate(sizes))
-    return item_bytes * sum(one.rank for one in present), stages
+    return item_bytes * sum(adapter.rank for adapter in present), stages
 
 
 def _clones_bytes(region: MoERegion, exchange: ShardedExperts | None, *, backward: bool) -> int:
-    """Of the slots for clones of other ranks' experts."""
+    """Return the bytes of the slots for clones of other ranks' experts, in backward with gradients; 0 without slots."""
     if exchange is None or not exchange.ranks.slots or not can_clone(region.expert_fn.param_kinds):
         return 0
     kinds = region.expert_fn.param_kinds

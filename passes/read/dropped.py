@@ -37,7 +37,7 @@ def insert_ids(mask: fx.Node) -> fx.Node:
     assert isinstance(value, FakeTensor)
     with mask.graph.inserting_after(mask):
         ids = mask.graph.call_function(torch.ops.memfine.ids_of_mask.default, (mask,))
-    ids.meta.update({key: held for key, held in mask.meta.items() if key not in ("example_value", "val")})
+    ids.meta.update({key: meta_value for key, meta_value in mask.meta.items() if key not in ("example_value", "val")})
     with value.fake_mode:
         ids.meta["example_value"] = value.new_empty(value.shape[:-1], dtype=torch.int64)
     return ids

@@ -99,11 +99,11 @@ class _Match:
             return False
         # Along the graph by induction: the same calls on operands that are pairs give results that are pairs.
         stretch = [(self._nodes[place], self._nodes[place + shift]) for place in places]
-        for one, other in stretch:
-            if not self._pair(one, other):
+        for node, other in stretch:
+            if not self._pair(node, other):
                 return False
-        inner = {one for one, _ in stretch}
-        return all(self._repeats(one, other, inner) for one, other in stretch)
+        inner = {inner_node for inner_node, _ in stretch}
+        return all(self._repeats(inner_node, other, inner) for inner_node, other in stretch)
 
     def _pair(self, one: fx.Node, other: fx.Node) -> bool:
         # Both ways: else a layer that reads one tensor twice would pass for one that reads two.

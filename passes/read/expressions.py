@@ -40,7 +40,10 @@ token."""
 
 @dataclass(frozen=True)
 class Input:
-    """What a placeholder stands for; `expert` is an entry's or a column's, `dim` the dimension of a table's experts."""
+    """The outer node that a placeholder stands for, and its role.
+
+    `expert` is the expert of an entry or a column; `dim` is the dimension of a table's experts.
+    """
 
     role: Role
     outer: fx.Node
@@ -119,12 +122,12 @@ class Expressions:
     def inputs_of(self, result: fx.Node) -> dict[fx.Node, Input]:
         """The placeholders that an expression reads, in the order in which they were met."""
         reached = set(_reached(result))
-        return {node: one for one, node in self._inputs.items() if node in reached}
+        return {node: origin for origin, node in self._inputs.items() if node in reached}
 
     def is_of_one_expert(self, result: fx.Node) -> bool:
         """Whether an expression reads one entry of a table, no other expert having been put beside it."""
-        found = self.inputs_of(result).items()
-        return any(one.role == "entry" and placeholder not in self.params for placeholder, one in found)
+        inputs = self.inputs_of(result).items()
+        return any(origin.role == "entry" and placeholder not in self.params for placeholder, origin in inputs)
 
     def unify(self, copies: Sequence[Copy], results: Sequence[fx.Node], node: fx.Node) -> fx.Node:
         """The expression of all copies, written with copy 0's; what its parameters stand for goes to `params`.
@@ -165,8 +168,8 @@ class Expressions:
         return len(copies)
 
     def _give_param(self, placeholder: fx.Node, members: list[Input], node: fx.Node) -> None:
-        roles = {one.role for one in members}
-        outers = tuple(one.outer for one in members)
+        roles = {member.role for member in members}
+        outers = tuple(member.outer for member in members)
         # Sums may be read more than once, each time as a whole.
         if placeholder in self.params and len(set(members)) == 1:
             return  # copies were put together before, and this is what stands for all of them since
@@ -176,7 +179,7 @@ class Expressions:
             return
         if roles == {"column"} and len(members) > 1:
             # An expert that read another one's weights would be a correct loop, and no table in order.
-            if [one.expert for one in members] != list(range(len(members))):
+            if [member.expert for member in members] != list(range(len(members))):
                 raise CannotChunk(Reason.EXPERTS_DIFFER, "an expert has several weight columns, or another's", node)
             self.columns = outers
             return
@@ -213,20 +216,20 @@ _UNWRAP = (aten.squeeze.dim, aten.select.int)
 
 
 def _reached(result: fx.Node) -> Iterator[fx.Node]:
-    pending, seen = [result], {result}
+    pending, visited = [result], {result}
     while pending:
         node = pending.pop()
         yield node
         for source in node.all_input_nodes:
-            if source not in seen:
-                seen.add(source)
+            if source not in visited:
+                visited.add(source)
                 pending.append(source)
 
 
 def _param(members: list[Input], roles: set[Role], outers: tuple[fx.Node, ...], node: fx.Node) -> Param:
     if roles == {"entry"}:
         is_one_table = all(is_same_view(outers[0], outer) for outer in outers)  # each expert may view it anew
-        if is_one_table and [one.expert for one in members] == list(range(len(members))):
+        if is_one_table and [member.expert for member in members] == list(range(len(members))):
             return Param("expert", outers[:1])
         raise CannotChunk(Reason.EXPERTS_DIFFER, "an expert reads another expert's entry of a table", node)
     if roles != {"whole"}:
@@ -290,10 +293,10 @@ class _Walk:
         leaves_b, spec_b = tree_flatten((b.args, b.kwargs))
         if a.op != b.op or a.target != b.target or spec_a != spec_b:
             raise self._differ()
-        for one, other in zip(leaves_a, leaves_b, strict=True):
-            if isinstance(one, fx.Node) and isinstance(other, fx.Node):
-                yield one, other
-            elif isinstance(one, fx.Node) or isinstance(other, fx.Node) or one != other:
+        for leaf, other in zip(leaves_a, leaves_b, strict=True):
+            if isinstance(leaf, fx.Node) and isinstance(other, fx.Node):
+                yield leaf, other
+            elif isinstance(leaf, fx.Node) or isinstance(other, fx.Node) or leaf != other:
                 raise self._differ()
 
     def _differ(self) -> CannotChunk:

@@ -26,7 +26,7 @@ __all__ = ["NoExperts", "first_matmul", "region_of_rows", "region_of_slots"]
 
 
 class NoExperts(CannotChunk):
-    """What is combined is not made of tokens and parameters of experts: a lookup, or a spelling that is not known."""
+    """Refusal of a result that is not computed from tokens and expert parameters: a lookup, or an unknown spelling."""
 
     def __init__(self, node: fx.Node) -> None:
         details = "no token-indexed input or no expert parameters reach the output"
@@ -70,14 +70,14 @@ def region_of_slots(reader: Reader, node: fx.Node, rows: Rows) -> MoERegion:
 
 
 def first_matmul(cut: Cut, reader: Reader) -> fx.Node:
-    """Of the experts, in graph order: what the report names."""
+    """Return the experts' first matmul in graph order, which the report names; without one, the exit of the cut."""
     names = (node for node in cut.nodes if node in reader.expert_nodes or name_of(node) in MATMULS)
     return next(names, cut.exit)
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What an expression reads: placeholders in the order of arguments, and the outer nodes behind them."""
+    """The inputs of an expression: placeholders in the order of arguments, and the outer nodes behind them."""
 
     order: tuple[fx.Node, ...]
     hidden: fx.Node
@@ -96,20 +96,20 @@ class _Inputs:
 
     @staticmethod
     def of(expressions: Expressions, expr: fx.Node, node: fx.Node) -> _Inputs:
-        found = expressions.inputs_of(expr)
-        rows = [placeholder for placeholder, one in found.items() if one.role == "rows"]
-        outers = {found[placeholder].outer for placeholder in rows}
+        inputs = expressions.inputs_of(expr)
+        rows = [placeholder for placeholder, origin in inputs.items() if origin.role == "rows"]
+        outers = {inputs[placeholder].outer for placeholder in rows}
         if len(outers) > 1:
             raise RowsDiffer(list(outers), node)
-        weights = [placeholder for placeholder, one in found.items() if one.role in ("weight", "column")]
+        weights = [placeholder for placeholder, origin in inputs.items() if origin.role in ("weight", "column")]
         if len(weights) > 1:
-            names = " and ".join(str(found[placeholder].outer) for placeholder in weights[:2])
+            names = " and ".join(str(inputs[placeholder].outer) for placeholder in weights[:2])
             raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, f"two routing weights, {names}; expected one", node)
-        others = [placeholder for placeholder in found if placeholder not in (*rows, *weights)]
-        params = tuple(_param_of(expressions, placeholder, found[placeholder], node) for placeholder in others)
+        others = [placeholder for placeholder in inputs if placeholder not in (*rows, *weights)]
+        params = tuple(_param_of(expressions, placeholder, inputs[placeholder], node) for placeholder in others)
         if not rows or not any(param.kind != "shared" for param in params):
             raise NoExperts(node)
-        weight = found[weights[0]] if weights else None
+        weight = inputs[weights[0]] if weights else None
         is_column = weight is not None and weight.role == "column"
         if is_column and not expressions.columns:
             raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "a weight of one expert stands for all", node)

@@ -1,4 +1,4 @@
-"""Where a walk begins and ends: the frame of a routing decision, rows in slots, the exit."""
+"""The start and the end of a walk: the frame of a routing decision, rows in slots, the exit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Exit", "Frame", "Slots"]
 
 @dataclass(frozen=True)
 class Frame:
-    """What the walk starts from.
+    """The routing decision that a walk starts from: its index, its sizes and what is proved of them.
 
     Args:
         index: node of the experts' ids.
@@ -40,7 +40,7 @@ class Frame:
 
     @property
     def lead(self) -> Lead:
-        """Of the index."""
+        """Return the lead of the index: dimensions of tokens, with K as a dimension of its own or in the last one."""
         tokens = ("t",) if len(self.token_shape) == 1 else ("b", "s")
         return Lead(*tokens, "k") if self.has_choices else Lead(*tokens[:-1], tokens[-1] + "k")
 

@@ -241,15 +241,15 @@ class _Proof:
         last = first = position[self._body.enter]
         while first and nodes[first - 1].target is not LEAVE_BODY:
             first -= 1
-        asked = {*nodes[first:last], *self._body.nodes}
+        selected = {*nodes[first:last], *self._body.nodes}
         for _ in range(_NODES_BEFORE):
-            asked |= {source for node in asked for source in node.all_input_nodes}
-        return sorted(asked, key=position.__getitem__)
+            selected |= {source for node in selected for source in node.all_input_nodes}
+        return sorted(selected, key=position.__getitem__)
 
     # What a body may do.
 
     def _check_numbers(self, mark: fx.Node) -> None:
-        old, new = (size_expr(_number(one)) for one in mark.args[:2])
+        old, new = (size_expr(_number(number)) for number in mark.args[:2])
         if sympy.expand(self._known.assumed(new - old)) != 0:
             raise self._body.unproved("a number changes that is read later")
 
@@ -320,16 +320,16 @@ class _Proof:
     def _names_nothing(self, index: Any) -> bool:
         """Whether an index names no entry."""
         known = self._known
-        return any(known.is_empty(one) or (is_mask(one) and known.is_zero(one)) for one in _parts(index))
+        return any(known.is_empty(part) or (is_mask(part) and known.is_zero(part)) for part in _parts(index))
 
     def _is_own_entry(self, target: Any, index: Any, value: Any) -> bool:
         """Whether an entry is assigned the value read from it: `x[e] += n` is a getitem, an addition, a setitem."""
-        if isinstance(index, list) or any(isinstance(one, (fx.Node, list, tuple, bool)) for one in _parts(index)):
+        if isinstance(index, list) or any(isinstance(part, (fx.Node, list, tuple, bool)) for part in _parts(index)):
             return False  # what an index tensor or a list takes is a copy, which may be of another time
-        taken = value
-        while isinstance(taken, fx.Node) and (name_of(taken) != "getitem" or taken.args != (target, index)):
-            taken = self._same(taken) if taken in self._inside else None
-        return isinstance(taken, fx.Node)
+        source = value
+        while isinstance(source, fx.Node) and (name_of(source) != "getitem" or source.args != (target, index)):
+            source = self._same(source) if source in self._inside else None
+        return isinstance(source, fx.Node)
 
     def _root(self, node: Any) -> Any:
         """Return the value before the body that a value is proved to equal, itself where nothing is proved."""
@@ -359,7 +359,7 @@ class _Proof:
         operands = (*node.args[1:], *node.kwargs.values())
         is_masked = base_name_of(node) in _MASKED
         masks = (*node.args[1:2], node.kwargs.get("mask"), node.kwargs.get("indices")) if is_masked else ()
-        are_empty = (self._known.is_empty(one) for operand in operands for one in _parts(operand))
+        are_empty = (self._known.is_empty(part) for operand in operands for part in _parts(operand))
         return any(are_empty) or any(map(self._names_nothing, masks))
 
     def _same_summand(self, node: fx.Node) -> Any:
@@ -413,7 +413,7 @@ class _Proof:
             for user in alias.users
             if user.target not in MARKS and self._flow.position[user] > self._last
         ]
-        are_written = [one for one in (old, new) if self._is_written_later(one)]
+        are_written = [node for node in (old, new) if self._is_written_later(node)]
         if old in are_written or (are_written and later):
             raise self._body.unproved("a name is bound to another tensor, and one of the two is written in place later")
 
@@ -439,7 +439,9 @@ class _Proof:
             is_mean = name == "mean" and self._known.is_empty(node.args[0])
             if is_mean or not means.isdisjoint(node.all_input_nodes):
                 # A mean of no rows is not a number: it may be added, and no gradient may pass it.
-                factors = [one for one in node.all_input_nodes if one not in means and name in ("mul", "div")]
+                factors = [
+                    operand for operand in node.all_input_nodes if operand not in means and name in ("mul", "div")
+                ]
                 if not is_mean and (name not in _LINEAR or factors):
                     raise self._body.unproved(f"{name} of a mean over an expert's rows")
                 means.add(node)
@@ -467,7 +469,9 @@ class _Proof:
         """Return the nodes of the body that a node is computed from, in graph order."""
         pending, nodes = [node], {node}
         while pending:
-            sources = [one for one in pending.pop().all_input_nodes if one in self._inside and one not in nodes]
+            sources = [
+                source for source in pending.pop().all_input_nodes if source in self._inside and source not in nodes
+            ]
             nodes.update(sources)
             pending += sources
         return sorted(nodes, key=self._flow.position.__getitem__)
@@ -489,7 +493,7 @@ class _Proof:
         """A call with its fake result, in the body's provenance."""
         node = self._flow.graph.call_function(target, args)
         node.meta.update({key: value for key, value in self._body.enter.meta.items() if key in _PROVENANCE})
-        values = [node_value(one) if isinstance(one, fx.Node) else one for one in args]
+        values = [node_value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
         fake_mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
         with fake_mode, torch.no_grad():
             node.meta["example_value"] = target(*values)
@@ -501,7 +505,7 @@ def _ill_conditioned(node: fx.Node) -> tuple[Any, ...]:
     """The operands of which a call's result, or its gradient, may be no number where they are zero."""
     name, arguments = base_name_of(node), (*node.args, *node.kwargs.values())
     if name in ("div", "floordiv", "floor_divide", "remainder", "fmod"):
-        return tuple(one for one in arguments[1:] if not isinstance(one, (str, type(None))))
+        return tuple(operand for operand in arguments[1:] if not isinstance(operand, (str, type(None))))
     if name == "pow" and len(arguments) == 2 and isinstance(arguments[1], (int, float)):
         is_power = arguments[1] >= 1 and arguments[1] == int(arguments[1])
         return () if is_power else arguments[:1]
@@ -530,10 +534,14 @@ def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
 
 
 def _are_alike(left: fx.Node, right: fx.Node) -> bool:
-    one, other = node_value(left), node_value(right)
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+    left_value, right_value = node_value(left), node_value(right)
+    if not isinstance(left_value, torch.Tensor) or not isinstance(right_value, torch.Tensor):
         return False
-    return one.dtype is other.dtype and one.ndim == other.ndim and all(map(same_size, one.shape, other.shape))
+    return (
+        left_value.dtype is right_value.dtype
+        and left_value.ndim == right_value.ndim
+        and all(map(same_size, left_value.shape, right_value.shape))
+    )
 
 
 def _may_hide_effects(node: fx.Node) -> bool:

@@ -129,14 +129,14 @@ def _integers_of(flow: Dataflow, seed: fx.Node, *, with_floats: bool = False) ->
     Args:
         with_floats: whether floats count that are computed of nothing else, as counts by histc are.
     """
-    pending, seen = [seed], {seed}
+    pending, visited = [seed], {seed}
     while pending:
         node = pending.pop()
         yield node
         for user in sorted(node.users, key=flow.position.__getitem__):
-            is_of_ids = with_floats and all(source in seen for source in user.all_input_nodes)
-            if user not in seen and (is_int_tensor(user) or (is_of_ids and is_float_tensor(user))):
-                seen.add(user)
+            is_of_ids = with_floats and all(source in visited for source in user.all_input_nodes)
+            if user not in visited and (is_int_tensor(user) or (is_of_ids and is_float_tensor(user))):
+                visited.add(user)
                 pending.append(user)
 
 
@@ -153,7 +153,9 @@ def _is_of_vectors(pick: fx.Node) -> bool:
     if not isinstance(weight, torch.nn.Parameter) or weight.ndim != 2:
         return False
     matmuls = [user for node in _views_of(pick) for user in node.users if name_of(user) in MATMULS]
-    return any(not _is_parameter(operand) for one in matmuls for operand in one.all_input_nodes if operand is not pick)
+    return any(
+        not _is_parameter(operand) for matmul in matmuls for operand in matmul.all_input_nodes if operand is not pick
+    )
 
 
 def _views_of(node: fx.Node) -> Iterator[fx.Node]:

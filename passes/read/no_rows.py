@@ -286,8 +286,10 @@ class NoRows:
             return first in self.zeros
         if name == "getitem":
             return first in self.zeros and isinstance(node_value(first), torch.Tensor)  # type: ignore[arg-type]  # a node
-        operands = [one for one in node.all_input_nodes if isinstance(node_value(one), (torch.Tensor, torch.SymInt))]
-        are_zero = [one in self.zeros for one in operands]
+        operands = [
+            operand for operand in node.all_input_nodes if isinstance(node_value(operand), (torch.Tensor, torch.SymInt))
+        ]
+        are_zero = [operand in self.zeros for operand in operands]
         if name in ("mul", "bitwise_and", "logical_and"):  # zero times a float may be no number
             return all(are_zero) or (any(are_zero) and not any(map(_is_float, operands)))
         return name in ("add", "sub") and bool(operands) and all(are_zero) and len(operands) == len(node.args)
@@ -310,7 +312,7 @@ class NoRows:
             return True
         if name == "item" or name in _KEEPS_SIGN:
             operands: list[Any] = node.all_input_nodes[:1] if name == "getitem" else list(node.all_input_nodes)
-            numbers = [one for one in node.args if isinstance(one, (int, float)) and name in ("mul", "add")]
+            numbers = [arg for arg in node.args if isinstance(arg, (int, float)) and name in ("mul", "add")]
             return not operands or any(map(self.may_be_negative, [*operands, *numbers]))
         return True
 

@@ -67,12 +67,12 @@ def einsum(equation: str, operands: list[torch.Tensor], dtype: torch.dtype | Non
         dtype: that operands are cast to; not a call of its own, since a cast of a parameter does not say where in it
             experts stand, and these letters do.
     """
-    return torch.einsum(equation, [one.to(dtype or one.dtype) for one in operands]).clone()
+    return torch.einsum(equation, [operand.to(dtype or operand.dtype) for operand in operands]).clone()
 
 
 @einsum.register_fake
 def _(equation: str, operands: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    result = torch.einsum(equation, [one.to(dtype or one.dtype) for one in operands])
+    result = torch.einsum(equation, [operand.to(dtype or operand.dtype) for operand in operands])
     return result.new_empty(result.shape)
 
 
@@ -90,7 +90,7 @@ class Call:
         self.target, self.args, self.kwargs, self.out, self.node = target, args, kwargs, out, node
 
     def shape(self, position: int = 0) -> Sequence[int | torch.SymInt]:
-        """Of an argument, by position."""
+        """Return the shape of the argument at a position."""
         return self.args[position].shape  # type: ignore[no-any-return]  # a tensor
 
     def refused(self, reason: Reason, message: str) -> CannotChunk:
@@ -158,7 +158,7 @@ class NormalForm:
             self._env.pop(node, None)
 
     def result(self, node: fx.Node) -> Any:
-        """What stands at a node now: as it ran, or as Dynamo recorded it; tensors as they are after all writes."""
+        """Return the result that a node has now, as run or recorded by Dynamo; tensors as they are after all writes."""
         if node in self._env:
             return self._env[node]
         return self._outside.get(node, node_value(node))
@@ -226,7 +226,7 @@ def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
         operands = list(args[1] if isinstance(args[1], (tuple, list)) else args[1:])
         if not torch.is_autocast_enabled(_device_type(args)):
             return einsum(args[0], operands)
-        if _is_one_product(args[0]) and torch.float64 not in [one.dtype for one in operands]:
+        if _is_one_product(args[0]) and torch.float64 not in [operand.dtype for operand in operands]:
             return einsum(args[0], operands, torch.get_autocast_dtype(_device_type(args)))
     if name in DROPOUTS and _draws(args, kwargs):
         raise CannotChunk(Reason.RANDOM_NUMBERS, "random numbers are drawn inside the experts (dropout)", node)
@@ -261,8 +261,10 @@ def _puts_rows(written: object, index: object, rows: object) -> bool:
 def _batched_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`left @ right` as one bmm over broadcast batches; torch folds some into an mm, as gradients are wanted or not."""
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
-    one, other = (tensor.expand(*batch, *tensor.shape[-2:]).reshape(-1, *tensor.shape[-2:]) for tensor in (left, right))
-    return torch.bmm(one, other).view(*batch, left.shape[-2], right.shape[-1])
+    left_batch, right_batch = (
+        tensor.expand(*batch, *tensor.shape[-2:]).reshape(-1, *tensor.shape[-2:]) for tensor in (left, right)
+    )
+    return torch.bmm(left_batch, right_batch).view(*batch, left.shape[-2], right.shape[-1])
 
 
 def _device_type(args: Any) -> str:

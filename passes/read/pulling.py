@@ -89,7 +89,7 @@ class Pulling:
             return source in ran or self.wants(source, ran, at)
         value = node_value(node)
         if isinstance(value, (tuple, list)):
-            return any(isinstance(one, torch.Tensor) for one in value) and self._splits_leaf(node)
+            return any(isinstance(part, torch.Tensor) for part in value) and self._splits_leaf(node)
         if not isinstance(value, torch.Tensor) or not is_float_tensor(node):
             return False
         if self.is_made_of_parameters(node):
@@ -118,7 +118,7 @@ class Pulling:
         return rank is not None and all(rank < (static_size(size) or 0) for size in value.shape)
 
     def packed_numbers(self, node: fx.Node, at: int) -> list[fx.Node]:
-        """What makes a table [E,...] of packed numbers, as it is read at position `at`.
+        """Return the calls that compute a table [E,...] from packed numbers, as it is read at position `at`.
 
         Returns:
             Calls in their order, without those that are the same for all experts; [] where the node is no such table,
@@ -132,20 +132,22 @@ class Pulling:
         if num_experts in (None, 1) or self._frame.num_experts not in (None, num_experts):
             return []
         made_of = self._made_of(node, at)
-        calls = {one for one in made_of if not _is_from_outside(one)}
-        written = {self._flow.root(target) for one in calls for target in self._flow.mutations.get(one, ())}
+        calls = {source for source in made_of if not _is_from_outside(source)}
+        written = {self._flow.root(target) for call in calls for target in self._flow.mutations.get(call, ())}
         # Integers carry no gradient, so nothing trained may be among the leaves. The calls run again on each expert's
         # part, so what they write into must have been made by one of them.
-        packed = [one for one in made_of - calls if _is_packed_leaf(one) and _num_entries(one) == num_experts]
+        packed = [
+            source for source in made_of - calls if _is_packed_leaf(source) and _num_entries(source) == num_experts
+        ]
         is_frozen = all(map(_is_frozen, made_of - calls)) and written <= calls
         if not packed or not is_frozen or any(map(is_dequantized, calls)):
             return []
         # Scales that were expanded to every number cost what the table does; smaller ones may be made outside, whole,
         # unless that takes other ranks' parts of them.
-        large = [one for one in calls if 2 * _num_elements(one) > _num_elements(node)]
-        gathered = [one for one in made_of - calls if name_of(one) in _GATHERS]
+        large = [call for call in calls if 2 * _num_elements(call) > _num_elements(node)]
+        gathered = [source for source in made_of - calls if name_of(source) in _GATHERS]
         depends = self._flow.descendants([*packed, *gathered, *large]).union(large)
-        needed = [one for one in calls if one in depends or self._flow.root(one) in written]
+        needed = [call for call in calls if call in depends or self._flow.root(call) in written]
         return sorted(needed, key=self._flow.position.__getitem__)
 
     def _made_of(self, node: fx.Node, at: int) -> set[fx.Node]:
@@ -294,7 +296,7 @@ def _dim_taken_apart(node: fx.Node, value: torch.Tensor) -> int | None:
         return None
     place = node.args[1]
     places = place if isinstance(place, tuple) else (place,)
-    is_entry = all(one == slice(None) for one in places[:-1]) and type(places[-1]) is int
+    is_entry = all(index == slice(None) for index in places[:-1]) and type(places[-1]) is int
     return len(places) - 1 if is_entry else None
 
 

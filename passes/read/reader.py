@@ -104,7 +104,7 @@ class Reader(Roles):
         Raises:
             RowsDiffer: results of experts were taken for tokens; read again with those nodes forced.
         """
-        found: list[Exit] = []
+        exits: list[Exit] = []
         # The next decision's experts are another region, and its rows would be taken for these.
         self._end = min(map(self.flow.position.__getitem__, later), default=self._end)
 
@@ -112,10 +112,10 @@ class Reader(Roles):
             try:
                 self._walk()
             except Exit as exit_found:
-                found.append(exit_found)
+                exits.append(exit_found)
 
         self._form.reading(walk)
-        return found[0] if found else None
+        return exits[0] if exits else None
 
     def _walk(self) -> None:
         # Nothing before the decision depends on it.
@@ -142,7 +142,7 @@ class Reader(Roles):
             return result.node.expr in self.counted
         if not isinstance(result, torch.Tensor) and not self._form.holds(node):
             return False
-        return any(not isinstance(self._value_of(one, node), Leaf) for one in self._form.tensors(result))
+        return any(not isinstance(self._value_of(tensor, node), Leaf) for tensor in self._form.tensors(result))
 
     def _run(self, node: fx.Node) -> None:
         for source in node.all_input_nodes:
@@ -195,12 +195,12 @@ class Reader(Roles):
         # The rules for parts divide first dimensions by it.
         self.num_experts = num_experts
         self._pulling.computed_tables[node] = ""
-        new = [one for one in made_of if not self._form.holds(one)]
+        new = [call for call in made_of if not self._form.holds(call)]
         self._is_unpacking = True
         try:
-            for one in new:
-                self._operand_values(one)
-                self._form.run(one)
+            for packed_call in new:
+                self._operand_values(packed_call)
+                self._form.run(packed_call)
             (table,) = self._operands_at(node)  # as it is after all writes
         except CannotChunk as refusal:
             table = Unknown(refusal, is_dispatched=False)
@@ -229,7 +229,10 @@ class Reader(Roles):
         return [self._value_of(tensor, node) for tensor in self._form.tensors(self._form.result(node))]
 
     def _settle(self, node: fx.Node, *, is_pulled: bool = False) -> None:
-        """At the end of a node: leaves again, exits, written tensors."""
+        """Settle the values of tensors that a node returned or wrote; raise `Exit` where the region ends.
+
+        Some values become leaves again.
+        """
         tensors = self._results_of(node)
         self._stop_gradients(node, tensors)
         for tensor in tensors:
@@ -246,12 +249,14 @@ class Reader(Roles):
     def _results_of(self, node: fx.Node) -> list[torch.Tensor]:
         """The tensors that a node gave, and those that it wrote into."""
         nodes = [node, *self.flow.mutations.get(node, ())]
-        return [tensor for one in nodes for tensor in self._form.tensors(self._form.result(one))]
+        return [tensor for changed_node in nodes for tensor in self._form.tensors(self._form.result(changed_node))]
 
     def _stop_gradients(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> None:
-        """What is made of parameters and lets no gradient through (`detach`) lets none through in a body either."""
+        """Stop gradients in a body, too, behind a node on parameters that lets no gradient through (`detach`)."""
         values = [self._value_of(tensor, node) for tensor in tensors]
-        sources = {id(one) for source in node.all_input_nodes for one in self._form.tensors(self._form.result(source))}
+        sources = {
+            id(operand) for source in node.all_input_nodes for operand in self._form.tensors(self._form.result(source))
+        }
         # A node that gives its operand back shares the tensor with it, and the operand's gradients go on.
         if not values or not all(map(can_stop, values, tensors)) or not sources.isdisjoint(map(id, tensors)):
             return
@@ -358,7 +363,9 @@ class Reader(Roles):
         unknown = [value for value in operands if isinstance(value, Unknown)]
         if unknown and op_name(call.target) not in _SHAPES_ONLY:
             dispatched = any(map(is_dispatched, operands))
-            return Unknown(next((one for one in unknown if one.is_dispatched), unknown[0]).refusal, dispatched)
+            return Unknown(
+                next((operand for operand in unknown if operand.is_dispatched), unknown[0]).refusal, dispatched
+            )
         if rule is None and torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
             raise call.refused(Reason.RANDOM_NUMBERS, "random numbers are drawn inside the experts (dropout)")
         if rule is None:
@@ -384,8 +391,8 @@ class Reader(Roles):
             self._give_tensor(out, result)
         elif isinstance(out, (tuple, list)):
             values = result if isinstance(result, (tuple, list)) else [result] * len(out)
-            for one, value in zip(out, values, strict=True):
-                self._give(one, value)
+            for item, value in zip(out, values, strict=True):
+                self._give(item, value)
 
     def _give_tensor(self, tensor: torch.Tensor, value: Any) -> None:
         self._values[id(tensor)] = tensor, value
@@ -395,7 +402,7 @@ class Reader(Roles):
             self._give_tensor(tensor, self._settled(value, tensor, node))
 
     def _value_of(self, tensor: torch.Tensor, node: fx.Node | None) -> Any:
-        """Of a tensor; one that no call gave comes from outside, at `node`."""
+        """Return the value of a tensor; a tensor that no call gave comes from outside, at `node`."""
         known = self._values.get(id(tensor))
         if node is not None and not isinstance(node_value(node), torch.Tensor) and node.target is not operator.setitem:
             node = None  # one of several results: only what takes it out names it

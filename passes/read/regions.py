@@ -60,16 +60,18 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     outcomes: list[MoERegion | Refusal] = []
     for seed in seeds:
         # Two regions from one index would both claim its experts.
-        taken = {one.expert_index for one in outcomes if isinstance(one, MoERegion)}
-        outcome = _guarded(_repeated, body, seed, taken) or _guarded(_outcome, body, seed, taken)
+        claimed = {result.expert_index for result in outcomes if isinstance(result, MoERegion)}
+        outcome = _guarded(_repeated, body, seed, claimed) or _guarded(_outcome, body, seed, claimed)
         if outcome is not None:
             outcomes.append(outcome)
     # A refusal about experts that another decision got right would report a layer twice.
-    inside = {node for one in outcomes if isinstance(one, MoERegion) for node in one.cut.nodes}
-    told = [one for one in outcomes if isinstance(one, MoERegion) or body.stopped.get(one) not in inside]
-    told = [move_tables(one) if isinstance(one, MoERegion) else one for one in told]
-    regions = [one for one in told if isinstance(one, MoERegion)]
-    return [*told, *map(sequence_choice, chosen_by_input), *unknown_routers(body.flow, regions)]
+    inside = {node for result in outcomes if isinstance(result, MoERegion) for node in result.cut.nodes}
+    reported = [
+        result for result in outcomes if isinstance(result, MoERegion) or body.stopped.get(result) not in inside
+    ]
+    reported = [move_tables(result) if isinstance(result, MoERegion) else result for result in reported]
+    regions = [result for result in reported if isinstance(result, MoERegion)]
+    return [*reported, *map(sequence_choice, chosen_by_input), *unknown_routers(body.flow, regions)]
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,9 @@ class _Body:
     def refuses(self, stopped: _Refused) -> Refusal:
         """The refusal of these experts."""
         refusal = stopped.refusal
-        told = Refusal(provenance(stopped.where), refusal.reason, refusal.details, refusal.node)
-        self.stopped[told] = stopped.where
-        return told
+        reported = Refusal(provenance(stopped.where), refusal.reason, refusal.details, refusal.node)
+        self.stopped[reported] = stopped.where
+        return reported
 
 
 class _Refused(Exception):
@@ -120,20 +122,23 @@ def _guarded(
 def _repeated(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegion | None:
     """The region of a layer that repeats one that was read, latest first; None where none does."""
     for known in reversed(body.known):
-        found = repeated(known, seed, body.flow, body.modes)
-        if found is None or found.region.expert_index in taken:
+        known_region = repeated(known, seed, body.flow, body.modes)
+        if known_region is None or known_region.region.expert_index in taken:
             continue
         try:
-            region = check_removable(found.region, body.flow, body.modes)
+            region = check_removable(known_region.region, body.flow, body.modes)
         except CannotChunk:
             return None  # read it: what is around it may be no obstacle to another exit
-        body.known.append(found)
+        body.known.append(known_region)
         return region
     return None
 
 
 def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegion | Refusal | None:
-    """What a seed's experts are: a region of routed rows, else one of rows in slots, else why not."""
+    """Return the region of a seed's experts (of routed rows, else of rows in slots), or the refusal that says why not.
+
+    None where another region has the index, where a later seed picks the experts, or where the seed is no router.
+    """
     later = body.flow.descendants([seed]) & body.seeds
     refused: _Refused | None = None
     frames = frames_of(seed, body.flow)
@@ -141,21 +146,21 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
         if frame.index in taken:
             return None  # two decisions, put together, are one index
         try:
-            found = _reading(body, frame, later, frames)
+            reading = _reading(body, frame, later, frames)
             # Group-limited routers choose groups first, and then experts among them.
-            if found is None and later:  # the next decision may be the same router's, of the same experts
-                found = _reading(body, frame, _after_first(body, later), frames)
+            if reading is None and later:  # the next decision may be the same router's, of the same experts
+                reading = _reading(body, frame, _after_first(body, later), frames)
         except _Refused as stopped:
             refused = refused or stopped
             continue
-        if found is not None:
-            return body.knows(seed, *found)
+        if reading is not None:
+            return body.knows(seed, *reading)
     try:
-        found = _in_slots(body, frames[0], later) if frames else None
+        reading = _in_slots(body, frames[0], later) if frames else None
     except _Refused as stopped:
-        refused, found = refused or stopped, None
-    if found is not None:
-        return body.knows(seed, *found)
+        refused, reading = refused or stopped, None
+    if reading is not None:
+        return body.knows(seed, *reading)
     if refused is not None:
         return body.refuses(refused)
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
@@ -180,9 +185,9 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
         # A walk's values rest upon what it forced, so that another one begins from nothing.
         reader = Reader(body.flow, body.modes, frame, rule_of, forced, expands_tables=bool(expanded))
         try:
-            found = reader.read(later)
-            if found is not None:
-                region = check_removable(region_of_rows(reader, found), body.flow, body.modes)
+            walk_exit = reader.read(later)
+            if walk_exit is not None:
+                region = check_removable(region_of_rows(reader, walk_exit), body.flow, body.modes)
                 why = expanded or reader.why_expanded
                 region = replace(region, makes_tables=reader.has_computed_tables, why_expanded=why)
                 return region, first_matmul(region.cut, reader)
@@ -217,7 +222,7 @@ _APART = "the experts' results do not meet in one [T,H] tensor"
 
 def _add_frames(body: _Body, frame: Frame, reader: Reader, frames: list[Frame]) -> None:
     """Later integers of the index's shape, and masks of it with dropped tokens."""
-    known = {one.index for one in frames}
+    known = {other.index for other in frames}
     frames.extend(reframed(frame, node, body.flow) for node in reversed(reader.indices) if node not in known)
     frames.extend(masked(frame, node) for node in reversed(reader.masks) if node not in known)
 
@@ -227,10 +232,10 @@ def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> tuple[MoERegion
     reached = body.flow.descendants([frame.index])
     reader = SlotReader(body.flow, body.modes, frame, rule_of)
     try:
-        found = reader.read_slots(reached, later)
-        if found is None or not _is_combined(found[0], reached):
+        last_result = reader.read_slots(reached, later)
+        if last_result is None or not _is_combined(last_result[0], reached):
             return None  # a layer for each part of any tensor looks the same
-        region = check_removable(region_of_slots(reader, *found), body.flow, body.modes)
+        region = check_removable(region_of_slots(reader, *last_result), body.flow, body.modes)
         return region, first_matmul(region.cut, reader)
     except CannotChunk as refusal:
         raise _Refused(refusal, _where(body, reader)) from refusal
@@ -255,7 +260,7 @@ _PICKS = LOOKUPS | {"index_add", "scatter_add"}
 
 
 def _between(flow: Dataflow, leaves: Sequence[fx.Node]) -> frozenset[fx.Node]:
-    """What lies between results of several experts and what they share: their tokens."""
+    """Return the nodes from what results of several experts share (their tokens) down to these results, included."""
     above = [flow.ancestors([leaf]) | {leaf} for leaf in leaves]
     # What lies above several of them was there before any expert ran; what lies above one is its result.
     times: dict[fx.Node, int] = {}
@@ -267,12 +272,12 @@ def _between(flow: Dataflow, leaves: Sequence[fx.Node]) -> frozenset[fx.Node]:
 
 def _expert_nodes(body: _Body, reader: Reader) -> list[fx.Node]:
     """Projections of experts that ran, in graph order; also those that no rule understood."""
-    found = set(reader.expert_nodes)
+    projections = set(reader.expert_nodes)
     for node in reader.ran:
         is_expert = any(map(_is_expert_operand, node.all_input_nodes))
         if target_name(node) in GROUPED_MATMULS or (target_name(node) in MATMULS and is_expert):
-            found.add(node)
-    return sorted(found, key=body.flow.position.__getitem__)
+            projections.add(node)
+    return sorted(projections, key=body.flow.position.__getitem__)
 
 
 def _is_expert_operand(node: fx.Node) -> bool:

@@ -121,7 +121,7 @@ def _asserted(node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.Node]:
     """Conditions that are made of a node's sizes and asserted."""
     for user in node.users:
         if user not in inside and is_only_asserted(user):
-            if any(target_name(one) == "_assert_scalar" for one in user.users):
+            if any(target_name(reader) == "_assert_scalar" for reader in user.users):
                 yield user
             yield from _asserted(user, inside)
 
@@ -148,7 +148,7 @@ def _is_below_places(size: sympy.Basic, expr: sympy.Basic, cut: Cut) -> bool:
 
 
 def _has_size(value: object, size: sympy.Basic) -> bool:
-    return isinstance(value, torch.Tensor) and any(size_expr(one) == size for one in value.shape)
+    return isinstance(value, torch.Tensor) and any(size_expr(length) == size for length in value.shape)
 
 
 def _is_routed(node: fx.Node, num_tokens: int | torch.SymInt) -> bool:

@@ -157,7 +157,7 @@ def _is_chosen(node: fx.Node) -> bool:
 
 
 def _scores(seed: fx.Node) -> torch.Tensor:
-    """What was chosen from."""
+    """Return the tensor of scores that a choice is made from."""
     source = seed.args[0]
     assert isinstance(source, fx.Node)
     chosen_from = source.args[0] if name_of(seed) == "getitem" else source

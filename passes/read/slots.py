@@ -59,7 +59,7 @@ class SlotReader(Reader):
                 self._last = node, value
 
     def _place_slots(self, node: fx.Node) -> None:
-        """Where experts' weights meet a tensor that the routing fills, or it is taken apart expert by expert."""
+        """Set the slots where experts' weights meet a tensor that the routing fills, or it is taken apart by expert."""
         for source in node.all_input_nodes:
             dim = self._pulling.expert_dim(node, source) if self._is_filled(source) else None
             if dim is None:

@@ -71,7 +71,9 @@ def _view(source: fx.Node, target: Any, *args: Any) -> fx.Node:
     value = tensor_of(source)
     assert isinstance(value, FakeTensor)
     node = source.graph.call_function(target, (source, *args))
-    node.meta.update({key: held for key, held in source.meta.items() if key not in ("example_value", "val")})
+    node.meta.update(
+        {key: meta_value for key, meta_value in source.meta.items() if key not in ("example_value", "val")}
+    )
     with value.fake_mode, torch.enable_grad():
         node.meta["example_value"] = target(value, *args)
     return node

@@ -75,7 +75,7 @@ ALL = Copy()
 
 
 def merged(left: Copy, right: Copy) -> Copy | None:
-    """What two values that meet are about together; None where they contradict each other."""
+    """Return what two values that meet are about together; None where they contradict each other."""
     # A value that is about all experts says nothing of one, so it agrees with any.
     pairs = ((left.expert, right.expert), (left.choice, right.choice), (left.order or None, right.order or None))
     if any(a is not None and b is not None and a != b for a, b in pairs):
@@ -159,7 +159,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a mask of one expert holds, [R, number of its dimensions]; `names` tells each column's."""
+    """Places where a mask of one expert holds, [R, number of its dimensions]; `names` says what each column names."""
 
     names: tuple[str, ...]
     copy: Copy
@@ -251,7 +251,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a sum held at the places of a copy, and what was added since."""
+    """Entries of a sum that were read at the places of a copy, and the rows added to them since."""
 
     sum: Any
     names: tuple[str, ...]

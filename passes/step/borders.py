@@ -53,14 +53,17 @@ def layer_borders(joint: fx.Graph, costly: Collection[str]) -> list[fx.Node]:
         stream.append(dominators[stream[-1]])
     before = [node for node in stream if order[node] < order[experts[0]] and backwards.in_degree(node) > 1]
     # Making the first tokens again costs nothing.
-    found = [node for node in before[:-1][::-2][::-1] if node is not first]
+    borders = [node for node in before[:-1][::-2][::-1] if node is not first]
     for this, following in itertools.pairwise((*experts, end)):
-        found += [node for node in stream if order[this] < order[node] < order[following]][:1]
-    return found
+        borders += [node for node in stream if order[this] < order[node] < order[following]][:1]
+    return borders
 
 
 def _reversed_up_to(end: fx.Node) -> nx.DiGraph[fx.Node]:
-    """What a node is computed from, each with an edge to its sources: post-dominators dominate there."""
+    """Return the graph of the nodes that `end` is computed from, with an edge from each node to its sources.
+
+    A post-dominator of the original graph is a dominator of this one.
+    """
     edges: nx.DiGraph[fx.Node] = nx.DiGraph()
     edges.add_node(end)
     pending = [end]

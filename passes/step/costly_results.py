@@ -47,13 +47,19 @@ def costly_results(joint: fx.Graph, num_forward_outputs: int) -> list[CostlyResu
     order = {node: place for place, node in enumerate(joint.nodes)}
     last_layer = order[experts[-2]] if len(experts) > 1 else -1
     returned = _returned_nodes(joint, num_forward_outputs)
-    found = [
+    candidates = [
         (CostlyResult(node.name, _num_bytes(node), flops, order[node] > last_layer, node in returned), order[node])
         for node in forward
         if (flops := _flops(node)) > 0
     ]
-    found.sort(key=lambda one: (not one[0].is_in_last_layer, -one[0].flops / max(1, one[0].num_bytes), -one[1]))
-    return [result for result, _ in found]
+    candidates.sort(
+        key=lambda candidate: (
+            not candidate[0].is_in_last_layer,
+            -candidate[0].flops / max(1, candidate[0].num_bytes),
+            -candidate[1],
+        )
+    )
+    return [result for result, _ in candidates]
 
 
 def _forward_outputs(joint: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:
@@ -63,14 +69,14 @@ def _forward_outputs(joint: fx.Graph, num_forward_outputs: int) -> list[fx.Node]
 
 def _returned_nodes(joint: fx.Graph, num_forward_outputs: int) -> set[fx.Node]:
     """Forward's outputs, and what they are views of."""
-    found: set[fx.Node] = set()
+    returned: set[fx.Node] = set()
     pending: list[Any] = list(_forward_outputs(joint, num_forward_outputs))
     while pending:
         node = pending.pop()
-        found.add(node)
+        returned.add(node)
         viewed = viewed_arguments(node.target) if isinstance(node.target, OpOverload) else []
         pending += [node.args[place] for place in viewed[:1] if place is not None]
-    return found
+    return returned
 
 
 def _forward_nodes(joint: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:
@@ -110,21 +116,21 @@ def _flops(node: fx.Node) -> int:
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=_at_hints(node)))
     # torch has no formula for the CPU's attention
-    query, key, value = (tuple(one.shape) for one in args[:3])
+    query, key, value = (tuple(tensor.shape) for tensor in args[:3])
     return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
 
 
 def _num_bytes(node: fx.Node) -> int:
     value = _at_hints(node)
     values = value if isinstance(value, (tuple, list)) else [value]
-    return sum(one.numel() * one.dtype.itemsize for one in values if isinstance(one, torch.Tensor))
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in values if isinstance(tensor, torch.Tensor))
 
 
 def _at_hints(node: fx.Node) -> Any:
     """The node's value at the sizes of the captured call, without data and without guards."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
-        return type(value)(_concrete(one) for one in value)
+        return type(value)(_concrete(item) for item in value)
     return _concrete(value)
 
 

@@ -136,8 +136,8 @@ def fit(
     # The most common case: no other choice is asked for its peak.
     if _peak(full, budget) <= _available(budget, "full"):
         with budget.timed("fit"):
-            made = _faster(gm, replace(full, base="full"), tried, budget, keeps)
-        return replace(made, keeps_all=True, optional=optional_of(regions, keeps))
+            chosen = _faster(gm, replace(full, base="full"), tried, budget, keeps)
+        return replace(chosen, keeps_all=True, optional=optional_of(regions, keeps))
     plain = [memory.without(added) for memory in (full.forward_memory, full.backward_memory)]
     with budget.timed("fit"):
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, (plain[0], plain[1]))
@@ -160,10 +160,10 @@ def _with_hints(
     partition: Callable[..., Partition], budget: StepBudget, gm: fx.GraphModule, decision: str = ""
 ) -> Partition:
     """A partition; what it computes again may bring symbols that the joint graph lacks (states of random numbers)."""
-    found = partition(gm, decision=decision)
-    budget.add_hints(found.forward.graph)
-    budget.add_hints(found.backward.graph)
-    return found
+    result = partition(gm, decision=decision)
+    budget.add_hints(result.forward.graph)
+    budget.add_hints(result.backward.graph)
+    return result
 
 
 def _timed(
@@ -206,11 +206,11 @@ def _fit_less(
     bases = _bases(gm, results, plain, spare, lean, regions, budget)
     made_from = {"spare": spare, "lean": lean}
     rows_choices = budget.rows_choices()
-    beyond = dict(budget.beyond)
+    bytes_over_estimate = dict(budget.beyond)
 
     def live_bytes_of(base: Base, rows: int | None) -> list[int]:
         live = budget.live_bytes(base.forward, base.backward, rows)
-        return [num_bytes + beyond.get(base.kind, 0) for num_bytes in live]
+        return [num_bytes + bytes_over_estimate.get(base.kind, 0) for num_bytes in live]
 
     for _ in range(_ATTEMPTS):
         problem = problem_of_partition(
@@ -226,9 +226,9 @@ def _fit_less(
             return chosen
         # The same plan must not be chosen again.
         unused = budget.available_bytes - plan.peak_bytes + 1
-        beyond[base.kind] = beyond.get(base.kind, 0) + max(excess, unused)
+        bytes_over_estimate[base.kind] = bytes_over_estimate.get(base.kind, 0) + max(excess, unused)
     # Compared with the fewest rows, since these are what a step that does not fit will take.
-    least = min((lean, spare), key=lambda one: _peak(one, budget, rows_choices[-1][0]))
+    least = min((lean, spare), key=lambda candidate: _peak(candidate, budget, rows_choices[-1][0]))
     return replace(least, is_least=True)
 
 
@@ -282,12 +282,12 @@ def _seconds_beyond(pair: Pair, full: Pair, budget: StepBudget) -> float:
 
 def _left_bytes(forward: GraphMemory, sizes: Mapping[str, int]) -> int:
     lives = zip(forward.allocations, forward.bytes_at(sizes), strict=True)
-    return sum(num_bytes for one, num_bytes in lives if one.stop is None)
+    return sum(num_bytes for allocation, num_bytes in lives if allocation.stop is None)
 
 
 def _written(pair: Pair, sizes: Mapping[str, int]) -> int:
     lives = [own for memory in pair for own in zip(memory.allocations, memory.bytes_at(sizes), strict=True)]
-    return sum(num_bytes for one, num_bytes in lives if not one.is_input)
+    return sum(num_bytes for allocation, num_bytes in lives if not allocation.is_input)
 
 
 def _keeps(base: Base, saved: Saved) -> dict[str, Keep]:
@@ -299,7 +299,7 @@ def _keeps(base: Base, saved: Saved) -> dict[str, Keep]:
 def _sites_in_part(base: Base, saved: Saved) -> list[str]:
     """Regions that save something of some rows only."""
     amounts = [own[saved[own[0].site][0]] for own in base.regions if own[0].site in saved]
-    return [one.site for one in amounts if one.is_divisible and saved[one.site][1] < one.num_rows]
+    return [amount.site for amount in amounts if amount.is_divisible and saved[amount.site][1] < amount.num_rows]
 
 
 def _realized(
@@ -317,17 +317,17 @@ def _realized(
     module, _ = _with_regions(gm, keeps)
     of_regions = _described_regions(keeps, gm.graph)
     if base.kind == "full":
-        made = partition(module, decision=_described(keeps, gm.graph))
+        chosen = partition(module, decision=_described(keeps, gm.graph))
     elif base.kind == "spare":
-        made = spared(module, results, partition, of_regions=of_regions)
+        chosen = spared(module, results, partition, of_regions=of_regions)
     else:
         names = {tensor.name for tensor in base.tensors if tensor.name in saved}
         decision = (
             f"{len(names)} of {len(base.tensors)} costly results are kept, the others computed again in backward; "
             f"{of_regions}"
         )
-        made = _leaned(module, partition, names, results, decision)
-    return replace(made, optional=optional_of(base.regions, keeps))
+        chosen = _leaned(module, partition, names, results, decision)
+    return replace(chosen, optional=optional_of(base.regions, keeps))
 
 
 def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[CostlyResult]) -> Partition:
@@ -362,9 +362,9 @@ def savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[l
     if not choices:
         return []
     rates = rates_of()
-    found: dict[str, list[SavableRows]] = {}
+    choices_by_site: dict[str, list[SavableRows]] = {}
     for choice in choices:
-        num_bytes, smaller = choice.row_bytes * choice.num_rows, found.setdefault(choice.site, [])
+        num_bytes, smaller = choice.row_bytes * choice.num_rows, choices_by_site.setdefault(choice.site, [])
         # NOTE: operands spare backward one write of what it then reads, because the kernel that makes them again reads
         # its arguments anyway: measured, they do not pay.
         # Rows that came from other ranks are kept where they came to: what they spare is coming again.
@@ -378,24 +378,24 @@ def savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[l
             seconds = (0.0 if before is None else before.seconds) - rates.keeping_seconds(more, more)
         is_divisible = choice.is_divisible and not smaller
         smaller.append(SavableRows(choice.site, choice.keep, choice.row_bytes, choice.num_rows, seconds, is_divisible))
-    return list(found.values())
+    return list(choices_by_site.values())
 
 
 def _savable_tensors(
     joint: fx.Graph, results: Sequence[CostlyResult], backward: GraphMemory, rates: DeviceRates
 ) -> list[SavableTensor]:
     """Costly results that the lean backward computes again."""
-    made = {one.name for one in backward.allocations if not one.is_input}
+    recomputed = {allocation.name for allocation in backward.allocations if not allocation.is_input}
     nodes = {node.name: node for node in joint.nodes}
-    found = []
+    savable = []
     for result in results:
         node = nodes[result.name]
         names = (node.name, *(user.name for user in node.users))
-        storages = tuple(name for name in names if name in made)
+        storages = tuple(name for name in names if name in recomputed)
         if storages:
             seconds = result.flops / rates.peak_flops - rates.keeping_seconds(result.num_bytes, 0)
-            found.append(SavableTensor(result.name, storages, seconds))
-    return found
+            savable.append(SavableTensor(result.name, storages, seconds))
+    return savable
 
 
 def optional_of(regions: Sequence[Sequence[SavableRows]], keeps: Mapping[str, Keep]) -> dict[str, float]:
@@ -428,7 +428,9 @@ def _described_regions(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
     if not keeps:
         return "regions keep nothing"
     num_regions = len({choice.site for choice in keep_choices(joint)})
-    counts = [(keep, sum(one == keep for one in keeps.values())) for keep in ("received", "projections", "operands")]
+    counts = [
+        (keep, sum(policy == keep for policy in keeps.values())) for keep in ("received", "projections", "operands")
+    ]
     named = {"received": "the rows that come from other ranks"}
     return ", ".join(
         f"{count} of {num_regions} regions keep {named.get(keep, f'their {keep}')}" for keep, count in counts if count

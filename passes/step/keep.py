@@ -38,15 +38,15 @@ _FORWARD, _BACKWARD = torch.ops.memfine.experts.default, torch.ops.memfine.exper
 
 @dataclass(frozen=True)
 class KeepChoice:
-    """What one region may keep.
+    """One amount that a region may save of its rows, with its bytes and the work that it spares backward.
 
     Args:
-        site: its key.
-        keep: how much.
-        row_bytes: of each routed row.
-        copied_row_bytes: of these, what forward has to write beyond what it writes anyway.
+        site: key of the region.
+        keep: what is saved.
+        row_bytes: bytes saved of each routed row.
+        copied_row_bytes: of these, the bytes that forward has to write beyond what it writes anyway.
         num_rows, num_experts: N of the captured call, E.
-        is_divisible: whether a run may keep it of a part of the rows: where the rows of no other rank come.
+        is_divisible: whether a run may save it of a part of the rows: where the rows of no other rank come.
         flops: of the matmuls that backward is spared, in the captured call.
         travel_seconds: of the rows that need not come to this rank again.
     """
@@ -95,25 +95,25 @@ def _has_room_for_kernels(region: LiveRegion, bodies: KeepingBodies, dtype: torc
 
 def kept_inputs(backward: fx.Graph) -> set[int]:
     """Places among a backward graph's inputs of what regions may keep of no row: it has no memory to write over."""
-    kept: set[fx.Node] = set()
+    saved: set[fx.Node] = set()
     for node in backward.nodes:
         if node.target is torch.ops.memfine.experts_backward_kept.default:
             site, tensors = node.args[6], node.args[8]
             if lookup(site).decides_kept_rows:
-                kept.update(tensors)
+                saved.update(tensors)
     inputs = [node for node in backward.nodes if node.op == "placeholder"]
-    return {place for place, node in enumerate(inputs) if node in kept}
+    return {place for place, node in enumerate(inputs) if node in saved}
 
 
 def keeping_ops(backward: fx.Graph) -> tuple[KeepingOp, ...]:
-    """What regions of a backward graph find kept."""
-    found = []
+    """Return a record for each region of a backward graph that reads saved tensors."""
+    records = []
     for node in backward.nodes:
         if node.target is torch.ops.memfine.experts_backward_kept.default:
             region = lookup(node.args[6])
             flags = _flags(node.args[7], region.bodies.param_kinds, region.num_experts)
-            found.append(KeepingOp(region.site, node.args[9], flags))
-    return tuple(found)
+            records.append(KeepingOp(region.site, node.args[9], flags))
+    return tuple(records)
 
 
 def trace_keeping(ops: Sequence[KeepingOp]) -> None:
@@ -123,7 +123,7 @@ def trace_keeping(ops: Sequence[KeepingOp]) -> None:
 
 
 def _arriving_row_bytes(forward: fx.Node) -> int:
-    """Of a row with its routing weight, as it comes from another rank."""
+    """Return the bytes of a row with its routing weight, as it comes from another rank."""
     hidden, weight = forward.args[:2]
     assert isinstance(hidden, fx.Node)
     rows = hidden.meta["val"]
@@ -142,13 +142,17 @@ def keep_in_regions(joint: fx.Graph, keeps: Mapping[str, Keep]) -> set[str]:
 
 def _pairs(joint: fx.Graph) -> dict[str, tuple[Any, Any]]:
     """Site -> its forward and backward node, where there is one of each."""
-    found: dict[str, list[fx.Node]] = {}
+    nodes_by_site: dict[str, list[fx.Node]] = {}
     for node in joint.nodes:
         if node.target is _FORWARD:
-            found.setdefault(node.args[5], []).append(node)
+            nodes_by_site.setdefault(node.args[5], []).append(node)
         elif node.target is _BACKWARD:
-            found.setdefault(node.args[6], []).append(node)
-    pairs = {site: nodes for site, nodes in found.items() if [one.target for one in nodes] == [_FORWARD, _BACKWARD]}
+            nodes_by_site.setdefault(node.args[6], []).append(node)
+    pairs = {
+        site: nodes
+        for site, nodes in nodes_by_site.items()
+        if [op_node.target for op_node in nodes] == [_FORWARD, _BACKWARD]
+    }
     return {site: (nodes[0], nodes[1]) for site, nodes in pairs.items()}
 
 
@@ -159,16 +163,16 @@ def _flags(wanted: Any, kinds: Any, num_experts: int) -> tuple[bool, ...]:
 def _rewrite(joint: fx.Graph, forward: fx.Node, backward: fx.Node, keep: Keep) -> set[str]:
     with joint.inserting_before(forward):
         both = _call(joint, forward, torch.ops.memfine.experts_keeping.default, *forward.args, backward.args[7], keep)
-        out, *kept = (_call(joint, forward, operator.getitem, both, place) for place in range(len(both.meta["val"])))
+        out, *saved = (_call(joint, forward, operator.getitem, both, place) for place in range(len(both.meta["val"])))
     must_save(both)
     with joint.inserting_before(backward):
         target = torch.ops.memfine.experts_backward_kept.default
-        gradients = _call(joint, backward, target, *backward.args, kept, keep)
+        gradients = _call(joint, backward, target, *backward.args, saved, keep)
     forward.replace_all_uses_with(out)
     backward.replace_all_uses_with(gradients)
     joint.erase_node(forward)
     joint.erase_node(backward)
-    return {node.name for node in kept}
+    return {node.name for node in saved}
 
 
 def _call(joint: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:

@@ -138,7 +138,7 @@ class StepPartitioner(CustomPartitionerFn):
 
 
 def partitioned_as_is(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> Partition:
-    """What functorch makes of a joint graph without regions; products of matrices are marks in its record."""
+    """Return functorch's partition of a joint graph without regions; products of matrices are marks in its record."""
     return _partition(joint_inputs, options, True, gm, marks=True)
 
 
@@ -152,8 +152,8 @@ def _partition(
     marks: bool = False,
 ) -> Partition:
     forward, backward = min_cut_partition(gm, joint_inputs, **options)
-    for one in (forward, backward):
-        give_values(one.graph)
+    for module in (forward, backward):
+        give_values(module.graph)
     return Partition(
         forward,
         backward,
@@ -169,10 +169,10 @@ def give_values(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in with_state or "val" in node.meta:
             continue
-        place = next(place for place, one in enumerate(node.args) if isinstance(one, OpOverload))
+        place = next(place for place, arg in enumerate(node.args) if isinstance(arg, OpOverload))
         # Where generators are inputs of the graph the state comes by name, which the operator itself does not know.
-        given = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
-        args, kwargs = fx.map_arg((node.args[place + 1 :], given), lambda source: source.meta["val"])
+        known_kwargs = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+        args, kwargs = fx.map_arg((node.args[place + 1 :], known_kwargs), lambda source: source.meta["val"])
         fake_mode = fake_mode_of(tree_leaves((args, kwargs)))
         with fake_mode or contextlib.nullcontext(), torch.no_grad():
             result = node.args[place](*args, **kwargs)
@@ -185,8 +185,8 @@ def counted_inputs(backward: fx.Graph) -> CountedInputs:
     do too where autograd lets go of them."""
     names = [str(node.target) for node in backward.nodes if node.op == "placeholder"]
     counted = [name for name in names if not name.startswith("primals_")]
-    held = [] if frees_tangents() else [name for name in counted if name.startswith("tangents_")]
-    return CountedInputs(tuple(name for name in counted if name not in held), tuple(held))
+    held_tangents = [] if frees_tangents() else [name for name in counted if name.startswith("tangents_")]
+    return CountedInputs(tuple(name for name in counted if name not in held_tangents), tuple(held_tangents))
 
 
 def _save_what_is_dear(graph: fx.Graph) -> None:

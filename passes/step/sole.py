@@ -40,12 +40,12 @@ def sole_gradients(joint: fx.Graph, num_forward_outputs: int) -> dict[tuple[str,
     gradients = list(joint.output_node().args[0])[num_forward_outputs:]  # type: ignore[arg-type]  # a tuple of nodes
     if len(gradients) != len(primals):  # tokens of effects among them: no order to rely on
         return {}
-    found = {}
+    primal_places = {}
     for place, (primal, gradient) in enumerate(zip(primals, gradients, strict=True)):
         key = _key_of(gradient, primal)
         if key is not None and gradients.count(gradient) == 1:
-            found[key] = place
-    return found
+            primal_places[key] = place
+    return primal_places
 
 
 def _key_of(gradient: Any, primal: fx.Node) -> tuple[str, int] | None:
@@ -60,14 +60,14 @@ def _key_of(gradient: Any, primal: fx.Node) -> tuple[str, int] | None:
         return None
     number: Any = place
     number -= sum(wanted[:2])  # type: ignore[index,arg-type]  # of the op's schema, as the next
-    asked = [param for param, is_wanted in zip(params, wanted[2:], strict=True) if is_wanted]  # type: ignore[index,arg-type]
-    if number < 0 or not _is_undone(primal, asked[number], result, gradient):
+    wanted_params = [param for param, is_wanted in zip(params, wanted[2:], strict=True) if is_wanted]  # type: ignore[index,arg-type]
+    if number < 0 or not _is_undone(primal, wanted_params[number], result, gradient):
         return None
     return str(site), int(number + sum(wanted[:2]))  # type: ignore[index,arg-type]
 
 
 def _only_source(gradient: Any) -> fx.Node | None:
-    """What a gradient is a view of, where nothing else reads it or a view between."""
+    """Return the node reached from a gradient back through views with one reader each; None if that is no node."""
     node = gradient
     while isinstance(node, fx.Node) and len(node.users) == 1 and is_view(node.target):
         node = node.args[0]
@@ -97,5 +97,5 @@ def _seen_as(node: fx.Node, source: fx.Node, tensor: torch.Tensor) -> torch.Tens
         raise _NoView
     view: Any = node.target
     before: Any = node.args[0]
-    seen: torch.Tensor = view(_seen_as(before, source, tensor), *node.args[1:], **node.kwargs)
-    return seen
+    viewed: torch.Tensor = view(_seen_as(before, source, tensor), *node.args[1:], **node.kwargs)
+    return viewed

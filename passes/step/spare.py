@@ -68,7 +68,7 @@ def spared(
 
 
 def cheapest(results: Sequence[CostlyResult]) -> list[CostlyResult]:
-    """Those given up first, as far as their share of the FLOPs goes."""
+    """Return the costly results to recompute, the least worth saving first, as far as their share of the FLOPs goes."""
     left = _SHARE * _STEP_PER_FORWARD * sum(result.flops for result in results)
     chosen = []
     # Those most worth keeping stand first.

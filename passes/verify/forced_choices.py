@@ -44,7 +44,7 @@ class ForcedChoices(Listening):  # type: ignore[no-untyped-call]
         self.num_forced = 0
 
     def _forced(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
-        """What a choice among experts returns under the routing; None for any other call."""
+        """Return the result of a choice among experts under the forced routing; None for any other call."""
         scores = args[0] if args else None
         if (
             not isinstance(scores, Tensor)

@@ -85,20 +85,20 @@ def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
     with _lock:
         if key not in _known:
             _known[key] = _found(region, bodies, modes)
-    found = _known[key]
-    if found.other_output:
+    record = _known[key]
+    if record.other_output:
         raise CannotChunk(
             Reason.OTHER_OUTPUT,
-            f"in chunks it would have another output than the layer as written: {found.other_output}",
+            f"in chunks it would have another output than the layer as written: {record.other_output}",
             region.cut.exit,
         )
-    if found.difference:
+    if record.difference:
         raise CannotChunk(
             Reason.OTHER_GRADIENTS,
-            f"in chunks it would have other gradients than autograd finds in the layer as written: {found.difference}",
+            f"in chunks it would have other gradients than autograd finds in the layer as written: {record.difference}",
             region.cut.exit,
         )
-    return found.uncompared
+    return record.uncompared
 
 
 def _found(region: MoERegion, bodies: Bodies, modes: Modes) -> _Found:
@@ -186,7 +186,7 @@ def _run(forms: Forms, bodies: Bodies, inputs: _Inputs, widths: Mapping[int, int
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What symbols and widths are in a run."""
+    """Numbers that stand for symbols and for widths in one run."""
 
     symbols: Mapping[sympy.Symbol, int]
     widths: Mapping[int, int]
@@ -197,7 +197,7 @@ class _Sizes:
             return self.widths.get(number, number)
         expr = size.node.expr
         # Not all symbols: a loop over experts has some for each, and every tensor in it asks.
-        return int(expr.subs({one: self.symbols[one] for one in expr.free_symbols if one in self.symbols}))
+        return int(expr.subs({symbol: self.symbols[symbol] for symbol in expr.free_symbols if symbol in self.symbols}))
 
 
 def _choices(region: MoERegion) -> Iterator[_Sizes]:
@@ -216,9 +216,9 @@ def _choices(region: MoERegion) -> Iterator[_Sizes]:
 
 def _few_tokens(region: MoERegion) -> dict[sympy.Symbol, int]:
     """Numbers for the symbols of the inputs; those that routing decides inside are only needed to count bytes."""
-    found = _symbols(region.cut.inputs)
+    symbols = _symbols(region.cut.inputs)
     inside = {symbol: 16 for symbol in _symbols(region.cut.nodes)}
-    return inside | {symbol: 5 if len(found) == 1 else 2 + place for place, symbol in enumerate(found)}
+    return inside | {symbol: 5 if len(symbols) == 1 else 2 + place for place, symbol in enumerate(symbols)}
 
 
 def _symbols(nodes: Iterable[fx.Node]) -> list[sympy.Symbol]:
@@ -229,7 +229,7 @@ def _symbols(nodes: Iterable[fx.Node]) -> list[sympy.Symbol]:
 
 
 def _narrow_widths(region: MoERegion) -> dict[int, int]:
-    """Of the tokens and of the parameters; E, K and sizes that are numbers by chance stay.
+    """Return narrower widths of the tokens and of the parameters; E, K and sizes that are numbers by chance stay.
 
     No width is made narrower where parameters are packed: how wide they are unpacked is a number in the code, not
     the size of a tensor that comes in.
@@ -262,7 +262,7 @@ class _Inputs:
 
     @property
     def num_bytes(self) -> int:
-        """Of all inputs and all that the region as captured computes, in fp64."""
+        """Return the bytes of all inputs and of all that the region as captured computes, in fp64."""
         nodes = (*self._region.cut.inputs, *self._region.cut.nodes)
         tensors = [value for node in nodes for value in tree_leaves(node_value(node)) if isinstance(value, Tensor)]
         return sum(8 * math.prod(map(self._sizes.of, value.shape)) for value in tensors)

@@ -37,7 +37,7 @@ __all__ = ["cut_of_head", "verify_head"]
 
 
 def cut_of_head(head: HeadRegion) -> Cut:
-    """Where a head is in its graph, as for regions."""
+    """Return the cut that describes where a head is in its graph, as for regions."""
     inside = set(head.nodes)
     inputs = dict.fromkeys(source for node in head.nodes for source in node.all_input_nodes if source not in inside)
     return Cut(None, head.exit, head.nodes, tuple(inputs))

@@ -49,6 +49,9 @@ def outline(cut: Cut) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
 
 
 def _caller(body: fx.Node) -> str:
-    """What calls a body that was captured whole: an autograd.Function, a checkpoint, a branch, a loop."""
+    """Return the names of what calls a body that was captured whole.
+
+    The caller is an autograd.Function, a checkpoint, a branch or a loop.
+    """
     names = [str(getattr(user.target, "_name", user.target)) for user in body.users]
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)) or body.name

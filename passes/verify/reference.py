@@ -70,7 +70,10 @@ def _wide_dtype(value: Any) -> Any:
 
 
 def _single(value: Any) -> Any:
-    """What a kernel takes in fp64's place; asked for less than fp32, it would round in one form alone."""
+    """Return a kernel's argument in fp32 instead of fp64.
+
+    A dtype below fp32 becomes fp32, too: the kernel would round to it in one form alone.
+    """
     if isinstance(value, torch.dtype):
         return torch.float32 if value in (torch.bfloat16, torch.float16) else value
     return value.float() if isinstance(value, Tensor) and value.dtype is torch.float64 else value

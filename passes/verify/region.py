@@ -100,7 +100,7 @@ def failure_of(result: RegionVerification) -> str:
 
 
 class Leaves(Protocol):
-    """What two forms of a piece of a graph read: see `Forms`."""
+    """Inputs that two forms of a piece of a graph read; see `Forms`."""
 
     @property
     def placeholders(self) -> tuple[str, ...]: ...
@@ -351,7 +351,7 @@ def _small_chunks(plan: ChunkPlan, num_tokens: int, top_k: int) -> ChunkPlan:
 
 
 def errors_of(tensors: Tensors, reference: Tensors) -> dict[str, float]:
-    """By name; infinite where one side has a gradient and the other none, unless it is zero anyway."""
+    """Return errors by name; infinite where one side has a gradient and the other none, unless it is zero anyway."""
     one_sided = {name: (tensors | reference)[name] for name in tensors.keys() ^ reference.keys()}
     missing = {name: 0.0 if not bool(value.any()) else math.inf for name, value in one_sided.items()}
     shared = tensors.keys() & reference.keys()
@@ -359,7 +359,10 @@ def errors_of(tensors: Tensors, reference: Tensors) -> dict[str, float]:
 
 
 def _relative_error(tensor: Tensor, reference: Tensor) -> float:
-    """Of the whole tensor in fp64; against a reference of (nearly) zeros, absolute. Not a number counts as infinite."""
+    """Return the relative error of the whole tensor in fp64, which is infinite where it is not a number.
+
+    Against a reference of (nearly) zeros the error is absolute.
+    """
     exact = reference.detach().double()
     error = float((tensor.detach().double() - exact).norm() / exact.norm().clamp_min(_LEAST_NORM))
     return error if error == error else math.inf

@@ -23,7 +23,7 @@ _LEAST_WIDTH = 32
 
 
 def narrow_widths(widths: Iterable[int], counts: Iterable[int]) -> dict[int, int]:
-    """What each width becomes; empty where they cannot be divided.
+    """Return what each width becomes, divided by a common factor; empty where they cannot be divided.
 
     Args:
         widths: every size of a tensor's inner dimensions.

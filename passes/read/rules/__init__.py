@@ -24,8 +24,8 @@ def rule_of(target: Any, is_packed: bool = False) -> Rule | None:
     """
     if is_packed:
         return blocks.block_rule(target)
-    found = RULES.get(target) or pointwise.pointwise_rule(target) or quantized_rule(target)
-    return found or combine.library_rule(target)
+    rule = RULES.get(target) or pointwise.pointwise_rule(target) or quantized_rule(target)
+    return rule or combine.library_rule(target)
 
 
 RULES: dict[Any, Rule] = {}

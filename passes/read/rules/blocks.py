@@ -173,7 +173,7 @@ _SLICE, _SCATTER = _inside(1), _inside(2, num_parts=2)
 
 
 def _along_lists(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Part:
-    """cat, stack"""
+    """Return one expert's part of a `cat` or `stack` along a dimension behind the first."""
     if call.argument(1, "dim", 0) % call.ndim == 0:
         raise _mixes(call)
     parts = [_part(reader, value, tensor, call) for value, tensor in zip(args[0], call.args[0], strict=True)]

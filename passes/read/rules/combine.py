@@ -74,7 +74,10 @@ def _index_add(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _scatter(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
-    """By expert into [T,E]; or, with the index repeated for every column, of rows to tokens or places."""
+    """Return the value of a scatter: by expert into [T,E], or of rows to tokens or places.
+
+    In a scatter of rows, the index is repeated for every column.
+    """
     base, dim, ids, values = args[:4]
     if not isinstance(ids, Ids):
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "a scatter by other than a routing index")
@@ -89,7 +92,7 @@ def _scatter(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if ids.names == "e":
         return scattered(reader, call, base, ids, values)
     columns = ids.lead.groups[1:]
-    widths = [one.shape[1:] for one in (call.args[0], *call.args[2:4]) if isinstance(one, torch.Tensor)]
+    widths = [operand.shape[1:] for operand in (call.args[0], *call.args[2:4]) if isinstance(operand, torch.Tensor)]
     if (
         dim != 0
         or any(columns)

@@ -21,16 +21,16 @@ aten = torch.ops.aten
 
 def check_fills(values: Sequence[Any], tensors: Sequence[Any], call: Call) -> None:
     """Constant tensors become numbers: refuse those that make rows wider, or of another dtype, than numbers would."""
-    pairs = [(value, one) for value, one in zip(values, tensors, strict=True) if isinstance(one, torch.Tensor)]
+    pairs = [(value, tensor) for value, tensor in zip(values, tensors, strict=True) if isinstance(tensor, torch.Tensor)]
     rows = [tensor for value, tensor in pairs if not isinstance(value, Fill)]
     if not rows or len(rows) == len(pairs):
         return
-    dtypes = {one.dtype for _, one in pairs if one.ndim} | {one.dtype for one in rows}
+    dtypes = {tensor.dtype for _, tensor in pairs if tensor.ndim} | {tensor.dtype for tensor in rows}
     is_as_wide = all(
-        any(same_size(size, one.shape[dim]) for one in rows if -dim <= one.ndim)
+        any(same_size(size, tensor.shape[dim]) for tensor in rows if -dim <= tensor.ndim)
         for dim, size in ((dim, call.out.shape[dim]) for dim in range(-call.ndim, 0))
     )
-    if not is_as_wide or _promoted(dtypes) is not _promoted({one.dtype for one in rows}):
+    if not is_as_wide or _promoted(dtypes) is not _promoted({tensor.dtype for tensor in rows}):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "a constant tensor makes rows wider, or of another dtype")
 
 

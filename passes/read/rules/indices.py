@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Named:
-    """What several indices name together, one group of atoms for each dimension they index."""
+    """Names that several indices give together, one group of atoms for each dimension they index."""
 
     names: tuple[str, ...]
     lead: Lead
@@ -50,7 +50,7 @@ class Named:
 
 
 def named(reader: Reader, indices: list[Any], call: Call) -> Named:
-    """What indices (or one mask) name.
+    """Return what several indices, or one mask, name in the dimensions that they index.
 
     Raises:
         CannotChunk: they are no indices of the routing, or contradict each other.
@@ -58,23 +58,23 @@ def named(reader: Reader, indices: list[Any], call: Call) -> Named:
     if len(indices) == 1 and isinstance(indices[0], Mask):
         places = coordinates(indices[0], call)
         return Named(places.names, Lead.SORTED, places.copy)
-    if not indices or not all(isinstance(one, Ids) for one in indices):
-        why = next((one.why for one in indices if isinstance(one, Leaf) and one.why is not None), None)
+    if not indices or not all(isinstance(ids, Ids) for ids in indices):
+        why = next((leaf.why for leaf in indices if isinstance(leaf, Leaf) and leaf.why is not None), None)
         raise why or call.refused(Reason.INDEX_NOT_FOLLOWED, "indexing by other than one routing index")
     # Several indices broadcast with each other before they pick, as in NumPy.
-    num_dims = max(one.lead.num_dims for one in indices)
+    num_dims = max(ids.lead.num_dims for ids in indices)
     lead, copy = Lead(*[""] * num_dims), ALL
-    for one in indices:
-        joined = reader.joined(lead, Lead(*[""] * (num_dims - one.lead.num_dims), *one.lead.groups))
-        joint = merged(copy, one.copy)
+    for index in indices:
+        joined = reader.joined(lead, Lead(*[""] * (num_dims - index.lead.num_dims), *index.lead.groups))
+        joint = merged(copy, index.copy)
         if joined is None or joint is None:
             raise call.refused(Reason.INDEX_NOT_FOLLOWED, "indices of different experts or tokens meet")
         lead, copy = joined, joint
-    return Named(tuple(one.names for one in indices), lead, copy)
+    return Named(tuple(ids.names for ids in indices), lead, copy)
 
 
 def coordinates(mask: Mask, call: Call, *, has_ones: bool = False) -> Coordinates:
-    """Where a mask of one expert holds; with `has_ones`, its nameless dimensions are known to be of size one.
+    """Return where a mask of one expert holds; with `has_ones`, its nameless dimensions are known to be of size one.
 
     Raises:
         CannotChunk: it is about all experts, or of what was not chosen.

@@ -112,7 +112,7 @@ def _multiplied(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _rows_of_choices(reader: Reader, call: Call, value: Any, mask: Mask, of_mask: torch.Tensor) -> Rows:
-    """What a mask is laid on: weights of each choice or expert, if its shape says so, else rows."""
+    """Return the operand of a mask as weights of each choice or expert, if its shape says so, else as rows."""
     if isinstance(value, Leaf) and "e" in mask.lead.groups:
         size = of_mask.shape[mask.lead.groups.index("e")]
         return reader.weights_of_experts(value, size) or reader.as_weights(value) or reader.as_rows(value, call)
@@ -142,9 +142,9 @@ def _where(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     places = (0, 1, 2) if call.target is aten.where.self else (1, 2, 0)  # else masked_fill(x, mask, value)
     mask, chosen, other = (args[place] for place in places)
     if isinstance(mask, Fill) and mask.value is not None:
-        taken = places[1] if mask.value else places[2]
-        if isinstance(call.args[taken], torch.Tensor) and _has_shape_of(call, taken):
-            return args[taken]
+        branch_place = places[1] if mask.value else places[2]
+        if isinstance(call.args[branch_place], torch.Tensor) and _has_shape_of(call, branch_place):
+            return args[branch_place]
     if not isinstance(mask, Mask):
         return pointwise(reader, call, args, kwargs)
     if mask.is_negated:
@@ -194,17 +194,17 @@ def _added(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Rows added to what a sum held at their places; results of experts that ran on all tokens, summed."""
     if kwargs.get("alpha", 1) != 1:
         return pointwise(reader, call, args, kwargs)
-    for place, (held, rows) in enumerate((args[:2], args[1::-1])):
-        if isinstance(held, Taken):
+    for place, (base, rows) in enumerate((args[:2], args[1::-1])):
+        if isinstance(base, Taken):
             added = reader.as_rows(rows, call)
-            joint = merged(held.copy, added.copy)
-            if held.added is not None or joint is None or added.copy.expert is None:
+            joint = merged(base.copy, added.copy)
+            if base.added is not None or joint is None or added.copy.expert is None:
                 raise call.refused(
                     Reason.INDEX_NOT_FOLLOWED, "other rows than the expert's own are added to its places"
                 )
-            return replace(held, added=added)
+            return replace(base, added=added)
         # Zeros that a loop starts its sum with add nothing, if they do not widen or cast what they meet.
-        is_zero = held == Fill(0.0) or (type(held) is int and held == 0)
+        is_zero = base == Fill(0.0) or (type(base) is int and base == 0)
         if is_zero and isinstance(rows, (Rows, Partial)) and _has_shape_of(call, 1 - place):
             return rows
     if any(isinstance(value, Partial) for value in args[:2]) or _sums_experts(args):
@@ -256,7 +256,7 @@ def _summed(reader: Reader, call: Call, args: Args) -> Partial:
 
 def _no_sum(reader: Reader, call: Call, args: Args) -> CannotChunk:
     """Why two values are no sum of experts' results; what reads a sum that is complete ends the walk here."""
-    whole = [reader.as_rows(one, call) for one in args[:2]]
+    whole = [reader.as_rows(value, call) for value in args[:2]]
     return call.refused(Reason.INDEX_NOT_FOLLOWED, f"rows of {len(whole)} kinds meet in a sum over experts")
 
 

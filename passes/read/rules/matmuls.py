@@ -225,7 +225,7 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     lead = "".join(letter for letter in output if letter in groups)
     summed = [letter for letter in groups if letter not in output]
     offs = [term.rows.off for term in terms]
-    off = 0.0 if any(one == 0 for one in offs) else None
+    off = 0.0 if any(number == 0 for number in offs) else None
     if not any(term.rows.is_dispatched for term in terms) and not any(term.inner for term in terms):
         return _outside(reader, terms, Lead(*(groups[letter] for letter in output)), summed, groups, off, copy)
     inner = output[len(lead) :]
@@ -264,10 +264,10 @@ def _einsum_of_tables(
         for own, value in zip(letters, values, strict=True)
     ]
     ordered = sorted(zip(parts, matrices, strict=True), key=lambda pair: inner[0] not in pair[0])
-    (left, one), (right, other) = ordered
-    one = one if left[0] == inner[0] else reader.emit(aten.t.default, one)
-    other = other if right[1] == inner[1] else reader.emit(aten.t.default, other)
-    product = reader.emit(aten.unsqueeze.default, reader.emit(aten.mm.default, one, other), 0)
+    (left, left_matrix), (right, right_matrix) = ordered
+    left_matrix = left_matrix if left[0] == inner[0] else reader.emit(aten.t.default, left_matrix)
+    right_matrix = right_matrix if right[1] == inner[1] else reader.emit(aten.t.default, right_matrix)
+    product = reader.emit(aten.unsqueeze.default, reader.emit(aten.mm.default, left_matrix, right_matrix), 0)
     return Rows(Lead.EXPERT, product, per_row=False, is_dispatched=True)
 
 

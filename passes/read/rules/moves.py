@@ -99,7 +99,10 @@ def _named(reader: Reader, lead: Lead, source: Sequence[Size]) -> Lead:
 
 
 def _repeated_atom(reader: Reader, count: Size, *, is_first: bool) -> str | None:
-    """What tokens repeated `count` times stand for; in front of the tokens experts are likelier than choices."""
+    """Return the atom of a dimension along which tokens are repeated `count` times, or None.
+
+    In front of the tokens (`is_first`), experts are likelier than choices.
+    """
     sizes: dict[str, Size | None] = {"k": reader.frame.top_k, "e": reader.num_experts or reader.frame.num_experts}
     for atom in "ek" if is_first else "ke":
         size = sizes[atom]
@@ -110,7 +113,7 @@ def _repeated_atom(reader: Reader, count: Size, *, is_first: bool) -> str | None
 
 
 def _whole_lead(reader: Reader, value: Ids | Mask, source: Sequence[Size], target: Sequence[Size], call: Call) -> Lead:
-    """Of integers or masks: all their dimensions are lead, and dimensions of one may be added behind."""
+    """Return the lead of reshaped integers or masks: all dimensions are lead; dimensions of one may be added behind."""
     # One token with one choice: a reshape to no dimension is still that assignment.
     if not target and same_size(reader.frame.num_rows, 1):
         return value.lead

@@ -171,10 +171,10 @@ def _cat(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return _all_places(values, dim, call)
     rows = [reader.as_rows(value, call) for value in values]
     is_stack = call.target is aten.stack.default
-    leads = {one.lead for one in rows}
+    leads = {value.lead for value in rows}
     if len(leads) == 1 and len(rows) > 1:
         lead = rows[0].lead
-        if not is_stack and lead is Lead.SORTED and dim == 0 and all(one.copy.expert is not None for one in rows):
+        if not is_stack and lead is Lead.SORTED and dim == 0 and all(value.copy.expert is not None for value in rows):
             return _sorted_rows(reader, rows, call)
         takes_new_dim = dim <= lead.num_dims if is_stack else dim < lead.num_dims and not lead.groups[dim]
         if takes_new_dim and lead.num_dims and reader.is_all_tokens(lead) | _is_slots(lead):
@@ -200,8 +200,8 @@ def _all_places(places: list[Any], dim: int, call: Call) -> Ids:
 
 
 def _sorted_rows(reader: Reader, rows: list[Rows], call: Call) -> Rows:
-    experts = [one.copy.expert for one in rows]
-    orders, choices = {one.copy.order for one in rows}, {one.copy.choice for one in rows}
+    experts = [value.copy.expert for value in rows]
+    orders, choices = {value.copy.order for value in rows}, {value.copy.choice for value in rows}
     # Rows of one expert in token order beside those of another in choice order have no common inverse.
     if len(orders) > 1 or choices != {None}:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "experts' results stand in different orders")
@@ -210,14 +210,14 @@ def _sorted_rows(reader: Reader, rows: list[Rows], call: Call) -> Rows:
             Reason.ROWS_NOT_FOLLOWED, "experts' results are concatenated in another order than that of their rows"
         )
     copies = [Copy(expert) for expert in range(len(rows))]
-    expr = reader.expressions.unify(copies, [expression_of(one, call) for one in rows], call.node)
+    expr = reader.expressions.unify(copies, [expression_of(value, call) for value in rows], call.node)
     reader.check_num_experts(len(rows), call)
     return Rows(Lead.SORTED, expr, copy=Copy(order=orders.pop()), is_dispatched=True)
 
 
 def _side_by_side(reader: Reader, rows: list[Rows], dim: int, is_stack: bool, call: Call) -> Rows:
     """[T,...] of every expert as [T,E,...]."""
-    experts = [one.copy.expert for one in rows]
+    experts = [value.copy.expert for value in rows]
     if experts != list(range(len(rows))) and any(expert is not None for expert in experts):
         raise call.refused(
             Reason.ROWS_NOT_FOLLOWED, "experts' results are put side by side in another order than that of the experts"
@@ -225,11 +225,11 @@ def _side_by_side(reader: Reader, rows: list[Rows], dim: int, is_stack: bool, ca
     # Unequal results side by side are experts only if their expressions agree up to parameters.
     copies = [Copy(expert) for expert in range(len(rows))]
     lead = rows[0].lead.inserting(dim, "e") if is_stack else rows[0].lead.with_group(dim, "e")
-    off = 0.0 if all(one.off == 0 for one in rows) else None
-    if all(one.expr is None for one in rows):
-        same_off = {one.off for one in rows}
+    off = 0.0 if all(value.off == 0 for value in rows) else None
+    if all(value.expr is None for value in rows):
+        same_off = {value.off for value in rows}
         return Rows(lead, None, off=same_off.pop() if len(same_off) == 1 else None)
-    expr = reader.expressions.unify(copies, [expression_of(one, call) for one in rows], call.node)
+    expr = reader.expressions.unify(copies, [expression_of(value, call) for value in rows], call.node)
     reader.check_num_experts(len(rows), call)
     dispatched = any(map(is_dispatched, rows)) or len(set(rows)) > 1
     if dispatched:
@@ -238,13 +238,13 @@ def _side_by_side(reader: Reader, rows: list[Rows], dim: int, is_stack: bool, ca
 
 
 def _joined(reader: Reader, call: Call, rows: list[Rows], dim: int) -> Rows:
-    operands = [Operand(one, tensor) for one, tensor in zip(rows, call.args[0], strict=True)]
+    operands = [Operand(value, tensor) for value, tensor in zip(rows, call.args[0], strict=True)]
     # A parameter's expression has one row, which `cat` would not broadcast.
-    if len({one.per_row for one in rows}) > 1:
+    if len({value.per_row for value in rows}) > 1:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "rows and parameters concatenated")
     lead, expressions = align(reader, operands, call.ndim, call)
     inner = inner_dim(Rows(lead, expressions[0]), dim, call.ndim, call)
-    off = 0.0 if all(one.off == 0 for one in rows) else None
+    off = 0.0 if all(value.off == 0 for value in rows) else None
     expr = reader.emit(aten.cat.default, expressions, inner)
     return Rows(lead, expr, rows[0].per_row, off, joint_copy(rows, lead, call), any(map(is_dispatched, rows)))
 

@@ -95,11 +95,11 @@ def pointwise(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     new_args, new_kwargs = tree_unflatten(leaves, spec)
     rows = [operand.rows for operand in operands.values()]
     expr = reader.emit(call.target, *new_args, **new_kwargs)
-    off = _off(call.target, values, spec, {place: one.tensor.dtype for place, one in operands.items()})
+    off = _off(call.target, values, spec, {place: operand.tensor.dtype for place, operand in operands.items()})
     copy = joint_copy(rows, lead, call)
     # Rows picked for one expert that meet something are part of it, however far its matmul still is.
-    dispatched = any(one.is_dispatched for one in rows) or (copy.expert is not None and len(rows) > 1)
-    return Rows(lead, expr, any(one.per_row for one in rows), off, copy, dispatched)
+    dispatched = any(value.is_dispatched for value in rows) or (copy.expert is not None and len(rows) > 1)
+    return Rows(lead, expr, any(value.per_row for value in rows), off, copy, dispatched)
 
 
 def joint_copy(rows: Sequence[Rows], lead: Lead, call: Call) -> Copy:
@@ -114,9 +114,9 @@ def joint_copy(rows: Sequence[Rows], lead: Lead, call: Call) -> Copy:
         CannotChunk: about different experts, or in different orders.
     """
     copy = ALL
-    for one in rows:
-        joint = merged(copy, one.copy)
-        if joint is None or (one.lead is Lead.SORTED and copy.order and one.copy.expert != copy.expert):
+    for value in rows:
+        joint = merged(copy, value.copy)
+        if joint is None or (value.lead is Lead.SORTED and copy.order and value.copy.expert != copy.expert):
             experts = sorted({part.copy.expert for part in rows if part.copy.expert is not None})
             raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"rows of experts {experts} meet before they are combined")
         copy = joint
@@ -133,18 +133,25 @@ def check_about(copy: Copy, lead: Lead, call: Call) -> None:
 def _about_choices(
     reader: Reader, call: Call, values: Sequence[Any], tensors: Sequence[Any]
 ) -> tuple[Lead, Copy] | None:
-    """What numbers are about together if nothing of the experts is in them, but something that is known where these
-    were not chosen; None for rows, which have features besides."""
-    led = [(one, tensor) for one, tensor in zip(values, tensors, strict=True) if isinstance(one, (Rows, Mask))]
+    """Return what operands are about together, if no expert has computed them but some are known where not chosen.
+
+    None for rows, which also have features.
+    """
+    led = [
+        (operand, tensor) for operand, tensor in zip(values, tensors, strict=True) if isinstance(operand, (Rows, Mask))
+    ]
     # Once experts are in it, an expression is needed and not only what stands at unchosen entries.
-    if any(isinstance(one, Rows) and one.is_dispatched for one, _ in led):
+    if any(isinstance(operand, Rows) and operand.is_dispatched for operand, _ in led):
         return None
-    if not any(isinstance(one, Mask) or one.off is not None or one.expr is None or one.lead.is_dense for one, _ in led):
+    if not any(
+        isinstance(operand, Mask) or operand.off is not None or operand.expr is None or operand.lead.is_dense
+        for operand, _ in led
+    ):
         return None
     lead, copy = Lead(*[""] * call.ndim), ALL
-    for one, tensor in led:
-        own = one.lead.groups + ("",) * (tensor.ndim - one.lead.num_dims)
-        joint = merged(copy, one.copy)
+    for value, tensor in led:
+        own = value.lead.groups + ("",) * (tensor.ndim - value.lead.num_dims)
+        joint = merged(copy, value.copy)
         joined = reader.joined(lead, Lead(*[""] * (call.ndim - len(own)), *own))
         if joint is None or joined is None:
             raise call.refused(Reason.ROWS_NOT_FOLLOWED, "weights of different experts or tokens meet")
@@ -186,9 +193,9 @@ def align(reader: Reader, operands: Sequence[Operand], out_dims: int, call: Call
         CannotChunk: rows of different tokens, choices or experts would meet.
     """
     # Broadcasting lines dimensions up from the right: what has fewer of them has its lead further in.
-    routed = [one for one in operands if one.rows.lead is not Lead.NONE]
-    num_lead = max((out_dims - one.tensor.ndim + _num_led(reader, one) for one in routed), default=0)
-    operands = [_shortened(reader, one, num_lead - (out_dims - one.tensor.ndim), call) for one in operands]
+    routed = [source for source in operands if source.rows.lead is not Lead.NONE]
+    num_lead = max((out_dims - source.tensor.ndim + _num_led(reader, source) for source in routed), default=0)
+    operands = [_shortened(reader, source, num_lead - (out_dims - source.tensor.ndim), call) for source in operands]
     lead = Lead(*[""] * num_lead)
     expressions = []
     for operand in operands:
@@ -255,7 +262,7 @@ def _inner_part(reader: Reader, operand: Operand, num_inner: int, call: Call) ->
 
 
 def _off(target: Any, values: Sequence[Any], spec: Any, dtypes: dict[int, torch.dtype]) -> float | None:
-    """What entries that no choice names become, where that is one known number."""
+    """Return what entries that no choice names become, or None where that is not one known number."""
     known: list[Any] = []
     for place, value in enumerate(values):
         if place in dtypes:
@@ -305,7 +312,7 @@ def along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] =
         # No dimension means all of them.
         if not dims or None in dims:
             raise call.refused(Reason.TOKENS_INTERACT, "a reduction over all dimensions mixes rows")
-        inner = [inner_dim(rows, one, num_dims, call) for one in dims]
+        inner = [inner_dim(rows, axis, num_dims, call) for axis in dims]
         new_args = list(args)
         new_args[0] = expression_of(rows, call)
         new_kwargs = dict(kwargs)

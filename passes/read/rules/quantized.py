@@ -54,16 +54,16 @@ def _linear_4bit(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Rows
     values, packed, scales, block_size, quant_type, out = args
     rows = reader.as_rows(values, call)
     is_row_wise = rows.per_row and rows.lead.num_dims == 1
-    if not is_row_wise or not all(isinstance(one, Leaf) for one in (packed, *scales)):
+    if not is_row_wise or not all(isinstance(leaf, Leaf) for leaf in (packed, *scales)):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"{rows.lead.in_words} by a matrix in 4 bits")
     width, dtype = int(call.shape()[-1]), call.out.dtype
     absmax, *twice = map(reader.whole_of, scales)
     if twice:
-        made = torch.ops.bitsandbytes.dequantize_blockwise.default
-        absmax = reader.emit(made, absmax, *twice[:2], SCALES_A_BLOCK, torch.float32)
+        dequantize = torch.ops.bitsandbytes.dequantize_blockwise.default
+        absmax = reader.emit(dequantize, absmax, *twice[:2], SCALES_A_BLOCK, torch.float32)
         absmax = reader.emit(aten.add.Tensor, absmax, twice[2])
-    made = torch.ops.bitsandbytes.dequantize_4bit.default
-    matrix = reader.emit(made, reader.whole_of(packed), absmax, block_size, quant_type, [out, width], dtype)
+    dequantize = torch.ops.bitsandbytes.dequantize_4bit.default
+    matrix = reader.emit(dequantize, reader.whole_of(packed), absmax, block_size, quant_type, [out, width], dtype)
     if rows.copy.expert is not None:
         reader.note_experts(call, "loops", width)
         reader.note_made(call.node)

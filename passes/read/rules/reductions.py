@@ -60,8 +60,8 @@ def _mask_reduced(reader: Reader, call: Call, mask: Mask, dims: list[int], keeps
         raise call.refused(
             Reason.ROWS_NOT_FOLLOWED, "a token may name an expert twice here, but its mask counts it once"
         )
-    kept = ["" if place in dims else group for place, group in enumerate(mask.lead.groups)]
-    return replace(mask, lead=Lead(*(kept if keeps_dim else left)))
+    full_groups = ["" if place in dims else group for place, group in enumerate(mask.lead.groups)]
+    return replace(mask, lead=Lead(*(full_groups if keeps_dim else left)))
 
 
 def _over_lead(reader: Reader, call: Call, rows: Rows, dim: int, keeps_dim: bool) -> Rows:
