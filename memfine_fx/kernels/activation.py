@@ -4,9 +4,9 @@ swiglu       silu(gate) * up
 geglu        gelu(gate) * up, gelu by tanh
 geglu_exact  gelu(gate) * up, gelu by the error function
 clamped      GPT-OSS's: gate at most 7, up in [-7, 7]; gate * sigmoid(1.702 gate) * (up + 1)
-relu2        relu(gate) squared; there is no up projection, and what stands for it is not read
+relu2        relu(gate) squared; there is no up projection, and the argument in its place is not read
 
-Any other pointwise one comes as source (`Pointwise`), and is compiled into the kernels as these are.
+Any other pointwise activation comes as source (`Pointwise`), and is compiled into the kernels as these are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIMIT, _SLOPE = 7.0, 1.702
 
 
 def constants_of(activation: Activation) -> tuple[Any, Any]:
-    """What kernels take for `ACTIVATION` of `activate` and of `activate_backward`: a name, or functions."""
+    """Return the constants `ACTIVATION` of `activate` and of `activate_backward`: a name twice, or two functions."""
     return _functions_of(activation.source) if isinstance(activation, Pointwise) else (activation, activation)
 
 
@@ -44,7 +44,7 @@ def _tanh(value):
 
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr):
-    """What the down projection takes, before the routing weight; in fp32."""
+    """Return what the down projection multiplies, before the routing weight: the activated tile, in fp32."""
     if ACTIVATION == "swiglu":
         result = gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "geglu":
@@ -64,7 +64,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_backward(gate, up, grad, ACTIVATION: tl.constexpr):
-    """(gradient of the gate projection, of the up projection) from that of what `activate` gave."""
+    """Return the gradients of the gate and of the up projection, from the gradient of what `activate` returns."""
     if ACTIVATION == "swiglu":
         share = tl.sigmoid(gate)
         grad_gate = grad * up * share * (1 + gate * (1 - share))
@@ -94,7 +94,7 @@ def activate_backward(gate, up, grad, ACTIVATION: tl.constexpr):
 
 
 def reference_activation(gate: torch.Tensor, up: torch.Tensor, activation: ActivationName) -> torch.Tensor:
-    """`activate` in plain torch, which differentiates it."""
+    """Compute `activate` in plain torch, which differentiates it."""
     if activation == "swiglu":
         return torch.nn.functional.silu(gate) * up
     if activation == "geglu":

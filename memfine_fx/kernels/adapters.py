@@ -1,7 +1,7 @@
 """A layer's adapters in one pass: their narrow rows, what these add to the layer's products, and their gradients.
 
 Of each adapter s (x A^T) B^T a window has narrow rows [R,r], of x or of what is activated and, in backward, of
-gradients too (`low_rank`). Neither B A, which is as large as a table, nor its gradient is ever made.
+gradients too (`low_rank`). Neither B A, which is as large as a table, nor its gradient is ever computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["AdapterGradients", "AdapterPass", "LayerAdapters"]
 
 @dataclass(frozen=True)
 class AdapterPass:
-    """What adapters are run with.
+    """The settings that one forward or backward of a layer shares among its adapters.
 
     Args:
         routing: of the layer.
@@ -43,14 +43,14 @@ class AdapterPass:
 
 
 class _NarrowRows:
-    """Room for a window's narrow rows of adapters."""
+    """Buffers for one window's narrow rows of adapters, [capacity,r] each."""
 
     def __init__(self, adapters: Sequence[Adapter], run: AdapterPass, beside: torch.Tensor) -> None:
         self._run, self._adapters = run, adapters
-        self._rooms = [beside.new_empty((run.capacity, one.rank)) for one in adapters]
+        self._rooms = [beside.new_empty((run.capacity, adapter.rank)) for adapter in adapters]
 
     def write(self, number: int, rows: torch.Tensor, window: Window, *, is_gathered: bool) -> torch.Tensor:
-        """[R,r] of one adapter, from tokens [T,D] or from rows [R,D] of the window."""
+        """Compute the narrow rows [R,r] of one adapter, from tokens [T,D] or from rows [R,D] of the window."""
         adapter, result = self._adapters[number], self._rooms[number].narrow(0, 0, window.num_rows)
         narrow_product(
             rows, adapter.first, adapter.scale, self._run.routing, window, result, self._run.tiles_of(adapter).narrow,
@@ -63,7 +63,7 @@ class LayerAdapters:
     """The adapters of gate and up, or both in one, and of down.
 
     Args:
-        adapters: of each projection, all or none, and of down; or nothing.
+        adapters: those of each projection, all or none, and that of down; or an empty sequence.
         layout: of the layer.
         run: of the pass.
         beside: a tensor of the rows' dtype and device.
@@ -73,35 +73,35 @@ class LayerAdapters:
         self, adapters: Sequence[Adapter | None], layout: Layout, run: AdapterPass, beside: torch.Tensor
     ) -> None:
         *projections, self.down = adapters or [None]
-        self.projections = [one for one in projections if one is not None]
+        self.projections = [adapter for adapter in projections if adapter is not None]
         self.layout, self.run = layout, run
         self.every = [*self.projections, *([] if self.down is None else [self.down])]
         self._narrow = _NarrowRows(self.every, run, beside)
 
     def narrow(self, hidden: torch.Tensor, window: Window) -> list[torch.Tensor]:
-        """Narrow rows of the projections' adapters."""
+        """Compute the narrow rows of the projections' adapters."""
         return [self._narrow.write(at, hidden, window, is_gathered=True) for at in range(len(self.projections))]
 
     def of_projections(self, narrow: Sequence[torch.Tensor]) -> Terms | None:
-        """What is added to gate's and up's products."""
-        terms = [Term(rows, one.second) for rows, one in zip(narrow, self.projections, strict=True)]
+        """Return the low-rank terms that are added to gate's and up's products, or None without adapters."""
+        terms = [Term(rows, adapter.second) for rows, adapter in zip(narrow, self.projections, strict=True)]
         return Terms.of(terms, self.layout) if terms else None
 
     def of_down(self, activated: torch.Tensor, window: Window) -> list[Term]:
-        """What is added to the down projection of [R,F]."""
+        """Return the low-rank terms that are added to the down projection of the activated rows [R,F]: one or none."""
         if self.down is None:
             return []
         return [Term(self._narrow.write(-1, activated, window, is_gathered=False), self.down.second)]
 
 
 class AdapterGradients:
-    """Narrow rows of gradients, and the gradients of the adapters' factors.
+    """The narrow rows of gradients, and the gradients of the adapters' factors.
 
     Args:
         adapters: of the pass.
-        into: views of the gradients, as the adapters are; not written where nothing is trained.
+        into: views of the adapters' gradients, in the adapters' order; not written where nothing is trained.
         trains_projections, trains_down: whether adapters of gate and up are trained, and of down; False without any.
-        are_added: of each factor, A before B, whether its gradient is added to what is there.
+        are_added: for each factor, A before B, whether its gradient is added in place to an existing one.
         is_cut: whether a window may cut an expert.
         beside: as of `LayerAdapters`.
     """
@@ -120,7 +120,7 @@ class AdapterGradients:
         self._adapters, self._run = adapters, adapters.run
         self.trains_projections, self.trains_down = trains_projections, trains_down
         # narrow' = s (y' @ B), and narrow' @ A goes on: factors that have changed places.
-        self._turned = [Adapter(one.second.mT, one.first.mT, one.scale) for one in adapters.every]
+        self._turned = [Adapter(adapter.second.mT, adapter.first.mT, adapter.scale) for adapter in adapters.every]
         self._narrow = _NarrowRows(self._turned, self._run, beside)
         num_of_projections = 2 * len(adapters.projections)
         self._into = [
@@ -132,7 +132,7 @@ class AdapterGradients:
         ]  # fmt: skip
 
     def of_projections(self, rows: Sequence[torch.Tensor], window: Window) -> list[Term]:
-        """What is added to the tokens' gradient, from gradients of each projection's products, [R,C]."""
+        """Return the low-rank terms of the tokens' gradient, from gradients of each projection's products, [R,C]."""
         num_projections = len(self._adapters.projections)
         return [
             Term(self._narrow.write(at, rows[at], window, is_gathered=False), self._turned[at].second)
@@ -140,7 +140,10 @@ class AdapterGradients:
         ]
 
     def of_down(self, grad: torch.Tensor, window: Window) -> Term | None:
-        """What is added to the gradient of the activated rows, from that of the output [T,H]."""
+        """Return the low-rank term of the activated rows' gradient, from the gradient of the output [T,H].
+
+        It is None where down has no adapter.
+        """
         if self._adapters.down is None:
             return None
         return Term(self._narrow.write(-1, grad, window, is_gathered=True), self._turned[-1].second)
@@ -161,8 +164,8 @@ class AdapterGradients:
             narrow: of `LayerAdapters.narrow`.
             turned: of `of_projections`.
         """
-        for at, one in enumerate(self._adapters.projections):
-            tiles, (first, second) = self._run.tiles_of(one), self._into[2 * at : 2 * at + 2]
+        for at, adapter in enumerate(self._adapters.projections):
+            tiles, (first, second) = self._run.tiles_of(adapter), self._into[2 * at : 2 * at + 2]
             self._add(first, turned[at].rows, hidden, window, tiles.flat, is_gathered=True)
             self._add(second, rows[at], narrow[at], window, tiles.tall, is_gathered=False)
 
@@ -194,14 +197,14 @@ class AdapterGradients:
 
 
 def _factors(into: Sequence[Adapter | None]) -> list[torch.Tensor]:
-    """Of gradients, as products of narrow rows and wide ones write them: A and B, but B^T of down."""
-    found = [table for one in into[:-1] if one is not None for table in (one.first, one.second)]
+    """Return the gradients of all factors as `weight_gradient` writes them: A and B of each, but B^T of down."""
+    factors = [table for adapter in into[:-1] if adapter is not None for table in (adapter.first, adapter.second)]
     down = into[-1] if into else None
-    return found if down is None else [*found, down.first, down.second.mT]
+    return factors if down is None else [*factors, down.first, down.second.mT]
 
 
 def _alone(table: torch.Tensor, *, is_written: bool, is_added: bool, is_cut: bool) -> TableGradients:
-    """The gradient of one matrix [E,C,D]."""
+    """Return the destination of the gradient of one matrix [E,C,D]."""
     tables = Tables(table, table, table.mT, projections=[table])
     return TableGradients.of(
         tables, has_projections=is_written, has_down=False, is_cut=is_cut, are_added=[is_added, False]

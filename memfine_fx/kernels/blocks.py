@@ -27,7 +27,7 @@ _ALIGNMENT = 16  # bytes
 
 @triton.jit
 def load_rows(places, begin, LENGTH: tl.constexpr, TILE_DEPTH: tl.constexpr):
-    """[ROWS,DEPTH] of contiguous rows that begin at `places` [ROWS,1]."""
+    """Load a tile [ROWS,DEPTH] of contiguous rows that begin at `places` [ROWS,1]."""
     depth = begin + tl.arange(0, TILE_DEPTH)
     if LENGTH % TILE_DEPTH == 0:
         tile = tl.load(places + depth[None, :])
@@ -42,9 +42,9 @@ def load_table(
     STRIDE_COLUMN: tl.constexpr, STRIDE_DEPTH: tl.constexpr, LOAD: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """[DEPTH,COLUMNS] of an expert's matrix [C,D], by `block` of `table_by_descriptor` or from where `table` is.
+    """Load a tile [DEPTH,COLUMNS] of an expert's matrix [C,D], by `block` of `table_by_descriptor` or by address.
 
-    What is made by tiles has `LOAD` of `made.loader_of`.
+    A table that is computed tile by tile has the function of `made.loader_of` as `LOAD`.
     """
     if LOAD != "plain":
         columns, depth = first_column + tl.arange(0, TILE_COLUMNS), begin + tl.arange(0, TILE_DEPTH)
@@ -69,7 +69,9 @@ def load_table(
 
 
 def table_by_descriptor(table: Table, tiles: Tiles, columns: int | None = None) -> Any:
-    """Of [E,C,D], for `load_table`, by whichever axis is contiguous; None where tiles or the table do not allow it.
+    """Return a descriptor of a table [E,C,D] for `load_table`, along whichever axis is contiguous.
+
+    It is None where tiles or the table do not allow one.
 
     Args:
         columns: of a tile; those of `tiles` where it is None.
@@ -83,18 +85,18 @@ def table_by_descriptor(table: Table, tiles: Tiles, columns: int | None = None) 
 
 
 def all_or_none(blocks: Sequence[Any]) -> list[Any]:
-    """As they are where there is one for each tensor, else none for any: a kernel is compiled for one or the other."""
-    return list(blocks) if all(one is not None for one in blocks) else [None] * len(blocks)
+    """Return the descriptors if each tensor has one, else None for each: a kernel is compiled for one or the other."""
+    return list(blocks) if all(block is not None for block in blocks) else [None] * len(blocks)
 
 
 @functools.cache
 def _has_descriptors() -> bool:
-    """Triton has them on the host since 3.4."""
+    """Return whether Triton has descriptors on the host, as it does since 3.4."""
     return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def by_descriptor(tensor: torch.Tensor, block: Sequence[int], tiles: Tiles) -> Any:
-    """A descriptor for blocks of a tensor; None where tiles or the tensor do not allow it."""
+    """Return a descriptor for blocks of a tensor, or None where tiles or the tensor do not allow one."""
     if not tiles.by_descriptor or not _has_descriptors():
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor

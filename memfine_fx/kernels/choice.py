@@ -43,8 +43,8 @@ def why_compiled_functions_run(form: KernelForm | None, tensors: Sequence[torch.
         top_k: K.
         axis: of the layer's chunks, "rows" or "tokens".
     """
-    asked = asked_gpu_kernels()
-    if asked is False:
+    setting = asked_gpu_kernels()
+    if setting is False:
         return "MEMFINE_GPU_KERNELS is 0"
     if axis != "rows":
         return f"chunks along {axis}"
@@ -55,9 +55,9 @@ def why_compiled_functions_run(form: KernelForm | None, tensors: Sequence[torch.
         return "experts of a form that the kernels do not know"
     if not can_run(form, tensors):
         return "a device, dtypes or layouts that the kernels do not take, or no Triton"
-    if asked is None and not _was_measured(form, tensors):
+    if setting is None and not _was_measured(form, tensors):
         return "the kernels were not measured on such a device or dtype; MEMFINE_GPU_KERNELS=1 asks for them"
-    return _why_not_after_timing(form, tensors, top_k, only_if_faster=asked is None)
+    return _why_not_after_timing(form, tensors, top_k, only_if_faster=setting is None)
 
 
 def can_run(form: KernelForm, tensors: Sequence[torch.Tensor]) -> bool:
@@ -68,21 +68,23 @@ def can_run(form: KernelForm, tensors: Sequence[torch.Tensor]) -> bool:
     Args:
         tensors: tokens [T,H], then the parameters of the expert function in its order; they may be fake.
     """
-    if not all(one.device.type in _DEVICES for one in tensors):
+    if not all(tensor.device.type in _DEVICES for tensor in tensors):
         return False
     hidden, *params = tensors
     if form.is_list:
         num_experts = len(params) // len(form.positions)
         groups = [params[first : first + num_experts] for first in range(0, len(params), num_experts)]
-        are_alike = all(len({(one.shape, one.stride(), one.dtype) for one in group}) == 1 for group in groups)
-        are_one_dtype = len({one.dtype for one in params}) == 1  # the kernels read all of them by address
-        return are_alike and are_one_dtype and all(one.dtype in _DTYPES for one in tensors) and has_triton()
+        are_alike = all(len({(param.shape, param.stride(), param.dtype) for param in group}) == 1 for group in groups)
+        are_one_dtype = len({param.dtype for param in params}) == 1  # the kernels read all of them by address
+        return are_alike and are_one_dtype and all(tensor.dtype in _DTYPES for tensor in tensors) and has_triton()
     positions = form.made
-    made = [params[position] for position in positions]
-    others = [hidden, *(one for position, one in enumerate(params) if position not in positions)]
+    packed = [params[position] for position in positions]
+    others = [hidden, *(param for position, param in enumerate(params) if position not in positions)]
     own = [params[position] for position in form.positions[: form.num_own]]
-    are_known = all(one.dtype in _DTYPES for one in others) and not any(one.requires_grad for one in own if made)
-    return are_known and all(one.is_contiguous() for one in made) and has_triton()
+    are_known = all(tensor.dtype in _DTYPES for tensor in others) and not any(
+        param.requires_grad for param in own if packed
+    )
+    return are_known and all(param.is_contiguous() for param in packed) and has_triton()
 
 
 def _was_measured(form: KernelForm, tensors: Sequence[torch.Tensor]) -> bool:
@@ -95,11 +97,11 @@ def _was_measured(form: KernelForm, tensors: Sequence[torch.Tensor]) -> bool:
     """
     from memfine_fx.kernels.tiling import target_of
 
-    if form.is_list or any(target_of(one.device) not in _MEASURED for one in tensors):
+    if form.is_list or any(target_of(tensor.device) not in _MEASURED for tensor in tensors):
         return False
     hidden, *params = tensors
     own = [params[position] for position in form.positions[: form.num_own]]
-    return all(one.element_size() == 2 for one in (hidden, *own))
+    return all(tensor.element_size() == 2 for tensor in (hidden, *own))
 
 
 def _why_not_after_timing(

@@ -50,14 +50,14 @@ def combine(rows: torch.Tensor, routing: Routing, window: Window, result: torch.
 
 
 def reference_combine(rows: torch.Tensor, routing: Routing, window: Window, result: torch.Tensor) -> None:
-    """`combine` in plain torch."""
+    """Compute `combine` in plain torch."""
     last = min(window.last, int(routing.offsets[-1]))
     tokens = routing.order[window.first : last].long() // routing.top_k
     result.index_add_(0, tokens, rows[: last - window.first].float())
 
 
 def combine_accesses(launch: Launch, load: Load) -> list[Access]:
-    """What a launch of the kernel loads and stores."""
+    """Return the loads and stores of one launch of the combine kernel."""
     columns, (num_tokens, num_blocks) = launch.constants["COLUMNS"], launch.grid
     num_assignments = num_tokens * launch.constants["TOP_K"]
     return [

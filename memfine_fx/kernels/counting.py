@@ -1,4 +1,4 @@
-"""What every launch of a layer loads, stores and multiplies."""
+"""The loads, stores and FLOPs of every kernel launch of a layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ACCESSES: dict[str, Callable[[Launch, Load], list[Access]]] = {
 
 
 def accesses_of(launch: Launch, load: Load) -> list[Access]:
-    """What a launch loads and stores under a load of its window, or of the layer where it is of the sort.
+    """Return a launch's loads and stores for a load of its window, or of the whole layer where it is one of the sort.
 
     Raises:
         ValueError: tables are lists, whose entries are in none of the launch's arguments.
@@ -38,19 +38,24 @@ def accesses_of(launch: Launch, load: Load) -> list[Access]:
 
 
 def flops_of(launch: Launch, load: Load) -> tuple[int, int]:
-    """(FLOPs of a launch's matrix products on rows that are there, the same with tiles' rows to spare)."""
-    told, name = launch.constants, launch.name
+    """Return (FLOPs of a launch's matrix products on the window's rows, the same with the spare rows of tiles)."""
+    constants, name = launch.constants, launch.name
     if name == "weight_gradient_kernel":
-        heights = told["NUM_PROJECTIONS"] * told["HEIGHT"] + told["HAS_DOWN"] * told["DOWN_HEIGHT"]
-        entries, tile = heights * told["WIDTH"], told["TILE_DEPTH"]
+        heights = constants["NUM_PROJECTIONS"] * constants["HEIGHT"] + constants["HAS_DOWN"] * constants["DOWN_HEIGHT"]
+        entries, tile = heights * constants["WIDTH"], constants["TILE_DEPTH"]
     elif name == "down_kernel":
-        length = told["DEPTH"] * (1 + told["HAS_SECOND"]) + told["RANK"] * (1 + told["HAS_SECOND_TERM"])
-        entries, tile = told["COLUMNS"] * length, told["TILE_ROWS"]
+        length = constants["DEPTH"] * (1 + constants["HAS_SECOND"]) + constants["RANK"] * (
+            1 + constants["HAS_SECOND_TERM"]
+        )
+        entries, tile = constants["COLUMNS"] * length, constants["TILE_ROWS"]
     elif name == "narrow_kernel":
-        entries, tile = told["LENGTH"] * told["RANK"], told["TILE_ROWS"]
+        entries, tile = constants["LENGTH"] * constants["RANK"], constants["TILE_ROWS"]
     elif name in ("gate_up_kernel", "down_backward_kernel"):
-        num_matrices = 1 + (name == "gate_up_kernel" and told["HAS_UP"])
-        entries, tile = told["WIDTH"] * num_matrices * (told["HIDDEN"] + told["RANK"]), told["TILE_ROWS"]
+        num_matrices = 1 + (name == "gate_up_kernel" and constants["HAS_UP"])
+        entries, tile = (
+            constants["WIDTH"] * num_matrices * (constants["HIDDEN"] + constants["RANK"]),
+            constants["TILE_ROWS"],
+        )
     else:
         return 0, 0
     return 2 * entries * load.num_rows, 2 * entries * load.num_tiles(tile) * tile

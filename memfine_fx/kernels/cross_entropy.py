@@ -21,7 +21,10 @@ _BLOCK = 4096  # entries at a time; in fp32 16 of each of 256 threads
 
 @triton.jit
 def _load_logits(places, is_entry, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """(what exponentials are taken of, its tanh where it is capped), in fp32; minus infinity where there is none."""
+    """Load (the logits that exponentials are taken of, the tanh in them where they are capped), in fp32.
+
+    The first are minus infinity where there is no entry.
+    """
     logits = tl.load(places, mask=is_entry, other=0).to(tl.float32) * SCALE
     bent = logits
     if SOFTCAP != 0:
@@ -83,7 +86,7 @@ def _cross_entropy_kernel(
 def cross_entropy_(
     logits: torch.Tensor, labels: torch.Tensor, loss: HeadLoss, factor: torch.Tensor | None
 ) -> torch.Tensor:
-    """The tokens' losses, [R] in fp32; NaN where a label is no entry of the vocabulary.
+    """Return the tokens' losses, [R] in fp32; NaN where a label is no entry of the vocabulary.
 
     Its reference in plain torch is the block loop of `runtime.head_loop`.
 

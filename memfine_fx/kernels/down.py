@@ -3,7 +3,7 @@
 The down projection is of one pair (activated rows, down); the gradient of the tokens of two (gate's and up's
 gradients, and those matrices). Where experts have biases the down projection adds one, times the row's weight. Either a
 row's result is added to its token by atomics, or it is written to [R,H] for `combine`, which adds a token's rows in the
-same order in every run. Low-rank terms of the matrices are added to a row's result before.
+same order in every run. Low-rank terms of the matrices are added to a row's result before that.
 """
 
 from __future__ import annotations
@@ -191,11 +191,11 @@ def add_products(
     weight: torch.Tensor | None = None,
     terms: Sequence[Term] = (),
 ) -> None:
-    """Add sum of rows[i] @ matrices[i][e].T to the tokens' sums, or write it row by row.
+    """Add the sum of rows[i] @ matrices[i][e].T to the tokens' sums, or write it row by row.
 
     Args:
         rows: one or two [R,D] of the window, contiguous.
-        matrices: as many [E,C,D], of the same strides, or made.
+        matrices: as many [E,C,D], of the same strides, or computed tile by tile.
         result: [T,C] fp32 where it is added to, else [R,C].
         precision: of products of fp32, "ieee" or "tf32".
         bias: [E,C], added to every row, times its weight where there is one.
@@ -204,8 +204,8 @@ def add_products(
     """
     matrix = matrices[0]
     num_experts, columns, depth = matrix.shape
-    of_rows = [by_descriptor(one, [tiles.rows, tiles.depth], tiles) for one in (rows[0], rows[-1])]
-    blocks = all_or_none([*of_rows, *(table_by_descriptor(one, tiles) for one in (matrix, matrices[-1]))])
+    of_rows = [by_descriptor(tensor, [tiles.rows, tiles.depth], tiles) for tensor in (rows[0], rows[-1])]
+    blocks = all_or_none([*of_rows, *(table_by_descriptor(table, tiles) for table in (matrix, matrices[-1]))])
     constants = {
         "COLUMNS": columns,
         "DEPTH": depth,
@@ -264,12 +264,12 @@ def reference_products(
     bias: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[R,C] fp32 of a window in plain torch, before anything is added to tokens; zeros in rows of no expert."""
+    """Return a window's products [R,C] in fp32, in plain torch, not yet added to tokens; zeros in rows of no expert."""
     result = rows[0].new_zeros((window.num_rows, matrices[0].shape[1]), dtype=torch.float32)
     for expert, (start, stop) in enumerate(routing.ranges(window)):
         here = slice(start - window.first, stop - window.first)
-        for one, matrix in zip(rows, matrices, strict=True):
-            result[here] += one[here].float() @ matrix[expert].to(one.dtype).float().T
+        for left, matrix in zip(rows, matrices, strict=True):
+            result[here] += left[here].float() @ matrix[expert].to(left.dtype).float().T
         if bias is not None:
             shares = 1.0 if weight is None else weight[routing.order[start:stop].long(), None].float()
             result[here] += bias[expert].float() * shares
@@ -277,24 +277,24 @@ def reference_products(
 
 
 def down_accesses(launch: Launch, load: Load) -> list[Access]:
-    """What a launch of the kernel loads and stores."""
-    told, rows, present = launch.constants, load.num_rows, load.num_present
-    columns, depth, num_columns = told["COLUMNS"], told["DEPTH"], launch.grid[0]
-    tiles, tile_rows = load.num_tiles(told["TILE_ROWS"]), told["TILE_ROWS"]
-    has_share = told["HAS_BIAS"] and told["HAS_WEIGHT"]
-    num_orders = told["IS_ATOMIC"] + has_share
-    found = [of_tiles(launch)]
-    for name in ("first", "second") if told["HAS_SECOND"] else ("first",):
-        found.append(Access(name, tiles * tile_rows * depth * num_columns, rows * depth))
-        found.append(Access(f"{name}_matrix", tiles * depth * columns, present * depth * columns))
+    """Return the loads and stores of one launch of the down kernel."""
+    constants, rows, present = launch.constants, load.num_rows, load.num_present
+    columns, depth, num_columns = constants["COLUMNS"], constants["DEPTH"], launch.grid[0]
+    tiles, tile_rows = load.num_tiles(constants["TILE_ROWS"]), constants["TILE_ROWS"]
+    has_share = constants["HAS_BIAS"] and constants["HAS_WEIGHT"]
+    num_orders = constants["IS_ATOMIC"] + has_share
+    accesses = [of_tiles(launch)]
+    for name in ("first", "second") if constants["HAS_SECOND"] else ("first",):
+        accesses.append(Access(name, tiles * tile_rows * depth * num_columns, rows * depth))
+        accesses.append(Access(f"{name}_matrix", tiles * depth * columns, present * depth * columns))
     if num_orders:
-        found.append(Access("order", num_orders * rows * num_columns, rows))
-    if told["HAS_BIAS"]:
-        found.append(Access("bias", tiles * columns, present * columns))
+        accesses.append(Access("order", num_orders * rows * num_columns, rows))
+    if constants["HAS_BIAS"]:
+        accesses.append(Access("bias", tiles * columns, present * columns))
     if has_share:
-        found.append(Access("weight", rows * num_columns, rows))
-    names = ("first", "second") if told["HAS_SECOND_TERM"] else ("first",)
-    found += term_accesses(launch, load, [(f"{name}_narrow", f"{name}_factor") for name in names], columns)
-    if told["IS_ATOMIC"]:
-        return [*found, Access("result", rows * columns, load.num_tokens * columns, "atomic")]
-    return [*found, Access("result", rows * columns, rows * columns, "store")]
+        accesses.append(Access("weight", rows * num_columns, rows))
+    names = ("first", "second") if constants["HAS_SECOND_TERM"] else ("first",)
+    accesses += term_accesses(launch, load, [(f"{name}_narrow", f"{name}_factor") for name in names], columns)
+    if constants["IS_ATOMIC"]:
+        return [*accesses, Access("result", rows * columns, load.num_tokens * columns, "atomic")]
+    return [*accesses, Access("result", rows * columns, rows * columns, "store")]

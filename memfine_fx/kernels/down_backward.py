@@ -204,7 +204,7 @@ _WIDE_COLUMNS = 256
 
 
 def num_weight_parts(width: int, tiles: Tiles) -> int:
-    """How many parts the routing weight's gradient comes in."""
+    """Return the number of parts in which the routing weight's gradient comes: the tiles of columns."""
     return ceil_div(width, tiles.columns)
 
 
@@ -223,19 +223,19 @@ def down_backward(
     precision: str,
     term: Term | None = None,
 ) -> None:
-    """Write a window's gradients of gate's and up's products, and what is asked for beside them.
+    """Write a window's gradients of gate's and up's products, and where asked its activated rows and weight parts.
 
     Args:
         grad: [T,H] of the output, contiguous, in the rows' dtype.
         weight: [N] by assignment, or None for ones.
         products: gate's and up's with their biases, [R,F] each, of the same strides, or every other column of one
             [R,2F]; without an up projection the second is not read.
-        gradients: where theirs go, [R,F] each, columns side by side, or every other one likewise; may be `products`
-            again.
+        gradients: where the gradients of gate's and up's products go, [R,F] each, columns side by side, or every other
+            one likewise; may be `products` again.
         activated: where act(g, u) * weight goes, [R,F], or None.
-        weight_parts: [num_weight_parts,N] fp32, zeros; there where `weight` is.
+        weight_parts: [num_weight_parts,N] fp32, zeros; given where `weight` is given.
         precision: of products of fp32, "ieee" or "tf32".
-        term: what is added to grad @ down, or None.
+        term: the low-rank term that is added to grad @ down, or None.
     """
     forward, backward = constants_of(activation)
     down_block = table_by_descriptor(tables.down.mT, tiles)
@@ -307,8 +307,8 @@ def reference_down_backward(
     activation: ActivationName,
     products: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gate's gradient, up's, activated, [N] gradient of the routing weight), in plain torch by autograd."""
-    gate_rows, up_rows = (one.detach().float().requires_grad_() for one in products)
+    """Return (gate's gradient, up's, activated, [N] gradient of the routing weight), in plain torch by autograd."""
+    gate_rows, up_rows = (product.detach().float().requires_grad_() for product in products)
     shares = grad.new_ones(routing.num_rows) if weight is None else weight.detach().clone()
     shares.requires_grad_()
     with torch.enable_grad():
@@ -329,26 +329,26 @@ def reference_down_backward(
 
 
 def down_backward_accesses(launch: Launch, load: Load) -> list[Access]:
-    """What a launch of the kernel loads and stores."""
-    told, rows, present = launch.constants, load.num_rows, load.num_present
-    hidden, width, num_columns = told["HIDDEN"], told["WIDTH"], launch.grid[0]
-    tiles, tile_rows = load.num_tiles(told["TILE_ROWS"]), told["TILE_ROWS"]
-    names = ("gate", "up") if told["HAS_UP"] else ("gate",)
-    has_bias_part = told["HAS_BIAS"] and told["HAS_WEIGHT"]
+    """Return the loads and stores of one launch of the backward kernel of the down projection."""
+    constants, rows, present = launch.constants, load.num_rows, load.num_present
+    hidden, width, num_columns = constants["HIDDEN"], constants["WIDTH"], launch.grid[0]
+    tiles, tile_rows = load.num_tiles(constants["TILE_ROWS"]), constants["TILE_ROWS"]
+    names = ("gate", "up") if constants["HAS_UP"] else ("gate",)
+    has_bias_part = constants["HAS_BIAS"] and constants["HAS_WEIGHT"]
     num_sweeps = num_columns + has_bias_part  # of the gradient's rows
-    found = [
+    accesses = [
         of_tiles(launch),
         Access("order", rows * num_columns, rows),
         Access("grad", tiles * tile_rows * hidden * num_sweeps, load.num_tokens_read(tile_rows) * hidden),
         Access("down", tiles * hidden * width, present * hidden * width),
     ]
-    found += [Access(f"{name}_rows", rows * width, rows * width) for name in names]
-    found += [Access(f"{name}_grad", rows * width, rows * width, "store") for name in names]
+    accesses += [Access(f"{name}_rows", rows * width, rows * width) for name in names]
+    accesses += [Access(f"{name}_grad", rows * width, rows * width, "store") for name in names]
     if has_bias_part:
-        found.append(Access("down_bias", tiles * hidden, present * hidden))
-    if told["HAS_WEIGHT"]:
-        found.append(Access("weight", rows * num_columns, rows))
-        found.append(Access("weight_parts", rows * num_columns, rows * num_columns, "store"))
-    if told["WRITES_ACTIVATED"]:
-        found.append(Access("activated", rows * width, rows * width, "store"))
-    return [*found, *term_accesses(launch, load, [("narrow", "factor")], width)]
+        accesses.append(Access("down_bias", tiles * hidden, present * hidden))
+    if constants["HAS_WEIGHT"]:
+        accesses.append(Access("weight", rows * num_columns, rows))
+        accesses.append(Access("weight_parts", rows * num_columns, rows * num_columns, "store"))
+    if constants["WRITES_ACTIVATED"]:
+        accesses.append(Access("activated", rows * width, rows * width, "store"))
+    return [*accesses, *term_accesses(launch, load, [("narrow", "factor")], width)]

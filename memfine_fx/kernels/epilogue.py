@@ -28,17 +28,17 @@ _WIDTH = 8  # of rows that are traced; any would do
 
 
 Uncast = Callable[[fx.Node], fx.Node]
-"""What a node is before casts that do not matter to tiles in fp32."""
+"""Returns the node before casts that do not matter to tiles in fp32."""
 
 
 def as_pointwise(result: fx.Node, leaves: Sequence[fx.Node], uncast: Uncast) -> Pointwise | None:
-    """The source of `result` as a function of one or two leaves [R,F]; None where it cannot be written."""
+    """Return the source of `result` as a function of one or two leaves [R,F]; None where it cannot be written."""
     function = _between(result, leaves, uncast)
     return None if function is None else written(function, len(leaves))
 
 
 def written(function: Callable[..., torch.Tensor], num_inputs: int) -> Pointwise | None:
-    """The source of a pointwise function of gate and up, or of one tensor; None where it cannot be written."""
+    """Return the source of a pointwise function of gate and up, or of one tensor; None where it cannot be written."""
     row = TensorSpec((_WIDTH,), torch.float32, torch.device("cpu"), per_row=True)
 
     def gradients(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -61,7 +61,7 @@ def written(function: Callable[..., torch.Tensor], num_inputs: int) -> Pointwise
 
 
 def _between(result: fx.Node, leaves: Sequence[fx.Node], uncast: Uncast) -> Callable[..., torch.Tensor] | None:
-    """The nodes from the leaves to the result as a function."""
+    """Return the nodes from the leaves to the result as a function; None where the function cannot be copied."""
     graph, shape = fx.Graph(), result.meta["val"].shape
     copied: dict[fx.Node, fx.Node | None] = {
         leaf: graph.placeholder(f"leaf{place}") for place, leaf in enumerate(leaves)
@@ -72,9 +72,9 @@ def _between(result: fx.Node, leaves: Sequence[fx.Node], uncast: Uncast) -> Call
         if node not in copied:
             copied[node] = None
             if node.target in _EXPRESSIONS and node.meta["val"].shape == shape:
-                arguments = {one: copy(one) for one in node.all_input_nodes}
+                arguments = {input_node: copy(input_node) for input_node in node.all_input_nodes}
                 if arguments and None not in arguments.values():
-                    copied[node] = graph.node_copy(node, lambda one: arguments[one])
+                    copied[node] = graph.node_copy(node, lambda input_node: arguments[input_node])
         return copied[node]
 
     out = copy(result)
@@ -85,7 +85,11 @@ def _between(result: fx.Node, leaves: Sequence[fx.Node], uncast: Uncast) -> Call
 
 
 def _printed(graph: fx.Graph, names: Sequence[str], num_results: int) -> str | None:
-    """Statements of a function's body, with as many results as asked: what is not there is nothing's gradient."""
+    """Return the statements of a function's body, or None where an operator has no source.
+
+    There are `num_results` results: where the graph has fewer, its first one stands for the gradient of an input that
+    does not exist.
+    """
     values: dict[fx.Node, str] = {}
     lines: list[str] = []
     inputs = graph.find_nodes(op="placeholder")
@@ -94,8 +98,8 @@ def _printed(graph: fx.Graph, names: Sequence[str], num_results: int) -> str | N
             values[node] = names[inputs.index(node)]
         elif node.op == "output":
             results = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
-            told = [values[one] for one in results]
-            lines.append(f"    return {', '.join([*told, *told[:1] * (num_results - len(told))])}")
+            returned = [values[result_node] for result_node in results]
+            lines.append(f"    return {', '.join([*returned, *returned[:1] * (num_results - len(returned))])}")
         else:
             expression = _expression(node, values)
             if expression is None:
@@ -107,14 +111,16 @@ def _printed(graph: fx.Graph, names: Sequence[str], num_results: int) -> str | N
 
 def _expression(node: fx.Node, values: dict[fx.Node, str]) -> str | None:
     form = _EXPRESSIONS.get(node.target)
-    arguments = [_argument(one, values) for one in node.args]
-    if form is None or any(one is None for one, given in zip(arguments, node.args, strict=True) if given is not None):
+    arguments = [_argument(arg, values) for arg in node.args]
+    if form is None or any(
+        argument is None for argument, arg in zip(arguments, node.args, strict=True) if arg is not None
+    ):
         return None
     return form(arguments, node.kwargs) if callable(form) else _filled(form, arguments, node.kwargs)
 
 
 def _filled(form: str, arguments: Sequence[str | None], kwargs: dict[str, Any]) -> str | None:
-    """A form with {0}, {1} where its arguments go; arguments by name have no place in it."""
+    """Return a form with the arguments in place of {0}, {1}; None where there are arguments by name."""
     return None if kwargs else form.format(*arguments)
 
 
@@ -178,12 +184,15 @@ def _leaky_relu(arguments: _Arguments, kwargs: dict[str, Any]) -> str | None:
 
 
 def _leaky_relu_backward(arguments: _Arguments, kwargs: dict[str, Any]) -> str | None:
-    """Of the input, whose last argument says that it is not the result."""
+    """Return the source of leaky ReLU's gradient.
+
+    The operator's last argument says that the second one is the input, not the result.
+    """
     return f"tl.where({arguments[1]} > 0.0, {arguments[0]}, {arguments[0]} * {arguments[2]})"
 
 
 def _copied(arguments: _Arguments, kwargs: dict[str, Any]) -> str | None:
-    """A cast, of a condition to 1 or 0 too."""
+    """Return the source of a cast to fp32, of a condition to 1 or 0 too; None for any other copy."""
     is_cast = kwargs.keys() == {"dtype"} and kwargs["dtype"] is torch.float32
     return f"{arguments[0]}.to(tl.float32)" if is_cast else None
 
@@ -244,4 +253,4 @@ _EXPRESSIONS: dict[Any, str | Callable[[_Arguments, dict[str, Any]], str | None]
     aten.threshold_backward.default: "tl.where({1} <= {2}, 0.0, {0})",
     aten.leaky_relu_backward.default: _leaky_relu_backward,
 }
-"""Operators of fp32 tiles in Triton: what experts use between projections, and what autograd makes of that."""
+"""Operators of fp32 tiles in Triton: those that experts use between projections, and those of their derivatives."""

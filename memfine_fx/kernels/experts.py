@@ -103,14 +103,14 @@ class KernelExperts:
         routing, options, params, products = _arguments(form, routed, plan, saved)
         kinds, num_experts = region.bodies.param_kinds, region.num_experts
         wanted_groups = group_params(wanted[2:], kinds, num_experts)
-        asked = [wanted[0], wanted[1], *(any(wanted_groups[position]) for position in form.positions)]
+        layer_wanted = [wanted[0], wanted[1], *(any(wanted_groups[position]) for position in form.positions)]
         onto_groups = group_params(onto, kinds, num_experts)
         places = [onto_groups[position] if form.is_list else onto_groups[position][0] for position in form.positions]
 
         def run(rows: int) -> Gradients:
             sized = replace(options, rows_per_window=rows)
             hidden, weight = routed.hidden.contiguous(), _flat_weight(routed)
-            return layer.run_backward(grad, hidden, weight, routing, params, products, sized, asked, places)
+            return layer.run_backward(grad, hidden, weight, routing, params, products, sized, layer_wanted, places)
 
         result = _halved(run, region, routed, options, params)
         weight = None if result.weight is None else result.weight.view(-1, routed.top_k)
@@ -121,7 +121,9 @@ class KernelExperts:
             if gradient is None or isinstance(gradient, torch.Tensor):
                 gradients.append(gradient)
             else:
-                gradients += [one for one, is_wanted in zip(gradient, are_wanted, strict=True) if is_wanted]
+                gradients += [
+                    param_grad for param_grad, is_wanted in zip(gradient, are_wanted, strict=True) if is_wanted
+                ]
         return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -183,7 +185,7 @@ def _arguments(
     # The inverse map is for deterministic sums only.
     routing = Routing(routed.order, routed.order, offsets, routed.top_k)
     of_each = [routed.params[position] for position in form.positions]
-    params: list[Param] = [ListTable.of(one) if form.is_list else one[0] for one in of_each]
+    params: list[Param] = [ListTable.of(tensors) if form.is_list else tensors[0] for tensors in of_each]
     products = None if saved is None else _products(saved, form)
     options = LayerOptions(
         plan.rows_per_chunk, layout=form.layout, activation=form.activation, has_bias=form.has_bias,
@@ -196,7 +198,7 @@ def _arguments(
 def _rows(routed: Routed, params: Sequence[Param], options: LayerOptions, plan: ChunkPlan) -> int:
     """Return the rows per window that the device's figures ask for: at most the plan's, and what 32 bits count."""
     tables = options.tables_of(params)
-    widest = max(tables.hidden, *(one.shape[1] for one in tables.projections))
+    widest = max(tables.hidden, *(table.shape[1] for table in tables.projections))
     most, device = max(1, min(plan.rows_per_chunk, _MOST_ENTRIES // widest)), routed.hidden.device
     if device.type != "cuda":
         return most

@@ -2,8 +2,9 @@
 
 Before:  x = hidden[order // K]; g = x @ gate[e].T + gate_bias[e]; u = x @ up[e].T + up_bias[e]
          activated = act(g, u) * weight[order]
-After:   one kernel; g and u are written where something is to be kept of them, or backward asks for them again.
-         Without biases and up, what stands for them is not read. Low-rank terms of gate and up are added to g and u.
+After:   one kernel; g and u are written where they are saved for backward, or where backward recomputes them.
+         Arguments in the place of absent biases or an absent up are not read. Low-rank terms of gate and up are added
+         to g and u.
 """
 
 from __future__ import annotations
@@ -222,13 +223,13 @@ def gate_up(
             of one [R,2F]. Without an up projection the second is not written.
         activated: where act(g, u) * weight goes, [R,F], contiguous.
         precision: of products of fp32, "ieee" or "tf32".
-        terms: what is added to gate's and up's products, or None.
+        terms: low-rank terms that are added to gate's and up's products, or None.
     """
     is_interleaved = are_interleaved((tables.gate, tables.up))
     if is_interleaved:
         gate_block = up_block = table_by_descriptor(tables.projections[0], tiles, 2 * tiles.columns)
     else:
-        gate_block, up_block = all_or_none([table_by_descriptor(one, tiles) for one in (tables.gate, tables.up)])
+        gate_block, up_block = all_or_none([table_by_descriptor(table, tiles) for table in (tables.gate, tables.up)])
     gate_term = up_term = None
     if terms is not None:
         gate_term, up_term = (terms.projections[0],) * 2 if is_interleaved else (terms.gate, terms.up)
@@ -298,7 +299,7 @@ def reference_gate_up(
     window: Window,
     activation: ActivationName,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gate's products, up's, activated) of a window in plain torch, zeros in rows of no expert."""
+    """Return (gate's products, up's, activated) of a window in plain torch, zeros in rows of no expert."""
     gate_rows, up_rows, activated = hidden.new_zeros((3, window.num_rows, tables.width)).unbind()
     for expert, (start, stop) in enumerate(routing.ranges(window)):
         assignments = routing.order[start:stop].long()
@@ -315,25 +316,25 @@ def reference_gate_up(
 
 
 def gate_up_accesses(launch: Launch, load: Load) -> list[Access]:
-    """What a launch of the kernel loads and stores."""
-    told, rows, present = launch.constants, load.num_rows, load.num_present
-    hidden, width, num_columns = told["HIDDEN"], told["WIDTH"], launch.grid[0]
-    tiles, tile_rows = load.num_tiles(told["TILE_ROWS"]), told["TILE_ROWS"]
-    names = ("gate", "up") if told["HAS_UP"] else ("gate",)
-    found = [
+    """Return the loads and stores of one launch of the gate and up kernel."""
+    constants, rows, present = launch.constants, load.num_rows, load.num_present
+    hidden, width, num_columns = constants["HIDDEN"], constants["WIDTH"], launch.grid[0]
+    tiles, tile_rows = load.num_tiles(constants["TILE_ROWS"]), constants["TILE_ROWS"]
+    names = ("gate", "up") if constants["HAS_UP"] else ("gate",)
+    accesses = [
         of_tiles(launch),
         Access("order", rows * num_columns, rows),
         Access("hidden", tiles * tile_rows * hidden * num_columns, load.num_tokens_read(tile_rows) * hidden),
         *(Access(name, tiles * hidden * width, present * hidden * width) for name in names),
     ]
-    if told["WRITES_PRODUCTS"]:
-        found += [Access(f"{name}_rows", rows * width, rows * width, "store") for name in names]
-    if told["WRITES_ACTIVATED"]:
-        found.append(Access("activated", rows * width, rows * width, "store"))
-        if told["HAS_WEIGHT"]:
-            found.append(Access("weight", rows * num_columns, rows))
-    if told["HAS_BIAS"]:
-        found += [Access(f"{name}_bias", tiles * width, present * width) for name in names]
-    if told["IS_INTERLEAVED"]:
-        return [*found, *term_accesses(launch, load, [("gate_narrow", "gate_factor")], 2 * width)]
-    return [*found, *term_accesses(launch, load, [(f"{name}_narrow", f"{name}_factor") for name in names], width)]
+    if constants["WRITES_PRODUCTS"]:
+        accesses += [Access(f"{name}_rows", rows * width, rows * width, "store") for name in names]
+    if constants["WRITES_ACTIVATED"]:
+        accesses.append(Access("activated", rows * width, rows * width, "store"))
+        if constants["HAS_WEIGHT"]:
+            accesses.append(Access("weight", rows * num_columns, rows))
+    if constants["HAS_BIAS"]:
+        accesses += [Access(f"{name}_bias", tiles * width, present * width) for name in names]
+    if constants["IS_INTERLEAVED"]:
+        return [*accesses, *term_accesses(launch, load, [("gate_narrow", "gate_factor")], 2 * width)]
+    return [*accesses, *term_accesses(launch, load, [(f"{name}_narrow", f"{name}_factor") for name in names], width)]

@@ -1,4 +1,4 @@
-"""A layer's calls in torch's grouped products, as bodies make them: what the kernels are compared with by time."""
+"""A layer's calls of torch's grouped products, as bodies issue them; the kernels' time is compared with theirs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Call = Callable[[], object]
 
 
 def grouped_calls(hidden: torch.Tensor, routing: Routing, tables: Tables) -> Iterator[Call]:
-    """Calls of a step with products kept, each to be timed alone: their results go nowhere.
+    """Yield the calls of a step with saved products, each to be timed alone: their results go nowhere.
 
     Rows are gathered, multiplied, added to tokens in fp32; then gradients likewise, and those of tables are copied to
-    where they belong. What lies between products is a copy that moves as many bytes.
+    where they belong. A copy that moves as many bytes stands for what lies between products.
 
     Args:
         hidden: [T,H], in bf16.
@@ -30,7 +30,7 @@ def grouped_calls(hidden: torch.Tensor, routing: Routing, tables: Tables) -> Ite
     tokens = routing.order.long() // routing.top_k
     rows = hidden[tokens]
     activated = hidden.new_zeros(rows.shape[0], tables.width)
-    made = [hidden.new_zeros(rows.shape[0], one.shape[1]) for one in tables.projections]
+    projected = [hidden.new_zeros(rows.shape[0], projection.shape[1]) for projection in tables.projections]
     sums = torch.zeros_like(hidden, dtype=torch.float32)
     moved = [hidden.new_zeros(rows.shape[0], columns * tables.width) for columns in (1, 1, 3, 3)]
 
@@ -47,11 +47,11 @@ def grouped_calls(hidden: torch.Tensor, routing: Routing, tables: Tables) -> Ite
     yield functools.partial(moved[0].copy_, moved[1])  # the activation, of two columns into one
     yield functools.partial(moved[2].copy_, moved[3])  # its gradient, of three columns into three
     down = standing(tables.down)
-    for one, left in zip(map(standing, tables.projections), made, strict=True):
-        yield functools.partial(product, rows, one.mT)
-        yield functools.partial(product, left, one)
+    for table, left in zip(map(standing, tables.projections), projected, strict=True):
+        yield functools.partial(product, rows, table.mT)
+        yield functools.partial(product, left, table)
         yield functools.partial(product, left.mT, rows)
-        yield one.clone
+        yield table.clone
     yield functools.partial(product, activated, down.mT)
     yield functools.partial(product, rows, down)
     yield functools.partial(product, rows.mT, activated)

@@ -26,10 +26,10 @@ class Tiles:
     """Sizes of a program's tile and how it is compiled.
 
     Args:
-        rows, columns: of what it writes.
+        rows, columns: of the tile that it writes.
         depth: of one step of its loop.
         num_warps, num_stages: Triton's options of these names.
-        group_rows: tiles of rows that are made at once (`tile_search.place_of`); a weight gradient has none.
+        group_rows: tiles of rows that are computed at once (`tile_search.place_of`); a weight gradient has none.
         by_descriptor: whether blocks come by descriptors where tensors allow it (`blocks`).
     """
 
@@ -44,13 +44,13 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch.
+    """One launch of a Triton kernel with its grid, arguments and compile-time constants.
 
     Args:
         kernel: a function under `triton.jit`.
         grid: number of programs by axis.
-        arguments: what it is given at run time by name: tensors, descriptors of tensors or None, numbers.
-        constants: what it is compiled for, by name.
+        arguments: its run-time arguments by name: tensors, descriptors of tensors or None, numbers.
+        constants: its compile-time constants by name.
         num_warps, num_stages: Triton's options.
     """
 
@@ -74,7 +74,7 @@ class Launch:
             self.kernel[self.grid](**self.arguments, **self.constants, **options)
 
     def _device(self) -> contextlib.AbstractContextManager[object]:
-        device = next(one.device for one in self.arguments.values() if isinstance(one, torch.Tensor))
+        device = next(argument.device for argument in self.arguments.values() if isinstance(argument, torch.Tensor))
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -83,7 +83,7 @@ _recorded: ContextVar[list[Launch] | deque[Launch] | None] = ContextVar("_record
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """The launches of what runs inside, none of which is done."""
+    """Record the launches of the `with` block in the list that this yields; none of them runs."""
     launches: list[Launch] = []
     with _instead(launches):
         yield launches
@@ -91,7 +91,10 @@ def recording() -> Iterator[list[Launch]]:
 
 @contextlib.contextmanager
 def skipping() -> Iterator[None]:
-    """Launches inside are neither done nor noted, so that what they are given lives no longer than in a step."""
+    """Neither run nor record the launches of the `with` block.
+
+    Their arguments thus live no longer than in a step.
+    """
     with _instead(deque(maxlen=0)):
         yield
 
@@ -108,10 +111,10 @@ def _instead(launches: list[Launch] | deque[Launch]) -> Iterator[None]:
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], constants: Mapping[str, Any], tiles: Tiles
 ) -> None:
-    """Launch `kernel`, or note the launch under `recording`."""
-    one = Launch(kernel, grid, arguments, constants, tiles.num_warps, tiles.num_stages)
+    """Launch `kernel`, or record the launch under `recording`."""
+    new_launch = Launch(kernel, grid, arguments, constants, tiles.num_warps, tiles.num_stages)
     recorded = _recorded.get()
     if recorded is None:
-        one.run()
+        new_launch.run()
     else:
-        recorded.append(one)
+        recorded.append(new_launch)

@@ -1,7 +1,7 @@
 """A whole layer of experts as one differentiable function of kernels over windows.
 
-Between forward and backward it keeps its inputs and the index arrays, 8 bytes a routed row, and, where asked, the
-products of gate and up. In a pass it holds three rows [R,F] of a window, and [R,H] where sums are deterministic; of
+Between forward and backward it saves its inputs and the index arrays, 8 bytes a routed row, and, where asked, the
+products of gate and up. A pass allocates three rows [R,F] of a window, and [R,H] where sums are deterministic; for
 each adapter one row [R,r] in forward and two in backward.
 """
 
@@ -52,18 +52,19 @@ __all__ = ["Gradients", "LayerOptions", "layer_windows", "run_backward", "run_fo
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """How a layer is run.
+    """The form of a layer's parameters, and how its kernels are run.
 
     Args:
         rows_per_window: R.
         layout: of its parameters.
         activation: of its experts; "relu2" goes with the layouts that have no up projection, and with no other.
         has_bias: whether every projection has one.
-        keeps_products: whether forward keeps gate's and up's products, [N,F] each, or backward makes them again.
-        is_deterministic: whether a token's rows are added in the same order in every run, for a launch more a window.
+        keeps_products: whether forward saves gate's and up's products, [N,F] each, or backward recomputes them.
+        is_deterministic: whether a token's rows are added in the same order in every run, by one more launch a window.
         precision: of products of fp32, "ieee" or "tf32".
         tiles: of the kernels, or None for the device's and dtype's own.
-        sources: as of `KernelForm`; parameters that make a table follow each other in its place, and have no gradient.
+        sources: as of `KernelForm`; parameters that a table is computed from follow each other in its place, and have
+            no gradient.
         adapters: as of `KernelForm`; A and B of each follow all others.
     """
 
@@ -83,25 +84,25 @@ class LayerOptions:
         return has_up(self.activation)
 
     def num_own(self, params: Sequence[object]) -> int:
-        """How many of the parameters are not adapters'."""
+        """Return how many of the parameters are not factors of adapters."""
         return len(params) - num_adapter_params(self.adapters)
 
     def adapters_of(self, params: Sequence[Param]) -> list[Adapter | None]:
-        """Of each projection and of down, or none at all.
+        """Return the adapter of each projection and of down, or an empty list where the layer has none.
 
         Raises:
             ValueError: factors do not meet, or some projections have an adapter and others none.
         """
-        found = adapters_of(list(map(standing, params[self.num_own(params) :])), self.adapters)
-        if len({one is None for one in found[:-1]}) > 1:
+        adapters = adapters_of(list(map(standing, params[self.num_own(params) :])), self.adapters)
+        if len({adapter is None for adapter in adapters[:-1]}) > 1:
             raise ValueError("adapters of gate and up come together")
-        return found
+        return adapters
 
     def tables_of(self, params: Sequence[Param]) -> Tables:
-        """The parameters, or their gradients, as the kernels see them.
+        """Return views of the parameters, or of their gradients, as the kernels read them.
 
         Raises:
-            ValueError: they have not that layout, or the activation does not go with it.
+            ValueError: the parameters do not have this layout, or the activation does not go with it.
         """
         if self.has_up is (self.layout in ("single", "single_in_out")):
             raise ValueError(f"activation {self.activation!r} does not go with layout {self.layout!r}")
@@ -115,7 +116,10 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of hidden [T,H], the routing weight [N] and the parameters, each expert's of a list; None where not wanted."""
+    """The gradients of hidden [T,H], the routing weight [N] and the parameters; None for each that is not wanted.
+
+    The gradient of a list of experts' matrices is a list.
+    """
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
@@ -124,11 +128,11 @@ class Gradients:
 
 Products = tuple[torch.Tensor, torch.Tensor]
 There = torch.Tensor | Sequence[torch.Tensor | None] | None
-"""A gradient that is added to, or each expert's of a list; None where there is none."""
+"""An existing gradient that is added to in place, or one per expert of a list; None where there is none."""
 
 
 def layer_windows(routing: Routing, options: LayerOptions, kept: Products | None) -> list[Window]:
-    """A layer's windows; one ends where what is kept does."""
+    """Return a layer's windows; one ends where the saved products end."""
     return windows_of(routing.num_rows, options.rows_per_window, 0 if kept is None else kept[0].shape[0])
 
 
@@ -141,11 +145,11 @@ def run_forward(
     out_dtype: torch.dtype | None = None,
     kept: Products | None = None,
 ) -> tuple[torch.Tensor, Products | None]:
-    """(combined outputs [T,H], kept products or None).
+    """Run a layer's forward, and return (combined outputs [T,H], saved products or None).
 
     Args:
-        kept: where to keep the products, [M,F] each of the first M rows, of the same strides; new ones of all where
-            they are to be kept and it is None.
+        kept: where to save the products, [M,F] each of the first M rows, of the same strides. Where it is None and
+            they are to be saved, new ones of all rows are allocated.
         out_dtype: of the outputs, or None for hidden's.
         hidden: [T,H], contiguous.
         weight: [N] by assignment, or None for ones.
@@ -182,12 +186,13 @@ def run_backward(
     wanted: Sequence[bool],
     onto: Sequence[There] = (),
 ) -> Gradients:
-    """Gradients of what is wanted, window by window.
+    """Compute the wanted gradients, window by window.
 
     Args:
         grad: [T,H] of the output.
         wanted: hidden, weight, then each parameter.
-        onto: of each parameter a gradient that is there, in its dtype and strides, and is added to and returned.
+        onto: for each parameter an existing gradient in its dtype and strides, which is added to in place and returned,
+            or None.
         others: as in `run_forward`.
 
     Raises:
@@ -214,10 +219,10 @@ def run_backward(
             run.window(window, _part(kept, window))
         return run.gradients()
     except RuntimeError as error:
-        if not any(one is not None for one in onto) or not is_allocation_failure(error):
+        if not any(existing_grad is not None for existing_grad in onto) or not is_allocation_failure(error):
             raise
-        said = f"{error} (gradients were added to in place by then)"
-    raise ChunkOutOfMemory([("gradient of the tokens", hidden.nbytes)], said)
+        message = f"{error} (gradients were added to in place by then)"
+    raise ChunkOutOfMemory([("gradient of the tokens", hidden.nbytes)], message)
 
 
 class _Adder:
@@ -253,7 +258,7 @@ class _Adder:
 
 
 class _Backward:
-    """What a layer's backward holds from window to window."""
+    """The state that a layer's backward holds from window to window."""
 
     def __init__(
         self,
@@ -293,8 +298,8 @@ class _Backward:
         are_written += [trains_projections] * num_of_projections
         are_written += [trains_down] * (len(of_adapters) - num_of_projections)
         self._params = [
-            _new_gradient(param, there, is_written)
-            for param, there, is_written in zip(params, self._onto, are_written, strict=True)
+            _new_gradient(param, existing_grad, is_written)
+            for param, existing_grad, is_written in zip(params, self._onto, are_written, strict=True)
         ]
         num_tables = num_projections_of(options.layout) + 1
         self._into = TableGradients.of(
@@ -309,7 +314,7 @@ class _Backward:
         )  # fmt: skip
 
     def window(self, window: Window, kept: Products | None) -> None:
-        """Everything of one window."""
+        """Compute one window's part of all gradients."""
         options, tiles, tables, routing = self._options, self._tiles, self._tables, self._routing
         precision, into, adapters, of_adapters = options.precision, self._into, self._adapters, self._of_adapters
         narrow = adapters.narrow(self._hidden, window) if kept is None or of_adapters.trains_projections else []
@@ -328,7 +333,7 @@ class _Backward:
         if self._hidden_grad is not None or of_adapters.trains_projections:
             of_hidden = of_adapters.of_projections(self._rows, window)
         if self._hidden_grad is not None:
-            turned = [one.mT for one in tables.projections]
+            turned = [table.mT for table in tables.projections]
             self._add(self._rows, turned, window, self._hidden_grad, terms=of_hidden)
         if of_adapters.trains_projections:
             of_adapters.add_projections(window, self._hidden, self._rows, narrow, of_hidden)
@@ -341,7 +346,10 @@ class _Backward:
             )  # fmt: skip
 
     def gradients(self) -> Gradients:
-        """After the last window, of which nothing is held any more when sums are cast, as plans count it."""
+        """Return the gradients after the last window.
+
+        All buffers of windows are freed before sums are cast, as plans count it.
+        """
         del self._room, self._rows, self._activated, self._add, self._into, self._grad
         del self._adapters, self._of_adapters
         weight = None
@@ -350,7 +358,10 @@ class _Backward:
         self._parts = None
         hidden = None if self._hidden_grad is None else self._hidden_grad.to(self._hidden.dtype)
         every = zip(self._params, self._given, self._onto, self._wanted[2:], strict=True)
-        params = [_finished_param(one, param, there) if is_wanted else None for one, param, there, is_wanted in every]
+        params = [
+            _finished_param(gradient, param, existing_grad) if is_wanted else None
+            for gradient, param, existing_grad, is_wanted in every
+        ]
         return Gradients(hidden, weight, params)
 
 
@@ -369,12 +380,15 @@ def _adapters(
 def _room(
     hidden: torch.Tensor, num_rows: int, width: int, options: LayerOptions
 ) -> tuple[Products, list[torch.Tensor]]:
-    """(room for gate's and up's products, [R,F] each, the same where there is no up projection; what holds it: one
-    contiguous tensor for each of the tables' projections, with outputs as that parameter has them).
+    """Allocate buffers for gate's and up's products.
+
+    Returns:
+        The products, [R,F] each, the same where there is no up projection; and the tensors that hold them, one
+        contiguous tensor for each of the tables' projections, with outputs as that parameter has them.
     """
     size = 1 + (options.has_up and num_projections_of(options.layout) == 1)
-    held = [hidden.new_empty((num_rows, size * width)) for _ in range(num_projections_of(options.layout))]
-    return divided(held, options.layout), held
+    buffers = [hidden.new_empty((num_rows, size * width)) for _ in range(num_projections_of(options.layout))]
+    return divided(buffers, options.layout), buffers
 
 
 def _of_experts(param: ListTable, there: There) -> Sequence[torch.Tensor | None]:
@@ -382,20 +396,22 @@ def _of_experts(param: ListTable, there: There) -> Sequence[torch.Tensor | None]
 
 
 def _is_there(there: There) -> bool:
-    """Whether a gradient can be added to where it is: of a list, every expert's."""
+    """Return whether an existing gradient can be added to in place: of a list, every expert's."""
     if there is None or isinstance(there, torch.Tensor):
         return there is not None
-    return all(one is not None for one in there)
+    return all(expert_grad is not None for expert_grad in there)
 
 
 def _new_gradient(param: Param, there: There, is_written: bool) -> Param:
-    """Where a parameter's gradient goes; a bias's is summed in fp32."""
+    """Return the tensors into which a parameter's gradient is written; a bias's gradient is summed in fp32."""
     if not is_written:
         return param
     if isinstance(param, ListTable):
         before = _of_experts(param, there if _is_there(there) else None)
         pairs = zip(param.tensors, before, strict=True)
-        return ListTable.of([torch.empty_like(one) if found is None else found for one, found in pairs])
+        return ListTable.of(
+            [torch.empty_like(tensor) if existing_grad is None else existing_grad for tensor, existing_grad in pairs]
+        )
     assert there is None or isinstance(there, torch.Tensor), "a tensor's gradient is one"
     if param.ndim == 2:
         return torch.zeros_like(param, dtype=torch.float32)
@@ -405,20 +421,20 @@ def _new_gradient(param: Param, there: There, is_written: bool) -> Param:
 def _finished_param(gradient: Param, param: Param, there: There) -> torch.Tensor | list[torch.Tensor]:
     if isinstance(gradient, ListTable) and isinstance(param, ListTable):
         every = zip(gradient.tensors, param.tensors, _of_experts(param, there), strict=True)
-        return [_finished(*one) for one in every]
+        return [_finished(*expert_tensors) for expert_tensors in every]
     assert there is None or isinstance(there, torch.Tensor), "a tensor's gradient is one"
     return _finished(standing(gradient), standing(param), there)
 
 
 def _finished(gradient: torch.Tensor, param: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
-    """A parameter's gradient in its dtype; tables have been added to what was there already."""
+    """Return a parameter's gradient in its dtype; gradients of tables have already been added to the existing ones."""
     if there is None:
         return gradient.to(param.dtype)
     return there if gradient is there else there.add_(gradient)
 
 
 def _part(kept: Products | None, window: Window) -> Products | None:
-    """What is kept of a window's rows; None where that is nothing."""
+    """Return a window's part of the saved products, or None where nothing is saved of its rows."""
     if kept is None or window.last > kept[0].shape[0]:
         return None
     return kept[0].narrow(0, window.first, window.num_rows), kept[1].narrow(0, window.first, window.num_rows)
@@ -436,10 +452,10 @@ class _SwigluExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         hidden = hidden.contiguous()
         flat = None if weight is None else weight.reshape(-1).contiguous()
-        out, kept = run_forward(hidden, flat, routing, params, options)
+        out, saved_products = run_forward(hidden, flat, routing, params, options)
         ctx.routing, ctx.options, ctx.shape = routing, options, None if weight is None else weight.shape
         ctx.num_params = len(params)
-        ctx.save_for_backward(hidden, *params, *([] if flat is None else [flat]), *(kept or ()))
+        ctx.save_for_backward(hidden, *params, *([] if flat is None else [flat]), *(saved_products or ()))
         return out
 
     @staticmethod
@@ -450,18 +466,18 @@ class _SwigluExperts(torch.autograd.Function):
         flat = None if ctx.shape is None else rest.pop(0)
         needed = ctx.needs_input_grad
         wanted = [needed[0], needed[1], *needed[4:]]
-        kept = (rest[0], rest[1]) if rest else None
-        found = run_backward(grad, hidden, flat, ctx.routing, params, kept, ctx.options, wanted)
-        weight = None if found.weight is None else found.weight.view(ctx.shape)
-        return found.hidden, weight, None, None, *found.params
+        saved_products = (rest[0], rest[1]) if rest else None
+        gradients = run_backward(grad, hidden, flat, ctx.routing, params, saved_products, ctx.options, wanted)
+        weight = None if gradients.weight is None else gradients.weight.view(ctx.shape)
+        return gradients.hidden, weight, None, None, *gradients.params
 
 
 _MOST_ENTRIES = 2**31 - 1
 
 
 def _check_window(rows: int, tables: Tables) -> None:
-    """A window's entries are counted in 32 bits, which spares the kernels registers."""
-    widest = max(tables.hidden, *(one.shape[1] for one in tables.projections))
+    """Check that a window's entries can be counted in 32 bits, which spares the kernels registers."""
+    widest = max(tables.hidden, *(table.shape[1] for table in tables.projections))
     if rows * widest > _MOST_ENTRIES:
         raise ValueError(f"windows of {rows} rows of {widest} entries; at most {_MOST_ENTRIES // widest} rows fit")
 
@@ -473,16 +489,16 @@ def swiglu_experts(
     params: Sequence[Param],
     options: LayerOptions,
 ) -> torch.Tensor:
-    """Every token through the experts chosen for it, combined: [T,H] in hidden's dtype.
+    """Run every token through the experts chosen for it, and return them combined: [T,H] in hidden's dtype.
 
     Args:
         hidden: [T,H].
-        expert_index: [T,K]; an id outside [0, E) is dropped. Or what `sort_assignments` made of it.
+        expert_index: [T,K]; an id outside [0, E) is dropped. Or the routing that `sort_assignments` returned for it.
         weight: [T,K] routing weights, or None for ones.
         params: the tables in the layout that `options` names.
 
     Raises:
-        ValueError: the parameters have not that layout, or do not fit hidden's width; a window is too large.
+        ValueError: the parameters do not have this layout, or do not fit hidden's width; a window is too large.
     """
     tables = options.tables_of(params)
     _check_window(options.rows_per_window, tables)

@@ -38,7 +38,7 @@ def add_term(
     STRIDE_EXPERT: tl.constexpr, STRIDE_COLUMN: tl.constexpr, STRIDE_RANK: tl.constexpr, PRECISION: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, TILE_RANK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a product with narrow [R,r] times an expert's factor [C,r] added to it."""
+    """Add to a tile of a product the tile of narrow [R,r] times an expert's factor [C,r]."""
     for begin in tl.static_range(0, RANK, TILE_RANK):
         depth = begin + tl.arange(0, TILE_RANK)
         is_entry = is_row[:, None] & (depth < RANK)[None, :]
@@ -148,7 +148,7 @@ def narrow_product(
 
 
 def constants_of_term(term: Term | None) -> dict[str, Any]:
-    """What a kernel that takes one is compiled for; `HAS_TERM` among it."""
+    """Return the compile-time constants of a kernel that can add a low-rank term; `HAS_TERM` says whether it does."""
     rank = 0 if term is None else term.matrix.shape[2]
     strides = (0, 0, 0) if term is None else term.matrix.stride()
     return {
@@ -164,44 +164,50 @@ def constants_of_term(term: Term | None) -> dict[str, Any]:
 def reference_narrow_product(
     rows: torch.Tensor, matrix: torch.Tensor, scale: float, routing: Routing, window: Window, *, is_gathered: bool
 ) -> torch.Tensor:
-    """`narrow_product` in plain torch, zeros in rows of no expert."""
+    """Compute `narrow_product` in plain torch, zeros in rows of no expert."""
     result = rows.new_zeros((window.num_rows, matrix.shape[1]))
     for expert, (start, stop) in enumerate(routing.ranges(window)):
         here = slice(start - window.first, stop - window.first)
-        taken = rows[routing.order[start:stop].long() // routing.top_k] if is_gathered else rows[here]
-        result[here] = scale * (taken @ matrix[expert].T.to(rows.dtype))
+        inputs = rows[routing.order[start:stop].long() // routing.top_k] if is_gathered else rows[here]
+        result[here] = scale * (inputs @ matrix[expert].T.to(rows.dtype))
     return result
 
 
 def narrow_accesses(launch: Launch, load: Load) -> list[Access]:
-    """What a launch of the kernel loads and stores."""
-    told, rows, num_columns = launch.constants, load.num_rows, launch.grid[0]
-    length, rank, tiles, tile_rows = told["LENGTH"], told["RANK"], load.num_tiles(told["TILE_ROWS"]), told["TILE_ROWS"]
-    is_gathered = told["TOP_K"] > 0
+    """Return the loads and stores of one launch of the kernel of narrow products."""
+    constants, rows, num_columns = launch.constants, load.num_rows, launch.grid[0]
+    length, rank, tiles, tile_rows = (
+        constants["LENGTH"],
+        constants["RANK"],
+        load.num_tiles(constants["TILE_ROWS"]),
+        constants["TILE_ROWS"],
+    )
+    is_gathered = constants["TOP_K"] > 0
     num_distinct = load.num_tokens_read(tile_rows) if is_gathered else rows  # spare rows read the window's first
-    found = [
+    accesses = [
         of_tiles(launch),
         Access("rows", tiles * tile_rows * length * num_columns, num_distinct * length),
         Access("matrix", tiles * rank * length, load.num_present * rank * length),
         Access("result", rows * rank, rows * rank, "store"),
     ]
-    return [*found, Access("order", rows * num_columns, rows)] if is_gathered else found
+    return [*accesses, Access("order", rows * num_columns, rows)] if is_gathered else accesses
 
 
 def term_accesses(launch: Launch, load: Load, names: Sequence[tuple[str, str]], columns: int) -> list[Access]:
-    """What a kernel loads of terms.
+    """Return the loads of low-rank terms in one launch of a kernel.
 
     Args:
-        names: of each term's rows and factor among the arguments.
+        names: those of each term's rows and factor among the launch's arguments.
         columns: C of each.
     """
     if not launch.constants["HAS_TERM"]:
         return []
     rank, tiles, rows = launch.constants["RANK"], load.num_tiles(launch.constants["TILE_ROWS"]), load.num_rows
-    found, seen = [], list[Any]()
+    accesses, counted = [], list[Any]()
     for narrow, factor in names:
-        is_new = not any(launch.arguments[narrow] is one for one in seen)  # gate and up of one parameter share them
-        seen.append(launch.arguments[narrow])
-        found.append(Access(narrow, rows * rank * launch.grid[0], rows * rank * is_new))
-        found.append(Access(factor, tiles * rank * columns, load.num_present * rank * columns))
-    return found
+        # Gate and up of one parameter share their narrow rows, whose distinct elements count once.
+        is_new = not any(launch.arguments[narrow] is tensor for tensor in counted)
+        counted.append(launch.arguments[narrow])
+        accesses.append(Access(narrow, rows * rank * launch.grid[0], rows * rank * is_new))
+        accesses.append(Access(factor, tiles * rank * columns, load.num_present * rank * columns))
+    return accesses

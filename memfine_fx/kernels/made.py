@@ -1,4 +1,4 @@
-"""Tables that exist tile by tile: the hook by which a kernel makes the numbers that it multiplies.
+"""Tables that are computed tile by tile: the hook by which a kernel computes the numbers that it multiplies.
 
 A source is Triton text of `made(parts, expert, row, column, is_entry)` (`tables.TileSource`; `packed` has some):
 entries of an expert's matrix, in fp32, at rows and columns that broadcast to each other. It may read `parts`, pointers
@@ -24,7 +24,7 @@ __all__ = ["argument_of", "functions_of", "list_constants", "loader_of", "of_exp
 
 
 def argument_of(table: Table) -> Any:
-    """What a kernel is given for a table."""
+    """Return the kernel's argument for a table: a tensor, the addresses of a list, or a tile source's tensors."""
     if isinstance(table, ListTable):
         return table.addresses
     return table.tensors if isinstance(table, TileTable) else table
@@ -34,17 +34,17 @@ _LIST_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.flo
 
 
 def list_constants(tables: Sequence[Table]) -> dict[str, Any]:
-    """What kernels are compiled for where tables are lists, all of them or none."""
-    lists = [one for one in tables if isinstance(one, ListTable)]
+    """Return the compile-time constants of kernels for tables that are lists, all of them or none."""
+    lists = [table for table in tables if isinstance(table, ListTable)]
     return {
         "LIST_TYPE": _LIST_TYPES[lists[0].dtype] if lists else None,
-        "IS_ALIGNED": all(one.is_aligned for one in lists),
+        "IS_ALIGNED": all(table.is_aligned for table in lists),
     }
 
 
 @triton.jit
 def of_expert(table, expert, LIST_TYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Where a table stands that is no list, else where its expert's matrix does."""
+    """Return the address of a table that is no list, else the address of its expert's matrix."""
     if LIST_TYPE is None:
         place = table
     else:
@@ -55,7 +55,10 @@ def of_expert(table, expert, LIST_TYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
 
 
 def loader_of(table: Table) -> Any:
-    """The function of (parts, expert, rows [1,C], columns [D,1], is_entry) that makes a tile [D,C], or "plain"."""
+    """Return the function that computes a tile [D,C], or "plain" for a table in memory.
+
+    Its arguments are (parts, expert, rows [1,C], columns [D,1], is_entry).
+    """
     return (
         _loader(table.how.source, table.firsts, table.steps, table.is_turned)
         if isinstance(table, TileTable)
@@ -66,7 +69,7 @@ def loader_of(table: Table) -> Any:
 @functools.cache
 def _loader(source: str, firsts: tuple[int, int], steps: tuple[int, int], is_turned: bool) -> Any:
     names = ("places", "columns") if is_turned else ("columns", "places")
-    row, column = (f"{first} + {step} * {one}" for first, step, one in zip(firsts, steps, names, strict=True))
+    row, column = (f"{first} + {step} * {name}" for first, step, name in zip(firsts, steps, names, strict=True))
     view = f"""
 
 @triton.jit
@@ -78,11 +81,14 @@ def load(parts, expert, columns, places, is_entry):
 
 @functools.cache
 def functions_of(source: str) -> dict[str, Any]:
-    """What a text defines under `triton.jit`; Triton finds it where Python's own tools do, beside no file."""
-    told = hashlib.sha256(source.encode()).hexdigest()[:16]
-    name = f"<memfine_fx source {told}>"
+    """Compile a source text, and return what it defines under `triton.jit` by name.
+
+    Triton finds the text where Python's own tools do, in `linecache`: there is no file.
+    """
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    name = f"<memfine_fx source {digest}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     # Triton compiles one function for each module and name: of gate's and up's "load" in a kernel, only the first.
-    space: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": f"{__name__}_{told}"}
+    space: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": f"{__name__}_{digest}"}
     exec(compile(source, name, "exec"), space)  # written here and by `kernels.epilogue`, of what they know
     return space

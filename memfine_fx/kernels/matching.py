@@ -6,10 +6,10 @@ After:   KernelForm("halves", (0, 1), "swiglu"): where the matrices stand among 
 Steps: take the down projection's bias, times the routing weight, off the output; walk through casts to the last
 product; take the routing weight's column off its rows; take the activation apart, as one that the kernels know or, of
 pointwise operators, as source for them (`epilogue`); find gate and up, with biases or without, as the halves or the
-alternating columns of one product of the rows, or as two. A matrix is a parameter, or is made of packed ones by an
-operator that the kernels have as source (`kernels.packed`); a low-rank term that meets the rows factor by
-factor (`low_rank`) is its adapter, of two more parameters. None where a step does not match: nothing is refused, the
-expert keeps its bodies.
+alternating columns of one product of the rows, or as two. A matrix is a parameter, or is dequantized from packed ones
+by an operator that the kernels have as source (`kernels.packed`); a low-rank term that meets the rows factor by factor
+(`low_rank`) is its adapter, of two more parameters. None where a step does not match: nothing is refused, and the
+expert runs in its bodies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _LIMIT, _SLOPE = 7.0, 1.702  # of GPT-OSS's activation, which the kernels have a
 
 
 def kernel_form(graph: fx.Graph, *, has_weight: bool) -> KernelForm | None:
-    """The form of (rows, weight if any, *params) -> contribution, weight folded before the last product; or None."""
+    """Return the kernel form of (rows, weight if any, *params) -> contribution, or None where it has none.
+
+    The weight is folded in before the last product.
+    """
     rows, *params = graph.find_nodes(op="placeholder")
     weight = params.pop(0) if has_weight else None
     result = _result(graph)
@@ -48,14 +51,14 @@ def kernel_form(graph: fx.Graph, *, has_weight: bool) -> KernelForm | None:
         return None
     for find in (_squared, _by_gate, _clamped, _pointwise):
         gated = find(activated)
-        found = None if gated is None else _projections(gated)
-        if gated is not None and found is not None and _is_one_width(rows, result, gated):
-            return _form(rows, params, gated.activation, *found, down)
+        projections = None if gated is None else _projections(gated)
+        if gated is not None and projections is not None and _is_one_width(rows, result, gated):
+            return _form(rows, params, gated.activation, *projections, down)
     return None
 
 
 class _Product(NamedTuple):
-    """left @ matrix + bias and adapter if any, or left @ matrix.T where the matrix is [out,in]."""
+    """A product left @ matrix + bias and adapter if any, or left @ matrix.T where the matrix is [out,in]."""
 
     left: fx.Node
     matrix: _Matrix
@@ -65,14 +68,14 @@ class _Product(NamedTuple):
 
 
 class _Matrix(NamedTuple):
-    """A parameter, or what it is made of and how."""
+    """A matrix of the experts: one parameter, or packed parameters and the source that dequantizes them."""
 
     params: tuple[fx.Node, ...]
     how: TileSource | None = None
 
 
 class _LowRank(NamedTuple):
-    """The term of two factors on the same left."""
+    """A low-rank term: the product of two factors with the rows `left` that another product multiplies too."""
 
     left: fx.Node
     factors: tuple[fx.Node, fx.Node]
@@ -80,7 +83,7 @@ class _LowRank(NamedTuple):
 
 
 class _Gated(NamedTuple):
-    """activation(gate, up); no up where the activation has none."""
+    """An activation of gate and up, or of gate alone where the activation has no up."""
 
     activation: Activation
     gate: fx.Node
@@ -94,24 +97,24 @@ def _form(
     rows: fx.Node, params: list[fx.Node], activation: Activation, how: _How, products: list[_Product], down: _Product
 ) -> KernelForm | None:
     every = [*products, down]
-    biases = [one.bias for one in every if one.bias is not None]
-    adapters = [one.adapter for one in every]
-    if len({one is None for one in adapters[:-1]}) != 1:
+    biases = [product.bias for product in every if product.bias is not None]
+    adapters = [product.adapter for product in every]
+    if len({adapter is None for adapter in adapters[:-1]}) != 1:
         return None
-    factors = [factor for one in adapters if one is not None for factor in one.factors]
-    used = [*(param for one in every for param in one.matrix.params), *biases, *factors]
-    if any(one.left is not rows for one in products) or sorted(map(id, used)) != sorted(map(id, params)):
+    factors = [factor for adapter in adapters if adapter is not None for factor in adapter.factors]
+    used = [*(param for product in every for param in product.matrix.params), *biases, *factors]
+    if any(product.left is not rows for product in products) or sorted(map(id, used)) != sorted(map(id, params)):
         return None
-    if len({one.is_out_in for one in every}) != 1 or len(biases) not in (0, len(every)):
+    if len({product.is_out_in for product in every}) != 1 or len(biases) not in (0, len(every)):
         return None
     layout = _layout(how, down.is_out_in)
     if layout is None:
         return None
-    sources = tuple(one.matrix.how for one in every)
+    sources = tuple(product.matrix.how for product in every)
     positions = tuple(map(params.index, used))
     return KernelForm(
         layout, positions, activation, has_bias=bool(biases), sources=sources if any(sources) else (),
-        adapters=tuple(None if one is None else one.form for one in adapters) if factors else (),
+        adapters=tuple(None if adapter is None else adapter.form for adapter in adapters) if factors else (),
     )  # fmt: skip
 
 
@@ -131,7 +134,7 @@ def _layout(how: _How, is_out_in: bool) -> Layout | None:
 
 
 def _is_one_width(rows: fx.Node, result: fx.Node, gated: _Gated) -> bool:
-    """Whether the experts give back rows of the width they took, and gate and up are of one."""
+    """Return whether the experts return rows of the width they take, and gate and up have the same width."""
     widths = [node.meta["val"].shape[1] for node in (rows, result, gated.gate, gated.up or gated.gate)]
     return bool(widths[0] == widths[1] and widths[2] == widths[3])
 
@@ -143,7 +146,7 @@ def _result(graph: fx.Graph) -> fx.Node:
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """What a node is before changes between dtypes that the kernels' fp32 epilogues hold."""
+    """Return the node before casts between dtypes that the kernels' fp32 epilogues hold."""
     while node.target is aten._to_copy.default and dict(node.kwargs).keys() == {"dtype"}:
         if node.kwargs["dtype"] not in _CAST_DTYPES:
             break
@@ -157,28 +160,28 @@ def _node(value: Any) -> fx.Node:
 
 
 def _product(node: fx.Node) -> _Product | None:
-    """A product of a parameter, with a parameter added to every row or without."""
+    """Match a product of a parameter, with a parameter added to every row or without."""
     addends = _operands(node, aten.add.Tensor)
-    for one, other in zip(addends, reversed(addends), strict=True):
+    for addend, other in zip(addends, reversed(addends), strict=True):
         bias = _row(other)
-        product = None if bias is None else _bare_product(one)
+        product = None if bias is None else _bare_product(addend)
         if product is not None and product.bias is None:
             return product._replace(bias=bias)
     return _bare_product(node)
 
 
 def _bare_product(node: fx.Node) -> _Product | None:
-    """A product of a parameter, with its adapter's or without."""
+    """Match a product of a parameter, with its adapter's or without."""
     addends = _operands(node, aten.add.Tensor)
-    for one, other in zip(addends, reversed(addends), strict=True):
-        product, term = _plain_product(one), _low_rank(other)
+    for addend, other in zip(addends, reversed(addends), strict=True):
+        product, term = _plain_product(addend), _low_rank(other)
         if product is not None and term is not None and term.left is product.left:
             return product._replace(adapter=term)
     return _plain_product(node)
 
 
 def _low_rank(node: fx.Node) -> _LowRank | None:
-    """left @ first @ second, times numbers."""
+    """Match left @ first @ second, times numbers."""
     wide, scale = _unscaled(node)
     second = None if wide is None else _factor(wide.args[1])
     narrow, inner_scale = _unscaled(_node(wide.args[0])) if wide is not None else (None, 1.0)
@@ -191,7 +194,7 @@ def _low_rank(node: fx.Node) -> _LowRank | None:
 
 
 def _unscaled(node: fx.Node) -> tuple[fx.Node | None, float]:
-    """The product that is multiplied by numbers, and those; None where it is none."""
+    """Return the matrix product that numbers multiply, None where there is none, and the product of the numbers."""
     scale, node = 1.0, _uncast(node)
     while node.target is aten.mul.Tensor and not node.kwargs and isinstance(node.args[1], (int, float)):
         scale *= node.args[1]
@@ -200,7 +203,7 @@ def _unscaled(node: fx.Node) -> tuple[fx.Node | None, float]:
 
 
 def _factor(value: Any) -> tuple[fx.Node, bool] | None:
-    """The parameter that is a factor, and whether it stands turned."""
+    """Return the parameter that is a factor, and whether it is transposed; None where it is none."""
     node, is_turned = _uncast(_node(value)), False
     while node.target is aten.t.default:
         node, is_turned = _uncast(_node(node.args[0])), not is_turned
@@ -229,14 +232,14 @@ _CODES = {"nf4": NF4, "fp4": FP4}
 
 
 def _matrix(node: fx.Node, dtype: torch.dtype) -> _Matrix | None:
-    """A parameter, or packed numbers that are made in the rows' dtype, as tiles are cast to it."""
+    """Match a parameter, or packed numbers that are dequantized to the rows' dtype, as tiles are cast to it."""
     if node.op == "placeholder":
         return _Matrix((node,))
     if qualified_name(node.target) != DEQUANTIZE_4BIT or node.meta["val"].dtype is not dtype:
         return None
     arguments: tuple[Any, ...] = (*node.args, *node.kwargs.values())
     packed, scales, block, quant_type, *_ = arguments
-    are_params = all(isinstance(one, fx.Node) and one.op == "placeholder" for one in (packed, scales))
+    are_params = all(isinstance(param, fx.Node) and param.op == "placeholder" for param in (packed, scales))
     if not are_params or quant_type not in _CODES or scales.meta["val"].dtype is not torch.float32:
         return None
     rows, columns = node.meta["val"].shape
@@ -245,7 +248,7 @@ def _matrix(node: fx.Node, dtype: torch.dtype) -> _Matrix | None:
 
 
 def _row(node: fx.Node) -> fx.Node | None:
-    """The parameter [C] that stands as a row [1,C], or as it is."""
+    """Return the parameter [C] that a node reads as a row [1,C] or as it is; None where it is none."""
     node = _uncast(node)
     if node.target is aten.unsqueeze.default and node.args[1] == 0:
         node = _uncast(_node(node.args[0]))
@@ -253,14 +256,14 @@ def _row(node: fx.Node) -> fx.Node | None:
 
 
 def _biased_down(node: fx.Node, weight: fx.Node | None) -> _Product | None:
-    """The last product, and its bias, which the folded routing weight multiplies."""
+    """Match the last product and its bias, which the folded routing weight multiplies."""
     if weight is None:
         return _product(node)
     addends = _operands(node, aten.add.Tensor)
-    for one, other in zip(addends, reversed(addends), strict=True):
+    for addend, other in zip(addends, reversed(addends), strict=True):
         scaled = _without_weight(other, weight)
         bias = None if scaled is None else _row(scaled)
-        product = None if bias is None else _bare_product(one)
+        product = None if bias is None else _bare_product(addend)
         if product is not None and product.bias is None:
             return product._replace(bias=bias)
     product = _bare_product(node)
@@ -268,20 +271,20 @@ def _biased_down(node: fx.Node, weight: fx.Node | None) -> _Product | None:
 
 
 def _operands(node: fx.Node, target: Any) -> tuple[fx.Node, ...]:
-    """Both operands of a sum or product of two tensors."""
+    """Return both operands of a sum or product of two tensors; an empty tuple for any other node."""
     node = _uncast(node)
-    if node.target is not target or node.kwargs or not all(isinstance(one, fx.Node) for one in node.args):
+    if node.target is not target or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
         return ()
     left, right = map(_node, node.args)
     return _uncast(left), _uncast(right)
 
 
 def _without_weight(node: fx.Node, weight: fx.Node | None) -> fx.Node | None:
-    """The other factor of rows times the routing weight's column."""
+    """Return the other factor of rows times the routing weight's column; None where there is no such product."""
     if weight is None:
         return node
     factors = _operands(node, aten.mul.Tensor)
-    others = [other for one, other in zip(factors, reversed(factors), strict=True) if _is_column(one, weight)]
+    others = [other for factor, other in zip(factors, reversed(factors), strict=True) if _is_column(factor, weight)]
     return others[0] if others else None
 
 
@@ -291,18 +294,18 @@ def _is_column(node: fx.Node, weight: fx.Node) -> bool:
 
 
 def _pointwise(node: fx.Node) -> _Gated | None:
-    """Pointwise operators of one or two products, or of the parts of one."""
+    """Match pointwise operators of one or two products, or of the parts of one."""
     leaves: list[fx.Node] = []
-    waiting, seen = [node], set[fx.Node]()
+    waiting, visited = [node], set[fx.Node]()
     while waiting:
-        one = _uncast(waiting.pop())
-        if one in seen or one.op == "placeholder":
+        current = _uncast(waiting.pop())
+        if current in visited or current.op == "placeholder":
             continue
-        seen.add(one)
-        if one.target in _PARTS or _product(one) is not None:
-            leaves.append(one)
+        visited.add(current)
+        if current.target in _PARTS or _product(current) is not None:
+            leaves.append(current)
         else:
-            waiting.extend(one.all_input_nodes)
+            waiting.extend(current.all_input_nodes)
     if not 1 <= len(leaves) <= 2:
         return None
     gate, up = leaves[0], leaves[-1]
@@ -313,7 +316,7 @@ def _pointwise(node: fx.Node) -> _Gated | None:
 
 
 def _squared(node: fx.Node) -> _Gated | None:
-    """relu(gate) squared."""
+    """Match relu(gate) squared."""
     node = _uncast(node)
     factors = _operands(node, aten.mul.Tensor)
     root = factors[0] if factors and factors[0] is factors[1] else None
@@ -325,12 +328,12 @@ def _squared(node: fx.Node) -> _Gated | None:
 
 
 def _by_gate(node: fx.Node) -> _Gated | None:
-    """silu(gate) * up, or gelu(gate) * up."""
+    """Match silu(gate) * up, or gelu(gate) * up."""
     factors = _operands(node, aten.mul.Tensor)
-    for one, other in zip(factors, reversed(factors), strict=True):
-        activation = _gate_activation(one)
+    for factor, other in zip(factors, reversed(factors), strict=True):
+        activation = _gate_activation(factor)
         if activation is not None:
-            return _Gated(activation, _uncast(_node(one.args[0])), other)
+            return _Gated(activation, _uncast(_node(factor.args[0])), other)
     return None
 
 
@@ -344,11 +347,15 @@ def _gate_activation(node: fx.Node) -> Activation | None:
 
 
 def _clamped(node: fx.Node) -> _Gated | None:
-    """GPT-OSS's: (up + 1) * gate * sigmoid(1.702 gate) in any order, both clamped before."""
+    """Match GPT-OSS's activation: (up + 1) * gate * sigmoid(1.702 gate) in any order, both clamped before."""
     factors = _flat_factors(node)
-    sigmoids = [one for one in factors if one.target is aten.sigmoid.default]
-    sums = [one for one in factors if one.target is aten.add.Tensor and one.args[1:] == (1,) and not one.kwargs]
-    others = [one for one in factors if one not in sigmoids and one not in sums]
+    sigmoids = [factor for factor in factors if factor.target is aten.sigmoid.default]
+    sums = [
+        factor
+        for factor in factors
+        if factor.target is aten.add.Tensor and factor.args[1:] == (1,) and not factor.kwargs
+    ]
+    others = [factor for factor in factors if factor not in sigmoids and factor not in sums]
     if (len(sigmoids), len(sums), len(others)) != (1, 1, 1):
         return None
     slope = _uncast(_node(sigmoids[0].args[0]))
@@ -361,13 +368,13 @@ def _clamped(node: fx.Node) -> _Gated | None:
 
 
 def _flat_factors(node: fx.Node) -> list[fx.Node]:
-    """The factors of a product of products."""
+    """Return the factors of a product of products."""
     factors = _operands(node, aten.mul.Tensor)
-    return [one for factor in factors for one in _flat_factors(factor)] or [_uncast(node)]
+    return [inner_factor for factor in factors for inner_factor in _flat_factors(factor)] or [_uncast(node)]
 
 
 def _clamp(node: fx.Node, bounds: tuple[float | None, float]) -> fx.Node | None:
-    """What is clamped, if between these bounds."""
+    """Return the input of a clamp between these bounds, or None where the node is none."""
     low, high = (*node.args[1:], None, None)[:2]
     low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
     if node.target is aten.clamp_max.default:
@@ -378,13 +385,13 @@ def _clamp(node: fx.Node, bounds: tuple[float | None, float]) -> fx.Node | None:
 
 
 def _projections(gated: _Gated) -> tuple[_How, list[_Product]] | None:
-    """How gate and up stand in their products, and those."""
+    """Return how gate and up stand in their products, and those products; None where they do not match."""
     if gated.up is None:
         single = _product(gated.gate)
         return None if single is None else ("single", [single])
-    found = _columns(gated.gate, gated.up)
-    if found is not None:
-        how, whole = found
+    columns = _columns(gated.gate, gated.up)
+    if columns is not None:
+        how, whole = columns
         both = _product(whole)
         return None if both is None else (how, [both])
     gate, up = _product(gated.gate), _product(gated.up)
@@ -392,7 +399,10 @@ def _projections(gated: _Gated) -> tuple[_How, list[_Product]] | None:
 
 
 def _columns(gate: fx.Node, up: fx.Node) -> tuple[_How, fx.Node] | None:
-    """The matrix of which gate has the first or the even columns and up the others."""
+    """Match gate and up as columns of one product: the first half and the second, or even ones and odd ones.
+
+    Returns which of the two, and the product.
+    """
     if gate.target is operator.getitem and up.target is operator.getitem:
         return _split(gate, up)
     if gate.target is not aten.slice.Tensor or up.target is not aten.slice.Tensor:
@@ -401,24 +411,24 @@ def _columns(gate: fx.Node, up: fx.Node) -> tuple[_How, fx.Node] | None:
     if whole is not other:
         return None
     size = whole.meta["val"].shape[1]
-    ranges = [_range(one, size) for one in (gate, up)]
+    ranges = [_range(part, size) for part in (gate, up)]
     if ranges == [range(size // 2), range(size // 2, size)]:
         return "halves", whole
     return ("interleaved", whole) if ranges == [range(0, size, 2), range(1, size, 2)] else None
 
 
 def _every_row(node: fx.Node) -> fx.Node:
-    """What a slice of all rows is of, as `x[:, ...]` writes one."""
+    """Return the input of a slice that takes all rows, as `x[:, ...]` writes one; any other node as it is."""
     is_slice = node.target is aten.slice.Tensor and node.args[1:] in ((), (0,), (0, 0), (0, 0, _TO_THE_END))
     return _node(node.args[0]) if is_slice else node
 
 
 def _range(node: fx.Node, size: int) -> range | None:
-    """Which columns a slice takes."""
-    given: list[Any] = list(node.args[1:])
+    """Return the columns that a slice takes, or None where it takes no fixed range of columns."""
+    arguments: list[Any] = list(node.args[1:])
     defaults: list[Any] = [0, 0, size, 1]
-    dim, start, end, step = given + defaults[len(given) :]
-    if dim not in (1, -1) or not all(isinstance(one, int) for one in (start, end, step)):
+    dim, start, end, step = arguments + defaults[len(arguments) :]
+    if dim not in (1, -1) or not all(isinstance(bound, int) for bound in (start, end, step)):
         return None
     return range(size)[start:end:step]
 

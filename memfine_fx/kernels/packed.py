@@ -1,4 +1,4 @@
-"""Packed numbers as sources of tables that exist tile by tile: text that kernels are compiled with (`made`).
+"""Sources that dequantize packed numbers tile by tile: text that kernels are compiled with (`made`).
 
 four_bits      two numbers a byte, the first in its upper half, each a place among 16 codes, times a scale for each
                block of numbers that follow each other: NF4 and FP4 as bitsandbytes has them (QLoRA, arXiv
@@ -21,15 +21,15 @@ NF4 = (
 )  # fmt: skip
 """The codes of bitsandbytes' "nf4"."""
 _FP4_MAGNITUDES = (0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
-FP4 = (*_FP4_MAGNITUDES, *(-one for one in _FP4_MAGNITUDES))
+FP4 = (*_FP4_MAGNITUDES, *(-magnitude for magnitude in _FP4_MAGNITUDES))
 """The codes of bitsandbytes' "fp4"."""
 _HEAD = "@triton.jit\ndef made(parts, expert, row, column, is_entry):"
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1 = (*_E2M1_MAGNITUDES, *(-one for one in _E2M1_MAGNITUDES))
+_E2M1 = (*_E2M1_MAGNITUDES, *(-magnitude for magnitude in _E2M1_MAGNITUDES))
 
 
 def four_bits(shape: tuple[int, int], block: int, codes: tuple[float, ...] = NF4) -> TileSource:
-    """Of packed uint8 [E,..], half as many as numbers, and scales fp32 [E,..], one a block.
+    """Return the source for packed uint8 [E,..], half as many as numbers, and scales fp32 [E,..], one a block.
 
     Args:
         shape: of an expert's matrix, whose numbers follow each other row by row.
@@ -44,7 +44,7 @@ def four_bits(shape: tuple[int, int], block: int, codes: tuple[float, ...] = NF4
 
 
 def microscaling(shape: tuple[int, int]) -> TileSource:
-    """Of blocks uint8 [E,C,D/32,16] and exponents uint8 [E,C,D/32], 127 of which is 1."""
+    """Return the source for blocks uint8 [E,C,D/32,16] and exponents uint8 [E,C,D/32], 127 of which is 1."""
     size = shape[0] * shape[1]
     source = f"""\
     exponent = tl.load(parts[1] + expert.to(tl.int64) * {size // 32} + place // 32, mask=is_entry, other=127)
@@ -54,7 +54,7 @@ def microscaling(shape: tuple[int, int]) -> TileSource:
 
 
 def scaled_blocks(shape: tuple[int, int], block: tuple[int, int]) -> TileSource:
-    """Of numbers [E,C,D] and scales [E,ceil(C/rows),ceil(D/columns)].
+    """Return the source for numbers [E,C,D] and scales [E,ceil(C/rows),ceil(D/columns)].
 
     Args:
         block: rows and columns with one scale.
@@ -73,7 +73,7 @@ def scaled_blocks(shape: tuple[int, int], block: tuple[int, int]) -> TileSource:
 
 
 def _code(shape: tuple[int, int], first: str, second: str) -> str:
-    """An entry's place among all of a matrix and, of two a byte, its four bits."""
+    """Return the text that finds an entry's place among all of a matrix and, of two a byte, its four bits."""
     size = shape[0] * shape[1]
     return f"""
     place = row * {shape[1]} + column

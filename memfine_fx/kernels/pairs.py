@@ -1,4 +1,4 @@
-"""Tiles of gate's and up's products: two tensors of [R,F], or one of [R,2F] in which they take turns.
+"""Tiles of gate's and up's products: two tensors of [R,F], or one of [R,2F] in which their columns alternate.
 
 Where a parameter holds gate and up column by column, what belongs to it does too: a tile of both is one piece of
 memory, and threads that have an entry of gate have up's beside it. Apart, each would be every other entry.
@@ -19,7 +19,10 @@ __all__ = ["are_interleaved", "halved", "load_pair", "split_pair", "store_pair"]
 
 
 def are_interleaved(pair: Sequence[Table]) -> bool:
-    """Whether gate's [R,F] and up's are every other column of one tensor, gate's the first; or so of tables [E,F,H]."""
+    """Return whether gate's [R,F] and up's are every other column of one tensor, gate's the first.
+
+    The same holds of tables [E,F,H] that alternate along F.
+    """
     gate, up = pair
     if not (isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)):
         return False
@@ -30,14 +33,14 @@ def are_interleaved(pair: Sequence[Table]) -> bool:
 
 @triton.jit
 def halved(tile, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
-    """The first half of a tile's columns, and the second: threads keep what they have."""
+    """Return the first half of a tile's columns, and the second: each thread holds the entries that it had."""
     half: tl.constexpr = TILE_COLUMNS // 2
     return tl.split(tl.permute(tl.reshape(tile, [TILE_ROWS, 2, half]), [0, 2, 1]))
 
 
 @triton.jit
 def split_pair(both, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
-    """(gate's, up's) of a tile [ROWS, 2 COLUMNS] in which they take turns."""
+    """Return (gate's, up's) of a tile [ROWS, 2 COLUMNS] in which their columns alternate."""
     return tl.split(tl.reshape(both, [TILE_ROWS, TILE_COLUMNS, 2]))
 
 
@@ -46,7 +49,7 @@ def load_pair(
     gate, up, row_places, first_column, is_row, WIDTH: tl.constexpr, STRIDE: tl.constexpr, HAS_UP: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """(gate's, up's) tiles in fp32; up's is gate's again where there is none.
+    """Load (gate's, up's) tiles in fp32; up's is gate's again where there is no up projection.
 
     Args:
         row_places: [ROWS,1], of each row in either tensor.

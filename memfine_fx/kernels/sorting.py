@@ -52,14 +52,14 @@ class Routing:
         return self.order.shape[0]
 
     def ranges(self, window: Window) -> list[tuple[int, int]]:
-        """Each expert's rows inside a window, for references: it reads the offsets on the host."""
+        """Return each expert's rows inside a window, for references: it reads the offsets on the host."""
         bounds = [min(max(offset, window.first), window.last) for offset in self.offsets.tolist()]
         return list(itertools.pairwise(bounds))
 
 
 @triton.jit
 def _experts_of(ids, assignments, num_ids, NUM_EXPERTS: tl.constexpr):
-    """The expert of each assignment, -1 where it has none."""
+    """Return the expert of each assignment, -1 where it has none."""
     own = tl.load(ids + assignments, mask=assignments < num_ids, other=0).to(tl.int64)
     is_expert = (assignments < num_ids) & (own >= 0) & (own < NUM_EXPERTS)
     return tl.where(is_expert, own, -1).to(tl.int32)
@@ -115,7 +115,7 @@ def _place_kernel(
 
 
 def sort_assignments(expert_index: torch.Tensor, num_experts: int) -> Routing:
-    """Routed rows in expert order, stable within an expert.
+    """Sort routed rows by expert, stable within an expert.
 
     Args:
         expert_index: [T,K] ints; an id outside [0, E) gets no row.
@@ -142,7 +142,7 @@ def sort_assignments(expert_index: torch.Tensor, num_experts: int) -> Routing:
 
 
 def reference_sort(expert_index: torch.Tensor, num_experts: int) -> Routing:
-    """`sort_assignments` in plain torch."""
+    """Compute `sort_assignments` in plain torch."""
     ids = expert_index.reshape(-1).to(torch.int64)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     order = torch.sort(ids, stable=True).indices
@@ -151,12 +151,12 @@ def reference_sort(expert_index: torch.Tensor, num_experts: int) -> Routing:
     rows = torch.arange(ids.shape[0], device=ids.device)
     inverse = torch.empty_like(order)
     inverse[order] = torch.where(rows < offsets[-1], rows, -1)
-    order, inverse, offsets = (one.to(torch.int32) for one in (order, inverse, offsets))
+    order, inverse, offsets = (indices.to(torch.int32) for indices in (order, inverse, offsets))
     return Routing(order, inverse, offsets, expert_index.shape[1])
 
 
 def sort_accesses(launch: Launch, load: Load) -> list[Access]:
-    """What a launch of one of the four kernels loads and stores, at most: experts may share blocks or not.
+    """Return the most that a launch of one of the four sort kernels loads and stores: experts may share blocks or not.
 
     Args:
         load: of the whole layer.
@@ -172,5 +172,5 @@ def sort_accesses(launch: Launch, load: Load) -> list[Access]:
         return [*counts, Access("totals", experts, experts, "store")]
     if launch.name == "offsets_kernel":
         return [Access("totals", experts, experts), Access("offsets", experts + 1, experts + 1, "store")]
-    found = [Access("ids", ids, ids), Access("counts", rows, pairs), Access("offsets", rows, experts)]
-    return [*found, Access("order", rows, rows, "store"), Access("inverse", ids, ids, "store")]
+    accesses = [Access("ids", ids, ids), Access("counts", rows, pairs), Access("offsets", rows, experts)]
+    return [*accesses, Access("order", rows, rows, "store"), Access("inverse", ids, ids, "store")]

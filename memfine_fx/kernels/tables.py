@@ -1,4 +1,4 @@
-"""The experts' tables as the kernels see them: three matrices an expert, wherever they stand in memory."""
+"""The experts' tables as the kernels read them: three matrices an expert, wherever they are in memory."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ _OUT_IN = ("apart", "halves", "single")
 
 @dataclass(frozen=True)
 class TileSource:
-    """How kernels make a table tile by tile, of packed numbers for instance; see `made`.
+    """The source by which kernels compute a table tile by tile, from packed numbers for instance; see `made`.
 
     Args:
         source: Triton source of `made(parts, expert, row, column, is_entry)`, entries of an expert's matrix at rows and
             columns that broadcast to each other, finite where they are not entries.
         shape: of an expert's matrix, whose rows and columns these are.
-        num_tensors: of how many parameters it is made, [E,...] each and contiguous: `parts`, and behind them `codes`.
+        num_tensors: how many parameters it is computed from, [E,...] each and contiguous: `parts`, then `codes`.
         codes: numbers that `made` looks up, in fp32.
     """
 
@@ -98,10 +98,10 @@ class TileSource:
 
 @dataclass(frozen=True)
 class TileTable:
-    """A table [E,C,D], or a part of its rows, that exists tile by tile alone and has no gradient.
+    """A table [E,C,D], or a part of its rows, that exists only tile by tile and has no gradient.
 
     Args:
-        tensors: what `how` takes, its codes included.
+        tensors: those that `how` reads, its codes included.
         shape: of this view.
         firsts, steps: of the matrix's rows and columns, which are the view's: the n-th is first + step n.
         is_turned: whether the view's rows are the matrix's columns.
@@ -116,18 +116,23 @@ class TileTable:
 
     @staticmethod
     def of(how: TileSource, tensors: Sequence[torch.Tensor]) -> TileTable:
-        """
+        """Return the table that a source computes from these tensors.
+
         Raises:
             ValueError: they are not as many, not of as many experts, or not contiguous.
         """
-        experts = {one.shape[0] for one in tensors}
-        if len(tensors) != how.num_tensors or len(experts) != 1 or not all(one.is_contiguous() for one in tensors):
+        experts = {tensor.shape[0] for tensor in tensors}
+        if (
+            len(tensors) != how.num_tensors
+            or len(experts) != 1
+            or not all(tensor.is_contiguous() for tensor in tensors)
+        ):
             raise ValueError(f"a table is made of {how.num_tensors} contiguous tensors of its experts")
         codes = [_codes(how.codes, tensors[0].device)] if how.codes else []
         return TileTable(how, (*tensors, *codes), (experts.pop(), *how.shape))
 
     def stride(self, axis: int) -> int:
-        """Of entries that stand nowhere."""
+        """Return 0, since the entries are not in memory."""
         return 0
 
     @property
@@ -136,7 +141,7 @@ class TileTable:
         return replace(self, shape=(num_experts, columns, rows), is_turned=not self.is_turned)
 
     def rows(self, first: int, number: int, step: int = 1) -> TileTable:
-        """So many of the view's rows, each so many behind the one before."""
+        """Return a view of `number` of this view's rows from `first` on, each `step` behind the one before."""
         num_experts, _, columns = self.shape
         firsts, steps, own = list(self.firsts), list(self.steps), int(self.is_turned)
         firsts[own] += steps[own] * first
@@ -151,7 +156,7 @@ class ListTable:
 
     Args:
         addresses: [E] int64 on the device, of each expert's first entry of this view.
-        tensors: the experts' own, which the addresses are of.
+        tensors: the experts' matrices, whose addresses these are.
         shape, strides: of this view; of experts 0.
         is_aligned: whether every address is a multiple of 16 bytes.
     """
@@ -164,14 +169,18 @@ class ListTable:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> ListTable:
-        """
+        """Return the table of these experts' matrices.
+
         Raises:
             ValueError: they are not matrices of one shape, dtype and strides.
         """
         first = tensors[0]
-        if first.ndim != 2 or len({(one.shape, one.dtype, one.stride(), one.device) for one in tensors}) != 1:
+        if (
+            first.ndim != 2
+            or len({(tensor.shape, tensor.dtype, tensor.stride(), tensor.device) for tensor in tensors}) != 1
+        ):
             raise ValueError("the experts of a list have matrices of one shape, dtype and strides")
-        places = [0 if isinstance(one, FakeTensor) else one.data_ptr() for one in tensors]
+        places = [0 if isinstance(tensor, FakeTensor) else tensor.data_ptr() for tensor in tensors]
         if isinstance(first, FakeTensor):  # stands nowhere, as its addresses do
             addresses = first.new_empty(len(places), dtype=torch.int64)
         else:
@@ -194,7 +203,7 @@ class ListTable:
         return replace(self, shape=(experts, columns, rows), strides=(0, column, row))
 
     def rows(self, first: int, number: int, step: int = 1) -> ListTable:
-        """So many of the view's rows, each so many behind the one before."""
+        """Return a view of `number` of this view's rows from `first` on, each `step` behind the one before."""
         (experts, _, columns), (_, row, column) = self.shape, self.strides
         offset = first * row * self.dtype.itemsize
         return replace(
@@ -208,16 +217,16 @@ _ALIGNMENT = 16  # bytes
 
 TableT = TypeVar("TableT", torch.Tensor, "Table")
 Table = torch.Tensor | TileTable | ListTable
-"""[E,C,D] of numbers that stand somewhere, or are made."""
+"""A table [E,C,D] of numbers in memory, or computed tile by tile."""
 Param = torch.Tensor | ListTable
 """A parameter as the kernels' layer takes it."""
 
 
 def standing(table: Table) -> torch.Tensor:
-    """A table whose numbers stand in one tensor, as what references take.
+    """Return a table whose numbers are in one tensor, as references take it.
 
     Raises:
-        ValueError: it is made, or of a list.
+        ValueError: it is computed by tiles, or a list.
     """
     if not isinstance(table, torch.Tensor):
         raise ValueError(f"a table {list(table.shape)} that is made by tiles, or of a list, is no tensor")
@@ -225,14 +234,17 @@ def standing(table: Table) -> torch.Tensor:
 
 
 def _codes(codes: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Made once for a device, since a copy to it is waited for; fake ones, of compilations, are kept for nobody."""
+    """Return the codes as a tensor, created once for a device, since a copy to it is waited for.
+
+    Fake tensors, which compilations create, are not cached.
+    """
     key = codes, device
-    made = _kept_codes.get(key)
-    if made is None:
-        made = torch.tensor(codes, dtype=torch.float32, device=device)
-    if not isinstance(made, FakeTensor):
-        _kept_codes[key] = made
-    return made
+    codes_tensor = _kept_codes.get(key)
+    if codes_tensor is None:
+        codes_tensor = torch.tensor(codes, dtype=torch.float32, device=device)
+    if not isinstance(codes_tensor, FakeTensor):
+        _kept_codes[key] = codes_tensor
+    return codes_tensor
 
 
 _kept_codes: dict[tuple[tuple[float, ...], torch.device], torch.Tensor] = {}
@@ -255,7 +267,7 @@ class AdapterForm:
 
 
 AdapterForms = tuple[AdapterForm | None, ...]
-"""Of gate and up, or both in one, and down: None where there is none; empty where no projection has one."""
+"""Forms of the adapters of gate and up, or both in one, and of down; None where there is none, empty without any."""
 
 
 @dataclass(frozen=True)
@@ -278,18 +290,18 @@ class Adapter:
 
 
 def adapters_of(params: Sequence[torch.Tensor], forms: AdapterForms) -> list[Adapter | None]:
-    """The adapter of each form.
+    """Return the adapter of each form.
 
     Args:
-        params: A and B of each that is there, one after the other.
+        params: A and B of each form that is not None, one after the other.
 
     Raises:
         ValueError: there are more or fewer, or two do not meet.
     """
-    left, found = list(params), list[Adapter | None]()
+    left, adapters = list(params), list[Adapter | None]()
     for form in forms:
         if form is None:
-            found.append(None)
+            adapters.append(None)
             continue
         if len(left) < 2:
             raise ValueError(f"{len(params)} parameters are not those of adapters {forms}")
@@ -299,15 +311,15 @@ def adapters_of(params: Sequence[torch.Tensor], forms: AdapterForms) -> list[Ada
         )
         if not adapter.first.shape[1] == adapter.second.shape[2] == form.rank:
             raise ValueError(f"factors {_described(adapter.first)} and {_described(adapter.second)} do not meet")
-        found.append(adapter)
+        adapters.append(adapter)
     if left:
         raise ValueError(f"{len(params)} parameters are not those of adapters {forms}")
-    return found
+    return adapters
 
 
 @dataclass(frozen=True)
 class Term:
-    """What is added to a window's product: rows [R,r] times [E,C,r] of their experts."""
+    """A low-rank term that is added to a window's product: rows [R,r] times matrices [E,C,r] of their experts."""
 
     rows: torch.Tensor
     matrix: torch.Tensor
@@ -315,11 +327,11 @@ class Term:
 
 @dataclass(frozen=True)
 class Terms:
-    """Those of gate's and up's products; of the same strides, as the tables are.
+    """The low-rank terms of gate's and up's products; of the same strides, as the tables are.
 
     Args:
-        projections: of each parameter that holds them, in its columns' order.
-        gate, up: of each, the same where there is no up projection.
+        projections: the term of each parameter that holds them, in its columns' order.
+        gate, up: the term of each, the same where there is no up projection.
     """
 
     projections: Sequence[Term]
@@ -328,22 +340,22 @@ class Terms:
 
     @staticmethod
     def of(projections: Sequence[Term], layout: Layout) -> Terms:
-        gate, up = divided([one.matrix for one in projections], layout)
+        gate, up = divided([term.matrix for term in projections], layout)
         return Terms(projections, Term(projections[0].rows, gate), Term(projections[-1].rows, up))
 
 
 @dataclass(frozen=True)
 class KernelForm:
-    """What of an expert function makes it one that the kernels know.
+    """The form of an expert function that the kernels compute.
 
     Args:
         layout: of its parameters.
-        positions: where gate and up, or both in one, down, the biases and the adapters' factors stand among them; all
-            tensors of one that is made, one after the other.
+        positions: where gate and up, or both in one, down, the biases and the adapters' factors are among the
+            parameters; all tensors that one is computed from, one after the other.
         activation: between the projections.
         has_bias: whether every projection has one.
-        sources: of gate and up, or both in one, and down, how each is made, or None where it is a parameter; empty
-            where all are.
+        sources: for gate and up, or both in one, and down, how each is computed, or None where it is a parameter;
+            empty where all are.
         adapters: their low-rank terms.
         is_list: whether each expert's matrices are tensors of their own; then there is nothing but matrices.
     """
@@ -362,12 +374,12 @@ class KernelForm:
 
     @property
     def num_own(self) -> int:
-        """How many of the positions, in front, are not of adapters' factors."""
+        """Return how many of the positions, in front, are not of adapters' factors."""
         return len(self.positions) - num_adapter_params(self.adapters)
 
     @property
     def made(self) -> frozenset[int]:
-        """Positions of what tables are made of."""
+        """Return the positions of the parameters that tables are computed from by tiles."""
         counts = counts_of(self.layout, self.sources)
         firsts = [sum(counts[:place]) for place in range(len(counts))]
         of_each = zip(firsts, counts, self.sources, strict=True) if self.sources else ()
@@ -376,7 +388,7 @@ class KernelForm:
         )
 
     def width(self, shape_of: Callable[[int], Sequence[int]]) -> int:
-        """F.
+        """Return F, the length of the rows between the projections.
 
         Args:
             shape_of: of the parameter at a position, experts in front.
@@ -396,7 +408,7 @@ def num_adapter_params(forms: AdapterForms) -> int:
 
 @dataclass(frozen=True)
 class Tables:
-    """Views of the parameters, or of their gradients.
+    """Views of a layer's parameters, or of their gradients.
 
     Args:
         gate, up: [E,F,H], of the same strides; the same where there is no up projection.
@@ -404,7 +416,7 @@ class Tables:
         gate_bias, up_bias: [E,F], of the same strides, or None.
         down_bias: [E,H], or None.
         projections: gate and up, or [E,2F,H] where one parameter holds both, or gate alone.
-        projection_biases: theirs, [E,F] or [E,2F]; none where there are no biases.
+        projection_biases: their biases, [E,F] or [E,2F]; none where there are no biases.
     """
 
     gate: Table
@@ -430,10 +442,10 @@ class Tables:
 
     @staticmethod
     def of(params: Sequence[Param], layout: Layout, *, has_bias: bool = False, sources: Sources = ()) -> Tables:
-        """The views.
+        """Return the views of a layer's parameters.
 
         Raises:
-            ValueError: the parameters have not that layout.
+            ValueError: the parameters do not have this layout.
         """
         num_params = sum(counts_of(layout, sources)) + has_bias * (num_projections_of(layout) + 1)
         if len(params) != num_params:
@@ -443,8 +455,8 @@ class Tables:
         matrices: list[Table] = []
         for how in sources or (None,) * (num_projections_of(layout) + 1):
             count = 1 if how is None else how.num_tensors
-            taken, left = left[:count], left[count:]
-            matrices.append(taken[0] if how is None else TileTable.of(how, list(map(standing, taken))))
+            parts, left = left[:count], left[count:]
+            matrices.append(parts[0] if how is None else TileTable.of(how, list(map(standing, parts))))
         is_out_in, biases = layout in _OUT_IN, list(map(standing, left))
         *projections, down = matrices if is_out_in else [matrix.mT for matrix in matrices]
         gate, up = divided(projections, layout)
@@ -475,29 +487,29 @@ class Tables:
 
 
 def _strides(table: Table) -> tuple[int, ...] | None:
-    """None of what is made."""
+    """Return a table's strides, or None where it is computed by tiles."""
     if isinstance(table, TileTable):
         return None
     return table.strides if isinstance(table, ListTable) else table.stride()
 
 
 def num_projections_of(layout: Layout) -> int:
-    """How many parameters hold gate and up."""
+    """Return how many parameters hold gate and up."""
     return 2 if layout in _APART else 1
 
 
 def has_up(activation: Activation) -> bool:
-    """Whether an activation is of gate and up, or of one projection alone."""
+    """Return whether an activation is of gate and up, and not of one projection alone."""
     return activation.has_up if isinstance(activation, Pointwise) else activation != "relu2"
 
 
 def counts_of(layout: Layout, sources: Sources) -> list[int]:
-    """Of gate and up, or both in one, and down, how many parameters each is or is made of."""
+    """Return how many parameters each of gate and up, or both in one, and down consists of or is computed from."""
     return [1 if how is None else how.num_tensors for how in sources or (None,) * (num_projections_of(layout) + 1)]
 
 
 def are_projections(layout: Layout, *, has_bias: bool, sources: Sources = ()) -> list[bool]:
-    """Of each parameter, whether it is of gate and up, not of down."""
+    """Return for each parameter whether it is of gate and up, not of down."""
     group = [*[True] * num_projections_of(layout), False]
     of_matrices = zip(group, counts_of(layout, sources), strict=True)
     return [is_one for is_one, count in of_matrices for _ in range(count)] + group * has_bias
@@ -506,13 +518,13 @@ def are_projections(layout: Layout, *, has_bias: bool, sources: Sources = ()) ->
 def trained_parts(
     layout: Layout, wanted: Sequence[bool], *, has_bias: bool, sources: Sources = ()
 ) -> tuple[bool, bool]:
-    """Whether anything of gate and up is trained, and of down.
+    """Return whether anything of gate and up is trained, and whether anything of down is.
 
     Args:
-        wanted: of each parameter, whether its gradient is.
+        wanted: for each parameter, whether its gradient is.
 
     Raises:
-        ValueError: a gradient is wanted of what is made, or of a bias beside it.
+        ValueError: a gradient is wanted of a table that is computed by tiles, or of a bias beside it.
     """
     pairs = list(zip(are_projections(layout, has_bias=has_bias, sources=sources), wanted, strict=True))
     if any(sources) and any(wanted):
@@ -522,10 +534,10 @@ def trained_parts(
 
 
 def trained_adapters(forms: AdapterForms, wanted: Sequence[bool]) -> tuple[bool, bool]:
-    """Whether any factor of adapters of gate and up is trained, and of down.
+    """Return whether any factor of gate's and up's adapters is trained, and whether any of down's is.
 
     Args:
-        wanted: of each factor that is there, whether its gradient is.
+        wanted: for each factor of the forms that are not None, whether its gradient is.
     """
     pairs = iter(wanted)
     trained = [form is not None and any((next(pairs), next(pairs))) for form in forms or (None,)]
@@ -533,7 +545,7 @@ def trained_adapters(forms: AdapterForms, wanted: Sequence[bool]) -> tuple[bool,
 
 
 def divided(projections: Sequence[TableT], layout: Layout) -> tuple[TableT, TableT]:
-    """(gate, up) of what holds them, experts or rows in front and the width behind them."""
+    """Return (gate, up) of the tensors that hold them, experts or rows in front and the width behind them."""
     if layout in _APART:
         gate, up = projections
         return gate, up

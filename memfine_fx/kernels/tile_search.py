@@ -1,4 +1,4 @@
-"""Which tile a program makes and which expert's rows it stands for, found from the offsets without a list of tiles."""
+"""The tile that a program computes and the expert whose rows it has, found from the offsets without a list of tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["find_tile", "place_of", "places_of"]
 
 @triton.jit
 def place_of(GROUP_ROWS: tl.constexpr):
-    """(tile of columns, tile of rows) of a program of a grid (columns, rows).
+    """Return (tile of columns, tile of rows) of a program of a grid (columns, rows).
 
     Programs that run at once take a block of so many tiles of rows and as many columns as there are units for, instead
     of all columns of one tile of rows: a table of experts crosses to L2 once a group of rows and not once a tile.
@@ -29,7 +29,7 @@ def find_tile(
     EXPERTS_BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """(expert, first row, end) of a window's tile of this number; no rows where the window has fewer tiles.
+    """Return (expert, first row, end) of a window's tile of this number; no rows where the window has fewer tiles.
 
     `EXPERTS_BLOCK` is a power of two of at least E.
     """
@@ -51,9 +51,9 @@ def find_tile(
 
 @triton.jit
 def places_of(order, rows, is_row, first_row, TOP_K: tl.constexpr):
-    """Where rows of a window stand in what they are read from: at their tokens, or, with a K of 0, in the window.
+    """Return where a window's rows are in the tensor they are read from: at their tokens or, if K is 0, in the window.
 
-    Rows that are not read stand at the first place; all are read where `is_row` is None.
+    Rows that are not read get the first place; all are read where `is_row` is None.
     """
     if TOP_K > 0:
         if is_row is None:

@@ -18,7 +18,7 @@ __all__ = ["LEAST_COLUMNS", "AdapterTiles", "LayerTiles", "candidates", "target_
 
 @dataclass(frozen=True)
 class LayerTiles:
-    """Tiles of the kernel of each name; `down` also of the input gradient."""
+    """The tile sizes of a layer's kernels, by their names; `down` also of the tokens' gradient."""
 
     gate_up: Tiles
     down: Tiles
@@ -28,7 +28,7 @@ class LayerTiles:
 
 @dataclass(frozen=True)
 class AdapterTiles:
-    """Tiles of an adapter's products: of narrow rows, and of gradients of its factors, [r,D] and [C,r]."""
+    """The tile sizes of an adapter's products: narrow rows, and gradients of its factors, [r,D] and [C,r]."""
 
     narrow: Tiles
     flat: Tiles
@@ -36,7 +36,10 @@ class AdapterTiles:
 
     @staticmethod
     def of(tiles: LayerTiles, rank: int) -> AdapterTiles:
-        """Those of the layer's kernels, as narrow as the rank; rows of 64 are the least for Hopper's products."""
+        """Return the tiles of the layer's kernels, made as narrow as the rank.
+
+        Rows of 64 are the least for Hopper's products.
+        """
         least = min(64, max(16, 1 << (rank - 1).bit_length()))
         rows, gradient = tiles.down_backward, tiles.weight_gradient
         return AdapterTiles(
@@ -132,12 +135,15 @@ _OTHERS: dict[str, dict[str, tuple[Tiles, ...]]] = {
         "weight_gradient": (Tiles(128, 64, 32, 8, 2), Tiles(64, 64, 32, 8, 2), Tiles(64, 32, 32, 4, 2)),
     },
 }
-"""What is timed beside them, in 16 bits: larger tiles, other shapes of the same size, more stages, fewer warps."""
+"""Tiles that are timed beside them, in 16 bits: larger, of other shapes of the same size, more stages, fewer warps."""
 
 
 @functools.cache
 def target_of(device: torch.device) -> str:
-    """Whose tiles a device takes; asked once for each, since it asks the driver. The interpreter takes sm_80's."""
+    """Return the target whose tiles a device takes; the interpreter takes those of sm_80.
+
+    It is cached for each device, since it asks the driver.
+    """
     if device.type != "cuda":
         return "sm_80"
     if torch.version.hip is not None:
@@ -147,10 +153,10 @@ def target_of(device: torch.device) -> str:
 
 
 def tiles_for(target: str, dtype: torch.dtype, table_dtype: torch.dtype | None = None) -> LayerTiles:
-    """The tiles for rows of a dtype on a target of `target_of`, where nothing was timed.
+    """Return the tiles for rows of a dtype on a target of `target_of`, where nothing was timed.
 
     Args:
-        table_dtype: of the tables, where it is another. What is made of bytes takes registers, and the smallest tiles.
+        table_dtype: of the tables, where it is another. Dequantizing bytes takes registers, and so the smallest tiles.
     """
     if dtype is torch.float32:
         return _FULL_PRECISION
@@ -161,12 +167,12 @@ def tiles_for(target: str, dtype: torch.dtype, table_dtype: torch.dtype | None =
 
 
 def candidates(target: str, dtype: torch.dtype, name: str, table_dtype: torch.dtype | None = None) -> tuple[Tiles, ...]:
-    """What may be timed of one kernel, named as in `LayerTiles`; first what `tiles_for` has."""
+    """Return the tiles of one kernel, named as in `LayerTiles`, that may be timed; first those of `tiles_for`."""
     first: Tiles = getattr(tiles_for(target, dtype, table_dtype), name)
     if dtype is torch.float32:
         return (first,)
-    others = (one for one in _OTHERS[target][name] if one != first)
-    return (first, *(one for one in others if table_dtype is not torch.float32 or not one.by_descriptor))
+    others = (tiles for tiles in _OTHERS[target][name] if tiles != first)
+    return (first, *(tiles for tiles in others if table_dtype is not torch.float32 or not tiles.by_descriptor))
 
 
 LEAST_COLUMNS = min(
@@ -175,4 +181,4 @@ LEAST_COLUMNS = min(
     for dtype in (torch.bfloat16, torch.float32)
     for tiles in candidates(target, dtype, "down_backward")
 )
-"""Of all targets: each tile of so many columns has a part of the routing weight's gradient."""
+"""The fewest columns of a tile on any target: each tile of columns has a part of the routing weight's gradient."""

@@ -1,10 +1,11 @@
-"""What a launch loads and stores, counted from its kernel's source: the records; the counts stand beside each kernel.
+"""Records of what a launch loads and stores, counted from its kernel's source; the counts are beside each kernel.
 
-    elements    every program's own, so that what many programs read counts as often: traffic between L2 and the units
-    distinct    different elements of a tensor: what a device's memory gives at least, were its caches large enough
+    elements    those of every program, so that an element that many programs read counts as often: traffic between L2
+                and the units
+    distinct    different elements of a tensor: the least that a device's memory gives, were its caches large enough
 
 Both are exact for given rows by expert (tests/kernels/test_traffic.py counts them in the interpreter), except
-for the sort's, which are at most what is said.
+for those of the sort, which are upper bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["Access", "Load", "even_loads", "loads_of", "of_tiles"]
 
 @dataclass(frozen=True)
 class Access:
-    """One tensor in one launch.
+    """The loads, stores or atomic additions of one launch on one tensor.
 
     Args:
         argument: its name among the kernel's arguments.
@@ -37,7 +38,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Load:
-    """What routing gives a window.
+    """The rows that routing gives a window.
 
     Args:
         counts: rows of each expert in the window.
@@ -60,20 +61,20 @@ class Load:
 
     @property
     def num_present(self) -> int:
-        """Experts that have rows here."""
+        """Return how many experts have rows here."""
         return sum(count > 0 for count in self.counts)
 
     def num_tiles(self, tile_rows: int) -> int:
         return sum(ceil_div(count, tile_rows) for count in self.counts)
 
     def num_tokens_read(self, tile_rows: int) -> int:
-        """Different tokens that tiles read, rows to spare included."""
+        """Return how many different tokens the tiles read, rows to spare included."""
         has_spare = any(count % tile_rows for count in self.counts)
         return self.num_tokens + (has_spare and not self.has_first_token)
 
 
 def loads_of(counts: Sequence[int], windows: Sequence[Window], num_tokens: int) -> Iterator[Load]:
-    """Each window's load where expert e has counts[e] rows in the layer, of tokens drawn evenly.
+    """Yield each window's load where expert e has counts[e] rows in the layer, of tokens drawn evenly.
 
     Args:
         num_tokens: T; a window of R rows has T (1 - (1 - 1/T)^R) different ones, at the mean.
@@ -97,13 +98,13 @@ def loads_of(counts: Sequence[int], windows: Sequence[Window], num_tokens: int) 
 
 
 def even_loads(num_rows: int, num_experts: int, windows: Sequence[Window], num_tokens: int) -> list[Load]:
-    """`loads_of` where every expert has as many rows, but for what does not divide."""
+    """Return the loads of windows where every expert has as many rows, but for what does not divide."""
     each, more = divmod(num_rows, num_experts)
     return list(loads_of([each + (expert < more) for expert in range(num_experts)], windows, num_tokens))
 
 
 def of_tiles(launch: Launch) -> Access:
-    """The offsets, of a kernel whose programs all find their tile (`tile_search`)."""
+    """Return the accesses to the offsets by a kernel whose programs all find their tile (`tile_search`)."""
     num_experts = launch.constants["NUM_EXPERTS"]
     num_programs = launch.grid[0] * launch.grid[1]
     return Access("offsets", (2 * num_experts + 2) * num_programs, num_experts + 1)

@@ -1,4 +1,4 @@
-"""Tiles of a layer's kernels by time on the device: each of a short list is launched, the fastest stays.
+"""Choice of the tiles of a layer's kernels by their time on the device: each of a short list runs, the fastest stays.
 
 A list has only what compiles without spills for its target (`tiling`, benchmarks/results/gpu_kernels.json). It is run
 once for what the kernels are compiled for, before the first step: on tables of as many experts as `_TABLE_BYTES` hold,
@@ -31,7 +31,7 @@ __all__ = ["KernelsDoNotRun", "LayerKind", "Times", "kind_of", "times_of", "tune
 _LOG = logging.getLogger(__name__)
 
 _SECONDS = (1e-9, 1e4)
-"""Seconds of a step that a file may name."""
+"""The least and the most seconds of a step that a file may contain."""
 _TABLE_BYTES = 512 << 20
 # Of 16 experts a few waves decided: smaller tiles came first that a layer's own sizes had last.
 _MOST_EXPERTS, _ROWS_PER_EXPERT = 32, 512
@@ -41,12 +41,12 @@ Seconds = Callable[[Launch, torch.device], float]
 
 
 class KernelsDoNotRun(RuntimeError):
-    """None of a kernel's tiles is compiled or launched here: what Triton is installed, or the device, is another."""
+    """None of a kernel's tiles compiles or launches here: the installed Triton, or the device, is another."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer's kernels are compiled for.
+    """The properties of a layer that its kernels are compiled for.
 
     Args:
         layout, activation, has_bias, precision: as of `layer.LayerOptions`.
@@ -77,14 +77,14 @@ def kind_of(
     params: Sequence[torch.Tensor],
     top_k: int,
 ) -> LayerKind:
-    """The kind of a layer with these rows [T,H] and parameters, in the order of its layout."""
-    told = tuple((tuple(map(int, one.shape)), tuple(map(int, one.stride())), one.dtype) for one in params)
-    return LayerKind(layout, activation, has_bias, precision, hidden.dtype, told, top_k)
+    """Return the kind of a layer with these rows [T,H] and parameters, in the order of its layout."""
+    metadata = tuple((tuple(map(int, param.shape)), tuple(map(int, param.stride())), param.dtype) for param in params)
+    return LayerKind(layout, activation, has_bias, precision, hidden.dtype, metadata, top_k)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step of the layer that was timed, products kept: in the kernels, and in torch's grouped products.
+    """Seconds of a step of the timed layer, products saved: in the kernels, and in torch's grouped products.
 
     `grouped` is None where those do not take such a layer.
     """
@@ -95,7 +95,7 @@ class Times:
 
 @dataclass(frozen=True)
 class _Found:
-    """Times are None where nothing was timed."""
+    """The chosen tiles and their times, which are None where nothing was timed."""
 
     tiles: LayerTiles
     times: Times | None
@@ -105,34 +105,34 @@ _known: dict[tuple[LayerKind, torch.device], _Found | KernelsDoNotRun] = {}
 
 
 def tuned(kind: LayerKind, device: torch.device) -> LayerTiles | None:
-    """What `tune` found in this process; None where it was not asked, or nothing runs."""
-    found = _known.get((kind, device))
-    return found.tiles if isinstance(found, _Found) else None
+    """Return the tiles that `tune` found in this process; None where it was not called, or nothing runs."""
+    outcome = _known.get((kind, device))
+    return outcome.tiles if isinstance(outcome, _Found) else None
 
 
 def times_of(kind: LayerKind, device: torch.device) -> Times | None:
-    """What `tune` measured, in this process or an earlier one; None where it was not asked or could not."""
-    found = _known.get((kind, device))
-    return found.times if isinstance(found, _Found) else None
+    """Return the times that `tune` measured, in this process or an earlier one; None where it did not or could not."""
+    outcome = _known.get((kind, device))
+    return outcome.times if isinstance(outcome, _Found) else None
 
 
 def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) -> LayerTiles:
-    """The fastest tiles of each kernel, from this process, from the disk, or measured now.
+    """Return the fastest tiles of each kernel, from this process, from the disk, or measured now.
 
     Args:
         seconds: of a launch; of the device's time where it is None.
 
     Raises:
-        KernelsDoNotRun: nothing of a list runs; not asked again in this process.
+        KernelsDoNotRun: no tiles of a list run; they are not tried again in this process.
     """
-    found = _known.get((kind, device))
-    if isinstance(found, KernelsDoNotRun):
-        raise KernelsDoNotRun(str(found))
-    if found is None:
+    outcome = _known.get((kind, device))
+    if isinstance(outcome, KernelsDoNotRun):
+        raise KernelsDoNotRun(str(outcome))
+    if outcome is None:
         lists = _lists(kind, device)
         name = f"tiles_{measurement_key('cuda', kind, lists)}"
-        found = load_measurement(name, functools.partial(_decode, lists))
-        if found is None:
+        outcome = load_measurement(name, functools.partial(_decode, lists))
+        if outcome is None:
             measure = functools.partial(_measured, kind, device, seconds or _seconds_of_launch)
             try:
                 measured = run_outside_compilation(device.type, measure)
@@ -144,14 +144,14 @@ def tune(kind: LayerKind, device: torch.device, seconds: Seconds | None = None) 
                 save_measurement(name, asdict(measured))
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # what stood there leaves gaps that the step's tensors do not fill
-            found = measured or _Found(tiles_for(target_of(device), kind.dtype, kind.table_dtype), None)
-        _known[kind, device] = found
-    return found.tiles
+            outcome = measured or _Found(tiles_for(target_of(device), kind.dtype, kind.table_dtype), None)
+        _known[kind, device] = outcome
+    return outcome.tiles
 
 
 def _lists(kind: LayerKind, device: torch.device) -> dict[str, tuple[Tiles, ...]]:
     target = target_of(device)
-    return {one.name: candidates(target, kind.dtype, one.name, kind.table_dtype) for one in fields(LayerTiles)}
+    return {field.name: candidates(target, kind.dtype, field.name, kind.table_dtype) for field in fields(LayerTiles)}
 
 
 def _decode(lists: Mapping[str, Sequence[Tiles]], fields: Any) -> _Found:
@@ -180,7 +180,7 @@ def _seconds_of_call(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> _Found | None:
-    """None where there is no memory for it.
+    """Time the tiles, and return the fastest and their times; None where there is no memory for it.
 
     Raises:
         KernelsDoNotRun: nothing of a list runs.
@@ -193,12 +193,14 @@ def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> _Found
     try:
         layer = _Layer(kind, device)
         for name, tiles in lists.items():
-            times = _times(layer, [replace(chosen, **{name: one}) for one in tiles], name, seconds)
+            times = _times(layer, [replace(chosen, **{name: choice}) for choice in tiles], name, seconds)
             fastest = min(times, key=times.__getitem__)  # the first of equals
             chosen = replace(chosen, **{name: fastest})
-            # The projections are launched twice, forward and again; with products kept, once.
+            # The projections are launched twice, in forward and to recompute; with saved products, once.
             total += times[fastest] / (2 if name == "gate_up" else 1)
-            _LOG.info("tiles of %s: %s", name, {one: f"{1e6 * taken:.0f} us" for one, taken in times.items()})
+            _LOG.info(
+                "tiles of %s: %s", name, {choice: f"{1e6 * duration:.0f} us" for choice, duration in times.items()}
+            )
         measured = Times(total, layer.grouped_seconds())
     except torch.OutOfMemoryError:
         _LOG.warning("GPU kernels run with the tiles that stand in the code: there is no memory to time others in")
@@ -208,24 +210,24 @@ def _measured(kind: LayerKind, device: torch.device, seconds: Seconds) -> _Found
 
 
 def _times(layer: _Layer, choices: Sequence[LayerTiles], name: str, seconds: Seconds) -> dict[Tiles, float]:
-    """Seconds of a step's launches of one kernel with each choice of its tiles that runs.
+    """Return the seconds of a step's launches of one kernel with each choice of its tiles that runs.
 
     Raises:
         KernelsDoNotRun: none does.
     """
     times: dict[Tiles, float] = {}
-    said = ""
+    refusal = ""
     for choice in choices:
         tiles: Tiles = getattr(choice, name)
         try:
-            times[tiles] = sum(seconds(one, layer.device) for one in layer.launches(choice, name))
+            times[tiles] = sum(seconds(launch, layer.device) for launch in layer.launches(choice, name))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of the compiler or of the driver: its types differ by version and target
-            said = f"{type(error).__name__}: {error}"
-            _LOG.info("%s does not run with %s: %s", name, tiles, said)
+            refusal = f"{type(error).__name__}: {error}"
+            _LOG.info("%s does not run with %s: %s", name, tiles, refusal)
     if not times:
-        raise KernelsDoNotRun(f"{name} runs with none of its tiles: {said}")
+        raise KernelsDoNotRun(f"{name} runs with none of its tiles: {refusal}")
     return times
 
 
@@ -260,7 +262,10 @@ class _Layer:
         return LayerOptions(1, kind.layout, kind.activation, kind.has_bias).tables_of(self._params)
 
     def grouped_seconds(self) -> float | None:
-        """Of a step in torch's grouped products, of its calls one by one; None where they do not take such tensors."""
+        """Return the seconds of a step in torch's grouped products, its calls timed one by one.
+
+        It is None where they do not take such tensors.
+        """
         try:
             calls = grouped_calls(self._hidden, self._routing, self._tables())
             return sum(_seconds_of_call(call, self.device) for call in calls)
@@ -271,7 +276,7 @@ class _Layer:
             return None
 
     def launches(self, tiles: LayerTiles, name: str) -> Iterator[Launch]:
-        """Those of one kernel in a step of the layer, ready to be run."""
+        """Return the launches of one kernel in a step of the layer, ready to be run."""
         kind, num_rows = self._kind, self._weight.shape[0]
         options = LayerOptions(
             num_rows, kind.layout, kind.activation, kind.has_bias, precision=kind.precision, tiles=tiles
@@ -280,4 +285,4 @@ class _Layer:
             out, _ = run_forward(self._hidden, self._weight, self._routing, self._params, options)
             wanted = [True] * (2 + len(self._params))
             run_backward(out, self._hidden, self._weight, self._routing, self._params, None, options, wanted)
-        return (one for one in launches if one.name.removesuffix("_kernel") == name)
+        return (launch for launch in launches if launch.name.removesuffix("_kernel") == name)

@@ -5,7 +5,7 @@ Of an expert in a window, over its rows r and their tokens t, with weight w of t
     down         sum of activated[r] x grad[t], as [F,H]              its bias      sum of w[r] grad[t]
 Where one parameter holds gate and up, they are one matrix here, of 2F outputs in that parameter's order.
 
-Gradients that are there may be added to, in the tables where they stand.
+Gradients may be added in place to existing ones.
 
 An expert that a window's border cuts is finished by the window that has its last row. Until then its sums stay in fp32,
 in one of two stages: at every border at most one expert is cut, so a window reads what the one before left in one
@@ -64,7 +64,7 @@ def _load_step(
     WIDTH: tl.constexpr, TOP_K: tl.constexpr, IS_FULL: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """([DEPTH,ROWS] of the window's rows from `start`, [DEPTH,COLUMNS] of their tokens); zeros from `end` on.
+    """Load [DEPTH,ROWS] of the window's rows from `start` and [DEPTH,COLUMNS] of their tokens; zeros from `end` on.
 
     With a K of 0 the tokens are rows of the window too. A full step has no rows from `end` on, and no mask for them.
     Only such a step takes rows by descriptor: behind the last expert's stand rows that nobody wrote, and zeros times
@@ -105,7 +105,7 @@ def _matrix_tile(
     PRECISION: tl.constexpr, LIST_TYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of sum of left_rows[r] x tokens[order[r] // K] over an expert's rows, [HEIGHT,WIDTH].
+    """Compute a tile of the sum of left_rows[r] x tokens[order[r] // K] over an expert's rows, [HEIGHT,WIDTH].
 
     A bias goes with what is on the left, or with the tokens, times the rows' weight.
     """
@@ -242,15 +242,15 @@ Stages = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class TableGradients:
-    """Where gradients of the parameters go.
+    """The tensors that gradients of the parameters are written to.
 
     Args:
         tables: views of them. Biases are fp32, zeros at first.
-        stages: of each of the tables' projections and of down, two of one expert in fp32; never read before they are
-            written.
-        has_projections, has_down: which are written; what is not may be anything of the same shape.
-        are_added: of each of the tables' projections and of down, whether gradients are added to what is there; where
-            they are not, it is never read.
+        stages: for each of the tables' projections and for down, two of one expert in fp32; never read before they
+            are written.
+        has_projections, has_down: which are written; those that are not may be anything of the same shape.
+        are_added: for each of the tables' projections and for down, whether gradients are added in place to existing
+            ones; where they are not, the table is never read.
     """
 
     tables: Tables
@@ -268,7 +268,7 @@ class TableGradients:
         is_cut: bool = True,
         are_added: Sequence[bool] | None = None,
     ) -> TableGradients:
-        """With new stages.
+        """Return the destinations of a layer's gradients, with new stages.
 
         Args:
             is_cut: whether a window may cut an expert; in a layer of one window there is nothing to stage.
@@ -279,7 +279,7 @@ class TableGradients:
             beside = table if isinstance(table, torch.Tensor) else table.tensors[0]
             return beside.new_empty(size, dtype=torch.float32), beside.new_empty(size, dtype=torch.float32)
 
-        of_projections = [stages(one, has_projections) for one in tables.projections]
+        of_projections = [stages(table, has_projections) for table in tables.projections]
         every = [*of_projections, stages(tables.down, has_down)]
         return TableGradients(tables, every, has_projections, has_down, are_added or [False] * len(every))
 
@@ -310,15 +310,15 @@ def weight_gradient(
         precision: of products of fp32, "ieee" or "tf32".
     """
     tables, down = into.tables, into.tables.down.mT
-    found, left = window.number % 2, (window.number + 1) % 2
+    read_stage, left = window.number % 2, (window.number + 1) % 2
     projections, biases = tables.projections, [*tables.projection_biases, tables.down_bias]
     has_bias = tables.down_bias is not None
     height, num_projections = projections[0].shape[1], len(projections) * into.has_projections
     num_columns = ceil_div(tables.hidden, tiles.columns)
-    num_tiles, num_down_tiles = (ceil_div(one, tiles.rows) * num_columns for one in (height, tables.width))
+    num_tiles, num_down_tiles = (ceil_div(size, tiles.rows) * num_columns for size in (height, tables.width))
     lefts = {"first": rows[0], "second": rows[-1]} if num_projections else {}
     lefts |= {"activated": activated} if into.has_down else {}
-    described = all_or_none([by_descriptor(one, [tiles.depth, tiles.rows], tiles) for one in lefts.values()])
+    described = all_or_none([by_descriptor(tensor, [tiles.depth, tiles.rows], tiles) for tensor in lefts.values()])
     blocks = dict(zip(lefts, described, strict=True))
     constants = {
         "HEIGHT": height,
@@ -363,7 +363,7 @@ def weight_gradient(
     arguments |= {f"{name}_block": blocks.get(name) for name in ("first", "second", "activated")}
     for name, place in (("first", 0), ("second", len(projections) - 1), ("down", -1)):
         sums = biases[place if has_bias else -1]
-        arguments |= {f"{name}_found": into.stages[place][found], f"{name}_left": into.stages[place][left]}
+        arguments |= {f"{name}_found": into.stages[place][read_stage], f"{name}_left": into.stages[place][left]}
         arguments[f"{name}_sums"] = hidden if sums is None else sums
     grid = (num_projections * num_tiles + into.has_down * num_down_tiles, tables.num_experts)
     launch(_weight_gradient_kernel, grid, arguments, constants, tiles)
@@ -388,58 +388,58 @@ def reference_weight_gradient(
     for expert, (start, stop) in enumerate(routing.ranges(window)):
         assignments = routing.order[start:stop].long()
         here = slice(start - window.first, stop - window.first)
-        tokens, grads = (one[assignments // routing.top_k].float() for one in (hidden, grad))
-        for one, table in zip(rows, totals.projections, strict=True):
-            standing(table)[expert] += one[here].float().T @ tokens
+        tokens, grads = (tensor[assignments // routing.top_k].float() for tensor in (hidden, grad))
+        for row_grads, table in zip(rows, totals.projections, strict=True):
+            standing(table)[expert] += row_grads[here].float().T @ tokens
         standing(totals.down)[expert] += grads.T @ activated[here].float()
         if totals.down_bias is None:
             continue
-        for one, bias in zip(rows, totals.projection_biases, strict=True):
-            bias[expert] += one[here].float().sum(0)
+        for row_grads, bias in zip(rows, totals.projection_biases, strict=True):
+            bias[expert] += row_grads[here].float().sum(0)
         shares = 1.0 if weight is None else weight[assignments, None].float()
         totals.down_bias[expert] += (grads * shares).sum(0)
 
 
 def weight_gradient_accesses(launch: Launch, load: Load) -> list[Access]:
-    """What a launch of the kernel loads and stores."""
-    told, (num_tiles, num_experts) = launch.constants, launch.grid
-    found = [Access("offsets", 2 * num_tiles * num_experts, num_experts + 1)]
-    num_columns = ceil_div(told["WIDTH"], told["TILE_COLUMNS"])
-    num_orders = num_tiles + (told["HAS_DOWN"] and told["HAS_BIAS"]) * num_columns
-    if told["TOP_K"]:
-        found.append(Access("order", num_orders * load.num_rows, load.num_rows))
-    for place, name in enumerate(("first", "second")[: told["NUM_PROJECTIONS"]]):
-        tokens, *others = _part_accesses(launch, load, "hidden", f"{name}_rows", name, told["HEIGHT"])
-        found += [tokens if place == 0 else replace(tokens, distinct=0), *others]  # the same tokens for both
-    if told["HAS_DOWN"]:
-        found += _part_accesses(launch, load, "grad", "activated", "down", told["DOWN_HEIGHT"])
-        if told["HAS_BIAS"] and told["HAS_WEIGHT"]:
-            found.append(Access("weight", num_columns * load.num_rows, load.num_rows))
-    return found
+    """Return the loads and stores of one launch of the weight gradient kernel."""
+    constants, (num_tiles, num_experts) = launch.constants, launch.grid
+    accesses = [Access("offsets", 2 * num_tiles * num_experts, num_experts + 1)]
+    num_columns = ceil_div(constants["WIDTH"], constants["TILE_COLUMNS"])
+    num_orders = num_tiles + (constants["HAS_DOWN"] and constants["HAS_BIAS"]) * num_columns
+    if constants["TOP_K"]:
+        accesses.append(Access("order", num_orders * load.num_rows, load.num_rows))
+    for place, name in enumerate(("first", "second")[: constants["NUM_PROJECTIONS"]]):
+        tokens, *others = _part_accesses(launch, load, "hidden", f"{name}_rows", name, constants["HEIGHT"])
+        accesses += [tokens if place == 0 else replace(tokens, distinct=0), *others]  # the same tokens for both
+    if constants["HAS_DOWN"]:
+        accesses += _part_accesses(launch, load, "grad", "activated", "down", constants["DOWN_HEIGHT"])
+        if constants["HAS_BIAS"] and constants["HAS_WEIGHT"]:
+            accesses.append(Access("weight", num_columns * load.num_rows, load.num_rows))
+    return accesses
 
 
 def _part_accesses(launch: Launch, load: Load, tokens: str, left: str, table: str, height: int) -> list[Access]:
-    """Of one matrix of every expert."""
-    told, rows = launch.constants, load.num_rows
-    width = told["WIDTH"]
-    num_heights, num_widths = ceil_div(height, told["TILE_ROWS"]), ceil_div(width, told["TILE_COLUMNS"])
-    num_run = load.num_present + told["IS_FIRST_WINDOW"] * load.num_empty
-    num_tokens = load.num_tokens if told["TOP_K"] else rows
+    """Return the loads and stores that the gradient of one matrix of every expert takes."""
+    constants, rows = launch.constants, load.num_rows
+    width = constants["WIDTH"]
+    num_heights, num_widths = ceil_div(height, constants["TILE_ROWS"]), ceil_div(width, constants["TILE_COLUMNS"])
+    num_run = load.num_present + constants["IS_FIRST_WINDOW"] * load.num_empty
+    num_tokens = load.num_tokens if constants["TOP_K"] else rows
     size = height * width
     num_written = (num_run - load.is_cut) * size
-    has_bias, is_down = told["HAS_BIAS"], table == "down"
-    found = [  # with what sums of a bias read again
+    has_bias, is_down = constants["HAS_BIAS"], table == "down"
+    accesses = [  # with what sums of a bias read again
         Access(tokens, (num_heights + (has_bias and is_down)) * rows * width, num_tokens * width),
         Access(left, (num_widths + (has_bias and not is_down)) * rows * height, rows * height),
         Access(f"{table}_table", num_written, num_written, "store"),
     ]
-    if told[f"{table.upper()}_IS_ADDED"]:
-        found.append(Access(f"{table}_table", num_written, num_written))
+    if constants[f"{table.upper()}_IS_ADDED"]:
+        accesses.append(Access(f"{table}_table", num_written, num_written))
     if load.is_continued:
-        found.append(Access(f"{table}_found", size, size))
+        accesses.append(Access(f"{table}_found", size, size))
     if load.is_cut:
-        found.append(Access(f"{table}_left", size, size, "store"))
+        accesses.append(Access(f"{table}_left", size, size, "store"))
     if has_bias:
         num_sums = num_run * (width if is_down else height)
-        found += [Access(f"{table}_sums", num_sums, num_sums), Access(f"{table}_sums", num_sums, num_sums, "store")]
-    return found
+        accesses += [Access(f"{table}_sums", num_sums, num_sums), Access(f"{table}_sums", num_sums, num_sums, "store")]
+    return accesses

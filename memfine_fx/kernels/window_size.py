@@ -38,7 +38,7 @@ KNOWN_RATES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """What the model knows of a device.
+    """The figures of a device that the time model uses.
 
     Args:
         units: multiprocessors, each with one program at a time.
@@ -71,7 +71,9 @@ class LayerSizes:
 
 
 def rows_per_window(sizes: LayerSizes, figures: DeviceFigures, most: int) -> int:
-    """The R of least `seconds_of` that is at most `most`; windows of a layer differ by less than their number in rows.
+    """Return the R of least `seconds_of` that is at most `most`.
+
+    The windows of a layer differ by less than their number in rows.
 
     Args:
         most: rows that the plan allows a window; at least 1.
@@ -85,7 +87,7 @@ def rows_per_window(sizes: LayerSizes, figures: DeviceFigures, most: int) -> int
 
 
 def seconds_of(sizes: LayerSizes, figures: DeviceFigures, rows: int) -> float:
-    """Predicted seconds of forward and backward, without what does not depend on R."""
+    """Return the predicted seconds of forward and backward, without what does not depend on R."""
     windows = ceil_div(sizes.num_rows, rows)
     return windows * _window_seconds(sizes, figures, rows) + _bytes(sizes, figures, rows) / figures.bytes_per_second
 

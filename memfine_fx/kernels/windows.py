@@ -30,10 +30,10 @@ def ceil_div(count: int, size: int) -> int:
 
 
 def windows_of(num_rows: int, rows_per_window: int, border: int = 0) -> list[Window]:
-    """The windows of N rows; one without rows where there are none, so that empty gradients are written.
+    """Return the windows of N rows; one without rows where there are none, so that empty gradients are written.
 
     Args:
-        border: no window has rows before it beside others.
+        border: no window has rows on both sides of it.
 
     Raises:
         ValueError: a window of no rows.
@@ -47,11 +47,11 @@ def windows_of(num_rows: int, rows_per_window: int, border: int = 0) -> list[Win
 
 
 def most_rows(windows: Sequence[Window]) -> int:
-    """Of the largest of them."""
+    """Return the rows of the largest window."""
     return max(window.num_rows for window in windows)
 
 
 def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
-    """Tiles that rows of E experts can need: each expert that has any may leave its last tile almost empty."""
+    """Return the most tiles of E experts' rows: each expert that has any may leave its last tile almost empty."""
     num_touched = min(num_experts, num_rows)
     return (num_rows + num_touched * (tile_rows - 1)) // tile_rows
