@@ -99,7 +99,7 @@ def optimize(
 def explain(
     model: torch.nn.Module, *args: Any, measure: bool = False, config: Config | None = None, **kwargs: Any
 ) -> Report:
-    """What memfine_fx finds in one call of a model, what it would choose, what it refuses and why.
+    """Report what memfine_fx finds in one call of a model, what it would choose, and what it refuses and why.
 
     The model is not compiled in place and nothing of it is changed. Its forward runs once, with `measure` twice and its
     backward too; parameters' gradients, generators of random numbers, buffers, inputs written to and attributes of
@@ -239,8 +239,8 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
 def _check_inputs(model: torch.nn.Module, inputs: Mapping[str, Any], function: str) -> None:
     """Refuse options among a call's inputs: a forward that takes any keyword would swallow them without a word."""
     options = [field.name for field in dataclasses.fields(Config) if field.name in inputs]
-    taken = inspect.signature(model.forward).parameters if options else {}
-    swallowed = next((name for name in options if name not in taken), None)
+    parameters = inspect.signature(model.forward).parameters if options else {}
+    swallowed = next((name for name in options if name not in parameters), None)
     if swallowed is not None:
         raise ConfigError(
             f"{swallowed} is an option, not an input of {type(model).__name__}: give "
@@ -273,10 +273,10 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
         of_model = session.restricted_to(parameters) if session.observer.compiles else None
         if of_model is not None:
             return of_model.report()
-    named = [one for one in sessions() if one.observer.compiles and not one.holds_compiled]
+    named = [session for session in sessions() if session.observer.compiles and not session.holds_compiled]
     if named and isinstance(model, torch.nn.Module) and is_fully_sharded(model):
-        found = named[-1].report()
-        return dataclasses.replace(found, notes=(*found.notes, _OF_EVERY_MODEL))
+        latest = named[-1].report()
+        return dataclasses.replace(latest, notes=(*latest.notes, _OF_EVERY_MODEL))
     raise MemfineError(
         "nothing of this model has been compiled by memfine_fx: call memfine_fx.optimize(model) or "
         "torch.compile(model, backend='memfine') and run one step first"
@@ -395,7 +395,7 @@ def _measured_step(
 
 @contextlib.contextmanager
 def _unchanged(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """What a forward inside changes is put back."""
+    """Restore, at the end of the context, the state that a forward inside it changes."""
     state = ModelState(model, _tensors_in((args, kwargs)))
     try:
         yield
@@ -407,14 +407,14 @@ def _unchanged(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
     """No parameter has a gradient, or a hook that runs once it has one; the same tensors and hooks come back."""
     parameters = list(model.parameters())
-    kept = [(parameter, parameter.grad, dict(hooks_after_gradient(parameter))) for parameter in parameters]
+    saved = [(parameter, parameter.grad, dict(hooks_after_gradient(parameter))) for parameter in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
             hooks_after_gradient(parameter).clear()
         yield
     finally:
-        for parameter, gradient, hooks in kept:
+        for parameter, gradient, hooks in saved:
             parameter.grad = gradient
             hooks_after_gradient(parameter).update(hooks)
 

@@ -222,9 +222,9 @@ def _verify(options: argparse.Namespace) -> int:
 
     config = _config(options)
     model, args, kwargs = _load(options.target, options.experts)
-    found = verify(model, *args, config=config, **kwargs)
-    print(found.to_json() if options.json else found)
-    return 0 if found.has_passed else 1
+    verify_report = verify(model, *args, config=config, **kwargs)
+    print(verify_report.to_json() if options.json else verify_report)
+    return 0 if verify_report.has_passed else 1
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -273,8 +273,8 @@ def _plan(options: argparse.Namespace) -> int:
         print(f"{point.rows:12,}{point.peak_bytes:20,}{point.chunks_balanced:18,}{point.chunks_skewed:16,}")
     if front:
         print(f"{'rows a chunk':>12}  {'keeps':12}{'peak beyond gradients, B':>26}{'predicted s':>13}")
-    for one in front:
-        print(f"{one.rows:12,}  {one.keeps:12}{one.peak_bytes:26,}{one.seconds:13.3f}")
+    for front_point in front:
+        print(f"{front_point.rows:12,}  {front_point.keeps:12}{front_point.peak_bytes:26,}{front_point.seconds:13.3f}")
     return 0
 
 
@@ -336,8 +336,8 @@ def _load(target: str, experts: str | None) -> tuple[torch.nn.Module, tuple[Any,
     path, _, factory_name = target.rpartition(":")
     if not path.endswith(".py") or not Path(path).exists():
         raise ConfigError(f"{target!r} is neither hf:MODEL_TYPE nor an existing path/to/file.py:factory")
-    made = _factory(path, factory_name)()
-    model, *more = made if isinstance(made, tuple) else (made,)
+    returned = _factory(path, factory_name)()
+    model, *more = returned if isinstance(returned, tuple) else (returned,)
     inputs = more[0] if len(more) == 1 else tuple(more)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{target} returned {type(model).__name__}; expected a module or (module, inputs)")

@@ -1,4 +1,4 @@
-"""What several reference models share: routing rows to stacked experts, and the gated expert itself.
+"""Code that several reference models share: routing rows to stacked experts, and the gated expert itself.
 
 A spelling says how N = T * K routed rows meet the expert weights:
 

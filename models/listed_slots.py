@@ -47,9 +47,9 @@ class ListedSlotsMoE(ListedExperts):
         capacity = config.capacity(tokens.shape[0])
         chosen = F.one_hot(index, config.num_experts)
         place = (chosen.flatten(0, 1).cumsum(dim=0).view_as(chosen) - 1) * chosen
-        kept = chosen * (place < capacity)
+        within_capacity = chosen * (place < capacity)
         slot = F.one_hot(place.sum(dim=-1).clamp(max=capacity - 1), capacity).to(weight.dtype)
-        combine = torch.einsum("tk,tke,tkc->tec", weight, kept.to(weight.dtype), slot)
+        combine = torch.einsum("tk,tke,tkc->tec", weight, within_capacity.to(weight.dtype), slot)
         rows = torch.einsum("tec,th->ech", combine.bool().to(tokens.dtype), tokens)
         return torch.einsum("tec,ech->th", combine.to(tokens.dtype), self._run(rows)).view(hidden.shape)
 

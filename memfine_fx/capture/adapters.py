@@ -43,20 +43,20 @@ class TracedAdapters:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        found = wrapped_tables(model)
+        wrappers = wrapped_tables(model)
         methods: list[tuple[torch.nn.Module, str, Callable[..., object]]] = []
-        for one in found:
-            if not is_own(one, "forward"):
-                methods += _methods_of(one)
-        for one in layers_with_magnitudes(model):
-            if not is_own(one, "forward"):
-                methods += [(one, "forward", _forward_with_magnitude), (one, "get_lora_weight", _lora_weight)]
+        for module in wrappers:
+            if not is_own(module, "forward"):
+                methods += _methods_of(module)
+        for module in layers_with_magnitudes(model):
+            if not is_own(module, "forward"):
+                methods += [(module, "forward", _forward_with_magnitude), (module, "get_lora_weight", _lora_weight)]
         self._methods = InstalledMethods(methods)
-        self._num_left = sum(is_own(one, "forward") for one in found)
+        self._num_left = sum(is_own(wrapper, "forward") for wrapper in wrappers)
 
     @property
     def notes(self) -> list[str]:
-        """What is not traced, for the report."""
+        """Return notes for the report about adapters that are not traced."""
         if not self._num_left:
             return []
         return [f"{self._num_left} adapters on expert weights have a forward of their own and run as it was set"]
@@ -70,10 +70,10 @@ class TracedAdapters:
 
 
 def hint_for_adapters(model: torch.nn.Module | None) -> str:
-    """What to do about adapters that keep experts out of the graphs, "" where none does.
+    """Return a hint about adapters that keep experts out of the graphs; "" if no adapter does.
 
     Args:
-        model: the one that runs, compiled by the backend's name; None for one that `optimize` prepared.
+        model: the running model, compiled by the backend's name; None for a model that `optimize` prepared.
     """
     if model is None or not wrapped_tables(model):
         return ""

@@ -24,7 +24,10 @@ def kept_whole() -> contextlib.AbstractContextManager[object]:
 
 
 def hint_for_cut_graphs() -> str:
-    """What to do about graphs that were cut, "" where none is: asked while the model runs."""
+    """Return a hint about graphs that Dynamo cuts at the buckets of DistributedDataParallel; "" if it cuts none.
+
+    Call it while the model runs.
+    """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return ""
     if not is_ddp_running() or not dynamo.cuts_graphs():

@@ -171,8 +171,10 @@ class _Begun:
         """The buffers that are known to be written to, after this call; large ones (a cache of keys) are left out."""
         if self._rest is None:
             return known
-        found = {id(buffer) for buffer in (*known, *self._rest.changed())}
-        return tuple(one for one in self._model.buffers() if id(one) in found and one.nbytes <= _MOST_BYTES)
+        written_ids = {id(buffer) for buffer in (*known, *self._rest.changed())}
+        return tuple(
+            buffer for buffer in self._model.buffers() if id(buffer) in written_ids and buffer.nbytes <= _MOST_BYTES
+        )
 
 
 class _Calls(threading.local):

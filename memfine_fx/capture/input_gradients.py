@@ -32,7 +32,7 @@ class WantedInputGradients:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._parts: list[Any] = [
-            one for one in model.modules() if callable(getattr(one, "get_input_embeddings", None))
+            module for module in model.modules() if callable(getattr(module, "get_input_embeddings", None))
         ]
 
     def prepare(self) -> None:
@@ -43,22 +43,26 @@ class WantedInputGradients:
                 hooks[key] = _adds_wanting_zero(embedding)
 
     def _embeddings(self) -> list[torch.nn.Module]:
-        found: dict[int, torch.nn.Module] = {}
+        embeddings: dict[int, torch.nn.Module] = {}
         for part in self._parts:
             try:
                 embedding = part.get_input_embeddings()
             except (NotImplementedError, AttributeError):  # what transformers says of parts that have none
                 continue
             if isinstance(embedding, torch.nn.Module):
-                found[id(embedding)] = embedding
-        return list(found.values())
+                embeddings[id(embedding)] = embedding
+        return list(embeddings.values())
 
 
 def _only_wants_gradient(hook: object) -> bool:
     if not isinstance(hook, types.FunctionType) or hook.__code__.co_argcount != 3:
         return False
-    ours, theirs = _as_hosts_write_it.__code__, hook.__code__
-    return (theirs.co_names, theirs.co_code, theirs.co_consts) == (ours.co_names, ours.co_code, ours.co_consts)
+    expected_code, hook_code = _as_hosts_write_it.__code__, hook.__code__
+    return (hook_code.co_names, hook_code.co_code, hook_code.co_consts) == (
+        expected_code.co_names,
+        expected_code.co_code,
+        expected_code.co_consts,
+    )
 
 
 def _adds_wanting_zero(embedding: torch.nn.Module) -> Callable[..., torch.Tensor | None]:

@@ -62,7 +62,10 @@ class RecordedOutputs:
 
 
 def hint_for_recording() -> str:
-    """What to do about recording that keeps layers out of the graphs, "" where none does; asked while it runs."""
+    """Return a hint about output recording that keeps layers out of the graphs; "" if none does.
+
+    Call it while the model runs.
+    """
     if not is_recording_outside_graphs():
         return ""
     return (

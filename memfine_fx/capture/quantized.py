@@ -53,8 +53,8 @@ class UncachedTables(InstalledForCalls):
 
 def traced_layers(model: torch.nn.Module) -> InstalledMethods:
     """Forwards for a model's linear layers in 4 bits; one with a forward of its own keeps it."""
-    found = [one for one in layers_in_4_bits(model) if not is_own(one, "forward")]
-    return InstalledMethods([(one, "forward", _forward) for one in found])
+    layers = [layer for layer in layers_in_4_bits(model) if not is_own(layer, "forward")]
+    return InstalledMethods([(layer, "forward", _forward) for layer in layers])
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -66,9 +66,9 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def hint_for_packed_layers(model: torch.nn.Module) -> str:
-    """What to do about layers whose packed weights keep experts out of the graphs, "" where there are none."""
-    classes = {f"{type(one).__module__}.{type(one).__qualname__}" for one in model.modules()}
-    if any(hasattr(one, name) for one in model.modules() for name in _DECOMPRESSING):
+    """Return a hint about layers whose packed weights keep experts out of the graphs; "" if there are none."""
+    classes = {f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()}
+    if any(hasattr(module, name) for module in model.modules() for name in _DECOMPRESSING):
         return (
             "; compressed-tensors makes weights whole in the model's first call, and wraps every forward, which breaks "
             "the graph: load the model with CompressedTensorsConfig(dequantize=True)"

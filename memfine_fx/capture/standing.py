@@ -1,22 +1,22 @@
-"""Where calls of an optimized model arrive: `model(...)`, `model.forward(...)`, and the calls of its backbone.
+"""Forward wrappers (*stand-ins*) that route calls of an optimized model and of its backbones to compiled code.
 
-Wrappers do not all call the model itself. Some call `model.forward`; some put a forward of their own in its place that
-calls the backbone alone (the part below the head) and computes the loss otherwise. So beside the place of the compiled
-call a *stand-in* is the `forward` of the model and of each backbone, as an attribute of the instance:
+Code that wraps a model does not always call the model itself. Some calls `model.forward`. Some replaces it by a forward
+that calls only the backbone (the part below the head) and computes the loss differently. So `optimize` sets a stand-in
+as the instance attribute `forward` of the model and of each backbone, in addition to the model's compiled call:
 
-    arrives at               runs
+    call                     runs
     model(...)               the compiled call of the model, hooks included
-    model.forward(...)       the compiled forward of the model; whoever calls it has run the hooks
+    model.forward(...)       the compiled forward of the model; the caller has run the hooks
     backbone.forward(...)    the compiled forward of the backbone; `backbone(...)` gets there through its own hooks
 
-For the time of a call of the model its stand-ins are taken out, so that there is one compiled call and no second one in
-it, and Dynamo traces the forwards as written: with their own names for the inputs and their own guards. Where somebody
-has wrapped a stand-in, theirs stays, with ours in it. That one runs what was written: in eager code of the same thread
-by a list of what is under way, in what Dynamo traces by a flag that it guards. A model inside of code that somebody
-else compiles stays out of their graph, compiled by us.
+During a call of the model its stand-ins are removed. So no compiled call runs inside another one, and Dynamo traces
+the original forwards, with their own input names and guards. If other code has wrapped a stand-in, that wrapper stays,
+with the stand-in inside it, and this stand-in then runs the original forward. In eager code it knows that a call is
+running from a list of the thread's running models; in code that Dynamo traces, from a flag that Dynamo guards. If other
+code compiles a function that calls the model, the model stays out of that graph and runs its own compiled code.
 
-NOTE: a thread that calls `model.forward` itself while another is in a call of the same model finds no stand-in, and
-runs what was written without us; `model(...)` does not need one.
+NOTE: a thread that calls `model.forward` while another thread runs a call of the same model finds no stand-in and runs
+the original forward, not the compiled one. `model(...)` does not need a stand-in.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def backbones(model: torch.nn.Module) -> list[torch.nn.Module]:
 
     Containers end the list. A layer's shared expert may have most of its modules, but not of its parameters.
     """
-    found: list[torch.nn.Module] = []
+    parts: list[torch.nn.Module] = []
     inside = _largest_part(model)
     while inside is not None and not _is_container(inside) and _is_most(inside, model):
-        found.append(inside)
+        parts.append(inside)
         inside = _largest_part(inside)
-    return found
+    return parts
 
 
 def _largest_part(module: torch.nn.Module) -> torch.nn.Module | None:
@@ -104,7 +104,10 @@ def _num_modules(module: torch.nn.Module) -> int:
 
 
 def _is_most(part: torch.nn.Module, whole: torch.nn.Module) -> bool:
-    sizes = [sum(0 if is_lazy(one) else one.numel() for one in module.parameters()) for module in (part, whole)]
+    sizes = [
+        sum(0 if is_lazy(parameter) else parameter.numel() for parameter in module.parameters())
+        for module in (part, whole)
+    ]
     return 2 * _num_modules(part) > _num_modules(whole) and 2 * sizes[0] >= sizes[1]
 
 
@@ -123,12 +126,12 @@ class Arrivals(Protocol):
 
 @dataclass
 class Stand:
-    """What a stand-in finds at its module, where copies of the module find their own.
+    """The record of one stand-in, stored at its module so that a copy of the module has its own.
 
     Args:
-        call: of the optimized model.
-        place: which of its compiled calls.
-        theirs: the `forward` that somebody had set on the instance before, None for that of the class.
+        call: the call of the optimized model.
+        place: index of the compiled call that the stand-in runs.
+        theirs: the `forward` that other code had set on the instance before; None for the forward of the class.
     """
 
     call: Arrivals
@@ -184,9 +187,9 @@ class StandIns:
                         stands.num_calls -= 1
                         if stands.taken is None or stands.num_calls:
                             continue
-                        forward, theirs = stands.taken
+                        forward, original_forward = stands.taken
                         stands.taken = None
-                        if vars(module).get("forward") is theirs:  # else one was set meanwhile, which stays
+                        if vars(module).get("forward") is original_forward:  # else one was set meanwhile, which stays
                             vars(module)["forward"] = forward
 
 
@@ -195,10 +198,10 @@ def _take_out(module: torch.nn.Module, stands: _Stands) -> None:
     number = _number(attributes.get("forward"))
     if number is None:
         return
-    theirs = stands.records[number].theirs
-    stands.taken = attributes.pop("forward"), theirs
-    if theirs is not None:
-        attributes["forward"] = theirs
+    original_forward = stands.records[number].theirs
+    stands.taken = attributes.pop("forward"), original_forward
+    if original_forward is not None:
+        attributes["forward"] = original_forward
 
 
 def stand_in(module: torch.nn.Module, call: Arrivals, place: int) -> Callable[..., Any]:
@@ -208,10 +211,10 @@ def stand_in(module: torch.nn.Module, call: Arrivals, place: int) -> Callable[..
     theirs, with a record of its own.
     """
     stands: list[Stand] = vars(module).setdefault(_STANDS, _Stands()).records
-    there = vars(module).get("forward")
-    number = _number(there)
+    current = vars(module).get("forward")
+    number = _number(current)
     if number is None:
-        stands.append(Stand(call, place, there))
+        stands.append(Stand(call, place, current))
         number = len(stands) - 1
     else:
         stands[number] = Stand(call, place, stands[number].theirs)
@@ -226,12 +229,12 @@ def _function(module: torch.nn.Module, number: int, theirs: Any) -> Callable[...
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         stands: Any = self._memfine_stands
-        one: Stand = stands.records[number]
-        is_inside = _is_any_running if torch.compiler.is_dynamo_compiling() else _is_under_way(one.call.model)
+        record: Stand = stands.records[number]
+        is_inside = _is_any_running if torch.compiler.is_dynamo_compiling() else _is_under_way(record.call.model)
         if not is_inside:
-            return one.call.arrive(one.place, *args, **kwargs)
-        if one.theirs is not None:
-            return one.theirs(*args, **kwargs)
+            return record.call.arrive(record.place, *args, **kwargs)
+        if record.theirs is not None:
+            return record.theirs(*args, **kwargs)
         return type(self).forward(self, *args, **kwargs)
 
     described: Any = forward
@@ -246,15 +249,18 @@ def _function(module: torch.nn.Module, number: int, theirs: Any) -> Callable[...
 
 
 def _is_under_way(model: torch.nn.Module) -> bool:
-    return any(one is model for one in _under_way.models)
+    return any(running is model for running in _under_way.models)
 
 
 def _signature(written: Callable[..., Any], theirs: Any) -> inspect.Signature:
-    """Of a function that is bound to its module."""
+    """Return the signature of a stand-in, with the `self` that binding it to its module takes away.
+
+    It is that of `written` where `theirs` is None, else `self` and the parameters of `theirs`.
+    """
     if theirs is None:
         return inspect.signature(written)
-    kept = [one for one in inspect.signature(theirs).parameters.values() if one.name != "self"]
-    return inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *kept])
+    parameters = [parameter for parameter in inspect.signature(theirs).parameters.values() if parameter.name != "self"]
+    return inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *parameters])
 
 
 def _number(forward: object) -> int | None:
@@ -277,19 +283,19 @@ def behind(stand_in: Callable[..., Any]) -> Callable[..., Any]:
     assert number is not None, "a stand-in knows its record"
     if stands.taken is not None and _number(stands.taken[0]) == number:
         return module.forward
-    theirs: Callable[..., Any] | None = stands.records[number].theirs
-    return types.MethodType(type(module).forward, module) if theirs is None else theirs
+    original_forward: Callable[..., Any] | None = stands.records[number].theirs
+    return types.MethodType(type(module).forward, module) if original_forward is None else original_forward
 
 
 def is_own(module: torch.nn.Module, name: str) -> bool:
     """Whether a module has an attribute of this name for itself that somebody else has set."""
-    there = vars(module).get(name)
-    number = _number(there) if name == "forward" else None
-    return there is not None if number is None else vars(module)[_STANDS].records[number].theirs is not None
+    value = vars(module).get(name)
+    number = _number(value) if name == "forward" else None
+    return value is not None if number is None else vars(module)[_STANDS].records[number].theirs is not None
 
 
 def replaced_by(model: torch.nn.Module) -> object | None:
-    """What stands in the place of the stand-in now, None where that stands."""
+    """Return the `forward` that has replaced the stand-in of a model; None if the stand-in is in its place."""
     forward = vars(model).get("forward")
     return None if _number(forward) is not None else forward or type(model).forward
 
@@ -300,6 +306,6 @@ def state_as_written(module: torch.nn.Module, state: dict[str, Any]) -> dict[str
     number = _number(state.get("forward"))
     if number is None:
         return rest
-    theirs = state[_STANDS].records[number].theirs
+    original_forward = state[_STANDS].records[number].theirs
     del rest["forward"]
-    return rest if theirs is None else rest | {"forward": theirs}
+    return rest if original_forward is None else rest | {"forward": original_forward}

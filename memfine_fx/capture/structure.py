@@ -1,8 +1,8 @@
-"""What was found in a model, found again once its modules have changed: adapters may come after `optimize`.
+"""Results of searching a model, recomputed when its modules change: adapters may be added after `optimize`.
 
-Walking thousands of modules in each call would cost milliseconds. Every module that is set as another's is announced to
-torch's hook for that, so a model is walked again only after something was set anywhere, and what was found is made
-again only where that changed this model.
+Walking thousands of modules in each call would cost milliseconds. torch calls a hook for every module that is
+registered in another, so a model is walked again only after a module was registered anywhere, and searched again only
+if that changed this model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _num_set = 0
 
 
 class FoundAgain(Generic[FoundT]):
-    """What `find` gives for a model as it is now.
+    """The result of `find` for a model, recomputed when the modules of the model change.
 
     Args:
         model: its modules are compared by identity and class.
@@ -38,7 +38,10 @@ class FoundAgain(Generic[FoundT]):
         self._found = find(model)
 
     def current(self) -> FoundT:
-        """What there is now; modules that were taken away, with none set in their place, are not noticed."""
+        """Return the result of `find` for the model as it is now.
+
+        Modules that were removed without another one being registered are not noticed.
+        """
         if self._num_set != _num_set:
             with _lock:
                 self._num_set = _num_set

@@ -1,8 +1,8 @@
-"""What running a model changes besides its result, and putting it back.
+"""Save and restore the state that running a model changes besides its result.
 
-Generators of random numbers (torch's on the host and on the accelerator, Python's, numpy's), the attributes of modules
-(buffers and hooks among them), lists, dictionaries, sets and plain objects in these attributes, closures and globals of
-the modules' methods and hooks, and the contents of buffers and of other tensors that are found so.
+This state consists of generators of random numbers (torch's on the host and on the accelerator, Python's, numpy's), the
+attributes of modules (buffers and hooks among them), lists, dictionaries, sets and plain objects in these attributes,
+closures and globals of the modules' methods and hooks, and the contents of buffers and of other tensors found there.
 
 NOTE: contents are written back only where they differ. Writing moves a tensor's version, and a graph of the user that
 saved an unchanged buffer would refuse its backward. The version alone does not tell what differs: batch norm writes its
@@ -89,10 +89,10 @@ class _HostGenerators:
 
 
 class Contents:
-    """What is in some tensors.
+    """Copies of the contents of some tensors, to restore them.
 
     Args:
-        tensors: copied now.
+        tensors: copied when this object is created.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -116,7 +116,7 @@ def _has_same_bits(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     """False where that cannot be asked: a tensor without data, or one that is spread over ranks."""
     if type(before) is not torch.Tensor or tensor.is_meta or tensor.layout is not torch.strided:
         return False
-    return torch.equal(*(one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (tensor, before)))
+    return torch.equal(*(operand.detach().contiguous().reshape(-1).view(torch.uint8) for operand in (tensor, before)))
 
 
 class _Containers:
@@ -132,12 +132,12 @@ class _Containers:
         self._before: list[tuple[Any, Any]] = []
         self.held: set[int] = set()
         """Ids of the containers and objects that are put back."""
-        seen: set[int] = set()
+        visited: set[int] = set()
         level = list(values)
         for _ in range(_MOST_LEVELS):
-            found = [value for value in level if id(value) not in seen]
-            seen.update(map(id, found))
-            level = [part for value in found for part in self._note(value)]
+            unvisited = [value for value in level if id(value) not in visited]
+            visited.update(map(id, unvisited))
+            level = [part for value in unvisited for part in self._note(value)]
 
     def restore(self) -> None:
         for container, before in self._before:
@@ -195,18 +195,20 @@ def functions_of(model: torch.nn.Module) -> list[types.FunctionType]:
 
     What these call in turn is not followed.
     """
-    found: dict[int, types.FunctionType] = {}
+    functions: dict[int, types.FunctionType] = {}
     for module_class in dict.fromkeys(map(type, model.modules())):
         for owner in module_class.__mro__:
             if not _is_of_host(owner):
-                found |= {id(value): value for value in vars(owner).values() if isinstance(value, types.FunctionType)}
+                functions |= {
+                    id(value): value for value in vars(owner).values() if isinstance(value, types.FunctionType)
+                }
     for module in model.modules():
         for hook in hooks_of(module):
             function = hook.func if isinstance(hook, functools.partial) else hook
             function = getattr(function, "__func__", function)
             if isinstance(function, types.FunctionType) and not _is_of_host(function):
-                found[id(function)] = function
-    return list(found.values())
+                functions[id(function)] = function
+    return list(functions.values())
 
 
 def named_globals(functions: Iterable[types.FunctionType]) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -214,13 +216,13 @@ def named_globals(functions: Iterable[types.FunctionType]) -> Iterator[tuple[dic
 
     Modules, classes and functions are left out.
     """
-    seen: set[tuple[int, str]] = set()
+    visited: set[tuple[int, str]] = set()
     for function in functions:
         for name in _names_in(function.__code__):
             key = id(function.__globals__), name
-            if key in seen or name not in function.__globals__:
+            if key in visited or name not in function.__globals__:
                 continue
-            seen.add(key)
+            visited.add(key)
             value = function.__globals__[name]
             if not isinstance(value, (types.ModuleType, type)) and not callable(value):
                 yield function.__globals__, name, value
@@ -254,7 +256,7 @@ class _Variables:
 
     def restore(self) -> None:
         for cell, value in self._cells:
-            if not any(one is value for one in _contents(cell)):
+            if not any(content is value for content in _contents(cell)):
                 cell.cell_contents = value
         for variables, name, value in self._globals:
             if variables.get(name) is not value:
@@ -270,14 +272,15 @@ def _contents(cell: types.CellType) -> list[Any]:
 
 
 class ModelState:
-    """What a call of a model may change, as it is now.
+    """The state that a call of a model may change, saved when this object is created.
 
     Args:
-        model: with all its modules.
+        model: saved with all its modules.
         tensors: further tensors that the call may write into, its inputs.
         objects: further Python objects that the call may change.
-        attributes: "all", with what these hold and the variables of functions, or "buffers" alone: what a model sets up
-            once, in its first call, must not be taken from a call that runs again at once.
+        attributes: "all" saves every attribute of the modules, the objects in them and the variables of functions.
+            "buffers" saves buffers alone: a call that runs again at once must keep what the model sets up only once,
+            in its first call.
     """
 
     def __init__(
@@ -294,8 +297,8 @@ class ModelState:
         roots = [vars(module) if reads_all else own_buffers(module) for module in model.modules()]
         self._containers = _Containers([*roots, *self._variables.values, *objects])
         self._modules = {id(module) for module in model.modules()}
-        found = {id(tensor): tensor for tensor in (*model.buffers(), *self._containers.tensors, *tensors)}
-        self._contents = Contents(found.values())
+        tensors_by_id = {id(tensor): tensor for tensor in (*model.buffers(), *self._containers.tensors, *tensors)}
+        self._contents = Contents(tensors_by_id.values())
 
     def restore(self) -> None:
         self._variables.restore()

@@ -20,9 +20,9 @@ def _main() -> int:
             holds = hook.holds()
         failed += not holds
         print(f"{'holds ' if holds else 'FAILED'}  {hook.host:<13} {hook.name}")
-        for one in caught:
-            if issubclass(one.category, CompatibilityWarning):
-                print(f"        {one.message}")
+        for warning in caught:
+            if issubclass(warning.category, CompatibilityWarning):
+                print(f"        {warning.message}")
     return 1 if failed else 0
 
 

@@ -87,7 +87,7 @@ def _check_backends() -> None:
         EAGER = "EAGER"
 
     add_backend(SimpleNamespace(DynamoBackend=Names))
-    expect([str(one.value) for one in Names] == ["EAGER", _NAME], f"names are {list(Names)}")
+    expect([str(member.value) for member in Names] == ["EAGER", _NAME], f"names are {list(Names)}")
 
 
 BACKENDS = Hook(

@@ -114,11 +114,11 @@ def run_without_modes(function: Callable[[], ResultT]) -> ResultT:
 
         with _disable_current_modes():
             return function()
-    found: list[ResultT] = []
-    thread = threading.Thread(target=lambda: found.append(function()))  # modes belong to a thread
+    results: list[ResultT] = []
+    thread = threading.Thread(target=lambda: results.append(function()))  # modes belong to a thread
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def is_profiling() -> bool:
@@ -134,18 +134,18 @@ def _check_autocast() -> None:
 
 
 def _check_kept_graphs() -> None:
-    seen: list[bool] = []
+    answers: list[bool] = []
     probe = torch.ones(1, requires_grad=True)
     result = probe * 2
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph
-    probe.register_hook(lambda gradient: seen.append(is_kept()))  # type: ignore[no-untyped-call]
+    probe.register_hook(lambda gradient: answers.append(is_kept()))  # type: ignore[no-untyped-call]
     torch.autograd.grad(result, probe, retain_graph=True)
     torch.autograd.grad(result, probe)
-    expect(seen == [True, False], f"a backward that keeps its graph and one that does not say {seen}")
+    expect(answers == [True, False], f"a backward that keeps its graph and one that does not say {answers}")
 
 
 def _check_accumulated() -> None:
-    asked: list[bool] = []
+    answers: list[bool] = []
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -155,7 +155,7 @@ def _check_accumulated() -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> None:
-            asked.append(_will_run(ctx.leaf))
+            answers.append(_will_run(ctx.leaf))
 
     leaf, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     leaf.grad = torch.ones(1)
@@ -164,18 +164,19 @@ def _check_accumulated() -> None:
     torch.autograd.grad(probe(leaf), leaf, allow_unused=True)
     (probe(leaf) * other).backward(inputs=[other])
     expect(
-        asked in ([True, False], [True, False, False]), f"backwards into a gradient, beside it and without it: {asked}"
+        answers in ([True, False], [True, False, False]),
+        f"backwards into a gradient, beside it and without it: {answers}",
     )
     expect(bool(leaf.grad == 1), "a backward that hands over nothing changes a gradient")
     expect(not has_gradient_hooks(leaf), "a leaf without hooks has some")
     leaf.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]
-    other.register_post_accumulate_grad_hook(lambda one: None)  # type: ignore[no-untyped-call]
+    other.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
     expect(has_gradient_hooks(leaf) and has_gradient_hooks(other), "hooks of a leaf are not seen")
 
 
 def _check_saved_tensor_hooks() -> None:
     autograd: Any = torch._C._autograd
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         pack, unpack = autograd._top_saved_tensors_default_hooks(False)
         autograd._pop_saved_tensors_default_hooks()
         is_empty = autograd._top_saved_tensors_default_hooks(False) is None

@@ -63,16 +63,17 @@ _STATES = {"AdEMAMix": 3, "Optimizer2State": 2, "Optimizer1State": 1}
 
 
 def eight_bit_bytes(elements: int, num_states: int, least: int = _LEAST_8BIT) -> int:
-    """What an optimizer in 8 bits keeps of a parameter, without code books."""
+    """Return the bytes of state that an 8-bit optimizer keeps for one parameter, without code books."""
     if elements < least:
         return 4 * num_states * elements
     return num_states * (elements + 4 * -(-elements // _STATE_BLOCK))
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> int | None:
-    """What one of bitsandbytes' optimizers will hold of parameters that it has not stepped; None of any other's.
+    """Return the bytes of state that a bitsandbytes optimizer will hold for parameters that it has not stepped.
 
-    Options that its global manager gives single parameters are not seen.
+    None for an optimizer of another library. Options that bitsandbytes' global manager sets for single parameters are
+    ignored.
     """
     names = {base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("bitsandbytes.optim")}
     num_states = next((number for name, number in _STATES.items() if name in names), 0)
@@ -80,24 +81,28 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence
     if not num_states or options is None:
         return None
     least = int(options.min_8bit_size) if options.optim_bits == 8 else sys.maxsize
-    has_books = any(one.numel() >= least for one in parameters)
-    num_bytes = sum(eight_bit_bytes(one.numel(), num_states, least) for one in parameters)
+    has_books = any(parameter.numel() >= least for parameter in parameters)
+    num_bytes = sum(eight_bit_bytes(parameter.numel(), num_states, least) for parameter in parameters)
     return num_bytes + has_books * min(num_states, 2) * CODE_BOOK_BYTES
 
 
 def caching_hooks(model: torch.nn.Module) -> list[tuple[MutableMapping[int, Any], int]]:
-    """Where the hooks stand that keep made tables until a module's forward ends: (the module's hooks, their key)."""
+    """Return the places of the hooks that cache dequantized weights until a module's forward ends.
+
+    Returns:
+        (dictionary of the module's hooks, key of the caching hook) for each.
+    """
     functions = {getattr(sys.modules.get(_MODULE), name, None) for name in _HOOKS} - {None}
     if not functions:
         return []
-    found: list[tuple[MutableMapping[int, Any], int]] = [
+    installed_hooks: list[tuple[MutableMapping[int, Any], int]] = [
         (hooks, key)
         for module in model.modules()
         for hooks in (module._forward_pre_hooks, module._forward_hooks)
         for key, hook in hooks.items()
         if hook in functions
     ]
-    return found if found and TABLE_CACHE.holds() else []
+    return installed_hooks if installed_hooks and TABLE_CACHE.holds() else []
 
 
 def layers_in_4_bits(model: torch.nn.Module) -> list[Any]:
@@ -106,8 +111,8 @@ def layers_in_4_bits(model: torch.nn.Module) -> list[Any]:
     classes = tuple(cls for name in _CLASSES if (cls := getattr(modules, name, None)) is not None)
     # A subclass with a forward of its own may do something else; where experts are shared out, it has none.
     forwards = {cls.forward for cls in classes}
-    found = [one for one in model.modules() if isinstance(one, classes) and type(one).forward in forwards]
-    return found if found and LAYERS.holds() else []
+    layers = [module for module in model.modules() if isinstance(module, classes) and type(module).forward in forwards]
+    return layers if layers and LAYERS.holds() else []
 
 
 def pack_layers(model: torch.nn.Module, kept: Collection[str]) -> None:
@@ -118,7 +123,9 @@ def pack_layers(model: torch.nn.Module, kept: Collection[str]) -> None:
         kept: names of layers that stay as they are.
     """
     _make_codebook()
-    layers = [(name, one) for name, one in model.named_modules() if type(one) is torch.nn.Linear and name not in kept]
+    layers = [
+        (name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear and name not in kept
+    ]
     for name, linear in layers:
         model.set_submodule(name, _packed_layer(linear))
 
@@ -163,8 +170,8 @@ def packed_experts(module: torch.nn.Module) -> int | None:
 
 
 def scale_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    """What belongs to a module's own weights in 4 bits and is neither parameter nor buffer: scales and codebooks."""
-    return [one for state in _states(module) for one in vars(state).values() if isinstance(one, torch.Tensor)]
+    """Return the scales and codebooks of a module's own 4-bit weights, which are neither parameters nor buffers."""
+    return [value for state in _states(module) for value in vars(state).values() if isinstance(value, torch.Tensor)]
 
 
 def num_packed(module: torch.nn.Module) -> int:
@@ -173,11 +180,11 @@ def num_packed(module: torch.nn.Module) -> int:
 
 
 def _states(module: torch.nn.Module) -> list[Any]:
-    """What says how a module's own weights are packed, once each, scales' own too."""
+    """Return the quantization states of a module's own weights, and those of their quantized scales, each once."""
     owners = (module, *module._parameters.values())
-    states = [vars(one).get("quant_state") for one in owners if one is not None]
-    states += [getattr(one, "state2", None) for one in states]
-    return list({id(one): one for one in states if one is not None}.values())
+    states = [vars(owner).get("quant_state") for owner in owners if owner is not None]
+    states += [getattr(state, "state2", None) for state in states]
+    return list({id(state): state for state in states if state is not None}.values())
 
 
 def readable(whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -280,11 +287,11 @@ def _weight_of(
     """The matrix [out,in] of packed numbers, by the library's operators, which know no fp64; see `linear_4bit`."""
     ops: Any = torch.ops.bitsandbytes
     is_double = dtype is torch.float64
-    absmax, *twice = (one.float() if one.dtype is torch.float64 else one for one in scales)
+    absmax, *twice = (scale.float() if scale.dtype is torch.float64 else scale for scale in scales)
     if twice:
         absmax = ops.dequantize_blockwise(absmax, *twice[:2], SCALES_A_BLOCK, torch.float32) + twice[2]
-    made = ops.dequantize_4bit(packed, absmax, block_size, quant_type, shape, torch.float32 if is_double else dtype)
-    return made.to(dtype)  # type: ignore[no-any-return]
+    weight = ops.dequantize_4bit(packed, absmax, block_size, quant_type, shape, torch.float32 if is_double else dtype)
+    return weight.to(dtype)  # type: ignore[no-any-return]
 
 
 def _check_layers() -> None:
@@ -293,12 +300,12 @@ def _check_layers() -> None:
     with torch.random.fork_rng(devices=[]):
         layer = modules.Linear4bit(64, 2, bias=False, compress_statistics=True, quant_type="nf4").to("cpu")
         rows = torch.randn(3, 64, requires_grad=True)
-    theirs, ours = layer(rows), packed_product(layer, rows)
-    expect(ours is not None, "its weight is packed in another way")
-    assert ours is not None
-    expect(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), "it multiplies by another weight")
-    for_theirs, for_ours = (torch.autograd.grad(one.sum(), rows)[0] for one in (theirs, ours))
-    expect(torch.allclose(for_ours, for_theirs, rtol=1e-4, atol=1e-5), "its gradient is another")
+    expected, product = layer(rows), packed_product(layer, rows)
+    expect(product is not None, "its weight is packed in another way")
+    assert product is not None
+    expect(torch.allclose(product, expected, rtol=1e-4, atol=1e-5), "it multiplies by another weight")
+    expected_grad, product_grad = (torch.autograd.grad(output.sum(), rows)[0] for output in (expected, product))
+    expect(torch.allclose(product_grad, expected_grad, rtol=1e-4, atol=1e-5), "its gradient is another")
 
 
 LAYERS = Hook(

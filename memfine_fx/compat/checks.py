@@ -98,7 +98,9 @@ def all_hooks() -> tuple[Hook, ...]:
     room = sys.modules[__name__.rpartition(".")[0]]
     names = sorted(module.name for module in pkgutil.iter_modules(room.__path__) if module.name != "__main__")
     modules = [importlib.import_module(f"{room.__name__}.{name}") for name in names]
-    return tuple(dict.fromkeys(one for module in modules for one in vars(module).values() if isinstance(one, Hook)))
+    return tuple(
+        dict.fromkeys(value for module in modules for value in vars(module).values() if isinstance(value, Hook))
+    )
 
 
 def forget_failures() -> None:
@@ -129,19 +131,19 @@ def _failure_of(check: Callable[[], None]) -> str | None:
     NOTE: it runs in a thread of its own. Hooks are asked in the middle of compilations, whose fake tensors, dispatch
     and gradient modes belong to their thread.
     """
-    found: list[str] = []
+    errors: list[str] = []
     _begin_fake_tensors()
 
     def run() -> None:
         try:
             check()
         except Exception as error:  # NOTE: a host that has changed may raise anything
-            found.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
 
     thread = threading.Thread(target=run, name="memfine_fx self-check")
     thread.start()
     thread.join()
-    return found[0] if found else None
+    return errors[0] if errors else None
 
 
 def _begin_fake_tensors() -> None:
@@ -167,5 +169,5 @@ def _version_of(host: str) -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return major and minor of a version: (2, 15) of "2.15.0+cpu" and of "2.15.0.dev20260101"."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else ()
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, match.groups())) if match else ()

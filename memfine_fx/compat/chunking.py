@@ -1,4 +1,4 @@
-"""What chunking cannot do without: where one of these is gone, gradients could be wrong, or nothing would compile."""
+"""The hooks that chunking requires: without one of them gradients could be wrong, or nothing would compile."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def capturing_more(flags: tuple[str, ...]) -> contextlib.AbstractContextManager[
 
 
 def compile_failures() -> tuple[type[Exception], ...]:
-    """What compiling raises."""
+    """Return the exception classes that a failed compilation raises."""
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -157,20 +157,20 @@ def forget_backend_after(owner: object, backend: Callable[..., Any]) -> None:
 
 
 def _forget_backend(backend: Callable[..., Any]) -> None:
-    seen = _seen_backends()
-    for key in [key for key, one in list(seen.items()) if getattr(one, "compiler_fn", one) is backend]:
-        del seen[key]
+    backends = _seen_backends()
+    for key in [key for key, entry in list(backends.items()) if getattr(entry, "compiler_fn", entry) is backend]:
+        del backends[key]
 
 
 def _seen_backends() -> dict[int, Any]:
-    seen: dict[int, Any] = importlib.import_module("torch._dynamo.eval_frame").cached_backends
-    return seen
+    backends: dict[int, Any] = importlib.import_module("torch._dynamo.eval_frame").cached_backends
+    return backends
 
 
 def plain_compiler(inner_backend: str) -> Callable[..., Any]:
     """The compiler behind ours by its name, as torch.compile would find it."""
-    found: Callable[..., Any] = torch._dynamo.lookup_backend(inner_backend)
-    return found
+    compiler: Callable[..., Any] = torch._dynamo.lookup_backend(inner_backend)
+    return compiler
 
 
 def _check_capture_flags() -> None:
@@ -202,10 +202,10 @@ def _check_seen_backends() -> None:
         return graph_module
 
     torch.compile(lambda value: value, backend=backend)
-    found = [one for one in _seen_backends().values() if getattr(one, "compiler_fn", one) is backend]
-    for key in [key for key, one in _seen_backends().items() if one in found]:
+    entries = [entry for entry in _seen_backends().values() if getattr(entry, "compiler_fn", entry) is backend]
+    for key in [key for key, entry in _seen_backends().items() if entry in entries]:
         del _seen_backends()[key]
-    expect(len(found) == 1, "a backend that was given is not in the list")
+    expect(len(entries) == 1, "a backend that was given is not in the list")
 
 
 def _check_backends() -> None:

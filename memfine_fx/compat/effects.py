@@ -108,11 +108,14 @@ class PythonState:
     ) -> bool:
         """Whether an attribute, or the dictionary of a module's buffers, holds the tensors that it held: inputs of the
         graph that were written in place, or what the graph chooses."""
-        own = _source_of(next((one for one in self.held if id(one) == key[0]), None))
+        own = _source_of(next((variable for variable in self.held if id(variable) == key[0]), None))
         names: tuple[Any, ...] = (key[1],)
         if own.endswith("._buffers"):
             middle = len(content) // 2
-            names, content = tuple(getattr(one, "vt", one) for one in content[:middle]), content[middle:]
+            names, content = (
+                tuple(getattr(entry_key, "vt", entry_key) for entry_key in content[:middle]),
+                content[middle:],
+            )
             names = tuple(constant[0] for constant in map(_constant, names) if constant is not None)
         are_own = (_is_entry(own, *entry) or is_accounted(entry[1]) for entry in zip(names, content, strict=False))
         return bool(own) and len(names) == len(content) and all(are_own)
@@ -189,8 +192,8 @@ def _mutation_of(variable: Any) -> str:
 def _is_entry(own: str, name: str, value: Any) -> bool:
     """Whether a value is what an object has under a name, or that tensor written in place."""
     node = _written_input(_node_of(value))
-    taken = _source_of(value) or _source_of(None if node is None else node.meta.get("grapharg"))
-    return taken.startswith(own) and taken.endswith((f".{name}", f"['{name}']"))
+    source = _source_of(value) or _source_of(None if node is None else node.meta.get("grapharg"))
+    return source.startswith(own) and source.endswith((f".{name}", f"['{name}']"))
 
 
 def _written_input(node: Any) -> Any:
@@ -216,12 +219,15 @@ def is_same_value(left: Any, right: Any) -> bool:
         return True
     constants = [_constant(value) for value in (left, right)]
     if None in constants:
-        sources, nodes = [_source_of(one) for one in (left, right)], [_node_of(one) for one in (left, right)]
+        sources, nodes = (
+            [_source_of(variable) for variable in (left, right)],
+            [_node_of(variable) for variable in (left, right)],
+        )
         if sources[0] == sources[1] != "" or nodes[0] is nodes[1] is not None:
             return True
         return bool(type(left) is type(right) and not hasattr(left, "mutation_type") and left == right)
-    one, other = (constant[0] for constant in constants if constant is not None)
-    return type(one) is type(other) and bool(one == other)
+    left_value, right_value = (constant[0] for constant in constants if constant is not None)
+    return type(left_value) is type(right_value) and bool(left_value == right_value)
 
 
 def _constant(variable: Any) -> tuple[Any] | None:

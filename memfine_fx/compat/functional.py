@@ -77,25 +77,26 @@ def functional_value(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_functional_tensors() -> None:
-    one = torch.zeros(3)
+    plain = torch.zeros(3)
     inside: list[bool] = []
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
-        inside.append(functional_value(tensor) is one)
+        inside.append(functional_value(tensor) is plain)
         view = tensor[:1]
         tensor.add_(1.0)
-        inside.append(functional_value(tensor) is not one and functional_value(tensor) is functional_value(tensor))
+        inside.append(functional_value(tensor) is not plain and functional_value(tensor) is functional_value(tensor))
         inside.append(bool(functional_value(view) == 1.0))
         return view
 
-    told: list[str] = []
-    with Listening(lambda target, args, kwargs, out: told.append(str(target))):
-        torch.func.functionalize(look, remove="mutations")(one)
+    calls: list[str] = []
+    with Listening(lambda target, args, kwargs, out: calls.append(str(target))):
+        torch.func.functionalize(look, remove="mutations")(plain)
     expect(
-        "aten.add.Tensor" in told and "aten.add_.Tensor" not in told[: told.index("aten.add.Tensor")], f"told {told}"
+        "aten.add.Tensor" in calls and "aten.add_.Tensor" not in calls[: calls.index("aten.add.Tensor")],
+        f"told {calls}",
     )
     expect(inside == [True, True, True], f"functional tensors are {inside}")
-    expect(functional_value(one) is one, "a plain tensor is not itself")
+    expect(functional_value(plain) is plain, "a plain tensor is not itself")
 
 
 FUNCTIONAL_TENSORS = Hook(

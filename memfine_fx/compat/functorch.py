@@ -87,10 +87,10 @@ def compiling_regions() -> contextlib.AbstractContextManager[object]:
 
 @dataclass
 class CacheHit:
-    """What AOT autograd's cache had of the graph that was compiled.
+    """The result of looking up the graph that is compiled in AOT autograd's cache.
 
     Args:
-        record: what `store_record` left with it; None where nothing was found.
+        record: the record that `store_record` left with the cached graph; None where nothing was found.
         is_hit: whether the graph came from the cache, so that no partitioner was asked.
         backward: its compiled backward, None without one.
     """
@@ -108,9 +108,9 @@ def compile_through_cache(compiled: Callable[[], ResultT], take: Callable[[Cache
         take: told of a hit; False where it lacks its record.
     """
     if AUTOGRAD_CACHE.holds() and CACHED_RECORDS.holds():
-        with _reading_cache() as found:
+        with _reading_cache() as hit:
             result = compiled()
-        if not found.is_hit or take(found):
+        if not hit.is_hit or take(hit):
             return result
     with compiling_regions():
         return compiled()
@@ -122,22 +122,22 @@ def _reading_cache() -> Iterator[CacheHit]:
     from torch._functorch._aot_autograd.aot_autograd_result import GenericAOTAutogradResult
     from torch._inductor.output_code import CompiledFxGraph
 
-    found = CacheHit()
+    hit = CacheHit()
     build, finish = GenericAOTAutogradResult.wrap_post_compile, CompiledFxGraph.post_compile
 
     def built(entry: Any, *args: Any, **kwargs: Any) -> Any:
         def finished(compiled: Any, inputs: Any, constants: Any, options: Any) -> None:
             finish(compiled, inputs, constants, options)
             if options["is_backward"]:
-                found.backward = compiled
+                hit.backward = compiled
 
         with unittest.mock.patch.object(CompiledFxGraph, "post_compile", finished):
             result = build(entry, *args, **kwargs)
-        found.record, found.is_hit = getattr(_inner_metadata(entry), _RECORD, None), True
+        hit.record, hit.is_hit = getattr(_inner_metadata(entry), _RECORD, None), True
         return result
 
     with unittest.mock.patch.object(GenericAOTAutogradResult, "wrap_post_compile", built):
-        yield found
+        yield hit
 
 
 _RECORD = "memfine_record"
@@ -157,7 +157,7 @@ def store_record(record: object) -> None:
 
 
 def _inner_metadata(entry: Any) -> Any:
-    """What was the tracing context's metadata: that of plain tensors, where inputs are subclasses."""
+    """Return the metadata that the tracing context had: that of the plain tensors, where inputs are subclasses."""
     inner = entry.maybe_subclass_meta
     return entry.runtime_metadata if inner is None else inner.fw_metadata
 
@@ -180,7 +180,7 @@ def keep_from_donation(positions: Collection[int]) -> None:
     """Have the backward being compiled write over none of these saved tensors."""
     shared = _donated_idxs() if DONATED.holds() else None
     if shared:
-        shared[:] = [one for one in shared if one not in positions]
+        shared[:] = [position for position in shared if position not in positions]
 
 
 def _donated_idxs() -> list[int] | None:
@@ -219,7 +219,10 @@ def random_state_ops() -> tuple[Any, ...]:
 
 
 def call_under_random_state(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """What a node calls: (operator, its arguments), also where one that checkpoints its random state calls it."""
+    """Return the operator that a node calls, and its arguments.
+
+    Where a higher-order operator that saves or restores the random state calls it, these are those of the inner call.
+    """
     operators = () if isinstance(node.target, OpOverload) else random_state_ops()
     if node.target not in operators:
         return node.target, tuple(node.args)
@@ -277,7 +280,7 @@ def _check_donated() -> None:
 
 
 def _check_cached_records() -> None:
-    """What is stored with a graph's metadata is pickled with it, and a hit passes where it is read."""
+    """Check that a record in a graph's metadata is pickled with it, and that a cache hit calls what reads it."""
     from torch._functorch._aot_autograd.aot_autograd_result import GenericAOTAutogradResult
     from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
     from torch._inductor.output_code import CompiledFxGraph
@@ -286,8 +289,11 @@ def _check_cached_records() -> None:
     for name in ("runtime_metadata", "maybe_subclass_meta", "compiled_bw"):
         expect(name in fields, f"an entry has no {name}")
     expect(callable(getattr(GenericAOTAutogradResult, "wrap_post_compile", None)), "nothing rebuilds an entry's graph")
-    taken = list(inspect.signature(CompiledFxGraph.post_compile).parameters)
-    expect(taken == ["self", "example_inputs", "constants", "graph_kwargs"], f"post_compile takes {', '.join(taken)}")
+    parameters = list(inspect.signature(CompiledFxGraph.post_compile).parameters)
+    expect(
+        parameters == ["self", "example_inputs", "constants", "graph_kwargs"],
+        f"post_compile takes {', '.join(parameters)}",
+    )
     metadata: Any = ViewAndMutationMeta([], [], 0, True, [], [], [], [], [])
     setattr(metadata, _RECORD, "kept")
     expect(getattr(pickle.loads(pickle.dumps(metadata)), _RECORD, "") == "kept", "metadata loses what is stored in it")
@@ -321,7 +327,7 @@ def _check_tangents() -> None:
 
 
 def _check_partitioner() -> None:
-    """What is marked to be saved is saved, and what is marked to be computed again is computed again."""
+    """Check that the partitioner saves what is marked to be saved and recomputes what is marked to be recomputed."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     expect("num_fwd_outputs" in inspect.signature(min_cut_rematerialization_partition).parameters, "other arguments")
@@ -339,15 +345,15 @@ def _joint_of_exp(policy: CheckpointPolicy) -> fx.GraphModule:
 
     graph = fx.Graph()
     primal, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
-    made = graph.call_function(torch.ops.aten.exp.default, (primal,), name="exp")
-    value = graph.call_function(torch.ops.aten.sin.default, (made,))
-    gradient = graph.call_function(torch.ops.aten.mul.Tensor, (tangent, made))
+    exp_node = graph.call_function(torch.ops.aten.exp.default, (primal,), name="exp")
+    value = graph.call_function(torch.ops.aten.sin.default, (exp_node,))
+    gradient = graph.call_function(torch.ops.aten.mul.Tensor, (tangent, exp_node))
     graph.output((value, gradient))
     with FakeTensorMode():
         fake = torch.empty(4)
-    for node in (primal, tangent, made, value, gradient):
+    for node in (primal, tangent, exp_node, value, gradient):
         node.meta["val"] = fake
-    made.meta["recompute"], made.meta["ac_graph_id"] = policy, 0
+    exp_node.meta["recompute"], exp_node.meta["ac_graph_id"] = policy, 0
     return fx.GraphModule(torch.nn.Module(), graph)
 
 

@@ -179,7 +179,9 @@ def captured_inputs(inputs: Sequence[Any]) -> tuple[FakeTensorMode, tuple[Any, .
     fake_mode = None if context is None else context.fake_mode
     if fake_mode is None:
         return None
-    return fake_mode, tuple(fake_mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in inputs)
+    return fake_mode, tuple(
+        fake_mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs
+    )
 
 
 def captured_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -263,8 +265,8 @@ def _check_compiler() -> None:
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    taken = inspect.signature(compile_fx).parameters
-    expect({"inner_compile", "config_patches"} <= set(taken), f"compile_fx takes {', '.join(taken)}")
+    parameters = inspect.signature(compile_fx).parameters
+    expect({"inner_compile", "config_patches"} <= set(parameters), f"compile_fx takes {', '.join(parameters)}")
     expect(callable(compile_fx_inner) and callable(list_mode_options), "nothing compiles one graph")
     expect(hasattr(config, "custom_partitioner_fn"), "Inductor takes no partitioner")
 

@@ -31,13 +31,13 @@ def running_model() -> torch.nn.Module | None:
 
 def _outermost_module() -> torch.nn.Module | None:
     frame: FrameType | None = sys._getframe(1)
-    found = None
+    outermost = None
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, torch.nn.Module):
-            found = caller
+            outermost = caller
         frame = frame.f_back
-    return found
+    return outermost
 
 
 class CompiledCall(NamedTuple):
@@ -125,7 +125,7 @@ def every_optimizer() -> list[torch.optim.Optimizer]:
     """
     if not OBJECTS.holds():
         return []
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.optim.Optimizer)]
 
 
 _MOST_FROZEN = 10_000
@@ -164,8 +164,8 @@ def _check_compiled_calls() -> None:
     # No compilation: a check runs in a thread of its own, which would wait for the compilation that asks.
     from torch._dynamo.eval_frame import _TorchDynamoContext
 
-    codes = [one for one in _TorchDynamoContext.__call__.__code__.co_consts if isinstance(one, CodeType)]
-    wrapper = next((one for one in codes if one.co_name == "compile_wrapper"), None)
+    codes = [constant for constant in _TorchDynamoContext.__call__.__code__.co_consts if isinstance(constant, CodeType)]
+    wrapper = next((code for code in codes if code.co_name == "compile_wrapper"), None)
     expect(wrapper is not None, "_TorchDynamoContext.__call__ defines no compile_wrapper")
     assert wrapper is not None
     expect("fn" in wrapper.co_freevars, "compile_wrapper does not know its function as fn")

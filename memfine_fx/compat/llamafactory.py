@@ -50,8 +50,8 @@ def _check_checkpointing() -> None:
     module = SimpleNamespace(**{_MAKER: lambda checkpoint: lambda function, *args: ("made", function(*args))})
     capture_checkpoints(module)
     expect(hasattr(getattr(module, _MAKER), _CAPTURES), "it cannot be replaced")
-    made = getattr(module, _MAKER)(lambda function, *args: function(*args))
-    expect(made(abs, -1) == ("made", 1), "a layer outside a capture is not checkpointed as it was")
+    wrapper = getattr(module, _MAKER)(lambda function, *args: function(*args))
+    expect(wrapper(abs, -1) == ("made", 1), "a layer outside a capture is not checkpointed as it was")
 
 
 CHECKPOINTING = Hook(

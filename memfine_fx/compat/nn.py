@@ -50,7 +50,10 @@ def own_buffers(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def forward_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """Where `register_forward_hook` puts its hooks, by the number of their handle; changing it changes them."""
+    """Return the dictionary in which `register_forward_hook` puts a module's hooks, by the id of their handle.
+
+    Changing it changes the hooks.
+    """
     return module._forward_hooks
 
 
@@ -60,7 +63,11 @@ def hooks_of(module: torch.nn.Module) -> list[Any]:
 
 
 def hooks_after_gradient(parameter: torch.Tensor) -> dict[int, Any]:
-    """Where `register_post_accumulate_grad_hook` puts its hooks; changing it changes them."""
+    """Return the dictionary in which `register_post_accumulate_grad_hook` puts a parameter's hooks.
+
+    Changing it changes the hooks. It is a new, empty dictionary where there are none or `HOOKS_AFTER_GRADIENT` does not
+    hold.
+    """
     hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks if HOOKS_AFTER_GRADIENT.holds() else None
     return {} if hooks is None else hooks
 
@@ -85,7 +92,7 @@ COMPILED_CALLS = Hook(
 
 def _check_hooks_after_gradient() -> None:
     probe = torch.ones(1, requires_grad=True)
-    handle = probe.register_post_accumulate_grad_hook(lambda one: None)  # type: ignore[no-untyped-call]
+    handle = probe.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
     expect(len(probe._post_accumulate_grad_hooks or ()) == 1, "a hook that was registered is not there")
     handle.remove()
 

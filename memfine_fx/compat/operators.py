@@ -48,7 +48,7 @@ def viewed_arguments(target: OpOverload) -> list[int | None]:
         if argument.alias_info is not None and not argument.alias_info.is_write
         for name in argument.alias_info.before_set
     }
-    infos = [one.alias_info for one in target._schema.returns]
+    infos = [result.alias_info for result in target._schema.returns]
     names = [min(info.before_set, default="") if info is not None and not info.is_write else "" for info in infos]
     return [places.get(name) for name in names]
 
@@ -80,8 +80,8 @@ def without_write(target: OpOverload) -> OpOverload | None:
     if not target._schema.is_mutable:
         return target
     packet = getattr(getattr(torch.ops, target.namespace), op_name(target).removesuffix("_"), None)
-    found = getattr(packet, target._overloadname, None)
-    return found if isinstance(found, OpOverload) and not found._schema.is_mutable else None
+    overload = getattr(packet, target._overloadname, None)
+    return overload if isinstance(overload, OpOverload) and not overload._schema.is_mutable else None
 
 
 def _check_schemas() -> None:
@@ -89,10 +89,10 @@ def _check_schemas() -> None:
     expect(isinstance(add, OpOverload) and isinstance(torch.ops.aten.add, OpOverloadPacket), f"add is a {type(add)}")
     names = (qualified_name(add), op_name(add_), str(add))
     expect(names == ("aten::add", "add_", "aten.add.Tensor"), f"operators are called {names}")
-    written = [one.alias_info is not None and one.alias_info.is_write for one in schema_arguments(add_)]
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema_arguments(add_)]
     expect(written == [True, False, False], f"add_ writes {written}")
     expect(schema_arguments(add)[0].alias_info is None, "add writes its argument")
-    views = [viewed_arguments(one) for one in (add, add_, torch.ops.aten.view_as_complex.default)]
+    views = [viewed_arguments(overload) for overload in (add, add_, torch.ops.aten.view_as_complex.default)]
     expect(views == [[None], [None], [0]], f"results of add, add_ and view_as_complex are views of {views}")
     expect(without_write(add_) is add and without_write(add) is add, "add_ without its write is not add")
 

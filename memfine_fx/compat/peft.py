@@ -35,8 +35,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def wrapped_tables(model: torch.nn.Module) -> list[Any]:
     """The wrappers that PEFT put around expert tables; where PEFT was never imported, none."""
-    found = _wrappers(model)
-    return found if found and WRAPPERS.holds() else []
+    wrappers = _wrappers(model)
+    return wrappers if wrappers and WRAPPERS.holds() else []
 
 
 def has_unknown_wrappers(model: torch.nn.Module) -> bool:
@@ -46,13 +46,13 @@ def has_unknown_wrappers(model: torch.nn.Module) -> bool:
 
 def _wrappers(model: torch.nn.Module) -> list[Any]:
     wrapper = getattr(sys.modules.get(_MODULE), "ParamWrapper", None)
-    return [] if wrapper is None else [one for one in model.modules() if type(one) is wrapper]
+    return [] if wrapper is None else [module for module in model.modules() if type(module) is wrapper]
 
 
 def active_adapters(wrapper: Any) -> list[str]:
     """Adapters that a wrapper adds to its weight; none where it is merged or disabled, or upcasts the weight."""
-    found = adapters_on(wrapper)
-    return [] if found and upcasts(wrapper) else found
+    adapters = adapters_on(wrapper)
+    return [] if adapters and upcasts(wrapper) else adapters
 
 
 def adapters_on(wrapper: Any) -> list[str]:
@@ -102,8 +102,8 @@ def updated_weight(wrapper: Any) -> tuple[str, torch.Tensor]:
 def layers_with_magnitudes(model: torch.nn.Module) -> list[Any]:
     """The layers in which PEFT keeps the magnitudes of DoRA, beside linear layers; where it was never used, none."""
     layer = getattr(sys.modules.get(_DORA), "DoraLinearLayer", None)
-    found = [] if layer is None else [one for one in model.modules() if type(one) is layer]
-    return found if found and MAGNITUDES.holds() else []
+    layers = [] if layer is None else [module for module in model.modules() if type(module) is layer]
+    return layers if layers and MAGNITUDES.holds() else []
 
 
 class _WholeWeight:
@@ -126,8 +126,12 @@ def with_whole_weight(layer: Any) -> Any:
 
 def low_rank_product(lora_a: Any, lora_b: Any) -> torch.Tensor | None:
     """B A of two plain linear layers, which PEFT makes of an identity matrix; None for others."""
-    for one in (lora_a, lora_b):
-        if type(one) is not torch.nn.Linear or type(one.weight) is not torch.nn.Parameter or one.bias is not None:
+    for linear in (lora_a, lora_b):
+        if (
+            type(linear) is not torch.nn.Linear
+            or type(linear.weight) is not torch.nn.Parameter
+            or linear.bias is not None
+        ):
             return None
     return lora_b.weight @ lora_a.weight  # type: ignore[no-any-return]  # parameters
 
@@ -187,8 +191,10 @@ def _check_magnitudes() -> None:
         base = model["one"].base_layer
         expect(type(with_whole_weight(base)) is _WholeWeight, f"its base layer is a {type(base)}")
         settings = dict(lora_A=a, lora_B=b, scaling=2.0, base_result=base(rows))
-        ours, theirs = (layer(rows, base_layer=one, **settings) for one in (with_whole_weight(base), base))
-        expect(torch.equal(ours, theirs), "another weight is read")
+        result, expected = (
+            layer(rows, base_layer=base_layer, **settings) for base_layer in (with_whole_weight(base), base)
+        )
+        expect(torch.equal(result, expected), "another weight is read")
 
 
 MAGNITUDES = Hook(

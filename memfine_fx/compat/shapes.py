@@ -56,7 +56,7 @@ def _check_symbols() -> None:
     size = symbolic_size(shape_env, "probe", 7)
     with FakeTensorMode(shape_env=shape_env):
         rows: Any = torch.empty((size, 3))
-        traced = make_fx(torch.func.functionalize(lambda one: one * 2, remove="mutations"), tracing_mode="real")(rows)
+        traced = make_fx(torch.func.functionalize(lambda x: x * 2, remove="mutations"), tracing_mode="real")(rows)
     (product,) = [node for node in traced.graph.nodes if node.op == "call_function"]
     expect(product.target is torch.ops.aten.mul.Tensor, f"x * 2 is traced as {product.target}")
     expect(product.meta["val"].shape[0].node.expr == size.node.expr, "a traced size is not its argument's")

@@ -35,9 +35,9 @@ def storage_id(value: object) -> int | None:
 def _check_storages() -> None:
     for mode in (torch.no_grad(), FakeTensorMode()):
         with mode:
-            one, other = torch.empty(4), torch.empty(4)
-        expect(storage_id(one) == storage_id(one[1:]), "a view has another storage than its base")
-        expect(storage_id(one) != storage_id(other), "two tensors have one storage")
+            first, second = torch.empty(4), torch.empty(4)
+        expect(storage_id(first) == storage_id(first[1:]), "a view has another storage than its base")
+        expect(storage_id(first) != storage_id(second), "two tensors have one storage")
     inside: list[int | None] = []
 
     def look(row: torch.Tensor) -> torch.Tensor:

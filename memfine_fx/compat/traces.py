@@ -21,8 +21,8 @@ def trace_artifact(name: str, encoding: str, payload: str) -> None:
 def _check_records() -> None:
     from torch._logging._internal import trace_structured
 
-    taken = inspect.signature(trace_structured).parameters
-    expect({"metadata_fn", "payload_fn"} <= set(taken), f"a record takes {', '.join(taken)}")
+    parameters = inspect.signature(trace_structured).parameters
+    expect({"metadata_fn", "payload_fn"} <= set(parameters), f"a record takes {', '.join(parameters)}")
 
 
 RECORDS = Hook(

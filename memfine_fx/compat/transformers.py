@@ -25,7 +25,10 @@ _MODULE = "transformers.utils.output_capturing"
 
 
 def installer_of_recorders() -> Callable[[torch.nn.Module], object] | None:
-    """What installs the hooks of a model that records, None where no such model can be here."""
+    """Return the function of transformers that installs the hooks of a model that records outputs.
+
+    None where this process cannot have such a model.
+    """
     capturing: Any = sys.modules.get(_MODULE)  # a transformers model is here only if it was imported
     if capturing is None or not RECORDERS.holds():
         return None

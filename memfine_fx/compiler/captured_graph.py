@@ -1,4 +1,4 @@
-"""What one captured graph gave: its regions and heads as they were lowered, refusals, and whose parameters it reads."""
+"""The record of one captured graph: its lowered regions and heads, its refusals, and the modules that call it."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class LoweredHead:
 
 @dataclass(eq=False)
 class CapturedGraph:
-    """What one graph gave, and whose it is.
+    """The record of one captured graph: the regions, heads and refusals in it, its memory, and its callers.
 
     Args:
-        caller: of the latest call.
-        outcomes: its regions and refusals.
-        step: its memory, of the latest of its partitions that ran.
-        heads: its heads, and losses whose logits stayed whole.
-        returned: logits among its results whose gradient is taken beside it.
+        caller: the module that made the latest call, by its parameters.
+        outcomes: regions and refusals.
+        step: memory of the graph's partition that ran last.
+        heads: chunked heads, and refusals for losses whose logits stayed whole.
+        returned: logits among the graph's results whose gradient is computed outside of the graph.
         is_limited: see `CalledGraph`.
     """
 
@@ -79,7 +79,7 @@ class CapturedGraph:
             forgotten: called when the first of them dies.
         """
         if not self._callers:
-            self._places = tuple(place for place, one in enumerate(inputs) if isinstance(one, torch.nn.Parameter))
+            self._places = tuple(place for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         first = inputs[self._places[0]] if self._places else None
         known = self._callers.get(id(first))
         if known is not None and (first is None or known.parameters[0]() is first):
@@ -87,8 +87,10 @@ class CapturedGraph:
             return False
         parameters = [inputs[place] for place in self._places]
         callbacks = [None if forgotten is None else lambda _: forgotten(), *[None] * len(parameters)]
-        references = tuple(WeakIdRef(one, callback) for one, callback in zip(parameters, callbacks, strict=False))
-        self._callers = {place: one for place, one in self._callers.items() if one.alive_parameters()}
+        references = tuple(
+            WeakIdRef(parameter, callback) for parameter, callback in zip(parameters, callbacks, strict=False)
+        )
+        self._callers = {place: caller for place, caller in self._callers.items() if caller.alive_parameters()}
         self.caller = self._callers[id(first)] = Caller(self, references)
         return True
 
@@ -97,8 +99,10 @@ class CapturedGraph:
 
         Results of earlier graphs are inputs too; they are counted among what those graphs left.
         """
-        given = (value for place, value in enumerate(inputs) if place not in self._parameter_places)
-        return sum(one.nbytes for one in given if isinstance(one, torch.Tensor) and one.grad_fn is None)
+        non_parameters = (value for place, value in enumerate(inputs) if place not in self._parameter_places)
+        return sum(
+            value.nbytes for value in non_parameters if isinstance(value, torch.Tensor) and value.grad_fn is None
+        )
 
     @property
     def parameter_ids(self) -> frozenset[int]:
@@ -110,12 +114,12 @@ class CapturedGraph:
     def parameters_with_sole_gradients(self, step: GraphStep, caller: Caller) -> dict[tuple[str, int], torch.Tensor]:
         """The parameters of `GraphStep.sole` in a call, those that are alive."""
         places = dict(zip(self._places, caller.parameters, strict=True))
-        found = {key: places[place]() for key, place in step.sole.items() if place in places}
-        return {key: parameter for key, parameter in found.items() if parameter is not None}
+        parameters = {key: places[place]() for key, place in step.sole.items() if place in places}
+        return {key: parameter for key, parameter in parameters.items() if parameter is not None}
 
     @property
     def lowered(self) -> list[LoweredHead | LoweredRegion]:
-        """Its chunked heads, then its chunked regions."""
+        """Return the chunked heads of the graph, followed by its chunked regions."""
         heads: list[LoweredHead | LoweredRegion] = [head for head in self.heads if isinstance(head, LoweredHead)]
         return [*heads, *(outcome for outcome in self.outcomes if isinstance(outcome, LoweredRegion))]
 

@@ -97,13 +97,13 @@ class CompiledPartition:
 
 @dataclass(frozen=True)
 class _Again:
-    """What compiling the graph again takes; kept where there is a budget.
+    """The inputs for recompiling the graph, stored where there is a budget.
 
     Args:
-        graph_module: as rewritten, before any compiler saw it.
+        graph_module: the rewritten graph, before any compiler saw it.
         inputs: its inputs as fake tensors.
-        fake_mode: theirs.
-        hidden: tokens of a region or head, fake too.
+        fake_mode: the mode of these fake tensors.
+        hidden: tokens of a region or head, a fake tensor too.
     """
 
     graph_module: fx.GraphModule
@@ -165,47 +165,50 @@ class CompiledGraph:
             BudgetInfeasible: there is none.
         """
         persistent = self._session.persistent_bytes(self._session.history.members())
-        current = [one for one in self._partitions if not self._is_outdated(one, run, persistent)]
-        serving = [one for one in current if one.serves(run.memory.sizes)]
+        current = [partition for partition in self._partitions if not self._is_outdated(partition, run, persistent)]
+        serving = [partition for partition in current if partition.serves(run.memory.sizes)]
         refused: list[tuple[CompiledPartition, BudgetInfeasible]] = []
         first = 0  # of the attempts that are left for this situation
-        beyond: dict[str, int] = {}
-        for one in serving:
-            refusal = self._refusal_of(run, one)
+        excess_bytes: dict[str, int] = {}
+        for partition in serving:
+            refusal = self._refusal_of(run, partition)
             if refusal is None:
-                return one
-            refused.append((one, refusal))
+                return partition
+            refused.append((partition, refusal))
             # NOTE: compiled code may hold a little more than what it was chosen by; chosen again it would be the same.
-            if self._situation(run, one).key[1:] == one.made_for and one.attempt >= first:
-                first = _LAST_ATTEMPT + 1 if one.step.is_least else one.attempt + 1
-                beyond = self._beyond_estimate(run, one)
-        leanest = [(one, refusal) for one, refusal in refused if one.step.is_least]
+            if self._situation(run, partition).key[1:] == partition.made_for and partition.attempt >= first:
+                first = _LAST_ATTEMPT + 1 if partition.step.is_least else partition.attempt + 1
+                excess_bytes = self._beyond_estimate(run, partition)
+        leanest = [(partition, refusal) for partition, refusal in refused if partition.step.is_least]
         if leanest and not self._session.config.has_budget:
             return leanest[-1][0]
         if first > _LAST_ATTEMPT:
             return self._refused(*refused[-1])
-        if first == 0 and len({one.made_for for one in serving}) >= _MOST_SITUATIONS:
+        if first == 0 and len({partition.made_for for partition in serving}) >= _MOST_SITUATIONS:
             if leanest:
                 return self._refused(*leanest[-1])
             first = _LAST_ATTEMPT
         for attempt in range(first, _LAST_ATTEMPT + 1):
             try:
-                made = self._made(run, again, attempt, beyond)
+                recompiled = self._made(run, again, attempt, excess_bytes)
             except BudgetInfeasible as error:
                 return self._refused(self._partitions[-1], error)
-            current = self._partitions = [*current, made]
-            refusal = self._refusal_of(run, made)
+            current = self._partitions = [*current, recompiled]
+            refusal = self._refusal_of(run, recompiled)
             if refusal is None:
-                return made
-            if made.step.is_least or attempt == _LAST_ATTEMPT:
-                return self._refused(made, refusal)
-            beyond = self._beyond_estimate(run, made)
+                return recompiled
+            if recompiled.step.is_least or attempt == _LAST_ATTEMPT:
+                return self._refused(recompiled, refusal)
+            excess_bytes = self._beyond_estimate(run, recompiled)
         raise AssertionError("the last partition that is made is the one for the smallest budget")
 
     def _beyond_estimate(self, run: Run, one: CompiledPartition) -> dict[str, int]:
-        """By how many bytes its code holds more than the estimate that it was chosen by: it is not chosen again."""
-        found = smallest_peak(self._session, self._situation(run, one))
-        return {one.step.base: max(0, (found or 0) - one.step.chosen_by)}
+        """Return by how many bytes a partition's code exceeds its estimate, by the partition's base.
+
+        With this excess (`StepBudget.beyond`) the same partition is not chosen again.
+        """
+        peak = smallest_peak(self._session, self._situation(run, one))
+        return {one.step.base: max(0, (peak or 0) - one.step.chosen_by)}
 
     def _refused(self, last: CompiledPartition, refusal: BudgetInfeasible) -> CompiledPartition:
         """Raise before anything has run; but let the op do it, which tells the others, where ranks share experts.
@@ -258,8 +261,8 @@ class CompiledGraph:
             raise refused
         available = situation.available_bytes or 0
         is_asked = session.config.has_budget
-        asked = replace(situation, available_bytes=0) if attempt == _LAST_ATTEMPT else situation
-        budget = GraphBudget(session, asked, again.hidden, is_asked=is_asked, beyond=beyond)
+        budget_situation = replace(situation, available_bytes=0) if attempt == _LAST_ATTEMPT else situation
+        budget = GraphBudget(session, budget_situation, again.hidden, is_asked=is_asked, beyond=beyond)
 
         def check() -> None:
             refusal = refusal_of(session, situation, device_of(self._record))
@@ -275,11 +278,11 @@ class CompiledGraph:
             known = 0 if shape_env is None else len(shape_env.guards)
             with compiling_again(again.fake_mode), session.timed("made again"):
                 module = captured_copy(again.graph_module)
-                made = self._compile(module, again.inputs, step, budget, partitioned=check)
+                partition = self._compile(module, again.inputs, step, budget, partitioned=check)
             # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see
             # `CompiledPartition.serves`.
             added = () if shape_env is None else tuple(guard.expr for guard in shape_env.guards[known:])
-            return replace(made, guards=added, made_for=situation.key[1:], attempt=attempt)
+            return replace(partition, guards=added, made_for=situation.key[1:], attempt=attempt)
         except BaseException:
             self._record.step = first
             raise
@@ -292,10 +295,10 @@ class CompiledGraph:
         budget: GraphBudget | None,
         partitioned: Callable[[], None] | None = None,
     ) -> CompiledPartition:
-        """One partition.
+        """Partition and compile a graph.
 
         Args:
-            partitioned: called once an estimate is there; then the graph is not looked for in a cache.
+            partitioned: called once an estimate exists; if given, the graph is not looked up in a cache.
         """
         session = self._session
 
@@ -351,11 +354,12 @@ class CompiledGraph:
         return in_backward
 
     def _identity(self, budget: GraphBudget | None) -> str:
-        """What a partition follows from; "" where that is the bytes of a budget, which few processes have again.
+        """Return a text that determines a partition; "" where it depends on the user's budget in bytes.
 
-        Operators' results, and which gradients are sole, follow from the regions and heads that their sites stand for,
-        scratch inside kernels from the machine, and what pays to be kept from its rates. What an accelerator has is
-        rounded, so that processes alike find it again.
+        Few processes have the same budget again. The text describes the regions and heads, which determine the results
+        of operators and which weight gradients are fusible; the machine, which determines the scratch inside kernels;
+        and its rates, which determine what is cheaper to save than to recompute. The memory of an accelerator is
+        rounded, so that similar processes have the same text.
         """
         if self._session.config.has_budget:
             return ""
@@ -363,9 +367,9 @@ class CompiledGraph:
         described: list[object] = [measurement_key(device_type), None if rates is None else rates()]
         if budget is not None:
             described.append(budget.rates)
-            described += [sorted(one) if isinstance(one, frozenset) else one for one in budget.situation.key[1:]]
-        for one in self._record.lowered:
-            live = one.live
+            described += [sorted(part) if isinstance(part, frozenset) else part for part in budget.situation.key[1:]]
+        for lowered in self._record.lowered:
+            live = lowered.live
             if isinstance(live, LiveHead):
                 described.append((live.site, live.loss, live.out_dtype))
             elif isinstance(live.bodies, ExpertBodies) and live.exchange is None:
@@ -393,8 +397,8 @@ class CompiledGraph:
         """Parameters of a caller whose gradients a run of this partition adds to where they are."""
         if not step.sole or not caller.has_gradients:
             return {}
-        found = self._record.parameters_with_sole_gradients(step, caller)
-        return {key: parameter for key, parameter in found.items() if may(parameter)}
+        parameters = self._record.parameters_with_sole_gradients(step, caller)
+        return {key: parameter for key, parameter in parameters.items() if may(parameter)}
 
     def _take(self, run: Run, compiled: CompiledPartition) -> None:
         """Plans are made for this run until another begins."""
@@ -415,18 +419,20 @@ def _tokens_of(record: CapturedGraph, graph: fx.Graph) -> torch.Tensor:
     if record.lowered:
         return tensor_of(record.lowered[0].region.hidden)
     values = (node_value(node) for node in graph.nodes if node.op == "placeholder")
-    return next((one for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()), torch.empty(0))
+    return next(
+        (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), torch.empty(0)
+    )
 
 
 def _again(graph_module: fx.GraphModule, inputs: Sequence[Any], hidden: torch.Tensor) -> _Again | None:
     """None where a graph cannot be compiled outside of the capture that gave it."""
-    found = captured_inputs(inputs)
-    return None if found is None else _Again(graph_module, found[1], found[0], hidden)
+    captured = captured_inputs(inputs)
+    return None if captured is None else _Again(graph_module, captured[1], captured[0], hidden)
 
 
 @dataclass(frozen=True)
 class _Size:
-    """Where a size that varies is found among a graph's inputs: an int, or a dimension of a tensor."""
+    """A dynamic size and its position among a graph's inputs, where it is an int or a dimension of a tensor."""
 
     name: str
     position: int
@@ -439,7 +445,7 @@ class _Size:
 
 
 def _sizes_of_inputs(graph: fx.Graph) -> list[_Size]:
-    found: dict[str, _Size] = {}
+    sizes: dict[str, _Size] = {}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for position, node in enumerate(placeholders):
         value = node_value(node)
@@ -447,5 +453,5 @@ def _sizes_of_inputs(graph: fx.Graph) -> list[_Size]:
         for dimension, size in candidates:
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
                 name = str(size.node.expr)
-                found.setdefault(name, _Size(name, position, dimension, int(size.node.hint)))
-    return list(found.values())
+                sizes.setdefault(name, _Size(name, position, dimension, int(size.node.hint)))
+    return list(sizes.values())

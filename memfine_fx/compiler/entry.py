@@ -70,19 +70,22 @@ def compile_in_session(
     if session.has_chunked_last or session.holds_compiled:  # `OptimizedCall` warns after its call
         return session.held(compiled)
 
-    seen: set[int | None] = set()
+    weight_ids: set[int | None] = set()
     has_asked = False
 
     def warns_on_second_step(*args: Any) -> Any:
-        """By a graph's second call with the same weights every graph of the first step is compiled, so absence is
-        known. Equal modules share a graph within a step, with weights of their own or, as activations, without any."""
+        """Run the graph, and at its second call with the same weights warn if nothing was chunked.
+
+        By that call every graph of the first step is compiled, so it is known whether there are regions. Equal modules
+        share a graph within a step, with weights of their own or, as activations, without any.
+        """
         nonlocal has_asked
         if not has_asked:
-            weight = next((id(one) for one in args if isinstance(one, torch.nn.Parameter)), None)
-            if weight in seen and (weight is not None or not session.has_parameters):
+            weight = next((id(value) for value in args if isinstance(value, torch.nn.Parameter)), None)
+            if weight in weight_ids and (weight is not None or not session.has_parameters):
                 has_asked = True
                 warn_without_regions(session)
-            seen.add(weight)
+            weight_ids.add(weight)
         return compiled(*args)
 
     return session.held(warns_on_second_step)

@@ -38,7 +38,7 @@ def plan_heads(graph_module: fx.GraphModule, session: Session, record: CapturedG
         return []
     try:
         bodies = [body for body, _ in called_bodies(graph_module)]
-        found = [
+        candidates = [
             head
             for body in bodies
             for head in find_heads(
@@ -48,7 +48,7 @@ def plan_heads(graph_module: fx.GraphModule, session: Session, record: CapturedG
     except Exception:  # NOTE: a bug of ours must not take down a model that compiles without us
         log.warning("memfine_fx failed while it looked for heads; they stay as they were", exc_info=True)
         return []
-    return [head if isinstance(head, Refusal) else _plan(head, session, record) for head in found]
+    return [head if isinstance(head, Refusal) else _plan(head, session, record) for head in candidates]
 
 
 def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph, config: Config) -> None:
@@ -57,9 +57,9 @@ def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph, config: Con
 
 
 def _lower(graph_module: fx.GraphModule, record: CapturedGraph, config: Config) -> None:
-    heads = [one for one in record.heads if isinstance(one, LoweredHead)]
+    heads = [head for head in record.heads if isinstance(head, LoweredHead)]
     if record.lowered:
-        given_up = [node for one in heads if not one.region.keeps_logits for node in one.region.results]
+        given_up = [node for head in heads if not head.region.keeps_logits for node in head.region.results]
         record.returned = take_apart(graph_module, config, given_up)
     for head in heads:
         lower_head(graph_module, head.region, head.live.site)
@@ -98,6 +98,6 @@ def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> Lowere
 
 
 def _content_hash(region: HeadRegion, out_dtype: torch.dtype) -> str:
-    """Of what the op does beside its arguments: compiled code is kept under it."""
+    """Return a hash of all that determines the head's op besides its arguments; it is the key of compiled code."""
     text = f"{region.loss} {region.dims.hidden} {region.dims.vocab} {region.logits_dtype} {out_dtype}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -183,7 +183,7 @@ def compile_and_read(
 
 
 def counted_backward(graph: fx.Graph) -> CountedInputs:
-    """What a backward's record counts of its inputs, where no code will write over what regions keep."""
+    """Keep code from writing over tensors that regions save, and return the inputs that a backward's memory counts."""
     keep_from_donation(kept_inputs(graph))
     return counted_inputs(graph)
 

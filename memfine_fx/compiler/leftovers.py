@@ -1,7 +1,8 @@
-"""What Dynamo flags let into a graph beside regions: an attempt under them is good only where nothing is left over.
+"""Checks for data-dependent shapes that Dynamo's flags let into a graph and that no region contains.
 
-Without the flags the loop over experts is outside the graph, and nothing there says why it was not chunked: the attempt
-did. So its refusals are kept, and told in the place of graph breaks.
+An attempt under these flags is accepted only if nothing is left over. Without the flags the loop over experts is
+outside the graph, where nothing says why it was not chunked; the attempt said so. So the refusals of the attempt are
+stored, and reported in the place of graph breaks.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def check_leftover_shapes(
         LeftoverShapes: the attempt is given up.
         GuardRefused: a rewritten loop is not proved.
     """
-    lowered = [one for one in outcomes if isinstance(one, LoweredRegion)]
-    has_loop = any(one.region.family == "loops" for one in lowered)
-    swallowed = {node for one in lowered for node in one.region.cut.nodes}
+    lowered = [outcome for outcome in outcomes if isinstance(outcome, LoweredRegion)]
+    has_loop = any(outcome.region.family == "loops" for outcome in lowered)
+    swallowed = {node for outcome in lowered for node in outcome.region.cut.nodes}
     for cut in cuts:
         if not swallowed.issuperset(cut.nodes):
             raise cut.refusal
@@ -48,9 +49,11 @@ def check_leftover_shapes(
         may_raise = GUARDED in node.meta and not is_total(node)
         is_left = may_raise or (not has_loop and has_unbacked_shape(node))
         if node not in swallowed and is_left and not is_only_asserted(node):
-            refusals = [one for one in outcomes if isinstance(one, Refusal)]
-            kept.extend(one for one in refusals if one.reason not in (Reason.GRAPH_BREAK, Reason.NO_EXPERTS))
-            reason = f"; refused: {'; '.join(one.details for one in refusals)}" if refusals else ""
+            refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
+            kept.extend(
+                refusal for refusal in refusals if refusal.reason not in (Reason.GRAPH_BREAK, Reason.NO_EXPERTS)
+            )
+            reason = f"; refused: {'; '.join(refusal.details for refusal in refusals)}" if refusals else ""
             raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")
 
 
@@ -67,10 +70,10 @@ def as_told_by_attempts(
     outcomes: Sequence[LoweredRegion | Refusal], kept: Sequence[Refusal]
 ) -> list[LoweredRegion | Refusal]:
     """Outcomes in which a graph break before the experts is what an attempt without that break refused them for."""
-    return [_told(one, kept) if isinstance(one, Refusal) else one for one in outcomes]
+    return [_told(outcome, kept) if isinstance(outcome, Refusal) else outcome for outcome in outcomes]
 
 
 def _told(refusal: Refusal, kept: Sequence[Refusal]) -> Refusal:
     layer = refusal.where.module.rpartition(".")[0]  # a router and its experts stand in one module
-    of_layer = [one for one in kept if not layer or one.where.module.startswith(f"{layer}.")]
+    of_layer = [candidate for candidate in kept if not layer or candidate.where.module.startswith(f"{layer}.")]
     return of_layer[0] if of_layer and refusal.reason is Reason.GRAPH_BREAK else refusal

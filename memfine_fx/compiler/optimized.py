@@ -349,7 +349,7 @@ def captured(
         return run
 
     def note(capture_flags: tuple[str, ...], failure: str | None) -> None:
-        if capture_flags and any(one.region.family == "loops" for one in session.lowered):
+        if capture_flags and any(lowered.region.family == "loops" for lowered in session.lowered):
             session.notes.append(f"expert loops captured with torch._dynamo.config.{', '.join(capture_flags)}")
         elif failure is not None and not capture_flags:
             session.notes.append(

@@ -1,4 +1,4 @@
-"""What a session knows of one region, head or refusal, as reports give it."""
+"""Convert the regions, heads and refusals of a session to entries of its report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["head_report", "outcome_report"]
 
 
 def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
-    """What is known of one region or refusal now."""
+    """Return the report's entry for one region or refusal, in its current state."""
     if isinstance(outcome, Refusal):
         return RegionReport(
             "refused",
@@ -47,7 +47,7 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
 
 
 def head_report(head: LoweredHead | Refusal) -> HeadReport:
-    """What is known of one head or refusal now."""
+    """Return the report's entry for one head or refusal, in its current state."""
     if isinstance(head, Refusal):
         return HeadReport(
             "refused", head.where, head.details, node=head.node, refused_for=head.reason.name, hint=head.reason.hint

@@ -362,8 +362,8 @@ class _Layer:
             # A size that several layers read is computed in the first of them alone. Assertions name symbols.
             is_size = isinstance(value, torch.SymInt) and not any(map(_is_tensor, node.all_input_nodes))
             if not is_size and "assert" not in target_name(node):
-                given = fx.map_arg((node.args, node.kwargs), functools.partial(_description, names))
-                calls.append(f"{node.op} {node.target if node.op.startswith('call') else ''} {given}")
+                operands = fx.map_arg((node.args, node.kwargs), functools.partial(_description, names))
+                calls.append(f"{node.op} {node.target if node.op.startswith('call') else ''} {operands}")
                 names[node] = f"%{len(calls)}"
         switches = [
             (name, key, value)
@@ -406,8 +406,8 @@ class _Layer:
         with warnings.catch_warnings(), silenced(), hookless[0], hookless[1]:
             warnings.simplefilter("ignore")
             verdict = _Verdict("its sizes are too large")
-            for given, autocasts in self._arguments():
-                verdict = self._compared_on(given, autocasts, session)
+            for arguments, autocasts in self._arguments():
+                verdict = self._compared_on(arguments, autocasts, session)
                 if not verdict.uncompared:
                     break
         return verdict
@@ -455,7 +455,7 @@ class _Layer:
         if self.module is owner:
             if method != "forward":
                 raise _CannotCompare(f"its method {method} is compiled")
-            yield from ((given, _autocasts()) for given in (*_cut(own), *_whole(own)))
+            yield from ((arguments, _autocasts()) for arguments in (*_cut(own), *_whole(own)))
             return
         reason = ""
         for args, kwargs in (*_cut(own), *_whole(own)):
@@ -464,7 +464,9 @@ class _Layer:
             except Exception as error:  # NOTE: a model may need other numbers of tokens than these
                 reason = in_words(error)
             else:
-                yield from ((given, reached.autocasts) for given in (next(_cut(reached.given)), *_whole(reached.given)))
+                yield from (
+                    (arguments, reached.autocasts) for arguments in (next(_cut(reached.given)), *_whole(reached.given))
+                )
         if reason:
             raise _CannotCompare(f"the model does not run on a few tokens: {reason}")
 
@@ -704,13 +706,13 @@ class _Pair:
             num_experts: among which choices are forced; None for choices among any number.
         """
         forced = ForcedChoices(routing, num_experts) if routing in ROUTINGS else None
-        given = tree_map(_alike, self._given) if routing == _ALIKE else self._given
+        arguments = tree_map(_alike, self._given) if routing == _ALIKE else self._given
         self._forced = forced or contextlib.nullcontext()
         try:
             # Not the other way round: the state was noted with everything installed.
             self._restore()
             with uninstalled(), self._writes:
-                expected = self._results(_call_module, given, forced)
+                expected = self._results(_call_module, arguments, forced)
             self._restore()
         except Exception as error:  # NOTE: a routing that the model's code does not take
             if routing:
@@ -719,7 +721,7 @@ class _Pair:
         if forced is not None and not forced.num_forced:
             return "" if num_experts is None else self.difference(routing, None)
         try:
-            results = self._results(self._compiled, given) if routing else self._as_routed
+            results = self._results(self._compiled, arguments) if routing else self._as_routed
         except Exception as error:  # NOTE: whatever it raises, the model's code does not
             return f"it raises {in_words(error)}"
         finally:
@@ -868,7 +870,7 @@ def _difference(value: Any, expected: Any, least: float, tolerance: float) -> st
         return "" if is_close else f"is {value}, not {expected}"
     elif (expected is None or isinstance(expected, _PLAIN)) and value != expected:
         return f"is {value!r}, not {expected!r}"[:200]
-    return next(filter(None, (_difference(ours, theirs, least, tolerance) for ours, theirs in pairs)), "")
+    return next(filter(None, (_difference(part, expected_part, least, tolerance) for part, expected_part in pairs)), "")
 
 
 def _difference_of_tensors(value: Any, expected: Any, least: float, tolerance: float) -> str:

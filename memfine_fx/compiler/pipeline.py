@@ -57,19 +57,19 @@ def _compile(
     instead = session.observer.on_capture(graph_module, example_inputs, session, record)
     if instead is not None:
         return instead
-    found = [
+    body_regions = [
         plan_regions(body, modes, session, record, example_inputs if body is graph_module else (), compile_graph)
         for body, modes in list(called_bodies(graph_module))
     ]
     with session.timed("heads"):
         record.heads.extend(plan_heads(graph_module, session, record))
     if config.verify:
-        found = verify_found(graph_module, example_inputs, found, record)
-    for one in found:
-        record.outcomes.extend(one.outcomes)
+        body_regions = verify_found(graph_module, example_inputs, body_regions, record)
+    for regions in body_regions:
+        record.outcomes.extend(regions.outcomes)
     lower_heads(graph_module, record, config)  # first: what they read may be a region's exit
-    for one in found:
-        lower_regions(one, session)
+    for regions in body_regions:
+        lower_regions(regions, session)
     dump_graph(graph_module, session, "rewritten")
     tell_found(graph_module, session, record)
     run = session.observer.on_lowered(graph_module, example_inputs, session, record)

@@ -84,12 +84,12 @@ def plan_regions(
         cuts = run_pass("guards", body, lambda: discharge_guards(body), None)
         if cuts is None:
             cuts = refuse_guards(body)
-        found = [] if is_disabled("regions") else read_regions(body, modes)
+        candidates = [] if is_disabled("regions") else read_regions(body, modes)
     at = modes_at(body.graph, modes)
-    outcomes = _disjoint([_checked_and_planned(one, at, session, record) for one in found])
-    sites = {one.live.site for one in outcomes if isinstance(one, LoweredRegion)}
+    outcomes = _disjoint([_checked_and_planned(candidate, at, session, record) for candidate in candidates])
+    sites = {outcome.live.site for outcome in outcomes if isinstance(outcome, LoweredRegion)}
     outcomes = compare_with_own_code(body.graph, outcomes, inputs, session, compile_graph)
-    for site in sites - {one.live.site for one in outcomes if isinstance(one, LoweredRegion)}:
+    for site in sites - {outcome.live.site for outcome in outcomes if isinstance(outcome, LoweredRegion)}:
         del record.step.regions[site]
     if not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):
         outcomes = [*own_exchanges(body.graph), *outcomes]
@@ -127,9 +127,9 @@ def _lower(found: BodyRegions, session: Session) -> None:
 
 def read_bodies(session: Session) -> None:
     """Take the peaks of all bodies of a session from the code that would be compiled, where nothing is to be built."""
-    for one in session.lowered:
-        if isinstance(one.live.bodies, ExpertBodies):
-            one.live.bodies.read_code()
+    for lowered in session.lowered:
+        if isinstance(lowered.live.bodies, ExpertBodies):
+            lowered.live.bodies.read_code()
 
 
 def _checked_and_planned(
@@ -159,22 +159,22 @@ def _checked_and_planned(
 
 def _check(region: MoERegion, bodies: ExpertBodies, modes: Modes, config: Config) -> str:
     """See `passes.verify.gradient_check`; an expert's own body stands for one over several experts."""
-    one = _build_bodies(region, config, takes_group=False) if bodies.takes_group else bodies
-    return check_gradients(region, one, modes)
+    single_bodies = _build_bodies(region, config, takes_group=False) if bodies.takes_group else bodies
+    return check_gradients(region, single_bodies, modes)
 
 
 def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | Refusal]:
     """Regions that share nodes with an earlier one become refusals."""
-    taken: set[fx.Node] = set()
+    claimed: set[fx.Node] = set()
     result: list[LoweredRegion | Refusal] = []
     for outcome in outcomes:
         nodes = set(outcome.region.cut.nodes) if isinstance(outcome, LoweredRegion) else set()
-        if isinstance(outcome, LoweredRegion) and nodes & taken:
+        if isinstance(outcome, LoweredRegion) and nodes & claimed:
             result.append(
                 Refusal(outcome.region.where, Reason.SHARED_DISPATCH, "it shares its dispatch with another region")
             )
         else:
-            taken |= nodes
+            claimed |= nodes
             result.append(outcome)
     return result
 

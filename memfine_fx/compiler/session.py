@@ -108,7 +108,7 @@ class Session:
     @property
     def has_chunked_last(self) -> bool:
         """Whether the graph that was compiled last holds a region that was lowered."""
-        return bool(self._graphs) and any(isinstance(one, LoweredRegion) for one in self._graphs[-1].outcomes)
+        return bool(self._graphs) and any(isinstance(outcome, LoweredRegion) for outcome in self._graphs[-1].outcomes)
 
     @property
     def has_chunked(self) -> bool:
@@ -148,7 +148,7 @@ class Session:
         """
         where = Where(module, place)
         log.info("a loop stays as it is written: %s, at %s", obstacle, place)
-        if all(one.where != where for one in self.refused_in_attempts):
+        if all(refusal.where != where for refusal in self.refused_in_attempts):
             self.refused_in_attempts.append(Refusal(where, Reason.BODY_NOT_RUN, obstacle, ""))
 
     def start_attempt(self, capture_flags: tuple[str, ...]) -> None:
@@ -166,7 +166,7 @@ class Session:
 
     def drop_graph(self, graph: CapturedGraph) -> None:
         """Forget a graph whose compilation was given up."""
-        self._graphs = [one for one in self._graphs if one is not graph]
+        self._graphs = [other for other in self._graphs if other is not graph]
         self.history.forget(graph)
         self._forget_bytes()
 
@@ -197,8 +197,8 @@ class Session:
         key = frozenset(map(id, members))
         if self._persistent is None or self._persistent[0] != key:
             parameters, optimizers = parameters_of(members), self._known_optimizers()
-            there = sum(static_terms(parameters, optimizers).values())
-            self._persistent = key, there + foreseen_state_bytes(parameters, optimizers)
+            existing_bytes = sum(static_terms(parameters, optimizers).values())
+            self._persistent = key, existing_bytes + foreseen_state_bytes(parameters, optimizers)
         return self._persistent[1]
 
     def latest_runs(self) -> tuple[RunMemory, ...]:
@@ -247,7 +247,7 @@ class Session:
                 session.drop_graph(graph)
 
         if graph.note_inputs(inputs, forget_if_dead):
-            if not any(one is graph for one in self._graphs):
+            if not any(other is graph for other in self._graphs):
                 self._graphs.append(graph)
             self._optimizers = None
             self._forget_bytes()
@@ -268,7 +268,7 @@ class Session:
     def _owns(self, caller: Caller) -> bool:
         """Whether a caller is the model or one of its layers: another model may share the graph."""
         wanted = self._wanted
-        return wanted is None or any(id(one) in wanted for one in caller.alive_parameters())
+        return wanted is None or any(id(parameter) in wanted for parameter in caller.alive_parameters())
 
     def _parameters(self) -> list[torch.Tensor]:
         return parameters_of(self._graphs)
@@ -282,7 +282,7 @@ class Session:
 
     def reads_any(self, parameters: Collection[int]) -> bool:
         """Whether its graphs read one of the parameters with these ids."""
-        return any(id(one) in parameters for one in self._parameters())
+        return any(id(parameter) in parameters for parameter in self._parameters())
 
     def forget_plans(self) -> None:
         """Let every region plan again at its next call, because more is known of the step."""
@@ -296,8 +296,8 @@ class Session:
     def restricted_to(self, parameters: Iterable[torch.Tensor]) -> Session | None:
         """The session with only the graphs that hold one of these parameters; None if there is none."""
         wanted = frozenset(id(parameter) for parameter in parameters)
-        kept = [graph for graph in self._graphs if any(id(alive) in wanted for alive in graph.alive_parameters())]
-        return replace(self, _graphs=kept, _wanted=wanted) if kept else None
+        graphs = [graph for graph in self._graphs if any(id(alive) in wanted for alive in graph.alive_parameters())]
+        return replace(self, _graphs=graphs, _wanted=wanted) if graphs else None
 
     def without_regions(self, model: torch.nn.Module | None) -> Session | None:
         """Return the part of the session that belongs to a model if nothing in it was chunked; None in later calls.
@@ -381,12 +381,14 @@ class Session:
     def _names_of_sites(self) -> dict[str, str]:
         """Return the module of each lowered region by its site."""
         lowered: list[LoweredRegion | LoweredHead] = [*self.lowered, *self.lowered_heads]
-        return {one.live.site: one.region.where.module or str(one.region.where) for one in lowered}
+        return {outcome.live.site: outcome.region.where.module or str(outcome.region.where) for outcome in lowered}
 
     def verify_report(self) -> VerifyReport:
         verified = tuple(verification for graph in self._graphs for verification in graph.verifications)
         refused = [outcome for outcome in self.outcomes if isinstance(outcome, Refusal)]
-        return VerifyReport(verified, tuple(one for one in refused if one.reason is not Reason.VERIFICATION_FAILED))
+        return VerifyReport(
+            verified, tuple(refusal for refusal in refused if refusal.reason is not Reason.VERIFICATION_FAILED)
+        )
 
     def _latest_heads(self) -> list[LoweredHead | Refusal]:
         """The heads of `_latest_graphs`, one for each place in the source."""
@@ -401,19 +403,23 @@ class Session:
         """The latest outcome of each place in the source, since a recompilation replaces what was there before."""
         latest: dict[object, LoweredRegion | Refusal] = {}
         for graph in self._latest_graphs():
-            seen: Counter[object] = Counter()
+            counts: Counter[object] = Counter()
             for outcome in graph.outcomes:
                 place = (_place(outcome), graph.parameter_ids)
-                seen[place] += 1
-                latest[place, seen[place]] = outcome
+                counts[place] += 1
+                latest[place, counts[place]] = outcome
         return [*latest.values(), *self._loops_left(latest.values())]
 
     def _loops_left(self, outcomes: Collection[LoweredRegion | Refusal]) -> list[Refusal]:
         """Loops that stay as they are written, of modules in which nothing was chunked and which no outcome names."""
-        told = {one.where for one in outcomes if isinstance(one, Refusal)}
-        chunked = [one.region.where.module for one in outcomes if isinstance(one, LoweredRegion)]
-        left = [one for one in self.refused_in_attempts if one.reason is Reason.BODY_NOT_RUN and one.where not in told]
-        return [one for one in left if not any(module.startswith(one.where.module) for module in chunked)]
+        refused_places = {outcome.where for outcome in outcomes if isinstance(outcome, Refusal)}
+        chunked = [outcome.region.where.module for outcome in outcomes if isinstance(outcome, LoweredRegion)]
+        left = [
+            refusal
+            for refusal in self.refused_in_attempts
+            if refusal.reason is Reason.BODY_NOT_RUN and refusal.where not in refused_places
+        ]
+        return [refusal for refusal in left if not any(module.startswith(refusal.where.module) for module in chunked)]
 
     def _latest_graphs(self) -> list[CapturedGraph]:
         """All graphs, those of the latest step that trained at the end: they stand for their places in a report."""
@@ -461,7 +467,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
     # The hook runs after every step of every optimizer in the process, so the answer is kept.
     if owners is None:
         ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        owners = weakref.WeakSet(one for one in sessions() if one.reads_any(ours))
+        owners = weakref.WeakSet(session for session in sessions() if session.reads_any(ours))
         _sessions_of[optimizer] = owners
     _stepped.add(optimizer)
     for session in list(owners):

@@ -1,4 +1,7 @@
-"""What a step of one SwiGLU MoE layer takes, from its sizes: its expert's bodies are compiled, nothing is allocated."""
+"""Memory and work of a training step of one SwiGLU MoE layer, computed from the layer's sizes.
+
+The compiled functions of its expert are compiled for this; nothing is allocated.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,12 @@ def layer_bytes(sizes: LayerSizes) -> RegionBytes:
 
 
 def layer_work(sizes: LayerSizes, keep: Keep) -> LayerWork:
-    """What a step of the layer takes where forward keeps so much; backward computes the rest again."""
+    """Return the memory and the work of a step of the layer.
+
+    Args:
+        sizes: of the layer.
+        keep: the activations that forward saves for backward, which recomputes the rest.
+    """
     bodies = _bodies(sizes)
     again = _keeping(bodies, "projections").flops_per_row
     region = layer_bytes(sizes)

@@ -1,4 +1,4 @@
-"""What the pipeline tells while it compiles: warnings, logs, records of TORCH_TRACE, and graphs dumped to a folder."""
+"""Diagnostics of the pipeline while it compiles: warnings, logs, records of TORCH_TRACE, and dumped graphs."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def warn_without_regions(session: Session) -> None:
     recording = hint_for_recording()
     if has_head and not report.regions and not recording:
         return
-    found = "no experts to chunk, only the head" if has_head else "nothing to chunk"
+    summary = "no experts to chunk, only the head" if has_head else "nothing to chunk"
     reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
     packed = session.hint if model is None else hint_for_packed_layers(model)
     reasons += hint_for_cut_graphs() + recording + hint_for_adapters(model) + packed
     warnings.warn(
-        f"memfine_fx found {found} and compiled the model as plain {session.config.inner_backend}: {reasons}",
+        f"memfine_fx found {summary} and compiled the model as plain {session.config.inner_backend}: {reasons}",
         stacklevel=2,
     )
 

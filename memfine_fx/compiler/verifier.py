@@ -40,10 +40,10 @@ def verify_found(
     record.verifications, judged = _verify_regions(graph_module, example_inputs, found)
     of_heads, record.heads = _verify_heads(graph_module, example_inputs, record.heads)
     record.verifications += of_heads
-    regions = {one.live.site for body in judged for one in body.outcomes if isinstance(one, LoweredRegion)}
+    regions = {outcome.live.site for body in judged for outcome in body.outcomes if isinstance(outcome, LoweredRegion)}
     heads = {head.live.site for head in record.heads if isinstance(head, LoweredHead)}
-    for kept, memory in ((regions, record.step.regions), (heads, record.step.heads)):
-        for site in memory.keys() - kept:
+    for passed_sites, memory in ((regions, record.step.regions), (heads, record.step.heads)):
+        for site in memory.keys() - passed_sites:
             del memory[site]
     return judged
 
@@ -51,20 +51,25 @@ def verify_found(
 def _verify_regions(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], found: Sequence[BodyRegions]
 ) -> tuple[list[RegionVerification], list[BodyRegions]]:
-    raised = [(one.body, outcome) for one in found for outcome in one.outcomes if _is_raised(outcome)]
+    raised = [
+        (body_regions.body, outcome)
+        for body_regions in found
+        for outcome in body_regions.outcomes
+        if _is_raised(outcome)
+    ]
     values = iter(_record(graph_module, example_inputs, raised))
     verifications: list[RegionVerification] = []
     result: list[BodyRegions] = []
-    for one in found:
-        at = modes_at(one.body.graph, one.modes)
-        kept: list[LoweredRegion | Refusal] = []
-        for outcome in one.outcomes:
+    for body_regions in found:
+        at = modes_at(body_regions.body.graph, body_regions.modes)
+        outcomes: list[LoweredRegion | Refusal] = []
+        for outcome in body_regions.outcomes:
             if isinstance(outcome, LoweredRegion):
                 verification = _verify(outcome, next(values), at[outcome.region.cut.exit])
                 verifications.append(verification)
                 outcome = _judged(outcome, verification)
-            kept.append(outcome)
-        result.append(replace(one, outcomes=kept))
+            outcomes.append(outcome)
+        result.append(replace(body_regions, outcomes=outcomes))
     return verifications, result
 
 
@@ -72,26 +77,26 @@ def _verify_heads(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], heads: Sequence[LoweredHead | Refusal]
 ) -> tuple[list[RegionVerification], list[LoweredHead | Refusal]]:
     """As `_verify_regions`, for the heads of a graph."""
-    found = [head for head in heads if isinstance(head, LoweredHead)]
-    if not found:
+    lowered = [head for head in heads if isinstance(head, LoweredHead)]
+    if not lowered:
         return [], list(heads)
-    cuts = [(graph_module, cut_of_head(head.region)) for head in found]
+    cuts = [(graph_module, cut_of_head(head.region)) for head in lowered]
     recorded: Sequence[Recorded | str | None]
     try:
         recorded = record_regions(graph_module, example_inputs, cuts)
     except _RUN_ERRORS as error:
-        recorded = [f"the graph could not be run to record its heads: {error}"] * len(found)
+        recorded = [f"the graph could not be run to record its heads: {error}"] * len(lowered)
     at = modes_at(graph_module.graph, Modes())
     values, verifications = iter(recorded), []
-    kept: list[LoweredHead | Refusal] = []
+    outcomes: list[LoweredHead | Refusal] = []
     for head in heads:
         if isinstance(head, LoweredHead):
             verification = _verify_head(head, next(values), at[head.region.exit])
             verifications.append(verification)
-            kept.append(_judged_head(head, verification))
+            outcomes.append(_judged_head(head, verification))
         else:
-            kept.append(head)
-    return verifications, kept
+            outcomes.append(head)
+    return verifications, outcomes
 
 
 def _verify_head(head: LoweredHead, recorded: Recorded | str | None, modes: Modes) -> RegionVerification:
@@ -120,7 +125,9 @@ def _record(
     if not raised:
         return []
     try:
-        return list(record_regions(graph_module, example_inputs, [(body, one.region.cut) for body, one in raised]))
+        return list(
+            record_regions(graph_module, example_inputs, [(body, outcome.region.cut) for body, outcome in raised])
+        )
     except _RUN_ERRORS as error:
         return [f"the graph could not be run to record its regions: {error}"] * len(raised)
 

@@ -21,8 +21,11 @@ __all__ = ["without_zero_terms"]
 
 def without_zero_terms(loop: ast.For) -> list[ast.stmt]:
     """The loop's body without such branches; conditions on anything that the body does not make stay as they are."""
-    made = {name for statement in loop.body for name in assigned_names(statement)}
-    return [_trimmed(one) if isinstance(one, ast.If) and _only_adds_zeros(one, made) else one for one in loop.body]
+    assigned = {name for statement in loop.body for name in assigned_names(statement)}
+    return [
+        _trimmed(statement) if isinstance(statement, ast.If) and _only_adds_zeros(statement, assigned) else statement
+        for statement in loop.body
+    ]
 
 
 def _trimmed(node: ast.If) -> ast.If:

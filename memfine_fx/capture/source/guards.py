@@ -208,7 +208,7 @@ class GuardRewriter:
         return any(is_name(target, name) and _is_measure(value) for target, value in pairs)
 
     def _has_guard(self, statements: Sequence[ast.stmt]) -> bool:
-        return any(self._guard_of(one, statements[place + 1 :]) for place, one in enumerate(statements))
+        return any(self._guard_of(statement, statements[place + 1 :]) for place, statement in enumerate(statements))
 
     def _guarded(self, statement: ast.stmt, guard: Guard) -> list[ast.stmt]:
         """Return the condition as a mark, and its body with its effects made visible."""
@@ -224,7 +224,7 @@ class GuardRewriter:
         )
         is_run = ast.Attribute(loaded(own), "is_run", ast.Load())
         result = [decided, ast.If(is_run, self._body(guard.body, own), [])]
-        return [ast.fix_missing_locations(ast.copy_location(one, statement)) for one in result]
+        return [ast.fix_missing_locations(ast.copy_location(node, statement)) for node in result]
 
     def _body(self, statements: list[ast.stmt], own: str) -> list[ast.stmt]:
         paths = _check_suited(statements)
@@ -237,7 +237,7 @@ class GuardRewriter:
             if name not in bound:
                 raise Unsuited(f"{name} is read after a body that is skipped, and was not bound before", statements[0])
         olds = [*map(loaded, names), *paths]
-        inner = [_Visible(own, collected).visit(one) for one in self._block(statements, is_guarded=True)]
+        inner = [_Visible(own, collected).visit(node) for node in self._block(statements, is_guarded=True)]
         named = [(f"{own}_old_{place}", old) for place, old in enumerate(olds)]
         before = [ast.Assign([stored(name)], _as_load(old)) for name, old in named]
         merged = [
@@ -247,9 +247,9 @@ class GuardRewriter:
         leave = ast.Expr(helper_call("leave", [loaded(own)]))
         first, last = statements[0], statements[-1]
         return [
-            *(ast.copy_location(one, first) for one in before),
+            *(ast.copy_location(node, first) for node in before),
             *inner,
-            *(ast.copy_location(one, last) for one in (*merged, leave)),
+            *(ast.copy_location(node, last) for node in (*merged, leave)),
         ]
 
 
@@ -268,9 +268,9 @@ def _check_suited(statements: Sequence[ast.stmt]) -> list[ast.Attribute]:
     """
     paths: dict[str, ast.Attribute] = {}
     bound = bound_names(statements)
-    becoming_branches = [one.body[0] for one in statements if _only_continues(one)]  # type: ignore[attr-defined]  # ifs
+    continues = [node.body[0] for node in statements if _only_continues(node)]  # type: ignore[attr-defined]  # ifs
     for node in _own_nodes(statements):
-        if node in becoming_branches or _is_in_loop_of(statements, node):
+        if node in continues or _is_in_loop_of(statements, node):
             continue
         if type(node) in _REFUSED:
             raise Unsuited(f"a body that is skipped holds {_REFUSED[type(node)]}", node)
@@ -381,7 +381,7 @@ def _is_in_loop_of(statements: Sequence[ast.stmt], jump: ast.AST) -> bool:
     if not isinstance(jump, (ast.Break, ast.Continue)):
         return False
     loops = [node for node in _own_nodes(statements) if isinstance(node, ast.For)]
-    return any(inner is jump for loop in loops for one in loop.body for inner in ast.walk(one))
+    return any(inner is jump for loop in loops for statement in loop.body for inner in ast.walk(statement))
 
 
 def _root_of(node: ast.expr) -> str | None:

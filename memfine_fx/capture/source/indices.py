@@ -63,7 +63,10 @@ class HitIndices(ast.NodeTransformer):
         return self._visit_conditional(node)
 
     def _visit_conditional(self, node: ast.AST) -> ast.AST:
-        """What a branch reads need not exist for every expert: experts without weights may take the other."""
+        """Visit a conditional node without requiring the weights that its branches read to exist for every expert.
+
+        An expert without weights may take the other branch.
+        """
         before, self._is_conditional = self._is_conditional, True
         self.generic_visit(node)
         self._is_conditional = before

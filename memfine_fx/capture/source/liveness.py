@@ -134,7 +134,7 @@ def _stores(node: ast.AST) -> Iterator[str]:
         ):
             yield name
         case _ if isinstance(node, _COMPREHENSIONS):  # its targets are its own, a walrus inside is not
-            yield from (one.target.id for one in ast.walk(node) if isinstance(one, ast.NamedExpr))
+            yield from (inner.target.id for inner in ast.walk(node) if isinstance(inner, ast.NamedExpr))
             return
     for child in ast.iter_child_nodes(node):
         yield from _stores(child)
@@ -167,11 +167,13 @@ def _bare(target: ast.expr) -> Iterator[str]:
 
 def _loads(node: ast.AST) -> frozenset[str]:
     """Return the names that a node may read; what it adds to in place is read too."""
-    loads = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    loads = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)}
     added = {
-        one.target.id for one in ast.walk(node) if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name)
+        inner.target.id
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.AugAssign) and isinstance(inner.target, ast.Name)
     }
-    deleted = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Del)}
+    deleted = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Del)}
     return frozenset(loads | added | deleted)
 
 
@@ -194,10 +196,10 @@ def _bound_on_the_way(block: Sequence[ast.stmt], statement: ast.stmt) -> set[str
         if node is statement:
             return names
         for inner in _blocks(node):
-            found = _bound_on_the_way(inner, statement)
-            if found is not None:
+            bound = _bound_on_the_way(inner, statement)
+            if bound is not None:
                 targets = bound_names([node.target]) if isinstance(node, ast.For) else set()
-                return names | targets | found
+                return names | targets | bound
         names |= _bound_by(node)
     return None
 

@@ -136,7 +136,7 @@ class _Loop:
         assignment = self._assignment_of(loop.iter)
         hits = nonzero_of(loop.iter if assignment is None else assignment.value)
         mask = None if hits is None else mask_of(hits)
-        names = {expert, *(name for one in loop.body if (name := unwrapped_name(one, expert)) is not None)}
+        names = {expert, *(name for statement in loop.body if (name := unwrapped_name(statement, expert)) is not None)}
         if hits is None or mask is None or not selects_by(loop, mask, names):
             return False
         self._check_unread(expert)
@@ -177,12 +177,12 @@ class _Loop:
         if not isinstance(source, ast.Name):
             return None
         num_uses = sum(is_name(node, source.id) for node in ast.walk(self._function))
-        found = [
+        candidates = [
             node
             for node in ast.walk(self._function)
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and is_name(node.targets[0], source.id)
         ]
-        return found[0] if len(found) == 1 and num_uses == 2 else None
+        return candidates[0] if len(candidates) == 1 and num_uses == 2 else None
 
     def _run_every_named_expert(self, loop: ast.For) -> bool:
         """for e in index.unique(), where rows are taken by index == e and experts by self.experts[e]"""
@@ -208,7 +208,7 @@ class _Loop:
 
     def _keep_places_as_tensors(self, loop: ast.For) -> bool:
         """rows = x[places.tolist()]: a list of places, used as nothing but an index, may stay a tensor."""
-        made = {name for statement in loop.body for name in assigned_names(statement)}
+        assigned = {name for statement in loop.body for name in assigned_names(statement)}
         has_changed = False
         for statement in loop.body:
             for target, value in assignments(statement):
@@ -216,7 +216,7 @@ class _Loop:
                 if name is None or not is_method(value, ("tolist",)) or not is_only_index(loop, name):
                     continue
                 places = without_methods(value, ("tolist",))
-                if names_in(places) & made:
+                if names_in(places) & assigned:
                     replace_value(statement, value, places)
                     has_changed = True
         return has_changed

@@ -39,7 +39,7 @@ class RewrittenLoops:
 
     def __init__(self, model: torch.nn.Module, refused: Collection[str] = ()) -> None:
         done: dict[types.FunctionType, _Method] = {}  # classes share what they inherit
-        by_class = {one: _methods_of(one, done, refused) for one in dict.fromkeys(map(type, model.modules()))}
+        by_class = {cls: _methods_of(cls, done, refused) for cls in dict.fromkeys(map(type, model.modules()))}
         self.left = [
             (name, left)
             for name, module in model.named_modules()
@@ -81,14 +81,14 @@ def _methods_of(
 ) -> dict[str, _Method]:
     """Methods of a class by name; the most derived definition of each."""
     methods: dict[str, _Method] = {}
-    seen: set[str] = set()
+    visited: set[str] = set()
     for owner in module_class.__mro__:
         if owner.__module__.split(".")[0] in ("torch", "builtins"):
             continue
         for name, value in vars(owner).items():
-            if name in seen:
+            if name in visited:
                 continue
-            seen.add(name)
+            visited.add(name)
             if not isinstance(value, types.FunctionType):
                 continue
             if value not in done:
@@ -127,7 +127,7 @@ def _may_change(code: types.CodeType) -> bool:
     return (
         _FOR_ITER in code.co_code[::2]
         or "bincount" in code.co_names
-        or any(_may_change(one) for one in code.co_consts if isinstance(one, types.CodeType))
+        or any(_may_change(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     )
 
 
@@ -174,5 +174,5 @@ def _is_source_of(function: types.FunctionType, code: types.CodeType) -> bool:
 
 
 def _words(code: types.CodeType) -> tuple[object, ...]:
-    constants = [repr(one) for one in code.co_consts if not isinstance(one, types.CodeType)]
+    constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, types.CodeType)]
     return code.co_names, code.co_varnames, constants

@@ -105,8 +105,8 @@ def _running(function: ast.FunctionDef, loop: ast.For) -> _Offsets | None:
     expert, counts, count = named
     stores = _stores(loop)
     end: str | None
-    for one in stores:
-        match one:
+    for store in stores:
+        match store:
             case ast.AugAssign(ast.Name(start), ast.Add(), value) if ast.unparse(value) == count:
                 end = None
             case ast.Assign([ast.Name(end), *_], ast.BinOp(ast.Name(start), ast.Add(), value)) if ast.unparse(
@@ -127,7 +127,11 @@ def _between_ends(function: ast.FunctionDef, loop: ast.For) -> _Offsets | None:
             before = f"0 if {expert} == 0 else {ends}[{expert} - 1]"
         case _:
             return None
-    starts = [one.targets[0] for one in loop.body if isinstance(one, ast.Assign) and ast.unparse(one.value) == before]
+    starts = [
+        statement.targets[0]
+        for statement in loop.body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.value) == before
+    ]
     start = name_of(starts[0]) if len(starts) == 1 else None
     total = _running_sum(function, ends, num_uses=3)
     return None if start is None or total is None else _Offsets(expert, ends, end, start, end, total)
@@ -143,8 +147,8 @@ def _up_to_ends(function: ast.FunctionDef, loop: ast.For) -> _Offsets | None:
         case _:
             return None
     stores = _stores(loop)
-    for one in stores:
-        match one:
+    for store in stores:
+        match store:
             case ast.Assign([ast.Name(end), *_], value):
                 value = without_int(value)
             case _:
@@ -208,14 +212,14 @@ def _summed(value: ast.expr) -> ast.expr | None:
 
 def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
     """if end > start: rows ... as if end == start: continue; rows ..., where only `start = end` follows."""
-    for place, one in enumerate(body):
-        match one, body[place + 1 :]:
+    for place, statement in enumerate(body):
+        match statement, body[place + 1 :]:
             case (
                 ast.If(ast.Compare(ast.Name(left), [ast.Gt() | ast.Lt() | ast.NotEq()], [ast.Name(right)]), inner, []),
                 [ast.Assign([ast.Name(target), *_], ast.Name(value)) as last],
             ) if {left, right} == {target, value}:
                 test = ast.Compare(loaded(left), [ast.Eq()], [loaded(right)])
-                return [*body[:place], ast.copy_location(ast.If(test, [ast.Continue()], []), one), *inner, last]
+                return [*body[:place], ast.copy_location(ast.If(test, [ast.Continue()], []), statement), *inner, last]
     return body
 
 
@@ -277,12 +281,12 @@ def _stores(loop: ast.For) -> list[ast.Assign | ast.AugAssign]:
 
 
 def _moves(statement: ast.stmt, start: str, end: str | None) -> bool:
-    """start = end"""
+    """Return whether a statement is `start = end`."""
     return isinstance(statement, ast.Assign) and is_name(statement.targets[0], start) and is_name(statement.value, end)
 
 
 def _are_stored_once(stores: Sequence[ast.Assign | ast.AugAssign], start: str, end: str | None) -> bool:
-    names = [name_of(one.target if isinstance(one, ast.AugAssign) else one.targets[0]) for one in stores]
+    names = [name_of(store.target if isinstance(store, ast.AugAssign) else store.targets[0]) for store in stores]
     return names.count(start) == 1 and (end is None or names.count(end) == 1)
 
 

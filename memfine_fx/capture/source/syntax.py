@@ -66,7 +66,7 @@ def assignments(statement: ast.stmt) -> list[tuple[ast.expr, ast.expr]]:
 
 
 def replace_value(statement: ast.stmt, old: ast.expr, new: ast.expr) -> None:
-    """Of an assignment, or within the tuple of values that it assigns."""
+    """Replace the value of an assignment, or one value in the tuple that it assigns, in place."""
     match statement:
         case ast.Assign(value=ast.Tuple(values) as several):
             several.elts = [new if value is old else value for value in values]
@@ -161,7 +161,7 @@ def selects_by(loop: ast.For, mask: ast.expr, experts: set[str]) -> bool:
 
 
 def is_equality(node: ast.AST, index: ast.expr, expert: str) -> bool:
-    """index == e"""
+    """Return whether a node is the comparison `index == expert`."""
     match node:
         case ast.Compare(left, [ast.Eq()], [ast.Name(name)]):
             return name == expert and ast.dump(left) == ast.dump(index)
@@ -172,5 +172,5 @@ def is_only_index(loop: ast.For, name: str) -> bool:
     """Whether a name is read in the loop, and only as (a part of) what something is indexed by."""
     num_reads = sum(is_name(node, name) and isinstance(node.ctx, ast.Load) for node in ast.walk(loop))  # type: ignore[attr-defined]
     slices = [node.slice for node in ast.walk(loop) if isinstance(node, ast.Subscript)]
-    parts = [part for one in slices for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
+    parts = [part for index in slices for part in (index.elts if isinstance(index, ast.Tuple) else [index])]
     return 0 < num_reads == sum(is_name(part, name) for part in parts)
