@@ -1,4 +1,4 @@
-"""The demo's picture: live bytes over one training step, one curve per mode."""
+"""Draw the demo's chart: live bytes over one training step, one curve per mode."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ def draw_memory(results: Sequence[ModeResult], path: Path) -> None:
 
 
 def stretch_time(result: ModeResult) -> list[float]:
-    """Event times with the forward on [0, 1] and the backward on [1, 2]."""
+    """Return event times with the forward on [0, 1] and the backward on [1, 2]."""
     boundary = max(result.backward_begins_us, 1e-9)
     length = max(result.times_us[-1] - boundary, 1e-9)
     return [

@@ -10,7 +10,7 @@ from memfine_fx.errors import MissingPackage
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """H hidden, F expert width, E experts, K top-k, as everywhere."""
+    """The sizes of a model: `hidden` is H, `width` F (of an expert), `experts` E and `top_k` K elsewhere."""
 
     layers: int
     hidden: int
@@ -25,7 +25,7 @@ class ModelSizes:
 
 
 def build_causal_lm(sizes: ModelSizes, *, seed: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model in train mode. Equal seeds give equal weights on one kind of device."""
+    """Return the model in train mode. Equal seeds give equal weights on one kind of device."""
     try:
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     except ImportError as error:

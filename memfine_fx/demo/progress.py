@@ -14,7 +14,7 @@ class Progress(Protocol):
 
 
 class PlainProgress:
-    """One line per tick."""
+    """A progress display that writes one line per tick."""
 
     def __init__(self, total: int, write: Callable[[str], object] = sys.stderr.write) -> None:
         self._total = total
@@ -30,11 +30,11 @@ class PlainProgress:
         self._write(f"[{self._done}/{self._total}] {self._description}\n")
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no resource is open."""
 
 
 def open_progress(total: int) -> Progress:
-    """A bar of ``total`` ticks on standard error."""
+    """Return a progress bar of ``total`` ticks on standard error."""
     if find_spec("tqdm") is None:
         return PlainProgress(total)
     tqdm: Any = import_module("tqdm").tqdm  # it ships no types

@@ -30,11 +30,11 @@ _ERROR_LINES = 15
 
 
 class DemoFailed(RuntimeError):
-    """A training process ended without a result; the message holds the end of what it said."""
+    """A failure of a training process without a result; the message holds the end of its log."""
 
 
 def run_demo(*, steps: int = 8, layers: int = 4, out: str = ".", quick: bool = False) -> int:
-    """Train, compare, draw. Returns an exit status: 0 when every mode ran and the losses agree."""
+    """Train, compare and draw; return an exit status: 0 when every mode ran and the losses agree."""
     for package, extra in (("transformers", "hf"), ("matplotlib", "bench")):
         if find_spec(package) is None:
             print(f"memfine demo: {MissingPackage(package, extra, 'the demo')}", file=sys.stderr)
@@ -69,7 +69,7 @@ def run_demo(*, steps: int = 8, layers: int = 4, out: str = ".", quick: bool = F
 
 
 def largest_relative_difference(results: Sequence[ModeResult]) -> float:
-    """Of any step's loss against the first mode's."""
+    """Return the largest relative difference of any step's loss from the first mode's."""
     reference = results[0].losses
     return max(
         abs(loss - expected) / abs(expected)
@@ -86,7 +86,7 @@ def verdict_line(difference: float, agrees: bool, has_failures: bool) -> str:
 
 
 def format_table(results: Sequence[ModeResult]) -> str:
-    """Peak, times and losses, one column per mode."""
+    """Return a table of peak, times and losses, one column per mode."""
     rows: list[tuple[str, ...]] = [("", *(result.mode for result in results))]
     rows.append(("peak activations (MiB)", *(f"{result.peak_bytes / MIB:.1f}" for result in results)))
     rows.append(("median step (s)", *(f"{result.median_step_seconds:.3f}" for result in results)))
@@ -139,8 +139,8 @@ def _train_one_mode(mode: str, sizes: DemoSizes, steps: int, scratch: Path, prog
         for line in process.stdout:
             _show_event(json.loads(line), mode, progress)
     if process.returncode != 0 or not result_file.exists():
-        said = "\n".join(log_file.read_text().splitlines()[-_ERROR_LINES:])
-        raise DemoFailed(f"mode {mode!r} ended with exit status {process.returncode}:\n{said}")
+        log_tail = "\n".join(log_file.read_text().splitlines()[-_ERROR_LINES:])
+        raise DemoFailed(f"mode {mode!r} ended with exit status {process.returncode}:\n{log_tail}")
     return replace(ModeResult.from_json(result_file.read_text()), mode=mode)
 
 

@@ -68,20 +68,20 @@ def tiny_model(
     wants_experts: bool = True,
     **overrides: Any,
 ) -> TinyModel:
-    """Any transformers architecture at toy size: the text model where it has one, else the whole.
+    """Return any transformers architecture at toy size: the text model where it has one, else the whole.
 
     Args:
         model_type: as in transformers' configs, e.g. "mixtral", "llama4", "switch_transformers".
         batch, length: sizes of the inputs, in sequences and tokens.
         layers: as many, where that leaves room for experts.
         experts_implementation: how transformers spells the experts; None for the model's own default.
-        wants_experts: add layers until the model holds experts (many keep the first ones dense).
+        wants_experts: add layers until the model holds experts (in many the first layers are dense).
         **overrides: config fields.
 
     Raises:
         MemfineError: transformers is not installed.
         ConfigError: transformers knows no such model, or none of its classes can be built at toy size;
-            the message holds what each attempt said.
+            the message holds the error of each attempt.
     """
     _need_transformers()
     failures: list[str] = []
@@ -103,12 +103,12 @@ def tiny_model(
 
 
 def names_experts(module: torch.nn.Module) -> bool:
-    """Whether the module's class says that it is a layer of experts; for sweeps, never for decisions."""
+    """Return whether the module's class is named as a layer of experts; for sweeps, never for decisions."""
     return _EXPERTS.search(type(module).__name__) is not None
 
 
 def tiny_causal_lm(model_type: str, *, experts_implementation: str = "grouped_mm", **overrides: Any) -> Any:
-    """A causal language model of a transformers architecture at toy size, in train mode.
+    """Return a causal language model of a transformers architecture at toy size, in train mode.
 
     Args:
         model_type: as in transformers' configs, e.g. "mixtral", "qwen3_moe".
@@ -141,7 +141,7 @@ def _need_transformers() -> None:
 
 
 def _ways_to_build(model_type: str) -> Iterator[tuple[Any, Any]]:
-    """(auto class, config class) worth trying, language models first."""
+    """Yield (auto class, config class) pairs worth trying, language models first."""
     import transformers
 
     known: Any = transformers.CONFIG_MAPPING

@@ -1,4 +1,4 @@
-"""Toy sizes for any transformers config: find the fields that say how big a model is, and shrink them.
+"""Shrink any transformers config to toy size: find the fields that say how big a model is, and reduce them.
 
 Rules go by the field's name, because configs agree on names far more than on structure. Fields that count layers,
 and lists with one entry a layer, follow `num_layers`; nested configs (text, vision, audio) shrink the same way. Dropout
@@ -43,7 +43,7 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
 _EXPERT_COUNT = _SIZES[2][0]
 _SWITCHES = {"use_cache": False, "is_moe": True, "enable_moe_block": True}
 _UNSET = {"num_key_value_heads": _HEADS, "head_dim": _HEAD_DIM, "moe_intermediate_size": 24}
-"""What some configs leave to their checkpoints."""
+"""Values for fields that some configs leave to their checkpoints."""
 _BEYOND_NAMES: dict[str, Callable[[int], dict[str, Any]]] = {
     "dbrx": lambda layers: {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
     "gemma4_text": lambda layers: {"global_head_dim": _HEAD_DIM, "hidden_size_per_layer_input": 0},
@@ -56,13 +56,13 @@ _BEYOND_NAMES: dict[str, Callable[[int], dict[str, Any]]] = {
     "switch_transformers": lambda layers: {"decoder_start_token_id": 0},
     "t5": lambda layers: {"decoder_start_token_id": 0},
 }
-"""What names do not tell, by model type: fields without a default, and widths that depend on one another."""
+"""Values that names do not tell, by model type: fields without a default, and widths that depend on one another."""
 _NOISE = re.compile(r"dropout|layerdrop|drop_path|jitter")
 _KEPT = re.compile(r"chunk_size|kernel|^patch_size|vocab_size_per_layer_input$")
 
 
 def shrink_config(config_class: Any, *, num_layers: int = 2, **overrides: Any) -> Any:
-    """A config of `config_class` at toy size.
+    """Return a config of `config_class` at toy size.
 
     Args:
         config_class: a transformers config class with defaults for all its fields.
@@ -86,8 +86,8 @@ def _changes(config_class: Any, num_layers: int, overrides: dict[str, Any]) -> d
         sub_config = getattr(default, name, None)
         sub_class = nested[name] if sub_config is None else type(sub_config)
         if hasattr(sub_class, "to_dict"):
-            kept = {"model_type": sub_class.model_type} if sub_class is not nested[name] else {}
-            changes[name] = kept | _changes(sub_class, num_layers, dict(overrides.get(name, {})))
+            type_field = {"model_type": sub_class.model_type} if sub_class is not nested[name] else {}
+            changes[name] = type_field | _changes(sub_class, num_layers, dict(overrides.get(name, {})))
     rotated = getattr(default, "qk_rope_head_dim", None)
     if "qk_rope_head_dim" in changes and getattr(default, "head_dim", None) in (None, rotated):
         changes["head_dim"] = changes["qk_rope_head_dim"]
@@ -106,7 +106,7 @@ def _fields_of(config: Any) -> dict[str, Any]:
 
 
 def _shrunk(name: str, value: Any, num_layers: int) -> Any:
-    """The toy value of one field; None where it stays."""
+    """Return the toy value of one field; None where it stays."""
     if name in _SWITCHES:
         return _SWITCHES[name]
     if isinstance(value, bool) or _KEPT.search(name):
@@ -132,7 +132,7 @@ def _shrunk(name: str, value: Any, num_layers: int) -> Any:
 
 
 def _special_token(name: str, value: Any) -> int | None:
-    """An id inside the toy vocabulary, distinct per field and above every token a toy batch holds."""
+    """Return an id inside the toy vocabulary, distinct per field and above every token of a toy batch."""
     if not isinstance(value, int) or value < 0:
         return 0 if name == "pad_token_id" else None
     return value if value < 4 else _FIRST_SPECIAL_TOKEN + sum(map(ord, name)) % (VOCABULARY - _FIRST_SPECIAL_TOKEN)
@@ -145,20 +145,20 @@ def _shrunk_list(name: str, value: list[int], num_layers: int) -> list[int] | No
 
 
 def _cut_layer_lists(config_class: Any, default: Any, changes: dict[str, Any]) -> None:
-    """Lists with one entry a layer that do not follow the number of layers by themselves."""
+    """Cut lists with one entry per layer that do not follow the number of layers by themselves."""
     counts = {getattr(default, name) for name in changes if _LAYERS.search(name)}
     try:
-        made = config_class(**changes)
+        config = config_class(**changes)
     except Exception:  # NOTE: the lists themselves may be what the config's own validation rejects
-        made = default
+        config = default
     target = next((changes[name] for name in changes if _LAYERS.search(name)), None)
-    for name, value in _fields_of(made).items():
+    for name, value in _fields_of(config).items():
         if isinstance(value, list) and target is not None and len(value) in counts and len(value) > target:
             changes.setdefault(name, value[:target])
 
 
 def _fit_rope_sections(default: Any, changes: dict[str, Any]) -> None:
-    """Multi-axis rotary sections must add up to half of the rotated width."""
+    """Make multi-axis rotary sections add up to half of the rotated width."""
     rope = getattr(default, "rope_parameters", None)
     if not isinstance(rope, dict) or "mrope_section" not in rope | _class_sections(default):
         return
@@ -172,5 +172,5 @@ def _fit_rope_sections(default: Any, changes: dict[str, Any]) -> None:
 
 
 def _class_sections(default: Any) -> dict[str, Any]:
-    """Models that read sections from their rope parameters declare so, even without defaults for them."""
+    """Return the rope fields that a config's class declares to read, even without defaults for them."""
     return dict.fromkeys(getattr(type(default), "ignore_keys_at_rope_validation", None) or ())

@@ -35,7 +35,7 @@ NUM_BYTE_VALUES = 256
 
 @dataclass(frozen=True)
 class DemoSizes:
-    """What is trained; ``quick`` sizes only show that everything runs."""
+    """The sizes of the trained model and its batches; ``quick`` sizes only show that everything runs."""
 
     layers: int = 4
     hidden: int = 512
@@ -67,7 +67,7 @@ QUICK_SIZES = DemoSizes(layers=2, hidden=64, width=64, experts=8, top_k=2, heads
 
 @dataclass(frozen=True)
 class ModeResult:
-    """One mode's run. Times on the trace's clock are microseconds since its first event."""
+    """The result of one mode's run. Times on the trace's clock are microseconds since its first event."""
 
     mode: str
     losses: tuple[float, ...]
@@ -131,11 +131,11 @@ def train(mode: str, sizes: DemoSizes, *, steps: int, report: Callable[[dict[str
 
 
 def prepare_model(model: Any, mode: str) -> None:
-    """Compile in place, the one line in which the modes differ."""
+    """Compile a model in place; this is all in which the modes differ."""
     if mode == "memfine":
         import memfine_fx
 
-        # What is drawn leaves gradients out; without a budget more is kept as long as these are the larger part.
+        # What is drawn leaves gradients out; without a budget more is saved as long as these are the larger part.
         memfine_fx.optimize(model, memory_budget="least")
         return
     if mode == "checkpoint":
@@ -156,7 +156,7 @@ def _trace_one_step(model: Any, tokens: torch.Tensor, device: torch.device) -> M
 
 
 def _batches(sizes: DemoSizes, count: int, device: torch.device) -> list[torch.Tensor]:
-    """[batch, sequence] windows of the text's bytes, at seeded places."""
+    """Return [batch, sequence] windows of the text's bytes, at seeded places."""
     text = files("memfine_fx.demo").joinpath("text.txt").read_bytes()
     data = torch.tensor(list(text), dtype=torch.long)
     generator = torch.Generator().manual_seed(1)

@@ -1,12 +1,12 @@
-"""PEFT's adapters on sharded tables (`target_parameters`): a rank holds the factors of its own experts.
+"""Shard PEFT's adapters of expert weights (`target_parameters`): a rank holds the factors of its own experts.
 
-    lora_A.weight   [E*r,in]     of this rank [E_local*r,in]
-    lora_B.weight   [out,r*E]    of this rank [out,r*E_local], an expert's columns standing E_local apart
+    lora_A.weight   [E*r,in]     on this rank [E_local*r,in]
+    lora_B.weight   [out,r*E]    on this rank [out,r*E_local], an expert's columns are E_local apart
 
-Read as attributes they are whole, as tables are. The wrapper's class becomes a subclass in which W + s B A is made of
-the factors with experts first, so that lowering a region finds this rank's slices of all three; PEFT's own way would
-put a parametrization in the place of the table, and with it lose the slice. Where a parametrization makes the table, of
-numbers in 4 bits, it gives the sum.
+Read as attributes, the factors are whole, as expert weights are. The class of PEFT's wrapper becomes a subclass that
+computes W + s B A from the factors with the expert dimension first, so that lowering a region finds this rank's slices
+of all three tensors; PEFT's own way would replace the weight by a parametrization, and with it lose the slice. Where a
+parametrization already dequantizes the weight from 4 bits, its result includes the adapters.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ __all__ = ["EXPERTS_FIRST", "adapters_of", "add_by_slices"]
 
 _WRAPPER = "_memfine_adapted_by"
 EXPERTS_FIRST = "experts_first"
-"""The attribute of a factor's module that is the whole factor as [E,...]."""
+"""Attribute of a factor's module that reads as the whole factor, [E,...]."""
 
 
 def adapters_of(model: nn.Module, tables: Sequence[ShardedParameter]) -> Iterator[ShardedParameter]:
-    """The factors of the adapters that PEFT keeps beside tables.
+    """Yield the factors of the adapters that PEFT adds to expert weights.
 
     Args:
-        model: whole.
-        tables: that will be sharded.
+        model: the whole model, before it is sharded.
+        tables: the expert weights that will be sharded.
 
     Raises:
-        ConfigError: an adapted table is not among them, or is of a dtype in which PEFT does not add; or this version of
-            PEFT is not known.
+        ConfigError: an adapted expert weight is not among `tables`, or has a dtype in which PEFT does not add; or this
+            version of PEFT is not known.
     """
     if has_unknown_wrappers(model):
         raise ConfigError("expert_parallel cannot share out adapters of experts' tables with this version of PEFT")
-    by_table = {(one.module, one.name): one for one in tables if one.expert is None}
+    by_table = {(parameter.module, parameter.name): parameter for parameter in tables if parameter.expert is None}
     paths = {module: path for path, module in model.named_modules()}
     for wrapper in wrapped_tables(model):
         name = f"{paths[wrapper]} ({wrapper.parameter_name})"
@@ -76,7 +76,7 @@ def adapters_of(model: nn.Module, tables: Sequence[ShardedParameter]) -> Iterato
 
 
 def add_by_slices(model: nn.Module) -> None:
-    """Let each wrapper of a sharded table add its adapters to that."""
+    """Make each PEFT wrapper of a sharded expert weight add its adapters to this rank's slice of the weight."""
     for wrapper in wrapped_tables(model):
         if not any(hasattr(type(linear), EXPERTS_FIRST) for linear in wrapper.lora_A.values()):
             continue

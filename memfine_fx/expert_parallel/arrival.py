@@ -1,7 +1,7 @@
-"""Rows of one round on their way: what leaves this rank, and what comes; and their results on the way back.
+"""Send and receive the rows of one round by all-to-all, and send their results back.
 
-A round has several legs where a rank would stage too many rows at once. Two legs are in flight: one is filled, or added
-to its tokens, while another travels.
+A round has several legs (all-to-all chunks) where a rank would stage too many rows at once. Two legs are in flight: one
+is filled, or its results are added to their tokens, while another travels.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Arrival", "Parcel", "returned", "wait_for"]
 
 @dataclass
 class Parcel:
-    """Tensors of which rows travel in the same buffers.
+    """A set of tensors whose rows travel together, as columns of the same all-to-all buffers.
 
     Args:
-        sources: of which rows leave, as the first columns: each with whether it has a row a token [T,w], or an entry an
-            assignment [N].
-        packing: of all columns of the buffers.
-        inboxes: where rows come to, as from `Packing.buffers`; those without a column that leaves stay here.
+        sources: the tensors whose rows are sent, as the first columns: each with whether it has one row per token
+            [T,w], or one entry per assignment [N].
+        packing: the layout of all columns of the buffers.
+        inboxes: the receive buffers, as from `Packing.buffers`; those without a sent column are not exchanged.
     """
 
     sources: Sequence[tuple[torch.Tensor, bool]]
@@ -41,7 +41,7 @@ class Parcel:
         return self.inboxes[: self.packing.num_buffers(len(self.sources))]
 
     def fill(self, num_rows: int, tokens: torch.Tensor, assignments: torch.Tensor) -> list[torch.Tensor]:
-        """What leaves of it, in buffers as the travelling ones."""
+        """Return send buffers, one for each travelling inbox, with the rows of these tokens and assignments."""
         like = self.sources[0][0]
         outboxes = self.packing.buffers(num_rows, like)[: len(self.travelling)]
         views = self.packing.views(outboxes)[: len(self.sources)]
@@ -50,21 +50,21 @@ class Parcel:
         return outboxes
 
     def take(self) -> list[torch.Tensor]:
-        """Its buffers; only who takes them holds them from now on."""
-        taken, self.inboxes = self.inboxes, []
-        return taken
+        """Return the receive buffers and drop the parcel's references, so that only the caller keeps them alive."""
+        inboxes, self.inboxes = self.inboxes, []
+        return inboxes
 
 
 @dataclass
 class Arrival:
-    """Rows of a round that come, or have come.
+    """The rows of one round that this rank receives, in flight or received.
 
     Args:
         number: of the round.
-        place: for messages.
-        exchange: by which they come.
-        legs: of the round.
-        parcels: what comes.
+        place: the layer, pass and round, for error messages.
+        exchange: the collectives of the layer.
+        legs: the all-to-all chunks of the round.
+        parcels: the buffers that are exchanged.
     """
 
     number: int
@@ -75,7 +75,7 @@ class Arrival:
     _pending: deque[list[tuple[dist.Work | None, torch.Tensor]]] = field(default_factory=deque)
 
     def add(self, begin: int, leg: Leg, outboxes: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Start a leg, whose rows come to `begin` and what follows."""
+        """Start the all-to-all of a leg, whose rows are received into the inboxes from row `begin` on."""
         works = []
         with failing_at(self.place, self.exchange.group):
             for parcel, boxes in zip(self.parcels, outboxes, strict=True):
@@ -85,7 +85,7 @@ class Arrival:
         self._pending.append(works)
 
     def wait(self, num_left: int = 0) -> None:
-        """Until no more than `num_left` legs are on their way; frees what was staged for the others."""
+        """Wait until at most `num_left` legs are in flight; free the send buffers of the others."""
         with failing_at(self.place, self.exchange.group):
             while len(self._pending) > num_left:
                 for work, _ in self._pending.popleft():
@@ -95,12 +95,12 @@ class Arrival:
 def returned(
     arrival: Arrival, results: list[torch.Tensor], packing: Packing
 ) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Results of a round back to where their rows came from: (number of the leg, columns), leg by leg.
+    """Send the results of a round back to the ranks that sent its rows; yield (number of the leg, columns) by leg.
 
     Args:
-        arrival: of the rows.
-        results: as from `Packing.buffers`, in the order in which rows came; it is emptied.
-        packing: of them.
+        arrival: the received rows.
+        results: buffers as from `Packing.buffers`, in the order in which rows were received; the list is emptied.
+        packing: the column layout of the results.
     """
     owned = list(results)
     results.clear()
@@ -134,6 +134,6 @@ def _finished(
 
 
 def wait_for(work: dist.Work | None) -> None:
-    """Until an exchange is done."""
+    """Wait until an exchange is done."""
     if work is not None:
         work.wait()

@@ -1,6 +1,6 @@
-"""Rates of a group, measured once when experts are sharded: bytes that travel, and products that a rank computes.
+"""Measure the bandwidth between the ranks of a group, and a rank's FLOPs per second, once when experts are sharded.
 
-Each is the slowest rank's, one number on every rank, so that what is decided by it is decided alike. Where the group
+Each rate is the slowest rank's, the same number on every rank, so that all ranks decide alike. Where the group
 spans several nodes, bytes to ranks of a rank's own node and to those of others are measured apart.
 """
 
@@ -24,11 +24,11 @@ _SIDE = 512
 
 @dataclass(frozen=True)
 class Links:
-    """What joins ranks.
+    """The bandwidth of the links between ranks.
 
     Args:
-        near, far: bytes a second with ranks of the own node, and with those of others.
-        node_ranks: ranks of a node; all where the ranks do not agree on that.
+        near, far: bytes per second to and from ranks of the same node, and of other nodes.
+        node_ranks: ranks of a node; all ranks where they do not agree on that number.
     """
 
     near: float
@@ -38,7 +38,7 @@ class Links:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Bytes a second in an exchange of all with all, links, and FLOPs a second."""
+    """The measured rates: bytes per second in an all-to-all of the group, links, and FLOPs per second."""
 
     everyone: float
     links: Links
@@ -49,13 +49,15 @@ _measured: dict[str, _Rates] = {}
 
 
 def measure_bandwidth(ranks: ExpertGroup) -> float:
-    """Bytes a second that each rank receives in an exchange of all with all; a collective call.
+    """Return the bytes per second that each rank receives in an all-to-all of the group; a collective call.
 
-    The best of a few runs, and of the ranks the slowest: the same number on every rank.
+    The rate is the best of a few runs, and the slowest rank's: the same number on every rank.
     """
     place = Place("the model", "measuring")
-    told: list[int] = gather_rows(Exchange(ranks.group, ranks.device), torch.tensor([ranks.node_ranks]), place).tolist()
-    node_ranks = ranks.node_ranks if told == told[:1] * len(told) else ranks.num_ranks
+    node_sizes: list[int] = gather_rows(
+        Exchange(ranks.group, ranks.device), torch.tensor([ranks.node_ranks]), place
+    ).tolist()
+    node_ranks = ranks.node_ranks if node_sizes == node_sizes[:1] * len(node_sizes) else ranks.num_ranks
     node = [rank // node_ranks == ranks.rank // node_ranks for rank in range(ranks.num_ranks)]
     is_one_node = node_ranks == ranks.num_ranks
     with failing_at(place, ranks.group):
@@ -70,7 +72,7 @@ def measure_bandwidth(ranks: ExpertGroup) -> float:
 
 
 def _exchanged(ranks: ExpertGroup, partners: list[bool]) -> float:
-    """Bytes a second of an exchange with some ranks, each the same share; at least one byte with each of them."""
+    """Return the bytes per second of an all-to-all with some ranks, with equal shares of at least one byte."""
     share = max(1, _PAYLOAD_BYTES // max(1, sum(partners)))
     splits = [share if is_partner else 0 for is_partner in partners]
     outbox = torch.zeros(sum(splits), dtype=torch.uint8, device=ranks.device)
@@ -87,7 +89,7 @@ def _exchanged(ranks: ExpertGroup, partners: list[bool]) -> float:
 
 
 def _flops(device: torch.device) -> float:
-    """FLOPs a second of a product here, in bfloat16 on an accelerator and fp32 on a CPU."""
+    """Return the FLOPs per second of a matmul on this device, in bfloat16 on an accelerator and fp32 on a CPU."""
     left = torch.ones(_SIDE, _SIDE, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
     best = float("inf")
     for _ in range(_RUNS):
@@ -100,15 +102,15 @@ def _flops(device: torch.device) -> float:
 
 
 def bandwidth_of(ranks: ExpertGroup) -> float:
-    """What was measured when the experts were sharded."""
+    """Return the bytes per second of an all-to-all, as measured when the experts were sharded."""
     return _measured[ranks.key].everyone
 
 
 def links_of(ranks: ExpertGroup) -> Links:
-    """As measured when the experts were sharded."""
+    """Return the bandwidth of the links, as measured when the experts were sharded."""
     return _measured[ranks.key].links
 
 
 def flops_of(ranks: ExpertGroup) -> float:
-    """FLOPs a second of the slowest rank, as measured when the experts were sharded."""
+    """Return the FLOPs per second of the slowest rank, as measured when the experts were sharded."""
     return _measured[ranks.key].flops

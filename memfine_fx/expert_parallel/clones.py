@@ -1,10 +1,10 @@
-"""Clones of other ranks' experts in one walk: their weights come into slots, their gradients go back.
+"""Replicate experts for one walk of a layer: receive other ranks' weights in replica slots, send gradients back.
 
-A slot is one row of a table that is made like the rank's own and filled by the expert's owner, straight from and into
-the tables, in forward and again in backward, since weights are not kept. They travel while the first round's rows do
-and while a rank's own experts compute. Gradients of clones are summed in fp32 where they are made. They return when the
-walk has passed, and the owner adds them one after the other in the order of the plan, so that every run adds in the
-same order. Frozen parameters have none.
+A slot is one row of an expert weight [slots,...] that is laid out like the rank's own. The expert's owner fills it,
+directly from its weight into the slot, in forward and again in backward, since the copies are not saved. Weights travel
+while the first round's rows do and while a rank's own experts compute. Gradients of clones are summed in fp32 on the
+rank that computes them. They return at the end of the walk, and the owner adds them one after the other in the order of
+the plan, so that every run adds in the same order. Frozen parameters have none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Clones", "Slots", "bytes_of_clones", "can_clone"]
 
 @dataclass(frozen=True)
 class _Move:
-    """An expert of a rank's own in the slot of another rank."""
+    """One clone: an expert of its owner in a slot of another rank."""
 
     owner: int
     expert: int
@@ -37,22 +37,22 @@ class _Move:
 
 
 def can_clone(kinds: Sequence[str]) -> bool:
-    """Whether experts stand in tables, of which a slot can be made everywhere."""
+    """Return whether experts are slices of weights [E,...] and not separate tensors: only slices fit in slots."""
     return "expert" in kinds and "each" not in kinds
 
 
 def bytes_of_clones(numbers: int, dtype: torch.dtype, slots: int, num_own: int, *, with_gradients: bool) -> int:
-    """What help takes of a rank for one table: weights in the slots, and their gradients in fp32 at least.
+    """Return the bytes that a rank needs for clones of one expert weight: the slots, and gradients in at least fp32.
 
-    With gradients the owner also holds one that returned; and in low precision the sums of its own experts, which are
-    open while others compute rows of them.
+    With gradients the owner also holds one that returned; and in low precision the accumulators of its own experts,
+    which stay open while others compute rows of them.
 
     Args:
-        numbers: of one expert in the table.
-        dtype: of the table.
+        numbers: elements of one expert in the weight.
+        dtype: of the weight.
         slots: S.
         num_own: experts of a rank.
-        with_gradients: in a backward pass of a table that is trained.
+        with_gradients: in a backward pass of a weight that is trained.
     """
     num_bytes = slots * numbers * dtype.itemsize
     if with_gradients:
@@ -63,12 +63,12 @@ def bytes_of_clones(numbers: int, dtype: torch.dtype, slots: int, num_own: int, 
 
 @dataclass
 class Slots:
-    """What is to stand in a rank's slots in one walk.
+    """The replica slots of a rank in one walk, whose weights may still be in flight.
 
     Args:
         tables: parameters of the slots, by parameter of the expert function.
-        exchange, place: by which they come, for messages.
-        pending: what has not come, or has not been sent.
+        exchange, place: the collectives that fill them, and the place for error messages.
+        pending: receives and sends that are not done.
     """
 
     tables: list[Sequence[torch.Tensor]]
@@ -77,7 +77,7 @@ class Slots:
     pending: list[dist.Work]
 
     def arrived(self) -> list[Sequence[torch.Tensor]]:
-        """The tables, filled."""
+        """Wait until the slots are filled and return their parameters."""
         with failing_at(self.place, self.exchange.group):
             while self.pending:
                 wait_for(self.pending.pop())
@@ -89,10 +89,10 @@ class Clones:
     """The clones of one layer in one walk, as one rank sees them.
 
     Args:
-        exchange: by which they travel.
-        layer: its name, for messages.
+        exchange: the collectives of the layer.
+        layer: its name, for error messages.
         rank: of this process in the group.
-        spread: who computes what.
+        spread: which rank computes which rows.
         placement: of the experts.
         params: this rank's own, by parameter of the expert function.
         kinds: of each parameter.
@@ -108,18 +108,18 @@ class Clones:
 
     @cached_property
     def moves(self) -> list[_Move]:
-        """Of all ranks, in the order of owners, experts and ranks."""
-        found = [
+        """Return the clones of all ranks, ordered by owner, expert and rank."""
+        moves = [
             _Move(self.placement.owner(expert), expert, rank, slot)
             for rank in range(self.placement.num_ranks)
             for slot, expert in enumerate(self.spread.clones_on(rank))
             if expert >= 0
         ]
-        return sorted(found, key=lambda move: (move.expert, move.rank))
+        return sorted(moves, key=lambda move: (move.expert, move.rank))
 
     @cached_property
     def own_cloned(self) -> set[int]:
-        """This rank's experts, by their number among them, of which others compute rows too."""
+        """Return this rank's experts of which other ranks compute rows too, by their index on this rank."""
         return {move.expert - self._first for move in self.moves if move.owner == self.rank}
 
     @property
@@ -128,11 +128,11 @@ class Clones:
 
     @cached_property
     def num_used(self) -> int:
-        """Slots of this rank that hold a clone: the first ones."""
+        """Return how many slots of this rank hold a clone: the first ones."""
         return sum(expert >= 0 for expert in self.spread.clones_on(self.rank))
 
     def fetch(self, phase: str) -> Slots:
-        """Begin to fill this rank's slots and those of the ranks that clone its experts; a call of all those ranks."""
+        """Start to fill this rank's slots and those of ranks that clone its experts; all those ranks must call it."""
         slots = [
             [_table_like(group[0], self.num_used)] if kind == "expert" else group
             for group, kind in zip(self.params, self.kinds, strict=True)
@@ -153,11 +153,11 @@ class Clones:
     def open_gradients(
         self, slots: Sequence[Sequence[torch.Tensor]], own: Sequence[ParamGradient | None]
     ) -> list[ParamGradient | None]:
-        """Room for the slots' gradients; what all share has one gradient for all rows of this rank.
+        """Return accumulators for the slots' gradients; a shared parameter has one for all rows of this rank.
 
         Args:
-            slots: as from `fetch`.
-            own: of this rank's experts.
+            slots: parameters of the slots, as from `fetch`.
+            own: accumulators of this rank's experts.
         """
         return [
             param if kind == "shared" or param is None else ParamGradient(tensors, "expert", [True], in_fp32=True)
@@ -165,9 +165,9 @@ class Clones:
         ]
 
     def give_back(self, slots: Sequence[ParamGradient | None], own: Sequence[ParamGradient | None]) -> None:
-        """Gradients of clones to their owners, and added there; one expert after the other.
+        """Send gradients of clones to their owners, which add them one expert after the other.
 
-        An owner waits for each gradient before it takes the next; who sends goes on with the next move.
+        An owner waits for each gradient before it receives the next; a sender goes on with the next clone.
         """
         sending: list[dist.Work] = []
         pairs = [
@@ -177,9 +177,9 @@ class Clones:
         ]
         for move in self.moves:
             if move.rank == self.rank:
-                sending += self._begin([(_flat(one[move.slot]), move.owner) for one, _ in pairs], [], "backward")
+                sending += self._begin([(_flat(grad[move.slot]), move.owner) for grad, _ in pairs], [], "backward")
             if move.owner == self.rank:
-                inboxes = [_like(one) for one, _ in pairs]
+                inboxes = [_like(grad) for grad, _ in pairs]
                 self._wait(self._begin([], [(_flat(inbox), move.rank) for inbox in inboxes], "backward"))
                 for inbox, (_, param) in zip(inboxes, pairs, strict=True):
                     param.add_tensor(move.expert - self._first, inbox, is_part=True)
@@ -201,12 +201,12 @@ class Clones:
 
 
 def _like(table: torch.Tensor) -> torch.Tensor:
-    """Room for one expert of a table."""
+    """Return an uninitialized tensor for one expert of a weight."""
     return torch.empty_strided(table.shape[1:], table.stride()[1:], dtype=table.dtype, device=table.device)
 
 
 def _table_like(own: torch.Tensor, slots: int) -> torch.Tensor:
-    """Room for `slots` experts, each laid out as this rank's; in rows where those have gaps between their numbers."""
+    """Return an uninitialized weight of `slots` experts with this rank's layout, contiguous where that has gaps."""
     shape = (slots, *own.shape[1:])
     if not _has_no_gaps(own.shape[1:], own.stride()[1:]):
         return own.new_empty(shape)
@@ -214,9 +214,9 @@ def _table_like(own: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def _flat(expert: torch.Tensor) -> torch.Tensor:
-    """An expert's numbers, one behind the other: as they lie in memory, or a copy where there are gaps between them.
+    """Return an expert's elements as one dimension: a view in memory order, or a copy where it has gaps.
 
-    The columns of an adapter's factor are such: an expert's stand as far apart as its rank has experts.
+    The columns of an adapter's factor have gaps: an expert's are as far apart as its rank has experts.
     """
     if not _has_no_gaps(expert.shape, expert.stride()):
         return expert.contiguous().view(-1)
@@ -224,7 +224,7 @@ def _flat(expert: torch.Tensor) -> torch.Tensor:
 
 
 def _has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor's numbers fill its memory, in whatever order of dimensions."""
+    """Return whether a tensor's elements fill its memory without gaps, in any order of dimensions."""
     filled = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1 and stride != filled:

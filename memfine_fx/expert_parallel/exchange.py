@@ -1,10 +1,10 @@
-"""Counts, rows and results over torch.distributed, and what is said when a rank does not answer.
+"""Exchange counts, rows and results over torch.distributed, and name the place where a rank does not answer.
 
 Everything that touches the network is here. A collective that fails or runs into the group's timeout becomes an
 `ExchangeFailed` that names the layer, the pass and the round. With NCCL the group's watchdog may end the process first.
 
 Ranks agree on what they run where they first meet, not when they compile. Compiling is no collective act: a rank may
-compile a graph again alone (a batch of one, another mode, Dynamo's limit of recompilations), and a comparison that the
+recompile a graph alone (a batch of one, another mode, Dynamo's limit of recompilations), and a comparison that the
 others do not join would hang as surely as what it is to prevent. The calls of a layer are collective, and whatever a
 rank makes of a layer begins with the same small gather of equal size, an `Announcement`:
 1. A raised layer announces itself with its counts, once a step, as it must anyway: agreement costs it nothing.
@@ -53,7 +53,7 @@ _widths: dict[str, int] = {}
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a step an exchange stands, for messages."""
+    """The layer, pass and round of an exchange, for error messages."""
 
     layer: str
     phase: str
@@ -85,7 +85,7 @@ class Exchange:
     def pass_on(
         self, sent: Sequence[tuple[torch.Tensor, int]], received: Sequence[tuple[torch.Tensor, int]]
     ) -> list[dist.Work]:
-        """Start sending contiguous tensors to single ranks and receiving others; of a pair, in the order given."""
+        """Start sending contiguous tensors to single ranks and receiving others; for a pair of ranks in this order."""
         operations = []
         for start, pairs in ((dist.irecv, received), (dist.isend, sent)):
             numbers: dict[int, int] = {}
@@ -93,19 +93,19 @@ class Exchange:
                 numbers[rank] = numbers.get(rank, -1) + 1
                 peer = dist.get_global_rank(self.group, rank)
                 operations.append(dist.P2POp(start, as_bytes(tensor), peer, self.group, numbers[rank]))
-        found: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-        return found
+        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+        return works
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats of 8 bits, which gloo does not know, as bytes in the same memory; others as they are."""
+    """Return 8-bit floats, which gloo does not support, as bytes in the same memory; other tensors unchanged."""
     is_small = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
     return tensor.view(torch.uint8) if is_small else tensor
 
 
 @contextlib.contextmanager
 def failing_at(place: Place, group: dist.ProcessGroup) -> Iterator[None]:
-    """Errors of the network as ours, with the place."""
+    """Raise network errors as `ExchangeFailed`, with the place."""
     try:
         yield
     except RuntimeError as error:
@@ -116,13 +116,13 @@ def failing_at(place: Place, group: dist.ProcessGroup) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank tells the others before anything else of a layer travels.
+    """A rank's description of what it runs, sent to the others before anything else of a layer.
 
     Args:
         doing: what it runs, in words that are the same on every rank that runs the same.
         because: why, for the error of ranks that disagree; may differ between ranks.
-        rows: R, that it takes in a round.
-        room: rows that it can keep from forward to backward.
+        rows: R, the rows that it receives in a round.
+        room: rows that it can save from forward to backward.
         clones: the experts that were in its slots in the layer's latest step, -1 for none: S of them.
     """
 
@@ -138,15 +138,15 @@ class Announcement:
 
 @functools.lru_cache(maxsize=4096)
 def _fingerprint(text: str) -> int:
-    """63 bits of a hash of what must be the same on every rank."""
+    """Return 63 bits of a hash of a text that must be the same on every rank."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def widen(exchange: Exchange, num_columns: int) -> None:
-    """Let every announcement of a group have room for S clones and E counts of its largest layer; a collective call.
+    """Widen every announcement of a group to hold S clones and E counts of its largest layer; a collective call.
 
-    Ranks that stand in layers of different sizes would else meet in collectives of different sizes.
+    Otherwise ranks that are in layers of different sizes would meet in collectives of different sizes.
     """
     name = exchange.group.group_name
     own = torch.tensor([max(num_columns, _widths.get(name, 0))])
@@ -154,18 +154,18 @@ def widen(exchange: Exchange, num_columns: int) -> None:
 
 
 def gather_table(exchange: Exchange, offsets: torch.Tensor, own: Announcement, place: Place) -> torch.Tensor:
-    """Every rank's (fingerprint, R, room, first row, clones, counts), [ep,4+S+E] int64 on the host.
+    """Return every rank's (fingerprint, R, room, first row, clones, counts), [ep,4+S+E] int64 on the host.
 
     Args:
         offsets: [E+1] of this rank's rows in expert order.
-        own: what this rank tells.
+        own: this rank's announcement.
 
     Raises:
         RanksDisagree: ranks run different things; every rank of the group raises it, with what each runs and why.
         ExchangeFailed: a rank did not answer.
     """
-    told = torch.tensor([_fingerprint(own.doing), own.rows, own.room])
-    columns = torch.cat([told, offsets[:1], torch.tensor(own.clones, dtype=torch.int64), offsets.diff()])
+    header = torch.tensor([_fingerprint(own.doing), own.rows, own.room])
+    columns = torch.cat([header, offsets[:1], torch.tensor(own.clones, dtype=torch.int64), offsets.diff()])
     spare = columns.new_zeros(max(0, NUM_EXTRAS + _widths.get(exchange.group.group_name, 0) - columns.numel()))
     table = gather_rows(exchange, torch.cat([columns, spare]), place)
     marks: Sequence[int] = table[:, 0].tolist()
@@ -175,7 +175,7 @@ def gather_table(exchange: Exchange, offsets: torch.Tensor, own: Announcement, p
 
 
 def announce(exchange: Exchange, own: Announcement, place: Place) -> None:
-    """Meet the others before what is not exchanged in rounds; a collective call.
+    """Announce an exchange outside of rounds and check that all ranks run the same; a collective call.
 
     Raises:
         RanksDisagree, ExchangeFailed: as `gather_table`.
@@ -185,7 +185,7 @@ def announce(exchange: Exchange, own: Announcement, place: Place) -> None:
 
 @contextlib.contextmanager
 def telling_failure(exchange: Exchange, place: Place) -> Iterator[None]:
-    """Where a rank fails before it has announced what it runs, tell the others so, who wait for it."""
+    """Announce to the waiting ranks that this rank stopped, where it fails before its own announcement."""
     try:
         yield
     except Exception as error:
@@ -195,18 +195,18 @@ def telling_failure(exchange: Exchange, place: Place) -> Iterator[None]:
 
 
 def _disagreement(exchange: Exchange, own: Announcement, place: Place) -> RanksDisagree:
-    """What every rank runs and why; a collective call, to which the same table has brought all ranks."""
+    """Return an error that says what every rank runs and why; a collective call, made by all for the same table."""
     everyone: list[Any] = [None] * dist.get_world_size(exchange.group)
     with failing_at(place, exchange.group):
         dist.all_gather_object(everyone, own, group=exchange.group)
     ranks_by_text: dict[str, list[int]] = {}
     for rank, other in enumerate(everyone):
         ranks_by_text.setdefault(str(other), []).append(rank)
-    told = "\n".join(f"  {_named(ranks)} {text}" for text, ranks in ranks_by_text.items())
+    descriptions = "\n".join(f"  {_named(ranks)} {text}" for text, ranks in ranks_by_text.items())
     advice = "every rank must run the same layers in the same order, all of them chunked or none (memfine_fx.report)"
     if any(other.doing == _STOPPED for other in everyone):
         advice = "mend the error of the rank that stopped first"
-    return RanksDisagree(f"ranks of the expert parallel group do not run the same: {advice}\n{told}")
+    return RanksDisagree(f"ranks of the expert parallel group do not run the same: {advice}\n{descriptions}")
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -216,7 +216,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def gather_rows(exchange: Exchange, own: torch.Tensor, place: Place) -> torch.Tensor:
-    """Every rank's int64 [n] as [ep,n], from the host and to it."""
+    """Return every rank's int64 [n] as [ep,n]; both are on the host."""
     sent = own.to(exchange.device)
     rows = sent.new_empty((dist.get_world_size(exchange.group), sent.numel()))
     with failing_at(place, exchange.group):
@@ -226,10 +226,10 @@ def gather_rows(exchange: Exchange, own: torch.Tensor, place: Place) -> torch.Te
 
 @dataclass(frozen=True)
 class Table:
-    """What `gather_table` gathered, [ep,4+S+E].
+    """The announcements and counts of all ranks, as gathered by `gather_table`.
 
     Args:
-        rows: of it.
+        rows: the gathered tensor, [ep,4+S+E].
         slots: S.
     """
 
@@ -238,32 +238,32 @@ class Table:
 
     @property
     def limits(self) -> list[int]:
-        """R of each rank."""
+        """Return R of each rank."""
         limits: list[int] = self.rows[:, 1].tolist()
         return limits
 
     @property
     def rooms(self) -> list[int]:
-        """Rows that each rank can keep."""
+        """Return the rows that each rank can save from forward to backward."""
         rooms: list[int] = self.rows[:, 2].tolist()
         return rooms
 
     @property
     def counts(self) -> torch.Tensor:
-        """[ep,E]."""
+        """Return the rows that each source rank has for each expert, [ep,E]."""
         return self.rows[:, NUM_EXTRAS + self.slots :]
 
     @property
     def clones(self) -> list[tuple[int, int]]:
-        """(expert, rank) of those in the latest step."""
+        """Return (expert, rank) of the clones in the latest step."""
         by_rank: list[list[int]] = self.rows[:, NUM_EXTRAS : NUM_EXTRAS + self.slots].tolist()
         return [(expert, rank) for rank, experts in enumerate(by_rank) for expert in experts if expert >= 0]
 
     def first(self, rank: int) -> int:
-        """Where a rank's rows begin in its own expert order."""
+        """Return the position at which a rank's rows begin in its own expert order."""
         return int(self.rows[rank, 3])
 
     def begins(self, rank: int) -> torch.Tensor:
-        """[E]: where a rank's rows of each expert begin in its own expert order."""
+        """Return the positions at which a rank's rows of each expert begin in its own expert order, [E]."""
         counts = self.counts[rank]
         return counts.cumsum(0) - counts + self.first(rank)

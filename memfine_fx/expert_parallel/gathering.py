@@ -1,8 +1,8 @@
-"""The ops that a read of a sharded parameter is: the whole, gathered, and its gradient, summed and cut.
+"""Custom ops that read a sharded parameter: gather the whole in forward, sum and slice its gradient in backward.
 
-Lowering a raised region takes them out of the graph. What is left of them runs, and says so once. Each begins by
-announcing which parameter it gathers and why, so that ranks which run the layer in rounds, or read another parameter
-of the same shape, are told instead of waiting or taking it for theirs (`exchange`).
+Lowering a raised region removes them from the graph. Those that are left run, and warn once. Each begins by announcing
+which parameter it gathers and why, so that ranks which run the layer in rounds, or read another parameter of the same
+shape, raise an error instead of waiting or taking it for theirs (`exchange`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memfine_fx.expert_parallel.placement import Placement
 __all__ = ["OUTSIDE", "all_experts", "expert_of", "own_expert", "own_experts"]
 
 OUTSIDE = "it is read outside of what memfine_fx compiled (a graph break, a recompile limit, or other code)"
-"""Why a parameter is gathered where no graph of ours says why."""
+"""Reason for gathering a parameter where no graph of memfine_fx gives one."""
 
 
 @torch.library.custom_op(
@@ -29,13 +29,13 @@ OUTSIDE = "it is read outside of what memfine_fx compiled (a graph break, a reco
     schema="(Tensor own, SymInt num_experts, str key, str name, str because) -> Tensor",
 )
 def all_experts(own: torch.Tensor, num_experts: int, key: str, name: str, because: str) -> torch.Tensor:
-    """The whole table [E,...] from every rank's part; a collective call.
+    """Return the whole expert weight [E,...], gathered from every rank's part; a collective call.
 
     Args:
         own: [E_local,...].
         num_experts: E.
         key: of the group.
-        name: of the table in the model.
+        name: of the weight in the model.
         because: why it is gathered.
 
     Raises:
@@ -60,7 +60,10 @@ def _(own: torch.Tensor, num_experts: int, key: str, name: str, because: str) ->
 
 @torch.library.custom_op("memfine::own_experts", mutates_args=(), schema="(Tensor whole, str key) -> Tensor")
 def own_experts(whole: torch.Tensor, key: str) -> torch.Tensor:
-    """This rank's part of a gradient [E,...] summed over the group, see `ExpertGroup.average`; a collective call."""
+    """Return this rank's part of a gradient [E,...], summed over the group and averaged (`ExpertGroup.average`).
+
+    A collective call.
+    """
     ranks = registered(key)
     total = whole.clone(memory_format=torch.contiguous_format)
     with failing_at(Place("a layer that was not chunked", "summing of experts' gradients"), ranks.group):
@@ -83,7 +86,7 @@ def _(whole: torch.Tensor, key: str) -> torch.Tensor:
     schema="(Tensor own, SymInt[] shape, int owner, str key, str name, str because) -> Tensor",
 )
 def expert_of(own: torch.Tensor, shape: list[int], owner: int, key: str, name: str, because: str) -> torch.Tensor:
-    """One expert's parameter from its owner; a collective call. See `all_experts`."""
+    """Return one expert's parameter, broadcast from its owner; a collective call. See `all_experts`."""
     ranks = registered(key)
     place = _agreed(ranks, name, because)
     whole = own.clone() if ranks.rank == owner else own.new_empty(shape)
@@ -99,7 +102,7 @@ def _(own: torch.Tensor, shape: list[int], owner: int, key: str, name: str, beca
 
 @torch.library.custom_op("memfine::own_expert", mutates_args=(), schema="(Tensor whole, int owner, str key) -> Tensor")
 def own_expert(whole: torch.Tensor, owner: int, key: str) -> torch.Tensor:
-    """One expert's gradient summed over the group on its owner, nothing elsewhere; a collective call."""
+    """Return one expert's gradient summed over the group on its owner, an empty tensor elsewhere; a collective call."""
     ranks = registered(key)
     total = whole.clone(memory_format=torch.contiguous_format)
     with failing_at(Place("a layer that was not chunked", "summing of experts' gradients"), ranks.group):
@@ -134,7 +137,7 @@ _has_warned = False
 
 
 def _agreed(ranks: ExpertGroup, name: str, because: str) -> Place:
-    """Where this rank stands, once all ranks have said that they gather the same parameter."""
+    """Check that all ranks gather the same parameter, and return the place for error messages; a collective call."""
     place = Place(f"the layer of {name}, which was not chunked", "forward")
     announce(Exchange(ranks.group, ranks.device), Announcement(f"gathers the whole of {name}", because), place)
     _warn_of_gathering()

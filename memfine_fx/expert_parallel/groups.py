@@ -32,7 +32,7 @@ class ExpertGroup:
         overlaps: whether rows of the next round travel while one computes; rows of two rounds are alive then.
         rows_per_round: the most rows that come to a rank at once; None: T K of its tokens, as even routing brings, or
             what its budget leaves.
-        slots: S, room on every rank for clones of other ranks' experts; 0 for no help (`help`).
+        slots: S, room on every rank for clones of other ranks' experts; 0 for no replication (`help`).
         leaves_slots_open: whether S follows from the memory budget when a model is sharded.
     """
 
@@ -44,10 +44,10 @@ class ExpertGroup:
     leaves_slots_open: bool = False
 
     def with_slots(self, slots: int) -> ExpertGroup:
-        """The same ranks with S decided, registered."""
-        found = replace(self, slots=slots, leaves_slots_open=False)
-        _groups[found.key] = found
-        return found
+        """Return the same ranks with `slots` decided, and register them."""
+        ranks = replace(self, slots=slots, leaves_slots_open=False)
+        _groups[ranks.key] = ranks
+        return ranks
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -55,7 +55,7 @@ class ExpertGroup:
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """Ranks with the same experts, or None where this is the only one."""
+        """Return the ranks with the same experts, or None where this is the only one."""
         if self.mesh.ndim == 1 or self.mesh.size(1 - self.expert_dim) == 1:
             return None
         return self.mesh.get_group(1 - self.expert_dim)
@@ -70,7 +70,7 @@ class ExpertGroup:
 
     @property
     def node_ranks(self) -> int:
-        """Ranks of a node, by LOCAL_WORLD_SIZE, which torchrun sets; all where they do not lie node after node."""
+        """Return the ranks per node by torchrun's LOCAL_WORLD_SIZE; all ranks where they are not ordered by node."""
         everyone = dist.get_process_group_ranks(self.group)
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or len(everyone))
         first = everyone[0]
@@ -86,14 +86,14 @@ class ExpertGroup:
 
     @property
     def key(self) -> str:
-        """How graphs of this process name the group."""
+        """Return the name by which graphs of this process refer to the group."""
         replicas = "" if self.replicas is None else f"/{self.replicas.group_name}"
         rounds = "" if self.rows_per_round is None else f"/{self.rows_per_round}"
         slots = f"/{self.slots} slots" if self.slots else ""
         return f"{self.group.group_name}{replicas}{'/overlaps' if self.overlaps else ''}{rounds}{slots}"
 
     def average(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Sums over the expert group, in place, to what an average over all ranks of the mesh means.
+        """Turn sums over the expert group into averages over all ranks of the mesh, in place.
 
         Gradients of experts are sums over the group's ranks by nature, because the rows of all reach their owner.
         Divided by their number and averaged over the replicas they are gradients of the mean of all ranks' losses, as
@@ -116,7 +116,7 @@ _groups: dict[str, ExpertGroup] = {}
 
 
 def registered(key: str) -> ExpertGroup:
-    """The group of a key.
+    """Return the group that is registered under a key.
 
     Raises:
         KeyError: the group was made by another process.
@@ -127,13 +127,13 @@ def registered(key: str) -> ExpertGroup:
 def expert_group(
     mesh_or_group: MeshOrGroup, *, overlaps: bool = False, rows_per_round: int | None = None, slots: int | None = None
 ) -> ExpertGroup:
-    """The ranks that a mesh or process group names, registered under their key.
+    """Return the ranks that a mesh or process group names, and register them under their key.
 
     Args:
         mesh_or_group: a process group, or a `DeviceMesh` of one dimension, or of two: the one named "expert", "experts"
             or "ep", or else the last, shards experts and the other replicates them.
         overlaps, rows_per_round: see `ExpertGroup`.
-        slots: S; 0 for no help. None: two where a memory budget gives room for them, none without a budget
+        slots: S; 0 for no replication. None: two where a memory budget gives room for them, none without a budget
             (`shard.shard_experts`).
 
     Raises:
@@ -160,6 +160,6 @@ def expert_group(
         )
     names = mesh.mesh_dim_names or ()
     named = [dim for dim, name in enumerate(names) if name in _EXPERT_DIM_NAMES]
-    found = ExpertGroup(mesh, named[0] if named else mesh.ndim - 1, overlaps, rows_per_round, slots or 0, slots is None)
-    _groups[found.key] = found
-    return found
+    ranks = ExpertGroup(mesh, named[0] if named else mesh.ndim - 1, overlaps, rows_per_round, slots or 0, slots is None)
+    _groups[ranks.key] = ranks
+    return ranks

@@ -1,7 +1,7 @@
-"""The plan of help: which experts are computed on other ranks too, and which rows go there.
+"""Plan expert replication (help): which experts are computed on other ranks too, and which rows are sent there.
 
-Bounded memory alone leaves every rank waiting for the busiest one. Help takes the skew itself away: an expert of a rank
-that has too many rows is cloned on one that has few, which computes part of its rows.
+Bounded memory alone leaves every rank waiting for the busiest one. Replication removes the skew itself: an expert of a
+rank that has too many rows is cloned on one that has few, which computes part of its rows.
 
 Terms
     clone     an expert's weights on a rank that does not own it, for one layer and step
@@ -14,7 +14,7 @@ Terms
    is the smallest that takes all that is to be given; if there is none, to such a rank of another node; if there is
    none, to the largest room there is, in its node if half of that is there. So each clone ends an excess or fills a
    rank, and there are fewer clones than ranks.
-2. A rank without a free slot, or without room, takes no more. What nobody takes stays with its owner.
+2. A rank without a free slot, or without room, takes no more. Rows that no rank takes stay with their owner.
 3. An expert's rows are split among the ranks that compute it: first those that stand there already, then those of the
    same node, then the others in order of ranks.
 
@@ -39,7 +39,7 @@ __all__ = ["Clone", "Help", "no_help", "plan_help", "refit_help", "split_rows"]
 
 @dataclass(frozen=True)
 class Clone:
-    """`rows` rows of an expert that `rank` computes in its owner's place."""
+    """A replica of an expert on `rank`, which computes `rows` of its rows in place of the owner."""
 
     expert: int
     rank: int
@@ -48,7 +48,7 @@ class Clone:
 
 @dataclass(frozen=True)
 class Help:
-    """Who computes what.
+    """A replication plan: which rank computes how many rows, and of which experts.
 
     Args:
         clones: in the order in which they were decided.
@@ -63,36 +63,36 @@ class Help:
         return max(self.computed)
 
     def slots_used(self) -> int:
-        """The most clones on one rank."""
+        """Return the most clones that one rank has."""
         on_rank = [0] * len(self.computed)
         for clone in self.clones:
             on_rank[clone.rank] += 1
         return max(on_rank)
 
     def by_expert(self) -> dict[int, list[Clone]]:
-        """The clones of each expert that has some."""
-        found: dict[int, list[Clone]] = {}
+        """Return the clones of each expert that has any."""
+        clones_by_expert: dict[int, list[Clone]] = {}
         for clone in self.clones:
-            found.setdefault(clone.expert, []).append(clone)
-        return found
+            clones_by_expert.setdefault(clone.expert, []).append(clone)
+        return clones_by_expert
 
 
 def no_help(counts: torch.Tensor, placement: Placement) -> Help:
-    """Every expert's rows to its owner."""
+    """Return the plan without clones, in which owners compute all rows of their experts."""
     return Help((), tuple(placement.by_rank(counts.sum(dim=0)).tolist()))
 
 
 def plan_help(
     counts: torch.Tensor, placement: Placement, *, slots: int, target: int, node_ranks: int | None = None
 ) -> Help:
-    """Clones after which as few ranks as possible compute more than `target` rows.
+    """Return a plan with which as few ranks as possible compute more than `target` rows.
 
-    With as many slots as there are experts none does, if the target is not below the mean.
+    With as many slots as there are experts no rank does, if the target is not below the mean.
 
     Args:
         counts: [ep,E] int64 on the host.
         placement: of the experts.
-        slots: S; 0 for no help.
+        slots: S; 0 for no replication.
         target: rows.
         node_ranks: ranks of a node; None for one node.
     """
@@ -106,10 +106,10 @@ def plan_help(
     while excesses:
         below, rank = heapq.heappop(excesses)
         rows, expert = by_rank[rank].fullest()
-        given = rooms.take(rank, min(-below, rows))
-        if given is None:
+        transfer = rooms.take(rank, min(-below, rows))
+        if transfer is None:
             continue
-        helper, moved = given
+        helper, moved = transfer
         clones.append(Clone(expert, helper, moved))
         computed[rank] -= moved
         computed[helper] += moved
@@ -120,7 +120,7 @@ def plan_help(
 
 
 def refit_help(counts: torch.Tensor, placement: Placement, clones: Sequence[tuple[int, int]], *, target: int) -> Help:
-    """A plan with no other clones than these, as many rows of each as end an excess or fill a rank.
+    """Return a plan with no other clones than these, with as many rows of each as end an excess or fill a rank.
 
     A rank that has one clone left to give rows to, or to take some of, is settled first: what it moves there it can
     move nowhere else. Plans join ranks like trees, since each clone ends an excess or fills a rank, and in a tree no
@@ -155,21 +155,21 @@ def refit_help(counts: torch.Tensor, placement: Placement, clones: Sequence[tupl
         for end in ends[number]:
             del unsettled[end][number]
             (waiting.appendleft if len(unsettled[end]) == 1 else waiting.append)(end)
-    found = [Clone(*pair, moved) for pair, moved in zip(clones, rows, strict=True) if moved]
-    return Help(tuple(found), tuple(computed))
+    clones_with_rows = [Clone(*pair, moved) for pair, moved in zip(clones, rows, strict=True) if moved]
+    return Help(tuple(clones_with_rows), tuple(computed))
 
 
 def split_rows(counts: torch.Tensor, clones: Sequence[Clone], owner: int, node_ranks: int) -> torch.Tensor:
-    """Of one expert, rows of every source that the owner and each clone compute: [1+clones,ep].
+    """Return the rows of one expert that its owner and each clone compute, by source: [1+clones,ep].
 
     Args:
         counts: [ep], the expert's rows by source.
-        clones: of it.
-        owner: its rank.
+        clones: of the expert.
+        owner: rank that owns the expert.
         node_ranks: ranks of a node.
     """
-    wanted = torch.tensor([int(counts.sum()) - sum(one.rows for one in clones), *(one.rows for one in clones)])
-    ranks = torch.tensor([owner, *(one.rank for one in clones)])
+    wanted = torch.tensor([int(counts.sum()) - sum(clone.rows for clone in clones), *(clone.rows for clone in clones)])
+    ranks = torch.tensor([owner, *(clone.rank for clone in clones)])
     left, split = counts.clone(), torch.zeros(len(ranks), len(counts), dtype=torch.int64)
     here = torch.minimum(wanted, left[ranks])
     split[torch.arange(len(ranks)), ranks] = here
@@ -183,7 +183,7 @@ def split_rows(counts: torch.Tensor, clones: Sequence[Clone], owner: int, node_r
 
 
 def _matched(wanted: torch.Tensor, offered: torch.Tensor) -> torch.Tensor:
-    """Both in order on a line: how much of each lies beside the other, [wanted,offered]."""
+    """Return the overlaps of intervals of these lengths, both laid end to end on one line: [wanted,offered]."""
     wanted_ends, offered_ends = wanted.cumsum(0).unsqueeze(1), offered.cumsum(0)
     ends = torch.minimum(wanted_ends, offered_ends)
     begins = torch.maximum(wanted_ends - wanted.unsqueeze(1), offered_ends - offered)
@@ -191,26 +191,26 @@ def _matched(wanted: torch.Tensor, offered: torch.Tensor) -> torch.Tensor:
 
 
 class _Experts:
-    """A rank's experts by rows that are left with it, fullest first."""
+    """A rank's experts, ordered by the rows that are left with the rank, fullest first."""
 
     def __init__(self, owned: range, rows: Sequence[int]) -> None:
         self._heap = [(-rows[expert], expert) for expert in owned]
         heapq.heapify(self._heap)
 
     def fullest(self) -> tuple[int, int]:
-        """(rows, expert)."""
+        """Return (rows, expert) of the expert with the most rows."""
         below, expert = self._heap[0]
         return -below, expert
 
     def give(self, expert: int, rows: int) -> None:
-        """Take rows from the fullest."""
+        """Take rows away from an expert, which must be the fullest."""
         below, fullest = self._heap[0]
         assert fullest == expert, "rows are given by the fullest expert"
         heapq.heapreplace(self._heap, (below + rows, expert))
 
 
 class _Rooms:
-    """Ranks that take rows, by node and in each by room."""
+    """The ranks that can take rows, by node and in each node ordered by room."""
 
     def __init__(self, computed: Sequence[int], target: int, slots: int, node_ranks: int) -> None:
         self._node_ranks = node_ranks
@@ -221,15 +221,15 @@ class _Rooms:
             self._put(rank, target - rows)
 
     def take(self, rank: int, rows: int) -> tuple[int, int] | None:
-        """(helper, how many of `rows` rows of `rank` it takes), None where nobody takes any."""
+        """Assign rows of `rank` to a helper; return (helper, how many of `rows` it takes), None where no rank can."""
         own = rank // self._node_ranks
-        found = self._smallest_of([own], rows) or self._smallest_of(range(len(self._by_node)), rows)
-        if found is None:
-            found = self._largest(own)
-        if found is None:
+        chosen = self._smallest_of([own], rows) or self._smallest_of(range(len(self._by_node)), rows)
+        if chosen is None:
+            chosen = self._largest(own)
+        if chosen is None:
             return None
-        room, helper = found
-        self._by_node[helper // self._node_ranks].remove(found)
+        room, helper = chosen
+        self._by_node[helper // self._node_ranks].remove(chosen)
         moved = min(room, rows)
         self._free[helper] -= 1
         self._put(helper, room - moved)
@@ -240,12 +240,12 @@ class _Rooms:
             bisect.insort(self._by_node[rank // self._node_ranks], (room, rank))
 
     def _smallest_of(self, nodes: Sequence[int], rows: int) -> tuple[int, int] | None:
-        """The smallest room for all of `rows`."""
+        """Return the smallest room that takes all of `rows`, as (room, rank); None where there is none."""
         places = [(own, bisect.bisect_left(own, (rows, -1))) for own in (self._by_node[node] for node in nodes)]
         return min((own[place] for own, place in places if place < len(own)), default=None)
 
     def _largest(self, node: int) -> tuple[int, int] | None:
-        """The largest room; in a node, if half of it is there."""
+        """Return the largest room, as (room, rank); that of `node` if at least half as large; None without any."""
         largest = max((own[-1] for own in self._by_node if own), default=None)
         near = self._by_node[node][-1:]
         return near[0] if largest and near and 2 * near[0][0] >= largest[0] else largest

@@ -1,17 +1,17 @@
-"""What help costs and spares, and which plan of help a layer's step takes.
+"""Estimate what expert replication (help) costs and saves, and choose the replication plan of a layer's step.
 
 A layer's step takes as long as its slowest rank computes, and as the fullest link of a rank is busy. Rows that are
-computed elsewhere travel anyway; what help adds are the clones: an expert's weights to every clone in forward, and its
+computed elsewhere travel anyway; replication adds the clones: an expert's weights to every clone in forward, and its
 gradient, in fp32, back in backward. Both follow one tree, over nodes first and then inside of them, so that no rank
 sends an expert to more than two others of a node and two other nodes, and gradients are added in the tree's order, the
 same in every run.
 
 `choose_help` makes a plan for each of a few targets, from nearly even rows to those that there are, and takes the one
-with the least seconds: no help, where moving weights takes longer than the skew. The clones of the step before stay,
+with the least seconds: no clones, where moving weights takes longer than the skew. The clones of the step before stay,
 with the rows that there are now, while they are nearly as good: then no plan is made, which takes seconds at a thousand
 ranks, and the same weights travel the same ways in every step.
 
-Not counted: work that hides behind an exchange, or weights sent ahead of the layer. Both would favour help.
+Not counted: work that hides behind an exchange, or weights sent ahead of the layer. Both would favour replication.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["TARGETS", "HelpCosts", "Wire", "choose_help", "flows_of"]
 TARGETS = (1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Rows of the busiest rank over the mean that plans are made for."""
 _LEAST_GAIN = 0.02
-"""Of a step's seconds, without which nobody helps: less than the model knows."""
+"""Share of a step's seconds that a plan must save; a smaller gain is less than the model's accuracy."""
 _STAYS = 0.05
-"""By how much the busiest rank may exceed that of a new plan, and the step its seconds, for clones to stay."""
+"""Share by which the busiest rank may exceed that of a new plan, and the step its seconds, for clones to stay."""
 _PIECES = 16
-"""In which weights pass through a tree: a rank passes one on while the next comes."""
+"""Pieces in which weights pass through a tree: a rank passes one on while it receives the next."""
 _FAN_OUT = 2
 
 
@@ -42,8 +42,8 @@ class HelpCosts:
     """Rates of a layer and of the links between ranks.
 
     Args:
-        row_seconds: of a row's products in a step, forward and backward.
-        there_bytes, back_bytes: of a row's ways to its expert and back in a step.
+        row_seconds: seconds of a row's matmuls in a step, forward and backward.
+        there_bytes, back_bytes: bytes that a row sends to its expert and back in a step.
         weight_bytes, gradient_bytes: of one expert, as it is sent and as its gradient returns.
         near, far: bytes a second of a rank in each direction, to ranks of its node and of others.
         latency: seconds of a message.
@@ -61,7 +61,7 @@ class HelpCosts:
     node_ranks: int
 
     def seconds(self, counts: torch.Tensor, placement: Placement, plan: Help) -> float:
-        """Of a layer's step under a plan."""
+        """Return the estimated seconds of a layer's step under a plan."""
         rows = Wire.of_rows(
             flows_of(counts, placement, plan, self.node_ranks), self.there_bytes, self.back_bytes, self.node_ranks
         )
@@ -69,7 +69,7 @@ class HelpCosts:
         return plan.busiest * self.row_seconds + wire.seconds(self.near, self.far) + self._fill_seconds(plan)
 
     def clones_wire(self, placement: Placement, plan: Help) -> Wire:
-        """Bytes of experts that are sent, and of their gradients that return."""
+        """Return the bytes of experts that are sent, and of their gradients that return."""
         sent: list[tuple[int, int, int]] = []
         for expert, clones in plan.by_expert().items():
             for parent, child in tree_of(placement.owner(expert), clones, self.node_ranks):
@@ -77,7 +77,7 @@ class HelpCosts:
         return Wire.of_messages(sent, placement.num_ranks, self.node_ranks)
 
     def _fill_seconds(self, plan: Help) -> float:
-        """Until the first piece of an expert has come to the last of its clones, and the same for its gradient."""
+        """Return the seconds until the last clone of an expert has its first piece, and the same for the gradient."""
         most = max((len(clones) for clones in plan.by_expert().values()), default=0)
         nodes = -(-most // self.node_ranks)
         far_hops, near_hops = (nodes.bit_length() if most else 0), min(most, self.node_ranks).bit_length()
@@ -88,60 +88,60 @@ class HelpCosts:
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes of each rank, [2,2,ep]: inside of its node or between nodes; out or in."""
+    """The bytes that each rank exchanges, [2,2,ep]: inside of its node or between nodes; out or in."""
 
     num_bytes: torch.Tensor
     node_ranks: int
 
     @staticmethod
     def of_messages(sent: Sequence[tuple[int, int, int]], num_ranks: int, node_ranks: int) -> Wire:
-        """Of messages (sender, receiver, bytes)."""
+        """Return the bytes of messages (sender, receiver, bytes)."""
         table = torch.tensor(sent, dtype=torch.int64).view(-1, 3)
         distance = (table[:, 0] // node_ranks != table[:, 1] // node_ranks).to(torch.int64)
-        found = torch.zeros(2, 2, num_ranks, dtype=torch.int64)
+        totals = torch.zeros(2, 2, num_ranks, dtype=torch.int64)
         for way in (0, 1):
-            found.index_put_((distance, torch.full_like(distance, way), table[:, way]), table[:, 2], accumulate=True)
-        return Wire(found, node_ranks)
+            totals.index_put_((distance, torch.full_like(distance, way), table[:, way]), table[:, 2], accumulate=True)
+        return Wire(totals, node_ranks)
 
     @staticmethod
     def of_rows(flows: torch.Tensor, there_bytes: int, back_bytes: int, node_ranks: int) -> Wire:
-        """Of rows [source,computing rank] that go and come back; rows that stay on their rank take nothing."""
+        """Return the bytes of rows [source,computing rank] that go and come back; rows that stay have none."""
         ranks = torch.arange(len(flows))
         is_near = (ranks // node_ranks).unsqueeze(1) == ranks // node_ranks
         moved = flows * (ranks.unsqueeze(1) != ranks)
-        found = []
+        totals = []
         for some in (moved * is_near, moved * ~is_near):
             out, into = some.sum(dim=1), some.sum(dim=0)
-            found.append(torch.stack([out * there_bytes + into * back_bytes, into * there_bytes + out * back_bytes]))
-        return Wire(torch.stack(found), node_ranks)
+            totals.append(torch.stack([out * there_bytes + into * back_bytes, into * there_bytes + out * back_bytes]))
+        return Wire(torch.stack(totals), node_ranks)
 
     def with_others(self, other: Wire) -> Wire:
         return Wire(self.num_bytes + other.num_bytes, self.node_ranks)
 
     @property
     def most_sent(self) -> int:
-        """Of the rank that sends most."""
+        """Return the bytes sent by the rank that sends most."""
         return int(self.num_bytes[:, 0].sum(dim=0).max())
 
     def seconds(self, near: float, far: float) -> float:
-        """Until the last rank has sent and received everything; links inside of nodes and between them work at once."""
+        """Return the seconds until all is sent and received; links inside of nodes and between them work at once."""
         most_near, most_far = (float(most) for most in self.num_bytes.flatten(1).max(dim=1).values)
         return max(most_near / near, most_far / far)
 
 
 def flows_of(counts: torch.Tensor, placement: Placement, plan: Help, node_ranks: int) -> torch.Tensor:
-    """Rows by source and the rank that computes them, [ep,ep]."""
+    """Return the rows by source and the rank that computes them, [ep,ep]."""
     flows = placement.by_rank(counts).clone()
     for expert, clones in plan.by_expert().items():
         owner = placement.owner(expert)
         split = split_rows(counts[:, expert], clones, owner, node_ranks)
         flows[:, owner] -= counts[:, expert]
-        flows.index_add_(1, torch.tensor([owner, *(one.rank for one in clones)]), split.t().contiguous())
+        flows.index_add_(1, torch.tensor([owner, *(clone.rank for clone in clones)]), split.t().contiguous())
     return flows
 
 
 def tree_of(owner: int, clones: Sequence[Clone], node_ranks: int) -> list[tuple[int, int]]:
-    """(parent, child) of the tree by which an expert reaches its clones: a rank of each node, then the others of it."""
+    """Return (parent, child) edges by which an expert reaches its clones: a rank of each node, then the others."""
     by_node: dict[int, list[int]] = {owner // node_ranks: [owner]}
     for rank in sorted(clone.rank for clone in clones):
         by_node.setdefault(rank // node_ranks, []).append(rank)
@@ -159,7 +159,7 @@ def choose_help(
     slots: int,
     before: Sequence[tuple[int, int]] = (),
 ) -> Help:
-    """The plan with the least seconds, or that of the step before while it is nearly as good; no help where none pays.
+    """Return the plan with the least seconds, or the previous step's while it is nearly as good; no clones if none pay.
 
     Args:
         counts: [ep,E] int64 on the host.
@@ -188,6 +188,6 @@ def choose_help(
 
 
 def _targets(counts: torch.Tensor, placement: Placement) -> list[int]:
-    """Rows, from the fewest."""
+    """Return the targets in rows, fewest first."""
     mean = int(counts.sum()) / placement.num_ranks
     return [int(factor * mean) + 1 for factor in TARGETS]

@@ -1,6 +1,6 @@
-"""What a layer keeps of the rounds of its forward, so that backward need not ask for it again.
+"""Save the received rows of a layer's first rounds from forward to backward, so that they are not sent again.
 
-The first rounds are kept, as many as every rank has room for: a rank has room for as many rows as it has routed rows
+The first rounds are saved, as many as every rank has room for: a rank has room for as many rows as it has routed rows
 of its own, which is what comes to it under even routing. So the bytes do not follow the skew. Rows of later rounds
 travel again. Every rank knows every rank's room from the gathered table.
 """
@@ -21,14 +21,14 @@ __all__ = ["KeptRounds"]
 
 @dataclass(frozen=True)
 class KeptRounds:
-    """Room for the first rounds of one layer in one step.
+    """The saved tensors of the first rounds of one layer in one step.
 
     Args:
-        num_rounds: that are kept.
-        packing: of the rows and weights that came.
-        arrived: [N,...] as they came.
-        bodies: what keeps something of its own, see `runtime.bodies`.
-        values: [N,...] of that, in expert order within a round.
+        num_rounds: how many rounds are saved.
+        packing: column layout of the received rows and weights.
+        arrived: [N,...] receive buffers of rows and weights, in the order in which they were received.
+        bodies: compiled expert functions that save tensors of their own, see `runtime.bodies`; None if they do not.
+        values: [N,...] the tensors that these save, in expert order within a round.
     """
 
     num_rounds: int
@@ -39,9 +39,9 @@ class KeptRounds:
 
     @staticmethod
     def of(kept: Kept | None, num_rounds: int, packing: Packing, like: torch.Tensor) -> KeptRounds:
-        """What the op gave room for: buffers of `packing` first, then what the bodies keep.
+        """Return the saved rounds in the op's tensors: buffers of `packing`, then tensors of the expert functions.
 
-        A rank that keeps nothing takes part where no row comes to it in the rounds that others keep.
+        A rank that saves nothing takes part where it receives no row in the rounds that others save.
         """
         if kept is None:
             return KeptRounds(num_rounds, packing, packing.buffers(0, like), None, ())
@@ -53,16 +53,16 @@ class KeptRounds:
         return number < self.num_rounds
 
     def inboxes(self, begin: int, num_rows: int) -> list[torch.Tensor]:
-        """Where a round's rows come to, and lie in backward."""
+        """Return the buffers that receive a round's rows and hold them until backward."""
         assert begin + num_rows <= self.arrived[0].shape[0], "a round is kept for which this rank has no room"
         return [buffer[begin : begin + num_rows] for buffer in self.arrived]
 
     def rows(self, begin: int, num_rows: int) -> list[torch.Tensor]:
-        """Columns of what came."""
+        """Return the columns of a round's received rows."""
         return self.packing.views(self.inboxes(begin, num_rows))
 
     def values_of(self, begin: int, num_rows: int) -> Kept | None:
-        """What the bodies of a round keep."""
+        """Return the tensors that the expert functions save of a round; None if they save none."""
         return (
             None
             if self.bodies is None

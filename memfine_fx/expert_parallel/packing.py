@@ -1,4 +1,4 @@
-"""Tensors that travel together as columns of one buffer, so that a round is one exchange and not one a tensor.
+"""Pack tensors that travel together as columns of one buffer, so that a round is one exchange, not one per tensor.
 
 A small exchange costs what waiting for the other ranks costs: routing weights are a thousandth of the rows' bytes and
 took as long. Columns of one dtype share a buffer [n,W] and are views of it. Rows of a shared buffer are padded to
@@ -19,21 +19,21 @@ __all__ = ["Packing"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Columns in order: (width, dtype), width 0 for a single entry a row."""
+    """The layout of columns in buffers: (width, dtype) in order, width 0 for a single entry per row."""
 
     columns: tuple[tuple[int, torch.dtype], ...]
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> Packing:
-        """Of tensors [n,w] and [n]."""
-        return Packing(tuple((one.shape[1] if one.ndim == 2 else 0, one.dtype) for one in tensors))
+        """Return the layout of tensors [n,w] and [n]."""
+        return Packing(tuple((tensor.shape[1] if tensor.ndim == 2 else 0, tensor.dtype) for tensor in tensors))
 
     def buffers(self, num_rows: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """One buffer [n,W] a dtype, in the order in which dtypes come first."""
+        """Return one uninitialized buffer [n,W] per dtype, in the order in which dtypes first occur."""
         return [like.new_empty((num_rows, width), dtype=dtype) for dtype, width in self._widths().items()]
 
     def num_buffers(self, num_columns: int) -> int:
-        """How many buffers the first columns lie in: the first ones."""
+        """Return how many buffers hold the first `num_columns` columns: the first buffers."""
         return len({dtype for _, dtype in self.columns[:num_columns]})
 
     def _widths(self) -> dict[torch.dtype, int]:
@@ -46,14 +46,14 @@ class Packing:
         }
 
     def views(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The columns, [n,w] and [n], in buffers as from `buffers`."""
+        """Return the columns, [n,w] and [n], as views of buffers as from `buffers`."""
         by_dtype = {buffer.dtype: buffer for buffer in buffers}
         filled = dict.fromkeys(by_dtype, 0)
-        found = []
+        columns = []
         for width, dtype in self.columns:
             if dtype not in by_dtype:
                 break
             begin, buffer = filled[dtype], by_dtype[dtype]
             filled[dtype] = begin + max(1, width)
-            found.append(buffer[:, begin : begin + width] if width else buffer[:, begin])
-        return found
+            columns.append(buffer[:, begin : begin + width] if width else buffer[:, begin])
+        return columns

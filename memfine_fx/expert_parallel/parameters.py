@@ -1,4 +1,4 @@
-"""One parameter of which this rank holds a part, and what it is in a state dict."""
+"""Represent a parameter of which this rank holds a part, also in state dicts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from memfine_fx.expert_parallel.placement import Placement
 __all__ = ["Layout", "ShardedParameter", "experts_first", "speak_dtensor", "with_experts_back"]
 
 Layout = Literal["table", "rows", "columns"]
-"""Where experts are: [E,...]; [E*r,in], an expert's rows one behind the other; [out,r*E], experts turn by turn."""
+"""Position of experts in a shape: [E,...]; [E*r,in], an expert's rows consecutive; [out,r*E], experts interleaved."""
 
 
 def experts_first(tensor: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """[E,...] of a parameter, or of some experts' part of it: [E,r,in] of rows, [E,out,r] of columns."""
+    """Return a parameter, or some experts' part of it, as [E,...]: [E,r,in] of rows, [E,out,r] of columns."""
     if layout == "table":
         return tensor
     # A quotient, for a rank that owns no expert: of no entries -1 could be any number.
@@ -34,7 +34,7 @@ def experts_first(tensor: torch.Tensor, layout: Layout, rank: int) -> torch.Tens
 
 
 def with_experts_back(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """What `experts_first` was given."""
+    """Return a tensor [E,...] in the layout of its parameter: the inverse of `experts_first`."""
     if layout == "rows":
         return tensor.flatten(0, 1)
     return tensor.permute(1, 2, 0).flatten(1, 2) if layout == "columns" else tensor
@@ -48,11 +48,11 @@ class ShardedParameter:
         module: that owns it.
         name: in the module.
         path: of the module in the model, for messages.
-        shape: of the whole: of a table, see `Layout`, or one expert's own.
+        shape: of the whole parameter: an expert weight, see `Layout`, or one expert's own.
         placement: of the experts.
         expert: whose it is, for a parameter of one expert's module; None for a table.
         ranks: that share the experts.
-        layout: of a table.
+        layout: of an expert weight.
         rank: r of adapters' factors; of numbers in 4 bits, which are rows [E*r,1], the words of one expert.
     """
 
@@ -78,16 +78,16 @@ class ShardedParameter:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds any of it."""
+        """Return whether this rank holds any part of the parameter."""
         owned = self.placement.owned(self.ranks.rank)
         return len(owned) > 0 if self.expert is None else self.expert in owned
 
     def is_like_parameter(self, value: torch.Tensor) -> bool:
-        """Whether what an optimizer keeps has as many dimensions as the parameter, in a state dict too."""
+        """Return whether an optimizer's state has as many dimensions as the parameter, in a state dict too."""
         return value.ndim in (len(self.shape), len(self._first_shape))
 
     def as_dtensor(self, own: torch.Tensor) -> torch.Tensor:
-        """This rank's part, or of what belongs to it, as the part of a DTensor [E,...] that it is."""
+        """Return this rank's part of the parameter or of its optimizer state as a DTensor [E,...]; others unchanged."""
         if self.expert is not None:
             return own
         first = experts_first(own, self.layout, self.rank)
@@ -103,7 +103,7 @@ class ShardedParameter:
         return whole
 
     def from_state(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of what a state dict holds: a DTensor on any mesh, the whole, or the part itself."""
+        """Return this rank's part of a state dict's value: a DTensor on any mesh, the whole, or the part itself."""
         if isinstance(value, DTensor):
             is_ours = value.device_mesh == self.ranks.mesh and value.placements[self.ranks.expert_dim] == Shard(0)
             if is_ours:
@@ -112,7 +112,7 @@ class ShardedParameter:
         return self.own(value) if tuple(value.shape) == self.shape else value
 
     def whole_of(self, value: DTensor) -> torch.Tensor:
-        """The whole in the parameter's own layout; a collective call."""
+        """Return the whole of a DTensor in the parameter's own layout; a collective call."""
         own, placements = as_bytes(value.to_local()), value.placements
         as_sent: DTensor = DTensor.from_local(
             own, value.device_mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
@@ -120,7 +120,7 @@ class ShardedParameter:
         return with_experts_back(as_sent.full_tensor().view(value.dtype), self.layout)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole."""
+        """Return this rank's part of the whole parameter."""
         owned = self.placement.owned(self.ranks.rank)
         if self.expert is None:
             return with_experts_back(
@@ -134,7 +134,7 @@ class ShardedParameter:
 
 
 def speak_dtensor(module: nn.Module, owned: Sequence[ShardedParameter]) -> None:
-    """State dicts of a module hold its tables as DTensors, and of a list of experts only those that are here.
+    """Make state dicts of a module hold its expert weights as DTensors, and of a list only this rank's experts.
 
     Such state dicts save and load through torch.distributed.checkpoint, for another number of ranks too.
     `load_state_dict` takes them as well as whole tensors.
@@ -147,19 +147,19 @@ def speak_dtensor(module: nn.Module, owned: Sequence[ShardedParameter]) -> None:
 def _say(
     owned: Sequence[ShardedParameter], module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    for one in owned:
-        if one.expert is None:
-            state_dict[prefix + one.name] = one.as_dtensor(state_dict[prefix + one.name])
-        elif not one.is_here:
-            del state_dict[prefix + one.name]
+    for sharded in owned:
+        if sharded.expert is None:
+            state_dict[prefix + sharded.name] = sharded.as_dtensor(state_dict[prefix + sharded.name])
+        elif not sharded.is_here:
+            del state_dict[prefix + sharded.name]
 
 
 def _hear(
     owned: Sequence[ShardedParameter], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    for one in owned:
-        key = prefix + one.name
+    for sharded in owned:
+        key = prefix + sharded.name
         if key in state_dict:
-            state_dict[key] = one.from_state(state_dict[key])
-        elif not one.is_here:
-            state_dict[key] = one.parameter.detach()
+            state_dict[key] = sharded.from_state(state_dict[key])
+        elif not sharded.is_here:
+            state_dict[key] = sharded.parameter.detach()

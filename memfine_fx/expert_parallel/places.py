@@ -1,7 +1,7 @@
-"""Where a walk's rows stand here and where those that came do, as index arrays made on the rows' device.
+"""Compute index arrays of a walk's sent and received rows, on the rows' device.
 
-What the schedule says of all rounds goes to an accelerator in one copy that nobody waits for; on a CPU it is there.
-Index arrays are made from it leg by leg, when their turn comes, so that none outlives its leg.
+The ranges of all rounds are copied to an accelerator at once and asynchronously; on a CPU no copy is needed. Index
+arrays are made from them leg by leg, when their turn comes, so that none outlives its leg.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["WalkPlaces"]
 
 
 class WalkPlaces:
-    """Index arrays of one walk.
+    """The index arrays of one walk over a layer's rounds.
 
     Args:
         rounds: the legs of every round, as this rank sees them.
-        begins: [P], where this rank's rows of each place begin in its own expert order.
+        begins: [P], positions at which this rank's rows of each place begin in its own expert order.
         device: of the rows.
     """
 
@@ -30,12 +30,12 @@ class WalkPlaces:
             self._moved = _moved([self._ranges_of(number) for number in range(len(rounds))], device)
 
     def sent(self, number: int, leg: int) -> torch.Tensor:
-        """In expert order, this rank's rows that leave in a leg of a round: expert after expert, so rank after rank."""
+        """Return positions in expert order of this rank's rows that leave in a leg: by expert, so by rank."""
         begins, lengths = self._found(number)[leg]
         return _ranges(begins, lengths, self._rounds[number][leg].num_sent)
 
     def order(self, number: int) -> torch.Tensor:
-        """Of the rows that came in a round, in expert order, where they stand: int32."""
+        """Return the positions of a round's received rows in their buffer, in expert order: int32."""
         begins, lengths = self._found(number)[-1]
         return _ranges(begins, lengths, sum(leg.num_received for leg in self._rounds[number])).to(torch.int32)
 
@@ -52,11 +52,11 @@ class WalkPlaces:
 
 
 _Ranges = list[tuple[torch.Tensor, torch.Tensor]]
-"""Begins and lengths of ranges of rows: of each leg, and of what came in all of them."""
+"""Begins and lengths of ranges of rows: those sent in each leg, and those received in all legs."""
 
 
 def _moved(rounds: Sequence[_Ranges], device: torch.device) -> list[_Ranges]:
-    """All of it on a device, in one copy."""
+    """Return the ranges of all rounds on a device, moved in one copy."""
     parts = [part for ranges in rounds for pair in ranges for part in pair]
     if not parts:
         return [[] for _ in rounds]
@@ -67,6 +67,6 @@ def _moved(rounds: Sequence[_Ranges], device: torch.device) -> list[_Ranges]:
 
 
 def _ranges(begins: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
-    """begins[0], begins[0]+1, ..., of `lengths[0]` numbers, then the next range: int64, `total` of them."""
+    """Return begins[0], begins[0]+1, ..., `lengths[0]` numbers, then the next range: int64, `total` numbers."""
     skipped = begins - (lengths.cumsum(0) - lengths)
     return torch.repeat_interleave(skipped, lengths, output_size=total).add_(torch.arange(total, device=begins.device))

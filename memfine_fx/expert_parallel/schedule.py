@@ -1,11 +1,11 @@
-"""The order in which rows travel to their experts: a pure function of the count matrix.
+"""Schedule the all-to-alls that send rows to their experts: a pure function of the count matrix.
 
 Terms
     counts      [ep,E]: rows that each source rank has for each expert
     walk        the rows of one destination in (expert, source) order: one number line per destination
     position    a place on the walks, [ep]: how many rows each destination has received so far
     round       walks advance by at most R rows, here of a round; what arrives is computed before the next round
-    leg         one exchange; a round has several only where a source would have to stage too many rows at once
+    leg         one all-to-all; a round has several only where a source would have to stage too many rows at once
 
 1. A destination's walk is its experts in order, each expert's rows in blocks, each block source by source, its own
    first and then the next rank's and so on: with even routing every source sends to another destination at any time,
@@ -14,9 +14,9 @@ Terms
    Experts come one after the other, so their weights are read once and their gradients are complete when the walk has
    passed.
 2. Round i takes each destination from row i*R to row (i+1)*R. No rank receives more than its R, whatever the routing,
-   and the number of rounds is the largest of ceil(rows / R). Where ranks keep rows for backward, the first rounds are
-   kept, as many as every rank has room for, and those after them have half as many rows: in backward their rows come
-   again beside what is kept, and beside the gradients that come in any round.
+   and the number of rounds is the largest of ceil(rows / R). Where ranks save rows for backward, the first rounds are
+   saved, as many as every rank has room for, and those after them have half as many rows: in backward their rows are
+   received again beside what is saved, and beside the gradients that are received in any round.
 3. How many rows of (source, expert) have gone at a position is, block by block, a clamp of the position by where they
    begin on the walk.
    So the rows of an expert that a source sends in a leg are one range, and all split sizes of all ranks follow.
@@ -43,9 +43,9 @@ from memfine_fx.expert_parallel.placement import Placement
 __all__ = ["Leg", "Rounds", "Schedule", "TokenSlices"]
 
 _MOST_ENTRIES = 1 << 22
-"""Counts that are looked at together where every source's rows of every round are asked for."""
+"""Most counts that are processed at once where every source's rows of every round are computed."""
 _MOST_BLOCKS = 6
-"""Of an expert's rows; more would only take longer to schedule."""
+"""Most blocks of an expert's rows; more would only take longer to schedule."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Leg:
 
     Args:
         first, last: [E]: of this rank's rows of an expert, those from `first` to `last` are sent.
-        received: [ep,E_local]: rows that come, by source and own expert.
+        received: [ep,E_local]: rows that are received, by source and own expert.
         sent_splits, received_splits: rows to and from each rank.
     """
 
@@ -80,16 +80,16 @@ class Schedule(Protocol):
     def num_rounds(self) -> int: ...
 
     def legs(self, rank: int, number: int) -> list[Leg]:
-        """The exchanges of round `number` as `rank` sees them."""
+        """Return the exchanges of round `number` as `rank` sees them."""
         ...
 
     def received_before(self, rank: int, number: int) -> torch.Tensor:
-        """[E_local]: rows of each own expert that came before round `number`."""
+        """Return the rows of each own expert that are received before round `number`, [E_local]."""
         ...
 
     @property
     def num_kept(self) -> int:
-        """How many rounds, from the first on, every rank has room to keep."""
+        """Return how many rounds, from the first on, every rank has room to save."""
         ...
 
 
@@ -101,7 +101,7 @@ class Rounds:
         placement: of the experts.
         rows_per_round: R, or R of each rank.
         max_sent: rows that a rank may stage for one leg, or those of each rank, as far as legs can be cut.
-        rooms: rows that each rank can keep; none where nothing is kept.
+        rooms: rows that each rank can save; empty where nothing is saved.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Rounds:
 
     @cached_property
     def received(self) -> torch.Tensor:
-        """[ep]: rows that each rank receives in all."""
+        """Return the rows that each rank receives in all rounds, [ep]."""
         return self.placement.by_rank(self.counts.sum(dim=0))
 
     @cached_property
@@ -142,20 +142,20 @@ class Rounds:
 
     @cached_property
     def _most_kept(self) -> int:
-        """Rounds that every rank could keep: all, where each has room for all its rows."""
+        """Return how many rounds every rank could save: all, where each has room for all its rows."""
         is_short = self.received > self._rooms
         if not bool(is_short.any()):
             return int(_ceil_div(self.received, self._limits).max())
         return int(torch.div(self._rooms, self._limits, rounding_mode="floor")[is_short].min())
 
     def _round_begins(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[n,ep]: where the walks stand before rounds of these numbers [n]."""
-        kept, later = numbers.clamp(max=self._most_kept), (numbers - self._most_kept).clamp(min=0)
-        return kept.unsqueeze(1) * self._limits + later.unsqueeze(1) * self._later_limits
+        """Return the positions of the walks before rounds of these numbers [n]: [n,ep]."""
+        saved, later = numbers.clamp(max=self._most_kept), (numbers - self._most_kept).clamp(min=0)
+        return saved.unsqueeze(1) * self._limits + later.unsqueeze(1) * self._later_limits
 
     @cached_property
     def _blocks(self) -> torch.Tensor:
-        """[B,ep,E]: rows of (source, expert) in each block of the expert's rows."""
+        """Return the rows of (source, expert) in each block of the expert's rows, [B,ep,E]."""
         most, leg = int(self.counts.sum(dim=0).max()) if self.counts.numel() else 0, int(self._max_sent.min())
         num_blocks = min(_MOST_BLOCKS, max(1, -(-2 * most // max(1, leg))))
         bounds = torch.arange(num_blocks + 1).view(-1, 1, 1)
@@ -163,7 +163,7 @@ class Rounds:
 
     @cached_property
     def _begins(self) -> torch.Tensor:
-        """[B,ep,E]: where the rows of (block, source, expert) begin on the walk of the expert's owner."""
+        """Return the positions at which rows of (block, source, expert) begin on the owner's walk, [B,ep,E]."""
         num_ranks = self.placement.num_ranks
         sources = (self._owners.unsqueeze(1) + torch.arange(num_ranks)) % num_ranks  # [E,ep], in walking order
         order = sources.unsqueeze(1).expand(-1, len(self._blocks), -1)
@@ -174,7 +174,7 @@ class Rounds:
         return torch.empty_like(begins).scatter_(2, order, begins).permute(1, 2, 0)
 
     def _gone(self, positions: torch.Tensor, sources: slice, experts: slice) -> torch.Tensor:
-        """Rows of (source, expert) that have gone when walks stand at `positions` [P,ep]: [P,S,E']."""
+        """Return the rows of (source, expert) that are sent before `positions` [P,ep] of the walks: [P,S,E']."""
         at = positions[:, self._owners[experts]].unsqueeze(1)
         gone = torch.zeros((), dtype=torch.int64)
         for begins, rows in zip(self._begins[:, sources, experts], self._blocks[:, sources, experts], strict=True):
@@ -182,7 +182,7 @@ class Rounds:
         return gone
 
     def _positions(self, number: int, num_legs: int) -> torch.Tensor:
-        """[num_legs+1,ep]: where the walks stand before, between and after the legs of a round.
+        """Return the positions of the walks before, between and after the legs of a round, [num_legs+1,ep].
 
         A leg is an equal part of what each rank receives in the round: were it one of R, ranks with fewer rows would
         all be served by the first legs.
@@ -192,7 +192,7 @@ class Rounds:
         return bounds[:1] + torch.div(bounds.diff(dim=0) * parts, num_legs, rounding_mode="floor")
 
     def num_legs(self, number: int) -> int:
-        """Exchanges of round `number`: as few as keep every source within `max_sent`."""
+        """Return the fewest exchanges of a round in which every source sends at most `max_sent` rows."""
         return self._num_legs[number]
 
     @cached_property
@@ -202,7 +202,7 @@ class Rounds:
         return [self._fewest_legs(number, most) for number, most in enumerate(self._most_stages())]
 
     def _most_stages(self) -> list[int]:
-        """Of each round, how many times what it may stage the source sends that sends most of it."""
+        """Return for each round the largest quotient, rounded up, of a source's sent rows and its `max_sent`."""
         rounds = self._round_begins(torch.arange(self.num_rounds + 1))
         everything = slice(None)
         at_once = max(1, _MOST_ENTRIES // max(1, self.counts.numel()))
@@ -211,7 +211,7 @@ class Rounds:
         return most
 
     def _stages(self, gone: torch.Tensor) -> torch.Tensor:
-        """Between counts of what has gone of each source [P,ep], how many times what it may stage: [P-1,ep]."""
+        """Return sent rows over `max_sent`, rounded up, between counts of rows sent by each source [P,ep]: [P-1,ep]."""
         return _ceil_div(gone.diff(dim=0), self._max_sent)
 
     def _fewest_legs(self, number: int, stages: int) -> int:
@@ -230,7 +230,7 @@ class Rounds:
         return self._seen_by(rank).received_before[number]
 
     def _seen_by(self, rank: int) -> _View:
-        """All rounds as one rank sees them, made at once: a few operations on arrays and not a few a round."""
+        """Return all rounds as one rank sees them, computed at once: a few array operations, not a few per round."""
         if self._view is None or self._view.rank != rank:
             self._view = self._view_of(rank)
         return self._view
@@ -249,7 +249,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class _View:
-    """Rounds as one rank sees them; `received_before` [rounds+1,E_local]."""
+    """All rounds as one rank sees them; `received_before` is [rounds+1,E_local]."""
 
     rank: int
     legs: list[list[Leg]]
@@ -292,7 +292,7 @@ def _slice(experts: range) -> slice:
 
 
 def _legs(placement: Placement, sent: torch.Tensor, received: torch.Tensor) -> Iterator[Leg]:
-    """Legs between consecutive counts of what has gone: `sent` [P,E], `received` [P,ep,E_local]."""
+    """Yield the legs between consecutive counts of rows so far: `sent` [P,E], `received` [P,ep,E_local]."""
     in_leg = received.diff(dim=0)
     sent_splits = placement.by_rank(sent.diff(dim=0)).tolist()
     received_splits = in_leg.sum(dim=2).tolist()

@@ -1,9 +1,9 @@
-"""Experts' parameters of a model cut in place, so that the model still traces as the whole one.
+"""Shard the experts' parameters of a model in place, so that the model still traces as the whole one.
 
 Each parameter keeps its object and its name and holds this rank's experts. Read as an attribute of its module it is the
-whole table [E,...], as the result of `memfine::all_experts(slice)`; of a list of experts' modules, every rank keeps the
-parameters of its own and the others are empty until read (`memfine::expert_of`). The class of such a module becomes a
-subclass with the same name.
+whole weight [E,...], as the result of `memfine::all_experts(slice)`; of a list of experts' modules, every rank holds
+the parameters of its own and the others are empty until read (`memfine::expert_of`). The class of such a module becomes
+a subclass with the same name.
 
 So nothing that is captured changes, and no detection has to be proved right: lowering a raised region takes the slice
 and the op never runs; anywhere else it runs and gathers what was asked for, forward and backward.
@@ -44,12 +44,12 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = None) -> list[ShardedParameter]:
-    """Keep this rank's experts of a model and give the others up, in place; a collective call.
+    """Shard the experts of a model in place: keep this rank's and free the others; a collective call.
 
-    Tables are parameters of three dimensions or more, with the biases beside them, that share their first size in a
-    module whose class or path names experts or MoE; lists of experts are a ModuleList or ModuleDict called so, of equal
-    members. Adapters of PEFT on tables are cut as these. Every rank must hold the same whole model, as for
-    DistributedDataParallel. DDP is told to leave the experts alone.
+    Expert weights are parameters of three dimensions or more, with the biases beside them, that share their first size
+    in a module whose class or path names experts or MoE; lists of experts are a ModuleList or ModuleDict called so, of
+    equal members. Adapters of PEFT on expert weights are cut like these. Every rank must hold the same whole model, as
+    for DistributedDataParallel. DDP is told to ignore the experts.
 
     Args:
         model: whole, the same on every rank.
@@ -69,74 +69,74 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
             "expert_parallel cannot tell DistributedDataParallel of this torch to leave the experts alone, "
             "and it would average different experts"
         )
-    found = [*_tables(model, ranks), *_lists(model, ranks)]
-    found += adapters_of(model, found)
+    shards = [*_tables(model, ranks), *_lists(model, ranks)]
+    shards += adapters_of(model, shards)
     config = config or Config()
-    _check_same(_described(model, found, config, ranks), ranks)
-    if not found:
+    _check_same(_described(model, shards, config, ranks), ranks)
+    if not shards:
         raise ConfigError(
             "no experts were found to shard: expected parameters [E,...] in a module, or a ModuleList of experts, "
             "whose class or path holds 'expert' or 'moe'"
         )
     if ranks.leaves_slots_open:
-        ranks = ranks.with_slots(_agreed_slots(found, ranks, config))
-        found = [dataclasses.replace(one, ranks=ranks) for one in found]
+        ranks = ranks.with_slots(_agreed_slots(shards, ranks, config))
+        shards = [dataclasses.replace(shard, ranks=ranks) for shard in shards]
     by_module: dict[nn.Module, list[ShardedParameter]] = {}
-    for one in found:
-        by_module.setdefault(one.module, []).append(one)
+    for shard in shards:
+        by_module.setdefault(shard.module, []).append(shard)
     done: set[int] = set()
     for module, owned in by_module.items():
-        for one in owned:
-            if id(one.parameter) not in done:
-                done.add(id(one.parameter))
-                one.parameter.grad = None
-                one.parameter.data = one.own(one.parameter.data).clone()
+        for shard in owned:
+            if id(shard.parameter) not in done:
+                done.add(id(shard.parameter))
+                shard.parameter.grad = None
+                shard.parameter.data = shard.own(shard.parameter.data).clone()
         _make_whole_when_read(module, owned)
         object.__setattr__(module, _ATTRIBUTE, tuple(owned))
         speak_dtensor(module, owned)
     add_by_slices(model)
-    widen(Exchange(ranks.group, ranks.device), ranks.slots + max(one.placement.num_experts for one in found))
+    widen(Exchange(ranks.group, ranks.device), ranks.slots + max(shard.placement.num_experts for shard in shards))
     measure_bandwidth(ranks)
     names = [name for name, parameter in model.named_parameters() if id(parameter) in done]
     ignore_in_ddp(model, names)
-    return found
+    return shards
 
 
 def _agreed_slots(found: Sequence[ShardedParameter], ranks: ExpertGroup, config: Config) -> int:
-    """S by the memory budget, the same on every rank; a collective call.
+    """Return the number of slots S by the memory budget, the same on every rank; a collective call.
 
-    Two slots a rank let plans come to 1.05 of the mean at up to 1,024 ranks (docs/expert_parallel.md). What help takes
-    may be a twentieth of the budget.
+    Two slots a rank let plans come to 1.05 of the mean at up to 1,024 ranks (docs/expert_parallel.md). Clones may take
+    a twentieth of the budget.
     """
     device = ranks.device
     device_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_bytes()
     budget = parse_budget(config.memory_budget, device_bytes)
     fits = [slots for slots in range(1, _MOST_SLOTS + 1) if _clones_bytes(found, slots) * _SLOTS_PART <= (budget or 0)]
     own = max(fits, default=0)
-    told = gather_rows(Exchange(ranks.group, device), torch.tensor([own]), Place("the model", "sharding"))
-    return int(told.min())
+    slots_by_rank = gather_rows(Exchange(ranks.group, device), torch.tensor([own]), Place("the model", "sharding"))
+    return int(slots_by_rank.min())
 
 
 def _clones_bytes(found: Sequence[ShardedParameter], slots: int) -> int:
-    """Of the layer where they are most; adapters of its tables come on top and are small."""
+    """Return the bytes of clones in the layer with most of them, without those of adapters, which are small."""
     by_module: dict[nn.Module, int] = {}
-    for one in found:
-        if one.expert is None:
-            parameter, placement = one.parameter, one.placement
+    for shard in found:
+        if shard.expert is None:
+            parameter, placement = shard.parameter, shard.placement
             numbers = parameter.numel() // placement.num_experts
             num_bytes = bytes_of_clones(
                 numbers, parameter.dtype, slots, placement.per_rank, with_gradients=parameter.requires_grad
             )
-            by_module[one.module] = by_module.get(one.module, 0) + num_bytes
+            by_module[shard.module] = by_module.get(shard.module, 0) + num_bytes
     return max(by_module.values(), default=0)
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
-    """Name in the model -> each sharded parameter."""
+    """Return each sharded parameter by its name in the model."""
     return {
-        f"{path}.{one.name}" if path else one.name: one
+        f"{path}.{shard.name}" if path else shard.name: shard
         for path, module in model.named_modules()
-        for one in getattr(module, _ATTRIBUTE, ())
+        for shard in getattr(module, _ATTRIBUTE, ())
     }
 
 
@@ -150,32 +150,38 @@ def _tables(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
             shape = tuple(module.original.shape)
             yield ShardedParameter(module, "original", path, shape, placement, None, ranks, "rows", shape[0] // packed)
             continue
-        own = {name: one for name, one in own_parameters(module).items() if one is not None}
-        sizes = {one.shape[0] for one in own.values() if one.ndim >= 3}
+        own = {name: parameter for name, parameter in own_parameters(module).items() if parameter is not None}
+        sizes = {parameter.shape[0] for parameter in own.values() if parameter.ndim >= 3}
         if len(sizes) != 1 or isinstance(module, _CONVOLUTIONS):
             continue
         (num_experts,) = sizes
-        for name, one in own.items():
-            if one.shape[0] == num_experts and (one.ndim >= 3 or (one.ndim == 2 and "bias" in name)):
+        for name, parameter in own.items():
+            if parameter.shape[0] == num_experts and (parameter.ndim >= 3 or (parameter.ndim == 2 and "bias" in name)):
                 placement = Placement(num_experts, ranks.num_ranks)
-                yield ShardedParameter(module, name, path, tuple(one.shape), placement, None, ranks)
+                yield ShardedParameter(module, name, path, tuple(parameter.shape), placement, None, ranks)
 
 
 def _lists(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or "expert" not in path.rpartition(".")[2].lower():
             continue
-        named = module.items() if isinstance(module, nn.ModuleDict) else ((str(i), one) for i, one in enumerate(module))
+        named = (
+            module.items()
+            if isinstance(module, nn.ModuleDict)
+            else ((str(i), submodule) for i, submodule in enumerate(module))
+        )
         members = dict(named)
-        layouts = {tuple((name, one.shape) for name, one in member.named_parameters()) for member in members.values()}
+        layouts = {
+            tuple((name, param.shape) for name, param in member.named_parameters()) for member in members.values()
+        }
         if len(members) < 2 or len(layouts) != 1:
             continue
         placement = Placement(len(members), ranks.num_ranks)
         for expert, (key, member) in enumerate(members.items()):
             for child_path, child in member.named_modules(prefix=f"{path}.{key}"):
-                for name, one in own_parameters(child).items():
-                    if one is not None:
-                        yield ShardedParameter(child, name, child_path, tuple(one.shape), placement, expert, ranks)
+                for name, param in own_parameters(child).items():
+                    if param is not None:
+                        yield ShardedParameter(child, name, child_path, tuple(param.shape), placement, expert, ranks)
 
 
 def _names_experts(text: str) -> bool:
@@ -184,20 +190,20 @@ def _names_experts(text: str) -> bool:
 
 def _make_whole_when_read(module: nn.Module, owned: Sequence[ShardedParameter]) -> None:
     cls = type(module)
-    own: dict[str, Any] = {one.name: property(_reader(one)) for one in owned}
-    for one in owned:
-        if one.layout != "table":
-            own[EXPERTS_FIRST] = property(_reader_of_experts(one))
+    own: dict[str, Any] = {shard.name: property(_reader(shard)) for shard in owned}
+    for shard in owned:
+        if shard.layout != "table":
+            own[EXPERTS_FIRST] = property(_reader_of_experts(shard))
     own |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__setattr__": _setter(cls, owned)}
     module.__class__ = type(cls.__name__, (cls,), own)
 
 
 def _setter(cls: type[nn.Module], owned: Sequence[ShardedParameter]) -> Any:
-    """How a module's attributes are set. FSDP2 sets the parameters that it shards, where this is not torch's own way.
+    """Return a `__setattr__` that rejects parameters sharded by FSDP2, which sets them through an overridden one.
 
-    It would cut each rank's slice and join parts of different experts.
+    FSDP2 would cut each rank's slice and join parts of different experts.
     """
-    names = {one.name: one.full_name for one in owned}
+    names = {shard.name: shard.full_name for shard in owned}
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
         if name in names and isinstance(value, DTensor):
@@ -234,7 +240,7 @@ def _reader(one: ShardedParameter) -> Any:
 
 
 def _reader_of_experts(one: ShardedParameter) -> Any:
-    """The whole of a table, or of adapters' factors, as [E,...]."""
+    """Return a getter of a whole expert weight, or of a whole adapter factor, as [E,...]."""
     name, full_name, key, layout, rank = one.name, one.full_name, one.ranks.key, one.layout, one.rank
     num_experts = one.placement.num_experts
 
@@ -251,12 +257,12 @@ def _reader_of_experts(one: ShardedParameter) -> Any:
 def _described(
     model: nn.Module, found: Sequence[ShardedParameter], config: Config, ranks: ExpertGroup
 ) -> dict[str, str]:
-    """What every rank of the group must share, in words, by name."""
-    sharded = {id(one.parameter) for one in found}
+    """Return by name, in words, the parameters and options that must be the same on every rank of the group."""
+    sharded = {id(shard.parameter) for shard in found}
     described = {
-        f"parameter {name}": f"{list(one.shape)} {one.dtype}"
-        f"{'' if one.requires_grad else ', frozen'}{', sharded' if id(one) in sharded else ''}"
-        for name, one in model.named_parameters()
+        f"parameter {name}": f"{list(parameter.shape)} {parameter.dtype}"
+        f"{'' if parameter.requires_grad else ', frozen'}{', sharded' if id(parameter) in sharded else ''}"
+        for name, parameter in model.named_parameters()
     }
     for field in dataclasses.fields(config):
         if field.name != "memory_budget":
@@ -272,8 +278,8 @@ def _check_same(own: dict[str, str], ranks: ExpertGroup) -> None:
         dist.all_gather_object(everyone, own, group=ranks.group)
     for rank, other in enumerate(everyone):
         for name in {**everyone[0], **other}:
-            here, there = everyone[0].get(name, "absent"), other.get(name, "absent")
-            if here != there:
+            base, value = everyone[0].get(name, "absent"), other.get(name, "absent")
+            if base != value:
                 raise RanksDisagree(
-                    f"ranks of the expert parallel group differ: {name} is {here} on rank 0 and {there} on rank {rank}"
+                    f"ranks of the expert parallel group differ: {name} is {base} on rank 0 and {value} on rank {rank}"
                 )

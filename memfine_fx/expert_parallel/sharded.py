@@ -1,4 +1,4 @@
-"""One region whose experts are sharded: what the op pair calls in the place of the single process's loop."""
+"""Run one region whose experts are sharded: the op pair calls this instead of the single process's chunk loop."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ __all__ = ["ShardedExperts"]
 ItemT = TypeVar("ItemT")
 
 _STEP_FLOPS = 3.5
-"""FLOPs of a step for each of its forward: backward takes twice as many, and computes some again."""
+"""FLOPs of a step per FLOP of its forward: backward takes twice as many, and recomputes some."""
 _LEAST_KEPT = 64
-"""Rows for whose sake rounds are made as small as what can be kept."""
+"""Fewest rows that can be saved for which rounds are made as small as these."""
 _LATENCY_S = 1e-4
-"""Of a message, with the work around it."""
+"""Seconds of a message, with the work around it."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How one step's rows go: by rounds or slices, and who helps, if anybody does."""
+    """The route of one step's rows: a schedule of rounds or slices, and the replication of experts, None without."""
 
     schedule: Schedule
     spread: Spread | None = None
 
 
 class _LatestWay:
-    """The way of the latest counts: backward walks that of forward, and counts that repeat theirs.
+    """A cache of the route of the latest counts: backward reuses that of forward, and so do repeated counts.
 
-    It is a function of the gathered table alone, which backward finds among what forward saved. What clones there were
-    in the step before stands in the table too, from each rank its own: a rank that has compiled the layer again knows
-    of none, and so all ranks know that.
+    A route is a function of the gathered table alone, which backward finds among what forward saved. The table also
+    holds the clones of the step before, from each rank its own: a rank that has recompiled the layer knows of none, and
+    so all ranks know that.
     """
 
     def __init__(self, placement: Placement, travel: Travel) -> None:
@@ -71,12 +71,12 @@ class _LatestWay:
         self._latest: tuple[torch.Tensor, _Way] | None = None
 
     def clones_on(self, rank: int, slots: int) -> tuple[int, ...]:
-        """The experts in a rank's slots in the latest step, -1 for none."""
+        """Return the experts in a rank's slots in the latest step, -1 for none."""
         spread = None if self._latest is None else self._latest[1].spread
         return (-1,) * slots if spread is None else tuple(spread.clones_on(rank))
 
     def of(self, table: Table, costs: HelpCosts | None) -> _Way:
-        """See `ShardedExperts`; without `costs` nobody helps."""
+        """Return the route for a gathered table; without `costs` no expert is replicated."""
         latest = self._latest
         if latest is not None and torch.equal(latest[0], table.rows):
             return latest[1]
@@ -94,17 +94,17 @@ class _LatestWay:
 
 @dataclass(frozen=True)
 class ShardedExperts:
-    """See `runtime.parallel.RowExchange`.
+    """The sharded experts of one region; implements `runtime.parallel.RowExchange`.
 
     Args:
         ranks: that share the experts.
         placement: of the experts on them.
         layer: its name, for messages.
-        doing: what running it is called among the ranks, the same on each that runs the same.
+        doing: description of its run in announcements, the same on each rank that runs the same.
         axis: along which it is cut; not read from a plan, which a rank may fail to make in the middle of a step.
-        chunk_rows: the most rows of a chunk of what came in a round.
+        chunk_rows: the most rows of a chunk of the rows received in a round.
         flops_per_row: of the expert function's matmuls on one row, forward.
-        num_trained: numbers of one expert in tables that are trained: a clone's gradient.
+        num_trained: elements of one expert in weights that are trained: the size of a clone's gradient.
     """
 
     ranks: ExpertGroup
@@ -126,7 +126,7 @@ class ShardedExperts:
 
     @property
     def travel(self) -> Travel:
-        """What it takes beyond the chunk loop."""
+        """Return the sizes of the all-to-all, whose buffers come on top of the chunk loop's."""
         is_cut = self.axis == "rows"
         return Travel(
             self.ranks.num_ranks,
@@ -199,7 +199,7 @@ class ShardedExperts:
         own_wanted = self._own(region, wanted_params)
         lower = partial(region.lower, routed.num_tokens)
         grad_hidden, grad_weight, opened = walk.backward(grad, wanted, own_wanted, lower)
-        gradients = [one for one in (grad_hidden, grad_weight) if one is not None]
+        gradients = [gradient for gradient in (grad_hidden, grad_weight) if gradient is not None]
         kinds = region.bodies.param_kinds
         for kind, tensors, flags, param in zip(kinds, routed.params, wanted_params, opened, strict=True):
             own = [] if param is None else param.finish_all()
@@ -239,7 +239,7 @@ class ShardedExperts:
         return _Way(agreed_slices(self._exchange, self.placement, table, routed, region.tuner.bins, place))
 
     def _help_costs(self, region: LiveRegion, routed: Routed) -> HelpCosts | None:
-        """What help costs here, the same on every rank; None where nobody may help."""
+        """Return the costs of replication in this layer, the same on every rank; None where there may be no clones."""
         bodies = region.bodies
         if not self.ranks.slots or not can_clone(bodies.param_kinds):
             return None
@@ -261,7 +261,7 @@ class ShardedExperts:
         )
 
     def _own(self, region: LiveRegion, groups: Sequence[Sequence[ItemT]]) -> list[Sequence[ItemT]]:
-        """This rank's part of what belongs to the parameters: of E tensors those of its experts."""
+        """Return this rank's items of each parameter's group: of E tensors those of its experts."""
         owned = self.placement.owned(self.ranks.rank)
         return [
             group[owned.start : owned.stop] if kind == "each" else group
@@ -271,7 +271,7 @@ class ShardedExperts:
     def _among_all(
         self, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], own: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Gradients of E tensors, of which other ranks' are empty here."""
+        """Return the wanted gradients of E tensors; those of other ranks' experts are empty here."""
         owned, mine = self.placement.owned(self.ranks.rank), iter(own)
         return [
             next(mine) if expert in owned else torch.empty_like(tensor)
@@ -281,5 +281,5 @@ class ShardedExperts:
 
 
 def _packing(hidden: torch.Tensor, weight: torch.Tensor | None) -> Packing:
-    """Of rows and their weights."""
+    """Return the column layout of rows and their routing weights."""
     return Packing.of([hidden, *([] if weight is None else [weight.reshape(-1)])])

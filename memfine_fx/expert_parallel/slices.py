@@ -27,7 +27,7 @@ __all__ = ["agreed_slices", "number_of_slices"]
 
 
 def number_of_slices(table: Table, placement: Placement, bins: Sequence[int] | None) -> int:
-    """c, the most that any rank asks for."""
+    """Return c, the most slices that any rank asks for."""
     received: list[int] = placement.by_rank(table.counts.sum(dim=0)).tolist()
     return max(chunk_count(rows, limit, bins) for rows, limit in zip(received, table.limits, strict=True))
 
@@ -35,7 +35,7 @@ def number_of_slices(table: Table, placement: Placement, bins: Sequence[int] | N
 def agreed_slices(
     exchange: Exchange, placement: Placement, table: Table, routed: Routed, bins: Sequence[int] | None, place: Place
 ) -> TokenSlices:
-    """The slices of this step; a collective call.
+    """Return the slices of this step; a collective call.
 
     Args:
         exchange: of the layer.

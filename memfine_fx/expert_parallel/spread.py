@@ -1,12 +1,12 @@
-"""Counts of rows as a plan of help spreads them: every rank has its own experts and S slots.
+"""Count rows by place under a replication plan, where every rank has its own experts and S slots.
 
 Terms
     place     an expert of a rank or one of its slots; ranks have equally many, first its experts (as many as the rank
-              with most owns; the last ranks may have some that nobody is), then the slots: P of them in all
+              with most owns; the last ranks may have some without an expert), then the slots: P of them in all
 
 1. Rows of (source, expert), which stand together in the source's expert order, are cut in ranges: the owner's first,
    then each clone's in the order of the plan. So a place's rows of a source are one range there, as an expert's are.
-2. With these counts [ep,P] the schedule is that of experts: rounds, legs and kept rounds know of no help.
+2. With these counts [ep,P] the schedule is that of experts: rounds, legs and saved rounds need not know of clones.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Spread", "spread_rows"]
 
 @dataclass(frozen=True)
 class Spread:
-    """Who computes which rows.
+    """The assignment of rows to experts and slots of ranks under a replication plan.
 
     Args:
         counts: [ep,P], rows that each source has for each place.
         before: [ep,P], rows of the same (source, expert) that go to other places before.
-        experts: [P], whose rows a place has; -1 where nobody's.
+        experts: [P], the expert whose rows a place has; -1 for none.
         placement: of the places on ranks.
         slots: S.
     """
@@ -41,32 +41,32 @@ class Spread:
 
     @property
     def num_own(self) -> int:
-        """Places of a rank that are not slots."""
+        """Return the number of a rank's places that are not slots."""
         return self.placement.per_rank - self.slots
 
     @property
     def num_clones(self) -> int:
-        """Slots in use on all ranks."""
+        """Return the number of slots in use on all ranks."""
         return int((self.experts.view(-1, self.placement.per_rank)[:, self.num_own :] >= 0).sum())
 
     def clones_on(self, rank: int) -> list[int]:
-        """The experts in a rank's slots; -1 for none."""
+        """Return the experts in a rank's slots; -1 for none."""
         owned = self.placement.owned(rank)
-        found: list[int] = self.experts[owned.start + self.num_own : owned.stop].tolist()
-        return found
+        experts: list[int] = self.experts[owned.start + self.num_own : owned.stop].tolist()
+        return experts
 
     def begins(self, expert_begins: torch.Tensor, rank: int) -> torch.Tensor:
-        """[P]: where a source's rows of each place begin in its expert order.
+        """Return the positions at which a source's rows of each place begin in its expert order, [P].
 
         Args:
-            expert_begins: [E], where its rows of each expert do.
+            expert_begins: [E], positions at which its rows of each expert begin.
             rank: of the source.
         """
         return expert_begins[self.experts.clamp(min=0)] + self.before[rank]
 
 
 def spread_rows(counts: torch.Tensor, placement: Placement, plan: Help, slots: int, node_ranks: int) -> Spread:
-    """The places' rows under a plan.
+    """Return the rows of each place under a plan.
 
     Args:
         counts: [ep,E] int64 on the host.
@@ -87,12 +87,12 @@ def spread_rows(counts: torch.Tensor, placement: Placement, plan: Help, slots: i
     used = [0] * num_ranks
     for expert, clones in plan.by_expert().items():
         split = split_rows(counts[:, expert], clones, placement.owner(expert), node_ranks)
-        found = [int(own[expert])]
+        expert_places = [int(own[expert])]
         for clone in clones:
-            found.append(clone.rank * width + placement.per_rank + used[clone.rank])
+            expert_places.append(clone.rank * width + placement.per_rank + used[clone.rank])
             used[clone.rank] += 1
-        experts[found] = expert
-        spread[:, found] = split.t()
-        before[:, found] = (split.cumsum(0) - split).t()
+        experts[expert_places] = expert
+        spread[:, expert_places] = split.t()
+        before[:, expert_places] = (split.cumsum(0) - split).t()
     assert max(used) <= slots, "a plan has more clones on a rank than there are slots"
     return Spread(spread, before, experts, places, slots)

@@ -1,11 +1,11 @@
-"""Checkpoints of a model with sharded experts, through torch.distributed.checkpoint.
+"""Save and load a model with sharded experts through torch.distributed.checkpoint.
 
     state = TrainingState(model, optimizer)
     dcp.save({"training": state}, checkpoint_id=folder)      # and on any number of ranks, later:
     dcp.load({"training": state}, checkpoint_id=folder)
 
-Tables of experts and what an optimizer keeps of them are DTensors, so that they are saved in parts, once for all
-replicas, and read back for another number of ranks.
+Expert weights and their optimizer state are DTensors, so that they are saved in parts, once for all replicas, and can
+be loaded on another number of ranks.
 """
 
 from __future__ import annotations
@@ -47,16 +47,18 @@ class TrainingState(Stateful):
             self._load_optimizer(self._optimizer, state_dict["optimizer"])
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What the optimizer keeps of each parameter, by the parameter's name, and its options."""
+        """Return the optimizer's state of each parameter, by the parameter's name, and its options."""
         _make_state(optimizer)
         sharded = sharded_parameters(self._model)
-        kept = {}
+        state_by_name = {}
         for name, parameter in self._model.named_parameters():
             own = sharded.get(name)
             if parameter in optimizer.state and (own is None or own.is_here):
-                kept[name] = {key: _said(value, parameter, own) for key, value in optimizer.state[parameter].items()}
+                state_by_name[name] = {
+                    key: _said(value, parameter, own) for key, value in optimizer.state[parameter].items()
+                }
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        return {"state": kept, "options": options}
+        return {"state": state_by_name, "options": options}
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         sharded = sharded_parameters(self._model)
@@ -68,16 +70,19 @@ class TrainingState(Stateful):
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that never stepped make its state, as it must be there to be loaded into.
+    """Make an optimizer that never stepped allocate its state, which must exist to be loaded into.
 
-    As torch.distributed.checkpoint does it: a step with gradients of zero and no learning rate, which counts as a step.
+    As in torch.distributed.checkpoint, it makes a step with zero gradients and a zero learning rate, which counts as a
+    step.
     """
-    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    if optimizer.state or any(one.grad is not None for one in parameters):
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+    ]
+    if optimizer.state or any(parameter.grad is not None for parameter in parameters):
         return
     rates = [group["lr"] for group in optimizer.param_groups]
-    for one in parameters:
-        one.grad = torch.zeros_like(one)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
     optimizer.step()
@@ -97,13 +102,13 @@ def _heard(value: Any, own: ShardedParameter | None) -> Any:
 
 
 def _parametrized(name: str) -> str:
-    """The parameter of which bitsandbytes writes the packed numbers under `name`, that of the table."""
+    """Return the parameter of which bitsandbytes saves the packed numbers under `name`, the weight's name."""
     path, _, table = name.rpartition(".")
     return f"{path}.parametrizations.{table}.original"
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of the unsharded model under its original keys, plain tensors on the host; a collective call.
+    """Return the unsharded model's state dict under its original keys, as host tensors; a collective call.
 
     Returns:
         On rank 0 of the expert group every entry, elsewhere an empty dict.
@@ -115,12 +120,12 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             own = sharded.get(name) or sharded.get(_parametrized(name))
             value = value.full_tensor() if own is None else own.whole_of(value)
         state[name] = value.detach().cpu()
-    lists = {name: one for name, one in sharded.items() if one.expert is not None}
+    lists = {name: shard for name, shard in sharded.items() if shard.expert is not None}
     if lists:
         ranks = next(iter(lists.values())).ranks
         parts: list[dict[str, torch.Tensor]] = [{}] * ranks.num_ranks
         dist.all_gather_object(parts, {name: state[name] for name in lists if name in state}, group=ranks.group)
         for part in parts:
             state.update(part)
-    is_first = all(one.ranks.rank == 0 for one in sharded.values())
+    is_first = all(shard.ranks.rank == 0 for shard in sharded.values())
     return state if is_first else {}

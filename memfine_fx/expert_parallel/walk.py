@@ -1,16 +1,16 @@
-"""One layer with experts on several ranks, walked round by round.
+"""Run one layer with experts on several ranks, round by round.
 
 Each round
 1. every source gathers the rows that leave it, leg by leg, with their routing weights (backward: also the gradients
    of their results), and they travel to the experts' owners; the next leg is filled while one travels;
-2. the owner puts what came in expert order, as index arrays, and runs the chunk loop of the single process on it, in
-   chunks of at most R rows: a layer with K = 1 whose tokens are the rows that came. So results are set in place and
-   not summed, gradients of rows where those of their results came, which nobody reads any more;
+2. the owner sorts the received rows into expert order, as index arrays, and runs the chunk loop of the single process
+   on them, in chunks of at most R rows: a layer with K = 1 whose tokens are the received rows. So results are set in
+   place and not summed, and gradients of rows overwrite the received gradients of their results, which are read before;
 3. results (backward: gradients of rows and weights) travel back the way they came and are added to their tokens, one
    leg while the next travels.
 
 With overlap the rows of round i+1 travel while round i computes, so that 2R rows are alive.
-Rows of kept rounds are received into what is kept (`kept`); in backward only the gradients of their results travel.
+Rows of saved rounds are received into the saved tensors (`kept`); in backward only gradients of their results travel.
 Rows of other rounds travel again.
 """
 
@@ -40,12 +40,12 @@ from memfine_fx.runtime.schedule import Chunk, rows_schedule
 __all__ = ["LayerWalk", "WalkStats"]
 
 _Parcels = Callable[[int, int], list[Parcel]]
-"""What comes in a round, by its number and how many rows it brings."""
+"""The parcels of a round, by its number and how many rows this rank receives in it."""
 
 
 @dataclass
 class WalkStats:
-    """What one walk did: rounds, rows of the largest, chunks, rows of the largest, whether an expert was split."""
+    """Statistics of one walk: rounds, rows of the largest, chunks, rows of the largest, whether an expert was split."""
 
     num_rounds: int = 0
     largest_round: int = 0
@@ -67,16 +67,16 @@ class LayerWalk:
     Args:
         exchange: its collectives.
         schedule: its rounds.
-        begins: [P], where this rank's rows of each place begin in its expert order; places are experts, and slots
-            where there are any.
+        begins: [P], positions at which this rank's rows of each place begin in its expert order; places are experts,
+            and slots if there are any.
         rank: of this process in the group.
         routed: its inputs, with this rank's parameters.
         bodies: the compiled expert.
-        rows: R, the most rows of a chunk of what came in a round.
+        rows: R, the most rows of a chunk of the rows received in a round.
         layer: its name, for messages.
         overlaps: whether rows of the next round travel while one computes.
-        kept: room for rounds that are kept.
-        clones: of other ranks' experts, None where nobody helps.
+        kept: tensors of the rounds that are saved.
+        clones: of other ranks' experts, None without replication.
         stats: filled while walking.
     """
 
@@ -94,7 +94,7 @@ class LayerWalk:
     stats: WalkStats
 
     def forward(self, out_dtype: torch.dtype, on_failure: Callable[[int], None]) -> torch.Tensor:
-        """[T,H_out]."""
+        """Return the layer's output, [T,H_out]."""
         hidden, bodies = self.routed.hidden, self.bodies
         out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
         result_packing = Packing(((bodies.out_width, bodies.contribution_dtype),))
@@ -124,7 +124,7 @@ class LayerWalk:
         wanted_params: Sequence[Sequence[bool]],
         on_failure: Callable[[int], None],
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[ParamGradient | None]]:
-        """(hidden's gradient, weight's [T,K], the parameters' still open); None where it is not wanted."""
+        """Return (gradient of hidden, of weight [T,K], open accumulators of the parameters); None where not wanted."""
         hidden, weight, bodies = self.routed.hidden, self.routed.flat_weight, self.bodies
         body = bodies.backward((*wanted, *map(any, wanted_params)))
         gradients = open_gradients(body, self.routed.params, bodies, wanted_params)
@@ -162,12 +162,12 @@ class LayerWalk:
                     rows_grad, part, bodies, chunks, wanted, wanted_params, on_failure, own, into=into, places=places
                 )
             del rows_grad, columns, routed, places, boxes, parts, part
-            for leg, found in returned(arrival, results, result_packing):
+            for leg, result_columns in returned(arrival, results, result_packing):
                 assignments = self._assignments(arrival.number, leg)
                 if grad_weight is not None:
-                    grad_weight.index_copy_(0, assignments, found.pop())
+                    grad_weight.index_copy_(0, assignments, result_columns.pop())
                 if grad_hidden is not None:
-                    _add_rows(grad_hidden, self._tokens(assignments), found.pop())
+                    _add_rows(grad_hidden, self._tokens(assignments), result_columns.pop())
 
         def parcels(number: int, num_rows: int) -> list[Parcel]:
             grads = Parcel([(grad, True)], grad_packing, grad_packing.buffers(num_rows, grad))
@@ -183,7 +183,7 @@ class LayerWalk:
         )
 
     def _rows_and_weights(self, number: int, num_rows: int, *, is_kept: bool = False) -> Parcel:
-        """Rows and weights of a round; where forward keeps them, they come to what is kept."""
+        """Return the parcel of a round's rows and weights; saved rounds are received into the saved tensors."""
         hidden, weight = self.routed.hidden, self.routed.flat_weight
         sources = [(hidden, True), *([] if weight is None else [(weight, False)])]
         packing = self.kept.packing
@@ -191,9 +191,9 @@ class LayerWalk:
         return Parcel(sources, packing, inboxes)
 
     def _walk(self, run: Callable[[Arrival], None], phase: str, parcels: _Parcels) -> None:
-        """Run every round on what comes.
+        """Call `run` on the received rows of every round.
 
-        What a round made dies with the call of `run`, before the next round's rows come.
+        Tensors of a round are freed when `run` returns, before the next round's rows are received.
         """
         self.stats.num_rounds = num_rounds = self.schedule.num_rounds
         start = partial(self._start, phase, parcels)
@@ -230,22 +230,24 @@ class LayerWalk:
         return WalkPlaces(self._legs, self.begins, self.routed.order.device)
 
     def _assignments(self, number: int, leg: int) -> torch.Tensor:
-        """Flat assignments t*K+k of this rank's rows of a leg."""
+        """Return the flat assignments t*K+k of this rank's rows of a leg."""
         return self.routed.order.index_select(0, self._places.sent(number, leg)).to(torch.int64)
 
     def _tokens(self, assignments: torch.Tensor) -> torch.Tensor:
         return torch.div(assignments, self.routed.top_k, rounding_mode="floor")
 
     def _range(self, number: int) -> tuple[int, int]:
-        """(first, number) of a round's rows among all that come to this rank."""
-        before, after = (int(self.schedule.received_before(self.rank, one).sum()) for one in (number, number + 1))
+        """Return (first, number) of a round's rows among all that this rank receives."""
+        before, after = (
+            int(self.schedule.received_before(self.rank, round_number).sum()) for round_number in (number, number + 1)
+        )
         return before, after - before
 
     def _values(self, arrival: Arrival) -> Kept | None:
         return self.kept.values_of(*self._range(arrival.number))
 
     def _arrived(self, arrival: Arrival, columns: Sequence[torch.Tensor]) -> Routed:
-        """What came, rows and maybe weights, as a layer of its own in the order of places."""
+        """Return the received rows, and weights if any, as a layer of its own in the order of places."""
         counts = sum((leg.received.sum(dim=0) for leg in arrival.legs[1:]), arrival.legs[0].received.sum(dim=0))
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         rows, *weights = columns
@@ -253,7 +255,7 @@ class LayerWalk:
         return Routed(rows, weight, self._places.order(arrival.number), offsets, self.routed.params, 1)
 
     def _parts(self, number: int, routed: Routed, slots: Slots | None) -> Iterator[tuple[Routed, list[Chunk]]]:
-        """A round's rows with the parameters that they meet: those of this rank's experts, then those of its slots.
+        """Yield a round's rows with the parameters that compute them: those of this rank's experts, then of its slots.
 
         Clones may still be on their way while the first of the two is computed.
         """
@@ -268,13 +270,13 @@ class LayerWalk:
 
     @property
     def _places_of_experts(self) -> range:
-        """Of this rank's places, those of its experts."""
+        """Return the places of this rank that are its own experts, not slots."""
         if self.clones is not None:
             return range(self.clones.spread.num_own)
         return range(self.schedule.received_before(self.rank, 0).numel())
 
     def _chunks(self, number: int, offsets: torch.Tensor, places: range) -> list[Chunk]:
-        """Chunks of a round's rows of some places, numbered from the first of them.
+        """Return the chunks of a round's rows of some places, numbered from the first of them.
 
         An expert whose rows come in several rounds, or of which others compute some, is split.
         """
@@ -309,13 +311,13 @@ def _add_rows(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> 
 def _columns(
     packing: Packing, buffers: Sequence[torch.Tensor], has_rows: bool, has_weight: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(rows, weights) in buffers of those that there are."""
+    """Return (rows, weights) as views of buffers; None for those that the buffers do not have."""
     views = iter(packing.views(buffers))
     return next(views) if has_rows else None, next(views) if has_weight else None
 
 
 def _apart(chunk: Chunk, is_split: Sequence[bool]) -> list[Chunk]:
-    """A chunk of several whole experts, cut where one of them has rows in other rounds."""
+    """Return a chunk of several whole experts, cut into one per expert where any has rows in other rounds."""
     experts = range(chunk.first_expert, chunk.last_expert + 1)
     if len(chunk.ends) == 1 or not any(is_split[expert] for expert in experts):
         return [chunk]

@@ -1,8 +1,8 @@
-"""The same training step without us: plain, with gradient checkpointing, and under torch.compile's own ratio.
+"""Analyse the training step without memfine_fx: plain, with checkpointing, and under torch.compile's own ratio.
 
 Each is recorded as torch.compile would take the model as it is written, from the graph's operations: the partition is
 functorch's, nothing is looked for and nothing rewritten. `activation_memory_budget` is that of functorch, a share of
-what forward would keep; what it chooses depends on the number of layers, so where layers were extended it is an
+what forward would save; what it chooses depends on the number of layers, so where layers were extended it is an
 estimate, and so is everything where layers were not found to be even.
 """
 
@@ -21,10 +21,10 @@ SHARES = (0.5, 0.0)
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to train without us.
+    """A way to train without memfine_fx, and the memory that it needs.
 
     Args:
-        what: it, in words.
+        what: the way, in words.
         total: its peak, None where it could not be recorded.
         longest_seq: that fits in the memory, 0 for none or where there is no memory; None where it is not known.
         remark: what the number leaves open, "" where nothing.
@@ -42,26 +42,26 @@ class Alternative:
 def alternatives(
     record: Callable[[bool], tuple[Analysis, bool]], longest: Callable[[Callable[[int], int]], int]
 ) -> tuple[Alternative, ...]:
-    """Side by side, in the order of the module's first line.
+    """Return plain training, then torch.compile under each of `SHARES`, then gradient checkpointing of layers.
 
     Args:
         record: whether layers are checkpointed -> the records of plain training, and whether they are exact.
-        longest: bytes by length -> the longest sequence that fits.
+        longest: a function from length to bytes -> the longest sequence that fits.
     """
-    found = []
+    results = []
     for checkpoints, what in ((False, "plain training (torch.compile)"), (True, "gradient checkpointing of layers")):
         try:
             analysis, is_exact = record(checkpoints)
         except (ConfigError, MemfineError) as error:
-            found.append(Alternative(what, None, remark=f"could not be recorded: {error}"))
+            results.append(Alternative(what, None, remark=f"could not be recorded: {error}"))
             continue
         plans = {"asked": what}
         if not checkpoints:
             plans |= {str(share): f"torch.compile with activation_memory_budget={share}" for share in SHARES}
         for plan, name in plans.items():
             is_sure = is_exact and plan == "asked"
-            found.append(_alternative(analysis, plan, name, longest, "" if is_sure else "an estimate"))
-    return tuple(found)
+            results.append(_alternative(analysis, plan, name, longest, "" if is_sure else "an estimate"))
+    return tuple(results)
 
 
 def _alternative(
@@ -69,5 +69,5 @@ def _alternative(
 ) -> Alternative:
     setup = analysis.setup
     total = analysis.total(plan, setup.batch, setup.seq)
-    seq = longest(lambda one: analysis.total(plan, setup.batch, one).num_bytes) if analysis.has_seq else None
+    seq = longest(lambda length: analysis.total(plan, setup.batch, length).num_bytes) if analysis.has_seq else None
     return Alternative(name, total, seq, remark, analysis, plan)

@@ -1,4 +1,4 @@
-"""A model's peaks by plan, batch and sequence length, without recording anything again."""
+"""Compute a model's peak memory by plan, batch and sequence length, without recording anything again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GATHERED_LAYERS = 2  # the one that runs, and the one that is gathered meanwhil
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """What is there in every step.
+    """The bytes that are allocated throughout every step.
 
     Args:
         parameters, trained: all, with scales of those in 4 bits, and of them those that are trained.
@@ -31,7 +31,7 @@ class StaticBytes:
         optimizer: its bytes.
         layer: parameters of the largest layer; trained_layer: those of them that are trained.
         root: parameters that are in no layer.
-        experts, trained_experts: parameters that are tables over experts.
+        experts, trained_experts: parameters that are expert weights.
         num_parameters: how many numbers they are.
     """
 
@@ -49,7 +49,7 @@ class StaticBytes:
 
 @dataclass(frozen=True)
 class StepTotal:
-    """The most bytes of a whole step.
+    """The peak memory of a whole step.
 
     Args:
         where: "forward", "backward" or "optimizer step".
@@ -66,7 +66,7 @@ class StepTotal:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What `record_step` found, and how often the repeated layers stand in the model.
+    """The records of a model's step from `record_step`, and how often the repeated layers occur in the model.
 
     Args:
         records: one, of the whole model; or two, of a few repeats and of one more.
@@ -85,37 +85,40 @@ class Analysis:
     stack: Stack | None = None
 
     def total(self, plan: str, batch: int, seq: int, rows: int | None = None) -> StepTotal:
-        """The peak of a whole step.
+        """Return the peak of a whole step.
 
         Args:
             plan: one of the records' runs.
-            rows: a chunk may have; None for as many as the plan has.
+            rows: that a chunk may have; None for as many as the plan has.
 
         For a plan other than "asked" it is the budget that the plan is chosen under: where its bytes are an estimate,
         with the margin that the planner leaves too.
         """
         if plan == "least":
             rows = LEAST_ROWS if rows is None else rows
-            totals = [self._total(one, batch, seq, rows) for one in self.least_plans]
-            return min(totals, key=lambda one: one.num_bytes)
+            totals = [self._total(candidate, batch, seq, rows) for candidate in self.least_plans]
+            return min(totals, key=lambda total: total.num_bytes)
         if plan == "most":
-            return max((self._total(one, batch, seq, rows) for one in self.most_plans), key=lambda one: one.num_bytes)
+            return max(
+                (self._total(candidate, batch, seq, rows) for candidate in self.most_plans),
+                key=lambda total: total.num_bytes,
+            )
         return self._total(plan, batch, seq, rows)
 
     @property
     def most_plans(self) -> tuple[str, ...]:
-        """Those whose larger one is the budget that nothing is computed again under: it must hold both."""
+        """Return the plans whose larger peak is the budget under which nothing is recomputed: it must hold both."""
         return ("most", ESTIMATED) if ESTIMATED in self.records[0].runs else ("most",)
 
     @functools.cached_property
     def is_asked_known(self) -> bool:
-        """Whether "asked" holds for every layer: what was extended must keep the same of each."""
-        return len(self.records) == 1 or is_even(*(one.runs["asked"] for one in self.records))
+        """Return whether "asked" holds for every layer: extended layers must all save the same."""
+        return len(self.records) == 1 or is_even(*(record.runs["asked"] for record in self.records))
 
     def alike(self, plan: str) -> list[tuple[int, int]]:
-        """Of a plan of two records, see `aligned`; as they were recorded, whatever sizes are asked."""
+        """Return the stretches that two records of a plan share, see `aligned`, at the sizes that were recorded."""
         if plan not in self._alike:
-            short, long = (one.runs[plan] for one in self.records)
+            short, long = (record.runs[plan] for record in self.records)
             self._alike[plan] = aligned(short, long)
         return self._alike[plan]
 
@@ -125,36 +128,36 @@ class Analysis:
 
     @property
     def has_batch(self) -> bool:
-        """Whether the records hold for other batches."""
-        return all(one.has_batch for one in self.records)
+        """Return whether the records hold for other batches."""
+        return all(record.has_batch for record in self.records)
 
     @property
     def has_seq(self) -> bool:
-        """Whether the records hold for other lengths."""
-        return all(one.has_seq for one in self.records)
+        """Return whether the records hold for other sequence lengths."""
+        return all(record.has_seq for record in self.records)
 
     @property
     def constant_inputs(self) -> int:
-        """Bytes of inputs of any batch and length, the model's buffers among them."""
+        """Return the bytes of inputs that are the same at any batch and length, the model's buffers among them."""
         return max(self.static.buffers, self.records[0].constant_inputs)
 
     def lightest(self, batch: int, seq: int) -> StepTotal:
-        """What the step needs at least: under the smallest budget, or as it was asked for.
+        """Return the smallest peak of the step: under the smallest budget, or as it was asked for.
 
-        A budget drops a model's own checkpoints for what it computes again itself. Without one they stay, with chunks
+        A budget drops a model's own checkpoints for what it recomputes itself. Without one they stay, with chunks
         inside of them, and that may hold less.
         """
         least = self.total("least", batch, seq)
         if self.setup.budget is not None or not self.is_asked_known:
             return least
-        return min(least, self.asked(batch, seq), key=lambda one: one.num_bytes)
+        return min(least, self.asked(batch, seq), key=lambda total: total.num_bytes)
 
     @functools.cached_property
     def least_plans(self) -> tuple[str, ...]:
-        """Those whose smaller one is the smallest budget's; of extended layers only what keeps the same of each.
+        """Return the plans whose smallest peak is the smallest budget; of extended layers only those that save alike.
 
-        The plan for the smallest budget computes again what costs least of the whole step, which is another share of a
-        few layers than of many. The planner has the even ones too, or less, so their bytes are enough.
+        The plan for the smallest budget recomputes what costs least of the whole step, which is another share of a few
+        layers than of many. The planner has the even plans too, or less, so their bytes are enough.
         """
         if len(self.records) == 1:
             return ("least",)
@@ -163,22 +166,23 @@ class Analysis:
         return (*evens, "most")
 
     def _total(self, plan: str, batch: int, seq: int, rows: int | None) -> StepTotal:
-        found = [
+        moments_by_record = [
             moments_of(runs, self._size_of(runs, rows))
-            for runs in (one.sized(plan, batch, seq) for one in self.records)
+            for runs in (record.sized(plan, batch, seq) for record in self.records)
         ]
-        if len(found) == 1:
-            moments = [moment for stretches in found[0] for moment in stretches]
-            peak = max(moments, key=lambda one: one.num_bytes)
+        if len(moments_by_record) == 1:
+            moments = [moment for stretches in moments_by_record[0] for moment in stretches]
+            peak = max(moments, key=lambda moment: moment.num_bytes)
         else:
-            peak = stretched(found[0], found[1], self.more, self.alike(plan))
+            peak = stretched(moments_by_record[0], moments_by_record[1], self.more, self.alike(plan))
         percent = MARGIN_PERCENT if plan in self.records[0].estimated else 0
         return self._with_static(peak, batch, seq, peak.num_bytes * percent // 100)
 
     def asked(self, batch: int, seq: int) -> StepTotal:
-        """Under the setup's own budget: chunks as large as it allows.
+        """Return the peak under the setup's own budget, with chunks as large as it allows.
 
-        Where not even the smallest keep it, the plan of the smallest budget is taken, and else what that needs.
+        Where not even the smallest chunks meet it, the plan of the smallest budget is taken; where that exceeds the
+        budget too, its peak with the smallest chunks is returned.
         """
         budget = parse_budget(self.setup.budget)
         free = self.total("asked", batch, seq)
@@ -187,7 +191,9 @@ class Analysis:
         plan = "asked" if self.total("asked", batch, seq, LEAST_ROWS).num_bytes <= budget else "least"
         if self.total(plan, batch, seq, LEAST_ROWS).num_bytes > budget:
             return self.total(plan, batch, seq, LEAST_ROWS)
-        rows = largest(LEAST_ROWS, batch * seq + 1, lambda one: self.total(plan, batch, seq, one).num_bytes <= budget)
+        rows = largest(
+            LEAST_ROWS, batch * seq + 1, lambda candidate: self.total(plan, batch, seq, candidate).num_bytes <= budget
+        )
         return self.total(plan, batch, seq, rows)
 
     def _size_of(self, runs: tuple[RunMemory, ...], rows: int | None) -> SizeOf:
@@ -225,21 +231,26 @@ class Analysis:
             parts["gradients that FSDP has not reduced"] = min(gradients, static.trained_layer)
         parts["margin of the estimate"] = margin
         within = StepTotal(peak.where, _sorted(always | parts))
-        held = self._on_rank(static.trained, static.trained_experts)
-        stepping = {"gradients": held, "working set of the optimizer": -(-optimizer.working // self.setup.fsdp)}
+        gradient_bytes = self._on_rank(static.trained, static.trained_experts)
+        stepping = {
+            "gradients": gradient_bytes,
+            "working set of the optimizer": -(-optimizer.working // self.setup.fsdp),
+        }
         after = StepTotal("optimizer step", _sorted(always | stepping))
-        return max(within, after, key=lambda one: one.num_bytes)
+        return max(within, after, key=lambda total: total.num_bytes)
 
     def _of_experts(self, num_bytes: int) -> int:
-        """As much of it as belongs to experts, where it goes with trained parameters."""
+        """Return the part of `num_bytes` that belongs to experts, if bytes are proportional to trained parameters."""
         return num_bytes * self.static.trained_experts // max(1, self.static.trained)
 
     def _on_rank(self, num_bytes: int, of_experts: int) -> int:
-        """What one rank has of bytes that go with parameters."""
+        """Return one rank's share of bytes that are sharded with the parameters."""
         if self.setup.fsdp > 1:
             return -(-num_bytes // self.setup.fsdp)
         return num_bytes - of_experts + -(-of_experts // self.setup.expert_parallel)
 
 
 def _sorted(terms: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(((name, one) for name, one in terms.items() if one), key=lambda term: -term[1]))
+    return tuple(
+        sorted(((name, num_bytes) for name, num_bytes in terms.items() if num_bytes), key=lambda term: -term[1])
+    )

@@ -1,4 +1,4 @@
-"""From a config and a setup to the answer: the steps of `fit` in their order."""
+"""Answer `fit` from a config and a setup, step by step."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _ESTIMATES = {
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is asked of a setup.
+    """A question to `fit` about a setup: the device, the routing, and what is compared.
 
     Args:
         memory, gpu: of the device, as bytes or by its name.
         device: "cpu" or "cuda".
         has_even_routing: rows are spread evenly over experts.
-        compares: whether the same step without us, and LoRA where nothing fits, are recorded too.
+        compares: whether the same step without memfine_fx, and LoRA where nothing fits, are recorded too.
     """
 
     memory: MemoryBudget = None
@@ -73,13 +73,13 @@ class Question:
 
     @property
     def available(self) -> int | None:
-        """Of the memory for the step itself."""
+        """Return the bytes of the memory that are left for the step itself; None where no memory was given."""
         total = self.memory_bytes
         return None if total is None else total - sum(term.num_bytes for term in self.terms)
 
 
 def answer(source: object, setup: Setup, question: Question, config: Config) -> FitReport:
-    """See `memfine_fx.fit`."""
+    """Return the answer of `memfine_fx.fit`."""
     question.memory_bytes  # noqa: B018  # an unknown device is named before anything is recorded
     source = loaded_config(source)
     analysis, how = analyse(source, setup, config, has_even_routing=question.has_even_routing)
@@ -104,7 +104,7 @@ def analyse(
     has_even_routing: bool = False,
     plans: tuple[str, ...] = PLANS,
 ) -> tuple[Analysis, str]:
-    """The records of a model, and what was recorded, in words; `plans` of models that are recorded whole."""
+    """Return a model's records, and in words what was recorded; `plans` apply to models that are recorded whole."""
     analysis, _ = _analysed(source, setup, config, None, has_even_routing, plans)
     if len(analysis.records) == 1:
         has_stack = analysis.records[0].is_of_graph
@@ -120,7 +120,7 @@ def analyse(
 
 
 def analysed_plainly(source: object, setup: Setup, config: Config) -> Analysis:
-    """The records of the same step as torch.compile takes it; its plan is "asked"."""
+    """Return the records of the same step as torch.compile compiles it; their plan is "asked"."""
     return _analysed(source, setup, config, (), False)[0]
 
 
@@ -132,7 +132,7 @@ def _analysed(
     has_even_routing: bool,
     plans: tuple[str, ...] = PLANS,
 ) -> tuple[Analysis, bool]:
-    """The records, and whether they are exact for every layer."""
+    """Return the records, and whether they are exact for every layer."""
     whole = fake_model(source, setup, _mode())
     static = _static_bytes(whole, setup)
     stack = find_stack(whole)
@@ -140,7 +140,7 @@ def _analysed(
     if stack is not None and not config.has_budget:
         fewest = fewest_repeats(stack.unit)
         pair = tuple(_recorded(source, setup, config, stack, repeats, shares) for repeats in (fewest, fewest + 1))
-        short, long = (one.runs["most" if shares is None else "asked"] for one in pair)
+        short, long = (recorded_step.runs["most" if shares is None else "asked"] for recorded_step in pair)
         is_exact = is_even(short, long) and (shares is None or has_all_alike(short, long))
         if is_exact or shares is not None:
             more = stack.repeats - fewest
@@ -153,7 +153,7 @@ def _analysed(
 
 
 def _budget_of_step(setup: Setup, static: StaticBytes) -> MemoryBudget:
-    """What is left of the budget for what the pipeline counts: it knows of no fp32 copies."""
+    """Return the budget less the fp32 copies of parameters, which the pipeline does not count."""
     budget = parse_budget(setup.budget)
     return setup.budget if budget is None else max(1, budget - static.optimizer.masters)
 
@@ -189,15 +189,15 @@ def _static_bytes(model: torch.nn.Module, setup: Setup) -> StaticBytes:
 
 
 def _trained(tensors: list[Any]) -> list[Any]:
-    return [one for one in tensors if one.requires_grad]
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _num_bytes(tensors: list[Any]) -> int:
-    return sum({storage_id(one): one.untyped_storage().nbytes() for one in tensors}.values())
+    return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def report_of(source: object, analysis: Analysis, how: str, question: Question) -> FitReport:
-    """The answer that these records give, without what is compared with it."""
+    """Return the answer that these records give, without the alternatives that are compared with it."""
     setup, record = analysis.setup, analysis.records[-1]
     batch, seq = setup.batch, setup.seq
     is_extended = len(analysis.records) > 1
@@ -208,8 +208,8 @@ def report_of(source: object, analysis: Analysis, how: str, question: Question) 
         analysis.asked(batch, seq) if analysis.is_asked_known else None,
         analysis.total("least", batch, seq),
         analysis.total("most", batch, seq),
-        _longest_seq(question, lambda one: analysis.lightest(batch, one).num_bytes) if analysis.has_seq else None,
-        _longest(question, _MOST_SEQUENCES, lambda one: analysis.lightest(one, seq).num_bytes, 1)
+        _longest_seq(question, lambda length: analysis.lightest(batch, length).num_bytes) if analysis.has_seq else None,
+        _longest(question, _MOST_SEQUENCES, lambda num_sequences: analysis.lightest(num_sequences, seq).num_bytes, 1)
         if analysis.has_batch
         else None,
         question.terms,
@@ -230,36 +230,36 @@ def _longest(question: Question, most: int, needed: Callable[[int], int], least:
     available = question.available
     if available is None or needed(least) > available:
         return 0
-    return largest(least, most + 1, lambda one: needed(one) <= available)
+    return largest(least, most + 1, lambda size: needed(size) <= available)
 
 
 def _alternatives(source: object, setup: Setup, config: Config, question: Question) -> tuple[Alternative, ...]:
     def record(checkpoints: bool) -> tuple[Analysis, bool]:
-        asked = dataclasses.replace(setup, checkpointing=checkpoints, budget=None)
+        plain_setup = dataclasses.replace(setup, checkpointing=checkpoints, budget=None)
         shares = () if checkpoints else SHARES
-        return _analysed(source, asked, config, shares, question.has_even_routing)
+        return _analysed(source, plain_setup, config, shares, question.has_even_routing)
 
     return alternatives(record, functools.partial(_longest_seq, question))
 
 
 def with_setup(source: object, analysis: Analysis, setup: Setup) -> Analysis:
-    """The same records for a setup that differs in sizes, optimizer or ranks alone."""
+    """Return the same records for a setup that differs in sizes, optimizer or ranks alone."""
     return dataclasses.replace(analysis, setup=setup, static=static_bytes(source, setup))
 
 
 def static_bytes(source: object, setup: Setup) -> StaticBytes:
-    """What is there in every step; nothing is recorded."""
+    """Return the bytes that are allocated throughout every step; nothing is recorded."""
     return _static_bytes(fake_model(source, setup, _mode()), setup)
 
 
 def _with_optimizer(source: object, analysis: Analysis, name: Any) -> Analysis:
-    """The same step with another optimizer, which changes nothing within forward and backward."""
+    """Return the same step with another optimizer, which changes nothing within forward and backward."""
     return with_setup(source, analysis, dataclasses.replace(analysis.setup, optimizer=name))
 
 
 def _of_training(source: object, setup: Setup, config: Config, question: Question, train: Train) -> Analysis:
-    asked = dataclasses.replace(setup, train=train, budget=None)
-    return _analysed(source, asked, config, None, question.has_even_routing)[0]
+    adapter_setup = dataclasses.replace(setup, train=train, budget=None)
+    return _analysed(source, adapter_setup, config, None, question.has_even_routing)[0]
 
 
 def _name(source: Any) -> str:

@@ -1,4 +1,4 @@
-"""Where nothing fits: the fewest changes that would, each alone and then together, with its number."""
+"""Propose changes to a setup that does not fit, each alone, with the smallest budget that it would need."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Changed:
-    """The step that does not fit, and how it is had otherwise.
+    """A step that does not fit, and functions that analyse it with other setups.
 
     Args:
         analysis: of the setup as it is.
-        with_optimizer: by the name of another optimizer.
-        of_training: its analysis with adapters by "lora" and "qlora"; None where it is not to be recorded.
+        with_optimizer: name of another optimizer -> analysis with it.
+        of_training: "lora" or "qlora" -> analysis with adapters; None where that is not to be recorded.
     """
 
     analysis: Analysis
@@ -44,9 +44,9 @@ class Changed:
 
 
 def changes(changed: Changed, available: int) -> tuple[Change, ...]:
-    """Those that fit first, the fewest bytes first among equals."""
-    found = [Change(what, least, least <= available) for what, least in _tried(changed, available)]
-    return tuple(sorted(found, key=lambda one: (not one.fits, one.least_bytes)))
+    """Return the changes: those that fit first, and among equals those with the fewest bytes first."""
+    candidates = [Change(what, least, least <= available) for what, least in _tried(changed, available)]
+    return tuple(sorted(candidates, key=lambda change: (not change.fits, change.least_bytes)))
 
 
 def _tried(changed: Changed, available: int) -> Iterator[tuple[str, int]]:
@@ -75,15 +75,15 @@ def _least(analysis: Analysis, batch: int | None = None, seq: int | None = None)
 
 
 def _length_that_fits(analysis: Analysis, available: int) -> int:
-    """The longest, or half of the sequence where none fits."""
+    """Return the longest sequence that fits, or half of the setup's where none fits."""
     setup = analysis.setup
     if _least(analysis, seq=2) > available:
         return max(2, setup.seq // 2)
-    return largest(2, setup.seq, lambda one: _least(analysis, seq=one) <= available)
+    return largest(2, setup.seq, lambda length: _least(analysis, seq=length) <= available)
 
 
 def _ranks_that_fit(analysis: Analysis, available: int) -> int:
-    """The fewest, a power of two, or the most that are tried."""
+    """Return the fewest ranks that fit, doubled from those of the setup, or the most that are tried."""
     ranks = max(2, 2 * analysis.setup.fsdp)
     while ranks < _MOST_RANKS and _least(_on_ranks(analysis, ranks)) > available:
         ranks *= 2

@@ -1,4 +1,4 @@
-"""What a CUDA device takes beyond a step's tensors: stated constants, not measured by us on any GPU yet."""
+"""List the memory of a CUDA device beyond a step's tensors: stated constants, not measured by us on any GPU yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["CUDA_TERMS", "CudaTerm"]
 
 @dataclass(frozen=True)
 class CudaTerm:
-    """Bytes of one term, and where the number is from."""
+    """One use of device memory in bytes, and where the number is from."""
 
     name: str
     num_bytes: int

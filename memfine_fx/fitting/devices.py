@@ -1,4 +1,4 @@
-"""Memory of devices by name, from memory: beside each stands the maker's page to check it by, which was not read."""
+"""List the memory of devices by name, with the maker's page to check it by; the pages were not read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEVICES: dict[str, tuple[int, str]] = {
 
 
 def device_bytes(name: str) -> int:
-    """Bytes of a device.
+    """Return the memory of a device in bytes.
 
     Raises:
         ConfigError: no device of this name is known.

@@ -1,11 +1,11 @@
-"""An analysis as data that needs no Python: expressions in batch, sequence and rows, with all that is made of them.
+"""Export an analysis as data that needs no Python: expressions in batch, sequence and rows, and what uses them.
 
 Terms
     expression    a number, "b", "s" or "r" (sequences, tokens of each, rows of a chunk), or a list: operation, operands
     memory        one graph's allocations [expression, start, stop, part] and calls; a part is one of `stretch.PARTS`
-    run           the memories of its forward and backward, what earlier runs saved (an expression) and gradients there
+    run           the memories of its forward and backward, bytes that earlier runs saved, and later gradients
 
-Equal expressions and equal memories stand there once, by number. The page's script evaluates them as `Analysis` does.
+Equal expressions and equal memories are stored once, by number. The page's script evaluates them as `Analysis` does.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ OPERATIONS = {
 
 
 class Exported:
-    """What several analyses have in common, and each as it is added.
+    """A collector of exported analyses, which share tables of expressions and memories.
 
     Raises:
         ConfigError: something in an analysis has no counterpart on a page.
@@ -78,15 +78,15 @@ class Exported:
 
     @property
     def tables(self) -> dict[str, Any]:
-        """Expressions and memories, by number."""
+        """Return the shared expressions and memories, by number, and the names of parts."""
         return {
             "parts": PARTS,
-            "expressions": [json.loads(one) for one in self._expressions],
-            "memories": [json.loads(one) for one in self._memories],
+            "expressions": [json.loads(text) for text in self._expressions],
+            "memories": [json.loads(text) for text in self._memories],
         }
 
     def add(self, analysis: Analysis, plans: tuple[str, ...]) -> dict[str, Any]:
-        """One analysis, with these of its plans."""
+        """Add an analysis with these of its plans to the tables, and return its own data."""
         if analysis.config.axis != "rows":
             raise ConfigError(f"a page is written of chunks of rows only, and axis={analysis.config.axis!r}")
         static, setup = analysis.static, analysis.setup
@@ -119,14 +119,14 @@ class Exported:
     def _needed(self, analysis: Analysis, plans: tuple[str, ...]) -> list[str]:
         least = analysis.least_plans if "least" in plans else ()
         most = analysis.most_plans if "most" in plans else ()
-        return list(dict.fromkeys((*(one for one in plans if one != "least"), *least, *most)))
+        return list(dict.fromkeys((*(plan for plan in plans if plan != "least"), *least, *most)))
 
     def _plan(self, analysis: Analysis, plan: str) -> list[list[dict[str, Any]]]:
-        """For each record its runs."""
-        return [self._runs(analysis, one, plan) for one in analysis.records]
+        """Return for each record the runs of a plan."""
+        return [self._runs(analysis, record, plan) for record in analysis.records]
 
     def _runs(self, analysis: Analysis, record: RecordedStep, plan: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        exported_runs: list[dict[str, Any]] = []
         saved: sympy.Expr = sympy.Integer(0)
         for run in record.runs[plan]:
             sizes = _Sizes({**run.values, **record.in_sizes(run, _BATCH, _SEQ)})
@@ -134,20 +134,25 @@ class Exported:
                 where: None if memory is None else self._memory(analysis, run, memory, where, sizes)
                 for where, memory in (("forward", run.forward), ("backward", run.backward))
             }
-            found.append({**memories, "saved": self._number(saved), "later": run.later_gradient_bytes})
+            exported_runs.append({**memories, "saved": self._number(saved), "later": run.later_gradient_bytes})
             if run.forward is not None and run.step.backward is not None:
                 saved += sizes.of(run.forward.left_bytes)
-        return found
+        return exported_runs
 
     def _memory(self, analysis: Analysis, run: RunMemory, memory: GraphMemory, where: str, sizes: _Sizes) -> int:
         allocations = [
-            [self._number(sizes.of(one.num_bytes)), one.start, one.stop, part_of(one, where)]
-            for one in memory.allocations
+            [
+                self._number(sizes.of(allocation.num_bytes)),
+                allocation.start,
+                allocation.stop,
+                part_of(allocation, where),
+            ]
+            for allocation in memory.allocations
         ]
         calls = [
-            [call.position, PARTS.index("working set of the head" if call.phase == "head" else PARTS[2]), *found]
+            [call.position, PARTS.index("working set of the head" if call.phase == "head" else PARTS[2]), *workspace]
             for call in memory.calls
-            if (found := self._workspace(analysis, run, call, sizes)) is not None
+            if (workspace := self._workspace(analysis, run, call, sizes)) is not None
         ]
         shown = {
             "positions": memory.num_positions,
@@ -158,13 +163,13 @@ class Exported:
         return _numbered(self._memories, json.dumps(shown))
 
     def _workspace(self, analysis: Analysis, run: RunMemory, call: Call, sizes: _Sizes) -> list[Any] | None:
-        """What evaluates to a call's working set: as chunks are without a bound of rows, or with one."""
+        """Return the data of a call's working set, with and without a bound of rows; None for a call without one."""
         head, region = run.step.heads.get(call.site), run.step.regions.get(call.site)
         if head is not None:
             tokens = sizes.of(head.num_tokens)
             knee = analysis.config.tokens_per_head_chunk or knee_tokens(head.terms)
-            found = (head.terms.workspace(sympy.Min(tokens, rows)) for rows in (knee, LEAST_TOKENS))
-            return ["head", *(self._number(sympy.sympify(one)) for one in found)]
+            workspaces = (head.terms.workspace(sympy.Min(tokens, rows)) for rows in (knee, LEAST_TOKENS))
+            return ["head", *(self._number(sympy.sympify(workspace)) for workspace in workspaces)]
         if region is None or (call.phase != "forward" and call.phase != "backward"):
             return None
         ((keep, _),) = region.parts(call, run.values)  # a record keeps something of all rows, or of none
@@ -174,7 +179,7 @@ class Exported:
             for is_staged in (False, True)
         )
         chosen = _chunk_rules(region.terms("nothing"), analysis.config, analysis.has_even_routing)
-        numbers = [self._number(sympy.sympify(one)) for one in (tokens, free, staged)]
+        numbers = [self._number(sympy.sympify(expression)) for expression in (tokens, free, staged)]
         return ["region", *numbers, chosen]
 
     def _number(self, expr: sympy.Basic) -> int:
@@ -184,7 +189,7 @@ class Exported:
 
 
 class _Sizes:
-    """Values and names for a graph's symbols."""
+    """A substitution of values and page symbols for a graph's symbols."""
 
     def __init__(self, values: Mapping[str, int | sympy.Symbol]) -> None:
         self._values = values
@@ -192,13 +197,13 @@ class _Sizes:
 
     def of(self, expr: sympy.Expr) -> sympy.Expr:
         if expr not in self._known:
-            given = {one: sympy.sympify(self._values[str(one)]) for one in expr.free_symbols}
-            self._known[expr] = expr.xreplace(given)
+            values = {symbol: sympy.sympify(self._values[str(symbol)]) for symbol in expr.free_symbols}
+            self._known[expr] = expr.xreplace(values)
         return self._known[expr]
 
 
 def _chunk_rules(terms: RegionBytes, config: Config, has_even_routing: bool) -> dict[str, Any]:
-    """How many rows a region's chunks have, as `Analysis` chooses them."""
+    """Return the rules for how many rows a region's chunks have, as `Analysis` chooses them."""
     knee = config.rows_per_chunk or terms.knee_rows or KNEE_ROWS.get(terms.device_type, KNEE_ROWS["cuda"])
     return {
         "topK": terms.top_k,
@@ -213,7 +218,7 @@ def _chunk_rules(terms: RegionBytes, config: Config, has_even_routing: bool) -> 
 
 
 def _plain(expr: sympy.Basic) -> Any:
-    """An expression of sympy as nested lists."""
+    """Return an expression of sympy as nested lists."""
     if expr in _NAMES:
         return _NAMES[expr]
     if expr is sympy.true or expr is sympy.false:

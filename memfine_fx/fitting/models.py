@@ -1,4 +1,4 @@
-"""From a config to a model of fake tensors, in train mode: nothing is allocated and no weights are downloaded."""
+"""Build a model of fake tensors from a config, in train mode: nothing is allocated, no weights are downloaded."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def _config_of_file(path: Path) -> Any:
 
 
 def _invalid_field() -> type[Exception]:
-    """What a config of transformers raises for a value of another type than its field's; it names the field."""
+    """Return the exception that a transformers config raises for a value of the wrong type; it names the field."""
     errors = importlib.import_module("huggingface_hub.errors")
-    found: type[Exception] = getattr(errors, "StrictDataclassError", ValueError)
-    return found
+    error_class: type[Exception] = getattr(errors, "StrictDataclassError", ValueError)
+    return error_class
 
 
 def _one_line(error: Exception) -> str:
@@ -98,7 +98,7 @@ def _one_line(error: Exception) -> str:
 
 
 def fake_model(source: object, setup: Setup, mode: FakeTensorMode) -> torch.nn.Module:
-    """The model of a config, of a factory or of a module, made of this mode's tensors; in train mode.
+    """Return the model of a config, a factory or a module, made of this mode's fake tensors, in train mode.
 
     Args:
         source: a transformers config, a callable that makes a module, or a module, which is left as it is.
@@ -118,24 +118,24 @@ def fake_model(source: object, setup: Setup, mode: FakeTensorMode) -> torch.nn.M
 
 
 def expert_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Of `held_tensors` those of modules whose names say that they are routed experts."""
-    experts = (one for path, one in model.named_modules() if path.split(".")[-1] == "experts")
-    return [tensor for one in experts for tensor in held_tensors(one)]
+    """Return those of `held_tensors` that belong to modules named as routed experts."""
+    experts = (module for path, module in model.named_modules() if path.split(".")[-1] == "experts")
+    return [tensor for module in experts for tensor in held_tensors(module)]
 
 
 def held_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters, and what weights in 4 bits have beside them."""
-    return [*model.parameters(), *(one for part in model.modules() for one in scale_tensors(part))]
+    """Return the parameters, and the scales of weights in 4 bits."""
+    return [*model.parameters(), *(scale for part in model.modules() for scale in scale_tensors(part))]
 
 
 def num_parameters(model: torch.nn.Module) -> int:
-    """How many numbers a model's parameters are, those in 4 bits too."""
+    """Return how many numbers a model's parameters hold, those in 4 bits too."""
     packed = sum(num_packed(part) for part in model.modules())
-    return packed + sum(one.numel() for one in model.parameters() if one.dtype is not torch.uint8)
+    return packed + sum(parameter.numel() for parameter in model.parameters() if parameter.dtype is not torch.uint8)
 
 
 def real_model(source: object, setup: Setup) -> torch.nn.Module:
-    """The same with memory of its own and random weights: what `fake_model` is held against."""
+    """Return the same model with allocated memory and random weights, to check `fake_model` against."""
     model = _made(source, setup, torch.device("cpu"))
     if setup.checkpointing:
         _checkpoint(model)
@@ -153,10 +153,10 @@ def _made(source: Any, setup: Setup, device: torch.device) -> torch.nn.Module:
                 _check_sizes(source)
                 model = _of_config(source, setup.torch_dtype)
     except AttributeError as error:
-        found = _MISSING.search(str(error))
-        if found is None:
+        missing = _MISSING.search(str(error))
+        if missing is None:
             raise
-        raise ConfigError(f"{found[1]} lacks the field {found[2]!r}, which the model reads") from error
+        raise ConfigError(f"{missing[1]} lacks the field {missing[2]!r}, which the model reads") from error
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         raise ConfigError(f"the model cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(model, torch.nn.Module):
@@ -182,21 +182,23 @@ def _of_config(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _of_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """A copy whose tensors are on another device; the module itself may be on any, meta too."""
+    """Return a copy with uninitialized tensors on another device; the module may be on any device, meta too."""
     memo: dict[int, Any] = {}
-    scales = [one for part in module.modules() for one in scale_tensors(part)]
+    scales = [scale for part in module.modules() for scale in scale_tensors(part)]
     for tensor in (*module.buffers(), *scales):
         memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    for one in module.parameters():
-        made = torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device=device), one.requires_grad)
-        with_scales(made, one, memo)
-        memo[id(one)] = made
+    for parameter in module.parameters():
+        new_parameter = torch.nn.Parameter(
+            torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad
+        )
+        with_scales(new_parameter, parameter, memo)
+        memo[id(parameter)] = new_parameter
     copied: torch.nn.Module = copy.deepcopy(module, memo)
     return copied
 
 
 def _check_sizes(config: Any) -> None:
-    """Sizes that no model can have, which would fail later under other names."""
+    """Raise a ConfigError for sizes that no model can have, which would fail later under other names."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not hasattr(text, "model_type"):
         raise ConfigError(f"{type(config).__name__} is no config of transformers and makes no module")

@@ -1,7 +1,7 @@
-"""An answer as one HTML file whose sliders ask again: the browser evaluates the step's own expressions.
+"""Write an answer as one HTML file whose sliders ask again: the browser evaluates the step's own expressions.
 
 What is symbolic is the record: every allocation's bytes in sequences and tokens, and every working set in rows of a
-chunk too. What forward keeps was chosen at the setup that was asked, by a search that no expression stands for; the
+chunk too. What forward saves was chosen at the setup that was asked, by a search that no expression stands for; the
 page says so. Nothing is loaded.
 """
 
@@ -36,7 +36,7 @@ _DRAWN = (
 
 
 def page(report: FitReport) -> str:
-    """The whole document.
+    """Return the whole HTML document.
 
     Raises:
         ConfigError: the report has no records, or something in them has no counterpart on a page.
@@ -62,12 +62,12 @@ def _data(report: FitReport) -> dict[str, Any]:
     exported, setup = Exported(), report.setup
     others = [
         {
-            "what": one.what,
-            "remark": one.remark,
-            "plan": one.plan,
-            "analysis": None if one.analysis is None else exported.add(one.analysis, (one.plan,)),
+            "what": other.what,
+            "remark": other.remark,
+            "plan": other.plan,
+            "analysis": None if other.analysis is None else exported.add(other.analysis, (other.plan,)),
         }
-        for one in report.alternatives
+        for other in report.alternatives
     ]
     analysis = exported.add(report.analysis, _PLANS if report.analysis.is_asked_known else _PLANS[1:])
     memory = report.memory_bytes or int(_ROOM * (report.lightest.num_bytes + report.beside_bytes))

@@ -1,4 +1,4 @@
-"""One training step on fake tensors through the real pipeline, and what it would hold."""
+"""Record the memory of one training step, run on fake tensors through the real pipeline."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ TOKEN_BYTES = 8
 NUM_INPUTS = 2
 """Tokens and labels."""
 PLANS = ("least", "most")
-"""Of the smallest budget that works, and of one that nothing exceeds."""
+"""Plans of the smallest budget that works, and of one that nothing exceeds."""
 EVEN_PLANS = ("most", "lean", "spare")
-"""Those that treat equal layers alike."""
+"""Plans that treat equal layers alike."""
 ESTIMATED = "most estimated"
-"""What "most" is chosen by, where that itself is read from code."""
+"""Plan by which "most" is chosen, where "most" itself is read from code."""
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What a step would hold.
+    """The memory record of one training step at one batch and sequence length.
 
     Args:
         runs: of its graphs, by plan: "asked" is that of the setup's own budget (or of none).
@@ -78,7 +78,7 @@ class RecordedStep:
 
     @property
     def estimated(self) -> tuple[str, ...]:
-        """Plans beside "asked" that a budget is compared with by an estimate, with `MARGIN_PERCENT` upon it."""
+        """Return the plans except "asked" whose bytes are an estimate, to which `MARGIN_PERCENT` is added."""
         if self.is_plain:
             return ()
         others = [plan for plan in self.runs if plan != "asked"]
@@ -86,33 +86,33 @@ class RecordedStep:
 
     @property
     def has_batch(self) -> bool:
-        """Whether it holds for other batches: some graph has the batch as a symbol."""
+        """Return whether the record holds for other batches: some graph has the batch as a symbol."""
         return any(self.batch in run.sizes.values() for run in self.runs["asked"])
 
     @property
     def has_seq(self) -> bool:
-        """The same of lengths."""
+        """Return whether the record holds for other lengths: some graph has the sequence length as a symbol."""
         return any(self.seq in run.sizes.values() for run in self.runs["asked"])
 
     def in_sizes(self, run: RunMemory, batch: SizeT, seq: SizeT) -> dict[str, SizeT]:
-        """What symbols of a graph are at another batch and length; each graph has names of its own.
+        """Return the values of a graph's symbols at another batch and length; each graph has names of its own.
 
-        One of as many as all tokens is their product: what follows a cut of the graph may be flattened.
+        A symbol as large as the number of all tokens is their product: a graph after a graph break may be flattened.
         """
         others = {self.batch * self.seq: batch * seq, self.batch: batch, self.seq: seq}
         return {name: others[size] for name, size in run.sizes.items() if size in others}
 
     def sized(self, plan: str, batch: int, seq: int) -> tuple[RunMemory, ...]:
-        """The runs of a plan at another batch and sequence length.
+        """Return the runs of a plan at another batch and sequence length.
 
         Raises:
-            ConfigError: the graphs hold for the recorded one alone.
+            ConfigError: the graphs hold for the recorded batch or length alone.
         """
-        for what, asked, recorded, has in (
+        for what, wanted, recorded, has in (
             ("batch", batch, self.batch, self.has_batch), ("seq", seq, self.seq, self.has_seq),
         ):  # fmt: skip
-            if asked != recorded and not has:
-                raise ConfigError(f"{what}={asked}: the model's code fixes it in its graphs, recorded with {recorded}")
+            if wanted != recorded and not has:
+                raise ConfigError(f"{what}={wanted}: the model's code fixes it in its graphs, recorded with {recorded}")
         runs: list[RunMemory] = []
         saved = 0
         for run in self.runs[plan]:
@@ -131,12 +131,12 @@ def record_step(
     shares: tuple[float, ...] | None = None,
     plans: tuple[str, ...] = PLANS,
 ) -> RecordedStep:
-    """Forward and backward of a fake model as a causal language model.
+    """Record forward and backward of a fake model as a causal language model.
 
     Args:
         model: of this mode's tensors.
         config: options of `optimize`.
-        reads: what records are read of.
+        reads: what records are read from: the graph's operations, or the code.
         shares: where the step is recorded as torch.compile takes it, for which values of functorch's
             `activation_memory_budget` beside 1; None where memfine_fx compiles it.
         plans: recorded beside "asked" where there are no shares; see `Recorder`.
@@ -160,7 +160,7 @@ def record_step(
     session = open_session(config, holds_compiled=True, observer=recorder)
     # NOTE: code is read as a real run would have it, with the floats that are inputs there; that changes its kernels.
     floats = floats_as_constants() if reads == "graph" else contextlib.nullcontext()
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = made_optimizer(trained, setup.optimizer)  # it lives while plans are made: its state counts in budgets
     with mode, floats, attention_of(setup.device):
         tokens = torch.zeros(batch, seq, dtype=torch.long)
@@ -182,20 +182,21 @@ def record_step(
 
 
 def what_failed(error: Exception) -> str:
-    """One line of an error: what was raised, which Dynamo's own text holds further down, and the last line of code."""
+    """Return one line of an error: what was raised, also within Dynamo's own text, and the last line of code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     raised = re.search(r"got (\w+\(.*\))$", str(error), re.MULTILINE)
-    said = raised[1] if raised else lines[0] if lines else ""
+    message = raised[1] if raised else lines[0] if lines else ""
     place = max((place for place, line in enumerate(lines) if line.startswith('File "')), default=None)
-    return said if place is None else f"{said}, at {' '.join(lines[place : place + 2])}"
+    return message if place is None else f"{message}, at {' '.join(lines[place : place + 2])}"
 
 
 @contextlib.contextmanager
 def attention_of(device: str) -> Iterator[None]:
-    """Attention as a device's kernels hold it, for values that are narrower than queries (latent attention).
+    """Patch attention to allocate what a device's kernels do, for values narrower than queries (latent attention).
 
-    A CPU's fused kernel wants one width, and without it scores of all pairs of tokens are held. Those of CUDA hold none
-    of them: values are padded to the queries' width here, as for FlashAttention, a little more than others take.
+    A CPU's fused kernel needs one width, and without it scores of all pairs of tokens are allocated. CUDA's kernels
+    allocate none of them: values are padded to the queries' width here, as for FlashAttention, a little more than other
+    kernels take.
     """
     if device != "cuda":
         yield
@@ -218,19 +219,19 @@ def _recorded(session: Session, recorder: Recorder, batch: int, seq: int) -> Rec
     passed = tuple(replace(run, kept=frozenset()) for run in session.latest_runs())
     if not any(run.step.forward is not None for run in passed):
         raise MemfineError("nothing of the model could be captured as a graph; TORCH_LOGS=graph_breaks shows why")
-    # What is kept where it is free leaves the peak where it is without.
+    # Activations that are saved where that is free leave the peak as it is without them.
     runs = {"asked": passed if session.config.has_budget else tuple(map(lean_of, passed))}
     plans = [*recorder.plans, ESTIMATED] if recorder.reads == "code" and "most" in recorder.plans else recorder.plans
     for plan in plans:
         runs[plan] = tuple(replace(run, step=recorder.step_under(plan, run.step)) for run in passed)
     report = session.report()
-    refused = [(str(one.where), one.reason) for one in report.regions if one.status == "refused"]
-    refused += [(f"head {one.where}", one.reason) for one in report.heads if one.status == "refused"]
+    refused = [(str(region.where), region.reason) for region in report.regions if region.status == "refused"]
+    refused += [(f"head {head.where}", head.reason) for head in report.heads if head.status == "refused"]
     return RecordedStep(
         runs,
         batch,
         seq,
-        tuple(one.where.module or str(one.where) for one in report.regions if one.status == "chunked"),
+        tuple(region.where.module or str(region.where) for region in report.regions if region.status == "chunked"),
         tuple(refused),
         "" if report.step is None else report.step.decision,
         recorder.reads == "graph",

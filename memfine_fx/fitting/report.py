@@ -21,25 +21,25 @@ _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)
 
 @dataclass(frozen=True)
 class FitReport:
-    """Whether a model trains within so many bytes, and what takes them.
+    """The answer of `fit`: whether a model trains within a device's memory, and what uses the bytes.
 
     Args:
-        model: what it was asked of, with the number of parameters.
+        model: the model that was analysed, with the number of parameters.
         setup: how it is trained.
         memory_bytes: of the device, None where none was given.
         asked: the step under the setup's own budget, or without one; None where only budgets could be answered: where
-            layers were extended and not all of them keep the same.
+            layers were extended and not all of them save the same.
         least: the same under the smallest budget that works.
-        most: the same where nothing is computed again.
+        most: the same where nothing is recomputed.
         longest_seq, largest_batch: with which `lightest` fits in the memory, the other as it is; 0 for none, None where
             the model's code fixes it in its graphs, so that their bytes at others are not known.
-        cuda_terms: what the device takes beyond, unmeasured; () on a CPU.
+        cuda_terms: device memory beyond the step's tensors, unmeasured; () on a CPU.
         chunked: layers whose experts are chunked.
         refused: (where, why) of what is counted as it was written.
-        decision: what the asked plan computes again, in words.
+        decision: what the asked plan recomputes, in words.
         how: what was analysed, in words.
-        changes: what would need less, best first; only where it does not fit.
-        alternatives: the same step without us; only where it was asked for.
+        changes: setups that would need less, best first; only where it does not fit.
+        alternatives: the same step without memfine_fx; only where it was asked for.
         estimates: what makes numbers estimates beyond what `how` says.
         analysis: the records that the numbers come from, for other sizes.
     """
@@ -64,29 +64,29 @@ class FitReport:
 
     @property
     def beside_bytes(self) -> int:
-        """What the device takes beyond the step."""
+        """Return the bytes that the device takes beyond the step's tensors."""
         return sum(term.num_bytes for term in self.cuda_terms)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step works within the memory, under some budget or without; None where no memory was given."""
+        """Return whether the step fits in the memory, under some budget or without; None where no memory was given."""
         if self.memory_bytes is None:
             return None
         return self.lightest.num_bytes + self.beside_bytes <= self.memory_bytes
 
     @property
     def lightest(self) -> StepTotal:
-        """The fewest bytes that the step takes: under the smallest budget, or as it was asked for.
+        """Return the smallest peak of the step: under the smallest budget, or as it was asked for.
 
-        The latter where the model's own checkpoints keep less: a budget drops them for what it computes again itself.
+        The latter where the model's own checkpoints save less: a budget drops them for what it recomputes itself.
         """
         if self.asked is None or self.setup.budget is not None:
             return self.least
-        return min(self.least, self.asked, key=lambda one: one.num_bytes)
+        return min(self.least, self.asked, key=lambda total: total.num_bytes)
 
     @property
     def shown(self) -> StepTotal:
-        """The step that is described: as it is asked for where that is known and fits, else with the fewest bytes."""
+        """Return the step that is described: as asked for where that is known and fits, else with the fewest bytes."""
         if self.asked is None:
             return self.least
         limit = self.memory_bytes
@@ -95,7 +95,7 @@ class FitReport:
 
     @property
     def line(self) -> str:
-        """What to write in a training script; "" where nothing fits."""
+        """Return the line to write in a training script; "" where nothing fits."""
         if self.fits is False:
             return ""
         if self.lightest is not self.least:
@@ -107,18 +107,18 @@ class FitReport:
         return f'memfine_fx.optimize(model, memory_budget="{budget // (1 << 20)}MiB")'
 
     def to_json(self) -> str:
-        """Everything above as one JSON object; sizes are bytes."""
-        others = tuple(replace(one, analysis=None) for one in self.alternatives)
+        """Return the whole answer as one JSON object; sizes are bytes."""
+        others = tuple(replace(alternative, analysis=None) for alternative in self.alternatives)
         fields: dict[str, Any] = asdict(replace(self, analysis=None, alternatives=others))
-        for one_of in (fields, *fields["alternatives"]):
-            del one_of["analysis"]
+        for answer_fields in (fields, *fields["alternatives"]):
+            del answer_fields["analysis"]
         for name in ("asked", "least", "most"):
             total = getattr(self, name)
             if total is not None:
                 fields[name] = {"num_bytes": total.num_bytes, "where": total.where, "terms": dict(total.terms)}
-        for shown, one in zip(fields["alternatives"], self.alternatives, strict=True):
-            if one.total is not None:
-                shown["total"] = {"num_bytes": one.total.num_bytes, **shown["total"]}
+        for shown, alternative in zip(fields["alternatives"], self.alternatives, strict=True):
+            if alternative.total is not None:
+                shown["total"] = {"num_bytes": alternative.total.num_bytes, **shown["total"]}
         return json.dumps({"fits": self.fits, "line": self.line, **fields}, indent=2)
 
     def to_html(self, path: str | Path) -> None:
@@ -151,9 +151,9 @@ class FitReport:
         return lines
 
     def _budgets(self) -> list[str]:
-        kept = "" if self.lightest is self.least else ", more than without a budget, which leaves checkpoints in place"
+        note = "" if self.lightest is self.least else ", more than without a budget, which leaves checkpoints in place"
         lines = [
-            f"smallest budget that works: {_readable(self.least.num_bytes)} ({self.least.num_bytes:,} B){kept}",
+            f"smallest budget that works: {_readable(self.least.num_bytes)} ({self.least.num_bytes:,} B){note}",
             f"budget that computes nothing again: {_readable(self.most.num_bytes)} ({self.most.num_bytes:,} B)",
         ]
         if self.memory_bytes is not None:
@@ -170,15 +170,15 @@ class FitReport:
 
     def _without_us(self) -> list[str]:
         lines = ["without memfine_fx:"] if self.alternatives else []
-        for one in self.alternatives:
-            if one.total is None:
-                lines.append(f"  {one.what}: {one.remark}")
+        for other in self.alternatives:
+            if other.total is None:
+                lines.append(f"  {other.what}: {other.remark}")
                 continue
-            needs = one.total.num_bytes + self.beside_bytes
+            needs = other.total.num_bytes + self.beside_bytes
             fits = "" if self.memory_bytes is None else ", fits" if needs <= self.memory_bytes else ", does not fit"
-            longest = "" if self.memory_bytes is None else f"; sequences of {_up_to(one.longest_seq)} tokens"
-            remark = f" ({one.remark})" if one.remark else ""
-            lines.append(f"  {one.what}: {_readable(needs)} in the {one.total.where}{fits}{longest}{remark}")
+            longest = "" if self.memory_bytes is None else f"; sequences of {_up_to(other.longest_seq)} tokens"
+            remark = f" ({other.remark})" if other.remark else ""
+            lines.append(f"  {other.what}: {_readable(needs)} in the {other.total.where}{fits}{longest}{remark}")
         return lines
 
     def _beside(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""How a model is meant to be trained, and what optimizers take for it."""
+"""Describe how a model is trained, and count the bytes that its optimizer takes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 Train = Literal["full", "lora", "qlora"]
 OptimizerName = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
 TRAININGS: dict[Train, str] = {"full": "full", "lora": "LoRA", "qlora": "QLoRA (NF4)"}
-"""What each is called."""
+"""Names of the kinds of training in reports."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One training step.
+    """The setup of one training step.
 
     Args:
         batch, seq: sequences, and tokens of each.
-        train: all parameters; or LoRA adapters beside frozen ones, which "qlora" keeps in 4 bits (see `adapters`).
+        train: all parameters; or LoRA adapters beside frozen ones, which "qlora" stores in 4 bits (see `adapters`).
         lora_r: their rank.
         targets: names of the linear layers that get adapters; () for all of them but the head.
         dtype: of parameters, a key of `DTYPES`.
@@ -94,7 +94,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """What an optimizer takes.
+    """The memory of an optimizer in bytes.
 
     Args:
         state: from its first step on, for good.
@@ -111,32 +111,32 @@ _TEMPORARIES = {"adamw": 2, "adamw8bit": 0, "sgd": 0, "adafactor": 1}
 """Tensors like a parameter that are alive at once while an optimizer updates it, one parameter after another. Where
 there are any, torch's loops hold the last one until the next parameter's are made."""
 _SCALAR_BYTES = {"adamw": 4, "adamw8bit": 0, "sgd": 0, "adafactor": 4}
-"""The count of steps that is kept of each parameter."""
+"""Bytes of the step count in each parameter's state."""
 
 
 def optimizer_bytes(parameters: Iterable[torch.nn.Parameter], setup: Setup) -> OptimizerBytes:
-    """Bytes of an optimizer over the parameters that want a gradient; nothing is allocated if they are fake."""
-    trained = [one for one in parameters if one.requires_grad]
+    """Return the bytes of an optimizer over parameters that require a gradient; fake ones allocate nothing."""
+    trained = [param for param in parameters if param.requires_grad]
     if not trained:
         raise ConfigError("no parameter of the model wants a gradient")
-    low = [one for one in trained if one.element_size() < 4]
-    masters = sum(4 * one.numel() for one in low) if setup.master_weights else 0
+    low = [param for param in trained if param.element_size() < 4]
+    masters = sum(4 * param.numel() for param in low) if setup.master_weights else 0
     state = _SCALAR_BYTES[setup.optimizer] * len(trained)
-    state += sum(_state_bytes(one, setup) for one in trained)
+    state += sum(_state_bytes(param, setup) for param in trained)
     state += 2 * CODE_BOOK_BYTES if setup.optimizer == "adamw8bit" else 0
-    sizes, temporaries = [one.numel() * _item_bytes(one, setup) for one in trained], _TEMPORARIES[setup.optimizer]
+    sizes, temporaries = [param.numel() * _item_bytes(param, setup) for param in trained], _TEMPORARIES[setup.optimizer]
     before = [0, *sizes] if temporaries else [0] * len(sizes)
-    working = max(temporaries * one + held for one, held in zip(sizes, before, strict=False))
+    working = max(temporaries * size + previous for size, previous in zip(sizes, before, strict=False))
     return OptimizerBytes(state, masters, working)
 
 
 def _item_bytes(parameter: torch.nn.Parameter, setup: Setup) -> int:
-    """Bytes of each number that an optimizer computes with."""
+    """Return the bytes of each number that an optimizer computes with."""
     return 4 if setup.master_weights else parameter.element_size()
 
 
 def _state_bytes(parameter: torch.nn.Parameter, setup: Setup) -> int:
-    """What an optimizer keeps of one parameter, without counts."""
+    """Return the bytes of an optimizer's state for one parameter, without the step count."""
     item_bytes = _item_bytes(parameter, setup)
     elements = parameter.numel()
     if setup.optimizer == "adamw8bit":
@@ -152,10 +152,10 @@ def _state_bytes(parameter: torch.nn.Parameter, setup: Setup) -> int:
 
 
 def made_optimizer(parameters: list[torch.nn.Parameter], name: OptimizerName) -> torch.optim.Optimizer:
-    """Of torch, of these parameters; what it will hold is known from its class, and made at its first step.
+    """Return a torch optimizer of these parameters, whose class tells its state; that is allocated at its first step.
 
-    Those without a class of torch's that says so are given one that holds nothing.
+    Names other than "adamw" get an SGD without momentum, which has no state.
     """
-    made: Any = torch.optim.AdamW if name == "adamw" else torch.optim.SGD
-    optimizer: torch.optim.Optimizer = made(parameters, lr=1e-4)
+    optimizer_class: Any = torch.optim.AdamW if name == "adamw" else torch.optim.SGD
+    optimizer: torch.optim.Optimizer = optimizer_class(parameters, lr=1e-4)
     return optimizer

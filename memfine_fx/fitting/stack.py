@@ -1,8 +1,8 @@
-"""The repeated layers of a model, found by their structure, and the model with fewer of them.
+"""Find the repeated layers of a model by their structure, and shorten the model to fewer of them.
 
 Two layers are equal where their modules, parameters and plain attributes are, but for the layer's own number. A stack
 is a beginning, a unit of one or several layers that repeats (a full attention after three sliding ones), and a rest
-that begins the unit once more. The beginning and the rest are kept as they are, so the unit's number in a model is
+that begins the unit once more. The beginning and the rest stay as they are, so the unit's number in a model is
 the only thing that changes.
 """
 
@@ -25,13 +25,13 @@ _NUMBER = re.compile(r"^(layer_?)?(idx|id|index|number|num)$")
 
 @dataclass(frozen=True)
 class Stack:
-    """Where a model's layers repeat.
+    """The repeated layers in a model's list of layers.
 
     Args:
         path: of the list of layers.
         begin: layers before the first unit.
-        unit: layers in one.
-        repeats: how often it stands there.
+        unit: layers in one unit.
+        repeats: how often the unit occurs.
     """
 
     path: str
@@ -41,25 +41,29 @@ class Stack:
 
 
 def find_stack(model: torch.nn.Module) -> Stack | None:
-    """The stack that leaves fewest layers to analyse, None where no unit stands there five times."""
-    lists = ((path, one) for path, one in model.named_modules() if isinstance(one, torch.nn.ModuleList))
-    found = [stack for path, layers in lists if (stack := _stack_of(path, list(layers))) is not None]
-    return max(found, key=lambda one: one.unit * one.repeats, default=None)
+    """Return the stack that leaves fewest layers to analyse, None where no unit occurs five times."""
+    lists = ((path, module) for path, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
+    stacks = [stack for path, layers in lists if (stack := _stack_of(path, list(layers))) is not None]
+    return max(stacks, key=lambda candidate: candidate.unit * candidate.repeats, default=None)
 
 
 def layer_lists(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of a model: of its lists of modules the one with most parameters."""
-    lists = [list(one) for one in model.modules() if isinstance(one, torch.nn.ModuleList)]
-    return max(lists, key=lambda one: sum(each.numel() for layer in one for each in layer.parameters()), default=[])
+    """Return the layers of a model: of its lists of modules the one with most parameters."""
+    lists = [list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(
+        lists,
+        key=lambda layers: sum(parameter.numel() for layer in layers for parameter in layer.parameters()),
+        default=[],
+    )
 
 
 def shortened(model: torch.nn.Module, stack: Stack, repeats: int) -> None:
-    """Leave so many repeats of the unit in the model."""
+    """Shorten the model in place to `repeats` repeats of the unit."""
     parent, _, name = stack.path.rpartition(".")
     layers = list(model.get_submodule(stack.path).children())
-    kept = stack.begin + stack.unit * repeats
+    end = stack.begin + stack.unit * repeats
     rest = layers[stack.begin + stack.unit * stack.repeats :]
-    setattr(model.get_submodule(parent), name, torch.nn.ModuleList([*layers[:kept], *rest]))
+    setattr(model.get_submodule(parent), name, torch.nn.ModuleList([*layers[:end], *rest]))
 
 
 def _stack_of(path: str, layers: Sequence[torch.nn.Module]) -> Stack | None:

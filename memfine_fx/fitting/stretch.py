@@ -1,4 +1,4 @@
-"""The most bytes of a step of many equal layers, from the records of three and of four of them.
+"""Compute the peak memory of a step of many equal layers, from the records of three and of four of them.
 
 Terms
     stretch      the positions of one graph's record between two calls of chunked experts, the later one included
@@ -7,21 +7,21 @@ Terms
 
 Why this is exact where layers are equal. Live bytes at a position are a sum over storages. Between a model of n and of
 n + 1 equal layers, a position of the k-th layer counted from the front (or from the back) differs by what one more
-layer keeps, no more and no less: so its bytes are linear in n. Over the layers of one model, bytes at the same position
+layer saves, no more and no less: so its bytes are linear in n. Over the layers of one model, bytes at the same position
 of the k-th layer are linear in k, so the largest stand in the first or in the last layer. Both are among those that the
 shorter model has, so extending each of its moments by the difference to the longer one, and taking the largest, gives
-the peak for any number. `is_even` holds a record to the assumption: every layer must keep the same.
+the peak for any number. `is_even` holds a record to the assumption: every layer must save the same.
 
 Which places are the same is read off what comes and goes in them (`aligned`), not off their number alone: a layer
-beside one of another kind (the first ones are dense) may be computed again in another order than those within.
+beside one of another kind (the first ones are dense) may be recomputed in another order than those within.
 
-Layers that repeat as a unit of several may begin with one that also keeps what all share (the mask of a kind of
+Layers that repeat as a unit of several may begin with one that also saves what all share (the mask of a kind of
 attention, made where it is first read). The line then begins at the second unit, which only the longer record has
 within; it is extended too, by what the unit before or behind it is.
 
-The plan that keeps everything does so. The one of the smallest budget, and the one without a budget, do not: they
-compute again what costs least of the whole step's FLOPs, so how much a layer keeps depends on how many there are, and
-a few and of one more of them may be even where six are not. What is extended of them is an estimate.
+The plan that saves everything does so. The one of the smallest budget, and the one without a budget, do not: they
+recompute what costs least of the whole step's FLOPs, so how much a layer saves depends on how many there are, and the
+records of a few and of one more may be even where those of six are not. An extension of them is an estimate.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ class Moment:
         return sum(self.parts)
 
     def extended(self, longer: Moment, times: int) -> Moment:
-        """By so many times the difference to another one."""
+        """Return this moment plus `times` the difference to a longer record's moment."""
         return self.extended_as(self, longer, times)
 
     def extended_as(self, shorter: Moment, longer: Moment, times: int) -> Moment:
-        """By so many times the difference between two others."""
+        """Return this moment plus `times` the difference between two other moments."""
         parts = zip(self.parts, shorter.parts, longer.parts, strict=True)
         return Moment(self.where, tuple(mine + times * (more - less) for mine, less, more in parts))
 
 
 def moments_of(runs: Sequence[RunMemory], size_of: SizeOf) -> list[list[Moment]]:
-    """For each graph's forward and backward the moments of its stretches, in order."""
-    found = []
+    """Return for each graph's forward and backward the moments of its stretches, in order."""
+    moments = []
     for run, where, memory in _memories(runs):
         beside = run.saved_bytes, run.later_gradient_bytes if where == "backward" else 0
-        found.append(_moments(memory, where, run.values, run.step.workspace(size_of, run.values), beside))
-    return found
+        moments.append(_moments(memory, where, run.values, run.step.workspace(size_of, run.values), beside))
+    return moments
 
 
 def _memories(runs: Sequence[RunMemory]) -> Iterator[tuple[RunMemory, str, GraphMemory]]:
@@ -93,9 +93,9 @@ def _memories(runs: Sequence[RunMemory]) -> Iterator[tuple[RunMemory, str, Graph
 
 
 def fewest_repeats(unit: int) -> int:
-    """Units of the shorter record, of so many layers each: so many that the first and the last layer are no neighbours.
+    """Return the shorter record's number of units of `unit` layers: the first and last layer are no neighbours then.
 
-    What is kept between a first and a last layer that are neighbours is not what is kept between others.
+    What is saved between a first and a last layer that are neighbours is not what is saved between others.
     """
     return 3 if unit == 1 else 2
 
@@ -103,7 +103,7 @@ def fewest_repeats(unit: int) -> int:
 def stretched(
     shorts: list[list[Moment]], longs: list[list[Moment]], more: int, alike: Sequence[tuple[int, int]]
 ) -> Moment:
-    """The peak of a longer step.
+    """Return the peak of a longer step.
 
     Args:
         shorts, longs: moments with n repeats, and with one more.
@@ -120,14 +120,14 @@ def stretched(
             candidates.append(short[place].extended(long[place], more))
             if -len(long) <= within < len(long):
                 candidates.append(long[within].extended_as(short[place], long[place], more - 1))
-    return max(candidates, key=lambda one: one.num_bytes)
+    return max(candidates, key=lambda moment: moment.num_bytes)
 
 
 def aligned(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> list[tuple[int, int]]:
-    """How many stretches of a record the longer one has too, from the front and from the back.
+    """Return how many stretches of a record the longer one has too, from the front and from the back.
 
-    Where the same bytes come and go at the same places of all stretches before (or behind), live bytes of both records
-    differ by one number. Layers beside one of another kind, and with it the plan for computing again, end that.
+    Where the same bytes are allocated and freed at the same places of all stretches before (or behind), live bytes of
+    both records differ by one number. Layers beside one of another kind, with another plan for recomputing, end that.
 
     Args:
         short, long: the same step with n units and with n + 1.
@@ -135,22 +135,24 @@ def aligned(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> list[tuple
     Returns:
         For each graph's forward and backward both numbers.
     """
-    found = []
-    for one, other in zip(_memories(short), _memories(long), strict=True):
-        shorter, longer = (_changes_of_stretches(memory, where, run.values) for run, where, memory in (one, other))
+    counts = []
+    for short_graph, long_graph in zip(_memories(short), _memories(long), strict=True):
+        shorter, longer = (
+            _changes_of_stretches(memory, where, run.values) for run, where, memory in (short_graph, long_graph)
+        )
         # NOTE: the first stretch has the graph's inputs, of which a longer model has more.
         from_front = 1 + _num_alike(shorter[1:], longer[1:])
-        found.append((from_front, _num_alike(shorter[:0:-1], longer[:0:-1])))
-    return found
+        counts.append((from_front, _num_alike(shorter[:0:-1], longer[:0:-1])))
+    return counts
 
 
 def _num_alike(some: Sequence[object], others: Sequence[object]) -> int:
-    """How many are equal before the first that are not."""
+    """Return how many items are equal before the first that are not."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
 
 
 def _changes_of_stretches(memory: GraphMemory, where: str, values: dict[str, int]) -> list[list[tuple[int, list[int]]]]:
-    """For each stretch the places in it where bytes come or go, and which."""
+    """Return for each stretch the places in it where bytes are allocated or freed, and the change by part."""
     changes = _changes(memory, where, values)
     return [
         [(place, change) for place, change in enumerate(changes[begin : end + 1]) if any(change)]
@@ -159,33 +161,34 @@ def _changes_of_stretches(memory: GraphMemory, where: str, values: dict[str, int
 
 
 def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
-    """Whether one more unit keeps for backward what each before it keeps, in every graph of a step.
+    """Return whether one more unit saves for backward what each before it saves, in every graph of a step.
 
     Args:
         short, long: the same step with n units and with n + 1.
     """
     if len(short) != len(long):
         return False
-    for one, other in zip(short, long, strict=True):
-        if one.step.forward is None or other.step.forward is None:
+    for short_run, long_run in zip(short, long, strict=True):
+        if short_run.step.forward is None or long_run.step.forward is None:
             return False
-        if (one.step.backward is None) != (other.step.backward is None):
+        if (short_run.step.backward is None) != (long_run.step.backward is None):
             return False
-        kept, more = (
-            _kept_at_calls(memory, run) for memory, run in ((one.step.forward, one), (other.step.forward, other))
+        short_saved, long_saved = (
+            _kept_at_calls(memory, run)
+            for memory, run in ((short_run.step.forward, short_run), (long_run.step.forward, long_run))
         )
-        unit = len(more) - len(kept)
-        if unit < 1 or more[: len(kept) - unit] != kept[: len(kept) - unit]:
+        unit = len(long_saved) - len(short_saved)
+        if unit < 1 or long_saved[: len(short_saved) - unit] != short_saved[: len(short_saved) - unit]:
             return False
-        gaps = [later - earlier for earlier, later in zip(more, more[unit:], strict=False)]
-        # The last layer may keep less, its backward begins at once; or the first unit more, what all of them share.
+        gaps = [later - earlier for earlier, later in zip(long_saved, long_saved[unit:], strict=False)]
+        # The last layer may save less, its backward begins at once; or the first unit more, what all of them share.
         if len(set(gaps[:-1])) > 1 and len(set(gaps[unit - 1 :])) > 1:
             return False
     return True
 
 
 def has_all_alike(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
-    """Whether every stretch has its like in the longer record; without it a step is extended by an estimate."""
+    """Return whether every stretch has its like in the longer record; otherwise an extension is an estimate."""
     numbers = [len(_bounds(memory)) for _, _, memory in _memories(short)]
     return all(front + back >= number for number, (front, back) in zip(numbers, aligned(short, long), strict=True))
 
@@ -199,28 +202,28 @@ def _moments(
     memory: GraphMemory, where: str, values: dict[str, int], workspace: Callable[[Call], int], beside: tuple[int, int]
 ) -> list[Moment]:
     live = _live(memory, where, values, workspace)
-    found = []
+    moments = []
     for begin, end in _bounds(memory):
         parts = list(max(live[begin : end + 1], key=sum, default=(0,) * len(PARTS)))
         parts[_KEPT] += beside[0]
         parts[_GRADIENTS] += beside[1]
-        found.append(Moment(where, tuple(parts)))
-    return found
+        moments.append(Moment(where, tuple(parts)))
+    return moments
 
 
 def places_of(memory: GraphMemory) -> list[int]:
-    """Where chunked experts run, or what stands for layers in a step without them."""
+    """Return the positions where chunked experts run, or those of marks for layers in a step without them."""
     return [call.position for call in memory.calls if call.phase in ("forward", "backward", "mark")]
 
 
 def _bounds(memory: GraphMemory) -> list[tuple[int, int]]:
-    """The first and the last position of each stretch."""
+    """Return the first and the last position of each stretch."""
     ends = [*places_of(memory), memory.num_positions - 1]
     return list(zip([0, *(end + 1 for end in ends)], ends, strict=False))
 
 
 def part_of(allocation: Allocation, where: str) -> int:
-    """Which of `PARTS` an allocation of a forward or a backward counts for."""
+    """Return which of `PARTS` an allocation of a forward or a backward counts for."""
     if allocation.is_input:
         return _KEPT
     if allocation.stop is not None:
@@ -229,23 +232,23 @@ def part_of(allocation: Allocation, where: str) -> int:
 
 
 def _changes(memory: GraphMemory, where: str, values: dict[str, int]) -> list[list[int]]:
-    """By how many bytes of each of `PARTS` live bytes change at each position, and behind the last."""
+    """Return the change of live bytes by `PARTS` at each position, and after the last."""
     changes = [[0] * len(PARTS) for _ in range(memory.num_positions + 1)]
-    for one, num_bytes in zip(memory.allocations, memory.bytes_at(values), strict=True):
-        part = part_of(one, where)
-        changes[one.start][part] += num_bytes
-        if one.stop is not None:
-            changes[one.stop][part] -= num_bytes
+    for allocation, num_bytes in zip(memory.allocations, memory.bytes_at(values), strict=True):
+        part = part_of(allocation, where)
+        changes[allocation.start][part] += num_bytes
+        if allocation.stop is not None:
+            changes[allocation.stop][part] -= num_bytes
     return changes
 
 
 def _live(
     memory: GraphMemory, where: str, values: dict[str, int], workspace: Callable[[Call], int]
 ) -> list[tuple[int, ...]]:
-    """Live bytes by `PARTS` at each position."""
+    """Return the live bytes by `PARTS` at each position."""
     changes = _changes(memory, where, values)
     sums = accumulate(changes, lambda total, change: [a + b for a, b in zip(total, change, strict=True)])
-    live = [list(one) for one in sums][: memory.num_positions]
+    live = [list(by_part) for by_part in sums][: memory.num_positions]
     for call in memory.calls:
         live[call.position][_HEAD if call.phase == "head" else _EXPERTS] += workspace(call)
-    return [tuple(one) for one in live]
+    return [tuple(by_part) for by_part in live]

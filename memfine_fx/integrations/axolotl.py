@@ -25,28 +25,28 @@ __all__ = ["MemfineArgs", "MemfinePlugin"]
 
 
 class MemfineArgs(BaseModel):
-    """What Axolotl's schema takes from a YAML file for this plugin."""
+    """The fields of a YAML file that this plugin adds to Axolotl's schema."""
 
     memfine: dict[str, Any] | None = None
 
 
 class MemfinePlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is not there where types are checked
-    """Optimizes the model, adapters included, before Axolotl makes its trainer."""
+    """An Axolotl plugin that optimizes the model, adapters included, before Axolotl makes its trainer."""
 
     def get_input_args(self) -> str:
-        """The schema, by name."""
+        """Return the dotted name of the schema class."""
         return f"{__name__}.{MemfineArgs.__name__}"
 
     def register(self, cfg: Any) -> None:
-        """Read the options, so that a bad one is told before a model is loaded.
+        """Read the options, so that a bad one raises an error before a model is loaded.
 
         Raises:
-            ConfigError: an unknown or malformed option, or lines that are none.
+            ConfigError: an unknown or malformed option, or lines that are no options.
         """
         _config(cfg)
 
     def post_model_load(self, cfg: Any, model: torch.nn.Module) -> None:
-        """Optimize in place.
+        """Optimize the loaded model in place.
 
         Raises:
             ConfigError: an unknown or malformed option.

@@ -1,4 +1,4 @@
-"""torchtitan: a model's specification whose blocks are compiled by memfine_fx.
+"""Make torchtitan compile the blocks of a model with memfine_fx.
 
 torchtitan compiles block by block, with a backend that its config names; for models with FlexAttention it takes no name
 but Inductor's. So the blocks are compiled here, once torchtitan has parallelized the model:
@@ -21,7 +21,7 @@ __all__ = ["compiled_by_memfine"]
 
 
 def compiled_by_memfine(model_spec: Any, **options: Any) -> Any:
-    """A copy of a torchtitan `ModelSpec` that compiles each transformer block with memfine_fx.
+    """Return a copy of a torchtitan `ModelSpec` that compiles each transformer block with memfine_fx.
 
     Args:
         model_spec: of `Trainer.Config`; its `parallelize_fn` is wrapped, everything else stays.
@@ -45,7 +45,7 @@ def compiled_by_memfine(model_spec: Any, **options: Any) -> Any:
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The transformer blocks of a torchtitan decoder, or of a pipeline stage of one."""
+    """Return the transformer blocks of a torchtitan decoder, or of a pipeline stage of one."""
     layers = getattr(model, "layers", None)
     assert isinstance(layers, torch.nn.Module), f"a torchtitan decoder holds its blocks in `layers`: {type(model)}"
     return list(layers.children())

@@ -15,7 +15,7 @@ __all__ = ["MemfineCallback"]
 
 
 class MemfineCallback(TrainerCallback):
-    """Writes `memfine_fx.scalars` at each of the Trainer's logging steps.
+    """A Trainer callback that writes `memfine_fx.scalars` at each logging step.
 
     Args:
         writer: where to; None for TensorBoard event files in the folder "memfine" of the Trainer's output folder.
