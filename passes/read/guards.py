@@ -55,6 +55,7 @@ from memfine_fx.passes.ops import (
     base_name_of,
     is_random,
     name_of,
+    target_name,
 )
 from memfine_fx.passes.read.marker import (
     ALL_IDS,
@@ -265,15 +266,15 @@ class _Proof:
                 raise self._body.unproved("something is asserted that may not hold for an expert without rows")
             return
         if _may_hide_effects(node):
-            raise self._body.unproved(f"what {name} writes is not known")
+            raise self._body.unproved(f"what {target_name(node)} writes is not known")
         if is_random(name) and not _draws_nothing(node):
-            raise self._body.unproved(f"{name} draws random numbers")
+            raise self._body.unproved(f"{target_name(node)} draws random numbers")
         for target in self._flow.mutations.get(node, ()):
             if not self._is_made_inside(target) and not self._writes_nothing(node):
-                raise self._body.unproved(f"{name} writes into {target}")
+                raise self._body.unproved(f"{target_name(node)} writes into {target}")
         is_empty_read = any(map(self._known.is_empty, node.all_input_nodes))
         if is_empty_read and base_name_of(node) not in _REDUCTIONS and self._has_elements(node):
-            raise self._body.unproved(f"{name} needs a row")
+            raise self._body.unproved(f"{target_name(node)} needs a row")
         if isinstance(node_value(node), (torch.Tensor, tuple, list)) or node.target is operator.setitem:
             self._check_readers(node)
 
@@ -433,9 +434,9 @@ class _Proof:
         for node in self._computed_for(new):
             name = base_name_of(node)
             if name not in _TOTAL:
-                raise self._body.unproved(f"{name} may not be defined without rows")
+                raise self._body.unproved(f"{target_name(node)} may not be defined without rows")
             if any(map(self._may_be_undefined, _ill_conditioned(node))):
-                raise self._body.unproved(f"{name} of a number of rows")
+                raise self._body.unproved(f"{target_name(node)} of a number of rows")
             is_mean = name == "mean" and self._known.is_empty(node.args[0])
             if is_mean or not means.isdisjoint(node.all_input_nodes):
                 # A mean of no rows is not a number: it may be added, and no gradient may pass it.
@@ -443,7 +444,7 @@ class _Proof:
                     operand for operand in node.all_input_nodes if operand not in means and name in ("mul", "div")
                 ]
                 if not is_mean and (name not in _LINEAR or factors):
-                    raise self._body.unproved(f"{name} of a mean over an expert's rows")
+                    raise self._body.unproved(f"{target_name(node)} of a mean over an expert's rows")
                 means.add(node)
 
     def _may_be_undefined(self, operand: Any) -> bool:

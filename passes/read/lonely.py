@@ -63,12 +63,19 @@ def unknown_routers(flow: Dataflow, regions: Sequence[MoERegion]) -> list[Refusa
     """Return a refusal for each operator that chooses experts and that nothing reads as a choice.
 
     It makes integers of floating-point numbers, and these, or integers that are computed of them, pick entries of
-    experts' weights or say which rows experts get. Integers inside regions, and seeds, are read.
+    experts' weights or say which rows experts get. Integers inside regions, and those that are computed of a seed, are
+    read, or refused with another reason.
     """
     inside = {node for region in regions for node in region.cut.nodes}
+    known_integers: set[fx.Node] = set()
     refusals = []
     for node in flow.graph.nodes:
-        if node not in inside and _makes_integers(node) and not is_seed(node) and _reaches_experts(flow, node, inside):
+        if node in inside or node in known_integers:
+            continue
+        if is_seed(node):
+            known_integers.update(_integers_of(flow, node, with_results=True))
+        elif _makes_integers(node) and _reaches_experts(flow, node, inside):
+            known_integers.update(_integers_of(flow, node, with_results=True))
             operator = node.args[0] if name_of(node) == "getitem" else node
             assert isinstance(operator, fx.Node)
             known = ", ".join(sorted(CHOOSERS))
@@ -87,7 +94,7 @@ def _makes_integers(node: fx.Node) -> bool:
 
 def _reaches_experts(flow: Dataflow, choice: fx.Node, inside: Set[fx.Node]) -> bool:
     """Whether integers pick entries of weights [E,...], cut rows into groups, or are compared with experts' numbers."""
-    for node in _integers_of(flow, choice, with_floats=True):
+    for node in _integers_of(flow, choice, with_results=True):
         if node in inside:
             return False
         names = {name_of(user) for user in node.users if user not in inside}
@@ -123,19 +130,21 @@ def _picks(flow: Dataflow, seed: fx.Node) -> Iterator[fx.Node]:
                 yield user
 
 
-def _integers_of(flow: Dataflow, seed: fx.Node, *, with_floats: bool = False) -> Iterator[fx.Node]:
+def _integers_of(flow: Dataflow, seed: fx.Node, *, with_results: bool = False) -> Iterator[fx.Node]:
     """Yield the indices and the integers that are computed of them.
 
     Args:
-        with_floats: whether floats count that are computed of nothing else, as counts by histc are.
+        with_results: also yield whatever is computed of nothing else: counts as floats, results of a sort.
     """
     pending, visited = [seed], {seed}
     while pending:
         node = pending.pop()
         yield node
         for user in sorted(node.users, key=flow.position.__getitem__):
-            is_of_ids = with_floats and all(source in visited for source in user.all_input_nodes)
-            if user not in visited and (is_int_tensor(user) or (is_of_ids and is_float_tensor(user))):
+            is_of_ids = (
+                with_results and user.op != "output" and all(source in visited for source in user.all_input_nodes)
+            )
+            if user not in visited and (is_int_tensor(user) or is_of_ids):
                 visited.add(user)
                 pending.append(user)
 
