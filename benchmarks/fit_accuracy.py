@@ -139,7 +139,7 @@ def compared(family: str, combination: Combination) -> dict[str, Any]:
     else:
         analysis = _fitted(config, setup, ("least",) if combination.budget else ())
     seconds = time.process_time() - started
-    asked = analysis.asked(setup.batch, setup.seq)
+    asked = analysis.peak_as_asked(setup.batch, setup.seq)
     said, measured = asked.num_bytes, measured_peak(config, setup, combination.is_plain)
     return {
         "family": family,

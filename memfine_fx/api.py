@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from memfine_fx.capture.implementation import switched_experts
-from memfine_fx.capture.standing import as_written
+from memfine_fx.capture.standing import original_forward
 from memfine_fx.capture.undo import ModelState
 from memfine_fx.compat.nn import COMPILED_CALLS, hooks_after_gradient
 from memfine_fx.compiler.optimized import Options, captured, optimize_in_place, optimized_call
@@ -319,7 +319,7 @@ def _open_session(config: Config, *, is_dry: bool = False) -> Session:
 
 def _captured_forward(model: torch.nn.Module, session: Session) -> Callable[..., Any]:
     """The forward that a model would run without us, compiled in a session."""
-    return captured(model, [functools.partial(as_written, model)], session, fullgraph=False, dynamic=True)
+    return captured(model, [functools.partial(original_forward, model)], session, fullgraph=False, dynamic=True)
 
 
 def _merged(config: Config | None, **given: Any) -> Config:

@@ -35,11 +35,11 @@ from torch.nn.parameter import is_lazy
 __all__ = [
     "Arrivals",
     "StandIns",
-    "as_written",
     "backbones",
     "behind",
     "is_compiled_inside",
     "is_own",
+    "original_forward",
     "replaced_by",
     "stand_in",
     "state_as_written",
@@ -166,7 +166,7 @@ class StandIns:
         self._parts = [(module, vars(module)[_STANDS]) for module in model.modules() if _STANDS in vars(module)]
 
     @contextlib.contextmanager
-    def taken_out(self) -> Iterator[None]:
+    def unpatched(self) -> Iterator[None]:
         """A call of the model is under way: its parts run as they are written, in one graph.
 
         NOTE: nothing of ours is called while they are put back, so that an interrupt there finds each in its place.
@@ -269,7 +269,7 @@ def _number(forward: object) -> int | None:
     return number
 
 
-def as_written(module: torch.nn.Module) -> Callable[..., Any]:
+def original_forward(module: torch.nn.Module) -> Callable[..., Any]:
     """The forward that a module would run without us."""
     forward: Callable[..., Any] = module.forward
     return forward if _number(forward) is None else behind(forward)

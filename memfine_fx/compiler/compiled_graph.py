@@ -96,7 +96,7 @@ class CompiledPartition:
 
 
 @dataclass(frozen=True)
-class _Again:
+class _Recompile:
     """The inputs for recompiling the graph, stored where there is a budget.
 
     Args:
@@ -137,7 +137,7 @@ class CompiledGraph:
         pristine = None if budget is None else captured_copy(graph_module)
         self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}  # by situation; compiling forgets them
         self._partitions = [self._compile(graph_module, inputs, record.step, budget)]
-        self._again = None if pristine is None else _again(pristine, inputs, hidden)
+        self._recompile_inputs = None if pristine is None else _inputs_again(pristine, inputs, hidden)
 
     def __call__(self, *args: Any) -> Any:
         sizes = {size.name: size.of(args) for size in self._sizes}
@@ -152,13 +152,13 @@ class CompiledGraph:
         )
         # Every partition is cut from one joint graph, so that all of them add the same gradients.
         run.memory = replace(run.memory, added=frozenset(self._adding(self._record.step, run.caller, can_add)))
-        compiled = self._partitions[0] if self._again is None else self._chosen(run, self._again)
+        compiled = self._partitions[0] if self._recompile_inputs is None else self._chosen(run, self._recompile_inputs)
         self._take(run, compiled)
         results = compiled.run(*args)
         session.history.note_results(run, results, args)
         return results
 
-    def _chosen(self, run: Run, again: _Again) -> CompiledPartition:
+    def _chosen(self, run: Run, again: _Recompile) -> CompiledPartition:
         """The partition for a run under a budget.
 
         Raises:
@@ -190,7 +190,7 @@ class CompiledGraph:
             first = _LAST_ATTEMPT
         for attempt in range(first, _LAST_ATTEMPT + 1):
             try:
-                recompiled = self._made(run, again, attempt, excess_bytes)
+                recompiled = self._recompile(run, again, attempt, excess_bytes)
             except BudgetInfeasible as error:
                 return self._refused(self._partitions[-1], error)
             current = self._partitions = [*current, recompiled]
@@ -244,7 +244,7 @@ class CompiledGraph:
             self._refusals[situation.key] = refusal_of(self._session, situation, device)
         return self._refusals[situation.key]
 
-    def _made(self, run: Run, again: _Again, attempt: int, beyond: Mapping[str, int]) -> CompiledPartition:
+    def _recompile(self, run: Run, again: _Recompile, attempt: int, beyond: Mapping[str, int]) -> CompiledPartition:
         """The graph partitioned for this run and compiled.
 
         Args:
@@ -424,10 +424,10 @@ def _tokens_of(record: CapturedGraph, graph: fx.Graph) -> torch.Tensor:
     )
 
 
-def _again(graph_module: fx.GraphModule, inputs: Sequence[Any], hidden: torch.Tensor) -> _Again | None:
+def _inputs_again(graph_module: fx.GraphModule, inputs: Sequence[Any], hidden: torch.Tensor) -> _Recompile | None:
     """None where a graph cannot be compiled outside of the capture that gave it."""
     captured = captured_inputs(inputs)
-    return None if captured is None else _Again(graph_module, captured[1], captured[0], hidden)
+    return None if captured is None else _Recompile(graph_module, captured[1], captured[0], hidden)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def compile_in_session(
     except MemfineError as error:
         return _raising(error)
     if session.has_chunked_last or session.holds_compiled:  # `OptimizedCall` warns after its call
-        return session.held(compiled)
+        return session.hold_compiled(compiled)
 
     weight_ids: set[int | None] = set()
     has_asked = False
@@ -88,7 +88,7 @@ def compile_in_session(
             weight_ids.add(weight)
         return compiled(*args)
 
-    return session.held(warns_on_second_step)
+    return session.hold_compiled(warns_on_second_step)
 
 
 def _raising(error: MemfineError) -> Callable[..., Any]:

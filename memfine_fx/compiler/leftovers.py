@@ -70,10 +70,10 @@ def as_told_by_attempts(
     outcomes: Sequence[LoweredRegion | Refusal], kept: Sequence[Refusal]
 ) -> list[LoweredRegion | Refusal]:
     """Outcomes in which a graph break before the experts is what an attempt without that break refused them for."""
-    return [_told(outcome, kept) if isinstance(outcome, Refusal) else outcome for outcome in outcomes]
+    return [_explain(outcome, kept) if isinstance(outcome, Refusal) else outcome for outcome in outcomes]
 
 
-def _told(refusal: Refusal, kept: Sequence[Refusal]) -> Refusal:
+def _explain(refusal: Refusal, kept: Sequence[Refusal]) -> Refusal:
     layer = refusal.where.module.rpartition(".")[0]  # a router and its experts stand in one module
     of_layer = [candidate for candidate in kept if not layer or candidate.where.module.startswith(f"{layer}.")]
     return of_layer[0] if of_layer and refusal.reason is Reason.GRAPH_BREAK else refusal

@@ -396,7 +396,7 @@ class _SpecialParts:
         """For one call with these arguments."""
         self._embeddings.prepare()
         with (
-            self._stand_ins.taken_out(),
+            self._stand_ins.unpatched(),
             self._recorded.prepared(kwargs),
             self.adapters.installed(),
             self._uncached.installed(),

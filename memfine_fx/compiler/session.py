@@ -170,7 +170,7 @@ class Session:
         self.history.forget(graph)
         self._forget_bytes()
 
-    def held(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def hold_compiled(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return the callable that Dynamo stores for a compiled graph; it does not keep an optimized model alive."""
         if not self.holds_compiled:
             return compiled

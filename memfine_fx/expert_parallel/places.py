@@ -31,15 +31,15 @@ class WalkPlaces:
 
     def sent(self, number: int, leg: int) -> torch.Tensor:
         """Return positions in expert order of this rank's rows that leave in a leg: by expert, so by rank."""
-        begins, lengths = self._found(number)[leg]
+        begins, lengths = self._ranges_in_order(number)[leg]
         return _ranges(begins, lengths, self._rounds[number][leg].num_sent)
 
     def order(self, number: int) -> torch.Tensor:
         """Return the positions of a round's received rows in their buffer, in expert order: int32."""
-        begins, lengths = self._found(number)[-1]
+        begins, lengths = self._ranges_in_order(number)[-1]
         return _ranges(begins, lengths, sum(leg.num_received for leg in self._rounds[number])).to(torch.int32)
 
-    def _found(self, number: int) -> _Ranges:
+    def _ranges_in_order(self, number: int) -> _Ranges:
         return self._ranges_of(number) if self._moved is None else self._moved[number]
 
     def _ranges_of(self, number: int) -> _Ranges:

@@ -55,7 +55,7 @@ class TrainingState(Stateful):
             own = sharded.get(name)
             if parameter in optimizer.state and (own is None or own.is_here):
                 state_by_name[name] = {
-                    key: _said(value, parameter, own) for key, value in optimizer.state[parameter].items()
+                    key: _as_saved(value, parameter, own) for key, value in optimizer.state[parameter].items()
                 }
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         return {"state": state_by_name, "options": options}
@@ -91,7 +91,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _said(value: Any, parameter: torch.Tensor, own: ShardedParameter | None) -> Any:
+def _as_saved(value: Any, parameter: torch.Tensor, own: ShardedParameter | None) -> Any:
     is_alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
     return own.as_dtensor(value) if own is not None and is_alike else value
 

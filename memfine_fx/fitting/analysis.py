@@ -150,7 +150,7 @@ class Analysis:
         least = self.total("least", batch, seq)
         if self.setup.budget is not None or not self.is_asked_known:
             return least
-        return min(least, self.asked(batch, seq), key=lambda total: total.num_bytes)
+        return min(least, self.peak_as_asked(batch, seq), key=lambda total: total.num_bytes)
 
     @functools.cached_property
     def least_plans(self) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ class Analysis:
         percent = MARGIN_PERCENT if plan in self.records[0].estimated else 0
         return self._with_static(peak, batch, seq, peak.num_bytes * percent // 100)
 
-    def asked(self, batch: int, seq: int) -> StepTotal:
+    def peak_as_asked(self, batch: int, seq: int) -> StepTotal:
         """Return the peak under the setup's own budget, with chunks as large as it allows.
 
         Where not even the smallest chunks meet it, the plan of the smallest budget is taken; where that exceeds the

@@ -205,7 +205,7 @@ def report_of(source: object, analysis: Analysis, how: str, question: Question) 
         f"{_name(source)} of {analysis.static.num_parameters:,} parameters",
         setup,
         question.memory_bytes,
-        analysis.asked(batch, seq) if analysis.is_asked_known else None,
+        analysis.peak_as_asked(batch, seq) if analysis.is_asked_known else None,
         analysis.total("least", batch, seq),
         analysis.total("most", batch, seq),
         _longest_seq(question, lambda length: analysis.lightest(batch, length).num_bytes) if analysis.has_seq else None,

@@ -107,7 +107,7 @@ def fake_model(source: object, setup: Setup, mode: FakeTensorMode) -> torch.nn.M
         ConfigError: it cannot be made; the message names the field where one is to blame.
     """
     meta = torch.device("meta")  # PEFT moves what it adds to its layer's device, which fake tensors do not allow
-    model = source if isinstance(source, torch.nn.Module) else _made(source, setup, meta)
+    model = source if isinstance(source, torch.nn.Module) else _build_model(source, setup, meta)
     model = _of_module(model, meta)
     if setup.checkpointing:
         _checkpoint(model)
@@ -136,7 +136,7 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 def real_model(source: object, setup: Setup) -> torch.nn.Module:
     """Return the same model with allocated memory and random weights, to check `fake_model` against."""
-    model = _made(source, setup, torch.device("cpu"))
+    model = _build_model(source, setup, torch.device("cpu"))
     if setup.checkpointing:
         _checkpoint(model)
     if setup.train != "full":
@@ -144,7 +144,7 @@ def real_model(source: object, setup: Setup) -> torch.nn.Module:
     return model.train()
 
 
-def _made(source: Any, setup: Setup, device: torch.device) -> torch.nn.Module:
+def _build_model(source: Any, setup: Setup, device: torch.device) -> torch.nn.Module:
     try:
         with device:
             if callable(source) and not hasattr(source, "model_type"):

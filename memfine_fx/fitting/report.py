@@ -130,7 +130,7 @@ class FitReport:
         Path(path).write_text(page(self), encoding="utf-8")
 
     def __str__(self) -> str:
-        return "\n".join([*self._answer(), *self._terms(), *self._budgets(), *self._without_us(), *self._beside()])
+        return "\n".join([*self._answer(), *self._terms(), *self._budgets(), *self._without_us(), *self._remarks()])
 
     def _answer(self) -> list[str]:
         shown, setup = self.shown, self.setup
@@ -181,7 +181,7 @@ class FitReport:
             lines.append(f"  {other.what}: {_readable(needs)} in the {other.total.where}{fits}{longest}{remark}")
         return lines
 
-    def _beside(self) -> list[str]:
+    def _remarks(self) -> list[str]:
         lines = [f"{len(self.chunked)} of the analysed layers are chunked; {self.how}"]
         if self.decision and self.shown is self.asked:
             lines.append(self.decision)

@@ -124,7 +124,7 @@ class AdapterGradients:
         self._narrow = _NarrowRows(self._turned, self._run, beside)
         num_of_projections = 2 * len(adapters.projections)
         self._into = [
-            _alone(
+            _gradient_of_matrix(
                 table, is_written=self.trains_projections if at < num_of_projections else self.trains_down,
                 is_added=is_added, is_cut=is_cut,
             )
@@ -203,7 +203,7 @@ def _factors(into: Sequence[Adapter | None]) -> list[torch.Tensor]:
     return factors if down is None else [*factors, down.first, down.second.mT]
 
 
-def _alone(table: torch.Tensor, *, is_written: bool, is_added: bool, is_cut: bool) -> TableGradients:
+def _gradient_of_matrix(table: torch.Tensor, *, is_written: bool, is_added: bool, is_cut: bool) -> TableGradients:
     """Return the destination of the gradient of one matrix [E,C,D]."""
     tables = Tables(table, table, table.mT, projections=[table])
     return TableGradients.of(

@@ -77,7 +77,7 @@ def can_run(form: KernelForm, tensors: Sequence[torch.Tensor]) -> bool:
         are_alike = all(len({(param.shape, param.stride(), param.dtype) for param in group}) == 1 for group in groups)
         are_one_dtype = len({param.dtype for param in params}) == 1  # the kernels read all of them by address
         return are_alike and are_one_dtype and all(tensor.dtype in _DTYPES for tensor in tensors) and has_triton()
-    positions = form.made
+    positions = form.computed_positions
     packed = [params[position] for position in positions]
     others = [hidden, *(param for position, param in enumerate(params) if position not in positions)]
     own = [params[position] for position in form.positions[: form.num_own]]

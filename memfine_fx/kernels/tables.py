@@ -378,7 +378,7 @@ class KernelForm:
         return len(self.positions) - num_adapter_params(self.adapters)
 
     @property
-    def made(self) -> frozenset[int]:
+    def computed_positions(self) -> frozenset[int]:
         """Return the positions of the parameters that tables are computed from by tiles."""
         counts = counts_of(self.layout, self.sources)
         firsts = [sum(counts[:place]) for place in range(len(counts))]

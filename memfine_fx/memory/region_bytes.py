@@ -278,7 +278,7 @@ def _forward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str,
 
 def _forward_terms_around(region: RegionBytes, num_tokens: Any, chunk: Any) -> dict[str, Any]:
     return {
-        "output": num_tokens * region.out_width * _held(region.out_item_bytes, region.accumulator_item_bytes),
+        "output": num_tokens * region.out_width * _sum_bytes(region.out_item_bytes, region.accumulator_item_bytes),
         "index": _index_bytes(region, num_tokens),
         "chunk": chunk,
     }
@@ -310,7 +310,7 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any, *, stages: 
 def _backward_terms_around(region: RegionBytes, num_tokens: Any, chunk: Any) -> dict[str, Any]:
     return {
         "output grad": num_tokens * region.out_width * region.out_item_bytes,
-        "hidden grad": num_tokens * region.hidden * _held(region.item_bytes, region.accumulator_item_bytes),
+        "hidden grad": num_tokens * region.hidden * _sum_bytes(region.item_bytes, region.accumulator_item_bytes),
         "routing weight grad": num_tokens * region.top_k * region.weight_item_bytes,
         "expert weight grads": region.param_bytes,
         "index": _index_bytes(region, num_tokens),
@@ -388,7 +388,7 @@ def _beside_weight(region: RegionBytes, row_bytes: int) -> int:
     return padded_bytes(row_bytes + weight) if weight == region.item_bytes else row_bytes + weight
 
 
-def _held(item_bytes: int, accumulator_bytes: int) -> int:
+def _sum_bytes(item_bytes: int, accumulator_bytes: int) -> int:
     """Return the bytes per element while a sum and its cast are both alive."""
     return accumulator_bytes if item_bytes == accumulator_bytes else item_bytes + accumulator_bytes
 

@@ -336,7 +336,7 @@ class _Search:
 
     def _bound(self, depth: int) -> float:
         """Return seconds that the items from `depth` on cannot exceed: fractions of them, at the fullest position."""
-        whole, wanted, left = self._left[depth]
+        whole, wanted, left = self._left_by_depth[depth]
         if not wanted:
             return whole
         fullest = max(range(len(wanted)), key=lambda segment: wanted[segment] - self._free[segment])
@@ -348,7 +348,7 @@ class _Search:
         return min(whole, bound)
 
     @functools.cached_property
-    def _left(self) -> list[tuple[float, list[int], list[tuple[float, list[int]]]]]:
+    def _left_by_depth(self) -> list[tuple[float, list[int], list[tuple[float, list[int]]]]]:
         """For each depth: seconds of the items from there on, bytes that they want at each segment, and both of each of
         their choices. The choices of an item count as if all could be taken, which bounds it from above. No bytes where
         an item may lower live bytes, since a bound by bytes is none there.

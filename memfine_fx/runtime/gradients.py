@@ -43,7 +43,7 @@ class ParamGradient:
     ) -> None:
         onto = onto or [None] * len(tensors)
         self._values = [
-            existing if existing is not None else _made(tensor, in_fp32=in_fp32) if is_wanted else None
+            existing if existing is not None else _allocate(tensor, in_fp32=in_fp32) if is_wanted else None
             for tensor, is_wanted, existing in zip(tensors, wanted, onto, strict=True)
         ]
         self._kind = kind
@@ -155,5 +155,5 @@ class ParamGradient:
         self._staging[slot] = staged
 
 
-def _made(tensor: torch.Tensor, *, in_fp32: bool) -> torch.Tensor:
+def _allocate(tensor: torch.Tensor, *, in_fp32: bool) -> torch.Tensor:
     return torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32) if in_fp32 else None)

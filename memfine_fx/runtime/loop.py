@@ -82,7 +82,7 @@ class Kept:
         ]
 
     @staticmethod
-    def found(bodies: KeepingBodies, tensors: Sequence[torch.Tensor], num_rows: int, rows: int) -> Kept | None:
+    def from_graph(bodies: KeepingBodies, tensors: Sequence[torch.Tensor], num_rows: int, rows: int) -> Kept | None:
         """Return what forward handed over, `num_rows` of N rows; None where that is nothing, or was copied without its
         memory.
         """

@@ -350,7 +350,7 @@ def experts_backward_kept(
     *tensors, num_kept = kept
     bodies = _keeping(site, wanted, keep)
     if lookup(site).decides_kept_rows:
-        saved = Kept.found(bodies, tensors, int(num_kept.item()), order.shape[0])
+        saved = Kept.from_graph(bodies, tensors, int(num_kept.item()), order.shape[0])
     else:
         saved = Kept(bodies, tensors)
     return _backward(grad, _routed(hidden, weight, order, offsets, params, site), site, wanted, saved)

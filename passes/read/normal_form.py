@@ -145,7 +145,7 @@ class NormalForm:
             stack.enter_context(fake_mode or contextlib.nullcontext())
             if shape_env is not None:  # sizes that only the routing knows get new symbols; nobody needs to bind them
                 stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
-            stack.enter_context(Listening(self._told))
+            stack.enter_context(Listening(self._notice_call))
             torch.func.functionalize(body, remove="mutations")(*values)
 
     def holds(self, node: fx.Node) -> bool:
@@ -196,7 +196,7 @@ class NormalForm:
             )
         return float(value)  # the capture's guards keep it so
 
-    def _told(self, target: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _notice_call(self, target: Any, args: Any, kwargs: Any, out: Any) -> None:
         if self._running is None or not isinstance(target, OpOverload) or target.namespace == "prim":
             return
         self._held.append(out)  # values are kept by identity, so results must stay alive

@@ -84,7 +84,7 @@ class Reader(Roles):
         self._is_unpacking = False
         self._rule_of = rule_of
         self._values: dict[int, tuple[torch.Tensor, Any]] = {}
-        self._form = NormalForm(flow.graph, modes, self._told)
+        self._form = NormalForm(flow.graph, modes, self._notice_call)
 
     @property
     def has_computed_tables(self) -> bool:
@@ -341,7 +341,7 @@ class Reader(Roles):
 
     # Values.
 
-    def _told(self, call: Call) -> None:
+    def _notice_call(self, call: Call) -> None:
         def of(leaf: Any) -> Any:
             value = self._value_of(leaf, None) if isinstance(leaf, torch.Tensor) else leaf
             is_table = isinstance(value, Part) and not self._is_unpacking and self._is_table_of_floats(leaf)

@@ -84,7 +84,7 @@ def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
     key = _fingerprint(region, bodies, modes)
     with _lock:
         if key not in _known:
-            _known[key] = _found(region, bodies, modes)
+            _known[key] = _check_kind(region, bodies, modes)
     record = _known[key]
     if record.other_output:
         raise CannotChunk(
@@ -101,7 +101,7 @@ def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
     return record.uncompared
 
 
-def _found(region: MoERegion, bodies: Bodies, modes: Modes) -> _Found:
+def _check_kind(region: MoERegion, bodies: Bodies, modes: Modes) -> _Found:
     try:
         return _compared(Forms.of(region, _live(region, bodies), modes), bodies)
     except _RUN_ERRORS as error:

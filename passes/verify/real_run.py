@@ -51,7 +51,7 @@ def record_regions(
     recorded: list[Recorded | None] = [None] * len(cuts)
 
     def record(number: int, values: tuple[Any, ...], output: torch.Tensor) -> None:
-        recorded[number] = Recorded(tuple(map(_kept, values)), output.detach().clone())
+        recorded[number] = Recorded(tuple(map(_snapshot, values)), output.detach().clone())
 
     bodies = list(dict.fromkeys(body for body, _ in cuts))
     inserted: list[fx.Node] = []
@@ -71,7 +71,7 @@ def record_regions(
     return recorded
 
 
-def _kept(value: Any) -> Any:
+def _snapshot(value: Any) -> Any:
     """Parameters change only between steps; everything else may be written right after."""
     if not isinstance(value, torch.Tensor):
         return value

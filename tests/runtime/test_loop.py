@@ -326,8 +326,8 @@ def test_a_part_goes_with_what_has_the_whole_shape_and_a_copy_leaves_it_behind()
     assert handed[0].untyped_storage().nbytes() == 4 * 2 * WIDTH * 4
     del kept
     assert handed[0].shape == (9, 2 * WIDTH)
-    found = Kept.found(keeping, handed, 4, 9)
+    found = Kept.from_graph(keeping, handed, 4, 9)
     assert found is not None and found.num_rows == 4 and torch.equal(found.tensors[0], torch.full((4, 2 * WIDTH), 2.0))
     for copied in (handed[0].clone(), handed[0].to("meta"), torch.empty(handed[0].shape).copy_(handed[0])):
-        assert Kept.found(keeping, [copied], 4, 9) is None
-    assert Kept.found(keeping, [handed[0].new_zeros(1).expand(9, 2 * WIDTH)], 4, 9) is None
+        assert Kept.from_graph(keeping, [copied], 4, 9) is None
+    assert Kept.from_graph(keeping, [handed[0].new_zeros(1).expand(9, 2 * WIDTH)], 4, 9) is None

@@ -190,7 +190,7 @@ def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> A
     return Rows(lead, rows.expr if is_own else None, off=base.value, copy=ids.copy, is_dispatched=rows.is_dispatched)
 
 
-def _added(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+def _add(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Rows added to what a sum held at their places; results of experts that ran on all tokens, summed."""
     if kwargs.get("alpha", 1) != 1:
         return pointwise(reader, call, args, kwargs)
@@ -276,5 +276,5 @@ RULES: dict[Any, Rule] = {
     aten.where.self: _where,
     aten.masked_fill.Scalar: _where,
     aten.masked_fill.Tensor: _where,
-    aten.add.Tensor: _added,
+    aten.add.Tensor: _add,
 }
