@@ -99,8 +99,10 @@ def _reaches_experts(flow: Dataflow, choice: fx.Node, inside: Set[fx.Node]) -> b
             return False
         names = {name_of(user) for user in node.users if user not in inside}
         weights = [user for user in node.users if name_of(user) in LOOKUPS and _is_expert_weight(user.args[0])]
-        is_compared = bool(names & {"one_hot", "eq"}) and any(map(_is_product_of_experts, flow.descendants([node])))
-        if weights or is_compared or names & GROUPED_MATMULS:
+        if weights or names & GROUPED_MATMULS:
+            return True
+        is_compared = node in flow.position and not names.isdisjoint(("one_hot", "eq"))
+        if is_compared and any(map(_is_product_of_experts, flow.descendants([node]))):
             return True
     return False
 
@@ -140,7 +142,8 @@ def _integers_of(flow: Dataflow, seed: fx.Node, *, with_results: bool = False) -
     while pending:
         node = pending.pop()
         yield node
-        for user in sorted(node.users, key=flow.position.__getitem__):
+        # Reading inserts nodes, ids of masks for one, which have no position.
+        for user in sorted(node.users, key=lambda user: flow.position.get(user, len(flow.position))):
             is_of_ids = (
                 with_results and user.op != "output" and all(source in visited for source in user.all_input_nodes)
             )
