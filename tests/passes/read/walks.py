@@ -181,9 +181,9 @@ class _Recorder(Reader):
         super().__init__(Dataflow(graph), modes_at(graph, Modes()), frame, rule_of, forced)
         self.heard: list[Heard] = []
 
-    def _told(self, call: Call) -> None:
+    def _notice_call(self, call: Call) -> None:
         operands = self._values_of((call.args, call.kwargs))
-        super()._told(call)
+        super()._notice_call(call)
         results = self._values_of(call.out)
         self.heard.append(Heard(call, operands, results, dict(self.expressions.params), self.expressions.columns))
 
