@@ -23,6 +23,7 @@ __all__ = [
     "add_call",
     "add_cast",
     "contiguous_strides",
+    "copied_module",
     "is_transpose",
     "trace_rows",
 ]
@@ -102,6 +103,15 @@ def _fake(spec: TensorSpec, num_rows: torch.SymInt, num_groups: torch.SymInt) ->
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[position + 1 :]) for position in range(len(shape)))
+
+
+def copied_module(module: fx.GraphModule) -> fx.GraphModule:
+    """Return the same graph in nodes of its own, under the same names."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)
 
 
 def add_call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -276,7 +276,7 @@ class CompiledGraph:
         try:
             shape_env = again.fake_mode.shape_env
             known = 0 if shape_env is None else len(shape_env.guards)
-            with compiling_again(again.fake_mode), session.timed("made again"):
+            with observed_passes(session), compiling_again(again.fake_mode), session.timed("made again"):
                 module = captured_copy(again.graph_module)
                 partition = self._compile(module, again.inputs, step, budget, partitioned=check)
             # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see
@@ -308,22 +308,21 @@ class CompiledGraph:
             if partitioned is not None:
                 partitioned()
 
-        with observed_passes(session):
-            compiled = compile_with_regions(
-                graph_module,
-                inputs,
-                session.config,
-                step,
-                budget=budget,
-                rates=self._rates() if budget is None else None,
-                changed=self._forget,
-                in_backward=self._in_backward(step),
-                partitioned=note_estimate,
-                mode=session.mode,
-                identity=self._identity(budget) if partitioned is None else "",
-                watched=functools.partial(self._watched, step),
-                compile_one=self._compile_one,
-            )
+        compiled = compile_with_regions(
+            graph_module,
+            inputs,
+            session.config,
+            step,
+            budget=budget,
+            rates=self._rates() if budget is None else None,
+            changed=self._forget,
+            in_backward=self._in_backward(step),
+            partitioned=note_estimate,
+            mode=session.mode,
+            identity=self._identity(budget) if partitioned is None else "",
+            watched=functools.partial(self._watched, step),
+            compile_one=self._compile_one,
+        )
         members = {*session.history.members(), self._record.caller}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
         made_for = () if budget is None else budget.situation.key[1:]

@@ -38,6 +38,7 @@ from memfine_fx.config import Config
 from memfine_fx.memory.liveness import CountedInputs, GraphMemory
 from memfine_fx.memory.step import GraphRecord, GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
+from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.fit import StepBudget
 from memfine_fx.passes.step.keep import keeping_ops, kept_inputs, trace_keeping
 from memfine_fx.passes.step.kernel_order import KernelOrder
@@ -95,8 +96,8 @@ def compile_with_regions(
     partitioned: Callable[[], None] = lambda: None,
     mode: str | None = None,
     identity: str = "",
-    watched: Callable[[StepPartitioner], CustomPartitionerFn] = lambda partitioner: partitioner,
-    compile_one: CompileOne | None = None,
+    watched: Callable[[StepPartitioner], CustomPartitionerFn],
+    compile_one: CompileOne,
 ) -> Callable[..., Any]:
     """Compile a graph whose regions were lowered.
 
@@ -112,7 +113,7 @@ def compile_with_regions(
         identity: what the partition follows from beside the graph and the config, as text; "" where that is not known,
             and the graph is never taken from AOT autograd's cache.
         watched: given the step's partitioner, returns what partitions the joint graph in its place.
-        compile_one: compiles a forward or a backward graph; `compile_and_read` where it is not given.
+        compile_one: compiles a forward or a backward graph.
     """
     inputs = list(example_inputs)
     partitioner = StepPartitioner(
@@ -128,8 +129,13 @@ def compile_with_regions(
                 graph_module, inputs, partitioner, functools.partial(backward_call, (), in_backward)
             )
         return unfused
-    options = mode_options(mode) | pass_options(watched(partitioner), RegionDistance(), KernelOrder())
-    inner_compile = functools.partial(compile_one or compile_and_read, step, changed, in_backward)
+    options = mode_options(mode) | pass_options(
+        watched(partitioner),
+        # Decided here: Inductor may compile a backward later, when nobody observes passes.
+        None if is_disabled("region_distance") else RegionDistance(),
+        None if is_disabled("kernel_order") else KernelOrder(),
+    )
+    inner_compile = functools.partial(compile_one, step, changed, in_backward)
 
     def compiled() -> Callable[..., Any]:
         result: Callable[..., Any] = compile_on_inductor(graph_module, inputs, options, inner_compile)

@@ -34,6 +34,7 @@ from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.step.fit import Even
 from memfine_fx.passes.step.partition import StepPartitioner, give_values, partitioned_as_is
 from memfine_fx.passes.step.partitioned import Partition
+from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.runs import Run, Situation
@@ -240,7 +241,7 @@ class _WatchedPartitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         for other in self._others:
-            other(fx.GraphModule(gm, _copied(gm.graph)), joint_inputs, **kwargs)
+            other(copied_module(gm), joint_inputs, **kwargs)
         return self._chosen(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
@@ -263,7 +264,7 @@ def _read_alone(
     is_backward = bool(kwargs.get("is_backward"))
     counted = counted_backward(graph_module.graph) if is_backward else None
     give_values(graph_module.graph)  # a plain graph's partitioner is not ours
-    unchanged = fx.GraphModule(graph_module, _copied(graph_module.graph))
+    unchanged = copied_module(graph_module)  # Inductor rewrites the one that it is given
     memory = None
     if reads == "code":
         memory = read_wrapper(written_code(graph_module, inputs, **kwargs), graph_module.graph, counted)
@@ -274,12 +275,3 @@ def _read_alone(
     changed()
     run = run_boxed(unchanged, inputs)
     return backward_call(take_donated(), in_backward, run) if is_backward else run
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    """Return the same graph in nodes of its own: Inductor rewrites the one that it is given."""
-    copied = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = copied.node_copy(node, copies.__getitem__)
-    return copied

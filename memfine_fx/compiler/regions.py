@@ -196,7 +196,7 @@ def _plan(
     # Bodies know more once they are compiled.
     terms_of = functools.partial(region_bytes, region, bodies, output, exchange, form)
     terms = terms_of("nothing")  # traces them now, outside of any other compilation
-    if config.rows_per_chunk is None and session.observer.runs_here:
+    if config.rows_per_chunk is None and session.runs_here:
         knee = measured_knee(terms, tensor_of(region.hidden).dtype)
         terms_of = functools.partial(_with_knee, terms_of, knee)
     site = next_site(bodies.key)

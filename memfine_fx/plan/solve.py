@@ -171,9 +171,12 @@ def solve(problem: StepProblem) -> StepPlan | None:
     for alternative in problem.alternatives:
         items = alternative.items()
         least = alternative.seconds - sum(max(0.0, *(choice.seconds for choice in item.choices)) for item in items)
-        if (best is not None and least >= best.seconds) or not _fits(alternative, problem):
+        if best is not None and least >= best.seconds:
             continue
-        spared, peak, saved = _Search(alternative.live_bytes(), items, limit).best()
+        live = alternative.live_bytes()
+        if max(live, default=0) > problem.available_bytes:
+            continue
+        spared, peak, saved = _Search(live, items, limit).best()
         if best is None or alternative.seconds - spared < best.seconds:
             best = StepPlan(alternative.key, alternative.seconds - spared, peak, saved)
     return best

@@ -25,7 +25,7 @@ from memfine_fx.passes.read.pulling import behind_views
 from memfine_fx.passes.read.seeds import is_seed
 from memfine_fx.records import MoERegion, Refusal
 
-__all__ = ["chooses_for_sequences", "lonely_seed", "sequence_choice", "unknown_routers"]
+__all__ = ["chooses_for_sequences", "lonely_seed", "makes_integers", "sequence_choice", "unknown_routers"]
 
 
 def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
@@ -74,7 +74,7 @@ def unknown_routers(flow: Dataflow, regions: Sequence[MoERegion]) -> list[Refusa
             continue
         if is_seed(node):
             known_integers.update(_integers_of(flow, node, with_results=True))
-        elif _makes_integers(node) and _reaches_experts(flow, node, inside):
+        elif makes_integers(node) and _reaches_experts(flow, node, inside):
             known_integers.update(_integers_of(flow, node, with_results=True))
             operator = node.args[0] if name_of(node) == "getitem" else node
             assert isinstance(operator, fx.Node)
@@ -84,7 +84,7 @@ def unknown_routers(flow: Dataflow, regions: Sequence[MoERegion]) -> list[Refusa
     return refusals
 
 
-def _makes_integers(node: fx.Node) -> bool:
+def makes_integers(node: fx.Node) -> bool:
     """Whether a call, or an item of its results, is a tensor of integers that follows from floating-point numbers."""
     source = node.args[0] if name_of(node) == "getitem" and node.args else None
     call = source if isinstance(source, fx.Node) and isinstance(node_value(source), (tuple, list)) else node

@@ -29,7 +29,13 @@ from memfine_fx.passes.read.equal import KnownRegion, repeated
 from memfine_fx.passes.read.expressions import RowsDiffer
 from memfine_fx.passes.read.extraction import NoExperts, first_matmul, region_of_rows, region_of_slots
 from memfine_fx.passes.read.frame import Frame
-from memfine_fx.passes.read.lonely import chooses_for_sequences, lonely_seed, sequence_choice, unknown_routers
+from memfine_fx.passes.read.lonely import (
+    chooses_for_sequences,
+    lonely_seed,
+    makes_integers,
+    sequence_choice,
+    unknown_routers,
+)
 from memfine_fx.passes.read.pulling import behind_views
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
@@ -56,6 +62,8 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     nodes = graph_module.graph.nodes
     seeds = seeds_of(graph_module.graph)
     chosen_by_input = [node for node in nodes if chooses_for_sequences(node)]
+    if not seeds and not chosen_by_input and not any(map(makes_integers, nodes)):
+        return []
     body = _Body(Dataflow(graph_module.graph), modes_at(graph_module.graph, start or Modes()), frozenset(seeds))
     outcomes: list[MoERegion | Refusal] = []
     for seed in seeds:

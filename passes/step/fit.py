@@ -40,6 +40,7 @@ from memfine_fx.passes.step.costly_results import CostlyResult, costly_results, 
 from memfine_fx.passes.step.keep import keep_choices, keep_in_regions
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.spare import cheapest, spared
+from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.problem import Base, SavableRows, SavableTensor, problem_of_partition
 from memfine_fx.plan.solve import solve
@@ -152,7 +153,7 @@ def even(gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., 
     """
     _drop_wishes(gm.graph)
     if kind == "spare":
-        return spared(_copied(gm), (), partition)
+        return spared(copied_module(gm), (), partition)
     return _lean(gm, partition, costly_results(gm.graph, num_forward_outputs))
 
 
@@ -201,7 +202,7 @@ def _fit_less(
 ) -> Partition:
     """The partition where not all that pays can be saved; `plain` is full without what regions save."""
     results = costly_results(gm.graph, num_forward_outputs)
-    spare = spared(_copied(gm), results, partition, of_regions=_described_regions({}, gm.graph))
+    spare = spared(copied_module(gm), results, partition, of_regions=_described_regions({}, gm.graph))
     lean = _lean(gm, partition, results)
     bases = _bases(gm, results, plain, spare, lean, regions, budget)
     made_from = {"spare": spare, "lean": lean}
@@ -332,7 +333,7 @@ def _realized(
 
 def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[CostlyResult]) -> Partition:
     decision = f"no costly result is kept, all are computed again in backward; {_described_regions({}, gm.graph)}"
-    return _leaned(_copied(gm), partition, set(), results, decision)
+    return _leaned(copied_module(gm), partition, set(), results, decision)
 
 
 def _leaned(
@@ -416,7 +417,7 @@ def largest_keeps(regions: Sequence[Sequence[SavableRows]]) -> dict[str, Keep]:
 
 def _with_regions(gm: fx.GraphModule, keeps: Mapping[str, Keep]) -> tuple[fx.GraphModule, set[str]]:
     """A copy in which regions keep, and the names of what they keep."""
-    module = _copied(gm)
+    module = copied_module(gm)
     return module, keep_in_regions(module.graph, keeps)
 
 
@@ -435,15 +436,6 @@ def _described_regions(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
     return ", ".join(
         f"{count} of {num_regions} regions keep {named.get(keep, f'their {keep}')}" for keep, count in counts if count
     )
-
-
-def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph in nodes of its own, under the same names."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(gm, graph)
 
 
 def _drop_wishes(graph: fx.Graph) -> None:
