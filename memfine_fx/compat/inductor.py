@@ -24,6 +24,7 @@ __all__ = [
     "COMPILER",
     "INDICES",
     "KERNELS",
+    "MUTATIONS",
     "TRACING",
     "WRAPPERS",
     "CustomPartitionerFn",
@@ -60,16 +61,16 @@ def compile_on_inductor(
 
     Args:
         options: settings of Inductor for this graph.
-        inner_compile: called in place of `compile_inner` for each graph that AOT autograd makes.
+        inner_compile: compiles each graph that AOT autograd makes; `compile_inner` where None.
 
     Raises:
         MissingCompiler: Inductor has C++ to compile, and the machine has no C++ compiler.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    more: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
+    patches = None if options is None else dict(options)
     try:
-        return compile_fx(graph_module, inputs, config_patches=None if options is None else dict(options), **more)
+        return compile_fx(graph_module, inputs, inner_compile=inner_compile or compile_inner, config_patches=patches)
     except RuntimeError as error:
         cause = _missing_compiler(error)
         if cause is None:
@@ -93,7 +94,7 @@ def compile_inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **options
     """One graph of ATen compiled by Inductor, as AOT autograd asks for it."""
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with _remembering_indices():
+    with _remembering_indices(), _renaming_mutations():
         return compile_fx_inner(graph_module, inputs, **options)
 
 
@@ -114,6 +115,30 @@ def _remembering_indices() -> Iterator[None]:
             for module in (sizevars, cpp):
                 if hasattr(module, name):
                     stack.enter_context(unittest.mock.patch.object(module, name, function))
+        yield
+
+
+@contextlib.contextmanager
+def _renaming_mutations() -> Iterator[None]:
+    """Inductor's scheduler remembers which buffer holds a scatter's result when it works out a kernel's loops again.
+
+    Up to torch 2.13 it forgets (https://github.com/pytorch/pytorch/issues/185509): a kernel that reads the result is
+    then fused with the one that fills the buffer with zeros, and runs before the scatter. Routing weights have such
+    gradients: what top-k chose, scattered into zeros. In a torch without this error, names are renamed to themselves.
+    """
+    from torch._inductor.scheduler import SchedulerNode
+
+    recompute = getattr(SchedulerNode, "recompute_size_and_body", None)
+    if recompute is None or not MUTATIONS.holds():
+        yield
+        return
+
+    def recompute_and_rename(kernel: Any, *args: Any, **options: Any) -> None:
+        recompute(kernel, *args, **options)
+        if kernel.mutation_renames:
+            kernel.set_read_writes(kernel.read_writes.rename(kernel.mutation_renames))
+
+    with unittest.mock.patch.object(SchedulerNode, "recompute_size_and_body", recompute_and_rename):
         yield
 
 
@@ -283,6 +308,16 @@ def _check_kernels() -> None:
     expect("op_overload" in inspect.signature(ir.ExternKernel.__init__).parameters, "kernels name no operator")
 
 
+def _check_mutations() -> None:
+    from torch._inductor.dependencies import ReadWrites
+    from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
+
+    if hasattr(SchedulerNode, "recompute_size_and_body"):
+        known = {*dir(SchedulerNode), *BaseSchedulerNode.__annotations__}
+        expect({"mutation_renames", "set_read_writes"} <= known, "kernels do not rename what they read")
+        expect(hasattr(ReadWrites, "rename"), "what a kernel reads cannot be renamed")
+
+
 def _check_tracing() -> None:
     from torch._guards import TracingContext, tracing
 
@@ -349,6 +384,15 @@ KERNELS = Hook(
     loss="Inductor orders and fuses kernels across chunked layers as it likes, so a step may take more memory; budgets "
     "count it.",
     check=_check_kernels,
+)
+MUTATIONS = Hook(
+    name="torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+    host="torch",
+    purpose="kernels that read a scatter's result run after the scatter, which Inductor up to torch 2.13 forgets",
+    seen=("2.13", "2.13"),
+    loss="Up to torch 2.13, Inductor may run a kernel before the scatter whose result it reads: gradients of routing "
+    'weights can then be wrong, as with torch.compile alone. Config(inner_backend="aot_eager") is exact.',
+    check=_check_mutations,
 )
 TRACING = Hook(
     name="torch._guards.TracingContext",

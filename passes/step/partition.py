@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import memfine_fx.kernels.experts
 import memfine_fx.runtime.head
 import memfine_fx.runtime.op  # both register ops
-from memfine_fx.compat import functorch
+from memfine_fx.compat import functorch, inductor
 from memfine_fx.compat.functorch import frees_tangents, min_cut_partition, random_state_ops
 from memfine_fx.compat.inductor import CustomPartitionerFn, get_hash_for_files
 from memfine_fx.compat.operators import OpOverload
@@ -56,6 +56,7 @@ _FILES = (
     *sorted(str(path) for path in Path(__file__).parent.glob("*.py")),
     *READER_FILES,
     functorch.__file__,
+    inductor.__file__,
     memfine_fx.runtime.head.__file__,
     memfine_fx.runtime.loop.__file__,
     memfine_fx.kernels.experts.__file__,

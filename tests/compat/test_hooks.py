@@ -30,6 +30,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo.backends import registry
 from torch._dynamo.comptime import ComptimeContext
 from torch._functorch._aot_autograd.aot_autograd_result import GenericAOTAutogradResult
+from torch._inductor.dependencies import ReadWrites
 from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch.fx.experimental import _config as shape_config
@@ -139,6 +140,7 @@ BREAKS: dict[Hook, Break] = {
     inductor.COMPILER: lacking(torch._inductor.config, "custom_partitioner_fn"),
     inductor.INDICES: lacking(torch._inductor.codegen.cpp, "stride_at_vec_range"),
     inductor.KERNELS: lacking(torch._inductor.config, "_post_fusion_custom_pass"),
+    inductor.MUTATIONS: lacking(ReadWrites, "rename"),
     inductor.TRACING: having(torch._guards.TracingContext, "try_get", staticmethod(lambda: None)),
     inductor.WRAPPERS: lambda patch: patch.delitem(CompiledFxGraph.__annotations__, "source_code"),
     interpreter.COMPILED_CALLS: having(eval_frame._TorchDynamoContext, "__call__", lambda *args: _compile(*args)),

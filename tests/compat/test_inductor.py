@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,15 +10,16 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor import config, sizevars
 from torch._inductor.codegen import cpp
 from torch._inductor.cpp_builder import cpp_compiler_search
 from torch._inductor.utils import fresh_cache
 
 import memfine_fx
+from memfine_fx.compat import inductor
 from memfine_fx.compat.functorch import compile_on_aot_autograd, min_cut_partition
-from memfine_fx.compat.inductor import _remembering_indices, captured_copy
+from memfine_fx.compat.inductor import _remembering_indices, captured_copy, compile_on_inductor
 from memfine_fx.errors import MissingCompiler
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 
@@ -57,6 +59,48 @@ def test_as_many_index_expressions_as_a_deep_model_has_are_worked_out_once() -> 
     assert cpp.stride_at_vec_range is sizevars.stride_at_vec_range is before
     with _remembering_indices():
         assert sizevars.stride_at_vec_range is cached, "answers outlive one compilation"
+
+
+@torch.library.custom_op("memfine_tests::plus_sum", mutates_args=())
+def _plus_sum(x: Tensor, y: Tensor) -> Tensor:
+    """An operator that Inductor fuses with nothing."""
+    return x + y.sum()
+
+
+@_plus_sum.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _scattered_gradient(tangents: Tensor, scores: Tensor, share: Tensor, x: Tensor) -> Tensor:
+    """A router's weight gradient [3,H] from its scores [T,3]: that of top-k, plus that of a balancing loss."""
+    weights, ids = scores.topk(3)
+    d_weights = _plus_sum(weights, tangents)
+    zeros = torch.zeros_like(scores)
+    centered = scores - scores.amax(-1, True)
+    d_scores = torch.select_scatter(zeros, share.expand(len(scores)), 1, 0)
+    for place, d_share in ((1, share), (2, tangents.sum())):
+        d_softmax = torch.select_scatter(zeros, d_share.expand(len(scores)), 1, place) * centered
+        d_scores = torch.addcmul(d_softmax, centered, d_softmax.sum(-1, True)) + d_scores
+    return (d_scores + torch.scatter(zeros, -1, ids, d_weights)).t() @ x
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    torch.__version__ >= "2.14", reason="torch without https://github.com/pytorch/pytorch/issues/185509"
+)
+def test_a_kernel_that_reads_a_scatter_runs_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 8), (6, 3), (), (6, 8))]
+    expected = _scattered_gradient(*arguments)
+
+    def computed() -> Tensor:
+        torch._dynamo.reset()
+        with fresh_cache(), torch.no_grad():
+            return torch.compile(_scattered_gradient, backend=compile_on_inductor, dynamic=False)(*arguments)
+
+    torch.testing.assert_close(computed(), expected)
+    monkeypatch.setattr(inductor, "_renaming_mutations", contextlib.nullcontext)
+    assert not torch.allclose(computed(), expected), "torch alone would do"
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def test_three_hundred_layers_are_exact_or_refused(kind: Kind, first: int, last:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "number"), [("loop", 12), ("dense", 3), ("dense", 7)])
+@pytest.mark.parametrize(("kind", "number"), [("loop", 12), ("loop", 600), ("dense", 3), ("dense", 7)])
 def test_layers_are_exact_with_inductor(kind: Kind, number: int, tmp_path: Path) -> None:
     assert check(kind, range(number, number + 1), tmp_path, "inductor")
 
