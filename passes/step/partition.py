@@ -104,7 +104,7 @@ class StepPartitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        _save_what_is_dear(gm.graph)
+        _save_what_backward_must_not_repeat(gm)
         num_outputs = kwargs["num_fwd_outputs"]
         sole: Mapping[tuple[str, int], int] = {}
         sole = run_pass("fuse_gradients", gm, lambda: sole_gradients(gm.graph, num_outputs), sole)
@@ -190,12 +190,29 @@ def counted_inputs(backward: fx.Graph) -> CountedInputs:
     return CountedInputs(tuple(name for name in counted if name not in held_tangents), tuple(held_tangents))
 
 
-def _save_what_is_dear(graph: fx.Graph) -> None:
+def _save_what_backward_must_not_repeat(gm: fx.GraphModule) -> None:
+    """Tag routing, experts, attention of a checkpoint that holds experts, and random numbers outside of checkpoints.
+
+    Inside a checkpoint functorch draws the same numbers again, from a saved random state. Elsewhere it knows three
+    random operators and would call any other once more in backward, for other numbers.
+    """
     with_regions = {
-        node.meta.get("ac_graph_id") for node in graph.nodes if node.target is torch.ops.memfine.experts.default
+        node.meta.get("ac_graph_id") for node in gm.graph.nodes if node.target is torch.ops.memfine.experts.default
     }
-    for node in graph.nodes:
-        is_asked = node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
+    for node in gm.graph.nodes:
+        policy = node.meta.get("recompute")
+        is_asked = policy is CheckpointPolicy.PREFER_RECOMPUTE
         is_dear = is_asked and node.meta.get("ac_graph_id") in with_regions and is_attention(node)
-        if node.target in _NEVER_RECOMPUTED or is_dear:
+        if node.target in _NEVER_RECOMPUTED or is_dear or (policy is None and _draws_numbers(node)):
             must_save(node)
+
+
+def _draws_numbers(node: fx.Node) -> bool:
+    """Whether an operator, or a graph that a higher-order operator calls, draws random numbers."""
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return True
+    names = [source.target for source in node.all_input_nodes if source.op == "get_attr"]
+    called = [getattr(node.graph.owning_module, str(name), None) for name in names]
+    return any(
+        _draws_numbers(inner) for body in called if isinstance(body, fx.GraphModule) for inner in body.graph.nodes
+    )

@@ -15,6 +15,7 @@ import memfine_fx
 from memfine_fx.passes.step.costly_results import costly_results
 from memfine_fx.passes.step.partition import StepPartitioner
 from tests.helpers import hidden_states
+from tests.integration.comparison import FP32_TOLERANCE, relative_error
 from tests.passes.step.test_partition import AttentionAndExperts, attentions, called
 
 
@@ -111,6 +112,50 @@ def test_gradients_are_those_of_the_module_itself(split: Callable[[nn.Module, bo
     module.zero_grad()
     for one, other in zip(train(module), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@torch.library.custom_op("memfine_tests::coin", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _coin(x: Tensor) -> Tensor:
+    """An operator of a user that draws random numbers and says so."""
+    return torch.randint_like(x, 2)
+
+
+@_coin.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand_like": torch.rand_like,
+    "randint_like": lambda x: torch.randint_like(x, 3),
+    "randint": lambda x: torch.randint(3, x.shape).to(x),
+    "bernoulli": lambda x: torch.bernoulli(x.detach().sigmoid()),
+    "multinomial": lambda x: torch.multinomial(x.detach().softmax(-1), x.shape[-1]).to(x),
+    "randperm": lambda x: torch.randperm(x.shape[-1]).to(x),
+    "normal": lambda x: torch.normal(x.detach(), 1.0),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(),
+    "uniform_": lambda x: torch.zeros_like(x).uniform_(),
+    "dropout": lambda x: nn.functional.dropout(x, 0.5),
+    "cond": lambda x: torch.cond(x.detach().sum() < 1e9, torch.rand_like, torch.zeros_like, (x.detach(),)),
+    "custom operator": lambda x: _coin(x.detach()),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_random_numbers_are_not_drawn_again_in_backward(split: Callable[[nn.Module, bool], Split], draw: str) -> None:
+    class Noisy(TwoLayers):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden * DRAWS[draw](hidden))
+
+    module = Noisy()
+    expected = train(module)
+    state = torch.get_rng_state()
+    module.zero_grad()
+    split(module, True)
+    assert torch.equal(torch.get_rng_state(), state)
+    module.zero_grad()
+    for gradient, other in zip(train(module), expected, strict=True):
+        assert gradient is not None and other is not None and relative_error(gradient, other) < FP32_TOLERANCE
 
 
 def test_checkpoints_of_the_model_decide_alone(split: Callable[[nn.Module, bool], Split]) -> None:
