@@ -123,18 +123,18 @@ def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
                 num_forward = sum(kernels.launches.values())
                 loss.backward()
     report = sessions()[-1].report()
-    (region, *_) = regions.sites
+    (region, *_) = regions.region_ids
     of_region = Counter(launch.name for launch in launches)
     chunks_of_head = of_region.pop("cross_entropy_kernel", 0)
     return {
         "model": run.name,
         "graph_breaks": sum(counters["graph_break"].values()),
-        "regions": len(regions.sites),
+        "regions": len(regions.region_ids),
         "generated": len(kernels.compiled),
         "forward": num_forward,
         "backward": sum(kernels.launches.values()) - num_forward,
         "windows": lookup(region).num_chunks,
-        "of_regions": {kernel: count // len(regions.sites) for kernel, count in sorted(of_region.items())},
+        "of_regions": {kernel: count // len(regions.region_ids) for kernel, count in sorted(of_region.items())},
         "of_head": chunks_of_head,
         "waits": sorted(waiting.found),
         "peak_bytes": report.step.peak.num_bytes,

@@ -24,11 +24,11 @@ _FOUND = torch.ops.memfine.experts_backward_kept.default
 
 
 class Regions(TorchDispatchMode):
-    """Runs the operators' implementations, which a fake mode would pass over; notes the sites of regions."""
+    """Runs the operators' implementations, which a fake mode would pass over; notes the region ids of regions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sites: dict[str, None] = {}
+        self.region_ids: dict[str, None] = {}
 
     supports_higher_order_operators = True  # the random state of what is computed again
 
@@ -42,7 +42,7 @@ class Regions(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         place = _SITE.get(func._schema.name.removeprefix("memfine::"))
         if place is not None:
-            self.sites[args[place]] = None
+            self.region_ids[args[place]] = None
         if func is _FOUND:  # the last of what is kept, a number on the host, is of all rows on a device
             *kept, _ = args[8]
             number: Any = SimpleNamespace(item=lambda rows=args[3].shape[0]: rows)

@@ -370,9 +370,11 @@ class CompiledGraph:
         for lowered in self._record.lowered:
             live = lowered.live
             if isinstance(live, LiveHead):
-                described.append((live.site, live.loss, live.out_dtype))
+                described.append((live.region_id, live.loss, live.out_dtype))
             elif isinstance(live.bodies, ExpertBodies) and live.exchange is None:
-                described.append((live.site, live.bodies.key, live.top_k, live.out_dtype, live.kernels is not None))
+                described.append(
+                    (live.region_id, live.bodies.key, live.top_k, live.out_dtype, live.kernels is not None)
+                )
             else:
                 return ""
         return repr(described)

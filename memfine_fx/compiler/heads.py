@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead
-from memfine_fx.compiler.session import Session, next_site
+from memfine_fx.compiler.session import Session, next_region_id
 from memfine_fx.config import Config
 from memfine_fx.kernels.choice import loss_kernel_on
 from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
@@ -62,12 +62,12 @@ def _lower(graph_module: fx.GraphModule, record: CapturedGraph, config: Config) 
         given_up = [node for head in heads if not head.region.keeps_logits for node in head.region.results]
         record.returned = take_apart(graph_module, config, given_up)
     for head in heads:
-        lower_head(graph_module, head.region, head.live.site)
+        lower_head(graph_module, head.region, head.live.region_id)
 
 
 def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> LoweredHead:
     hidden, loss = tensor_of(region.hidden), tensor_of(region.exit)
-    site = next_site(f"head_{_content_hash(region, loss.dtype)}")
+    region_id = next_region_id(f"head_{_content_hash(region, loss.dtype)}")
     kernel = loss_kernel_on(hidden.device) if session.runs_here else None
     terms = HeadBytes(
         hidden=region.dims.hidden,
@@ -82,13 +82,13 @@ def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> Lowere
     num_tokens: Any = tensor_of(region.labels).numel()
     is_symbolic = isinstance(num_tokens, torch.SymInt)
     expr: sympy.Expr = num_tokens.node.expr if is_symbolic else sympy.Integer(num_tokens)
-    record.step.heads[site] = HeadMemory(terms, expr)
+    record.step.heads[region_id] = HeadMemory(terms, expr)
     live = LiveHead(
-        site=site,
+        region_id=region_id,
         loss=region.loss,
         kernel=kernel,
         out_dtype=loss.dtype,
-        choose_plan=functools.partial(choose_head_plan, site, session, record, hidden.device),
+        choose_plan=functools.partial(choose_head_plan, region_id, session, record, hidden.device),
         name=region.where.module or str(region.where),
         context=session.situation_key,
     )

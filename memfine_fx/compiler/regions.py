@@ -14,7 +14,7 @@ import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
 from memfine_fx.compiler.leftovers import as_told_by_attempts, check_leftover_shapes
 from memfine_fx.compiler.own_code import CompileGraph, compare_with_own_code
-from memfine_fx.compiler.session import Session, next_site
+from memfine_fx.compiler.session import Session, next_region_id
 from memfine_fx.config import Config
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.kernels.choice import why_compiled_functions_run
@@ -87,10 +87,12 @@ def plan_regions(
         candidates = [] if is_disabled("regions") else read_regions(body, modes)
     at = modes_at(body.graph, modes)
     outcomes = _disjoint([_checked_and_planned(candidate, at, session, record) for candidate in candidates])
-    sites = {outcome.live.site for outcome in outcomes if isinstance(outcome, LoweredRegion)}
+    region_ids = {outcome.live.region_id for outcome in outcomes if isinstance(outcome, LoweredRegion)}
     outcomes = compare_with_own_code(body.graph, outcomes, inputs, session, compile_graph)
-    for site in sites - {outcome.live.site for outcome in outcomes if isinstance(outcome, LoweredRegion)}:
-        del record.step.regions[site]
+    for region_id in region_ids - {
+        outcome.live.region_id for outcome in outcomes if isinstance(outcome, LoweredRegion)
+    }:
+        del record.step.regions[region_id]
     if not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):
         outcomes = [*own_exchanges(body.graph), *outcomes]
     if session.capture_flags:
@@ -111,7 +113,7 @@ def _lower(found: BodyRegions, session: Session) -> None:
             live = outcome.live
             table_shape = None if live.exchange is None else live.exchange.table_shape
             lower_region(
-                found.body, outcome.region, live.site, flow=flow, table_shape=table_shape,
+                found.body, outcome.region, live.region_id, flow=flow, table_shape=table_shape,
                 routes_on_device=live.kernels is not None,
             )  # fmt: skip
         if any(outcome.live.exchange is not None for outcome in lowered):
@@ -199,15 +201,15 @@ def _plan(
     if config.rows_per_chunk is None and session.runs_here:
         knee = measured_knee(terms, tensor_of(region.hidden).dtype)
         terms_of = functools.partial(_with_knee, terms_of, knee)
-    site = next_site(bodies.key)
+    region_id = next_region_id(bodies.key)
     live = LiveRegion(
-        site=site,
+        region_id=region_id,
         bodies=bodies,
         num_experts=region.dims.num_experts,
         top_k=region.dims.top_k,
         out_dtype=output.dtype,
         out_of_range=region.out_of_range,
-        choose_plan=functools.partial(choose_plan, site, session, record, output.device),
+        choose_plan=functools.partial(choose_plan, region_id, session, record, output.device),
         tuner=ChunkTuner(config.bins, keeps_slices=config.tokens_per_chunk is not None),
         warn=functools.partial(session.warn_of_failure, region.where),
         exchange=exchange,
@@ -217,7 +219,7 @@ def _plan(
         context=session.situation_key,
     )
     register(live)
-    record.step.regions[site] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)
+    record.step.regions[region_id] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)
     return region, live
 
 

@@ -39,7 +39,7 @@ from memfine_fx.report.reports import Report, StepReport
 from memfine_fx.report.summary import first_step_line, unchunked_layers
 from memfine_fx.runtime.store import lookup
 
-__all__ = ["Session", "next_site", "open_session", "sessions"]
+__all__ = ["Session", "next_region_id", "open_session", "sessions"]
 
 log = logging.getLogger(__name__)
 
@@ -334,7 +334,7 @@ class Session:
         measured_bytes = None if measured is None else measured.peak_bytes
         step = self._step_report()
         foreseen = [] if step is None else [Prediction(None, step.peak.num_bytes)]
-        timeline = None if measured is None else timeline_of(measured, self._names_of_sites(), foreseen)
+        timeline = None if measured is None else timeline_of(measured, self._names_of_regions(), foreseen)
         notes = (*self.notes, self.hint.removeprefix("; ")) if self.hint and not self.has_chunked else tuple(self.notes)
         return Report(
             regions,
@@ -368,20 +368,20 @@ class Session:
         limited = [] if self.config.has_budget else [graph for graph in self._graphs if graph.is_limited]
         return budget_bytes(self, device_of(limited[-1])) if limited else None
 
-    def _largest_chunk(self, site: str, num_tokens: int) -> ChunkSize:
+    def _largest_chunk(self, region_id: str, num_tokens: int) -> ChunkSize:
         """The largest chunk of the latest step; before one has run, as many rows as there are routed rows."""
-        head = next((head.live for head in self.lowered_heads if head.live.site == site), None)
+        head = next((head.live for head in self.lowered_heads if head.live.region_id == region_id), None)
         if head is not None:
             return ChunkSize(num_tokens if head.plan is None else head.plan.tokens_per_chunk)
-        live = lookup(site)
+        live = lookup(region_id)
         if not live.num_steps:
             return ChunkSize(num_tokens * live.top_k)
         return ChunkSize(live.largest_chunk, live.stages_gradients)
 
-    def _names_of_sites(self) -> dict[str, str]:
-        """Return the module of each lowered region by its site."""
+    def _names_of_regions(self) -> dict[str, str]:
+        """Return the module of each lowered region by the region's id."""
         lowered: list[LoweredRegion | LoweredHead] = [*self.lowered, *self.lowered_heads]
-        return {outcome.live.site: outcome.region.where.module or str(outcome.region.where) for outcome in lowered}
+        return {outcome.live.region_id: outcome.region.where.module or str(outcome.region.where) for outcome in lowered}
 
     def verify_report(self) -> VerifyReport:
         verified = tuple(verification for graph in self._graphs for verification in graph.verifications)
@@ -432,7 +432,7 @@ _sessions_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[S
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _lock = threading.Lock()
 _session_numbers = itertools.count()
-_site_numbers = itertools.count()
+_region_numbers = itertools.count()
 
 
 def sessions() -> list[Session]:
@@ -474,9 +474,9 @@ def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
         session.note_step(optimizer, is_first=is_first)
 
 
-def next_site(body_key: str) -> str:
-    """A key for one call site: the body's content hash and a running number."""
-    return f"{body_key}/{next(_site_numbers)}"
+def next_region_id(body_key: str) -> str:
+    """Return the id of a newly lowered region or head: the content hash of its body and a running number."""
+    return f"{body_key}/{next(_region_numbers)}"
 
 
 def _place(outcome: LoweredRegion | Refusal) -> object:

@@ -40,11 +40,13 @@ def verify_found(
     record.verifications, judged = _verify_regions(graph_module, example_inputs, found)
     of_heads, record.heads = _verify_heads(graph_module, example_inputs, record.heads)
     record.verifications += of_heads
-    regions = {outcome.live.site for body in judged for outcome in body.outcomes if isinstance(outcome, LoweredRegion)}
-    heads = {head.live.site for head in record.heads if isinstance(head, LoweredHead)}
-    for passed_sites, memory in ((regions, record.step.regions), (heads, record.step.heads)):
-        for site in memory.keys() - passed_sites:
-            del memory[site]
+    regions = {
+        outcome.live.region_id for body in judged for outcome in body.outcomes if isinstance(outcome, LoweredRegion)
+    }
+    heads = {head.live.region_id for head in record.heads if isinstance(head, LoweredHead)}
+    for passed_region_ids, memory in ((regions, record.step.regions), (heads, record.step.heads)):
+        for region_id in memory.keys() - passed_region_ids:
+            del memory[region_id]
     return judged
 
 

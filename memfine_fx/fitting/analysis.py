@@ -199,12 +199,12 @@ class Analysis:
     def _size_of(self, runs: tuple[RunMemory, ...], rows: int | None) -> SizeOf:
         steps = [run.step for run in runs]
 
-        def size_of(site: str, num_tokens: int) -> ChunkSize:
-            head = next((step.heads[site] for step in steps if site in step.heads), None)
+        def size_of(region_id: str, num_tokens: int) -> ChunkSize:
+            head = next((step.heads[region_id] for step in steps if region_id in step.heads), None)
             if head is not None:
                 knee = self.config.tokens_per_head_chunk or knee_tokens(head.terms)
                 return ChunkSize(LEAST_TOKENS if rows is not None else knee)
-            terms = next(step.regions[site] for step in steps if site in step.regions).terms("nothing")
+            terms = next(step.regions[region_id] for step in steps if region_id in step.regions).terms("nothing")
             wanted = unbounded_rows(self.config, terms, num_tokens)
             wanted = wanted if rows is None else min(rows, wanted)
             if terms.takes_group:

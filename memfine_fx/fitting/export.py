@@ -164,7 +164,7 @@ class Exported:
 
     def _workspace(self, analysis: Analysis, run: RunMemory, call: Call, sizes: _Sizes) -> list[Any] | None:
         """Return the data of a call's working set, with and without a bound of rows; None for a call without one."""
-        head, region = run.step.heads.get(call.site), run.step.regions.get(call.site)
+        head, region = run.step.heads.get(call.region_id), run.step.regions.get(call.region_id)
         if head is not None:
             tokens = sizes.of(head.num_tokens)
             knee = analysis.config.tokens_per_head_chunk or knee_tokens(head.terms)

@@ -110,24 +110,24 @@ def _marks(graph: fx.Graph) -> Iterator[Call]:
 
 
 def _keepers(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return, for each node that a region saves for backward, the site of that region.
+    """Return, for each node that a region saves for backward, the region id of that region.
 
     In a forward graph these are results of `memfine::experts_keeping`, in a backward graph arguments of
     `memfine::experts_backward_kept`.
     """
-    sites: dict[fx.Node, str] = {}
+    region_ids: dict[fx.Node, str] = {}
     for node in graph.nodes:
         name = qualified_name(node.target)
         if name == "memfine::experts_keeping":
             last = len(node.meta["val"]) - 1  # the number of saved rows
-            sites |= {user: node.args[5] for user in node.users if _is_element(user) and 0 < user.args[1] < last}
+            region_ids |= {user: node.args[5] for user in node.users if _is_element(user) and 0 < user.args[1] < last}
         elif name == "memfine::experts_backward_kept":
-            sites |= dict.fromkeys(node.args[8][:-1], node.args[6])
-    return sites
+            region_ids |= dict.fromkeys(node.args[8][:-1], node.args[6])
+    return region_ids
 
 
 def _result_of(owner: fx.Node, made_by: fx.Node) -> tuple[str, int] | None:
-    """Return the site of the region whose backward returns a node's storage, and its index among the results; None for
+    """Return the id of the region whose backward returns a node's storage, and its index among the results; None for
     other nodes.
     """
     if owner is made_by or _PHASES.get(qualified_name(made_by.target)) != "backward":

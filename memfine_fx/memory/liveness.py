@@ -56,8 +56,8 @@ class Allocation:
         num_bytes: its size, in the graph's symbols.
         start, stop: the positions between which it lives.
         is_input: whether it exists before the run.
-        kept_by: site of the region that saves it for backward, one row for each routed row; "" if none does.
-        result_of: site of the region whose backward returns it, and its index among the results.
+        kept_by: id of the region that saves it for backward, one row for each routed row; "" if none does.
+        result_of: id of the region whose backward returns it, and its index among the results.
     """
 
     name: str
@@ -84,26 +84,26 @@ class CountedInputs:
 
 @dataclass(frozen=True)
 class Call:
-    """A chunked region's op at a position; `site` is the key of its live region, "" for routing.
+    """A chunked region's op at a position; `region_id` is the key of its live region, "" for routing.
 
     `keep` is what the graph has room to save, and `kept_rows` of how many routed rows it is saved; None: of all.
     """
 
     position: int
-    site: str
+    region_id: str
     phase: Phase
     keep: Keep = "nothing"
     kept_rows: int | None = None
 
 
 def call_of(position: int, phase: Phase, texts: Sequence[str]) -> Call:
-    """Return the call of an op with these text arguments: its site, and what it saves where it has a choice."""
-    site, keep, *_ = (*texts, "", "")
-    return Call(position, site, phase, cast("Keep", keep or "nothing"))
+    """Return the call of an op with these text arguments: its region id, and what it saves where it has a choice."""
+    region_id, keep, *_ = (*texts, "", "")
+    return Call(position, region_id, phase, cast("Keep", keep or "nothing"))
 
 
 KeptRows = frozenset[tuple[str, int, int]]
-"""(site, rows of which its region saves something in a run, routed rows) of regions that have room for all of them."""
+"""(region id, rows of which it saves something in a run, routed rows) of regions that have room for all of them."""
 Workspace = Callable[[Call], int]
 """Bytes that a call of a region needs beyond what the graph shows."""
 _MOST_SIZES = 8
@@ -179,7 +179,7 @@ class GraphMemory:
         return self._of_runs[kept, added]
 
     def _made_in_run(self, kept: KeptRows, added: frozenset[tuple[str, int]], sizes: Mapping[str, int]) -> GraphMemory:
-        rows = {site: (num_kept, num_rows) for site, num_kept, num_rows in kept}
+        rows = {region_id: (num_kept, num_rows) for region_id, num_kept, num_rows in kept}
         has_parts = any(num_kept for num_kept, _ in rows.values())
         all_bytes = self.bytes_at(sizes) if has_parts else [0] * len(self.allocations)
         allocations = [
@@ -187,7 +187,9 @@ class GraphMemory:
             for allocation, num_bytes in zip(self.allocations, all_bytes, strict=True)
             if allocation.result_of not in added and rows.get(allocation.kept_by, (1, 1))[0]
         ]
-        calls = (replace(call, kept_rows=rows[call.site][0]) if call.site in rows else call for call in self.calls)
+        calls = (
+            replace(call, kept_rows=rows[call.region_id][0]) if call.region_id in rows else call for call in self.calls
+        )
         return replace(self, allocations=tuple(allocations), calls=tuple(calls))
 
     @functools.cached_property

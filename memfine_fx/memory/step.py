@@ -46,7 +46,7 @@ __all__ = [
 
 Direction = Literal["forward", "backward"]
 SizeOf = Callable[[str, int], ChunkSize]
-"""(site, T) -> how large chunks are; the rows of a head's are tokens."""
+"""(region id, T) -> how large chunks are; the rows of a head's are tokens."""
 
 
 def value_at(expr: sympy.Expr, sizes: Mapping[str, int]) -> int:
@@ -141,10 +141,10 @@ class GraphRecord:
 
 @dataclass
 class GraphStep:
-    """One captured graph's forward and backward, and its regions by site.
+    """One captured graph's forward and backward, and its regions by region id.
 
     Args:
-        regions: site -> its memory.
+        regions: region id -> its memory.
         heads: the same for heads.
         sizes: value of each symbol in the call that it was partitioned for.
         forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
@@ -154,7 +154,7 @@ class GraphStep:
         base: which partition it was derived from (`passes.step.partitioned`).
         optional: seconds spared per byte by regions that save as many rows as a run has room for (`plan.problem`).
         estimated: directions whose record is an estimate although exact ones come from compiled code.
-        sole: (site, place) of results of regions' backwards that are the whole gradient of one input of the graph ->
+        sole: (region id, place) of results of regions' backwards that are the whole gradient of an input ->
             place of that input (`passes.step.sole`).
         chosen_by: the fewest bytes that a run would take, by the estimate that it was chosen by under a budget.
     """
@@ -215,20 +215,20 @@ class GraphStep:
         for symbol in size.node.expr.free_symbols:
             self.sizes.setdefault(str(symbol), int(known.get(symbol, 1)))
 
-    def keep_of(self, site: str) -> Keep:
+    def keep_of(self, region_id: str) -> Keep:
         """Return what a region saves in the graphs as they are now."""
         calls = self.forward.calls if self.forward is not None else ()
-        return next((call.keep for call in calls if call.site == site and call.phase == "forward"), "nothing")
+        return next((call.keep for call in calls if call.region_id == region_id and call.phase == "forward"), "nothing")
 
     def workspace(self, size_of: SizeOf, sizes: Mapping[str, int]) -> Callable[[Call], int]:
         def of_call(call: Call) -> int:
-            region, head = self.regions.get(call.site), self.heads.get(call.site)
+            region, head = self.regions.get(call.region_id), self.heads.get(call.region_id)
             if head is not None:
                 num_tokens = value_at(head.num_tokens, sizes)
-                return head.workspace(min(num_tokens, size_of(call.site, num_tokens).rows))
+                return head.workspace(min(num_tokens, size_of(call.region_id, num_tokens).rows))
             if region is None:
                 return 0
-            return region.workspace(call, sizes, functools.partial(size_of, call.site))
+            return region.workspace(call, sizes, functools.partial(size_of, call.region_id))
 
         return of_call
 
@@ -265,20 +265,21 @@ class RunMemory:
 
     def keeping(self, rows: Mapping[str, int]) -> RunMemory:
         """Return the run in which regions that may save part of their rows save so many; regions not named, none."""
-        saved_rows = {site: (rows.get(site, 0), self.rows_of(site)) for site in self.step.optional}
+        saved_rows = {region_id: (rows.get(region_id, 0), self.rows_of(region_id)) for region_id in self.step.optional}
         return replace(
-            self, kept=frozenset((site, *counts) for site, counts in saved_rows.items() if counts[0] < counts[1])
+            self,
+            kept=frozenset((region_id, *counts) for region_id, counts in saved_rows.items() if counts[0] < counts[1]),
         )
 
-    def rows_of(self, site: str) -> int:
+    def rows_of(self, region_id: str) -> int:
         """Return N of a region, the number of its routed rows."""
-        return self.step.regions[site].rows_at(self.values)
+        return self.step.regions[region_id].rows_at(self.values)
 
-    def kept_rows(self, site: str) -> int:
+    def kept_rows(self, region_id: str) -> int:
         """Return the number of rows of which a region saves something in this run."""
-        if self.step.keep_of(site) == "nothing":
+        if self.step.keep_of(region_id) == "nothing":
             return 0
-        return next((num_kept for region_site, num_kept, _ in self.kept if region_site == site), self.rows_of(site))
+        return next((num_kept for other_id, num_kept, _ in self.kept if other_id == region_id), self.rows_of(region_id))
 
     @property
     def values(self) -> dict[str, int]:
@@ -368,12 +369,12 @@ def peak_expression(runs: Iterable[RunMemory], size_of: SizeOf) -> sympy.Expr:
 
 
 def _workspace_expression(run: RunMemory, size_of: SizeOf, call: Call) -> sympy.Expr | int:
-    region, head = run.step.regions.get(call.site), run.step.heads.get(call.site)
+    region, head = run.step.regions.get(call.region_id), run.step.heads.get(call.region_id)
     if head is not None:
-        return head.workspace(size_of(call.site, value_at(head.num_tokens, run.values)).rows)
+        return head.workspace(size_of(call.region_id, value_at(head.num_tokens, run.values)).rows)
     if region is None or (call.phase != "forward" and call.phase != "backward"):
         return 0
-    size = size_of(call.site, region.tokens_at(run.values))
+    size = size_of(call.region_id, region.tokens_at(run.values))
     parts = (
         workspace_expression(region.terms_now(keep), region.num_tokens, size.at_most(most), region.axis, call.phase)
         for keep, most in region.parts(call, run.values)

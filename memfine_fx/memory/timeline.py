@@ -90,12 +90,12 @@ def timeline_of(trace: MemoryTrace, names: Mapping[str, str], predictions: Itera
 
     Args:
         trace: of `trace_memory`.
-        names: site -> how to call it in the picture; spans of other sites are left out.
+        names: region id -> how to call it in the picture; spans of other regions are left out.
         predictions: under the names of the picture.
     """
     spans = []
     for span in spans_of(trace.marks):
-        direction, _, site = span.name.partition(" ")
-        if site in names:
-            spans.append(Span(f"{direction} {names[site]}", span.begin_us, span.end_us))
+        direction, _, region_id = span.name.partition(" ")
+        if region_id in names:
+            spans.append(Span(f"{direction} {names[region_id]}", span.begin_us, span.end_us))
     return Timeline(trace.times_us, trace.live_bytes, tuple(spans), tuple(predictions))

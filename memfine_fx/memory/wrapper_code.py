@@ -353,9 +353,9 @@ def _keep(storages: Iterable[_Storage], texts: Sequence[str]) -> None:
         storage.allocation = replace(storage.allocation, num_bytes=num_bytes, kept_by=texts[0])
 
 
-def _number(storages: Iterable[_Storage], site: str) -> None:
+def _number(storages: Iterable[_Storage], region_id: str) -> None:
     for place, storage in enumerate(storages):
-        storage.allocation = replace(storage.allocation, result_of=(site, place))
+        storage.allocation = replace(storage.allocation, result_of=(region_id, place))
 
 
 def _requested(call: ast.Call, device_type: str) -> _Layout:

@@ -259,7 +259,7 @@ class GraphBudget:
 
 
 def choose_plan(
-    site: str, session: SessionState, graph: CalledGraph, device: torch.device, num_tokens: int
+    region_id: str, session: SessionState, graph: CalledGraph, device: torch.device, num_tokens: int
 ) -> ChunkPlan:
     """The plan of one region for T tokens: as many rows as time asks for, fewer if the step would not fit.
 
@@ -267,8 +267,8 @@ def choose_plan(
         BudgetInfeasible: not even `LEAST_ROWS` a chunk fit in a budget of the user; what an accelerator has is tried.
     """
     config, situation = session.config, _situation_in(session, graph)
-    keep, num_kept, is_all = _kept_of(site, graph.step, situation, num_tokens)
-    region = graph.step.regions[site].terms_now(keep if is_all else "nothing")
+    keep, num_kept, is_all = _kept_of(region_id, graph.step, situation, num_tokens)
+    region = graph.step.regions[region_id].terms_now(keep if is_all else "nothing")
     solved = None if situation is None else session.peaks.peak_of(config, situation)
 
     def peak_terms(rows: int) -> dict[str, int]:
@@ -350,27 +350,27 @@ def _keeping_within(config: Config, situation: Situation, needs: int, rates: Cal
     return memory if problem is None else _solved(problem, memory)
 
 
-def _kept_of(site: str, step: GraphStep, situation: Situation | None, num_tokens: int) -> tuple[Keep, int, bool]:
+def _kept_of(region_id: str, step: GraphStep, situation: Situation | None, num_tokens: int) -> tuple[Keep, int, bool]:
     """Return what a region saves in a run with T tokens, of how many rows, and whether of all rows."""
-    keep = step.keep_of(site)
+    keep = step.keep_of(region_id)
     if keep == "nothing":
         return keep, 0, False
     saved_rows = () if situation is None else situation.memory.kept
-    parts = [num_kept for region_site, num_kept, _ in saved_rows if region_site == site]
+    parts = [num_kept for other_id, num_kept, _ in saved_rows if other_id == region_id]
     if not parts:  # of all, also where this rank has no rows itself and saves what comes
-        return keep, num_tokens * step.regions[site].terms_now("nothing").top_k, True
+        return keep, num_tokens * step.regions[region_id].terms_now("nothing").top_k, True
     return (keep, parts[0], False) if parts[0] else ("nothing", 0, False)
 
 
 def choose_head_plan(
-    site: str, session: SessionState, graph: CalledGraph, device: torch.device, tokens: int
+    region_id: str, session: SessionState, graph: CalledGraph, device: torch.device, tokens: int
 ) -> HeadPlan:
     """The plan of one head for T tokens; experts are taken at their smallest chunks, since they run at other times.
 
     Raises:
         BudgetInfeasible: not even `LEAST_TOKENS` a chunk fit in a budget of the user.
     """
-    config, head = session.config, graph.step.heads[site].terms
+    config, head = session.config, graph.step.heads[region_id].terms
     situation = _situation_in(session, graph)
     solved = None if situation is None else session.peaks.peak_of(config, situation)
 
@@ -449,7 +449,7 @@ def describe_budget(config: Config, runs: Sequence[RunMemory], device_bytes: int
             "no memory_budget: regions keep nothing (where Inductor compiles a graph that returns its loss for a CPU, "
             "they keep what leaves the step's peak where it is)"
         )
-    num_keeping = sum(run.kept_rows(site) > 0 for run in steps for site in run.step.optional)
+    num_keeping = sum(run.kept_rows(region_id) > 0 for run in steps for region_id in run.step.optional)
     return f"no memory_budget: {num_keeping} of {num_optional} regions keep what leaves the step's peak where it is"
 
 

@@ -80,14 +80,14 @@ def peak_of_run(config: Config, situation: Situation, rows: int | None, head_tok
 def chunk_sizes(
     config: Config, step: GraphStep, rows: int | None, head_tokens: int | None
 ) -> Callable[[str, int], ChunkSize]:
-    """Rows by site: `rows` or `head_tokens` everywhere if given, else what a plan without a budget has."""
+    """Rows by region id: `rows` or `head_tokens` everywhere if given, else what a plan without a budget has."""
 
-    def size_of(site: str, num_tokens: int) -> ChunkSize:
-        if site in step.heads:
-            return ChunkSize(config.tokens_per_head_chunk or head_tokens or knee_tokens(step.heads[site].terms))
+    def size_of(region_id: str, num_tokens: int) -> ChunkSize:
+        if region_id in step.heads:
+            return ChunkSize(config.tokens_per_head_chunk or head_tokens or knee_tokens(step.heads[region_id].terms))
         if rows is not None:
             return ChunkSize(rows)
-        return ChunkSize(unbounded_rows(config, step.regions[site].terms_now("nothing"), num_tokens))
+        return ChunkSize(unbounded_rows(config, step.regions[region_id].terms_now("nothing"), num_tokens))
 
     return size_of
 

@@ -67,8 +67,8 @@ def problem_without_budget(config: Config, run: RunMemory) -> StepProblem | None
         return None
     planned = chunk_sizes(config, run.step, None, None)
 
-    def smallest(site: str, num_tokens: int) -> ChunkSize:
-        return planned(site, num_tokens) if site in run.step.heads else ChunkSize(1, stages=False)
+    def smallest(region_id: str, num_tokens: int) -> ChunkSize:
+        return planned(region_id, num_tokens) if region_id in run.step.heads else ChunkSize(1, stages=False)
 
     limit = max(live_bytes(lean, smallest))
     live = live_bytes(lean, planned)
@@ -121,7 +121,7 @@ class SavableRows:
     """One of the amounts that a region may save of its routed rows.
 
     Args:
-        site: of the region.
+        region_id: of the region.
         keep: how much.
         row_bytes: of each row.
         num_rows: N.
@@ -129,7 +129,7 @@ class SavableRows:
         is_divisible: whether a run may save it of some rows.
     """
 
-    site: str
+    region_id: str
     keep: Keep
     row_bytes: int
     num_rows: int
@@ -212,11 +212,11 @@ def _items_of_base(
         placed.append((place, Item(tensor.name, (Choice(tensor.seconds, tuple(_disjoint(pieces))),))))
     workspace = workspace_of(rows)
     for amounts in base.regions:
-        calls = [_call_of(memory, amounts[0].site) for memory in (base.forward, base.backward)]
+        calls = [_call_of(memory, amounts[0].region_id) for memory in (base.forward, base.backward)]
         run, back = calls
         if run is not None and back is not None:
             choices = (_choice_of_rows(amount, run, back, behind, workspace) for amount in amounts)
-            placed.append((run.position, Item(amounts[0].site, tuple(choices))))
+            placed.append((run.position, Item(amounts[0].region_id, tuple(choices))))
     return [item for _, item in sorted(placed, key=lambda own: own[0])]
 
 
@@ -228,8 +228,8 @@ def _by_name(memory: GraphMemory, sizes: Mapping[str, int]) -> dict[str, list[tu
     return by_name
 
 
-def _call_of(memory: GraphMemory, site: str) -> Call | None:
-    return next((call for call in memory.calls if call.site == site and call.phase != "route"), None)
+def _call_of(memory: GraphMemory, region_id: str) -> Call | None:
+    return next((call for call in memory.calls if call.region_id == region_id and call.phase != "route"), None)
 
 
 def _choice_of_rows(amount: SavableRows, run: Call, back: Call, behind: int, workspace: Workspace) -> Choice:
@@ -250,7 +250,9 @@ def with_margin(estimated: int) -> int:
 
 def run_of_plan(run: RunMemory, plan: StepPlan | None) -> RunMemory:
     """Return the run in which regions save as many rows as a plan says; none without a plan."""
-    return lean_of(run) if plan is None else run.keeping({site: rows for site, (_, rows) in plan.saved.items()})
+    return (
+        lean_of(run) if plan is None else run.keeping({region_id: rows for region_id, (_, rows) in plan.saved.items()})
+    )
 
 
 def lean_of(run: RunMemory) -> RunMemory:
@@ -283,27 +285,29 @@ def region_items(run: RunMemory, size_of: SizeOf) -> list[Item]:
     forward, backward = full.forward, full.backward
     assert forward is not None and backward is not None
     workspace = run.step.workspace(size_of, run.values)
-    pieces: dict[str, list[Span]] = {site: [] for site in run.step.optional}
+    pieces: dict[str, list[Span]] = {region_id: [] for region_id in run.step.optional}
     for memory, first in ((forward, 0), (backward, forward.num_positions + 1)):
         # What forward leaves is alive at the position behind it, too.
         end = first + memory.num_positions + (memory is forward)
-        for site, own in _pieces(run, memory, workspace, first, end).items():
-            pieces[site] += own
-    places = {call.site: place for place, call in enumerate(forward.calls) if call.phase == "forward"}
-    sites = sorted((site for site in pieces if pieces[site]), key=lambda site: places.get(site, 0))
-    return [_item(run, site, tuple(_disjoint(pieces[site]))) for site in sites]
+        for region_id, own in _pieces(run, memory, workspace, first, end).items():
+            pieces[region_id] += own
+    places = {call.region_id: place for place, call in enumerate(forward.calls) if call.phase == "forward"}
+    region_ids = sorted(
+        (region_id for region_id in pieces if pieces[region_id]), key=lambda region_id: places.get(region_id, 0)
+    )
+    return [_item(run, region_id, tuple(_disjoint(pieces[region_id]))) for region_id in region_ids]
 
 
-def _item(run: RunMemory, site: str, spans: tuple[Span, ...]) -> Item:
-    row_bytes, num_rows = max(span.unit_bytes for span in spans), run.rows_of(site)
-    seconds = run.step.optional[site] * row_bytes * num_rows
-    return Item(site, (Choice(seconds, spans, num_rows, min(_FEWEST, num_rows)),))
+def _item(run: RunMemory, region_id: str, spans: tuple[Span, ...]) -> Item:
+    row_bytes, num_rows = max(span.unit_bytes for span in spans), run.rows_of(region_id)
+    seconds = run.step.optional[region_id] * row_bytes * num_rows
+    return Item(region_id, (Choice(seconds, spans, num_rows, min(_FEWEST, num_rows)),))
 
 
 def _pieces(run: RunMemory, memory: GraphMemory, workspace: Workspace, first: int, end: int) -> dict[str, list[Span]]:
-    """Return spans by site, which may overlap, of a direction that begins at a position and ends before another."""
-    rows = {site: run.rows_of(site) for site in run.step.optional}
-    pieces: dict[str, list[Span]] = {site: [] for site, num_rows in rows.items() if num_rows}
+    """Return spans, which may overlap, by region id: of a direction from a position to another."""
+    rows = {region_id: run.rows_of(region_id) for region_id in run.step.optional}
+    pieces: dict[str, list[Span]] = {region_id: [] for region_id, num_rows in rows.items() if num_rows}
     for allocation, num_bytes in zip(memory.allocations, memory.bytes_at(run.values), strict=True):
         if allocation.kept_by in pieces:
             stop = end if allocation.stop is None else first + allocation.stop
@@ -311,10 +315,10 @@ def _pieces(run: RunMemory, memory: GraphMemory, workspace: Workspace, first: in
                 Span(first + allocation.start, stop, num_bytes // rows[allocation.kept_by])
             )
     for call in memory.calls:
-        if call.site in pieces:
+        if call.region_id in pieces:
             of_all = workspace(replace(call, kept_rows=None)) - workspace(replace(call, kept_rows=0))
             place = first + call.position
-            pieces[call.site].append(Span(place, place + 1, 0, of_all, max(0, of_all)))
+            pieces[call.region_id].append(Span(place, place + 1, 0, of_all, max(0, of_all)))
     return pieces
 
 

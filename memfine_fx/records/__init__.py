@@ -46,12 +46,12 @@ class KeepingOp:
     """A region's backward op that reads saved tensors.
 
     Args:
-        site: key of the region.
+        region_id: key of the region.
         keep: how much.
         wanted: gradients, as `runtime.bodies.Bodies.keeping` is asked for them.
     """
 
-    site: str
+    region_id: str
     keep: Keep
     wanted: tuple[bool, ...]
 

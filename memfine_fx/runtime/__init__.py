@@ -7,5 +7,5 @@ computed, added where it belongs and dropped, and backward recomputes it. So of 
 are alive at a time, and a chunk that finds no memory is walked again in halves (`halving`) without changing a
 result.
 It is handed decisions through records and callables. It knows no pass, no plan and no compiler: compiled code finds
-it by the name of an op and a site in the store.
+it by the name of an op and a region id in the store.
 """

@@ -75,11 +75,13 @@ def adding(accumulation: Accumulation) -> Iterator[Accumulation]:
         _current.accumulation = before
 
 
-def gradients_to_add_to(site: str, params: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+def gradients_to_add_to(
+    region_id: str, params: Sequence[torch.Tensor], wanted: Sequence[bool]
+) -> list[torch.Tensor | None]:
     """For each parameter of a region's backward the gradient that it adds to; None where it makes one.
 
     Args:
-        site: of the region.
+        region_id: of the region.
         params: of its function, flat.
         wanted: gradients of hidden, weight and each of `params`.
     """
@@ -89,11 +91,11 @@ def gradients_to_add_to(site: str, params: Sequence[torch.Tensor], wanted: Seque
     gradients: list[torch.Tensor | None] = []
     place = sum(wanted[:2])
     for param, is_wanted in zip(params, wanted[2:], strict=True):
-        parameter = accumulation.parameters.get((site, place)) if is_wanted else None
+        parameter = accumulation.parameters.get((region_id, place)) if is_wanted else None
         gradient = None if parameter is None else _seen_alike(parameter, param)
         if parameter is not None and gradient is not None:
             assert parameter.grad is not None, "a gradient is seen"
-            accumulation.added[site, place] = parameter.grad
+            accumulation.added[region_id, place] = parameter.grad
         gradients.append(gradient)
         place += is_wanted
     return gradients

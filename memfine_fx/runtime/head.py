@@ -27,7 +27,7 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
     mutates_args=(),
     schema=(
         "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? divisor, bool[] wanted, "
-        "bool keeps_logits, str site) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "bool keeps_logits, str region_id) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     tags=(torch.Tag.cudagraph_unsafe,),
 )
@@ -39,7 +39,7 @@ def head_loss(
     divisor: torch.Tensor | None,
     wanted: list[bool],
     keeps_logits: bool,
-    site: str,
+    region_id: str,
 ) -> Results:
     """Cross-entropy of a projection, chunk by chunk.
 
@@ -51,13 +51,13 @@ def head_loss(
         divisor: one number by which a sum is divided, or None.
         wanted: whether gradients of hidden, weight and bias are wanted.
         keeps_logits: whether the logits are wanted, as numbers without a gradient.
-        site: key of the live head.
+        region_id: key of the live head.
 
     Returns:
         The loss, the fields of `HeadResults` after it, and the logits [T,V] as the projection makes them; empty where
         they are not wanted.
     """
-    head = lookup_head(site)
+    head = lookup_head(region_id)
     num_tokens = hidden.shape[0]
     plan = head.plan_for(num_tokens)
     bounds = chunk_bounds(num_tokens, plan.tokens_per_chunk)
@@ -66,7 +66,7 @@ def head_loss(
     inputs = HeadInputs(hidden, weight, bias, labels, divisor)
     flags = (wanted[0], wanted[1], wanted[2])
     logits = _logits_of(hidden, weight, keeps_logits)
-    with span(f"forward {site}"), range_of(f"{head.name or site} forward"), without_autocast():
+    with span(f"forward {region_id}"), range_of(f"{head.name or region_id} forward"), without_autocast():
         returned = logits if keeps_logits else None
         results = run_head(inputs, head.loss, bounds, flags, returned, kernel=head.kernel)
     return results.loss.to(head.out_dtype), results.power, results.hidden, results.weight, results.bias, logits
@@ -85,10 +85,10 @@ def _(
     divisor: torch.Tensor | None,
     wanted: list[bool],
     keeps_logits: bool,
-    site: str,
+    region_id: str,
 ) -> Results:
     empty = HeadResults.empty(hidden, weight, (wanted[0], wanted[1], wanted[2]))
-    loss = hidden.new_empty((), dtype=lookup_head(site).out_dtype)
+    loss = hidden.new_empty((), dtype=lookup_head(region_id).out_dtype)
     logits = _logits_of(hidden, weight, keeps_logits)
     return loss, empty.power, empty.hidden, empty.weight, empty.bias, logits
 

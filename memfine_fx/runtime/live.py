@@ -17,17 +17,17 @@ __all__ = ["MOST_PLANS", "Live"]
 log = logging.getLogger("memfine_fx.plans")
 
 MOST_PLANS = 256
-"""The most plans that are stored for one site: a generation has another length at each token."""
+"""The most plans that are stored for one region: a generation has another length at each token."""
 
 PlanT = TypeVar("PlanT", ChunkPlan, HeadPlan)
 
 
 @dataclass(kw_only=True)
 class Live(Generic[PlanT]):
-    """One lowered call site.
+    """One lowered region.
 
     Args:
-        site: its key.
+        region_id: its key.
         out_dtype: of its result.
         choose_plan: T -> plan; pure for given T and context, called once for each.
         name: its layer or module, as profiles and logs call it; "" for one that stands in for it in a comparison.
@@ -35,7 +35,7 @@ class Live(Generic[PlanT]):
         plan, num_tokens, num_chunks, num_steps: of the latest step; None and 0 before one.
     """
 
-    site: str
+    region_id: str
     out_dtype: torch.dtype
     choose_plan: Callable[[int], PlanT]
     name: str = ""

@@ -66,26 +66,26 @@ def empty_order(expert_index: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op(
     "memfine::route_shared",
     mutates_args=(),
-    schema="(Tensor expert_index, SymInt num_experts, int[] table_shape, str site) -> (Tensor, Tensor)",
+    schema="(Tensor expert_index, SymInt num_experts, int[] table_shape, str region_id) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 def route_shared(
-    expert_index: torch.Tensor, num_experts: int, table_shape: Sequence[int], site: str
+    expert_index: torch.Tensor, num_experts: int, table_shape: Sequence[int], region_id: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `memfine::route` for experts on several ranks: every rank's counts come in the place of the offsets.
 
     Args:
         table_shape: of these. It stands in the graph, because compiled code in a cache depends on it.
     """
-    region = lookup(site)
-    assert region.exchange is not None, f"{site} has its experts here"
+    region = lookup(region_id)
+    assert region.exchange is not None, f"{region_id} has its experts here"
     order, offsets = sort_assignments(expert_index, num_experts)
     return order, region.exchange.share_counts(region, order, offsets, expert_index.shape[0])
 
 
 @route_shared.register_fake
 def _(
-    expert_index: torch.Tensor, num_experts: int, table_shape: Sequence[int], site: str
+    expert_index: torch.Tensor, num_experts: int, table_shape: Sequence[int], region_id: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_order(expert_index), torch.empty(list(table_shape), dtype=torch.int64, device="cpu")
 
@@ -93,7 +93,7 @@ def _(
 @torch.library.custom_op(
     "memfine::experts",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str site) -> Tensor",
+    schema="(Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str region_id) -> Tensor",
     tags=_TAGS,
 )
 def experts(
@@ -102,7 +102,7 @@ def experts(
     order: torch.Tensor,
     offsets: torch.Tensor,
     params: list[torch.Tensor],
-    site: str,
+    region_id: str,
 ) -> torch.Tensor:
     """Routed rows through their experts, combined per token.
 
@@ -111,12 +111,12 @@ def experts(
         weight: [T,K] or None.
         order, offsets: from `memfine::route`, or on the device from `memfine::route_on_device`.
         params: the parameters of the expert function, see `runtime.params`.
-        site: key of the live region.
+        region_id: key of the live region.
 
     Returns:
         [T,H_out].
     """
-    return _forward(_routed(hidden, weight, order, offsets, params, site), site, None)
+    return _forward(_routed(hidden, weight, order, offsets, params, region_id), region_id, None)
 
 
 def _routed(
@@ -125,17 +125,17 @@ def _routed(
     order: torch.Tensor,
     offsets: torch.Tensor,
     params: list[torch.Tensor],
-    site: str,
+    region_id: str,
 ) -> Routed:
-    region = lookup(site)
+    region = lookup(region_id)
     return Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
 
 
-def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
-    region, num_tokens = lookup(site), routed.num_tokens
-    name = f"{region.name or site} forward"
+def _forward(routed: Routed, region_id: str, kept: Kept | None) -> torch.Tensor:
+    region, num_tokens = lookup(region_id), routed.num_tokens
+    name = f"{region.name or region_id} forward"
     if region.exchange is not None:
-        with span(f"forward {site}"), range_of(name):
+        with span(f"forward {region_id}"), range_of(name):
             return region.exchange.forward(region, routed, kept)
     plan = region.plan_for(num_tokens)
     kernels = region.kernels_for(routed, kept)
@@ -151,7 +151,7 @@ def _forward(routed: Routed, site: str, kept: Kept | None) -> torch.Tensor:
     region.num_steps += 1
     region.loads.note(routed.offsets)
     lower = partial(region.lower, num_tokens)
-    with span(f"forward {site}"), range_of(name):
+    with span(f"forward {region_id}"), range_of(name):
         return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, kept)
 
 
@@ -165,7 +165,7 @@ def _forward_in_kernels(
         region.loads.note(routed.offsets)
     else:
         region.loads.note_later(routed.offsets, None if region.drops_larger else routed.order.shape[0])
-    with span(f"forward {region.site}"), range_of(name):
+    with span(f"forward {region.region_id}"), range_of(name):
         return kernels.forward(region, routed, plan, kept)
 
 
@@ -180,13 +180,13 @@ def _(
     order: torch.Tensor,
     offsets: torch.Tensor,
     params: list[torch.Tensor],
-    site: str,
+    region_id: str,
 ) -> torch.Tensor:
-    return _empty_output(hidden, site)
+    return _empty_output(hidden, region_id)
 
 
-def _empty_output(hidden: torch.Tensor, site: str) -> torch.Tensor:
-    region = lookup(site)
+def _empty_output(hidden: torch.Tensor, region_id: str) -> torch.Tensor:
+    region = lookup(region_id)
     return hidden.new_empty((hidden.shape[0], region.bodies.out_width), dtype=region.out_dtype)
 
 
@@ -194,7 +194,7 @@ def _empty_output(hidden: torch.Tensor, site: str) -> torch.Tensor:
     "memfine::experts_backward",
     mutates_args=(),
     schema=(
-        "(Tensor grad, Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str site,"
+        "(Tensor grad, Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str region_id,"
         " bool[] wanted) -> Tensor[]"
     ),
     tags=_TAGS,
@@ -206,34 +206,34 @@ def experts_backward(
     order: torch.Tensor,
     offsets: torch.Tensor,
     params: list[torch.Tensor],
-    site: str,
+    region_id: str,
     wanted: list[bool],
 ) -> list[torch.Tensor]:
     """Gradients of what is wanted (hidden, weight, then each parameter), recomputing chunk by chunk."""
-    return _backward(grad, _routed(hidden, weight, order, offsets, params, site), site, wanted, None)
+    return _backward(grad, _routed(hidden, weight, order, offsets, params, region_id), region_id, wanted, None)
 
 
 def _backward(
-    grad: torch.Tensor, routed: Routed, site: str, wanted: list[bool], kept: Kept | None
+    grad: torch.Tensor, routed: Routed, region_id: str, wanted: list[bool], kept: Kept | None
 ) -> list[torch.Tensor]:
-    region = lookup(site)
+    region = lookup(region_id)
     wanted_params = _grouped(wanted[2:], region)
-    name = f"{region.name or site} backward"
+    name = f"{region.name or region_id} backward"
     if region.exchange is not None:
-        with span(f"backward {site}"), range_of(name):
+        with span(f"backward {region_id}"), range_of(name):
             return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params, kept)
     plan = region.plan_for(routed.num_tokens)
-    existing_grads = gradients_to_add_to(site, [param for group in routed.params for param in group], wanted)
+    existing_grads = gradients_to_add_to(region_id, [param for group in routed.params for param in group], wanted)
     region.num_added = sum(gradient is not None for gradient in existing_grads)
     kernels = region.kernels_for(routed, kept)
     if kernels is not None:
-        with span(f"backward {site}"), range_of(name):
+        with span(f"backward {region_id}"), range_of(name):
             return kernels.backward(grad, region, routed, plan, wanted, kept, existing_grads)
     routed = routed.on_host()
     chunks = ranged(chunks_of(routed, region.bodies, plan, region.tuner, kept, is_new_step=False), name)
     lower = partial(region.lower, routed.num_tokens)
     rows_and_weight, onto = (wanted[0], wanted[1]), _grouped(existing_grads, region)
-    with span(f"backward {site}"), range_of(name):
+    with span(f"backward {region_id}"), range_of(name):
         return run_backward(grad, routed, region.bodies, chunks, rows_and_weight, wanted_params, lower, kept, onto=onto)
 
 
@@ -245,7 +245,7 @@ def _(
     order: torch.Tensor,
     offsets: torch.Tensor,
     params: list[torch.Tensor],
-    site: str,
+    region_id: str,
     wanted: list[bool],
 ) -> list[torch.Tensor]:
     return _empty_gradients(hidden, weight, params, wanted)
@@ -267,7 +267,7 @@ def _empty_gradients(
     "memfine::experts_keeping",
     mutates_args=(),
     schema=(
-        "(Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str site, bool[] wanted,"
+        "(Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str region_id, bool[] wanted,"
         " str keep) -> Tensor[]"
     ),
     tags=_TAGS,
@@ -278,7 +278,7 @@ def experts_keeping(
     order: torch.Tensor,
     offsets: torch.Tensor,
     params: list[torch.Tensor],
-    site: str,
+    region_id: str,
     wanted: list[bool],
     keep: str,
 ) -> list[torch.Tensor]:
@@ -291,15 +291,15 @@ def experts_keeping(
         wanted: which gradients backward will want, as in `memfine::experts_backward`.
         keep: a `records.Keep` other than "nothing".
     """
-    region, rows = lookup(site), order.shape[0]
-    routed, num_kept = _routed(hidden, weight, order, offsets, params, site), rows
+    region, rows = lookup(region_id), order.shape[0]
+    routed, num_kept = _routed(hidden, weight, order, offsets, params, region_id), rows
     if region.decides_kept_rows:
         num_kept = min(rows, region.plan_for(hidden.shape[0]).kept_rows)
     if num_kept == rows:
-        saved = _room(hidden, weight, order, site, wanted, keep)
+        saved = _room(hidden, weight, order, region_id, wanted, keep)
     else:
-        saved = Kept.empty(_keeping(site, wanted, keep), hidden, order, num_kept)
-    out = _forward(routed, site, saved if num_kept else None)
+        saved = Kept.empty(_keeping(region_id, wanted, keep), hidden, order, num_kept)
+    out = _forward(routed, region_id, saved if num_kept else None)
     handed_over = saved.handed_over(rows) if region.decides_kept_rows else saved.tensors
     return [out, *handed_over, torch.full((1,), num_kept, dtype=torch.int64)]
 
@@ -311,25 +311,25 @@ def _(
     order: torch.Tensor,
     offsets: torch.Tensor,
     params: list[torch.Tensor],
-    site: str,
+    region_id: str,
     wanted: list[bool],
     keep: str,
 ) -> list[torch.Tensor]:
-    if lookup(site).decides_kept_rows:
+    if lookup(region_id).decides_kept_rows:
         entries = [
-            (hidden.new_empty(1, dtype=tensor.dtype), tensor.shape) for tensor in _keeping(site, wanted, keep).kept
+            (hidden.new_empty(1, dtype=tensor.dtype), tensor.shape) for tensor in _keeping(region_id, wanted, keep).kept
         ]
         handed_over: Sequence[torch.Tensor] = [spread(entry, (order.shape[0], *shape)) for entry, shape in entries]
     else:
-        handed_over = _room(hidden, weight, order, site, wanted, keep).tensors
-    return [_empty_output(hidden, site), *handed_over, torch.empty((1,), dtype=torch.int64, device="cpu")]
+        handed_over = _room(hidden, weight, order, region_id, wanted, keep).tensors
+    return [_empty_output(hidden, region_id), *handed_over, torch.empty((1,), dtype=torch.int64, device="cpu")]
 
 
 @torch.library.custom_op(
     "memfine::experts_backward_kept",
     mutates_args=(),
     schema=(
-        "(Tensor grad, Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str site,"
+        "(Tensor grad, Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str region_id,"
         " bool[] wanted, Tensor[] kept, str keep) -> Tensor[]"
     ),
     tags=_TAGS,
@@ -341,19 +341,19 @@ def experts_backward_kept(
     order: torch.Tensor,
     offsets: torch.Tensor,
     params: list[torch.Tensor],
-    site: str,
+    region_id: str,
     wanted: list[bool],
     kept: list[torch.Tensor],
     keep: str,
 ) -> list[torch.Tensor]:
     """As `memfine::experts_backward`, with the tensors that `memfine::experts_keeping` saved."""
     *tensors, num_kept = kept
-    bodies = _keeping(site, wanted, keep)
-    if lookup(site).decides_kept_rows:
+    bodies = _keeping(region_id, wanted, keep)
+    if lookup(region_id).decides_kept_rows:
         saved = Kept.from_graph(bodies, tensors, int(num_kept.item()), order.shape[0])
     else:
         saved = Kept(bodies, tensors)
-    return _backward(grad, _routed(hidden, weight, order, offsets, params, site), site, wanted, saved)
+    return _backward(grad, _routed(hidden, weight, order, offsets, params, region_id), region_id, wanted, saved)
 
 
 @experts_backward_kept.register_fake
@@ -364,7 +364,7 @@ def _(
     order: torch.Tensor,
     offsets: torch.Tensor,
     params: list[torch.Tensor],
-    site: str,
+    region_id: str,
     wanted: list[bool],
     kept: list[torch.Tensor],
     keep: str,
@@ -373,28 +373,33 @@ def _(
 
 
 def _room(
-    hidden: torch.Tensor, weight: torch.Tensor | None, order: torch.Tensor, site: str, wanted: list[bool], keep: str
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    region_id: str,
+    wanted: list[bool],
+    keep: str,
 ) -> Kept:
-    saved = Kept.empty(_keeping(site, wanted, keep), hidden, order)
-    exchange = lookup(site).exchange
+    saved = Kept.empty(_keeping(region_id, wanted, keep), hidden, order)
+    exchange = lookup(region_id).exchange
     if exchange is None:
         return saved
     return Kept(saved.bodies, [*exchange.room(hidden, weight, order.shape[0]), *saved.tensors])
 
 
-def _keeping(site: str, wanted: list[bool], keep: str) -> KeepingBodies:
-    region = lookup(site)
+def _keeping(region_id: str, wanted: list[bool], keep: str) -> KeepingBodies:
+    region = lookup(region_id)
     wanted_params = map(any, _grouped(wanted[2:], region))
     bodies = region.bodies.keeping(cast("Keep", keep), (wanted[0], wanted[1], *wanted_params))
-    assert bodies is not None, f"{site} has nothing to keep as {keep!r}"
+    assert bodies is not None, f"{region_id} has nothing to keep as {keep!r}"
     return bodies
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    hidden, weight, order, offsets, params, site = inputs
+    hidden, weight, order, offsets, params, region_id = inputs
     ctx.save_for_backward(hidden, *([] if weight is None else [weight]), order, offsets, *params)
     ctx.has_weight = weight is not None
-    ctx.site = site
+    ctx.region_id = region_id
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -404,7 +409,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     order, offsets, *params = saved
     needs_params = ctx.needs_input_grad[4]
     wanted = [ctx.needs_input_grad[0], ctx.has_weight and ctx.needs_input_grad[1], *needs_params]
-    grads = iter(experts_backward(grad, hidden, weight, order, offsets, params, ctx.site, wanted))
+    grads = iter(experts_backward(grad, hidden, weight, order, offsets, params, ctx.region_id, wanted))
     chosen = [next(grads) if is_wanted else None for is_wanted in wanted]
     return chosen[0], chosen[1], None, None, chosen[2:], None
 

@@ -13,7 +13,7 @@ __all__ = ["Registry"]
 
 
 class _Keyed(Protocol):
-    site: str
+    region_id: str
 
 
 LiveT = TypeVar("LiveT", bound=_Keyed)
@@ -28,16 +28,16 @@ class Registry(Generic[LiveT]):
 
     def register(self, live: LiveT) -> None:
         with self._lock:
-            self._live[live.site] = live
+            self._live[live.region_id] = live
 
-    def unregister(self, site: str) -> None:
+    def unregister(self, region_id: str) -> None:
         with self._lock:
-            del self._live[site]
+            del self._live[region_id]
 
-    def lookup(self, site: str) -> LiveT:
+    def lookup(self, region_id: str) -> LiveT:
         """The live counterpart of a key.
 
         Raises:
             KeyError: the graph was compiled by another process and never registered here, or its model is gone.
         """
-        return self._live[site]
+        return self._live[region_id]

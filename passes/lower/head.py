@@ -2,7 +2,7 @@
 
 Before:  logits = linear(hidden, weight, bias);  ...;  exit = cross_entropy(logits', labels, ...)
 After:   tokens = reshape(hidden', (-1, H))              (hidden' after what happened to the tokens of the logits)
-         exit = memfine::head_loss(tokens, weight, bias, labels, divisor, wanted, keeps_logits, site)[0]
+         exit = memfine::head_loss(tokens, weight, bias, labels, divisor, wanted, keeps_logits, region_id)[0]
 
 Under autocast hidden, weight and bias are cast before the call, as autocast would. Results of the graph that were
 logits become None, or the op's last result, which has no gradient (`returned` gives it one); what asked logits for
@@ -27,13 +27,13 @@ from memfine_fx.records.heads import HeadRegion
 __all__ = ["lower_head"]
 
 
-def lower_head(graph_module: fx.GraphModule, head: HeadRegion, site: str) -> None:
+def lower_head(graph_module: fx.GraphModule, head: HeadRegion, region_id: str) -> None:
     """Rewrite `head` in its graph.
 
     Args:
         graph_module: the graph that holds it.
         head: from `find_heads` on this graph.
-        site: key of the registered live head.
+        region_id: key of the registered live head.
     """
     graph = graph_module.graph
     _redirect_sizes(graph, head)
@@ -58,7 +58,7 @@ def lower_head(graph_module: fx.GraphModule, head: HeadRegion, site: str) -> Non
         bias = None if head.bias is None else cast(head.bias)
         wanted = list(head.wanted)
         op = torch.ops.memfine.head_loss.default
-        results = call(op, tokens, cast(weight), bias, labels, head.divisor, wanted, head.keeps_logits, site)
+        results = call(op, tokens, cast(weight), bias, labels, head.divisor, wanted, head.keeps_logits, region_id)
         loss = call(operator.getitem, results, 0)
         logits: dict[fx.Node, fx.Node] = {}
         if head.keeps_logits:

@@ -3,7 +3,7 @@
 Before:  sort, gather, expert matmuls, weighting, combine    (everything of the cut)
 After:   order, offsets = memfine::route(expert_index, E)      (memfine::route_shared where experts are sharded,
                                                                memfine::route_on_device where GPU kernels run them)
-         exit = memfine::experts(hidden, weight, order, offsets, params, site)
+         exit = memfine::experts(hidden, weight, order, offsets, params, region_id)
 
 Steps: insert the calls where the exit stood; hand them its users; erase what nothing outside reads, last
 first (in-place operations inside the region included; FX would keep them).
@@ -30,7 +30,7 @@ __all__ = ["lower_region", "recording"]
 def lower_region(
     graph_module: fx.GraphModule,
     region: MoERegion,
-    site: str,
+    region_id: str,
     *,
     flow: Dataflow | None = None,
     table_shape: Sequence[int] | None = None,
@@ -41,7 +41,7 @@ def lower_region(
     Args:
         graph_module: the graph that holds the region.
         region: from `read_regions` on this graph.
-        site: key of the registered live region.
+        region_id: key of the registered live region.
         flow: of the graph before its first region was lowered, where several are, last first; the caller recompiles it.
         table_shape: of the counts that ranks share, where its experts live on several of them.
         routes_on_device: whether its offsets need not come to the host.
@@ -63,14 +63,16 @@ def lower_region(
             hidden, index, sizes = _rows_of_slots(call, region, region.slots)
         if table_shape is not None:
             route = call(
-                torch.ops.memfine.route_shared.default, index, region.dims.num_experts, list(table_shape), site
+                torch.ops.memfine.route_shared.default, index, region.dims.num_experts, list(table_shape), region_id
             )
         else:
             op = torch.ops.memfine.route_on_device if routes_on_device else torch.ops.memfine.route
             route = call(op.default, index, region.dims.num_experts)
         order, offsets = call(operator.getitem, route, 0), call(operator.getitem, route, 1)
         weight = _routing_weight(call, region, index)
-        combined = call(torch.ops.memfine.experts.default, hidden, weight, order, offsets, list(region.params), site)
+        combined = call(
+            torch.ops.memfine.experts.default, hidden, weight, order, offsets, list(region.params), region_id
+        )
         if region.slots is not None:
             combined = _slots_of_rows(call, combined, sizes, region, region.slots)
         else:

@@ -93,7 +93,7 @@ class StepBudget(Protocol):
 
         Args:
             rows: per chunk; None for as many as time asks for.
-            without: sites of regions that save nothing, though their graph has room for it.
+            without: ids of regions that save nothing, though their graph has room for it.
         """
         ...
 
@@ -222,7 +222,7 @@ def _fit_less(
             break
         base, rows = plan.key
         chosen = replace(_realized(gm, partition, base, made_from, plan.saved, results), base=base.kind)
-        excess = _peak(chosen, budget, rows, _sites_in_part(base, plan.saved)) - _available(budget, base.kind)
+        excess = _peak(chosen, budget, rows, _regions_in_part(base, plan.saved)) - _available(budget, base.kind)
         if excess <= 0:
             return chosen
         # The same plan must not be chosen again.
@@ -292,15 +292,17 @@ def _written(pair: Pair, sizes: Mapping[str, int]) -> int:
 
 
 def _keeps(base: Base, saved: Saved) -> dict[str, Keep]:
-    """Return what regions save under a plan, by site."""
-    regions = ((amounts[0].site, amounts) for amounts in base.regions)
-    return {site: amounts[saved[site][0]].keep for site, amounts in regions if site in saved}
+    """Return what regions save under a plan, by region id."""
+    regions = ((amounts[0].region_id, amounts) for amounts in base.regions)
+    return {region_id: amounts[saved[region_id][0]].keep for region_id, amounts in regions if region_id in saved}
 
 
-def _sites_in_part(base: Base, saved: Saved) -> list[str]:
+def _regions_in_part(base: Base, saved: Saved) -> list[str]:
     """Regions that save something of some rows only."""
-    amounts = [own[saved[own[0].site][0]] for own in base.regions if own[0].site in saved]
-    return [amount.site for amount in amounts if amount.is_divisible and saved[amount.site][1] < amount.num_rows]
+    amounts = [own[saved[own[0].region_id][0]] for own in base.regions if own[0].region_id in saved]
+    return [
+        amount.region_id for amount in amounts if amount.is_divisible and saved[amount.region_id][1] < amount.num_rows
+    ]
 
 
 def _realized(
@@ -363,9 +365,9 @@ def savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[l
     if not choices:
         return []
     rates = rates_of()
-    choices_by_site: dict[str, list[SavableRows]] = {}
+    choices_by_region_id: dict[str, list[SavableRows]] = {}
     for choice in choices:
-        num_bytes, smaller = choice.row_bytes * choice.num_rows, choices_by_site.setdefault(choice.site, [])
+        num_bytes, smaller = choice.row_bytes * choice.num_rows, choices_by_region_id.setdefault(choice.region_id, [])
         # NOTE: operands spare backward one write of what it then reads, because the kernel that makes them again reads
         # its arguments anyway: measured, they do not pay.
         # Rows that came from other ranks are kept where they came to: what they spare is coming again.
@@ -378,8 +380,10 @@ def savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[l
             more = num_bytes - (0 if before is None else before.row_bytes * before.num_rows)
             seconds = (0.0 if before is None else before.seconds) - rates.keeping_seconds(more, more)
         is_divisible = choice.is_divisible and not smaller
-        smaller.append(SavableRows(choice.site, choice.keep, choice.row_bytes, choice.num_rows, seconds, is_divisible))
-    return list(choices_by_site.values())
+        smaller.append(
+            SavableRows(choice.region_id, choice.keep, choice.row_bytes, choice.num_rows, seconds, is_divisible)
+        )
+    return list(choices_by_region_id.values())
 
 
 def _savable_tensors(
@@ -400,19 +404,19 @@ def _savable_tensors(
 
 
 def optional_of(regions: Sequence[Sequence[SavableRows]], keeps: Mapping[str, Keep]) -> dict[str, float]:
-    """Seconds spared per byte, by site, of what these regions save of as many rows as a run has room for."""
+    """Seconds spared per byte, by region id, of what these regions save of as many rows as a run has room for."""
     saved = (
-        next(amount for amount in amounts if amount.keep == keeps[amounts[0].site])
+        next(amount for amount in amounts if amount.keep == keeps[amounts[0].region_id])
         for amounts in regions
-        if amounts[0].is_divisible and amounts[0].site in keeps
+        if amounts[0].is_divisible and amounts[0].region_id in keeps
     )
-    return {amount.site: amount.seconds_per_byte for amount in saved}
+    return {amount.region_id: amount.seconds_per_byte for amount in saved}
 
 
 def largest_keeps(regions: Sequence[Sequence[SavableRows]]) -> dict[str, Keep]:
     """Site -> what spares most seconds, of regions that spare any."""
     best = (max(amounts, key=lambda amount: amount.seconds) for amounts in regions)
-    return {amount.site: amount.keep for amount in best if amount.seconds > 0}
+    return {amount.region_id: amount.keep for amount in best if amount.seconds > 0}
 
 
 def _with_regions(gm: fx.GraphModule, keeps: Mapping[str, Keep]) -> tuple[fx.GraphModule, set[str]]:
@@ -428,7 +432,7 @@ def _described(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
 def _described_regions(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
     if not keeps:
         return "regions keep nothing"
-    num_regions = len({choice.site for choice in keep_choices(joint)})
+    num_regions = len({choice.region_id for choice in keep_choices(joint)})
     counts = [
         (keep, sum(policy == keep for policy in keeps.values())) for keep in ("received", "projections", "operands")
     ]

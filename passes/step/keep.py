@@ -1,9 +1,9 @@
 """Keep: regions of a joint graph whose forward keeps something for their backward.
 
-Before:  out = memfine::experts(hidden, weight, order, offsets, params, site)
-         grads = memfine::experts_backward(grad, hidden, ..., site, wanted)
-After:   out, *kept = memfine::experts_keeping(hidden, ..., site, wanted, keep)
-         grads = memfine::experts_backward_kept(grad, hidden, ..., site, wanted, kept, keep)
+Before:  out = memfine::experts(hidden, weight, order, offsets, params, region_id)
+         grads = memfine::experts_backward(grad, hidden, ..., region_id, wanted)
+After:   out, *kept = memfine::experts_keeping(hidden, ..., region_id, wanted, keep)
+         grads = memfine::experts_backward_kept(grad, hidden, ..., region_id, wanted, kept, keep)
 
 The choice comes from the plan of the step. It is made on the joint graph, after differentiation, because only there
 both ops are in sight, and differently for each layer. What is kept is saved by the partitioner, never computed again.
@@ -41,7 +41,7 @@ class KeepChoice:
     """One amount that a region may save of its rows, with its bytes and the work that it spares backward.
 
     Args:
-        site: key of the region.
+        region_id: key of the region.
         keep: what is saved.
         row_bytes: bytes saved of each routed row.
         copied_row_bytes: of these, the bytes that forward has to write beyond what it writes anyway.
@@ -51,7 +51,7 @@ class KeepChoice:
         travel_seconds: of the rows that need not come to this rank again.
     """
 
-    site: str
+    region_id: str
     keep: Keep
     row_bytes: int
     copied_row_bytes: int
@@ -66,8 +66,8 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
     """The choices of every region with a backward, smaller ones first."""
     choices = []
     for forward, backward in _pairs(joint).values():
-        site, wanted = backward.args[6], backward.args[7]
-        region = lookup(site)
+        region_id, wanted = backward.args[6], backward.args[7]
+        region = lookup(region_id)
         flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
         num_rows = _hint(forward.args[2].meta["val"].shape[0])
         arrived, travel_seconds = 0, 0.0
@@ -84,7 +84,7 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
                 row_bytes = arrived + bodies.row_bytes
                 flops = bodies.flops_per_row * num_rows
                 sizes = (row_bytes, bodies.copied_row_bytes, num_rows, region.num_experts)
-                choices.append(KeepChoice(site, keep, *sizes, flops, travel_seconds, is_divisible))
+                choices.append(KeepChoice(region_id, keep, *sizes, flops, travel_seconds, is_divisible))
     return choices
 
 
@@ -98,8 +98,8 @@ def kept_inputs(backward: fx.Graph) -> set[int]:
     saved: set[fx.Node] = set()
     for node in backward.nodes:
         if node.target is torch.ops.memfine.experts_backward_kept.default:
-            site, tensors = node.args[6], node.args[8]
-            if lookup(site).decides_kept_rows:
+            region_id, tensors = node.args[6], node.args[8]
+            if lookup(region_id).decides_kept_rows:
                 saved.update(tensors)
     inputs = [node for node in backward.nodes if node.op == "placeholder"]
     return {place for place, node in enumerate(inputs) if node in saved}
@@ -112,14 +112,14 @@ def keeping_ops(backward: fx.Graph) -> tuple[KeepingOp, ...]:
         if node.target is torch.ops.memfine.experts_backward_kept.default:
             region = lookup(node.args[6])
             flags = _flags(node.args[7], region.bodies.param_kinds, region.num_experts)
-            records.append(KeepingOp(region.site, node.args[9], flags))
+            records.append(KeepingOp(region.region_id, node.args[9], flags))
     return tuple(records)
 
 
 def trace_keeping(ops: Sequence[KeepingOp]) -> None:
     """Have bodies traced that a graph from a cache will ask for: inside an operator that runs, functorch cannot."""
     for op in ops:
-        lookup(op.site).bodies.keeping(op.keep, op.wanted)
+        lookup(op.region_id).bodies.keeping(op.keep, op.wanted)
 
 
 def _arriving_row_bytes(forward: fx.Node) -> int:
@@ -132,28 +132,28 @@ def _arriving_row_bytes(forward: fx.Node) -> int:
 
 
 def keep_in_regions(joint: fx.Graph, keeps: Mapping[str, Keep]) -> set[str]:
-    """Rewrite the regions of these sites in place; names of the nodes that hold what is kept."""
+    """Rewrite the regions of these region ids in place; names of the nodes that hold what is kept."""
     names: set[str] = set()
-    for site, (forward, backward) in _pairs(joint).items():
-        if keeps.get(site, "nothing") != "nothing":
-            names |= _rewrite(joint, forward, backward, keeps[site])
+    for region_id, (forward, backward) in _pairs(joint).items():
+        if keeps.get(region_id, "nothing") != "nothing":
+            names |= _rewrite(joint, forward, backward, keeps[region_id])
     return names
 
 
 def _pairs(joint: fx.Graph) -> dict[str, tuple[Any, Any]]:
     """Site -> its forward and backward node, where there is one of each."""
-    nodes_by_site: dict[str, list[fx.Node]] = {}
+    nodes_by_region_id: dict[str, list[fx.Node]] = {}
     for node in joint.nodes:
         if node.target is _FORWARD:
-            nodes_by_site.setdefault(node.args[5], []).append(node)
+            nodes_by_region_id.setdefault(node.args[5], []).append(node)
         elif node.target is _BACKWARD:
-            nodes_by_site.setdefault(node.args[6], []).append(node)
+            nodes_by_region_id.setdefault(node.args[6], []).append(node)
     pairs = {
-        site: nodes
-        for site, nodes in nodes_by_site.items()
+        region_id: nodes
+        for region_id, nodes in nodes_by_region_id.items()
         if [op_node.target for op_node in nodes] == [_FORWARD, _BACKWARD]
     }
-    return {site: (nodes[0], nodes[1]) for site, nodes in pairs.items()}
+    return {region_id: (nodes[0], nodes[1]) for region_id, nodes in pairs.items()}
 
 
 def _flags(wanted: Any, kinds: Any, num_experts: int) -> tuple[bool, ...]:

@@ -21,7 +21,7 @@ __all__ = ["give_room", "returns_loss"]
 
 
 def give_room(joint: fx.Graph, rates: Callable[[], DeviceRates]) -> dict[str, float]:
-    """Rewrite the regions of a joint graph that may keep something; seconds spared per byte by their sites."""
+    """Rewrite the regions of a joint graph that may keep something; seconds spared per byte by their region ids."""
     if not returns_loss(joint):
         return {}
     regions = [amounts[:1] for amounts in savable_rows(joint, rates) if amounts[0].is_divisible]

@@ -23,7 +23,7 @@ class Partition:
         keeps_all: whether all that pays is kept.
         is_least: whether it is the one for budgets that no other fits: nothing smaller can be made.
         base: "full", "spare" or "lean" (`passes.step.fit`), which it is or was made from; "" without a budget.
-        optional: what may be kept where a run has room for it: site -> seconds spared per byte.
+        optional: what may be kept where a run has room for it: region id -> seconds spared per byte.
         sole: see `GraphStep`.
     """
 

@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 
 def sole_gradients(joint: fx.Graph, num_forward_outputs: int) -> dict[tuple[str, int], int]:
-    """(site, place among the results of its backward) -> place of the primal whose whole gradient that is.
+    """(region id, place among the results of its backward) -> place of the primal whose whole gradient that is.
 
     Args:
         joint: of AOT autograd, before anything is kept in regions.
@@ -55,15 +55,15 @@ def _key_of(gradient: Any, primal: fx.Node) -> tuple[str, int] | None:
     backward, place = result.args
     if not isinstance(backward, fx.Node) or backward.target is not torch.ops.memfine.experts_backward.default:
         return None
-    params, site, wanted = backward.args[5:8]
-    if lookup(str(site)).exchange is not None:
+    params, region_id, wanted = backward.args[5:8]
+    if lookup(str(region_id)).exchange is not None:
         return None
     number: Any = place
     number -= sum(wanted[:2])  # type: ignore[index,arg-type]  # of the op's schema, as the next
     wanted_params = [param for param, is_wanted in zip(params, wanted[2:], strict=True) if is_wanted]  # type: ignore[index,arg-type]
     if number < 0 or not _is_undone(primal, wanted_params[number], result, gradient):
         return None
-    return str(site), int(number + sum(wanted[:2]))  # type: ignore[index,arg-type]
+    return str(region_id), int(number + sum(wanted[:2]))  # type: ignore[index,arg-type]
 
 
 def _only_source(gradient: Any) -> fx.Node | None:

@@ -116,7 +116,7 @@ def in_words(error: BaseException) -> str:
 def _live(region: MoERegion, bodies: Bodies) -> LiveRegion:
     dims = region.dims
     return LiveRegion(
-        site=f"{bodies.key}/gradients",
+        region_id=f"{bodies.key}/gradients",
         bodies=bodies,
         num_experts=dims.num_experts,
         top_k=dims.top_k,

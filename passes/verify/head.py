@@ -99,30 +99,30 @@ class _Forms:
         chunked, env = outline(cut)
         for node, copied in env.items():
             copied.meta.update(node.meta)
-        site = f"{live.site}/verify"
-        stand_in = replace(live, site=site)
+        region_id = f"{live.region_id}/verify"
+        stand_in = replace(live, region_id=region_id)
         register_head(stand_in)
         try:
-            lower_head(chunked, _translated(head, env), site)
+            lower_head(chunked, _translated(head, env), region_id)
         finally:
-            unregister_head(site)
+            unregister_head(region_id)
         names = tuple(env[node].name for node in cut.inputs)
         trained = (node for node in cut.inputs if _is_trained(node_value(node)))
         wanted = frozenset(env[node].name for node in trained)
         return _Forms(original, chunked, live, modes, names, tuple(range(len(names))), wanted)
 
     def run_chunked(self, values: Sequence[Any], rows: int, *, falsified: bool = False) -> Tensors:
-        site, loss = f"{self.live.site}/verify", self.live.loss
+        region_id, loss = f"{self.live.region_id}/verify", self.live.loss
         if falsified:
             loss = replace(loss, scale=loss.scale * 1.25)
         plan = replace(self.live.plan_for(1), tokens_per_chunk=rows)
-        live = replace(self.live, site=site, loss=loss, choose_plan=lambda _: plan, plan=None, _plans={})
+        live = replace(self.live, region_id=region_id, loss=loss, choose_plan=lambda _: plan, plan=None, _plans={})
         register_head(live)
         try:
             with enter_autocast(self.modes):
                 return run_step(self.chunked, values, self)
         finally:
-            unregister_head(site)
+            unregister_head(region_id)
 
 
 def _translated(head: HeadRegion, env: dict[fx.Node, Any]) -> HeadRegion:

@@ -138,13 +138,13 @@ class Forms:
         for node, copied in env.items():
             copied.meta.update(node.meta)
         output = next(iter(reversed(rewritten.graph.nodes)))
-        site = f"{live.site}/verify"
-        stand_in = replace(live, site=site, tuner=ChunkTuner(), plan=None, _plans={})
+        region_id = f"{live.region_id}/verify"
+        stand_in = replace(live, region_id=region_id, tuner=ChunkTuner(), plan=None, _plans={})
         register(stand_in)
         try:
-            lower_region(rewritten, _translated(region, env), site, routes_on_device=live.kernels is not None)
+            lower_region(rewritten, _translated(region, env), region_id, routes_on_device=live.kernels is not None)
         finally:
-            unregister(site)
+            unregister(region_id)
         assert output.op == "output"
         inputs = region.cut.inputs
         names = tuple(env[node].name for node in inputs)
@@ -168,15 +168,15 @@ class Forms:
         return run_exact(self.original, inputs.values, self)
 
     def run_rewritten(self, values: Sequence[Any], plan: ChunkPlan, bodies: Bodies) -> Tensors:
-        site = f"{self.live.site}/verify"
-        live = replace(self.live, site=site, bodies=bodies, choose_plan=lambda _: plan, tuner=ChunkTuner())
+        region_id = f"{self.live.region_id}/verify"
+        live = replace(self.live, region_id=region_id, bodies=bodies, choose_plan=lambda _: plan, tuner=ChunkTuner())
         live = replace(live, plan=None, _plans={})
         register(live)
         try:
             with enter_autocast(self.modes):
                 return run_step(self.rewritten, values, self)
         finally:
-            unregister(site)
+            unregister(region_id)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from tests.fitting.models import fake_mode, qwen3_moe
 KEPT, PASSING, HEAD, GRADIENT = 10, 7, 100, 25
 
 
-def size_of(site: str, num_tokens: int) -> ChunkSize:
+def size_of(region_id: str, num_tokens: int) -> ChunkSize:
     return ChunkSize(1)
 
 
@@ -180,7 +180,7 @@ def test_six_layers_of_a_model_peak_as_three_and_four_of_them_say() -> None:
     assert 1 <= said["least"] < 1.03, "an estimate: what a layer keeps depends on how many there are"
 
 
-def size_of_whole(site: str, num_tokens: int) -> ChunkSize:
+def size_of_whole(region_id: str, num_tokens: int) -> ChunkSize:
     return ChunkSize(num_tokens)
 
 

@@ -152,8 +152,10 @@ class Dropping:
     def of(self, session: object, run: Run, hidden: torch.Tensor) -> RunMemory:
         if self.share is None:
             return run.memory
-        sites = run.memory.step.optional
-        return run.memory.keeping({site: int(run.memory.rows_of(site) * self.share) for site in sites})
+        region_ids = run.memory.step.optional
+        return run.memory.keeping(
+            {region_id: int(run.memory.rows_of(region_id) * self.share) for region_id in region_ids}
+        )
 
 
 @pytest.fixture

@@ -149,8 +149,8 @@ def test_another_output_than_the_layers_is_refused(monkeypatch: pytest.MonkeyPat
     """As reading a graph wrong would give it: a residual that is added twice was such a case."""
     lowered = region_forms.lower_region
 
-    def off_by_a_residual(graph_module: fx.GraphModule, region: MoERegion, site: str, **options: Any) -> None:
-        lowered(graph_module, replace(region, base=region.hidden), site, **options)
+    def off_by_a_residual(graph_module: fx.GraphModule, region: MoERegion, region_id: str, **options: Any) -> None:
+        lowered(graph_module, replace(region, base=region.hidden), region_id, **options)
 
     monkeypatch.setattr(region_forms, "lower_region", off_by_a_residual)
     model = Gathered()

@@ -141,8 +141,8 @@ def test_two_runs_give_the_same_bits() -> None:
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_regions_put_back_as_they_were_change_nothing_at_all(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def put_back(body: fx.GraphModule, region: MoERegion, site: str, **_: object) -> None:
-        insert_identity(body, region, f"control_{site.replace('/', '_')}")
+    def put_back(body: fx.GraphModule, region: MoERegion, region_id: str, **_: object) -> None:
+        insert_identity(body, region, f"control_{region_id.replace('/', '_')}")
 
     monkeypatch.setattr("memfine_fx.compiler.regions.lower_region", put_back)
     model = tiny_causal_lm("qwen3_moe")

@@ -258,11 +258,13 @@ def test_windows_hold_what_the_plan_counts(
     options = memfine_fx.Config(rows_per_chunk=rows_per_chunk, memory_budget=budget)
     chunked = memfine_fx.optimize(model, config=options, inner_backend="aot_eager")
     chunked(torch.randn(1000, 64, dtype=dtype, requires_grad=True)).sum().backward()
-    ((site, memory),) = sessions()[-1]._graphs[-1].step.regions.items()
-    assert lookup(site).stages_gradients is (rows_per_chunk < 2000 or num_kept > 0)  # of a window's end in an expert
-    sizes = ChunkSize(lookup(site).plan_for(1000).rows_per_chunk), sessions()[-1]._largest_chunk(site, 1000)
+    ((region_id, memory),) = sessions()[-1]._graphs[-1].step.regions.items()
+    assert lookup(region_id).stages_gradients is (
+        rows_per_chunk < 2000 or num_kept > 0
+    )  # of a window's end in an expert
+    sizes = ChunkSize(lookup(region_id).plan_for(1000).rows_per_chunk), sessions()[-1]._largest_chunk(region_id, 1000)
     for phase, found in measured.items():
-        call = Call(0, site, phase, "projections", num_kept)
+        call = Call(0, region_id, phase, "projections", num_kept)
         planned, ran = (memory.workspace(call, {}, lambda num_tokens, size=size: size) for size in sizes)
         assert found <= planned + 4096, phase  # with an expert's gradients staged, which one window has not
         assert 0.9 * ran <= found <= ran + 4096, phase

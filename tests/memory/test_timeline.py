@@ -44,7 +44,7 @@ def test_a_span_without_events_holds_what_was_live_before() -> None:
     assert timeline.peak_bytes(timeline.spans[0]) == 7
 
 
-def test_spans_of_unknown_sites_are_left_out() -> None:
+def test_spans_of_unknown_regions_are_left_out() -> None:
     assert timeline_of(trace_memory(traced_step, torch.device("cpu")), {}).spans == ()
 
 

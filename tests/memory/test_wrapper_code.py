@@ -77,7 +77,7 @@ def test_a_region_call_adds_its_working_set_where_it_runs() -> None:
     node.meta["val"] = torch.empty(2, 4)
     graph.output(node)
     memory = read("buf0 = torch.ops.memfine.experts.default(a, b, c, d, [e], 'key/7')\nbuf1 = buf0\ndel buf0", graph)
-    assert [(call.site, call.phase) for call in memory.calls] == [("key/7", "forward")]
+    assert [(call.region_id, call.phase) for call in memory.calls] == [("key/7", "forward")]
     assert live(memory) == [132, 32, 32]
 
 
@@ -140,10 +140,10 @@ return (buf1, buf2)
 """
     )
     assert memory.peak_expression(lambda call: 0) == sympy.Max(20 * S0, 4 * S0 + 4000)
-    peak = memory.peak({"s0": 10}, lambda site, phase: 0)
+    peak = memory.peak({"s0": 10}, lambda region_id, phase: 0)
     assert (peak.num_bytes, peak.terms) == (4040, (("buf2", 4000), ("buf1", 40)))
     with pytest.raises(KeyError, match="no value for s0"):
-        memory.peak({}, lambda site, phase: 0)
+        memory.peak({}, lambda region_id, phase: 0)
 
 
 def test_inductor_writes_what_is_read_here() -> None:
@@ -168,7 +168,7 @@ def test_inductor_writes_what_is_read_here() -> None:
     memory = seen[-1]
     assert memory is not None
     values = {symbol: value for symbol, value in zip(map(str, memory.symbols), (24, 16), strict=False)}
-    assert memory.peak(values, lambda site, phase: 0).num_bytes >= 2 * 24 * 16 * 4  # first product and its cosine
+    assert memory.peak(values, lambda region_id, phase: 0).num_bytes >= 2 * 24 * 16 * 4  # first product and its cosine
 
 
 def keeping_graph(target: object, num_results: int) -> fx.Graph:
@@ -181,7 +181,7 @@ def keeping_graph(target: object, num_results: int) -> fx.Graph:
     return graph
 
 
-def test_what_a_region_keeps_is_known_by_its_site_and_gone_where_it_keeps_nothing() -> None:
+def test_what_a_region_keeps_is_known_by_its_id_and_gone_where_it_keeps_nothing() -> None:
     forward = read(
         """
 buf0 = torch.ops.memfine.experts_keeping.default(saved, None, saved, saved, [saved], 'a/1', [True], 'projections')
@@ -202,7 +202,7 @@ return (buf1, buf2, buf3, )
     assert forward.of_run(frozenset({("b/2", 0, 6)})).allocations == forward.allocations
 
 
-def test_what_a_backward_finds_kept_is_known_by_its_site() -> None:
+def test_what_a_backward_finds_kept_is_known_by_its_region_id() -> None:
     backward = read(
         """
 buf0 = torch.ops.memfine.experts_backward_kept.default(buf9, None, None, buf9, buf9, [], 'a/1', [True], [saved, buf9], 'projections')

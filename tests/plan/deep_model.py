@@ -72,17 +72,17 @@ def deep_model(num_layers: int, *, has_room: bool = False, **options: object) ->
         options: of its config.
     """
     model = DeepModel(GraphStep(), Config(**options))  # type: ignore[arg-type]
-    sites = [f"body/{layer}" for layer in range(num_layers)]
+    region_ids = [f"body/{layer}" for layer in range(num_layers)]
 
     def terms(keep: Keep) -> RegionBytes:  # made anew each time, as a region's are
         return replace(LAYER, forward_peak=sympy.Max(LAYER.forward_peak, 7 * ROWS))
 
-    for site in sites:
-        model.step.regions[site] = RegionMemory(terms, TOKENS, "rows")
+    for region_id in region_ids:
+        model.step.regions[region_id] = RegionMemory(terms, TOKENS, "rows")
     if has_room:
-        model.step.optional = dict.fromkeys(sites, 1.0)
-    model.step.forward = _memory(sites, "forward", has_room=has_room)
-    model.step.backward = _memory(sites[::-1], "backward", has_room=has_room)
+        model.step.optional = dict.fromkeys(region_ids, 1.0)
+    model.step.forward = _memory(region_ids, "forward", has_room=has_room)
+    model.step.backward = _memory(region_ids[::-1], "backward", has_room=has_room)
     return model
 
 
@@ -117,22 +117,22 @@ LAYER = RegionBytes(
 )
 
 
-def _memory(sites: Sequence[str], phase: str, *, has_room: bool) -> GraphMemory:
+def _memory(region_ids: Sequence[str], phase: str, *, has_room: bool) -> GraphMemory:
     """Layers one after another; each leaves one tensor and, in backward, its gradients."""
     keep: Keep = "projections" if has_room else "nothing"
     allocations, calls, position = [], [], 0
-    for site in sites:
+    for region_id in region_ids:
         for place in range(_PER_LAYER):
             stop = None if place == 0 else position + place + 3
             size = TOKENS * _ROW * (1 + place % 3)
             if phase == "backward" and place == 0:
                 size = sympy.Integer(LAYER.param_bytes)
-            allocations.append(Allocation(f"{phase} {site} {place}", size, position + place, stop))
+            allocations.append(Allocation(f"{phase} {region_id} {place}", size, position + place, stop))
         middle = position + _PER_LAYER // 2
-        calls.append(Call(middle, site, phase, keep))  # type: ignore[arg-type]
+        calls.append(Call(middle, region_id, phase, keep))  # type: ignore[arg-type]
         if has_room:
             start, stop = (middle, None) if phase == "forward" else (0, middle + 1)
             kept = TOKENS * TOP_K * WIDTH * 4
-            allocations.append(Allocation(f"kept {site}", kept, start, stop, phase == "backward", site))
+            allocations.append(Allocation(f"kept {region_id}", kept, start, stop, phase == "backward", region_id))
         position += _PER_LAYER
     return GraphMemory(tuple(allocations), tuple(calls), position + 3)

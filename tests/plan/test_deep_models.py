@@ -26,7 +26,7 @@ def limit_at(model: DeepModel, num_tokens: int, rows: int) -> int:
 
 
 def rows_of_all(model: DeepModel, num_tokens: int) -> set[int]:
-    plans = [choose_plan(site, model, model, CPU, num_tokens) for site in model.step.regions]
+    plans = [choose_plan(region_id, model, model, CPU, num_tokens) for region_id in model.step.regions]
     return {plan.rows_per_chunk for plan in plans}
 
 

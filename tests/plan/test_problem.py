@@ -33,7 +33,7 @@ def test_a_deep_models_peak_stays_whatever_rows_its_experts_get(num_tokens: int,
     run = run_of(model, num_tokens)
 
     def peak(run: RunMemory) -> int:
-        found = step_peak_bytes([run], lambda site, tokens: ChunkSize(rows))
+        found = step_peak_bytes([run], lambda region_id, tokens: ChunkSize(rows))
         assert found is not None
         return found
 
@@ -45,7 +45,7 @@ def test_a_longer_sequence_keeps_less() -> None:
     shares = []
     for tokens in (512, 4096, 65536):
         run = solved_without_budget(model.config, run_of(model, tokens))
-        shares.append(sum(run.kept_rows(site) for site in model.step.optional) / (tokens * TOP_K))
+        shares.append(sum(run.kept_rows(region_id) for region_id in model.step.optional) / (tokens * TOP_K))
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > shares[-1]
     assert shares[0] >= 11

@@ -72,7 +72,7 @@ def chunked(
     wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> Tensor:
     plan = HeadPlan(rows, 0, "")
-    HELD[:] = [LiveHead(site="test", loss=loss, out_dtype=torch.float32, choose_plan=lambda tokens: plan)]
+    HELD[:] = [LiveHead(region_id="test", loss=loss, out_dtype=torch.float32, choose_plan=lambda tokens: plan)]
     register_head(HELD[0])
     found: Tensor = head_loss(*given, labels, divisor, list(wanted), False, "test")[0]
     return found

@@ -27,7 +27,7 @@ def live_region(
     bodies: Bodies, choose: Callable[[int], ChunkPlan], dtype: torch.dtype = torch.float32, *, drops: bool = False
 ) -> LiveRegion:
     return LiveRegion(
-        site=SITE,
+        region_id=SITE,
         bodies=bodies,
         num_experts=NUM_EXPERTS,
         top_k=TOP_K,
@@ -66,18 +66,18 @@ def expert_index(num_tokens: int = 7) -> Tensor:
 
 
 def arguments(dtype: torch.dtype = torch.float32, *, num_tokens: int = 7, has_weight: bool = True) -> list[object]:
-    """hidden, weight, order, offsets, params, site."""
+    """hidden, weight, order, offsets, params, region id."""
     order, offsets = route(expert_index(num_tokens), NUM_EXPERTS)
     weight = torch.rand(num_tokens, TOP_K).to(dtype) if has_weight else None
     return [torch.randn(num_tokens, HIDDEN).to(dtype), weight, order, offsets, mlp_params(dtype), SITE]
 
 
 def with_gradients(args: list[object]) -> list[object]:
-    hidden, weight, order, offsets, params, site = args
+    hidden, weight, order, offsets, params, region_id = args
     for tensor in (hidden, weight, *params):  # type: ignore[misc]  # a list of tensors
         if tensor is not None:
             tensor.requires_grad_()
-    return [hidden, weight, order, offsets, params, site]
+    return [hidden, weight, order, offsets, params, region_id]
 
 
 def described(tensors: object) -> list[tuple[object, ...]]:
@@ -124,11 +124,11 @@ def test_the_fake_experts_and_backward_have_the_real_layouts(
     live: Callable[..., LiveRegion], dtype: torch.dtype, num_tokens: int, is_strided: bool
 ) -> None:
     live(dtype)
-    hidden, weight, order, offsets, params, site = arguments(dtype, num_tokens=num_tokens)
+    hidden, weight, order, offsets, params, region_id = arguments(dtype, num_tokens=num_tokens)
     if is_strided:
         hidden, weight = (tensor.t().contiguous().t() for tensor in (hidden, weight))  # type: ignore[attr-defined]
         params = [param.transpose(1, 2).contiguous().transpose(1, 2) for param in params]  # type: ignore[attr-defined]
-    args = (hidden, weight, order, offsets, params, site)
+    args = (hidden, weight, order, offsets, params, region_id)
     out = experts(*args)
     assert described(fake_result(experts, *args)) == described(out)
     backward = (torch.randn_like(out), *args, [True] * 4)
@@ -144,9 +144,9 @@ def test_only_wanted_gradients_are_faked(live: Callable[..., LiveRegion]) -> Non
 def test_autograd_through_the_op_is_that_of_plain_torch(live: Callable[..., LiveRegion]) -> None:
     live()
     index = expert_index()
-    hidden, weight, _, _, params, site = with_gradients(arguments())
+    hidden, weight, _, _, params, region_id = with_gradients(arguments())
     leaves = [hidden, weight, *params]  # type: ignore[misc]  # a list of tensors
-    out = experts(hidden, weight, *route(index, NUM_EXPERTS), params, site)
+    out = experts(hidden, weight, *route(index, NUM_EXPERTS), params, region_id)
     expected = naive_combine(mlp, hidden, weight, index, params, KINDS)  # type: ignore[arg-type]  # tensors
     probe = torch.randn_like(out)
     assert largest_error(out, expected) < 1e-5
@@ -203,20 +203,20 @@ def test_ids_outside_the_experts_are_an_error_where_the_model_would_raise_one(
     live(drops=False)
     index = expert_index()
     index[3, 1] = outside
-    hidden, weight, _, _, params, site = arguments()
+    hidden, weight, _, _, params, region_id = arguments()
     with pytest.raises(IndexError, match=r"expert ids outside \[0, 4\) reach a table of 4 experts"):
-        experts(hidden, weight, *route(index, NUM_EXPERTS), params, site)
+        experts(hidden, weight, *route(index, NUM_EXPERTS), params, region_id)
 
 
 def test_ids_outside_the_experts_are_dropped_where_the_model_drops_them(live: Callable[..., LiveRegion]) -> None:
     live(drops=True)
     index = expert_index()
     index[3] = NUM_EXPERTS
-    hidden, weight, _, _, params, site = arguments()
-    out = experts(hidden, weight, *route(index, NUM_EXPERTS), params, site)
+    hidden, weight, _, _, params, region_id = arguments()
+    out = experts(hidden, weight, *route(index, NUM_EXPERTS), params, region_id)
     assert [bool(row.any()) for row in out] == [token != 3 for token in range(7)]
 
 
-def test_an_unknown_site_is_a_key_error() -> None:
+def test_an_unknown_region_id_is_a_key_error() -> None:
     with pytest.raises(KeyError, match="nowhere/0"):
         lookup("nowhere/0")

@@ -46,20 +46,20 @@ def captured(layer: TinyMoE) -> tuple[fx.GraphModule, MoERegion]:
 
 
 @pytest.fixture(autouse=True)
-def _forget_site() -> Iterator[None]:
+def _forget_region() -> Iterator[None]:
     yield
     HELD.clear()
     with contextlib.suppress(KeyError):
         store.unregister(SITE)
 
 
-def register_live(layer: TinyMoE, region: MoERegion, rows: int = 3, site: str = SITE) -> None:
+def register_live(layer: TinyMoE, region: MoERegion, rows: int = 3, region_id: str = SITE) -> None:
     params = [layer.up.detach(), layer.down.detach()]
     function = region.expert_fn
     bodies = bodies_of(function.graph_module, params, function.param_kinds, has_weight=function.has_weight)
     plan = ChunkPlan("rows", rows, 0, 0, "")
     live = LiveRegion(
-        site=site,
+        region_id=region_id,
         bodies=bodies,
         num_experts=NUM_EXPERTS,
         top_k=layer.top_k,
@@ -162,7 +162,7 @@ def test_a_region_that_feeds_another_is_lowered_after_it() -> None:
     graph_module = capture(torch.nn.Sequential(*layers), hidden_states())
     regions = [found for found in read_regions(graph_module) if isinstance(found, MoERegion)]
     for place, region in reversed(list(enumerate(regions))):
-        register_live(layers[place], region, site=f"{SITE}{place}")
+        register_live(layers[place], region, region_id=f"{SITE}{place}")
         lower_region(graph_module, region, f"{SITE}{place}")
     names = [target_name(node) for node in graph_module.graph.nodes]
     assert (names.count("experts"), names.count("bmm")) == (2, 0)

@@ -11,10 +11,10 @@ from torch import fx
 from memfine_fx.passes.step import keep
 
 
-def backward_of(site: str) -> fx.Graph:
+def backward_of(region_id: str) -> fx.Graph:
     graph = fx.Graph()
     kept, grad, hidden = (graph.placeholder(name) for name in ("kept", "tangents_1", "primals_1"))
-    arguments = (grad, hidden, None, hidden, hidden, [hidden], site, [True], [kept], "projections")
+    arguments = (grad, hidden, None, hidden, hidden, [hidden], region_id, [True], [kept], "projections")
     graph.call_function(torch.ops.memfine.experts_backward_kept.default, arguments)
     return graph
 
