@@ -103,7 +103,7 @@ class Case:
     has_bias: bool = False
     dtype: str = "bfloat16"
     table_dtype: str = "bfloat16"
-    keeps_products: bool = False
+    saves_products: bool = False
     is_deterministic: bool = False
     precision: str = "ieee"
     adds_gradients: bool = False
@@ -121,7 +121,7 @@ def _clamped_at_10(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 CASES = (
     Case("Qwen3-30B-A3B", **_QWEN3),
-    Case("Qwen3-30B-A3B, kept, deterministic", **_QWEN3, keeps_products=True, is_deterministic=True),
+    Case("Qwen3-30B-A3B, kept, deterministic", **_QWEN3, saves_products=True, is_deterministic=True),
     Case("Qwen3-30B-A3B, tables in fp32", **_QWEN3, table_dtype="float32"),
     Case("Qwen3-30B-A3B, gradients added to", **_QWEN3, adds_gradients=True),
     Case("Qwen3-30B-A3B, tables in NF4", **_QWEN3, is_packed=True),
@@ -219,7 +219,7 @@ class Step:
         shapes = _shapes(case)
         sources = tuple(four_bits((rows, columns), _NF4_BLOCK) for _, rows, columns in shapes) if case.is_packed else ()
         self._options = LayerOptions(
-            case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products,
+            case.rows_per_window, case.layout, case.activation, case.has_bias, case.saves_products,
             case.is_deterministic, case.precision,
             tiles or tiles_for(target, dtype, torch.uint8 if sources else table_dtype), sources,
             tuple(AdapterForm(case.rank, 2.0) for _ in range(2)) if case.rank else (),

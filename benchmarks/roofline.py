@@ -111,12 +111,12 @@ class Shape:
     def rows(self) -> int:
         return self.tokens * self.top_k
 
-    def case(self, rows_per_window: int, *, keeps_products: bool, is_deterministic: bool = False) -> Case:
+    def case(self, rows_per_window: int, *, saves_products: bool, is_deterministic: bool = False) -> Case:
         form: dict[str, Any] = {}
         if self.is_clamped:
             form = {"layout": "interleaved_in_out", "activation": "clamped", "has_bias": True}
         sizes = (self.name, self.tokens, self.top_k, self.experts, self.hidden, self.width, rows_per_window)
-        return Case(*sizes, **form, keeps_products=keeps_products, is_deterministic=is_deterministic, rank=self.rank)
+        return Case(*sizes, **form, saves_products=saves_products, is_deterministic=is_deterministic, rank=self.rank)
 
 
 _PAGE = "Dao-AILab/sonic-moe, assets/2026-04-22-sonicmoe-blackwell.md"
@@ -262,13 +262,13 @@ def _around(case: Case, num_parts: int) -> list[Kernel]:
     return [*fills, *casts, *weights]
 
 
-def least_bytes(shape: Shape, *, keeps_products: bool) -> tuple[float, float]:
+def least_bytes(shape: Shape, *, saves_products: bool) -> tuple[float, float]:
     """(strict, handed), see the module; bf16."""
     tokens, rows = shape.tokens * shape.hidden, shape.rows * shape.width
     matrices = 3 * shape.experts * shape.hidden * shape.width
-    strict = (2 * tokens + matrices) + (3 * tokens + 2 * matrices) + keeps_products * 2 * 2 * rows
+    strict = (2 * tokens + matrices) + (3 * tokens + 2 * matrices) + saves_products * 2 * 2 * rows
     activated, gradients = 2 * rows, 3 * 2 * rows  # written and read; written and read by two products
-    again = 0 if keeps_products else 2 * 2 * rows  # gate's and up's, made again
+    again = 0 if saves_products else 2 * 2 * rows  # gate's and up's, made again
     return _BYTES * strict, _BYTES * (strict + activated + gradients + 2 * rows + again)
 
 

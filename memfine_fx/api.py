@@ -55,7 +55,7 @@ def optimize(
     Args:
         model: any `nn.Module`; nothing in it needs to know of memfine_fx.
         memory_budget: peak bytes of a training step on this device: "20GiB", an int of bytes, or a float in (0, 1] of
-            the device's memory. "least" is no limit: regions keep nothing of routed rows. None leaves it to `config`,
+            the device's memory. "least" is no limit: regions save nothing of routed rows. None leaves it to `config`,
             whose default keeps what leaves the step's peak where it is, or on a CUDA device what that has memory for.
         inner_backend: "inductor", or "aot_eager" / "eager" for debugging; None leaves it to `config`, whose default
             is "inductor".

@@ -27,7 +27,7 @@ PassName = Literal[
 """See `passes.pass_list.PASSES`."""
 
 LEAST = "least"
-"""As a memory budget: no limit, and regions keep nothing of routed rows, also where keeping would leave the peak of a
+"""As a memory budget: no limit, and regions save nothing of routed rows, also where keeping would leave the peak of a
 step where it is."""
 
 _UNITS = {

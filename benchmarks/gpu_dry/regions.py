@@ -14,13 +14,13 @@ from memfine_fx.runtime import head, op
 __all__ = ["Regions"]
 
 _OPERATORS = {
-    "route_on_device": route_on_device, "experts": op.experts, "experts_keeping": op.experts_keeping,
-    "experts_backward": op.experts_backward, "experts_backward_kept": op.experts_backward_kept,
+    "route_on_device": route_on_device, "experts": op.experts, "experts_saving": op.experts_saving,
+    "experts_backward": op.experts_backward, "experts_backward_saved": op.experts_backward_saved,
     "head_loss": head.head_loss,
 }  # fmt: skip
 _RUN = {getattr(torch.ops.memfine, name).default: operator._init_fn for name, operator in _OPERATORS.items()}
-_SITE = {"experts": 5, "experts_keeping": 5, "experts_backward": 6, "experts_backward_kept": 6}
-_FOUND = torch.ops.memfine.experts_backward_kept.default
+_SITE = {"experts": 5, "experts_saving": 5, "experts_backward": 6, "experts_backward_saved": 6}
+_FOUND = torch.ops.memfine.experts_backward_saved.default
 
 
 class Regions(TorchDispatchMode):

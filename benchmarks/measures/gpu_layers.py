@@ -136,7 +136,7 @@ class _Layer:
 
 def rows_of(shape: Shape, device: torch.device, *, warms: bool = False) -> Iterator[dict[str, Any]]:
     """A row for each plan and each grouped layer; none of the latter where it only warms up."""
-    case = shape.case(shape.rows, keeps_products=True)
+    case = shape.case(shape.rows, saves_products=True)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     chip = next((one for one in CHIPS if one.name in name), CHIPS[0])
     layer = _Layer.of(case, device)
@@ -148,9 +148,9 @@ def rows_of(shape: Shape, device: torch.device, *, warms: bool = False) -> Itera
             row, found = _row(layer, forward, device, expected)
             expected = expected or found
             yield {"shape": shape.name, "plan": name, **row}
-    for plan, (windows, keeps_products) in PLANS.items():
+    for plan, (windows, saves_products) in PLANS.items():
         rows = -(-shape.rows // windows)
-        planned = shape.case(rows, keeps_products=keeps_products)
+        planned = shape.case(rows, saves_products=saves_products)
         kernels = kernels_of(planned, chip)
         row, _ = _row(layer, _in_kernels(layer, planned, tiles), device, expected, is_once=warms)
         told = {"shape": shape.name, "plan": plan, **row}
@@ -168,7 +168,7 @@ def _options(case: Case, tiles: Any) -> Any:
     from memfine_fx.kernels.layer import LayerOptions
 
     return LayerOptions(
-        case.rows_per_window, case.layout, case.activation, case.has_bias, case.keeps_products, tiles=tiles
+        case.rows_per_window, case.layout, case.activation, case.has_bias, case.saves_products, tiles=tiles
     )
 
 

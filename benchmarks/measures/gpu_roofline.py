@@ -88,17 +88,17 @@ def _in_megabytes(counted: StepBytes) -> dict[str, float]:
 
 
 def _case(shape: Shape, plan: str) -> Any:
-    windows, keeps_products, is_deterministic = (_PLANS | _SMALLER)[plan]
+    windows, saves_products, is_deterministic = (_PLANS | _SMALLER)[plan]
     rows = -(-shape.rows // windows)
-    return shape.case(rows, keeps_products=keeps_products, is_deterministic=is_deterministic)
+    return shape.case(rows, saves_products=saves_products, is_deterministic=is_deterministic)
 
 
 def _layers(shape: Shape, chip: Chip) -> Iterator[dict[str, Any]]:
     peers = {name: total(peer_kernels(name, shape, chip), chip) for name in PEERS}
-    for plan, (windows, keeps_products, _) in _PLANS.items():
+    for plan, (windows, saves_products, _) in _PLANS.items():
         kernels = kernels_of(_case(shape, plan), chip)
         seconds, num_bytes, distinct = total(kernels, chip)
-        strict, handed = least_bytes(shape, keeps_products=keeps_products)
+        strict, handed = least_bytes(shape, saves_products=saves_products)
         num_launches = sum(one.slots > 0 for one in kernels)
         yield {
             "shape": shape.name,

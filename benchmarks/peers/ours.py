@@ -14,7 +14,7 @@ from memfine_fx.runtime import mact
 
 _HEAD = memfine_fx.Config(returns_logits=False)  # logits of a training step are given up, so that the head is chunked
 _BUDGET = r"memfine-(\d+(?:[kMGT]i?)?B)"
-# A budget that nothing exceeds: regions keep what spares time, and nothing costly is computed again.
+# A budget that nothing exceeds: regions keep what spares time, and nothing costly is recomputed.
 _UNLIMITED = "100TiB"
 
 

@@ -370,7 +370,7 @@ ELEMENTWISE = Hook(
     host="torch",
     purpose="computing elementwise work again in backward wherever that saves bytes",
     seen=("2.11", "2.15"),
-    loss="Less elementwise work is computed again in backward, so a step takes more memory; budgets count it.",
+    loss="Less elementwise work is recomputed in backward, so a step takes more memory; budgets count it.",
     check=lambda: _check_settings(*_RECOMPUTES_ELEMENTWISE),
 )
 SHARE = Hook(

@@ -45,8 +45,8 @@ from memfine_fx.plan.budget import (
     device_of,
     fits_unbounded,
     is_limited,
-    keeping_in,
     refusal_of,
+    saving_in,
     situation_of,
     smallest_peak,
     with_margin,
@@ -142,7 +142,7 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         sizes = {size.name: size.of(args) for size in self._sizes}
         session = self._session
-        session.keep(self._record, args)
+        session.policy(self._record, args)
         run = session.history.begin(
             self._record.caller,
             self._record.step,
@@ -224,11 +224,11 @@ class CompiledGraph:
         """Whether other bytes are there for good than when it was made, and it would be made otherwise now.
 
         What was made where there was more room stays while it fits with chunks as large as time asks for, and
-        so does what keeps all that pays: nothing faster can be made.
+        so does what saves all that pays: nothing faster can be made.
         """
         if persistent == one.persistent_bytes:
             return False
-        is_best = one.step.keeps_all or persistent > one.persistent_bytes
+        is_best = one.step.saves_all or persistent > one.persistent_bytes
         return not (is_best and fits_unbounded(self._session, self._situation(run, one)))
 
     def _situation(self, run: Run, one: CompiledPartition) -> Situation:
@@ -380,7 +380,7 @@ class CompiledGraph:
         return repr(described)
 
     def _rates(self) -> Callable[[], DeviceRates] | None:
-        """The device's, where regions may keep what leaves a step's peak where it is.
+        """Return the device's rates, where regions may save what does not raise the step's peak.
 
         Not without Inductor's code, which the step's bytes are read from; and on an accelerator the device is the
         budget.
@@ -404,9 +404,9 @@ class CompiledGraph:
     def _take(self, run: Run, compiled: CompiledPartition) -> None:
         """Plans are made for this run until another begins."""
         self._record.step = compiled.step
-        run.memory = replace(run.memory, step=compiled.step, kept=frozenset())
+        run.memory = replace(run.memory, step=compiled.step, saved=frozenset())
         if compiled.step.optional:
-            run.memory = keeping_in(self._session, run, tensor_of(self._record.lowered[0].region.hidden))
+            run.memory = saving_in(self._session, run, tensor_of(self._record.lowered[0].region.hidden))
         self._session.situation = situation_of(self._session, run)
 
     def _forget(self) -> None:

@@ -59,7 +59,7 @@ def lower_heads(graph_module: fx.GraphModule, record: CapturedGraph, config: Con
 def _lower(graph_module: fx.GraphModule, record: CapturedGraph, config: Config) -> None:
     heads = [head for head in record.heads if isinstance(head, LoweredHead)]
     if record.lowered:
-        given_up = [node for head in heads if not head.region.keeps_logits for node in head.region.results]
+        given_up = [node for head in heads if not head.region.saves_logits for node in head.region.results]
         record.returned = take_apart(graph_module, config, given_up)
     for head in heads:
         lower_head(graph_module, head.region, head.live.region_id)
@@ -76,7 +76,7 @@ def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> Lowere
         has_softcap=region.loss.softcap is not None,
         wanted=region.wanted,
         device_type=hidden.device.type if session.runs_here else "cuda",  # `fit` records for a GPU on this CPU
-        keeps_logits=region.keeps_logits,
+        saves_logits=region.saves_logits,
         is_fused=kernel is not None or not session.runs_here,
     )
     num_tokens: Any = tensor_of(region.labels).numel()

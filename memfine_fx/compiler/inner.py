@@ -40,11 +40,11 @@ from memfine_fx.memory.step import GraphRecord, GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.fit import StepBudget
-from memfine_fx.passes.step.keep import keeping_ops, kept_inputs, trace_keeping
 from memfine_fx.passes.step.kernel_order import KernelOrder
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.region_distance import RegionDistance
+from memfine_fx.passes.step.save import saved_inputs, saving_ops, trace_saving
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.runtime.accumulation import Accumulation
 
@@ -157,7 +157,7 @@ def _take_learned(step: GraphStep, changed: Callable[[], None], in_backward: Bac
     if not isinstance(found.record, GraphRecord):
         return False
     step.take(found.record)
-    trace_keeping(found.record.keeping)
+    trace_saving(found.record.saving)
     changed()
     if found.backward is not None:
         _call_in(found.backward, found.record.donated, in_backward)
@@ -175,7 +175,7 @@ def compile_and_read(
     """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
     is_backward = bool(kwargs.get("is_backward"))
     counted = counted_backward(graph_module.graph) if is_backward else None
-    keeping = keeping_ops(graph_module.graph) if is_backward else ()
+    saving = saving_ops(graph_module.graph) if is_backward else ()
     compiled: Any = compile_inner(graph_module, inputs, **kwargs)
     memory = read_wrapper(wrapper_of(compiled), graph_module.graph, counted)
     step.add_hints(graph_module.graph)
@@ -184,13 +184,13 @@ def compile_and_read(
         step.estimated.discard("backward" if is_backward else "forward")
         changed()
     donated = take_donated() if is_backward else ()
-    store_record(step.learned(donated, keeping))
+    store_record(step.learned(donated, saving))
     return _call_in(compiled, donated, in_backward) if is_backward else compiled
 
 
 def counted_backward(graph: fx.Graph) -> CountedInputs:
     """Keep code from writing over tensors that regions save, and return the inputs that a backward's memory counts."""
-    keep_from_donation(kept_inputs(graph))
+    keep_from_donation(saved_inputs(graph))
     return counted_inputs(graph)
 
 
@@ -230,7 +230,7 @@ def backward_call(
 def take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: Partition) -> None:
     """A partition was made: what it would hold is the step's record until there is a better one."""
     step.forward, step.backward = partition.forward_memory, partition.backward_memory
-    step.decision, step.keeps_all, step.is_least = partition.decision, partition.keeps_all, partition.is_least
+    step.decision, step.saves_all, step.is_least = partition.decision, partition.saves_all, partition.is_least
     step.optional, step.sole, step.base = dict(partition.optional), partition.sole, partition.base
     step.estimated = {"forward", "backward"}
     step.add_hints(partition.forward.graph)

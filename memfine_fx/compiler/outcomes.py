@@ -61,7 +61,7 @@ def head_report(head: LoweredHead | Refusal) -> HeadReport:
         plan=live.plan,
         num_tokens=live.num_tokens,
         num_chunks=live.num_chunks,
-        drops_logits=bool(head.region.results) and not head.region.keeps_logits,
+        drops_logits=bool(head.region.results) and not head.region.saves_logits,
         verified_error=_verified_error(head),
     )
 

@@ -31,7 +31,7 @@ from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.dataflow import tensor_of
-from memfine_fx.passes.step.fit import Even
+from memfine_fx.passes.step.fit import Uniform
 from memfine_fx.passes.step.partition import StepPartitioner, give_values, partitioned_as_is
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.tracing import copied_module
@@ -54,7 +54,8 @@ class Recorder(Observer):
     Args:
         reads: what records are read of.
         plans: recorded beside the session's own: under the smallest budget that works ("least"), under one that nothing
-            exceeds ("most"), and partitions that are the same for every layer ("lean", "spare"). Where code is read,
+            exceeds ("most"), and partitions that are the same for every layer ("recompute_all",
+            "recompute_pointwise"). Where code is read,
             NAME + " estimated" is the estimate that a plan was chosen by.
         runs_here: whether the step is to run on this machine; else rates of this one decide nothing.
     """
@@ -151,11 +152,11 @@ class RecordedGraph(CompiledGraph):
         if recorder.reads == "code":
             return partitioner
         others: list[CustomPartitionerFn] = []
-        evens: dict[str, Even] = {kind: kind for kind in get_args(Even)}
+        uniform_plans: dict[str, Uniform] = {kind: kind for kind in get_args(Uniform)}
         for plan in recorder.plans:
             note = functools.partial(recorder.note_partition, self._record, step, plan)
-            if plan in evens:
-                others.append(StepPartitioner(kind=evens[plan], report=note))
+            if plan in uniform_plans:
+                others.append(StepPartitioner(kind=uniform_plans[plan], report=note))
             else:
                 others.append(StepPartitioner(budget=self._budget(plan, step), report=note))
         return _WatchedPartitioner(partitioner, others)

@@ -38,7 +38,7 @@ from memfine_fx.passes.verify.gradient_check import check_gradients
 from memfine_fx.plan.budget import choose_plan
 from memfine_fx.plan.knee import measured_knee
 from memfine_fx.plan.rows import KNEE_ROWS
-from memfine_fx.records import Keep, Modes, MoERegion, Refusal
+from memfine_fx.records import Modes, MoERegion, Refusal, SavePolicy
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
 
@@ -229,8 +229,8 @@ def _runs_in(why_bodies: str, device: torch.device) -> str:
     return f"bodies ({why_bodies})" if device.type == "cuda" else ""
 
 
-def _with_knee(terms_of: Callable[[Keep], RegionBytes], knee: int | None, keep: Keep) -> RegionBytes:
-    return replace(terms_of(keep), knee_rows=knee)
+def _with_knee(terms_of: Callable[[SavePolicy], RegionBytes], knee: int | None, policy: SavePolicy) -> RegionBytes:
+    return replace(terms_of(policy), knee_rows=knee)
 
 
 def _bodies(region: MoERegion, config: Config) -> ExpertBodies:

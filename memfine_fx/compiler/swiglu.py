@@ -15,14 +15,14 @@ from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
 from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.plan.layer import LayerSizes, LayerWork
-from memfine_fx.records import ExpertFunction, Keep
-from memfine_fx.runtime.bodies import KeepingBodies
+from memfine_fx.records import ExpertFunction, SavePolicy
+from memfine_fx.runtime.bodies import SavingBodies
 
 __all__ = ["layer_bytes", "layer_work"]
 
 
 def layer_bytes(sizes: LayerSizes) -> RegionBytes:
-    """The layer's byte terms where forward keeps nothing, from bodies that are compiled for them."""
+    """Return the layer's byte terms where forward saves nothing, from bodies that are compiled for them."""
     hidden, width, num_experts, dtype = sizes.hidden, sizes.expert_width, sizes.num_experts, sizes.dtype
     place = torch.device(sizes.device)
     bodies = _bodies(sizes)
@@ -53,33 +53,33 @@ def layer_bytes(sizes: LayerSizes) -> RegionBytes:
     )
 
 
-def layer_work(sizes: LayerSizes, keep: Keep) -> LayerWork:
+def layer_work(sizes: LayerSizes, policy: SavePolicy) -> LayerWork:
     """Return the memory and the work of a step of the layer.
 
     Args:
         sizes: of the layer.
-        keep: the activations that forward saves for backward, which recomputes the rest.
+        policy: the activations that forward saves for backward, which recomputes the rest.
     """
     bodies = _bodies(sizes)
-    again = _keeping(bodies, "projections").flops_per_row
+    again = _saving(bodies, "projections").flops_per_row
     region = layer_bytes(sizes)
-    if keep == "nothing":
+    if policy == "nothing":
         return LayerWork(region, 0, 3 * bodies.flops_per_row + again)
-    keeping = _keeping(bodies, keep)
+    saving = _saving(bodies, policy)
     region = replace(
         region,
-        forward_peak=keeping.forward.peak_bytes,
-        backward_peak=keeping.backward.peak_bytes,
-        forward_results=keeping.forward.results_bytes,
-        backward_results=keeping.backward.results_bytes,
+        forward_peak=saving.forward.peak_bytes,
+        backward_peak=saving.backward.peak_bytes,
+        forward_results=saving.forward.results_bytes,
+        backward_results=saving.backward.results_bytes,
     )
-    return LayerWork(region, keeping.row_bytes, 3 * bodies.flops_per_row + again - keeping.flops_per_row)
+    return LayerWork(region, saving.row_bytes, 3 * bodies.flops_per_row + again - saving.flops_per_row)
 
 
-def _keeping(bodies: ExpertBodies, keep: Keep) -> KeepingBodies:
-    keeping = bodies.keeping(keep, _ALL_WANTED)
-    assert keeping is not None, "a SwiGLU expert has projections to keep"
-    return keeping
+def _saving(bodies: ExpertBodies, policy: SavePolicy) -> SavingBodies:
+    saving = bodies.saving(policy, _ALL_WANTED)
+    assert saving is not None, "a SwiGLU expert has projections to save"
+    return saving
 
 
 _ALL_WANTED = (True, True, True, True)

@@ -88,7 +88,7 @@ class Schedule(Protocol):
         ...
 
     @property
-    def num_kept(self) -> int:
+    def num_saved(self) -> int:
         """Return how many rounds, from the first on, every rank has room to save."""
         ...
 
@@ -132,16 +132,16 @@ class Rounds:
 
     @cached_property
     def num_rounds(self) -> int:
-        first = _ceil_div(self.received, self._limits).clamp(max=self._most_kept)
-        left = (self.received - self._most_kept * self._limits).clamp(min=0)
+        first = _ceil_div(self.received, self._limits).clamp(max=self._most_saved)
+        left = (self.received - self._most_saved * self._limits).clamp(min=0)
         return int((first + _ceil_div(left, self._later_limits)).max())
 
     @property
-    def num_kept(self) -> int:
-        return min(self.num_rounds, self._most_kept)
+    def num_saved(self) -> int:
+        return min(self.num_rounds, self._most_saved)
 
     @cached_property
-    def _most_kept(self) -> int:
+    def _most_saved(self) -> int:
         """Return how many rounds every rank could save: all, where each has room for all its rows."""
         is_short = self.received > self._rooms
         if not bool(is_short.any()):
@@ -150,7 +150,7 @@ class Rounds:
 
     def _round_begins(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the positions of the walks before rounds of these numbers [n]: [n,ep]."""
-        saved, later = numbers.clamp(max=self._most_kept), (numbers - self._most_kept).clamp(min=0)
+        saved, later = numbers.clamp(max=self._most_saved), (numbers - self._most_saved).clamp(min=0)
         return saved.unsqueeze(1) * self._limits + later.unsqueeze(1) * self._later_limits
 
     @cached_property
@@ -279,7 +279,7 @@ class TokenSlices:
         return self._bounds[number][:, _slice(self.placement.owned(rank))].sum(dim=0)
 
     @property
-    def num_kept(self) -> int:
+    def num_saved(self) -> int:
         return 0
 
 

@@ -25,16 +25,16 @@ from memfine_fx.expert_parallel.exchange import (
 )
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.help_costs import HelpCosts, choose_help
-from memfine_fx.expert_parallel.kept import KeptRounds
 from memfine_fx.expert_parallel.packing import Packing
 from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.saved import SavedRounds
 from memfine_fx.expert_parallel.schedule import Rounds, Schedule
 from memfine_fx.expert_parallel.slices import agreed_slices
 from memfine_fx.expert_parallel.spread import Spread, spread_rows
 from memfine_fx.expert_parallel.walk import LayerWalk, WalkStats
 from memfine_fx.memory.region_bytes import Travel
 from memfine_fx.runtime.loads import RoundStats
-from memfine_fx.runtime.loop import Kept
+from memfine_fx.runtime.loop import SavedRows
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.store import LiveRegion
 
@@ -153,16 +153,16 @@ class ShardedExperts:
         with telling_failure(self._exchange, place):
             region.check_ids(order, offsets)
             plan = region.plan_for(num_tokens)
-        room = 0 if plan.keeps == "nothing" else num_tokens * region.top_k
+        room = 0 if plan.policy == "nothing" else num_tokens * region.top_k
         rows = plan.rows_at_once
-        if self.axis == "rows" and _LEAST_KEPT <= room < rows:  # a larger round would not be kept
+        if self.axis == "rows" and _LEAST_KEPT <= room < rows:  # a larger round would not be saved
             rows = room
         clones = self._way.clones_on(self.ranks.rank, self.ranks.slots)
         own = Announcement(self.doing, rows=rows, room=room, clones=clones)
         return gather_table(self._exchange, offsets, own, place)
 
-    def forward(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> torch.Tensor:
-        walk = self._walk(region, routed, kept)
+    def forward(self, region: LiveRegion, routed: Routed, saved: SavedRows | None) -> torch.Tensor:
+        walk = self._walk(region, routed, saved)
         num_tokens = routed.num_tokens
         out = walk.forward(region.out_dtype, partial(region.lower, num_tokens))
         stats = walk.stats
@@ -176,7 +176,7 @@ class ShardedExperts:
         region.rounds = RoundStats(
             num_ranks=self.ranks.num_ranks,
             num_rounds=stats.num_rounds,
-            num_kept=walk.kept.num_rounds,
+            num_saved=walk.saved.num_rounds,
             largest=stats.largest_round,
             received=computed[self.ranks.rank],
             busiest=max(computed),
@@ -193,9 +193,9 @@ class ShardedExperts:
         routed: Routed,
         wanted: tuple[bool, bool],
         wanted_params: Sequence[Sequence[bool]],
-        kept: Kept | None,
+        saved: SavedRows | None,
     ) -> list[torch.Tensor]:
-        walk = self._walk(region, routed, kept)
+        walk = self._walk(region, routed, saved)
         own_wanted = self._own(region, wanted_params)
         lower = partial(region.lower, routed.num_tokens)
         grad_hidden, grad_weight, opened = walk.backward(grad, wanted, own_wanted, lower)
@@ -208,7 +208,7 @@ class ShardedExperts:
             gradients += self._among_all(tensors, flags, own) if kind == "each" else own
         return gradients
 
-    def _walk(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> LayerWalk:
+    def _walk(self, region: LiveRegion, routed: Routed, saved: SavedRows | None) -> LayerWalk:
         table = Table(routed.offsets, self.ranks.slots)
         rank, way = self.ranks.rank, self._way_of(region, routed, table)
         packing, own = _packing(routed.hidden, routed.flat_weight), self._own(region, routed.params)
@@ -227,7 +227,7 @@ class ShardedExperts:
             rows=max(1, int(table.counts.sum())) if self.axis == "tokens" else min(table.limits[rank], self.chunk_rows),
             layer=self.layer,
             overlaps=self.ranks.overlaps,
-            kept=KeptRounds.of(kept, way.schedule.num_kept, packing, routed.hidden),
+            saved=SavedRounds.of(saved, way.schedule.num_saved, packing, routed.hidden),
             clones=clones,
             stats=WalkStats(),
         )

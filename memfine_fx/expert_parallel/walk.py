@@ -10,7 +10,7 @@ Each round
    leg while the next travels.
 
 With overlap the rows of round i+1 travel while round i computes, so that 2R rows are alive.
-Rows of saved rounds are received into the saved tensors (`kept`); in backward only gradients of their results travel.
+Rows of saved rounds are received into the saved tensors (`saved`); in backward only gradients of their results travel.
 Rows of other rounds travel again.
 """
 
@@ -26,14 +26,14 @@ import torch
 from memfine_fx.expert_parallel.arrival import Arrival, Parcel, returned
 from memfine_fx.expert_parallel.clones import Clones, Slots
 from memfine_fx.expert_parallel.exchange import Exchange, Place
-from memfine_fx.expert_parallel.kept import KeptRounds
 from memfine_fx.expert_parallel.packing import Packing
 from memfine_fx.expert_parallel.places import WalkPlaces
+from memfine_fx.expert_parallel.saved import SavedRounds
 from memfine_fx.expert_parallel.schedule import Leg, Schedule
 from memfine_fx.memory.region_bytes import LEGS_IN_FLIGHT
 from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.gradients import ParamGradient
-from memfine_fx.runtime.loop import Kept, Places, accumulator_dtype, open_gradients, run_backward, run_forward
+from memfine_fx.runtime.loop import Places, SavedRows, accumulator_dtype, open_gradients, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
 
@@ -75,7 +75,7 @@ class LayerWalk:
         rows: R, the most rows of a chunk of the rows received in a round.
         layer: its name, for messages.
         overlaps: whether rows of the next round travel while one computes.
-        kept: tensors of the rounds that are saved.
+        saved: tensors of the rounds that are saved.
         clones: of other ranks' experts, None without replication.
         stats: filled while walking.
     """
@@ -89,7 +89,7 @@ class LayerWalk:
     rows: int
     layer: str
     overlaps: bool
-    kept: KeptRounds
+    saved: SavedRounds
     clones: Clones | None
     stats: WalkStats
 
@@ -103,7 +103,7 @@ class LayerWalk:
         def run(arrival: Arrival) -> None:
             (parcel,) = arrival.parcels
             routed = self._arrived(arrival, parcel.packing.views(parcel.take()))
-            own = self._values(arrival) if self.kept.holds(arrival.number) else None
+            own = self._values(arrival) if self.saved.holds(arrival.number) else None
             results = result_packing.buffers(routed.num_tokens, hidden)
             for part, chunks in self._parts(arrival.number, routed, slots):
                 run_forward(part, bodies, chunks, bodies.contribution_dtype, on_failure, own, place=results[0])
@@ -112,7 +112,7 @@ class LayerWalk:
                 _add_rows(out, self._tokens(self._assignments(arrival.number, leg)), columns.pop())
 
         def parcels(number: int, num_rows: int) -> list[Parcel]:
-            return [self._rows_and_weights(number, num_rows, is_kept=self.kept.holds(number))]
+            return [self._rows_and_weights(number, num_rows, is_kept=self.saved.holds(number))]
 
         self._walk(run, "forward", parcels)
         return out.to(out_dtype)
@@ -146,10 +146,10 @@ class LayerWalk:
 
         def run(arrival: Arrival) -> None:
             grad_parcel, *row_parcels = arrival.parcels
-            boxes, is_kept = grad_parcel.take(), self.kept.holds(arrival.number)
+            boxes, is_kept = grad_parcel.take(), self.saved.holds(arrival.number)
             rows_grad = grad_packing.views(boxes)[0]
             if is_kept:
-                columns = self.kept.rows(*self._range(arrival.number))
+                columns = self.saved.rows(*self._range(arrival.number))
             else:
                 columns = row_parcels[0].packing.views(row_parcels[0].take())
             routed = self._arrived(arrival, columns)
@@ -171,7 +171,7 @@ class LayerWalk:
 
         def parcels(number: int, num_rows: int) -> list[Parcel]:
             grads = Parcel([(grad, True)], grad_packing, grad_packing.buffers(num_rows, grad))
-            return [grads, *([] if self.kept.holds(number) else [self._rows_and_weights(number, num_rows)])]
+            return [grads, *([] if self.saved.holds(number) else [self._rows_and_weights(number, num_rows)])]
 
         self._walk(run, "backward", parcels)
         if self.clones is not None:
@@ -186,8 +186,8 @@ class LayerWalk:
         """Return the parcel of a round's rows and weights; saved rounds are received into the saved tensors."""
         hidden, weight = self.routed.hidden, self.routed.flat_weight
         sources = [(hidden, True), *([] if weight is None else [(weight, False)])]
-        packing = self.kept.packing
-        inboxes = self.kept.inboxes(*self._range(number)) if is_kept else packing.buffers(num_rows, hidden)
+        packing = self.saved.packing
+        inboxes = self.saved.inboxes(*self._range(number)) if is_kept else packing.buffers(num_rows, hidden)
         return Parcel(sources, packing, inboxes)
 
     def _walk(self, run: Callable[[Arrival], None], phase: str, parcels: _Parcels) -> None:
@@ -243,8 +243,8 @@ class LayerWalk:
         )
         return before, after - before
 
-    def _values(self, arrival: Arrival) -> Kept | None:
-        return self.kept.values_of(*self._range(arrival.number))
+    def _values(self, arrival: Arrival) -> SavedRows | None:
+        return self.saved.values_of(*self._range(arrival.number))
 
     def _arrived(self, arrival: Arrival, columns: Sequence[torch.Tensor]) -> Routed:
         """Return the received rows, and weights if any, as a layer of its own in the order of places."""

@@ -9,7 +9,7 @@ from memfine_fx.config import Config, parse_budget
 from memfine_fx.fitting.recording import ESTIMATED, NUM_INPUTS, TOKEN_BYTES, RecordedStep
 from memfine_fx.fitting.setup import OptimizerBytes, Setup
 from memfine_fx.fitting.stack import Stack
-from memfine_fx.fitting.stretch import PARTS, Moment, aligned, is_even, moments_of, stretched
+from memfine_fx.fitting.stretch import PARTS, Moment, aligned, is_uniform, moments_of, stretched
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory, SizeOf
 from memfine_fx.plan.budget import MARGIN_PERCENT, SCALAR_BYTES, unbounded_rows
@@ -113,7 +113,7 @@ class Analysis:
     @functools.cached_property
     def is_asked_known(self) -> bool:
         """Return whether "asked" holds for every layer: extended layers must all save the same."""
-        return len(self.records) == 1 or is_even(*(record.runs["asked"] for record in self.records))
+        return len(self.records) == 1 or is_uniform(*(record.runs["asked"] for record in self.records))
 
     def alike(self, plan: str) -> list[tuple[int, int]]:
         """Return the stretches that two records of a plan share, see `aligned`, at the sizes that were recorded."""
@@ -162,8 +162,10 @@ class Analysis:
         if len(self.records) == 1:
             return ("least",)
         short, long = self.records
-        evens = [plan for plan in ("lean", "spare") if is_even(short.runs[plan], long.runs[plan])]
-        return (*evens, "most")
+        uniform_plans = [
+            plan for plan in ("recompute_all", "recompute_pointwise") if is_uniform(short.runs[plan], long.runs[plan])
+        ]
+        return (*uniform_plans, "most")
 
     def _total(self, plan: str, batch: int, seq: int, rows: int | None) -> StepTotal:
         moments_by_record = [

@@ -19,11 +19,11 @@ from memfine_fx.fitting.changes import Changed, changes
 from memfine_fx.fitting.cuda_terms import CUDA_TERMS, CudaTerm
 from memfine_fx.fitting.devices import device_bytes
 from memfine_fx.fitting.models import expert_tensors, fake_model, held_tensors, loaded_config, num_parameters
-from memfine_fx.fitting.recording import EVEN_PLANS, PLANS, RecordedStep, record_step
+from memfine_fx.fitting.recording import PLANS, UNIFORM_PLANS, RecordedStep, record_step
 from memfine_fx.fitting.report import FitReport
 from memfine_fx.fitting.setup import Setup, Train, optimizer_bytes
 from memfine_fx.fitting.stack import Stack, find_stack, layer_lists, shortened
-from memfine_fx.fitting.stretch import fewest_repeats, has_all_alike, is_even
+from memfine_fx.fitting.stretch import fewest_repeats, has_all_alike, is_uniform
 from memfine_fx.plan.solve import largest
 
 __all__ = ["Question", "analyse", "analysed_plainly", "answer", "report_of", "static_bytes", "with_setup"]
@@ -141,7 +141,7 @@ def _analysed(
         fewest = fewest_repeats(stack.unit)
         pair = tuple(_recorded(source, setup, config, stack, repeats, shares) for repeats in (fewest, fewest + 1))
         short, long = (recorded_step.runs["most" if shares is None else "asked"] for recorded_step in pair)
-        is_exact = is_even(short, long) and (shares is None or has_all_alike(short, long))
+        is_exact = is_uniform(short, long) and (shares is None or has_all_alike(short, long))
         if is_exact or shares is not None:
             more = stack.repeats - fewest
             return Analysis(pair, more, static, setup, config, has_even_routing, stack), is_exact
@@ -168,7 +168,7 @@ def _recorded(
     mode = _mode()
     model = fake_model(source, setup, mode)
     shortened(model, stack, repeats)
-    return record_step(model, setup, mode, config, "graph", shares, EVEN_PLANS)
+    return record_step(model, setup, mode, config, "graph", shares, UNIFORM_PLANS)
 
 
 def _static_bytes(model: torch.nn.Module, setup: Setup) -> StaticBytes:

@@ -29,10 +29,10 @@ from memfine_fx.plan.problem import lean_of
 
 __all__ = [
     "ESTIMATED",
-    "EVEN_PLANS",
     "NUM_INPUTS",
     "PLANS",
     "TOKEN_BYTES",
+    "UNIFORM_PLANS",
     "RecordedStep",
     "attention_of",
     "record_step",
@@ -45,7 +45,7 @@ NUM_INPUTS = 2
 """Tokens and labels."""
 PLANS = ("least", "most")
 """Plans of the smallest budget that works, and of one that nothing exceeds."""
-EVEN_PLANS = ("most", "lean", "spare")
+UNIFORM_PLANS = ("most", "recompute_all", "recompute_pointwise")
 """Plans that treat equal layers alike."""
 ESTIMATED = "most estimated"
 """Plan by which "most" is chosen, where "most" itself is read from code."""
@@ -216,7 +216,7 @@ def attention_of(device: str) -> Iterator[None]:
 
 def _recorded(session: Session, recorder: Recorder, batch: int, seq: int) -> RecordedStep:
     # NOTE: the rows that a run keeps are of its own sizes; a record, which holds for others too, has all or none.
-    passed = tuple(replace(run, kept=frozenset()) for run in session.latest_runs())
+    passed = tuple(replace(run, saved=frozenset()) for run in session.latest_runs())
     if not any(run.step.forward is not None for run in passed):
         raise MemfineError("nothing of the model could be captured as a graph; TORCH_LOGS=graph_breaks shows why")
     # Activations that are saved where that is free leave the peak as it is without them.

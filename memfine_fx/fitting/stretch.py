@@ -10,7 +10,7 @@ n + 1 equal layers, a position of the k-th layer counted from the front (or from
 layer saves, no more and no less: so its bytes are linear in n. Over the layers of one model, bytes at the same position
 of the k-th layer are linear in k, so the largest stand in the first or in the last layer. Both are among those that the
 shorter model has, so extending each of its moments by the difference to the longer one, and taking the largest, gives
-the peak for any number. `is_even` holds a record to the assumption: every layer must save the same.
+the peak for any number. `is_uniform` holds a record to the assumption: every layer must save the same.
 
 Which places are the same is read off what comes and goes in them (`aligned`), not off their number alone: a layer
 beside one of another kind (the first ones are dense) may be recomputed in another order than those within.
@@ -39,7 +39,7 @@ __all__ = [
     "aligned",
     "fewest_repeats",
     "has_all_alike",
-    "is_even",
+    "is_uniform",
     "moments_of",
     "part_of",
     "places_of",
@@ -160,7 +160,7 @@ def _changes_of_stretches(memory: GraphMemory, where: str, values: dict[str, int
     ]
 
 
-def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
+def is_uniform(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
     """Return whether one more unit saves for backward what each before it saves, in every graph of a step.
 
     Args:
@@ -174,7 +174,7 @@ def is_even(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool:
         if (short_run.step.backward is None) != (long_run.step.backward is None):
             return False
         short_saved, long_saved = (
-            _kept_at_calls(memory, run)
+            _saved_at_calls(memory, run)
             for memory, run in ((short_run.step.forward, short_run), (long_run.step.forward, long_run))
         )
         unit = len(long_saved) - len(short_saved)
@@ -193,7 +193,7 @@ def has_all_alike(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool
     return all(front + back >= number for number, (front, back) in zip(numbers, aligned(short, long), strict=True))
 
 
-def _kept_at_calls(memory: GraphMemory, run: RunMemory) -> list[int]:
+def _saved_at_calls(memory: GraphMemory, run: RunMemory) -> list[int]:
     live = _live(memory, "forward", run.values, lambda call: 0)
     return [live[place][_KEPT] for place in places_of(memory)]
 

@@ -14,9 +14,9 @@ from memfine_fx.kernels.tables import KernelForm, ListTable, Param, num_projecti
 from memfine_fx.kernels.window_size import KNOWN_RATES, DeviceFigures, LayerSizes, rows_per_window
 from memfine_fx.kernels.windows import most_rows
 from memfine_fx.records import ChunkPlan
-from memfine_fx.runtime.bodies import KeptTensor
+from memfine_fx.runtime.bodies import SavedTensor
 from memfine_fx.runtime.halving import run_halved
-from memfine_fx.runtime.loop import Kept
+from memfine_fx.runtime.loop import SavedRows
 from memfine_fx.runtime.op import empty_order
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.routed import Routed
@@ -67,12 +67,12 @@ class KernelExperts:
     def can_run(self, tensors: Sequence[torch.Tensor]) -> bool:
         return can_run(self.form, tensors)
 
-    def can_save(self, tensors: Sequence[KeptTensor], dtype: torch.dtype) -> bool:
+    def can_save(self, tensors: Sequence[SavedTensor], dtype: torch.dtype) -> bool:
         # Compiled functions save the projections' products at least: as many wide tensors as projections are these.
         are_rows = all(len(tensor.shape) == 1 and tensor.dtype is dtype for tensor in tensors)
         return are_rows and len(_wide(self.form, tensors)) == num_projections_of(self.form.layout)
 
-    def forward(self, region: LiveRegion, routed: Routed, plan: ChunkPlan, saved: Kept | None) -> torch.Tensor:
+    def forward(self, region: LiveRegion, routed: Routed, plan: ChunkPlan, saved: SavedRows | None) -> torch.Tensor:
         from memfine_fx.kernels import layer
 
         routing, options, params, products = _arguments(self.form, routed, plan, saved)
@@ -94,7 +94,7 @@ class KernelExperts:
         routed: Routed,
         plan: ChunkPlan,
         wanted: Sequence[bool],
-        saved: Kept | None,
+        saved: SavedRows | None,
         onto: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor]:
         from memfine_fx.kernels import layer
@@ -127,19 +127,19 @@ class KernelExperts:
         return [gradient for gradient in gradients if gradient is not None]
 
 
-def _wide(form: KernelForm, tensors: Sequence[KeptTensor]) -> list[int]:
+def _wide(form: KernelForm, tensors: Sequence[SavedTensor]) -> list[int]:
     """Return the positions of saved tensors other than adapters' narrow rows, which the kernels always recompute."""
     ranks = [adapter.rank for adapter in form.adapters if adapter is not None]
     return [place for place, tensor in enumerate(tensors) if tensor.shape[0] not in ranks]
 
 
-def _products(saved: Kept, form: KernelForm) -> Products:
+def _products(saved: SavedRows, form: KernelForm) -> Products:
     """Return the places of gate's and up's products among the saved tensors, [M,F] each; one place twice without up.
 
     The kernels write into the places of the compiled functions' products in a layout of their own (with biases, and
     gate before up where expert weights alternate), which only their own backward reads.
     """
-    tensors = [saved.tensors[place] for place in _wide(form, saved.bodies.kept)]
+    tensors = [saved.tensors[place] for place in _wide(form, saved.bodies.saved)]
     if not form.has_up:
         (both,) = tensors
         return both, both
@@ -174,7 +174,7 @@ def _flat_weight(routed: Routed) -> torch.Tensor | None:
 
 
 def _arguments(
-    form: KernelForm, routed: Routed, plan: ChunkPlan, saved: Kept | None
+    form: KernelForm, routed: Routed, plan: ChunkPlan, saved: SavedRows | None
 ) -> tuple[Routing, LayerOptions, list[Param], Products | None]:
     from memfine_fx.kernels.layer import LayerOptions
     from memfine_fx.kernels.sorting import Routing
@@ -189,7 +189,7 @@ def _arguments(
     products = None if saved is None else _products(saved, form)
     options = LayerOptions(
         plan.rows_per_chunk, layout=form.layout, activation=form.activation, has_bias=form.has_bias,
-        keeps_products=products is not None, precision=precision_of_products(), sources=form.sources,
+        saves_products=products is not None, precision=precision_of_products(), sources=form.sources,
         adapters=form.adapters, tiles=tiles_of(form, routed.hidden, params, routed.top_k, measures=False),
     )  # fmt: skip
     return routing, replace(options, rows_per_window=_rows(routed, params, options, plan)), params, products

@@ -59,7 +59,7 @@ class LayerOptions:
         layout: of its parameters.
         activation: of its experts; "relu2" goes with the layouts that have no up projection, and with no other.
         has_bias: whether every projection has one.
-        keeps_products: whether forward saves gate's and up's products, [N,F] each, or backward recomputes them.
+        saves_products: whether forward saves gate's and up's products, [N,F] each, or backward recomputes them.
         is_deterministic: whether a token's rows are added in the same order in every run, by one more launch a window.
         precision: of products of fp32, "ieee" or "tf32".
         tiles: of the kernels, or None for the device's and dtype's own.
@@ -72,7 +72,7 @@ class LayerOptions:
     layout: Layout = "halves"
     activation: Activation = "swiglu"
     has_bias: bool = False
-    keeps_products: bool = False
+    saves_products: bool = False
     is_deterministic: bool = False
     precision: str = "ieee"
     tiles: LayerTiles | None = None
@@ -131,9 +131,9 @@ There = torch.Tensor | Sequence[torch.Tensor | None] | None
 """An existing gradient that is added to in place, or one per expert of a list; None where there is none."""
 
 
-def layer_windows(routing: Routing, options: LayerOptions, kept: Products | None) -> list[Window]:
+def layer_windows(routing: Routing, options: LayerOptions, saved: Products | None) -> list[Window]:
     """Return a layer's windows; one ends where the saved products end."""
-    return windows_of(routing.num_rows, options.rows_per_window, 0 if kept is None else kept[0].shape[0])
+    return windows_of(routing.num_rows, options.rows_per_window, 0 if saved is None else saved[0].shape[0])
 
 
 def run_forward(
@@ -143,12 +143,12 @@ def run_forward(
     params: Sequence[Param],
     options: LayerOptions,
     out_dtype: torch.dtype | None = None,
-    kept: Products | None = None,
+    saved: Products | None = None,
 ) -> tuple[torch.Tensor, Products | None]:
     """Run a layer's forward, and return (combined outputs [T,H], saved products or None).
 
     Args:
-        kept: where to save the products, [M,F] each of the first M rows, of the same strides. Where it is None and
+        saved: where to save the products, [M,F] each of the first M rows, of the same strides. Where it is None and
             they are to be saved, new ones of all rows are allocated.
         out_dtype: of the outputs, or None for hidden's.
         hidden: [T,H], contiguous.
@@ -156,23 +156,23 @@ def run_forward(
     """
     tables, tiles = options.tables_of(params), options.tiles_of(hidden, params)
     out = hidden.new_zeros((hidden.shape[0], tables.hidden), dtype=torch.float32)
-    if options.keeps_products and kept is None:
-        kept, _ = _room(hidden, routing.num_rows, tables.width, options)
-    windows = layer_windows(routing, options, kept)
+    if options.saves_products and saved is None:
+        saved, _ = _room(hidden, routing.num_rows, tables.width, options)
+    windows = layer_windows(routing, options, saved)
     activated = hidden.new_empty((most_rows(windows), tables.width))
     add = _Adder(routing, options, tiles.down, hidden, most_rows(windows))
     adapters = _adapters(hidden, routing, params, options, tiles, windows)
     for window in windows:
         terms = adapters.of_projections(adapters.narrow(hidden, window))
         gate_up(
-            hidden, weight, routing, tables, window, options.activation, _part(kept, window), activated, tiles.gate_up,
+            hidden, weight, routing, tables, window, options.activation, _part(saved, window), activated, tiles.gate_up,
             options.precision, terms,
         )  # fmt: skip
         of_down = adapters.of_down(activated, window)
         add([activated], [tables.down], window, out, tables.down_bias, weight, terms=of_down)
         del terms, of_down
     del activated, add, adapters  # what a window holds goes before the sums are cast, as plans count it
-    return out.to(out_dtype or hidden.dtype), kept
+    return out.to(out_dtype or hidden.dtype), saved
 
 
 def run_backward(
@@ -181,7 +181,7 @@ def run_backward(
     weight: torch.Tensor | None,
     routing: Routing,
     params: Sequence[Param],
-    kept: Products | None,
+    saved: Products | None,
     options: LayerOptions,
     wanted: Sequence[bool],
     onto: Sequence[There] = (),
@@ -199,7 +199,7 @@ def run_backward(
         ChunkOutOfMemory: memory ran out after something may have been added to, so that nobody may run this again.
     """
     tables, tiles = options.tables_of(params), options.tiles_of(hidden, params)
-    windows = layer_windows(routing, options, kept)
+    windows = layer_windows(routing, options, saved)
     # A copy of the gradient is the run's alone, which lets it go.
     run = _Backward(
         grad.to(hidden.dtype).contiguous(),
@@ -216,7 +216,7 @@ def run_backward(
     )
     try:
         for window in windows:
-            run.window(window, _part(kept, window))
+            run.window(window, _part(saved, window))
         return run.gradients()
     except RuntimeError as error:
         if not any(existing_grad is not None for existing_grad in onto) or not is_allocation_failure(error):
@@ -313,19 +313,19 @@ class _Backward:
             hidden, trains_projections=trains_projections, trains_down=trains_down, is_cut=len(windows) > 1,
         )  # fmt: skip
 
-    def window(self, window: Window, kept: Products | None) -> None:
+    def window(self, window: Window, saved: Products | None) -> None:
         """Compute one window's part of all gradients."""
         options, tiles, tables, routing = self._options, self._tiles, self._tables, self._routing
         precision, into, adapters, of_adapters = options.precision, self._into, self._adapters, self._of_adapters
-        narrow = adapters.narrow(self._hidden, window) if kept is None or of_adapters.trains_projections else []
-        if kept is None:
+        narrow = adapters.narrow(self._hidden, window) if saved is None or of_adapters.trains_projections else []
+        if saved is None:
             gate_up(
                 self._hidden, None, routing, tables, window, options.activation, self._room, None, tiles.gate_up,
                 precision, adapters.of_projections(narrow),
             )  # fmt: skip
         of_down = of_adapters.of_down(self._grad, window)
         down_backward(
-            self._grad, self._weight, routing, tables, window, options.activation, kept or self._room, self._room,
+            self._grad, self._weight, routing, tables, window, options.activation, saved or self._room, self._room,
             self._activated if into.has_down or of_adapters.trains_down else None, self._parts, tiles.down_backward,
             precision, of_down,
         )  # fmt: skip
@@ -433,11 +433,11 @@ def _finished(gradient: torch.Tensor, param: torch.Tensor, there: torch.Tensor |
     return there if gradient is there else there.add_(gradient)
 
 
-def _part(kept: Products | None, window: Window) -> Products | None:
+def _part(saved: Products | None, window: Window) -> Products | None:
     """Return a window's part of the saved products, or None where nothing is saved of its rows."""
-    if kept is None or window.last > kept[0].shape[0]:
+    if saved is None or window.last > saved[0].shape[0]:
         return None
-    return kept[0].narrow(0, window.first, window.num_rows), kept[1].narrow(0, window.first, window.num_rows)
+    return saved[0].narrow(0, window.first, window.num_rows), saved[1].narrow(0, window.first, window.num_rows)
 
 
 class _SwigluExperts(torch.autograd.Function):

@@ -75,7 +75,7 @@ def read_graph(
         elif _is_view(node):
             owners[node] = _view_source(node, owners)
     position = {node: place for place, node in enumerate(graph.nodes)}
-    keepers = _keepers(graph)
+    savers = _savers(graph)
     allocations = []
     for owner, reader in _last_readers(graph, owners).items():
         made_by = owner.args[0] if _is_element(owner) else owner
@@ -84,8 +84,8 @@ def read_graph(
         is_input = owner.op == "placeholder"
         outlives = reader.op == "output" or (is_input and str(owner.target) in inputs.held)
         stop = None if outlives else position[reader] + 1
-        kept_by, result_of = keepers.get(owner, ""), _result_of(owner, made_by)
-        allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, is_input, kept_by, result_of))
+        saved_by, result_of = savers.get(owner, ""), _result_of(owner, made_by)
+        allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, is_input, saved_by, result_of))
     for node, place in position.items():
         if scratch := scratch_bytes(node) + (0 if is_fused else cast_bytes(node)):
             allocations.append(Allocation(f"scratch of {_name(node.target)}", scratch, place, place + 1))
@@ -109,19 +109,19 @@ def _marks(graph: fx.Graph) -> Iterator[Call]:
             yield Call(place, "", "mark")
 
 
-def _keepers(graph: fx.Graph) -> dict[fx.Node, str]:
+def _savers(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return, for each node that a region saves for backward, the region id of that region.
 
-    In a forward graph these are results of `memfine::experts_keeping`, in a backward graph arguments of
-    `memfine::experts_backward_kept`.
+    In a forward graph these are results of `memfine::experts_saving`, in a backward graph arguments of
+    `memfine::experts_backward_saved`.
     """
     region_ids: dict[fx.Node, str] = {}
     for node in graph.nodes:
         name = qualified_name(node.target)
-        if name == "memfine::experts_keeping":
+        if name == "memfine::experts_saving":
             last = len(node.meta["val"]) - 1  # the number of saved rows
             region_ids |= {user: node.args[5] for user in node.users if _is_element(user) and 0 < user.args[1] < last}
-        elif name == "memfine::experts_backward_kept":
+        elif name == "memfine::experts_backward_saved":
             region_ids |= dict.fromkeys(node.args[8][:-1], node.args[6])
     return region_ids
 

@@ -48,7 +48,7 @@ class HeadBytes:
         has_softcap: whether logits are capped.
         wanted: whether gradients of hidden, weight and bias are wanted.
         device_type: "cpu" or "cuda".
-        keeps_logits: whether the op returns the logits too.
+        saves_logits: whether the op returns the logits too.
         is_fused: whether one kernel makes losses and gradients of a chunk's logits.
     """
 
@@ -58,7 +58,7 @@ class HeadBytes:
     has_softcap: bool
     wanted: tuple[bool, bool, bool]
     device_type: str
-    keeps_logits: bool = False
+    saves_logits: bool = False
     is_fused: bool = False
 
     @property
@@ -89,7 +89,7 @@ class HeadBytes:
     def results(self, num_tokens: Any) -> Any:
         """Bytes of the gradients, in fp32, and of the logits that the op returns."""
         hidden, weight, bias = map(int, self.wanted)
-        logits = int(self.keeps_logits) * num_tokens * self.vocab * self.item_bytes
+        logits = int(self.saves_logits) * num_tokens * self.vocab * self.item_bytes
         return logits + 4 * (hidden * num_tokens * self.hidden + weight * self.vocab * self.hidden + bias * self.vocab)
 
 

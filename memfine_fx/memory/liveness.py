@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import sympy
 
-from memfine_fx.records import Keep
+from memfine_fx.records import SavePolicy
 
 __all__ = [
     "OP_PHASES",
@@ -26,9 +26,9 @@ __all__ = [
     "Call",
     "CountedInputs",
     "GraphMemory",
-    "KeptRows",
     "Peak",
     "Phase",
+    "SavedRowCounts",
     "Workspace",
     "call_of",
 ]
@@ -39,9 +39,9 @@ OP_PHASES: dict[str, Phase] = {
     "route": "route",
     "route_shared": "route",
     "experts": "forward",
-    "experts_keeping": "forward",
+    "experts_saving": "forward",
     "experts_backward": "backward",
-    "experts_backward_kept": "backward",
+    "experts_backward_saved": "backward",
     "head_loss": "head",
 }
 """Our operations, without their namespace."""
@@ -56,7 +56,7 @@ class Allocation:
         num_bytes: its size, in the graph's symbols.
         start, stop: the positions between which it lives.
         is_input: whether it exists before the run.
-        kept_by: id of the region that saves it for backward, one row for each routed row; "" if none does.
+        saved_by: id of the region that saves it for backward, one row for each routed row; "" if none does.
         result_of: id of the region whose backward returns it, and its index among the results.
     """
 
@@ -65,7 +65,7 @@ class Allocation:
     start: int
     stop: int | None
     is_input: bool = False
-    kept_by: str = ""
+    saved_by: str = ""
     result_of: tuple[str, int] | None = None
 
 
@@ -86,23 +86,23 @@ class CountedInputs:
 class Call:
     """A chunked region's op at a position; `region_id` is the key of its live region, "" for routing.
 
-    `keep` is what the graph has room to save, and `kept_rows` of how many routed rows it is saved; None: of all.
+    `policy` is what the graph has room to save, and `num_saved_rows` of how many routed rows it is saved; None: of all.
     """
 
     position: int
     region_id: str
     phase: Phase
-    keep: Keep = "nothing"
-    kept_rows: int | None = None
+    policy: SavePolicy = "nothing"
+    num_saved_rows: int | None = None
 
 
 def call_of(position: int, phase: Phase, texts: Sequence[str]) -> Call:
     """Return the call of an op with these text arguments: its region id, and what it saves where it has a choice."""
-    region_id, keep, *_ = (*texts, "", "")
-    return Call(position, region_id, phase, cast("Keep", keep or "nothing"))
+    region_id, policy, *_ = (*texts, "", "")
+    return Call(position, region_id, phase, cast("SavePolicy", policy or "nothing"))
 
 
-KeptRows = frozenset[tuple[str, int, int]]
+SavedRowCounts = frozenset[tuple[str, int, int]]
 """(region id, rows of which it saves something in a run, routed rows) of regions that have room for all of them."""
 Workspace = Callable[[Call], int]
 """Bytes that a call of a region needs beyond what the graph shows."""
@@ -158,42 +158,50 @@ class GraphMemory:
     def without(self, names: Collection[str]) -> GraphMemory:
         """The record without the storages of these names, with regions that save nothing."""
         allocations = tuple(allocation for allocation in self.allocations if allocation.name not in names)
-        return replace(self, allocations=allocations, calls=tuple(replace(call, keep="nothing") for call in self.calls))
+        return replace(
+            self, allocations=allocations, calls=tuple(replace(call, policy="nothing") for call in self.calls)
+        )
 
     def of_run(
-        self, kept: KeptRows, added: frozenset[tuple[str, int]] = frozenset(), sizes: Mapping[str, int] | None = None
+        self,
+        saved: SavedRowCounts,
+        added: frozenset[tuple[str, int]] = frozenset(),
+        sizes: Mapping[str, int] | None = None,
     ) -> GraphMemory:
         """Return the record of a run that allocates less than its graph has room for.
 
         Args:
-            kept: of how many rows regions save something in it; those that are not named, of all.
+            saved: of how many rows regions save something in it; those that are not named, of all.
             added: results of regions' backwards that are added in place to existing gradients.
             sizes: value of each symbol, by name, where a region saves something of a part of its rows.
         """
-        if not kept and not added:
+        if not saved and not added:
             return self
-        if (kept, added) not in self._of_runs:
+        if (saved, added) not in self._of_runs:
             if len(self._of_runs) >= _MOST_SIZES:
                 self._of_runs.clear()
-            self._of_runs[kept, added] = self._made_in_run(kept, added, sizes or {})
-        return self._of_runs[kept, added]
+            self._of_runs[saved, added] = self._made_in_run(saved, added, sizes or {})
+        return self._of_runs[saved, added]
 
-    def _made_in_run(self, kept: KeptRows, added: frozenset[tuple[str, int]], sizes: Mapping[str, int]) -> GraphMemory:
-        rows = {region_id: (num_kept, num_rows) for region_id, num_kept, num_rows in kept}
-        has_parts = any(num_kept for num_kept, _ in rows.values())
+    def _made_in_run(
+        self, saved: SavedRowCounts, added: frozenset[tuple[str, int]], sizes: Mapping[str, int]
+    ) -> GraphMemory:
+        rows = {region_id: (num_saved, num_rows) for region_id, num_saved, num_rows in saved}
+        has_parts = any(num_saved for num_saved, _ in rows.values())
         all_bytes = self.bytes_at(sizes) if has_parts else [0] * len(self.allocations)
         allocations = [
-            _of_rows(allocation, num_bytes, *rows.get(allocation.kept_by, (1, 1)))
+            _of_rows(allocation, num_bytes, *rows.get(allocation.saved_by, (1, 1)))
             for allocation, num_bytes in zip(self.allocations, all_bytes, strict=True)
-            if allocation.result_of not in added and rows.get(allocation.kept_by, (1, 1))[0]
+            if allocation.result_of not in added and rows.get(allocation.saved_by, (1, 1))[0]
         ]
         calls = (
-            replace(call, kept_rows=rows[call.region_id][0]) if call.region_id in rows else call for call in self.calls
+            replace(call, num_saved_rows=rows[call.region_id][0]) if call.region_id in rows else call
+            for call in self.calls
         )
         return replace(self, allocations=tuple(allocations), calls=tuple(calls))
 
     @functools.cached_property
-    def _of_runs(self) -> dict[tuple[KeptRows, frozenset[tuple[str, int]]], GraphMemory]:
+    def _of_runs(self) -> dict[tuple[SavedRowCounts, frozenset[tuple[str, int]]], GraphMemory]:
         return {}
 
     def live_bytes(self, sizes: Mapping[str, int], workspace: Workspace) -> list[int]:
@@ -290,11 +298,11 @@ class GraphMemory:
         return tuple(sizes[str(symbol)] for symbol in self.symbols)
 
 
-def _of_rows(one: Allocation, num_bytes: int, num_kept: int, num_rows: int) -> Allocation:
+def _of_rows(one: Allocation, num_bytes: int, num_saved: int, num_rows: int) -> Allocation:
     """An allocation of `num_bytes` for a part of the rows that it has room for."""
-    if num_kept == num_rows:
+    if num_saved == num_rows:
         return one
-    return replace(one, num_bytes=sympy.Integer(num_bytes // num_rows * num_kept))
+    return replace(one, num_bytes=sympy.Integer(num_bytes // num_rows * num_saved))
 
 
 @functools.lru_cache(maxsize=256)

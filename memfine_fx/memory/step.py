@@ -27,10 +27,10 @@ from memfine_fx.compat.shapes import hints_of_symbols
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.config import Axis
 from memfine_fx.memory.head_bytes import HeadMemory
-from memfine_fx.memory.liveness import Call, GraphMemory, KeptRows
+from memfine_fx.memory.liveness import Call, GraphMemory, SavedRowCounts
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_workspace, workspace_expression
 from memfine_fx.memory.symbols import larger
-from memfine_fx.records import Keep, KeepingOp
+from memfine_fx.records import SavePolicy, SavingOp
 
 __all__ = [
     "GraphRecord",
@@ -71,18 +71,18 @@ class RegionMemory:
         revision: a number that changes with the terms.
     """
 
-    terms: Callable[[Keep], RegionBytes]
+    terms: Callable[[SavePolicy], RegionBytes]
     num_tokens: sympy.Expr
     axis: Axis
     revision: Callable[[], int] = lambda: 0
-    _known: dict[Keep, tuple[int, RegionBytes]] = field(default_factory=dict, compare=False)
+    _known: dict[SavePolicy, tuple[int, RegionBytes]] = field(default_factory=dict, compare=False)
 
-    def terms_now(self, keep: Keep) -> RegionBytes:
+    def terms_now(self, policy: SavePolicy) -> RegionBytes:
         """Return the terms as far as they are known now, computed once for each revision."""
         revision = self.revision()
-        if keep not in self._known or self._known[keep][0] != revision:
-            self._known[keep] = revision, self.terms(keep)
-        return self._known[keep][1]
+        if policy not in self._known or self._known[policy][0] != revision:
+            self._known[policy] = revision, self.terms(policy)
+        return self._known[policy][1]
 
     def tokens_at(self, sizes: Mapping[str, int]) -> int:
         return value_at(self.num_tokens, sizes)
@@ -98,20 +98,20 @@ class RegionMemory:
         phase, num_tokens = call.phase, self.tokens_at(sizes)
         size = size_of(num_tokens)
         return max(
-            region_workspace(self.terms_now(keep), num_tokens, size.at_most(most), self.axis, phase)
-            for keep, most in self.parts(call, sizes)
+            region_workspace(self.terms_now(policy), num_tokens, size.at_most(most), self.axis, phase)
+            for policy, most in self.parts(call, sizes)
         )
 
-    def parts(self, call: Call, sizes: Mapping[str, int]) -> list[tuple[Keep, int | None]]:
+    def parts(self, call: Call, sizes: Mapping[str, int]) -> list[tuple[SavePolicy, int | None]]:
         """Return what each kind of chunk in a call saves, and the most rows of such a chunk; None for the rows where
         all chunks are of that kind.
         """
-        if call.kept_rows is None or call.keep == "nothing":
-            return [(call.keep, None)]
-        others = self.rows_at(sizes) - call.kept_rows
-        if not call.kept_rows or others <= 0:
-            return [(call.keep if call.kept_rows else "nothing", None)]
-        return [(call.keep, call.kept_rows), ("nothing", others)]
+        if call.num_saved_rows is None or call.policy == "nothing":
+            return [(call.policy, None)]
+        others = self.rows_at(sizes) - call.num_saved_rows
+        if not call.num_saved_rows or others <= 0:
+            return [(call.policy if call.num_saved_rows else "nothing", None)]
+        return [(call.policy, call.num_saved_rows), ("nothing", others)]
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,16 @@ class GraphRecord:
 
     Args:
         donated: positions of saved tensors that its backward may write over.
-        keeping: its backward ops that read what a region saved.
+        saving: its backward ops that read what a region saved.
         others: as those of `GraphStep`.
     """
 
     donated: tuple[int, ...]
-    keeping: tuple[KeepingOp, ...]
+    saving: tuple[SavingOp, ...]
     forward: GraphMemory | None
     backward: GraphMemory | None
     decision: str
-    keeps_all: bool
+    saves_all: bool
     optional: Mapping[str, float]
     estimated: frozenset[Direction]
     sole: Mapping[tuple[str, int], int]
@@ -149,7 +149,7 @@ class GraphStep:
         sizes: value of each symbol in the call that it was partitioned for.
         forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
-        keeps_all: whether it recomputes nothing costly and regions save all that pays.
+        saves_all: whether it recomputes nothing costly and regions save all that pays.
         is_least: whether it is the partition for budgets that no other fits.
         base: which partition it was derived from (`passes.step.partitioned`).
         optional: seconds spared per byte by regions that save as many rows as a run has room for (`plan.problem`).
@@ -164,7 +164,7 @@ class GraphStep:
     forward: GraphMemory | None = None
     backward: GraphMemory | None = None
     decision: str = ""
-    keeps_all: bool = False
+    saves_all: bool = False
     is_least: bool = False
     heads: dict[str, HeadMemory] = field(default_factory=dict)
     optional: dict[str, float] = field(default_factory=dict)
@@ -173,15 +173,15 @@ class GraphStep:
     base: str = ""
     chosen_by: int = 0
 
-    def learned(self, donated: Sequence[int] = (), keeping: Sequence[KeepingOp] = ()) -> GraphRecord:
+    def learned(self, donated: Sequence[int] = (), saving: Sequence[SavingOp] = ()) -> GraphRecord:
         """Return a record of what compilation found out, without the regions, which every process analyses anew."""
         return GraphRecord(
             tuple(donated),
-            tuple(keeping),
+            tuple(saving),
             self.forward,
             self.backward,
             self.decision,
-            self.keeps_all,
+            self.saves_all,
             dict(self.optional),
             frozenset(self.estimated),
             dict(self.sole),
@@ -194,7 +194,7 @@ class GraphStep:
     def take(self, record: GraphRecord) -> None:
         """Set the fields from the record of another process that compiled the same graph."""
         self.forward, self.backward = record.forward, record.backward
-        self.decision, self.keeps_all = record.decision, record.keeps_all
+        self.decision, self.saves_all = record.decision, record.saves_all
         self.optional, self.estimated = dict(record.optional), set(record.estimated)
         self.sole, self.is_least = record.sole, record.is_least
         self.base, self.chosen_by = record.base, record.chosen_by
@@ -215,10 +215,12 @@ class GraphStep:
         for symbol in size.node.expr.free_symbols:
             self.sizes.setdefault(str(symbol), int(known.get(symbol, 1)))
 
-    def keep_of(self, region_id: str) -> Keep:
+    def policy_of(self, region_id: str) -> SavePolicy:
         """Return what a region saves in the graphs as they are now."""
         calls = self.forward.calls if self.forward is not None else ()
-        return next((call.keep for call in calls if call.region_id == region_id and call.phase == "forward"), "nothing")
+        return next(
+            (call.policy for call in calls if call.region_id == region_id and call.phase == "forward"), "nothing"
+        )
 
     def workspace(self, size_of: SizeOf, sizes: Mapping[str, int]) -> Callable[[Call], int]:
         def of_call(call: Call) -> int:
@@ -242,7 +244,7 @@ class RunMemory:
         sizes: value of each of its inputs' symbols in this run.
         saved_bytes: by earlier runs whose backwards are still to come, when this one begins.
         later_gradient_bytes: new gradients that backwards of later runs have made when its own backward begins.
-        kept: rows that regions save in this run, where it is not all that the graph has room for.
+        saved: rows that regions save in this run, where it is not all that the graph has room for.
         added: those of `GraphStep.sole` that it adds in place to existing gradients, so that they are not allocated.
     """
 
@@ -250,36 +252,38 @@ class RunMemory:
     sizes: Mapping[str, int]
     saved_bytes: int = 0
     later_gradient_bytes: int = 0
-    kept: KeptRows = frozenset()
+    saved: SavedRowCounts = frozenset()
     added: frozenset[tuple[str, int]] = frozenset()
 
     @property
     def forward(self) -> GraphMemory | None:
         """Return the memory record of its forward, with the rows that this run saves; None where it is unknown."""
-        return None if self.step.forward is None else self.step.forward.of_run(self.kept, sizes=self.values)
+        return None if self.step.forward is None else self.step.forward.of_run(self.saved, sizes=self.values)
 
     @property
     def backward(self) -> GraphMemory | None:
         """Return the memory record of its backward, with the rows that this run saves; None where it is unknown."""
-        return None if self.step.backward is None else self.step.backward.of_run(self.kept, self.added, self.values)
+        return None if self.step.backward is None else self.step.backward.of_run(self.saved, self.added, self.values)
 
-    def keeping(self, rows: Mapping[str, int]) -> RunMemory:
+    def saving(self, rows: Mapping[str, int]) -> RunMemory:
         """Return the run in which regions that may save part of their rows save so many; regions not named, none."""
         saved_rows = {region_id: (rows.get(region_id, 0), self.rows_of(region_id)) for region_id in self.step.optional}
         return replace(
             self,
-            kept=frozenset((region_id, *counts) for region_id, counts in saved_rows.items() if counts[0] < counts[1]),
+            saved=frozenset((region_id, *counts) for region_id, counts in saved_rows.items() if counts[0] < counts[1]),
         )
 
     def rows_of(self, region_id: str) -> int:
         """Return N of a region, the number of its routed rows."""
         return self.step.regions[region_id].rows_at(self.values)
 
-    def kept_rows(self, region_id: str) -> int:
+    def num_saved_rows(self, region_id: str) -> int:
         """Return the number of rows of which a region saves something in this run."""
-        if self.step.keep_of(region_id) == "nothing":
+        if self.step.policy_of(region_id) == "nothing":
             return 0
-        return next((num_kept for other_id, num_kept, _ in self.kept if other_id == region_id), self.rows_of(region_id))
+        return next(
+            (num_saved for other_id, num_saved, _ in self.saved if other_id == region_id), self.rows_of(region_id)
+        )
 
     @property
     def values(self) -> dict[str, int]:
@@ -376,7 +380,7 @@ def _workspace_expression(run: RunMemory, size_of: SizeOf, call: Call) -> sympy.
         return 0
     size = size_of(call.region_id, region.tokens_at(run.values))
     parts = (
-        workspace_expression(region.terms_now(keep), region.num_tokens, size.at_most(most), region.axis, call.phase)
-        for keep, most in region.parts(call, run.values)
+        workspace_expression(region.terms_now(policy), region.num_tokens, size.at_most(most), region.axis, call.phase)
+        for policy, most in region.parts(call, run.values)
     )
     return functools.reduce(larger, parts)

@@ -36,8 +36,8 @@ READER_FILES = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.
 """What a record follows from beside the wrapper and, for scratch inside kernels, `machine.measurement_key`."""
 
 _PHASES = {f"torch.ops.memfine.{name}.default": phase for name, phase in OP_PHASES.items()}
-_KEEPING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_keeping", "experts_backward_kept"))
-_KEPT_ARGUMENT = 8  # of the latter: what the former saved
+_KEEPING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_saving", "experts_backward_saved"))
+_SAVED_ARGUMENT = 8  # of the latter: what the former saved
 _PRODUCTS = tuple(f"extern_kernels.{name}" for name in MULTIPLYING)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _ROUNDINGS = {"math.floor": sympy.floor, "math.ceil": sympy.ceiling}
@@ -257,9 +257,9 @@ class _Reader:
             self._hold(name, [self._result(label, result) for result in op.results] if viewed is None else viewed)
             self._lay(name, op.results[0] if len(op.results) == 1 else None)
             if function in _KEEPING:
-                _keep(self._held[name][1:-1], _texts(call))  # the last is the number of saved rows
+                _save(self._held[name][1:-1], _texts(call))  # the last is the number of saved rows
             elif function in _FINDING:
-                _keep(self._listed(call.args[_KEPT_ARGUMENT]), _texts(call))
+                _save(self._listed(call.args[_SAVED_ARGUMENT]), _texts(call))
             if _PHASES.get(function) == "backward":
                 _number(self._held[name], _texts(call)[0])
             if op.scratch:
@@ -344,13 +344,13 @@ class _Reader:
                 storage.allocation = replace(storage.allocation, stop=self._position)
 
 
-def _keep(storages: Iterable[_Storage], texts: Sequence[str]) -> None:
+def _save(storages: Iterable[_Storage], texts: Sequence[str]) -> None:
     """Record which region saves these storages, and count a row of its own for each routed row: strides may be 0
     (`runtime.loop.spread`).
     """
     for storage in storages:
         num_bytes = storage.allocation.num_bytes if storage.layout is None else storage.layout.dense_bytes
-        storage.allocation = replace(storage.allocation, num_bytes=num_bytes, kept_by=texts[0])
+        storage.allocation = replace(storage.allocation, num_bytes=num_bytes, saved_by=texts[0])
 
 
 def _number(storages: Iterable[_Storage], region_id: str) -> None:

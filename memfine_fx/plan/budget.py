@@ -35,7 +35,7 @@ from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.rows import LEAST_ROWS, LEAST_TOKENS, infeasible, plan_head, plan_region
 from memfine_fx.plan.runs import CalledGraph, Owner, Run, RunHistory, Situation, gradient_bytes
 from memfine_fx.plan.solve import StepProblem, solve
-from memfine_fx.records import ChunkPlan, Keep
+from memfine_fx.records import ChunkPlan, SavePolicy
 from memfine_fx.records.heads import HeadPlan
 
 __all__ = [
@@ -53,8 +53,8 @@ __all__ = [
     "fits_unbounded",
     "is_accelerator",
     "is_limited",
-    "keeping_in",
     "refusal_of",
+    "saving_in",
     "situation_of",
     "smallest_peak",
     "unbounded_rows",
@@ -223,7 +223,7 @@ class GraphBudget:
     def rates(self) -> DeviceRates:
         measured = device_rates(self._device.type, self._dtype)
         # Graphs that will run on an accelerator are recorded on this CPU, and memory is at hand there.
-        return measured if self._session.runs_here else replace(measured, keep_bytes=math.inf)
+        return measured if self._session.runs_here else replace(measured, save_bytes=math.inf)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -238,7 +238,7 @@ class GraphBudget:
         step = self._step
         trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
         trial.optional = dict.fromkeys(without, 0.0)
-        memory = replace(self.situation.memory, step=trial, sizes=step.sizes, kept=frozenset())
+        memory = replace(self.situation.memory, step=trial, sizes=step.sizes, saved=frozenset())
         return [with_margin(num_bytes) for num_bytes in live_bytes(lean_of(memory), self._size_of(rows))]
 
     def workspace(self, rows: int | None) -> Workspace:
@@ -267,8 +267,8 @@ def choose_plan(
         BudgetInfeasible: not even `LEAST_ROWS` a chunk fit in a budget of the user; what an accelerator has is tried.
     """
     config, situation = session.config, _situation_in(session, graph)
-    keep, num_kept, is_all = _kept_of(region_id, graph.step, situation, num_tokens)
-    region = graph.step.regions[region_id].terms_now(keep if is_all else "nothing")
+    policy, num_saved, is_all = _saved_of(region_id, graph.step, situation, num_tokens)
+    region = graph.step.regions[region_id].terms_now(policy if is_all else "nothing")
     solved = None if situation is None else session.peaks.peak_of(config, situation)
 
     def peak_terms(rows: int) -> dict[str, int]:
@@ -294,10 +294,10 @@ def choose_plan(
         peak_bytes=peak_bytes,
         refuses=config.has_budget,
     )
-    return replace(plan, keeps=keep, kept_rows=num_kept)
+    return replace(plan, policy=policy, num_saved_rows=num_saved)
 
 
-def keeping_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemory:
+def saving_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemory:
     """Return a run of a graph that may save rows, with as many rows saved as the run itself has room for.
 
     Without a budget nothing is saved where the step's bytes are not known: records are estimates, or later runs of the
@@ -311,13 +311,13 @@ def keeping_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemo
         if memory.step.estimated or session.history.is_followed(run):
             return lean_of(memory)
         without = functools.partial(problem_without_budget, config, memory)
-        return session.peaks.keeping(Situation(memory, None), 0, lambda: _solved(without(), memory))
+        return session.peaks.saving(Situation(memory, None), 0, lambda: _solved(without(), memory))
     later = session.history.expected_after(run)
     if not later and session.history.is_followed(run):
         return lean_of(memory)
     situation, needs = situation_of(session, run), _needs_of(config, later)
     rates = functools.partial(device_rates, hidden.device.type, hidden.dtype)
-    return session.peaks.keeping(situation, needs, lambda: _keeping_within(config, situation, needs, rates))
+    return session.peaks.saving(situation, needs, lambda: _saving_within(config, situation, needs, rates))
 
 
 def _needs_of(config: Config, runs: Sequence[Run]) -> int:
@@ -334,7 +334,7 @@ def _solved(problem: StepProblem | None, run: RunMemory) -> RunMemory:
     return run_of_plan(run, None if problem is None else solve(problem))
 
 
-def _keeping_within(config: Config, situation: Situation, needs: int, rates: Callable[[], DeviceRates]) -> RunMemory:
+def _saving_within(config: Config, situation: Situation, needs: int, rates: Callable[[], DeviceRates]) -> RunMemory:
     """Return the run that saves everything, if that fits with as many rows per chunk as time asks for; else the run of
     the solver's plan.
     """
@@ -350,16 +350,18 @@ def _keeping_within(config: Config, situation: Situation, needs: int, rates: Cal
     return memory if problem is None else _solved(problem, memory)
 
 
-def _kept_of(region_id: str, step: GraphStep, situation: Situation | None, num_tokens: int) -> tuple[Keep, int, bool]:
+def _saved_of(
+    region_id: str, step: GraphStep, situation: Situation | None, num_tokens: int
+) -> tuple[SavePolicy, int, bool]:
     """Return what a region saves in a run with T tokens, of how many rows, and whether of all rows."""
-    keep = step.keep_of(region_id)
-    if keep == "nothing":
-        return keep, 0, False
-    saved_rows = () if situation is None else situation.memory.kept
-    parts = [num_kept for other_id, num_kept, _ in saved_rows if other_id == region_id]
+    policy = step.policy_of(region_id)
+    if policy == "nothing":
+        return policy, 0, False
+    saved_rows = () if situation is None else situation.memory.saved
+    parts = [num_saved for other_id, num_saved, _ in saved_rows if other_id == region_id]
     if not parts:  # of all, also where this rank has no rows itself and saves what comes
-        return keep, num_tokens * step.regions[region_id].terms_now("nothing").top_k, True
-    return (keep, parts[0], False) if parts[0] else ("nothing", 0, False)
+        return policy, num_tokens * step.regions[region_id].terms_now("nothing").top_k, True
+    return (policy, parts[0], False) if parts[0] else ("nothing", 0, False)
 
 
 def choose_head_plan(
@@ -439,18 +441,18 @@ def describe_budget(config: Config, runs: Sequence[RunMemory], device_bytes: int
     if config.has_budget:
         return f"memory_budget={config.memory_budget!r} bounds the bytes of a step"
     if config.memory_budget == LEAST:
-        return 'memory_budget="least": regions keep nothing'
+        return 'memory_budget="least": regions save nothing'
     if device_bytes is not None:
         return f"no memory_budget: what the device has for the step bounds it, {device_bytes:,} B"
     steps = {id(run.step): run for run in runs}.values()
     num_optional = sum(len(run.step.optional) for run in steps)
     if not num_optional:
         return (
-            "no memory_budget: regions keep nothing (where Inductor compiles a graph that returns its loss for a CPU, "
-            "they keep what leaves the step's peak where it is)"
+            "no memory_budget: regions save nothing (where Inductor compiles a graph that returns its loss for a CPU, "
+            "they save what does not raise the step's peak)"
         )
-    num_keeping = sum(run.kept_rows(region_id) > 0 for run in steps for region_id in run.step.optional)
-    return f"no memory_budget: {num_keeping} of {num_optional} regions keep what leaves the step's peak where it is"
+    num_saving = sum(run.num_saved_rows(region_id) > 0 for run in steps for region_id in run.step.optional)
+    return f"no memory_budget: {num_saving} of {num_optional} regions save what does not raise the step's peak"
 
 
 def device_of(graph: CalledGraph) -> torch.device:

@@ -20,14 +20,14 @@ class DeviceRates:
         matmul_flops: (rows, FLOPs a second of a product with so many rows), rows rising.
         copy_bytes: bytes a second, read and written ones both counted.
         launch_seconds: of calling one small operation.
-        keep_bytes: bytes a second that are written to memory which was just asked for, read once and given back. On a
+        save_bytes: bytes a second that are written to memory which was just asked for, read once and given back. On a
             CPU the system hands out its pages as they are written; an accelerator's allocator has it already.
     """
 
     matmul_flops: tuple[tuple[int, float], ...]
     copy_bytes: float
     launch_seconds: float
-    keep_bytes: float = math.inf
+    save_bytes: float = math.inf
 
     def flops_at(self, rows: float) -> float:
         """FLOPs a second of a product with `rows` rows, between the measured ones by straight lines."""
@@ -43,7 +43,7 @@ class DeviceRates:
     def peak_flops(self) -> float:
         return max(rate for _, rate in self.matmul_flops)
 
-    def keeping_seconds(self, num_bytes: float, copied_bytes: float) -> float:
+    def saving_seconds(self, num_bytes: float, copied_bytes: float) -> float:
         """Return the seconds that saving costs: saved rows go to new memory, where a chunk would reuse that of the one
         before.
 
@@ -51,7 +51,7 @@ class DeviceRates:
             num_bytes: saved.
             copied_bytes: of these, computed elsewhere, read and written once more.
         """
-        return num_bytes / self.keep_bytes + 2 * copied_bytes / self.copy_bytes
+        return num_bytes / self.save_bytes + 2 * copied_bytes / self.copy_bytes
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from memfine_fx.memory.region_bytes import region_peak
 from memfine_fx.plan.cost import DeviceRates, rows_seconds
 from memfine_fx.plan.layer import LayerSizes, LayerWork, doubled_rows
 from memfine_fx.plan.rates import device_rates
-from memfine_fx.records import Keep
+from memfine_fx.records import SavePolicy
 
 __all__ = ["FrontPoint", "MeasuredPoint", "layer_front", "read_measured"]
 
-_KEEPS: tuple[Keep, ...] = ("nothing", "projections", "operands")
+_POLICIES: tuple[SavePolicy, ...] = ("nothing", "projections", "operands")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FrontPoint:
     """One plan: R, what is saved, peak beyond parameters and gradients, seconds of one forward and backward."""
 
     rows: int
-    keeps: Keep
+    policy: SavePolicy
     peak_bytes: int
     seconds: float
 
@@ -43,7 +43,7 @@ class MeasuredPoint:
 
 
 def layer_front(
-    sizes: LayerSizes, work_of: Callable[[LayerSizes, Keep], LayerWork], *, smallest: int = 64
+    sizes: LayerSizes, work_of: Callable[[LayerSizes, SavePolicy], LayerWork], *, smallest: int = 64
 ) -> list[FrontPoint]:
     """The plans that none beats in both bytes and seconds, least bytes first.
 
@@ -52,7 +52,9 @@ def layer_front(
         smallest: R to begin with; it is doubled up to all routed rows.
     """
     rates = device_rates(sizes.device, sizes.dtype)
-    points = [point for keep in _KEEPS for point in _points(sizes, work_of(sizes, keep), keep, rates, smallest)]
+    points = [
+        point for policy in _POLICIES for point in _points(sizes, work_of(sizes, policy), policy, rates, smallest)
+    ]
     front: list[FrontPoint] = []
     for point in sorted(points, key=lambda candidate: (candidate.peak_bytes, candidate.seconds)):
         if not front or point.seconds < front[-1].seconds:
@@ -60,12 +62,14 @@ def layer_front(
     return front
 
 
-def _points(sizes: LayerSizes, work: LayerWork, keep: Keep, rates: DeviceRates, smallest: int) -> Iterable[FrontPoint]:
+def _points(
+    sizes: LayerSizes, work: LayerWork, policy: SavePolicy, rates: DeviceRates, smallest: int
+) -> Iterable[FrontPoint]:
     num_routed = sizes.num_tokens * sizes.top_k
     for rows in doubled_rows(num_routed, smallest):
         terms = region_peak(work.region, sizes.num_tokens, rows)
-        peak = sum(terms.values()) - terms.get("expert weight grads", 0) + work.kept_row_bytes * num_routed
-        yield FrontPoint(rows, keep, peak, _seconds(work, rates, num_routed, rows))
+        peak = sum(terms.values()) - terms.get("expert weight grads", 0) + work.saved_row_bytes * num_routed
+        yield FrontPoint(rows, policy, peak, _seconds(work, rates, num_routed, rows))
 
 
 def _seconds(work: LayerWork, rates: DeviceRates, num_routed: int, rows: int) -> float:
@@ -79,8 +83,8 @@ def _seconds(work: LayerWork, rates: DeviceRates, num_routed: int, rows: int) ->
         rows=rows,
         takes_group=work.region.takes_group,
     )
-    kept_bytes = work.kept_row_bytes * num_routed
-    return seconds + rates.keeping_seconds(kept_bytes, kept_bytes)
+    saved_bytes = work.saved_row_bytes * num_routed
+    return seconds + rates.saving_seconds(saved_bytes, saved_bytes)
 
 
 def read_measured(path: str | Path) -> list[MeasuredPoint]:

@@ -116,5 +116,5 @@ class LayerWork:
     """A layer's byte terms, bytes saved of each routed row, matmul FLOPs of a step on one routed row."""
 
     region: RegionBytes
-    kept_row_bytes: int
+    saved_row_bytes: int
     flops_per_row: int

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 from memfine_fx.config import Config
-from memfine_fx.memory.liveness import KeptRows
+from memfine_fx.memory.liveness import SavedRowCounts
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes
 from memfine_fx.memory.step import GraphStep, RunMemory, StepPeak, step_peak, step_peak_bytes
 from memfine_fx.plan.rows import knee_tokens, wanted_rows
@@ -28,7 +28,7 @@ class SolvedPeaks:
 
     num_solved: int = 0
     _peaks: dict[Hashable, dict[tuple[int | None, int | None], int | None]] = field(default_factory=dict)
-    _keeping: dict[Hashable, KeptRows] = field(default_factory=dict)
+    _saving: dict[Hashable, SavedRowCounts] = field(default_factory=dict)
 
     def peak_of(self, config: Config, situation: Situation) -> Callable[[int | None, int | None], int | None]:
         """(rows, a head's tokens) -> bytes of the run's peak beyond what is there before it."""
@@ -46,23 +46,23 @@ class SolvedPeaks:
 
         return peak
 
-    def keeping(self, situation: Situation, needs: int, solve: Callable[[], RunMemory]) -> RunMemory:
-        """The run of a situation with the rows that `solve` finds that its regions keep, once for each situation.
+    def saving(self, situation: Situation, needs: int, solve: Callable[[], RunMemory]) -> RunMemory:
+        """Return the run of a situation with the rows that its regions save by `solve`, once for each situation.
 
         Args:
             needs: bytes that later runs of its pass are expected to take.
         """
         key = (situation.key, needs, revision_of(situation.memory.step))
-        if key not in self._keeping:
-            if len(self._keeping) >= _MOST_SITUATIONS:
-                self._keeping.clear()
-            self._keeping[key] = solve().kept
-        return replace(situation.memory, kept=self._keeping[key])
+        if key not in self._saving:
+            if len(self._saving) >= _MOST_SITUATIONS:
+                self._saving.clear()
+            self._saving[key] = solve().saved
+        return replace(situation.memory, saved=self._saving[key])
 
     def forget(self) -> None:
         """More is known of a graph's memory than before."""
         self._peaks.clear()
-        self._keeping.clear()
+        self._saving.clear()
 
 
 def revision_of(step: GraphStep) -> int:

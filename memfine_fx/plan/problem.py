@@ -27,7 +27,7 @@ from memfine_fx.plan.cost import STEP_FLOPS, DeviceRates, rows_seconds
 from memfine_fx.plan.peaks import chunk_sizes, unbounded_rows
 from memfine_fx.plan.rows import LEAST_ROWS, LEAST_TOKENS, knee_tokens
 from memfine_fx.plan.solve import Alternative, Choice, Item, Span, StepPlan, StepProblem
-from memfine_fx.records import Keep
+from memfine_fx.records import SavePolicy
 
 __all__ = [
     "MARGIN_PERCENT",
@@ -122,7 +122,7 @@ class SavableRows:
 
     Args:
         region_id: of the region.
-        keep: how much.
+        policy: how much.
         row_bytes: of each row.
         num_rows: N.
         seconds: spared if it is saved of all rows.
@@ -130,7 +130,7 @@ class SavableRows:
     """
 
     region_id: str
-    keep: Keep
+    policy: SavePolicy
     row_bytes: int
     num_rows: int
     seconds: float
@@ -237,7 +237,7 @@ def _choice_of_rows(amount: SavableRows, run: Call, back: Call, behind: int, wor
     row_bytes = with_margin(amount.row_bytes * amount.num_rows // num_units)
     pieces = [Span(run.position, behind, row_bytes), Span(behind, behind + back.position + 1, row_bytes)]
     for call, first in ((run, 0), (back, behind)):
-        scratch = workspace(replace(call, keep=amount.keep)) - workspace(replace(call, keep="nothing"))
+        scratch = workspace(replace(call, policy=amount.policy)) - workspace(replace(call, policy="nothing"))
         place = first + call.position
         pieces.append(Span(place, place + 1, 0, scratch, max(0, scratch)))
     return Choice(amount.seconds, tuple(_disjoint(pieces)), num_units, min(_FEWEST, num_units))
@@ -251,13 +251,13 @@ def with_margin(estimated: int) -> int:
 def run_of_plan(run: RunMemory, plan: StepPlan | None) -> RunMemory:
     """Return the run in which regions save as many rows as a plan says; none without a plan."""
     return (
-        lean_of(run) if plan is None else run.keeping({region_id: rows for region_id, (_, rows) in plan.saved.items()})
+        lean_of(run) if plan is None else run.saving({region_id: rows for region_id, (_, rows) in plan.saved.items()})
     )
 
 
 def lean_of(run: RunMemory) -> RunMemory:
     """Return the same run in which no region saves anything that it need not."""
-    return run.keeping({})
+    return run.saving({})
 
 
 def live_bytes(run: RunMemory, size_of: SizeOf, needs: int = 0) -> list[int]:
@@ -281,7 +281,7 @@ def region_items(run: RunMemory, size_of: SizeOf) -> list[Item]:
         run: whose record has room for all rows; it is read as if that were used.
         size_of: chunks.
     """
-    full = replace(run, kept=frozenset())
+    full = replace(run, saved=frozenset())
     forward, backward = full.forward, full.backward
     assert forward is not None and backward is not None
     workspace = run.step.workspace(size_of, run.values)
@@ -309,14 +309,14 @@ def _pieces(run: RunMemory, memory: GraphMemory, workspace: Workspace, first: in
     rows = {region_id: run.rows_of(region_id) for region_id in run.step.optional}
     pieces: dict[str, list[Span]] = {region_id: [] for region_id, num_rows in rows.items() if num_rows}
     for allocation, num_bytes in zip(memory.allocations, memory.bytes_at(run.values), strict=True):
-        if allocation.kept_by in pieces:
+        if allocation.saved_by in pieces:
             stop = end if allocation.stop is None else first + allocation.stop
-            pieces[allocation.kept_by].append(
-                Span(first + allocation.start, stop, num_bytes // rows[allocation.kept_by])
+            pieces[allocation.saved_by].append(
+                Span(first + allocation.start, stop, num_bytes // rows[allocation.saved_by])
             )
     for call in memory.calls:
         if call.region_id in pieces:
-            of_all = workspace(replace(call, kept_rows=None)) - workspace(replace(call, kept_rows=0))
+            of_all = workspace(replace(call, num_saved_rows=None)) - workspace(replace(call, num_saved_rows=0))
             place = first + call.position
             pieces[call.region_id].append(Span(place, place + 1, 0, of_all, max(0, of_all)))
     return pieces

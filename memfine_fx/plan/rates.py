@@ -135,7 +135,7 @@ def _decode_rates(device_type: str, row_counts: Sequence[int], fields: Any) -> D
         _decode_products(row_counts, fields["matmul_flops"]),
         number_between(fields["copy_bytes"], *_RATES),
         number_between(fields["launch_seconds"], *_LAUNCH_SECONDS),
-        number_between(fields["keep_bytes"], *_RATES) if device_type == "cpu" else math.inf,
+        number_between(fields["save_bytes"], *_RATES) if device_type == "cpu" else math.inf,
     )
 
 

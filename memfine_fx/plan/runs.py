@@ -150,7 +150,7 @@ class Situation:
 
     def __post_init__(self) -> None:
         memory = self.memory
-        beside = (memory.saved_bytes, memory.later_gradient_bytes, self.available_bytes, memory.kept, memory.added)
+        beside = (memory.saved_bytes, memory.later_gradient_bytes, self.available_bytes, memory.saved, memory.added)
         object.__setattr__(self, "key", (id(memory.step), *sorted(memory.sizes.items()), *beside))
 
 

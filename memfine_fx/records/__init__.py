@@ -21,13 +21,13 @@ __all__ = [
     "ChunkPlan",
     "Cut",
     "ExpertFunction",
-    "Keep",
-    "KeepingOp",
     "MoERegion",
     "Modes",
     "ParamKind",
     "Refusal",
     "RegionDims",
+    "SavePolicy",
+    "SavingOp",
     "SlotLayout",
     "Where",
 ]
@@ -35,24 +35,24 @@ __all__ = [
 ParamKind = Literal["expert", "each", "shared"]
 """How an expert finds its parameter: its entry of a table [E,...], one of E tensors, or a tensor all share."""
 
-Keep = Literal["nothing", "received", "projections", "operands"]
+SavePolicy = Literal["nothing", "received", "projections", "operands"]
 """What a region's forward saves of its routed rows for backward: nothing, so that all is recomputed; the results of the
 projections that backward would recompute; or, with them, whatever its matmuls read, so that nothing is written twice.
 Where experts live on several ranks, the rows that came from them: "received" alone, or beside the others."""
 
 
 @dataclass(frozen=True)
-class KeepingOp:
+class SavingOp:
     """A region's backward op that reads saved tensors.
 
     Args:
         region_id: key of the region.
-        keep: how much.
-        wanted: gradients, as `runtime.bodies.Bodies.keeping` is asked for them.
+        policy: how much.
+        wanted: gradients, as `runtime.bodies.Bodies.saving` is asked for them.
     """
 
     region_id: str
-    keep: Keep
+    policy: SavePolicy
     wanted: tuple[bool, ...]
 
 
@@ -216,8 +216,8 @@ class ChunkPlan:
         predicted_bytes: peak of the region's own working set in backward: chunk temporaries, output and
             accumulators, index arrays and the expert weight gradients.
         reason: why this and not another.
-        keeps: what forward saves for backward: what the compiled graph has room for, or nothing.
-        kept_rows: of how many routed rows, the first in expert order: 0 where it saves nothing, at most N.
+        policies: what forward saves for backward: what the compiled graph has room for, or nothing.
+        num_saved_rows: of how many routed rows, the first in expert order: 0 where it saves nothing, at most N.
         rows_per_round: the most rows that come to this rank at once, where experts live on several ranks and the axis
             is "rows"; else 0.
     """
@@ -227,9 +227,9 @@ class ChunkPlan:
     tokens_per_chunk: int
     predicted_bytes: int
     reason: str
-    keeps: Keep = "nothing"
+    policy: SavePolicy = "nothing"
     rows_per_round: int = 0
-    kept_rows: int = 0
+    num_saved_rows: int = 0
 
     @property
     def size_in_words(self) -> str:

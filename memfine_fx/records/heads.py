@@ -75,7 +75,7 @@ class HeadRegion:
         nodes: from the projection to the exit.
         results: those of `nodes`, or casts of them, that the graph returns. They become None (`Config.returns_logits`),
             or are computed chunk by chunk.
-        keeps_logits: which of both.
+        saves_logits: which of both.
         wanted: whether gradients of hidden, weight and bias are wanted.
         dims: sizes.
         where: of the projection.
@@ -96,7 +96,7 @@ class HeadRegion:
     wanted: tuple[bool, bool, bool]
     dims: HeadDims
     where: Where
-    keeps_logits: bool = False
+    saves_logits: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def draw_front(front: Sequence[FrontPoint], measured: Sequence[MeasuredPoint], p
     peaks, seconds = [point.peak_bytes / MIB for point in front], [point.seconds for point in front]
     axes.plot(peaks, seconds, "o-", color="#0a7d5a", label="memfine, predicted")
     for point, peak in zip(front, peaks, strict=True):
-        axes.annotate(f"R={point.rows}, {point.keeps}", (peak, point.seconds), fontsize=6, rotation=30)
+        axes.annotate(f"R={point.rows}, {point.policy}", (peak, point.seconds), fontsize=6, rotation=30)
     if measured:
         axes.plot(
             [peer.peak_bytes / MIB for peer in measured],

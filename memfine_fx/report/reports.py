@@ -116,7 +116,7 @@ class RegionReport:
             ran += f", {self.rounds}"
         elif self.num_ranks > 1:
             ran += f", experts on {self.num_ranks} ranks, rounds of at most {plan.rows_at_once:,} rows"
-        ran += f", {plan.keeps} of {plan.kept_rows:,} rows kept" if plan.kept_rows else ""
+        ran += f", {plan.policy} of {plan.num_saved_rows:,} rows saved" if plan.num_saved_rows else ""
         ran += f", {self.num_added} gradients added to where they were" if self.num_added else ""
         ran += f", imbalance {self.imbalance}" if self.imbalance else ""
         return f"{line}; axis {plan.axis}, {size} a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"

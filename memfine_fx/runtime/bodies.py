@@ -13,19 +13,19 @@ from typing import Protocol
 import sympy
 import torch
 
-from memfine_fx.records import Keep, ParamKind
+from memfine_fx.records import ParamKind, SavePolicy
 
 __all__ = [
     "BackwardBody",
     "Bodies",
     "ForwardBody",
     "GivenProduct",
-    "KeepingBodies",
-    "KeptTensor",
     "Operand",
     "ParamGrad",
     "PlainGrad",
     "ProductGrad",
+    "SavedTensor",
+    "SavingBodies",
 ]
 
 
@@ -123,7 +123,7 @@ class BackwardBody(_Body):
 
 
 @dataclass(frozen=True)
-class KeptTensor:
+class SavedTensor:
     """A tensor [R, *shape] of a body that forward saves for backward, one row for each routed row."""
 
     shape: tuple[int, ...]
@@ -135,7 +135,7 @@ class KeptTensor:
 
 
 @dataclass(frozen=True)
-class KeepingBodies:
+class SavingBodies:
     """A forward and a backward whose backward takes the saved tensors after its other arguments.
 
     The forward takes those of the saved tensors whose entry in `given` is not None after its other arguments, and
@@ -143,25 +143,25 @@ class KeepingBodies:
 
     Args:
         forward, backward: as without saving, but for the saved tensors.
-        kept: the saved tensors, in order.
+        saved: the saved tensors, in order.
         flops_per_row: of the matmuls that backward is spared.
-        given: for each of `kept` the product that it is, where the loop can compute it in place; else None.
+        given: for each of `saved` the product that it is, where the loop can compute it in place; else None.
     """
 
     forward: ForwardBody
     backward: BackwardBody
-    kept: tuple[KeptTensor, ...]
+    saved: tuple[SavedTensor, ...]
     flops_per_row: int
     given: tuple[GivenProduct | None, ...] = ()
 
     @property
     def row_bytes(self) -> int:
-        return sum(tensor.row_bytes for tensor in self.kept)
+        return sum(tensor.row_bytes for tensor in self.saved)
 
     @property
     def copied_row_bytes(self) -> int:
         """Return the bytes of a saved row that the body computes elsewhere, so that they are written a second time."""
-        return sum(tensor.row_bytes for tensor, product in zip(self.kept, self.given, strict=True) if product is None)
+        return sum(tensor.row_bytes for tensor, product in zip(self.saved, self.given, strict=True) if product is None)
 
 
 class Bodies(Protocol):
@@ -182,6 +182,6 @@ class Bodies(Protocol):
         """`wanted`: rows, weight (False if there is none), then each parameter."""
         ...
 
-    def keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
+    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
         """Return the pair that saves so much; None where there is nothing of that to save."""
         ...

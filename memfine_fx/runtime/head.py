@@ -27,7 +27,7 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
     mutates_args=(),
     schema=(
         "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? divisor, bool[] wanted, "
-        "bool keeps_logits, str region_id) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "bool saves_logits, str region_id) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     tags=(torch.Tag.cudagraph_unsafe,),
 )
@@ -38,7 +38,7 @@ def head_loss(
     labels: torch.Tensor,
     divisor: torch.Tensor | None,
     wanted: list[bool],
-    keeps_logits: bool,
+    saves_logits: bool,
     region_id: str,
 ) -> Results:
     """Cross-entropy of a projection, chunk by chunk.
@@ -50,7 +50,7 @@ def head_loss(
         labels: [T] int64.
         divisor: one number by which a sum is divided, or None.
         wanted: whether gradients of hidden, weight and bias are wanted.
-        keeps_logits: whether the logits are wanted, as numbers without a gradient.
+        saves_logits: whether the logits are wanted, as numbers without a gradient.
         region_id: key of the live head.
 
     Returns:
@@ -65,15 +65,15 @@ def head_loss(
     head.num_steps += 1
     inputs = HeadInputs(hidden, weight, bias, labels, divisor)
     flags = (wanted[0], wanted[1], wanted[2])
-    logits = _logits_of(hidden, weight, keeps_logits)
+    logits = _logits_of(hidden, weight, saves_logits)
     with span(f"forward {region_id}"), range_of(f"{head.name or region_id} forward"), without_autocast():
-        returned = logits if keeps_logits else None
+        returned = logits if saves_logits else None
         results = run_head(inputs, head.loss, bounds, flags, returned, kernel=head.kernel)
     return results.loss.to(head.out_dtype), results.power, results.hidden, results.weight, results.bias, logits
 
 
-def _logits_of(hidden: torch.Tensor, weight: torch.Tensor, keeps_logits: bool) -> torch.Tensor:
-    return hidden.new_empty((hidden.shape[0], weight.shape[0]) if keeps_logits else (0,))
+def _logits_of(hidden: torch.Tensor, weight: torch.Tensor, saves_logits: bool) -> torch.Tensor:
+    return hidden.new_empty((hidden.shape[0], weight.shape[0]) if saves_logits else (0,))
 
 
 @head_loss.register_fake
@@ -84,12 +84,12 @@ def _(
     labels: torch.Tensor,
     divisor: torch.Tensor | None,
     wanted: list[bool],
-    keeps_logits: bool,
+    saves_logits: bool,
     region_id: str,
 ) -> Results:
     empty = HeadResults.empty(hidden, weight, (wanted[0], wanted[1], wanted[2]))
     loss = hidden.new_empty((), dtype=lookup_head(region_id).out_dtype)
-    logits = _logits_of(hidden, weight, keeps_logits)
+    logits = _logits_of(hidden, weight, saves_logits)
     return loss, empty.power, empty.hidden, empty.weight, empty.bias, logits
 
 

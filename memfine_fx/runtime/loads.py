@@ -40,7 +40,7 @@ class RoundStats:
 
     Args:
         num_ranks: that share its experts.
-        num_rounds, num_kept: exchanges of rows in forward, and how many of them were saved for backward.
+        num_rounds, num_saved: exchanges of rows in forward, and how many of them were saved for backward.
         largest: rows that came to this rank in one round.
         received, busiest: rows that came to this rank in all, and to the rank with most.
         num_clones: experts that other ranks helped with, each counted for each of them.
@@ -49,7 +49,7 @@ class RoundStats:
 
     num_ranks: int
     num_rounds: int
-    num_kept: int
+    num_saved: int
     largest: int
     received: int
     busiest: int
@@ -58,7 +58,7 @@ class RoundStats:
 
     def __str__(self) -> str:
         helped = f", {self.busiest_alone:,} without {self.num_clones} clones" if self.num_clones else ""
-        saved_text = f", {self.num_kept} of them kept" if self.num_kept else ""
+        saved_text = f", {self.num_saved} of them saved" if self.num_saved else ""
         return (
             f"{self.num_ranks} ranks, {self.num_rounds} rounds of at most {self.largest:,} rows{saved_text}, "
             f"{self.received:,} rows received ({self.busiest:,} by the busiest rank{helped})"

@@ -17,14 +17,14 @@ import torch
 from memfine_fx.compat.autograd import without_autocast
 from memfine_fx.memory.symbols import GROUPS, ROWS
 from memfine_fx.records import ChunkPlan
-from memfine_fx.runtime.bodies import BackwardBody, Bodies, KeepingBodies, PlainGrad, ProductGrad
+from memfine_fx.runtime.bodies import BackwardBody, Bodies, PlainGrad, ProductGrad, SavingBodies
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.halving import Progress, run_chunks
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk, cut_at
 
-__all__ = ["Kept", "Places", "accumulator_dtype", "chunks_of", "open_gradients", "run_backward", "run_forward"]
+__all__ = ["Places", "SavedRows", "accumulator_dtype", "chunks_of", "open_gradients", "run_backward", "run_forward"]
 
 
 def _ignore(rows: int) -> None:
@@ -32,7 +32,7 @@ def _ignore(rows: int) -> None:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedRows:
     """Bodies that save tensors in forward for backward, and the saved tensors of the first rows in expert order.
 
     Args:
@@ -41,7 +41,7 @@ class Kept:
         num_rows: M; None: all, however many there are.
     """
 
-    bodies: KeepingBodies
+    bodies: SavingBodies
     tensors: Sequence[torch.Tensor] = ()
     num_rows: int | None = None
 
@@ -68,28 +68,30 @@ class Kept:
         return parts
 
     @staticmethod
-    def empty(bodies: KeepingBodies, hidden: torch.Tensor, order: torch.Tensor, num_rows: int | None = None) -> Kept:
+    def empty(
+        bodies: SavingBodies, hidden: torch.Tensor, order: torch.Tensor, num_rows: int | None = None
+    ) -> SavedRows:
         """Allocate the tensors that a forward will save; rows of dropped assignments are never written."""
         rows = order.shape[0] if num_rows is None else num_rows
-        return Kept(
-            bodies, [hidden.new_empty((rows, *saved.shape), dtype=saved.dtype) for saved in bodies.kept], num_rows
+        return SavedRows(
+            bodies, [hidden.new_empty((rows, *saved.shape), dtype=saved.dtype) for saved in bodies.saved], num_rows
         )
 
     def handed_over(self, rows: int) -> list[torch.Tensor]:
         """Return the saved tensors as the graph takes them, of `rows` rows whatever a run saves: see `spread`."""
         return [
-            spread(tensor, (rows, *saved.shape)) for tensor, saved in zip(self.tensors, self.bodies.kept, strict=True)
+            spread(tensor, (rows, *saved.shape)) for tensor, saved in zip(self.tensors, self.bodies.saved, strict=True)
         ]
 
     @staticmethod
-    def from_graph(bodies: KeepingBodies, tensors: Sequence[torch.Tensor], num_rows: int, rows: int) -> Kept | None:
+    def from_graph(bodies: SavingBodies, tensors: Sequence[torch.Tensor], num_rows: int, rows: int) -> SavedRows | None:
         """Return what forward handed over, `num_rows` of N rows; None where that is nothing, or was copied without its
         memory.
         """
         if not num_rows:
             return None
         parts = [part for part in (_gathered(tensor, num_rows) for tensor in tensors) if part is not None]
-        return Kept(bodies, parts, None if num_rows == rows else num_rows) if len(parts) == len(tensors) else None
+        return SavedRows(bodies, parts, None if num_rows == rows else num_rows) if len(parts) == len(tensors) else None
 
 
 def spread(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -135,7 +137,7 @@ def chunks_of(
     bodies: Bodies,
     plan: ChunkPlan,
     tuner: ChunkTuner | None = None,
-    kept: Kept | None = None,
+    saved: SavedRows | None = None,
     *,
     is_new_step: bool = True,
 ) -> list[Chunk]:
@@ -143,7 +145,7 @@ def chunks_of(
 
     Args:
         tuner: of the region; without one, slices of the tokens axis are the plan's.
-        kept: saved tensors; no chunk has saved rows beside others.
+        saved: saved tensors; no chunk has saved rows beside others.
         is_new_step: False where backward walks the rows of an earlier forward.
     """
     chunks = (tuner or ChunkTuner(keeps_slices=True)).chunks(
@@ -155,7 +157,7 @@ def chunks_of(
         groups=bodies.takes_group,
         is_new_step=is_new_step,
     )
-    return chunks if kept is None else kept.cut(chunks)
+    return chunks if saved is None else saved.cut(chunks)
 
 
 def run_forward(
@@ -164,24 +166,24 @@ def run_forward(
     chunks: Sequence[Chunk],
     out_dtype: torch.dtype,
     on_failure: Callable[[int], None] = _ignore,
-    kept: Kept | None = None,
+    saved: SavedRows | None = None,
     place: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Combined outputs, [T,H_out] of `out_dtype`.
 
     Args:
         place: of a layer with K = 1 all of whose rows are in chunks: contributions are set there, not summed.
-        kept: bodies that save tensors for backward, and where to write these.
+        saved: bodies that save tensors for backward, and where to write these.
         on_failure: told the rows that a chunk may have from now on, after an allocation failed and the chunks
             were halved.
 
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
-    plain = kept.bodies.forward if kept is not None and kept.num_rows is None else bodies.forward()
+    plain = saved.bodies.forward if saved is not None and saved.num_rows is None else bodies.forward()
     hidden = routed.hidden
     write = _add_rows if place is None else _set_rows_of
-    copied = () if kept is None else kept.copied
+    copied = () if saved is None else saved.copied
     out = place
     if out is None:
         out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
@@ -189,11 +191,11 @@ def run_forward(
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
         arguments = routed.arguments(bodies, chunk, assignments, tokens)
-        if kept is None or not kept.holds(chunk):
+        if saved is None or not saved.holds(chunk):
             (contribution,) = plain.call(*arguments)
             progress.complete([partial(write, out, tokens, contribution)])
             return
-        contribution, *values = kept.bodies.forward.call(*arguments, *kept.give(arguments, chunk))
+        contribution, *values = saved.bodies.forward.call(*arguments, *saved.give(arguments, chunk))
         writes = [partial(_set_rows, *both, chunk) for both in zip(copied, values, strict=True)]
         progress.complete([partial(write, out, tokens, contribution), *writes])
 
@@ -215,7 +217,7 @@ def run_backward(
     wanted: tuple[bool, bool],
     wanted_params: Sequence[Sequence[bool]],
     on_failure: Callable[[int], None] = _ignore,
-    kept: Kept | None = None,
+    saved: SavedRows | None = None,
     into: Sequence[ParamGradient | None] | None = None,
     places: Places | None = None,
     onto: Sequence[Sequence[torch.Tensor | None]] = (),
@@ -227,7 +229,7 @@ def run_backward(
         wanted: hidden, weight.
         wanted_params: per parameter, whether each of its tensors wants its gradient.
         on_failure: as in `run_forward`.
-        kept: bodies that read saved tensors, and the tensors that their forward wrote.
+        saved: bodies that read saved tensors, and the tensors that their forward wrote.
         into: gradients of the parameters that others add to as well; they are added to and not returned.
         places: for the gradients of rows and weights, which are not returned then.
         onto: per parameter, gradients of its tensors that are there and are added to, and returned as they are then.
@@ -235,8 +237,8 @@ def run_backward(
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
-    if kept is not None and kept.num_rows is None:
-        plain = kept.bodies.backward
+    if saved is not None and saved.num_rows is None:
+        plain = saved.bodies.backward
     else:
         plain = bodies.backward((*wanted, *map(any, wanted_params)))
     hidden, weight = routed.hidden, routed.flat_weight
@@ -253,9 +255,9 @@ def run_backward(
         rows_grad = grad.index_select(0, tokens).to(bodies.contribution_dtype)
         arguments = [rows_grad, *routed.arguments(bodies, chunk, assignments, tokens)]
         body = plain
-        if kept is not None and kept.holds(chunk):
-            body = kept.bodies.backward
-            arguments += [tensor[chunk.start : chunk.stop] for tensor in kept.tensors]
+        if saved is not None and saved.holds(chunk):
+            body = saved.bodies.backward
+            arguments += [tensor[chunk.start : chunk.stop] for tensor in saved.tensors]
         results = body.call(*arguments)
         effects: list[Callable[[], object]] = []
         # Always in this order: what is walked again after a failure skips as many effects as had happened.

@@ -4,8 +4,8 @@ They are opaque to the compiler around them: their fake implementations give sha
 chunk loop on compiled bodies. Chunk sizes are read at run time from the region's plan. Routing is an op of its
 own so that a checkpointed region can save the index arrays instead of the experts' output.
 
-`memfine::experts_keeping` and `memfine::experts_backward_kept` stand for the same pair where the plan of the step
-lets forward save something of every routed row (`passes.step.keep` puts them there, after differentiation).
+`memfine::experts_saving` and `memfine::experts_backward_saved` stand for the same pair where the plan of the step
+lets forward save something of every routed row (`passes.step.save` puts them there, after differentiation).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
-from memfine_fx.records import ChunkPlan, Keep
+from memfine_fx.records import ChunkPlan, SavePolicy
 from memfine_fx.runtime.accumulation import gradients_to_add_to
-from memfine_fx.runtime.bodies import KeepingBodies
-from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward, spread
+from memfine_fx.runtime.bodies import SavingBodies
+from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward, spread
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.ranges import range_of, ranged
 from memfine_fx.runtime.routed import Routed
@@ -32,8 +32,8 @@ __all__ = [
     "empty_order",
     "experts",
     "experts_backward",
-    "experts_backward_kept",
-    "experts_keeping",
+    "experts_backward_saved",
+    "experts_saving",
     "route",
     "route_shared",
 ]
@@ -131,19 +131,19 @@ def _routed(
     return Routed(hidden, weight, order, offsets, _grouped(params, region), region.top_k)
 
 
-def _forward(routed: Routed, region_id: str, kept: Kept | None) -> torch.Tensor:
+def _forward(routed: Routed, region_id: str, saved: SavedRows | None) -> torch.Tensor:
     region, num_tokens = lookup(region_id), routed.num_tokens
     name = f"{region.name or region_id} forward"
     if region.exchange is not None:
         with span(f"forward {region_id}"), range_of(name):
-            return region.exchange.forward(region, routed, kept)
+            return region.exchange.forward(region, routed, saved)
     plan = region.plan_for(num_tokens)
-    kernels = region.kernels_for(routed, kept)
+    kernels = region.kernels_for(routed, saved)
     if kernels is not None:
-        return _forward_in_kernels(kernels, region, routed, plan, name, kept)
+        return _forward_in_kernels(kernels, region, routed, plan, name, saved)
     routed = routed.on_host()
     region.check_ids(routed.order, routed.offsets)
-    chunks = chunks_of(routed, region.bodies, plan, region.tuner, kept)
+    chunks = chunks_of(routed, region.bodies, plan, region.tuner, saved)
     region.plan, region.num_tokens, region.num_chunks = plan, num_tokens, len(chunks)
     region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
     has_shared = "shared" in region.bodies.param_kinds
@@ -152,11 +152,11 @@ def _forward(routed: Routed, region_id: str, kept: Kept | None) -> torch.Tensor:
     region.loads.note(routed.offsets)
     lower = partial(region.lower, num_tokens)
     with span(f"forward {region_id}"), range_of(name):
-        return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, kept)
+        return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, saved)
 
 
 def _forward_in_kernels(
-    kernels: ExpertKernels, region: LiveRegion, routed: Routed, plan: ChunkPlan, name: str, kept: Kept | None
+    kernels: ExpertKernels, region: LiveRegion, routed: Routed, plan: ChunkPlan, name: str, saved: SavedRows | None
 ) -> torch.Tensor:
     region.plan, region.num_tokens = plan, routed.num_tokens
     region.num_steps += 1
@@ -166,7 +166,7 @@ def _forward_in_kernels(
     else:
         region.loads.note_later(routed.offsets, None if region.drops_larger else routed.order.shape[0])
     with span(f"forward {region.region_id}"), range_of(name):
-        return kernels.forward(region, routed, plan, kept)
+        return kernels.forward(region, routed, plan, saved)
 
 
 def _grouped(flat: Sequence[ItemT], region: LiveRegion) -> list[tuple[ItemT, ...]]:
@@ -214,27 +214,29 @@ def experts_backward(
 
 
 def _backward(
-    grad: torch.Tensor, routed: Routed, region_id: str, wanted: list[bool], kept: Kept | None
+    grad: torch.Tensor, routed: Routed, region_id: str, wanted: list[bool], saved: SavedRows | None
 ) -> list[torch.Tensor]:
     region = lookup(region_id)
     wanted_params = _grouped(wanted[2:], region)
     name = f"{region.name or region_id} backward"
     if region.exchange is not None:
         with span(f"backward {region_id}"), range_of(name):
-            return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params, kept)
+            return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params, saved)
     plan = region.plan_for(routed.num_tokens)
     existing_grads = gradients_to_add_to(region_id, [param for group in routed.params for param in group], wanted)
     region.num_added = sum(gradient is not None for gradient in existing_grads)
-    kernels = region.kernels_for(routed, kept)
+    kernels = region.kernels_for(routed, saved)
     if kernels is not None:
         with span(f"backward {region_id}"), range_of(name):
-            return kernels.backward(grad, region, routed, plan, wanted, kept, existing_grads)
+            return kernels.backward(grad, region, routed, plan, wanted, saved, existing_grads)
     routed = routed.on_host()
-    chunks = ranged(chunks_of(routed, region.bodies, plan, region.tuner, kept, is_new_step=False), name)
+    chunks = ranged(chunks_of(routed, region.bodies, plan, region.tuner, saved, is_new_step=False), name)
     lower = partial(region.lower, routed.num_tokens)
     rows_and_weight, onto = (wanted[0], wanted[1]), _grouped(existing_grads, region)
     with span(f"backward {region_id}"), range_of(name):
-        return run_backward(grad, routed, region.bodies, chunks, rows_and_weight, wanted_params, lower, kept, onto=onto)
+        return run_backward(
+            grad, routed, region.bodies, chunks, rows_and_weight, wanted_params, lower, saved, onto=onto
+        )
 
 
 @experts_backward.register_fake
@@ -264,15 +266,15 @@ def _empty_gradients(
 
 
 @torch.library.custom_op(
-    "memfine::experts_keeping",
+    "memfine::experts_saving",
     mutates_args=(),
     schema=(
         "(Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str region_id, bool[] wanted,"
-        " str keep) -> Tensor[]"
+        " str policy) -> Tensor[]"
     ),
     tags=_TAGS,
 )
-def experts_keeping(
+def experts_saving(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
     order: torch.Tensor,
@@ -280,7 +282,7 @@ def experts_keeping(
     params: list[torch.Tensor],
     region_id: str,
     wanted: list[bool],
-    keep: str,
+    policy: str,
 ) -> list[torch.Tensor]:
     """Return the output of `memfine::experts`, the saved tensors of routed rows, [N,...] each in expert order, and [1]
     the number of rows that are saved: the first so many in expert order, as the plan of this run says.
@@ -289,22 +291,22 @@ def experts_keeping(
 
     Args:
         wanted: which gradients backward will want, as in `memfine::experts_backward`.
-        keep: a `records.Keep` other than "nothing".
+        policy: a `records.SavePolicy` other than "nothing".
     """
     region, rows = lookup(region_id), order.shape[0]
-    routed, num_kept = _routed(hidden, weight, order, offsets, params, region_id), rows
-    if region.decides_kept_rows:
-        num_kept = min(rows, region.plan_for(hidden.shape[0]).kept_rows)
-    if num_kept == rows:
-        saved = _room(hidden, weight, order, region_id, wanted, keep)
+    routed, num_saved = _routed(hidden, weight, order, offsets, params, region_id), rows
+    if region.decides_saved_rows:
+        num_saved = min(rows, region.plan_for(hidden.shape[0]).num_saved_rows)
+    if num_saved == rows:
+        saved = _room(hidden, weight, order, region_id, wanted, policy)
     else:
-        saved = Kept.empty(_keeping(region_id, wanted, keep), hidden, order, num_kept)
-    out = _forward(routed, region_id, saved if num_kept else None)
-    handed_over = saved.handed_over(rows) if region.decides_kept_rows else saved.tensors
-    return [out, *handed_over, torch.full((1,), num_kept, dtype=torch.int64)]
+        saved = SavedRows.empty(_saving(region_id, wanted, policy), hidden, order, num_saved)
+    out = _forward(routed, region_id, saved if num_saved else None)
+    handed_over = saved.handed_over(rows) if region.decides_saved_rows else saved.tensors
+    return [out, *handed_over, torch.full((1,), num_saved, dtype=torch.int64)]
 
 
-@experts_keeping.register_fake
+@experts_saving.register_fake
 def _(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
@@ -313,28 +315,29 @@ def _(
     params: list[torch.Tensor],
     region_id: str,
     wanted: list[bool],
-    keep: str,
+    policy: str,
 ) -> list[torch.Tensor]:
-    if lookup(region_id).decides_kept_rows:
+    if lookup(region_id).decides_saved_rows:
         entries = [
-            (hidden.new_empty(1, dtype=tensor.dtype), tensor.shape) for tensor in _keeping(region_id, wanted, keep).kept
+            (hidden.new_empty(1, dtype=tensor.dtype), tensor.shape)
+            for tensor in _saving(region_id, wanted, policy).saved
         ]
         handed_over: Sequence[torch.Tensor] = [spread(entry, (order.shape[0], *shape)) for entry, shape in entries]
     else:
-        handed_over = _room(hidden, weight, order, region_id, wanted, keep).tensors
+        handed_over = _room(hidden, weight, order, region_id, wanted, policy).tensors
     return [_empty_output(hidden, region_id), *handed_over, torch.empty((1,), dtype=torch.int64, device="cpu")]
 
 
 @torch.library.custom_op(
-    "memfine::experts_backward_kept",
+    "memfine::experts_backward_saved",
     mutates_args=(),
     schema=(
         "(Tensor grad, Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str region_id,"
-        " bool[] wanted, Tensor[] kept, str keep) -> Tensor[]"
+        " bool[] wanted, Tensor[] saved, str policy) -> Tensor[]"
     ),
     tags=_TAGS,
 )
-def experts_backward_kept(
+def experts_backward_saved(
     grad: torch.Tensor,
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
@@ -343,20 +346,20 @@ def experts_backward_kept(
     params: list[torch.Tensor],
     region_id: str,
     wanted: list[bool],
-    kept: list[torch.Tensor],
-    keep: str,
+    saved: list[torch.Tensor],
+    policy: str,
 ) -> list[torch.Tensor]:
-    """As `memfine::experts_backward`, with the tensors that `memfine::experts_keeping` saved."""
-    *tensors, num_kept = kept
-    bodies = _keeping(region_id, wanted, keep)
-    if lookup(region_id).decides_kept_rows:
-        saved = Kept.from_graph(bodies, tensors, int(num_kept.item()), order.shape[0])
+    """As `memfine::experts_backward`, with the tensors that `memfine::experts_saving` saved."""
+    *tensors, num_saved = saved
+    bodies = _saving(region_id, wanted, policy)
+    if lookup(region_id).decides_saved_rows:
+        saved_rows = SavedRows.from_graph(bodies, tensors, int(num_saved.item()), order.shape[0])
     else:
-        saved = Kept(bodies, tensors)
-    return _backward(grad, _routed(hidden, weight, order, offsets, params, region_id), region_id, wanted, saved)
+        saved_rows = SavedRows(bodies, tensors)
+    return _backward(grad, _routed(hidden, weight, order, offsets, params, region_id), region_id, wanted, saved_rows)
 
 
-@experts_backward_kept.register_fake
+@experts_backward_saved.register_fake
 def _(
     grad: torch.Tensor,
     hidden: torch.Tensor,
@@ -366,8 +369,8 @@ def _(
     params: list[torch.Tensor],
     region_id: str,
     wanted: list[bool],
-    kept: list[torch.Tensor],
-    keep: str,
+    saved: list[torch.Tensor],
+    policy: str,
 ) -> list[torch.Tensor]:
     return _empty_gradients(hidden, weight, params, wanted)
 
@@ -378,20 +381,20 @@ def _room(
     order: torch.Tensor,
     region_id: str,
     wanted: list[bool],
-    keep: str,
-) -> Kept:
-    saved = Kept.empty(_keeping(region_id, wanted, keep), hidden, order)
+    policy: str,
+) -> SavedRows:
+    saved = SavedRows.empty(_saving(region_id, wanted, policy), hidden, order)
     exchange = lookup(region_id).exchange
     if exchange is None:
         return saved
-    return Kept(saved.bodies, [*exchange.room(hidden, weight, order.shape[0]), *saved.tensors])
+    return SavedRows(saved.bodies, [*exchange.room(hidden, weight, order.shape[0]), *saved.tensors])
 
 
-def _keeping(region_id: str, wanted: list[bool], keep: str) -> KeepingBodies:
+def _saving(region_id: str, wanted: list[bool], policy: str) -> SavingBodies:
     region = lookup(region_id)
     wanted_params = map(any, _grouped(wanted[2:], region))
-    bodies = region.bodies.keeping(cast("Keep", keep), (wanted[0], wanted[1], *wanted_params))
-    assert bodies is not None, f"{region_id} has nothing to keep as {keep!r}"
+    bodies = region.bodies.saving(cast("SavePolicy", policy), (wanted[0], wanted[1], *wanted_params))
+    assert bodies is not None, f"{region_id} has nothing to save as {policy!r}"
     return bodies
 
 

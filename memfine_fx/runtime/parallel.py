@@ -13,7 +13,7 @@ import torch
 from memfine_fx.runtime.routed import Routed
 
 if TYPE_CHECKING:
-    from memfine_fx.runtime.loop import Kept
+    from memfine_fx.runtime.loop import SavedRows
     from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["RowExchange"]
@@ -46,11 +46,11 @@ class RowExchange(Protocol):
         """Return tensors for `num_rows` rows that come and are saved for backward."""
         ...
 
-    def forward(self, region: LiveRegion, routed: Routed, kept: Kept | None) -> torch.Tensor:
+    def forward(self, region: LiveRegion, routed: Routed, saved: SavedRows | None) -> torch.Tensor:
         """[T,H_out], of this rank's tokens; what was gathered stands in the place of the offsets.
 
         Args:
-            kept: tensors of `room`, and what the bodies save, if anything is saved.
+            saved: tensors of `room`, and what the bodies save, if anything is saved.
         """
         ...
 
@@ -61,7 +61,7 @@ class RowExchange(Protocol):
         routed: Routed,
         wanted: tuple[bool, bool],
         wanted_params: Sequence[Sequence[bool]],
-        kept: Kept | None,
+        saved: SavedRows | None,
     ) -> list[torch.Tensor]:
         """Gradients of what is wanted, in the order hidden, weight, parameters."""
         ...

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from memfine_fx.records import ChunkPlan, OutOfRange
-from memfine_fx.runtime.bodies import Bodies, KeptTensor
+from memfine_fx.runtime.bodies import Bodies, SavedTensor
 from memfine_fx.runtime.live import Live
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
@@ -18,7 +18,7 @@ from memfine_fx.runtime.parallel import RowExchange
 from memfine_fx.runtime.registry import Registry
 
 if TYPE_CHECKING:
-    from memfine_fx.runtime.loop import Kept
+    from memfine_fx.runtime.loop import SavedRows
     from memfine_fx.runtime.routed import Routed
 
 __all__ = ["ExpertKernels", "LiveRegion", "lookup", "register", "unregister"]
@@ -35,11 +35,11 @@ class ExpertKernels(Protocol):
         """Return whether they run on tokens [T,H] and parameters of these devices, layouts and dtypes."""
         ...
 
-    def can_save(self, tensors: Sequence[KeptTensor], dtype: torch.dtype) -> bool:
+    def can_save(self, tensors: Sequence[SavedTensor], dtype: torch.dtype) -> bool:
         """Return whether they can save their products where compiled functions on rows of a dtype save `tensors`."""
         ...
 
-    def forward(self, region: LiveRegion, routed: Routed, plan: ChunkPlan, saved: Kept | None) -> torch.Tensor:
+    def forward(self, region: LiveRegion, routed: Routed, plan: ChunkPlan, saved: SavedRows | None) -> torch.Tensor:
         """Return the combined outputs [T,H_out] in the region's dtype; write products into what is saved.
 
         Raises:
@@ -54,7 +54,7 @@ class ExpertKernels(Protocol):
         routed: Routed,
         plan: ChunkPlan,
         wanted: Sequence[bool],
-        saved: Kept | None,
+        saved: SavedRows | None,
         onto: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor]:
         """Return the gradients of what is wanted, in the order hidden, weight, parameters.
@@ -103,19 +103,19 @@ class LiveRegion(Live[ChunkPlan]):
     rounds: RoundStats | None = None  # of the latest step, where the experts are sharded
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left
 
-    def kernels_for(self, routed: Routed, saved: Kept | None) -> ExpertKernels | None:
+    def kernels_for(self, routed: Routed, saved: SavedRows | None) -> ExpertKernels | None:
         """Return the kernels that run a step on these rows, None where bodies do.
 
         NOTE: forward and backward must agree, so that nothing here depends on what may change between them.
         """
         if self.kernels is None:
             return None
-        can_save = saved is None or self.kernels.can_save(saved.bodies.kept, routed.hidden.dtype)
+        can_save = saved is None or self.kernels.can_save(saved.bodies.saved, routed.hidden.dtype)
         tensors = [routed.hidden, *(tensor for group in routed.params for tensor in group)]
         return self.kernels if can_save and self.kernels.can_run(tensors) else None
 
     @property
-    def decides_kept_rows(self) -> bool:
+    def decides_saved_rows(self) -> bool:
         """Whether each run decides how many rows are saved; else all rows are where a graph has room.
 
         NOTE: ranks would have to decide alike.

@@ -124,8 +124,8 @@ def _raise_head(loss: fx.Node, vocab: int, config: Config, *, runs_here: bool) -
     width = static_size(tensor_of(hidden).shape[-1])
     assert width is not None
     wanted = _wanted(is_trained, hidden, weight, bias)
-    keeps_logits = config.returns_logits and bool(results)
-    if keeps_logits and not (
+    saves_logits = config.returns_logits and bool(results)
+    if saves_logits and not (
         _can_be_returned(results, projection, way.moves, (weight, bias), runs_here=runs_here)
         and (config.chunks_head or _is_worth_while(tensor_of(labels).numel(), width, wants_weight=wanted[1]))
     ):
@@ -147,7 +147,7 @@ def _raise_head(loss: fx.Node, vocab: int, config: Config, *, runs_here: bool) -
         wanted=wanted,
         dims=HeadDims(str(tensor_of(labels).numel()), width, vocab),
         where=provenance(projection),
-        keeps_logits=keeps_logits,
+        saves_logits=saves_logits,
     )
 
 

@@ -9,7 +9,7 @@ Steps:
    multiplies straight into the gradient's slice (no temporary, no extra pass);
 4. Inductor compiles each once; equal bodies of different layers share everything.
 
-Where the plan lets forward keep something for backward, both are cut out of their joint graph instead (`kept`).
+Where the plan lets forward save rows for backward, both are cut out of their joint graph instead (`saved`).
 
 On CUDA in bf16 the body is lifted over the experts of a chunk (`lift`): one grouped matmul in place of a
 matmul per expert.
@@ -31,21 +31,21 @@ from memfine_fx.kernels.matching import kernel_form
 from memfine_fx.kernels.tables import KernelForm
 from memfine_fx.passes.lower.compiled_body import CompiledBody, making, outputs_of, set_outputs
 from memfine_fx.passes.lower.fold_weight import fold_weight
-from memfine_fx.passes.lower.kept import cut_joint, matmul_flops_per_row, through_transposes
 from memfine_fx.passes.lower.lift import lift_over_experts
 from memfine_fx.passes.lower.low_rank import split_low_rank
+from memfine_fx.passes.lower.saved import cut_joint, matmul_flops_per_row, through_transposes
 from memfine_fx.passes.ops import RESHAPES, name_of
 from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
-from memfine_fx.records import ExpertFunction, Keep, ParamKind
+from memfine_fx.records import ExpertFunction, ParamKind, SavePolicy
 from memfine_fx.runtime.bodies import (
     BackwardBody,
     ForwardBody,
-    KeepingBodies,
     Operand,
     ParamGrad,
     PlainGrad,
     ProductGrad,
+    SavingBodies,
 )
 
 __all__ = ["ExpertBodies", "bodies_for"]
@@ -121,7 +121,7 @@ class ExpertBodies:
         self._joints: dict[tuple[bool, ...], TracedBody] = {}  # forward and vjp in one graph, cut for each choice
         self._forward: ForwardBody | None = None
         self._backward: dict[tuple[bool, ...], BackwardBody] = {}
-        self._keeping: dict[tuple[Keep, tuple[bool, ...]], KeepingBodies | None] = {}
+        self._saving: dict[tuple[SavePolicy, tuple[bool, ...]], SavingBodies | None] = {}
 
     @functools.cached_property
     def kernel_form(self) -> KernelForm | None:
@@ -175,30 +175,30 @@ class ExpertBodies:
         """The forward as ATen, for reports and dumps."""
         return self._function.graph_module
 
-    def keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
+    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
         with making:
-            if (keep, wanted) not in self._keeping:
-                self._keeping[keep, wanted] = self._build_keeping(keep, wanted)
-            return self._keeping[keep, wanted]
+            if (policy, wanted) not in self._saving:
+                self._saving[policy, wanted] = self._build_saving(policy, wanted)
+            return self._saving[policy, wanted]
 
     def _build_backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
         differentiated = self._differentiated(wanted)
         traced = trace_rows(_Vjp(self._function.graph_module, differentiated), self._backward_specs())
         return self._backward_body(traced, differentiated)
 
-    def _build_keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
-        if keep == "received":
-            return KeepingBodies(self.forward(), self.backward(wanted), (), 0)
+    def _build_saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
+        if policy == "received":
+            return SavingBodies(self.forward(), self.backward(wanted), (), 0)
         differentiated = self._differentiated(wanted)
         if wanted not in self._joints:
             function = _Vjp(self._function.graph_module, differentiated, returns_value=True)
             self._joints[wanted] = trace_rows(function, self._backward_specs())
-        cut = cut_joint(self._joints[wanted], keep)
+        cut = cut_joint(self._joints[wanted], policy)
         if cut is None:
             return None
         forward = ForwardBody(self._compiled(cut.forward))
         backward = self._backward_body(cut.backward, differentiated)
-        return KeepingBodies(forward, backward, cut.kept, cut.flops_per_row, cut.given)
+        return SavingBodies(forward, backward, cut.saved, cut.flops_per_row, cut.given)
 
     def _differentiated(self, wanted: tuple[bool, ...]) -> tuple[int, ...]:
         """Which arguments of the function want their gradient."""

@@ -2,7 +2,7 @@
 
 Before:  logits = linear(hidden, weight, bias);  ...;  exit = cross_entropy(logits', labels, ...)
 After:   tokens = reshape(hidden', (-1, H))              (hidden' after what happened to the tokens of the logits)
-         exit = memfine::head_loss(tokens, weight, bias, labels, divisor, wanted, keeps_logits, region_id)[0]
+         exit = memfine::head_loss(tokens, weight, bias, labels, divisor, wanted, saves_logits, region_id)[0]
 
 Under autocast hidden, weight and bias are cast before the call, as autocast would. Results of the graph that were
 logits become None, or the op's last result, which has no gradient (`returned` gives it one); what asked logits for
@@ -58,10 +58,10 @@ def lower_head(graph_module: fx.GraphModule, head: HeadRegion, region_id: str) -
         bias = None if head.bias is None else cast(head.bias)
         wanted = list(head.wanted)
         op = torch.ops.memfine.head_loss.default
-        results = call(op, tokens, cast(weight), bias, labels, head.divisor, wanted, head.keeps_logits, region_id)
+        results = call(op, tokens, cast(weight), bias, labels, head.divisor, wanted, head.saves_logits, region_id)
         loss = call(operator.getitem, results, 0)
         logits: dict[fx.Node, fx.Node] = {}
-        if head.keeps_logits:
+        if head.saves_logits:
             flat = call(operator.getitem, results, 5)
             shaped = call(torch.ops.aten.view_as.default, flat, _view_of_logits(call, head))
             for node in head.results:

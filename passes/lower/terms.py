@@ -19,7 +19,7 @@ from memfine_fx.memory.region_bytes import RegionBytes, WindowBytes, added_bytes
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.lower.arguments import gradient_shapes, param_groups, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies
-from memfine_fx.records import Keep, MoERegion
+from memfine_fx.records import MoERegion, SavePolicy
 from memfine_fx.runtime.loop import accumulator_dtype
 
 __all__ = ["num_tokens_hint", "num_tokens_of", "region_bytes"]
@@ -31,9 +31,9 @@ def region_bytes(
     output: torch.Tensor,
     exchange: ShardedExperts | None,
     kernels: KernelForm | None,
-    keep: Keep,
+    policy: SavePolicy,
 ) -> RegionBytes:
-    """Byte terms of a region whose forward keeps so much.
+    """Return the byte terms of a region whose forward saves by a policy.
 
     Args:
         region: as it lowers.
@@ -41,7 +41,7 @@ def region_bytes(
         output: fake tensor of the combined output.
         exchange: how its rows travel between ranks, None on a single one.
         kernels: the form in which the GPU kernels run it, None where bodies do.
-        keep: what forward keeps of the routed rows.
+        policy: what forward saves of the routed rows.
     """
     hidden = tensor_of(region.hidden)
     params = [tensor_of(node) for node in region.params]
@@ -51,9 +51,9 @@ def region_bytes(
     shapes = gradient_shapes(region) if low_precision else []
     elements = [math.prod(shape) for shape in shapes]
     weight = None if region.routing_weight is None else tensor_of(region.routing_weight)
-    keeping = None if keep == "nothing" else bodies.keeping(keep, wanted)
-    pairs = [] if keeping is None else [(keeping.forward, keeping.backward)]
-    if keeping is None or exchange is not None:  # of ranks only some rounds are kept, the others run as without
+    saving = None if policy == "nothing" else bodies.saving(policy, wanted)
+    pairs = [] if saving is None else [(saving.forward, saving.backward)]
+    if saving is None or exchange is not None:  # on several ranks only some rounds are saved, the others run as without
         pairs.append((bodies.forward(), bodies.backward(wanted)))
     return RegionBytes(
         top_k=region.dims.top_k,

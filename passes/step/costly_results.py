@@ -1,6 +1,6 @@
 """Costly results: matmuls and attentions of a forward whose results a backward may want, with what they cost.
 
-Each is a choice of the step's plan: kept (bytes, from forward to backward) or computed again (FLOPs).
+Each is a choice of the step's plan: saved (bytes, from forward to backward) or recomputed (FLOPs).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class CostlyResult:
 
 
 def costly_results(joint: fx.Graph, num_forward_outputs: int) -> list[CostlyResult]:
-    """Costly results of the forward, those most worth keeping first.
+    """Return the costly results of the forward, those most worth saving first.
 
-    Results of the last layer (after the last but one region) come first: its backward begins at once, so keeping
+    Results of the last layer (after the last but one region) come first: its backward begins at once, so saving
     them adds next to nothing to the peak. Then by FLOPs per byte; later ones first among equals.
     """
     forward = _forward_nodes(joint, num_forward_outputs)

@@ -1,22 +1,22 @@
-"""Fit: what forward keeps for backward so that a step stays within its budget in the least time.
+"""Fit: choose what forward saves for backward, so that a step stays within its budget in the least time.
 
 Terms
-    full    functorch's plain partition, and each region keeps all that pays: nothing costly is computed again
-    spare   what steps without a budget have (`spare`): elementwise work and a few matmuls are computed again
-    lean    elementwise work is computed again freely, matmuls and attentions too, layer by layer (`borders`), and
-            regions keep nothing
+    save_all              functorch's plain partition; each region saves all that pays: nothing costly is recomputed
+    recompute_pointwise   as without a budget (`pointwise`): elementwise work and a few matmuls are recomputed
+    recompute_all         elementwise work is recomputed freely, matmuls and attentions too, layer by layer (`borders`),
+                          and regions save nothing
 
 1. Checkpoints of the model are a wish to save memory; the budget says how much is wanted, so their tags go (except
-   where a policy of the user demands something), and the full partition is tried. Where it fits and new memory is dear,
-   so is one that computes elementwise work again, and the faster one is taken.
+   where a policy of the user demands something), and save_all is tried. Where it fits and new memory is dear,
+   so is one that recomputes elementwise work, and the faster one is taken.
 2. If it does not fit, the solver chooses among the three, what is saved beside what each saves, and rows per chunk
-   (`plan.problem.problem_of_partition`), by the memory of the three: no graph is partitioned to ask. In full and spare
-   regions may save; in lean costly results too. What spare and lean compute again is counted.
+   (`plan.problem.problem_of_partition`), by the memory of the three: no graph is partitioned to ask. In save_all
+   and recompute_pointwise regions may save; in recompute_all costly results too. What is recomputed is counted.
 3. The graph is partitioned as chosen. If that turns out not to fit after all, partitions of this base get as many bytes
    less, and the solver chooses again. What code held beyond an earlier estimate counts likewise. Regions get room for
    all their rows; of how many rows they save something, each run decides.
-4. If nothing fits, it is lean or spare, whichever holds less; fewer rows a chunk have to do the rest. Lean need not be
-   the smaller one where layers have no borders.
+4. If nothing fits, it is recompute_all or recompute_pointwise, whichever holds less; fewer rows a chunk have to do the
+   rest. recompute_all need not be the smaller one where layers have no borders.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from memfine_fx.memory.liveness import GraphMemory, Workspace
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.borders import layer_borders
 from memfine_fx.passes.step.costly_results import CostlyResult, costly_results, is_attention, must_save
-from memfine_fx.passes.step.keep import keep_choices, keep_in_regions
 from memfine_fx.passes.step.partitioned import Partition
-from memfine_fx.passes.step.spare import cheapest, spared
+from memfine_fx.passes.step.pointwise import cheapest, recomputing_pointwise
+from memfine_fx.passes.step.save import save_choices, save_in_regions
 from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.problem import Base, SavableRows, SavableTensor, problem_of_partition
 from memfine_fx.plan.solve import solve
-from memfine_fx.records import Keep
+from memfine_fx.records import SavePolicy
 
-__all__ = ["Even", "StepBudget", "even", "fit", "largest_keeps", "optional_of", "savable_rows"]
+__all__ = ["StepBudget", "Uniform", "fit", "largest_policies", "optional_of", "savable_rows", "uniform"]
 
-Even = Literal["lean", "spare"]
-"""A partition that treats equal layers alike; this spare computes nothing again but elementwise work."""
+Uniform = Literal["recompute_all", "recompute_pointwise"]
+"""A partition that treats equal layers alike; its recompute_pointwise recomputes elementwise work alone."""
 Pair = tuple[GraphMemory, GraphMemory]
 """Forward and backward."""
 _ATTEMPTS = 3
@@ -130,31 +130,33 @@ def fit(
     partition = functools.partial(_with_hints, partition, budget)
     with budget.timed("fit"):
         regions = savable_rows(gm.graph, lambda: budget.rates)
-    keeps = largest_keeps(regions)
-    full_module, added = _with_regions(gm, keeps)
-    full = partition(full_module, decision=_described(keeps, gm.graph))
+    policies = largest_policies(regions)
+    module, added = _with_regions(gm, policies)
+    save_all = partition(module, decision=_described(policies, gm.graph))
     tried = functools.partial(_timed, partition, budget)
     # The most common case: no other choice is asked for its peak.
-    if _peak(full, budget) <= _available(budget, "full"):
+    if _peak(save_all, budget) <= _available(budget, "save_all"):
         with budget.timed("fit"):
-            chosen = _faster(gm, replace(full, base="full"), tried, budget, keeps)
-        return replace(chosen, keeps_all=True, optional=optional_of(regions, keeps))
-    plain = [memory.without(added) for memory in (full.forward_memory, full.backward_memory)]
+            chosen = _faster(gm, replace(save_all, base="save_all"), tried, budget, policies)
+        return replace(chosen, saves_all=True, optional=optional_of(regions, policies))
+    plain = [memory.without(added) for memory in (save_all.forward_memory, save_all.backward_memory)]
     with budget.timed("fit"):
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, (plain[0], plain[1]))
 
 
-def even(gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], kind: Even) -> Partition:
-    """A partition whose choices do not depend on how many layers there are; regions keep nothing.
+def uniform(
+    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], kind: Uniform
+) -> Partition:
+    """Return a partition whose choices do not depend on the number of layers; regions save nothing.
 
     Args:
         gm, num_forward_outputs, partition: as for `fit`.
         kind: which.
     """
     _drop_wishes(gm.graph)
-    if kind == "spare":
-        return spared(copied_module(gm), (), partition)
-    return _lean(gm, partition, costly_results(gm.graph, num_forward_outputs))
+    if kind == "recompute_pointwise":
+        return recomputing_pointwise(copied_module(gm), (), partition)
+    return _recomputing_all(gm, partition, costly_results(gm.graph, num_forward_outputs))
 
 
 def _with_hints(
@@ -177,19 +179,26 @@ def _timed(
 
 def _faster(
     gm: fx.GraphModule,
-    full: Partition,
+    save_all: Partition,
     partition: Callable[..., Partition],
     budget: StepBudget,
-    keeps: Mapping[str, Keep],
+    policies: Mapping[str, SavePolicy],
 ) -> Partition:
-    """The full partition, or one that computes elementwise work again where keeping its results takes more time: what
-    is kept is new memory, which a CPU pays more for than for what kernels compute beside reading.
+    """Return `save_all`, or a partition that recomputes elementwise work where saving its results takes more time.
+
+    Saved results are newly allocated memory, which costs a CPU more than recomputing them inside kernels that read.
     """
-    if math.isinf(budget.rates.keep_bytes):
-        return full
-    again = spared(_with_regions(gm, keeps)[0], (), partition, of_regions=_described_regions(keeps, gm.graph))
-    seconds = _seconds_beyond(_pair(again), _pair(full), budget)
-    return replace(again, base="spare") if seconds < 0 and _peak(again, budget) <= _available(budget, "spare") else full
+    if math.isinf(budget.rates.save_bytes):
+        return save_all
+    again = recomputing_pointwise(
+        _with_regions(gm, policies)[0], (), partition, of_regions=_described_regions(policies, gm.graph)
+    )
+    seconds = _seconds_beyond(_pair(again), _pair(save_all), budget)
+    return (
+        replace(again, base="recompute_pointwise")
+        if seconds < 0 and _peak(again, budget) <= _available(budget, "recompute_pointwise")
+        else save_all
+    )
 
 
 def _fit_less(
@@ -200,12 +209,14 @@ def _fit_less(
     regions: Sequence[Sequence[SavableRows]],
     plain: Pair,
 ) -> Partition:
-    """The partition where not all that pays can be saved; `plain` is full without what regions save."""
+    """Return the partition where not all that pays can be saved; `plain` is save_all without what regions save."""
     results = costly_results(gm.graph, num_forward_outputs)
-    spare = spared(copied_module(gm), results, partition, of_regions=_described_regions({}, gm.graph))
-    lean = _lean(gm, partition, results)
-    bases = _bases(gm, results, plain, spare, lean, regions, budget)
-    made_from = {"spare": spare, "lean": lean}
+    recompute_pointwise = recomputing_pointwise(
+        copied_module(gm), results, partition, of_regions=_described_regions({}, gm.graph)
+    )
+    recompute_all = _recomputing_all(gm, partition, results)
+    bases = _bases(gm, results, plain, recompute_pointwise, recompute_all, regions, budget)
+    made_from = {"recompute_pointwise": recompute_pointwise, "recompute_all": recompute_all}
     rows_choices = budget.rows_choices()
     bytes_over_estimate = dict(budget.beyond)
 
@@ -229,7 +240,9 @@ def _fit_less(
         unused = budget.available_bytes - plan.peak_bytes + 1
         bytes_over_estimate[base.kind] = bytes_over_estimate.get(base.kind, 0) + max(excess, unused)
     # Compared with the fewest rows, since these are what a step that does not fit will take.
-    least = min((lean, spare), key=lambda candidate: _peak(candidate, budget, rows_choices[-1][0]))
+    least = min(
+        (recompute_all, recompute_pointwise), key=lambda candidate: _peak(candidate, budget, rows_choices[-1][0])
+    )
     return replace(least, is_least=True)
 
 
@@ -250,35 +263,35 @@ def _bases(
     gm: fx.GraphModule,
     results: Sequence[CostlyResult],
     plain: Pair,
-    spare: Partition,
-    lean: Partition,
+    recompute_pointwise: Partition,
+    recompute_all: Partition,
     regions: Sequence[Sequence[SavableRows]],
     budget: StepBudget,
 ) -> list[Base]:
-    """Full, spare and lean, each with what may be saved beside what it saves."""
+    """Return the three partitions to start from, each with what may be saved beyond what it saves."""
     again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
-    spare_seconds = _seconds_beyond(_pair(spare), plain, budget) + again
-    lean_seconds = _seconds_beyond(_pair(lean), plain, budget)
-    tensors = _savable_tensors(gm.graph, results, lean.backward_memory, budget.rates)
+    spare_seconds = _seconds_beyond(_pair(recompute_pointwise), plain, budget) + again
+    lean_seconds = _seconds_beyond(_pair(recompute_all), plain, budget)
+    tensors = _savable_tensors(gm.graph, results, recompute_all.backward_memory, budget.rates)
     # Seconds are beyond those of a step that saves everything, of which each base recomputes what may be saved.
     of_regions = sum(max(0.0, *(amount.seconds for amount in amounts)) for amounts in regions)
     of_tensors = sum(max(0.0, tensor.seconds) for tensor in tensors)
     return [
-        Base("full", of_regions, *plain, (), regions),
-        Base("spare", spare_seconds + of_regions, *_pair(spare), (), regions),
-        Base("lean", lean_seconds + of_regions + of_tensors, *_pair(lean), tensors, regions),
+        Base("save_all", of_regions, *plain, (), regions),
+        Base("recompute_pointwise", spare_seconds + of_regions, *_pair(recompute_pointwise), (), regions),
+        Base("recompute_all", lean_seconds + of_regions + of_tensors, *_pair(recompute_all), tensors, regions),
     ]
 
 
-def _seconds_beyond(pair: Pair, full: Pair, budget: StepBudget) -> float:
-    """Return the seconds that a partition takes beyond full.
+def _seconds_beyond(pair: Pair, save_all: Pair, budget: StepBudget) -> float:
+    """Return the seconds that a partition takes beyond save_all.
 
     It writes and reads more, and spares new memory between forward and backward.
     """
-    left, left_of_full = (_left_bytes(memory[0], budget.sizes) for memory in (pair, full))
-    written, written_by_full = (_written(memory, budget.sizes) for memory in (pair, full))
+    left, left_of_full = (_left_bytes(memory[0], budget.sizes) for memory in (pair, save_all))
+    written, written_by_full = (_written(memory, budget.sizes) for memory in (pair, save_all))
     rates = budget.rates
-    return 2 * max(0, written - written_by_full) / rates.copy_bytes + rates.keeping_seconds(left - left_of_full, 0)
+    return 2 * max(0, written - written_by_full) / rates.copy_bytes + rates.saving_seconds(left - left_of_full, 0)
 
 
 def _left_bytes(forward: GraphMemory, sizes: Mapping[str, int]) -> int:
@@ -291,10 +304,10 @@ def _written(pair: Pair, sizes: Mapping[str, int]) -> int:
     return sum(num_bytes for allocation, num_bytes in lives if not allocation.is_input)
 
 
-def _keeps(base: Base, saved: Saved) -> dict[str, Keep]:
+def _policies(base: Base, saved: Saved) -> dict[str, SavePolicy]:
     """Return what regions save under a plan, by region id."""
     regions = ((amounts[0].region_id, amounts) for amounts in base.regions)
-    return {region_id: amounts[saved[region_id][0]].keep for region_id, amounts in regions if region_id in saved}
+    return {region_id: amounts[saved[region_id][0]].policy for region_id, amounts in regions if region_id in saved}
 
 
 def _regions_in_part(base: Base, saved: Saved) -> list[str]:
@@ -316,29 +329,31 @@ def _realized(
     """The joint graph partitioned as a plan says; `made_from` are bases that exist as partitions."""
     if not saved and base.kind in made_from:
         return made_from[base.kind]
-    keeps = _keeps(base, saved)
-    module, _ = _with_regions(gm, keeps)
-    of_regions = _described_regions(keeps, gm.graph)
-    if base.kind == "full":
-        chosen = partition(module, decision=_described(keeps, gm.graph))
-    elif base.kind == "spare":
-        chosen = spared(module, results, partition, of_regions=of_regions)
+    policies = _policies(base, saved)
+    module, _ = _with_regions(gm, policies)
+    of_regions = _described_regions(policies, gm.graph)
+    if base.kind == "save_all":
+        chosen = partition(module, decision=_described(policies, gm.graph))
+    elif base.kind == "recompute_pointwise":
+        chosen = recomputing_pointwise(module, results, partition, of_regions=of_regions)
     else:
         names = {tensor.name for tensor in base.tensors if tensor.name in saved}
         decision = (
-            f"{len(names)} of {len(base.tensors)} costly results are kept, the others computed again in backward; "
+            f"{len(names)} of {len(base.tensors)} costly results are saved, the others are recomputed in backward; "
             f"{of_regions}"
         )
-        chosen = _leaned(module, partition, names, results, decision)
-    return replace(chosen, optional=optional_of(base.regions, keeps))
+        chosen = _recomputing_costly(module, partition, names, results, decision)
+    return replace(chosen, optional=optional_of(base.regions, policies))
 
 
-def _lean(gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[CostlyResult]) -> Partition:
-    decision = f"no costly result is kept, all are computed again in backward; {_described_regions({}, gm.graph)}"
-    return _leaned(copied_module(gm), partition, set(), results, decision)
+def _recomputing_all(
+    gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[CostlyResult]
+) -> Partition:
+    decision = f"no costly result is saved, all are recomputed in backward; {_described_regions({}, gm.graph)}"
+    return _recomputing_costly(copied_module(gm), partition, set(), results, decision)
 
 
-def _leaned(
+def _recomputing_costly(
     module: fx.GraphModule,
     partition: Callable[..., Partition],
     saved: set[str],
@@ -361,27 +376,27 @@ def _leaned(
 
 def savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[list[SavableRows]]:
     """Return what each region may save of its rows, the smaller amounts first."""
-    choices = [] if is_disabled("save_rows") else keep_choices(joint)
+    choices = [] if is_disabled("save_rows") else save_choices(joint)
     if not choices:
         return []
     rates = rates_of()
     choices_by_region_id: dict[str, list[SavableRows]] = {}
     for choice in choices:
         num_bytes, smaller = choice.row_bytes * choice.num_rows, choices_by_region_id.setdefault(choice.region_id, [])
-        # NOTE: operands spare backward one write of what it then reads, because the kernel that makes them again reads
+        # NOTE: operands spare backward one write of what it then reads, because the kernel that recomputes them reads
         # its arguments anyway: measured, they do not pay.
-        # Rows that came from other ranks are kept where they came to: what they spare is coming again.
-        if choice.keep != "operands":
+        # Rows received from other ranks are saved on the receiving rank: they spare a second all-to-all.
+        if choice.policy != "operands":
             products = choice.flops / rates.flops_at(choice.num_rows / choice.num_experts)
-            costs = rates.keeping_seconds(num_bytes, choice.copied_row_bytes * choice.num_rows)
+            costs = rates.saving_seconds(num_bytes, choice.copied_row_bytes * choice.num_rows)
             seconds = products + choice.travel_seconds - costs
         else:
             before = smaller[-1] if smaller else None
             more = num_bytes - (0 if before is None else before.row_bytes * before.num_rows)
-            seconds = (0.0 if before is None else before.seconds) - rates.keeping_seconds(more, more)
+            seconds = (0.0 if before is None else before.seconds) - rates.saving_seconds(more, more)
         is_divisible = choice.is_divisible and not smaller
         smaller.append(
-            SavableRows(choice.region_id, choice.keep, choice.row_bytes, choice.num_rows, seconds, is_divisible)
+            SavableRows(choice.region_id, choice.policy, choice.row_bytes, choice.num_rows, seconds, is_divisible)
         )
     return list(choices_by_region_id.values())
 
@@ -389,7 +404,7 @@ def savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[l
 def _savable_tensors(
     joint: fx.Graph, results: Sequence[CostlyResult], backward: GraphMemory, rates: DeviceRates
 ) -> list[SavableTensor]:
-    """Costly results that the lean backward computes again."""
+    """Return the costly results that the backward of recompute_all recomputes."""
     recomputed = {allocation.name for allocation in backward.allocations if not allocation.is_input}
     nodes = {node.name: node for node in joint.nodes}
     savable = []
@@ -398,47 +413,49 @@ def _savable_tensors(
         names = (node.name, *(user.name for user in node.users))
         storages = tuple(name for name in names if name in recomputed)
         if storages:
-            seconds = result.flops / rates.peak_flops - rates.keeping_seconds(result.num_bytes, 0)
+            seconds = result.flops / rates.peak_flops - rates.saving_seconds(result.num_bytes, 0)
             savable.append(SavableTensor(result.name, storages, seconds))
     return savable
 
 
-def optional_of(regions: Sequence[Sequence[SavableRows]], keeps: Mapping[str, Keep]) -> dict[str, float]:
+def optional_of(regions: Sequence[Sequence[SavableRows]], policies: Mapping[str, SavePolicy]) -> dict[str, float]:
     """Seconds spared per byte, by region id, of what these regions save of as many rows as a run has room for."""
     saved = (
-        next(amount for amount in amounts if amount.keep == keeps[amounts[0].region_id])
+        next(amount for amount in amounts if amount.policy == policies[amounts[0].region_id])
         for amounts in regions
-        if amounts[0].is_divisible and amounts[0].region_id in keeps
+        if amounts[0].is_divisible and amounts[0].region_id in policies
     )
     return {amount.region_id: amount.seconds_per_byte for amount in saved}
 
 
-def largest_keeps(regions: Sequence[Sequence[SavableRows]]) -> dict[str, Keep]:
-    """Site -> what spares most seconds, of regions that spare any."""
+def largest_policies(regions: Sequence[Sequence[SavableRows]]) -> dict[str, SavePolicy]:
+    """Return, by region id, the policy that spares most seconds, of regions where any spares some."""
     best = (max(amounts, key=lambda amount: amount.seconds) for amounts in regions)
-    return {amount.region_id: amount.keep for amount in best if amount.seconds > 0}
+    return {amount.region_id: amount.policy for amount in best if amount.seconds > 0}
 
 
-def _with_regions(gm: fx.GraphModule, keeps: Mapping[str, Keep]) -> tuple[fx.GraphModule, set[str]]:
-    """A copy in which regions keep, and the names of what they keep."""
+def _with_regions(gm: fx.GraphModule, policies: Mapping[str, SavePolicy]) -> tuple[fx.GraphModule, set[str]]:
+    """Return a copy in which regions save by these policies, and the names of the nodes that they save."""
     module = copied_module(gm)
-    return module, keep_in_regions(module.graph, keeps)
+    return module, save_in_regions(module.graph, policies)
 
 
-def _described(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
-    return f"nothing costly is computed again; {_described_regions(keeps, joint)}"
+def _described(policies: Mapping[str, SavePolicy], joint: fx.Graph) -> str:
+    return f"nothing costly is recomputed; {_described_regions(policies, joint)}"
 
 
-def _described_regions(keeps: Mapping[str, Keep], joint: fx.Graph) -> str:
-    if not keeps:
-        return "regions keep nothing"
-    num_regions = len({choice.region_id for choice in keep_choices(joint)})
+def _described_regions(policies: Mapping[str, SavePolicy], joint: fx.Graph) -> str:
+    if not policies:
+        return "regions save nothing"
+    num_regions = len({choice.region_id for choice in save_choices(joint)})
     counts = [
-        (keep, sum(policy == keep for policy in keeps.values())) for keep in ("received", "projections", "operands")
+        (policy, sum(own == policy for own in policies.values())) for policy in ("received", "projections", "operands")
     ]
     named = {"received": "the rows that come from other ranks"}
     return ", ".join(
-        f"{count} of {num_regions} regions keep {named.get(keep, f'their {keep}')}" for keep, count in counts if count
+        f"{count} of {num_regions} regions save {named.get(policy, f'their {policy}')}"
+        for policy, count in counts
+        if count
     )
 
 

@@ -5,15 +5,15 @@ stands in front of it and says, by tags, what it must not decide otherwise:
 
 * the index arrays of a region are saved: routing is never redone, under nobody's checkpoint policy;
 * a head's gradients, which its forward makes, are saved;
-* the experts' output is never computed again, because no backward of a region reads it: where something after
+* the experts' output is never recomputed, because no backward of a region reads it: where something after
   a checkpointed layer reads it (the final norm), it is saved;
 * in checkpointed layers that hold a region, the output of fused attention is saved: one [T,H] tensor buys back the
   recomputation whose cost grows with the square of the sequence. A policy of the user that demands recomputation
   (MUST_RECOMPUTE) is obeyed.
 
-Without a budget and without checkpoints of the model's own, elementwise work is computed again: see `spare`; and
-regions keep what a run has room for: see `optional`. With a budget of bytes it also decides how much of the rest of the
-model (projections, attention, head) and of the regions is computed again: see `fit`.
+Without a budget and without checkpoints of the model's own, elementwise work is recomputed: see `pointwise`; and
+regions save what a run has room for: see `optional`. With a budget of bytes it also decides how much of the rest of the
+model (projections, attention, head) and of the regions is recomputed: see `fit`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from memfine_fx.memory.wrapper_code import READER_FILES
 from memfine_fx.passes.pass_list import run_pass
 from memfine_fx.passes.read.normal_form import fake_mode_of
 from memfine_fx.passes.step.costly_results import costly_results, is_attention, must_save
-from memfine_fx.passes.step.fit import Even, StepBudget, even, fit
+from memfine_fx.passes.step.fit import StepBudget, Uniform, fit, uniform
 from memfine_fx.passes.step.optional import give_room
 from memfine_fx.passes.step.partitioned import Partition
+from memfine_fx.passes.step.pointwise import has_checkpoints, partition_without_budget
 from memfine_fx.passes.step.sole import sole_gradients
-from memfine_fx.passes.step.spare import has_checkpoints, spare
 from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["Partition", "StepPartitioner", "counted_inputs", "give_values", "partitioned_as_is"]
@@ -78,7 +78,7 @@ class StepPartitioner(CustomPartitionerFn):
     Args:
         is_fused: whether the compiler behind fuses elementwise chains, for the estimates.
         budget: what the step may use; None without a budget.
-        rates: of the device, where regions may keep what a run has room for (`optional`); None where they may not.
+        rates: of the device, where regions may save what a run has room for (`optional`); None where they may not.
         kind: this partition, whatever fits; None where the budget, or its absence, decides.
         report: told the partition that was chosen.
         key: what `fits` depends on, as text: part of the identity of compiled code.
@@ -90,7 +90,7 @@ class StepPartitioner(CustomPartitionerFn):
         is_fused: bool = True,
         budget: StepBudget | None = None,
         rates: Callable[[], DeviceRates] | None = None,
-        kind: Even | None = None,
+        kind: Uniform | None = None,
         report: Callable[[Partition], None] | None = None,
         key: str = "",
     ) -> None:
@@ -119,16 +119,16 @@ class StepPartitioner(CustomPartitionerFn):
 
     def _chosen(self, gm: fx.GraphModule, num_outputs: int, partition: Callable[..., Partition]) -> Partition:
         if self._kind is not None:
-            return even(gm, num_outputs, partition, self._kind)
+            return uniform(gm, num_outputs, partition, self._kind)
         if self._budget is not None and (self._budget.is_asked or not has_checkpoints(gm.graph)):
             return fit(gm, num_outputs, partition, self._budget)
         results = costly_results(gm.graph, num_outputs) if self._is_fused else []
         rates, optional = self._rates, dict[str, float]()
         if rates is not None:
             optional = run_pass("save_rows", gm, lambda: give_room(gm.graph, rates), optional)
-        spared = spare(gm, results, partition) if self._is_fused else None
+        default = partition_without_budget(gm, results, partition) if self._is_fused else None
         # Whatever the budget, nothing else is made without one that is asked for.
-        return replace(partition(gm) if spared is None else spared, optional=optional, is_least=True)
+        return replace(partition(gm) if default is None else default, optional=optional, is_least=True)
 
     def uuid(self) -> Any:
         return get_hash_for_files(_FILES, self._key)

@@ -20,10 +20,11 @@ class Partition:
         forward, backward: the graphs.
         forward_memory, backward_memory: what each would hold.
         decision: what was decided, in words.
-        keeps_all: whether all that pays is kept.
+        saves_all: whether all that pays is saved.
         is_least: whether it is the one for budgets that no other fits: nothing smaller can be made.
-        base: "full", "spare" or "lean" (`passes.step.fit`), which it is or was made from; "" without a budget.
-        optional: what may be kept where a run has room for it: region id -> seconds spared per byte.
+        base: the partition of `passes.step.fit` that it is or was made from: "save_all", "recompute_pointwise" or
+            "recompute_all"; "" without a budget.
+        optional: regions that save rows where a run has room for them: region id -> seconds spared per byte.
         sole: see `GraphStep`.
     """
 
@@ -32,7 +33,7 @@ class Partition:
     forward_memory: GraphMemory
     backward_memory: GraphMemory
     decision: str = ""
-    keeps_all: bool = False
+    saves_all: bool = False
     is_least: bool = False
     base: str = ""
     optional: Mapping[str, float] = field(default_factory=dict)

@@ -33,7 +33,7 @@ def sole_gradients(joint: fx.Graph, num_forward_outputs: int) -> dict[tuple[str,
     """(region id, place among the results of its backward) -> place of the primal whose whole gradient that is.
 
     Args:
-        joint: of AOT autograd, before anything is kept in regions.
+        joint: of AOT autograd, before regions save anything.
         num_forward_outputs: results of the joint graph that are forward's.
     """
     primals = [node for node in joint.nodes if node.op == "placeholder" and str(node.target).startswith("primals_")]

@@ -37,8 +37,8 @@ from memfine_fx.passes.dataflow import is_int_tensor, node_value, static_size
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.passes.verify.region import Forms, Tensors, errors_of, run_step
 from memfine_fx.passes.verify.shrinkage import narrow_graph, narrow_widths
-from memfine_fx.records import ChunkPlan, Keep, Modes, MoERegion
-from memfine_fx.runtime.bodies import BackwardBody, Bodies, ForwardBody, KeepingBodies
+from memfine_fx.records import ChunkPlan, Modes, MoERegion, SavePolicy
+from memfine_fx.runtime.bodies import BackwardBody, Bodies, ForwardBody, SavingBodies
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["check_gradients", "in_words"]
@@ -354,7 +354,7 @@ class _ExactBodies:
         body = self._bodies.backward(wanted)
         return replace(body, call=_ExactCall(body.call, self._widths))
 
-    def keeping(self, keep: Keep, wanted: tuple[bool, ...]) -> KeepingBodies | None:
+    def saving(self, keep: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
         return None
 
 

@@ -47,7 +47,7 @@ def test_nothing_moves_less_than_the_least() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_peers_move_no_less_than_the_least_and_multiply_as_much(shape: Shape, name: str) -> None:
     kernels = peer_kernels(name, shape, H100)
-    assert total(kernels, H100)[2] >= least_bytes(shape, keeps_products=True)[1]
+    assert total(kernels, H100)[2] >= least_bytes(shape, saves_products=True)[1]
     flops = 18 * shape.rows * shape.hidden * shape.width
     assert (
         flops

@@ -50,10 +50,10 @@ def test_checkpointed_attention_that_keeps_its_random_state_keeps_no_queries() -
     torch.compile(Attending(), backend=backend)(hidden).backward()
     assert step.forward is not None and step.backward is not None
     sizes = step.forward.bytes_at(step.sizes)
-    kept = {one.name: size for one, size in zip(step.forward.allocations, sizes, strict=True) if one.stop is None}
-    states = [name for name in kept if name.startswith("getitem")]
-    assert [kept[name] for name in states] == NUM_LAYERS * [torch.get_rng_state().nbytes]
-    assert [name for name in kept if name not in states] == ["add", "add_1", "mean", "mul"], "what layers begin with"
+    saved = {one.name: size for one, size in zip(step.forward.allocations, sizes, strict=True) if one.stop is None}
+    states = [name for name in saved if name.startswith("getitem")]
+    assert [saved[name] for name in states] == NUM_LAYERS * [torch.get_rng_state().nbytes]
+    assert [name for name in saved if name not in states] == ["add", "add_1", "mean", "mul"], "what layers begin with"
     again = [one for one in step.backward.allocations if one.name in ("getitem_3", "getitem_8", "getitem_13")]
     assert [one.num_bytes for one in again] == NUM_LAYERS * [TOKENS_BYTES], "attention's results, computed again"
 

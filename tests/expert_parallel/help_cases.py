@@ -143,7 +143,7 @@ class HelpOutcome:
         num_clones: in the latest step, on all ranks.
         num_returned: gradients of clones that this rank sent to their owners.
         refusal: why the experts were not chunked.
-        keeps: what is kept for backward.
+        policy: what is saved for backward.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class HelpOutcome:
     num_clones: int = 0
     num_returned: int = 0
     refusal: str = ""
-    keeps: str = ""
+    policy: str = ""
 
 
 def run_help(rank: int, num_ranks: int) -> dict[str, HelpOutcome]:
@@ -186,7 +186,7 @@ def run_case(case: HelpCase, rank: int, num_ranks: int) -> HelpOutcome:
         outcome.errors[name] = _error(value, _own(name, expected[name], ours, batches, rank))
     (region,) = memfine_fx.report(ours).regions
     outcome.refusal = "" if region.status == "chunked" else region.reason
-    outcome.keeps = "" if region.plan is None else region.plan.keeps
+    outcome.policy = "" if region.plan is None else region.plan.policy
     outcome.num_clones = 0 if region.rounds is None else region.rounds.num_clones
     return outcome
 

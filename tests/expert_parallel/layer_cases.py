@@ -133,7 +133,7 @@ class Outcome:
 
     errors: dict[str, float]
     rounds: RoundStats | None
-    keeps: str
+    policy: str
     refusal: str
     num_chunks: int
 
@@ -193,9 +193,9 @@ def run_case(case: LayerCase, rank: int, whole: torch.nn.Module, sharded: torch.
             exact = expected[name][owned.start : owned.stop]
         errors[name] = _error(value, exact)
     (region,) = memfine_fx.report(sharded).regions
-    keeps = "" if region.plan is None else region.plan.keeps
+    policy = "" if region.plan is None else region.plan.policy
     refusal = "" if region.status == "chunked" else region.reason
-    return Outcome(errors, region.rounds, keeps, refusal, region.num_chunks)
+    return Outcome(errors, region.rounds, policy, refusal, region.num_chunks)
 
 
 def _batch(case: LayerCase, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ def test_help_changes_no_gradient_whatever_else_a_step_is(num_ranks: int) -> Non
             assert one.is_repeatable, f"{where}: another run has other bits"
             assert one.num_clones > 0, f"{where}: nobody helps"
             if case.batches == 1:  # a rank without tokens keeps nothing
-                assert one.keeps == ("nothing" if case.budget is None else "projections"), where
+                assert one.policy == ("nothing" if case.budget is None else "projections"), where
         num_returned = sum(one.num_returned for one in outcomes)
         assert (num_returned > 0) == (case.num_sent_back > 0), f"{case.name}: {num_returned} gradients of clones"
         if case.batches == 1:

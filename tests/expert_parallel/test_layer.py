@@ -32,4 +32,4 @@ def test_outputs_and_all_gradients_are_those_of_the_whole(num_ranks: int) -> Non
             if case.axis == "tokens" and case.route == "in turn" and num_ranks > 1:
                 broken = max(by_rank[one][case.name].rounds.largest for one in range(num_ranks))
                 assert broken > case.rows, f"{where}: slices kept a bound that they do not have"
-            assert outcome.keeps == ("nothing" if case.budget is None else "projections"), where
+            assert outcome.policy == ("nothing" if case.budget is None else "projections"), where

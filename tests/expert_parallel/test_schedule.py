@@ -112,10 +112,10 @@ def test_no_rank_receives_more_than_its_limit_in_a_round(case: Case) -> None:
 def test_rounds_are_as_few_as_the_fullest_rank_needs(case: Case) -> None:
     """One after the other as large as its rank may have it: those that are kept, then half as large ones."""
     received = case.placement.by_rank(case.counts.sum(dim=0)).tolist()
-    kept = case.schedule().num_kept
+    saved = case.schedule().num_saved
     needed = []
     for rows, limit in zip(received, case.limits, strict=True):
-        first = min(kept, -(-rows // limit))
+        first = min(saved, -(-rows // limit))
         later = (limit + 1) // 2 if any(case.rooms) else limit
         needed.append(first + -(-max(0, rows - first * limit) // later))
     assert case.schedule().num_rounds == max(needed)
@@ -189,20 +189,20 @@ def test_received_before_is_the_sum_of_earlier_rounds(case: Case) -> None:
 @settings(deadline=None, max_examples=100)
 def test_as_many_rounds_are_kept_as_every_rank_has_room_for(case: Case) -> None:
     received = case.placement.by_rank(case.counts.sum(dim=0)).tolist()
-    kept, rooms = case.schedule().num_kept, case.rooms or (0,) * case.num_ranks
+    saved, rooms = case.schedule().num_saved, case.rooms or (0,) * case.num_ranks
     ranks = list(zip(received, case.limits, rooms, strict=True))
 
     def fits(number: int) -> bool:
         return all(min(rows, number * limit) <= room for rows, limit, room in ranks)
 
-    assert fits(kept) and (kept == case.schedule().num_rounds or not fits(kept + 1))
+    assert fits(saved) and (saved == case.schedule().num_rounds or not fits(saved + 1))
 
 
 @given(cases())
 @settings(deadline=None, max_examples=50)
 def test_rounds_after_those_that_are_kept_have_half_as_many_rows(case: Case) -> None:
     schedule = case.schedule()
-    for number in range(schedule.num_kept, schedule.num_rounds if any(case.rooms) else 0):
+    for number in range(schedule.num_saved, schedule.num_rounds if any(case.rooms) else 0):
         for rank, limit in enumerate(case.limits):
             assert sum(leg.num_received for leg in schedule.legs(rank, number)) <= (limit + 1) // 2
 

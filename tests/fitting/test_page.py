@@ -105,7 +105,7 @@ def test_an_expression_on_the_page_is_that_of_the_record(expr: sympy.Expr) -> No
 
 
 def test_a_chunked_head_on_the_page_is_that_of_the_record() -> None:
-    terms = HeadBytes(64, 5000, 2, False, (True, True, False), "cuda", keeps_logits=True)
+    terms = HeadBytes(64, 5000, 2, False, (True, True, False), "cuda", saves_logits=True)
     exported = Exported()
     added = exported.add(analysis_of(sympy.Integer(8), HeadMemory(terms, TOKENS * LENGTH)), ("most",))
     (run,) = added["plans"]["most"][0]

@@ -15,10 +15,10 @@ from transformers import DeepseekV2Config
 from memfine_fx.config import Config
 from memfine_fx.demo.model import ModelSizes
 from memfine_fx.fitting.models import fake_model
-from memfine_fx.fitting.recording import EVEN_PLANS, RecordedStep, record_step
+from memfine_fx.fitting.recording import UNIFORM_PLANS, RecordedStep, record_step
 from memfine_fx.fitting.setup import Setup
 from memfine_fx.fitting.stack import find_stack, shortened
-from memfine_fx.fitting.stretch import Moment, aligned, has_all_alike, is_even, moments_of, stretched
+from memfine_fx.fitting.stretch import Moment, aligned, has_all_alike, is_uniform, moments_of, stretched
 from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import GraphStep, RunMemory, SizeOf
@@ -86,11 +86,11 @@ def test_the_peak_moves_to_the_end_of_backward_only_in_a_longer_step() -> None:
 
 
 def test_layers_that_keep_the_same_are_even() -> None:
-    assert is_even([step_of(3)], [step_of(4)])
+    assert is_uniform([step_of(3)], [step_of(4)])
 
 
 def test_a_layer_that_keeps_more_is_not_even() -> None:
-    assert not is_even([step_of(3, odd=1)], [step_of(4, odd=1)])
+    assert not is_uniform([step_of(3, odd=1)], [step_of(4, odd=1)])
 
 
 @pytest.mark.parametrize("gradient", [1, 8, 25])
@@ -98,7 +98,7 @@ def test_a_layer_that_keeps_more_is_not_even() -> None:
 def test_what_units_share_is_made_by_the_first(shared: int, gradient: int) -> None:
     """Units of two layers, the second of which is of a kind that reads something made once."""
     short, long, whole = (step_of(number, gradient=gradient, shared=shared) for number in (4, 6, 24))
-    assert is_even([short], [long])
+    assert is_uniform([short], [long])
     assert extended([short], [long], 10).num_bytes == peak_of([whole])
 
 
@@ -108,7 +108,7 @@ def test_stretches_without_their_like_are_told() -> None:
 
 
 def test_steps_of_as_many_layers_are_not_even() -> None:
-    assert not is_even([step_of(3)], [step_of(3)])
+    assert not is_uniform([step_of(3)], [step_of(3)])
 
 
 def test_a_moment_is_extended_by_the_difference() -> None:
@@ -168,15 +168,15 @@ def test_six_layers_of_a_model_peak_as_three_and_four_of_them_say() -> None:
         stack = find_stack(model)
         assert stack is not None and (stack.begin, stack.unit, stack.repeats) == (0, 1, 8)
         shortened(model, stack, num_layers)
-        return record_step(model, setup, mode, Config(), "graph", plans=("least", *EVEN_PLANS))
+        return record_step(model, setup, mode, Config(), "graph", plans=("least", *UNIFORM_PLANS))
 
     short, long, whole = (recorded(number) for number in (3, 4, 6))
-    assert is_even(short.runs["most"], long.runs["most"])
+    assert is_uniform(short.runs["most"], long.runs["most"])
     said = {}
-    for plan in ("least", *EVEN_PLANS):
+    for plan in ("least", *UNIFORM_PLANS):
         peak = peak_of(whole.runs[plan], size_of_whole)
         said[plan] = extended(short.runs[plan], long.runs[plan], 3, size_of_whole).num_bytes / peak
-    assert said["most"] == said["lean"] == said["spare"] == 1
+    assert said["most"] == said["recompute_all"] == said["recompute_pointwise"] == 1
     assert 1 <= said["least"] < 1.03, "an estimate: what a layer keeps depends on how many there are"
 
 

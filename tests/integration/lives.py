@@ -189,7 +189,7 @@ class Life:
     def plans(self) -> Plans:
         """(rows a chunk, what is kept) of each region in the latest step that trained."""
         regions = memfine_fx.report(self.model).regions
-        return [(one.plan.rows_per_chunk, one.plan.keeps) for one in regions if one.plan is not None]
+        return [(one.plan.rows_per_chunk, one.plan.policy) for one in regions if one.plan is not None]
 
     def _measured(self, run: Callable[[], Any]) -> Any:
         results: list[Any] = []

@@ -77,29 +77,29 @@ def test_less_is_kept_under_a_tighter_budget_and_gradients_stay_exact() -> None:
     limit = int(0.93 * free.predicted_peak_bytes)
     model, report, measured = trained(limit)  # the gradients are those of the measured step
     assert param_bytes(model) + measured <= limit
-    assert report.step is not None and "computed again in backward" in report.step.decision
+    assert report.step is not None and "recomputed in backward" in report.step.decision
     assert_gradients_exact(model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("keep_bytes", "decision"),
+    ("save_bytes", "decision"),
     [
-        (math.inf, "nothing costly is computed again"),
-        (1e8, "elementwise work is computed again in backward, and nothing costly"),
+        (math.inf, "nothing costly is recomputed"),
+        (1e8, "elementwise work is recomputed in backward, and nothing costly"),
     ],
 )
 def test_a_budget_that_is_large_enough_keeps_what_pays_and_gradients_stay_exact(
-    monkeypatch: pytest.MonkeyPatch, keep_bytes: float, decision: str
+    monkeypatch: pytest.MonkeyPatch, save_bytes: float, decision: str
 ) -> None:
-    slow_products = DeviceRates(((32, 1e9), (2048, 1e9)), 1e10, launch_seconds=1e-6, keep_bytes=keep_bytes)
+    slow_products = DeviceRates(((32, 1e9), (2048, 1e9)), 1e10, launch_seconds=1e-6, save_bytes=save_bytes)
     monkeypatch.setattr(budget, "device_rates", lambda device_type, dtype: slow_products)
     _, _, free = trained(None)
     model, report, measured = trained(2**40)
     assert report.step is not None and report.step.decision.startswith(decision)
-    assert "; 2 of 2 regions keep" in report.step.decision
-    assert {region.plan.keeps for region in report.regions if region.plan} == {"projections"}
-    assert measured > free or keep_bytes < math.inf
+    assert "; 2 of 2 regions save" in report.step.decision
+    assert {region.plan.policy for region in report.regions if region.plan} == {"projections"}
+    assert measured > free or save_bytes < math.inf
     assert_gradients_exact(model)
 
 
@@ -121,7 +121,7 @@ def test_code_that_holds_more_than_its_estimate_gives_way_to_the_leanest(monkeyp
     monkeypatch.setattr(budget, "MARGIN_PERCENT", -60)  # partitions seem to hold less than half of what they do
     model, report, measured = trained(limit, "inductor")
     assert param_bytes(model) + measured <= limit
-    assert report.step is not None and "nothing costly is computed again" not in report.step.decision
+    assert report.step is not None and "nothing costly is recomputed" not in report.step.decision
     assert_gradients_exact(model)
 
 
@@ -134,7 +134,7 @@ def test_before_the_leanest_less_is_kept_where_more_is_held_than_estimated(monke
         monkeypatch.setattr(module, "with_margin", lambda estimated: estimated * 9 // 10)
     model, report, measured = trained(limit, sizes=DEEPER, sequence=512)
     assert param_bytes(model) + measured <= limit
-    assert report.step is not None and "costly results are kept" in report.step.decision
+    assert report.step is not None and "costly results are saved" in report.step.decision
     assert_gradients_exact(model, DEEPER, sequence=512)
 
 

@@ -33,7 +33,7 @@ def test_what_fits_the_device_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     give_device(1 << 30, monkeypatch.setattr)
     _, report, _ = trained()
     assert report.step is not None
-    assert report.step.decision == "nothing costly is computed again; 2 of 2 regions keep their projections"
+    assert report.step.decision == "nothing costly is recomputed; 2 of 2 regions save their projections"
     assert report.step.budget == f"no memory_budget: what the device has for the step bounds it, {1 << 30:,} B"
 
 
@@ -44,7 +44,7 @@ def test_a_smaller_device_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
     give_device(most * 3 // 4, monkeypatch.setattr)
     _, report, measured = trained()
     assert measured <= most * 3 // 4
-    assert report.step is not None and not report.step.decision.startswith("nothing costly is computed again; 2 of 2")
+    assert report.step is not None and not report.step.decision.startswith("nothing costly is recomputed; 2 of 2")
 
 
 def test_a_device_that_no_plan_fits_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_the_leanest_is_still_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None
     give_device(1 << 30, monkeypatch.setattr)
     _, report, measured = trained("least")
     _, _, most = trained()
-    assert report.step is not None and report.step.budget == 'memory_budget="least": regions keep nothing'
+    assert report.step is not None and report.step.budget == 'memory_budget="least": regions save nothing'
     assert measured < most
 
 

@@ -39,10 +39,10 @@ def run(folder: Path, *arguments: str, **environment: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kept"),
-    [(("silu",), "1 of 2 regions keep"), (("silu", "least"), ""), (("silu", "device"), "2 of 2 regions keep their")],
+    ("arguments", "saved"),
+    [(("silu",), "1 of 2 regions save"), (("silu", "least"), ""), (("silu", "device"), "2 of 2 regions save their")],
 )
-def test_a_second_process_is_as_the_first(tmp_path: Path, arguments: tuple[str, ...], kept: str) -> None:
+def test_a_second_process_is_as_the_first(tmp_path: Path, arguments: tuple[str, ...], saved: str) -> None:
     """Losses, gradients (kept graph, then added in place), measured bytes and whole reports with their predictions."""
     cold, warm = run(tmp_path, *arguments), run(tmp_path, *arguments)
     missed = cold.pop("misses")
@@ -50,8 +50,8 @@ def test_a_second_process_is_as_the_first(tmp_path: Path, arguments: tuple[str, 
     # A body may be found that this process has just written.
     assert (warm.pop("hits"), warm.pop("misses")) == (cold.pop("hits") + missed, 0)
     assert "gradients added to where they were" in cold["reports"][0]
-    assert kept in cold["reports"][1]
-    assert kept or "2 regions keep" not in cold["reports"][1]
+    assert saved in cold["reports"][1]
+    assert saved or "2 regions save" not in cold["reports"][1]
     assert warm == cold
 
 

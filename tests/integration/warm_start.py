@@ -61,11 +61,11 @@ def run(activation: str, budget: str | None = None) -> dict[str, Any]:
         give_device(1 << 30)
     model = memfine_fx.optimize(copy.deepcopy(plain), memory_budget=None if budget == "device" else budget)
     digest: list[float] = []
-    for keeps in (True, False):
+    for is_retained in (True, False):
         for one in (plain, model):
             loss = one(hidden)
-            loss.backward(retain_graph=keeps)
-            if keeps:  # twice through one forward: saved tensors that backward may write over are copied
+            loss.backward(retain_graph=is_retained)
+            if is_retained:  # twice through one forward: saved tensors that backward may write over are copied
                 loss.backward()
         digest += [float(loss.detach()), *(float(one.grad.double().sum()) for one in model.parameters())]
     errors = [

@@ -84,9 +84,9 @@ def test_ranks(ranks: Ranks) -> None:
     check(Sizes(tokens=7), "random", 9, ranks)
 
 
-@pytest.mark.parametrize("keeps_products", (False, True))
-def test_what_is_kept_and_summed_in_order(keeps_products: bool) -> None:
-    check(Sizes(tokens=9), "dropped", 7, keeps_products=keeps_products, is_deterministic=True, has_weight=False)
+@pytest.mark.parametrize("saves_products", (False, True))
+def test_what_is_kept_and_summed_in_order(saves_products: bool) -> None:
+    check(Sizes(tokens=9), "dropped", 7, saves_products=saves_products, is_deterministic=True, has_weight=False)
 
 
 def test_rows_of_half_precision_meet_factors_of_full() -> None:

@@ -15,8 +15,8 @@ from memfine_fx.kernels.experts import KernelExperts, route_on_device
 from memfine_fx.kernels.tables import KernelForm
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime import routing
-from memfine_fx.runtime.bodies import KeptTensor
-from memfine_fx.runtime.loop import Kept
+from memfine_fx.runtime.bodies import SavedTensor
+from memfine_fx.runtime.loop import SavedRows
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.store import LiveRegion
 from tests.kernels.cases import in_kernels
@@ -38,27 +38,27 @@ def run_layer(*, rows: int, tokens: int = 64, **options: Any) -> tuple[list[str]
         params = [torch.empty(8, 256, 256, dtype=torch.bfloat16), torch.empty(8, 256, 128, dtype=torch.bfloat16)]
         with Waiting() as mode, recording() as launches:
             found = sort_assignments(index, 8)
-            out, kept = run_forward(hidden, weight, found, params, chosen)
+            out, saved = run_forward(hidden, weight, found, params, chosen)
             num_forward = len(launches)
-            run_backward(out, hidden, weight, found, params, kept, chosen, [True] * 4)
+            run_backward(out, hidden, weight, found, params, saved, chosen, [True] * 4)
     names = [one.name for one in launches]
     return names[:num_forward], names[num_forward:], mode.found
 
 
-@pytest.mark.parametrize("options", ({}, {"keeps_products": True}, {"is_deterministic": True}), ids=str)
+@pytest.mark.parametrize("options", ({}, {"saves_products": True}, {"is_deterministic": True}), ids=str)
 @pytest.mark.parametrize("rows", (16, 50, 128, 4096))
 def test_no_operator_waits_for_the_device(rows: int, options: dict[str, bool]) -> None:
     assert run_layer(rows=rows, **options)[2] == []
 
 
-@pytest.mark.parametrize("keeps", (False, True))
-def test_a_region_of_a_compiled_model_waits_for_nothing(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("saves", (False, True))
+def test_a_region_of_a_compiled_model_waits_for_nothing(saves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the experts' ids to the gradients, but for what tells of its routing a step later."""
     from memfine_fx.kernels.launches import recording
 
     kernels = KernelExperts(KernelForm("halves", (0, 1)))
-    tensor = KeptTensor((256,), torch.bfloat16)
-    bodies: Any = SimpleNamespace(kept=(tensor,), param_kinds=("expert", "expert"))
+    tensor = SavedTensor((256,), torch.bfloat16)
+    bodies: Any = SimpleNamespace(saved=(tensor,), param_kinds=("expert", "expert"))
     region: Any = SimpleNamespace(bodies=bodies, kernels=kernels, out_dtype=torch.bfloat16, num_experts=8)
     monkeypatch.setattr("memfine_fx.kernels.layer.target_of", lambda device: "sm_90")
     monkeypatch.setattr(experts, "_rows", lambda routed, params, options, plan: plan.rows_per_chunk)
@@ -66,15 +66,15 @@ def test_a_region_of_a_compiled_model_waits_for_nothing(keeps: bool, monkeypatch
     with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
         hidden, weight = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(64, 2)
         params = [(torch.empty(8, 256, 256, dtype=torch.bfloat16),), (torch.empty(8, 256, 128, dtype=torch.bfloat16),)]
-        kept = Kept(bodies, [torch.empty(128, 256, dtype=torch.bfloat16)]) if keeps else None
+        saved = SavedRows(bodies, [torch.empty(128, 256, dtype=torch.bfloat16)]) if saves else None
         index = torch.empty(64, 2, dtype=torch.int64)
         with Waiting() as mode, recording() as launches:
             routed = Routed(hidden, weight, *route_on_device(index, 8), params, 2)
-            assert LiveRegion.kernels_for(region, routed, kept) is kernels
-            out = kernels.forward(region, routed, plan, kept)
-            kernels.backward(out, region, routed, plan, [True] * 4, kept, [None, None])
+            assert LiveRegion.kernels_for(region, routed, saved) is kernels
+            out = kernels.forward(region, routed, plan, saved)
+            kernels.backward(out, region, routed, plan, [True] * 4, saved, [None, None])
     assert mode.found == []
-    assert len(launches) == 4 + (5 if keeps else 6) * 3
+    assert len(launches) == 4 + (5 if saves else 6) * 3
 
 
 def test_an_operator_that_waits_would_be_seen() -> None:
@@ -86,7 +86,7 @@ def test_an_operator_that_waits_would_be_seen() -> None:
 @pytest.mark.parametrize(("rows", "num_windows"), ((16, 8), (50, 3), (128, 1), (4096, 1)))
 @pytest.mark.parametrize(
     ("options", "forward", "backward"),
-    (({}, 2, 4), ({"keeps_products": True}, 2, 3), ({"is_deterministic": True}, 3, 5)),
+    (({}, 2, 4), ({"saves_products": True}, 2, 3), ({"is_deterministic": True}, 3, 5)),
     ids=str,
 )
 def test_launches_follow_from_the_number_of_windows(

@@ -82,7 +82,7 @@ def test_experts_with_biases_under_any_routing(activation: str, layout: str, pat
 
 @pytest.mark.parametrize("rows", range(1, 11, 2))
 def test_windows_may_cut_an_expert_with_biases_anywhere(rows: int) -> None:
-    check(Sizes(tokens=5, top_k=2, experts=3, hidden=8, width=4), "random", rows, has_bias=True, keeps_products=True)
+    check(Sizes(tokens=5, top_k=2, experts=3, hidden=8, width=4), "random", rows, has_bias=True, saves_products=True)
 
 
 def test_biases_without_routing_weights() -> None:
@@ -90,9 +90,9 @@ def test_biases_without_routing_weights() -> None:
 
 
 @pytest.mark.parametrize("is_deterministic", (False, True))
-@pytest.mark.parametrize("keeps_products", (False, True))
-def test_what_is_kept_and_how_tokens_are_summed(keeps_products: bool, is_deterministic: bool) -> None:
-    check(Sizes(tokens=9), "dropped", 7, keeps_products=keeps_products, is_deterministic=is_deterministic)
+@pytest.mark.parametrize("saves_products", (False, True))
+def test_what_is_kept_and_how_tokens_are_summed(saves_products: bool, is_deterministic: bool) -> None:
+    check(Sizes(tokens=9), "dropped", 7, saves_products=saves_products, is_deterministic=is_deterministic)
 
 
 @pytest.mark.parametrize("table_dtype", (torch.float16, torch.float32))

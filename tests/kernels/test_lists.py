@@ -42,9 +42,9 @@ def check(
     routing, flat = reference_sort(index, sizes.experts), weight.detach().reshape(-1)
     onto: Any = [[torch.ones_like(matrix) for matrix in one] for one in lists] if adds else []
     with torch.no_grad():
-        out, kept = run_forward(hidden, flat, routing, tables, chosen)
+        out, saved = run_forward(hidden, flat, routing, tables, chosen)
         grad, wanted = torch.randn_like(out), [True] * (2 + len(tables))
-        found = run_backward(grad, hidden, flat, routing, tables, kept, chosen, wanted, onto)
+        found = run_backward(grad, hidden, flat, routing, tables, saved, chosen, wanted, onto)
     expected = eager_layer(hidden, index, weight, params, layout, activation)
     leaves = [hidden, weight, *params]
     of_hidden, of_weight, *of_params = torch.autograd.grad(
@@ -72,9 +72,9 @@ def test_layouts(activation: str, layout: str) -> None:
     check("random", 9, layout, activation)
 
 
-@pytest.mark.parametrize("keeps_products", (False, True))
-def test_gradients_that_are_there_are_added_to(keeps_products: bool) -> None:
-    check("dropped", 5, adds=True, keeps_products=keeps_products, is_deterministic=True)
+@pytest.mark.parametrize("saves_products", (False, True))
+def test_gradients_that_are_there_are_added_to(saves_products: bool) -> None:
+    check("dropped", 5, adds=True, saves_products=saves_products, is_deterministic=True)
 
 
 def test_lists_of_unlike_matrices_are_refused() -> None:

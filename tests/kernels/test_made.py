@@ -102,12 +102,12 @@ class TestLayers:
 
 
 @pytest.mark.parametrize("pattern", ("one_expert", "dropped", "all_dropped"))
-@pytest.mark.parametrize("keeps_products", (False, True))
+@pytest.mark.parametrize("saves_products", (False, True))
 class TestRouting:
     pytestmark = in_kernels
 
-    def test_however_tokens_are_routed(self, pattern: str, keeps_products: bool) -> None:
-        check("halves", in_four_bits, pattern, 7, keeps_products=keeps_products)
+    def test_however_tokens_are_routed(self, pattern: str, saves_products: bool) -> None:
+        check("halves", in_four_bits, pattern, 7, saves_products=saves_products)
 
 
 class TestRefused:

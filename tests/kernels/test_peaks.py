@@ -16,7 +16,7 @@ from tests.kernels.cases import in_kernels
 pytestmark = in_kernels
 
 
-@pytest.mark.parametrize("options", [{}, {"keeps_products": True}, {"is_deterministic": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"saves_products": True}, {"is_deterministic": True}], ids=str)
 @pytest.mark.parametrize("rows_per_window", (48, 128))
 def test_fake_steps_hold_what_real_ones_do(rows_per_window: int, options: dict[str, Any]) -> None:
     case = Case("small", 64, 2, 4, 32, 48, rows_per_window, **options)

@@ -163,13 +163,13 @@ UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("keeps", (False, True))
+@pytest.mark.parametrize("saves", (False, True))
 @pytest.mark.parametrize("name", [*GATED, *UNGATED])
-def test_any_pointwise_activation_is_written_for_the_kernels(name: str, keeps: bool, launches: list[str]) -> None:
-    inner = "aot_eager" if keeps else "eager"
+def test_any_pointwise_activation_is_written_for_the_kernels(name: str, saves: bool, launches: list[str]) -> None:
+    inner = "aot_eager" if saves else "eager"
     eager = Activated(GATED[name]) if name in GATED else Activated(UNGATED[name], 1)
-    compare(eager, inner, rows_per_chunk=7, memory_budget="1GiB" if keeps else None)
-    assert launches.count("gate_up_kernel") == (4 if keeps else 8)
+    compare(eager, inner, rows_per_chunk=7, memory_budget="1GiB" if saves else None)
+    assert launches.count("gate_up_kernel") == (4 if saves else 8)
 
 
 @pytest.mark.parametrize(
@@ -188,23 +188,23 @@ def test_experts_that_cannot_be_written_for_the_kernels_keep_their_bodies(
     assert launches == []
 
 
-def keep_of_first(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def save_of_first(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for the plan."""
     plan_for = LiveRegion.plan_for
 
     def chosen(region: LiveRegion, num_tokens: int) -> ChunkPlan:
-        return replace(plan_for(region, num_tokens), kept_rows=num_rows)
+        return replace(plan_for(region, num_tokens), num_saved_rows=num_rows)
 
     monkeypatch.setattr(LiveRegion, "plan_for", chosen)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "clamped", "relu2 with biases"])
-@pytest.mark.parametrize(("num_kept", "num_again"), [(0, 4), (3, 3), (7, 3), (20, 1), (22, 0)])
+@pytest.mark.parametrize(("num_saved", "num_again"), [(0, 4), (3, 3), (7, 3), (20, 1), (22, 0)])
 def test_products_of_the_first_rows_are_kept(
-    name: str, num_kept: int, num_again: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, num_saved: int, num_again: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 22 rows in windows of 7: windows end where what is kept does, and only those behind are multiplied again."""
-    keep_of_first(num_kept, monkeypatch)
+    save_of_first(num_saved, monkeypatch)
     compare(EVERY[name](), "aot_eager", rows_per_chunk=7, memory_budget="1GiB")
     assert launches.count("down_backward_kernel") == 4
     assert launches.count("gate_up_kernel") == 4 + num_again
@@ -214,16 +214,16 @@ def test_products_of_the_first_rows_are_kept(
 @pytest.mark.parametrize(
     "frozen", [(), ("down",), ("gate", "up"), ("down", "gate", "up"), "adapters", "down's", "list"], ids=str
 )
-@pytest.mark.parametrize(("rows_per_chunk", "num_kept"), [(200, 0), (4096, 0), (200, 1500), (4096, 1500)])
+@pytest.mark.parametrize(("rows_per_chunk", "num_saved"), [(200, 0), (4096, 0), (200, 1500), (4096, 1500)])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 def test_windows_hold_what_the_plan_counts(
-    dtype: torch.dtype, rows_per_chunk: int, num_kept: int, frozen: Any, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rows_per_chunk: int, num_saved: int, frozen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside arguments and results; kernels that do nothing hold as much as others."""
     from memfine_fx.kernels.launches import Launch
 
-    if num_kept:
-        keep_of_first(num_kept, monkeypatch)
+    if num_saved:
+        save_of_first(num_saved, monkeypatch)
     monkeypatch.setattr(choice, "_DEVICES", ("cuda", "cpu"))
     monkeypatch.setenv("MEMFINE_GPU_KERNELS", "1")
     run_kernel, sorts = Launch.run, ("count_kernel", "scan_kernel", "offsets_kernel", "place_kernel")
@@ -254,17 +254,17 @@ def test_windows_hold_what_the_plan_counts(
 
     for phase in ("forward", "backward"):
         monkeypatch.setattr(KernelExperts, phase, tracing(phase))
-    budget = "1GiB" if num_kept else None
+    budget = "1GiB" if num_saved else None
     options = memfine_fx.Config(rows_per_chunk=rows_per_chunk, memory_budget=budget)
     chunked = memfine_fx.optimize(model, config=options, inner_backend="aot_eager")
     chunked(torch.randn(1000, 64, dtype=dtype, requires_grad=True)).sum().backward()
     ((region_id, memory),) = sessions()[-1]._graphs[-1].step.regions.items()
     assert lookup(region_id).stages_gradients is (
-        rows_per_chunk < 2000 or num_kept > 0
+        rows_per_chunk < 2000 or num_saved > 0
     )  # of a window's end in an expert
     sizes = ChunkSize(lookup(region_id).plan_for(1000).rows_per_chunk), sessions()[-1]._largest_chunk(region_id, 1000)
     for phase, found in measured.items():
-        call = Call(0, region_id, phase, "projections", num_kept)
+        call = Call(0, region_id, phase, "projections", num_saved)
         planned, ran = (memory.workspace(call, {}, lambda num_tokens, size=size: size) for size in sizes)
         assert found <= planned + 4096, phase  # with an expert's gradients staged, which one window has not
         assert 0.9 * ran <= found <= ran + 4096, phase
@@ -312,12 +312,12 @@ class TwoParts(torch.nn.Module):
         return self.layer(self.first(hidden))
 
 
-@pytest.mark.parametrize("keeps", (False, True))
+@pytest.mark.parametrize("saves", (False, True))
 @pytest.mark.parametrize("name", ("mixtral", "gpt_oss", "relu2 with biases", "list"))
-def test_micro_batches_add_to_gradients_where_they_are(name: str, keeps: bool, launches: list[str]) -> None:
+def test_micro_batches_add_to_gradients_where_they_are(name: str, saves: bool, launches: list[str]) -> None:
     """In windows that cut experts: no second set of tables is made, and the sums are eager's."""
     eager = TwoParts(EVERY[name]()).to(DEVICE)
-    config = memfine_fx.Config(rows_per_chunk=7, memory_budget="1GiB" if keeps else None)
+    config = memfine_fx.Config(rows_per_chunk=7, memory_budget="1GiB" if saves else None)
     model = memfine_fx.optimize(copy.deepcopy(eager), config=config, inner_backend="aot_eager")
     for one in (model, eager):
         for seed in range(3):

@@ -108,7 +108,7 @@ def _load(routing: Any, window: Any) -> Any:
     "options",
     (
         {},
-        {"keeps_products": True, "is_deterministic": True},
+        {"saves_products": True, "is_deterministic": True},
         {"adds": True},
         {"layout": "interleaved_in_out", "activation": "clamped", "has_bias": True},
         {"layout": "single", "activation": "relu2", "has_bias": True, "has_weight": False},
@@ -139,9 +139,9 @@ def test_formulas_count_what_programs_touch(
         reference_sort(expert_index(pattern, SIZES), SIZES.experts),
         torch.randn(SIZES.tokens, SIZES.hidden),
     )
-    out, kept = run_forward(hidden, weight, routing, params, chosen)
+    out, saved = run_forward(hidden, weight, routing, params, chosen)
     onto = [torch.zeros_like(param) for param in params] if adds else []
-    run_backward(out, hidden, weight, routing, params, kept, chosen, [True] * (2 + len(params)), onto)
+    run_backward(out, hidden, weight, routing, params, saved, chosen, [True] * (2 + len(params)), onto)
     assert len(touched) > 5
     for launch, found in touched:
         first, last = launch.arguments["first_row"], launch.arguments["last_row"]

@@ -115,8 +115,8 @@ def test_where_nothing_of_a_list_runs_that_is_an_error_once_and_for_all(folder: 
         ):
             tune(kind(), DEVICE, seconds)
     assert asked == ["gate_up_kernel"] * 4
-    (kept,) = tuning._known.values()
-    assert isinstance(kept, KernelsDoNotRun) and kept.__traceback__ is None  # which would hold what was timed
+    (saved,) = tuning._known.values()
+    assert isinstance(saved, KernelsDoNotRun) and saved.__traceback__ is None  # which would hold what was timed
     assert tuned(kind(), DEVICE) is None
     assert not folder.exists()
 

@@ -36,9 +36,9 @@ def test_a_view_allocates_nothing() -> None:
 
 
 def test_what_the_step_keeps_is_resting() -> None:
-    kept = []
+    saved = []
 
-    trace = trace_memory(lambda: kept.append(torch.empty(256)), CPU)
+    trace = trace_memory(lambda: saved.append(torch.empty(256)), CPU)
 
     assert trace.resting_bytes == 256 * FLOAT_BYTES
     assert trace.peak_bytes == 256 * FLOAT_BYTES

@@ -184,36 +184,36 @@ def keeping_graph(target: object, num_results: int) -> fx.Graph:
 def test_what_a_region_keeps_is_known_by_its_id_and_gone_where_it_keeps_nothing() -> None:
     forward = read(
         """
-buf0 = torch.ops.memfine.experts_keeping.default(saved, None, saved, saved, [saved], 'a/1', [True], 'projections')
+buf0 = torch.ops.memfine.experts_saving.default(saved, None, saved, saved, [saved], 'a/1', [True], 'projections')
 buf1 = buf0[0]
 buf2 = buf0[1]
 buf3 = buf0[2]
 del buf0
 return (buf1, buf2, buf3, )
 """,
-        keeping_graph(torch.ops.memfine.experts_keeping.default, 3),
+        keeping_graph(torch.ops.memfine.experts_saving.default, 3),
     )
-    assert [one.kept_by for one in forward.allocations] == ["", "a/1", ""]
+    assert [one.saved_by for one in forward.allocations] == ["", "a/1", ""]
     assert live(forward)[-1] == 32 + 48 + 8
     for rows, num_bytes in ((0, 0), (1, 8), (5, 40), (6, 48)):
-        kept = forward.of_run(frozenset({("a/1", rows, 6)}))
-        assert live(kept)[-1] == 32 + num_bytes + 8
-        assert [(call.keep, call.kept_rows) for call in kept.calls] == [("projections", rows)]
+        saved = forward.of_run(frozenset({("a/1", rows, 6)}))
+        assert live(saved)[-1] == 32 + num_bytes + 8
+        assert [(call.policy, call.num_saved_rows) for call in saved.calls] == [("projections", rows)]
     assert forward.of_run(frozenset({("b/2", 0, 6)})).allocations == forward.allocations
 
 
 def test_what_a_backward_finds_kept_is_known_by_its_region_id() -> None:
     backward = read(
         """
-buf0 = torch.ops.memfine.experts_backward_kept.default(buf9, None, None, buf9, buf9, [], 'a/1', [True], [saved, buf9], 'projections')
+buf0 = torch.ops.memfine.experts_backward_saved.default(buf9, None, None, buf9, buf9, [], 'a/1', [True], [saved, buf9], 'projections')
 del saved
 buf1 = buf0[0]
 return (buf1, )
 """,  # noqa: E501  # as Inductor writes it
-        keeping_graph(torch.ops.memfine.experts_backward_kept.default, 1),
+        keeping_graph(torch.ops.memfine.experts_backward_saved.default, 1),
         CountedInputs(freed=("saved",)),
     )
-    assert next((one.name, one.kept_by) for one in backward.allocations) == ("saved", "a/1")
+    assert next((one.name, one.saved_by) for one in backward.allocations) == ("saved", "a/1")
     assert live(backward.of_run(frozenset({("a/1", 0, 6)})))[0] == live(backward)[0] - 48
 
 

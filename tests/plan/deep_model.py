@@ -16,7 +16,7 @@ from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory
 from memfine_fx.memory.symbols import ROWS
 from memfine_fx.plan.peaks import SolvedPeaks
 from memfine_fx.plan.runs import CalledGraph, RunHistory, Situation
-from memfine_fx.records import Keep
+from memfine_fx.records import SavePolicy
 
 TOKENS = sympy.Symbol("s0", integer=True, positive=True)
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
@@ -74,7 +74,7 @@ def deep_model(num_layers: int, *, has_room: bool = False, **options: object) ->
     model = DeepModel(GraphStep(), Config(**options))  # type: ignore[arg-type]
     region_ids = [f"body/{layer}" for layer in range(num_layers)]
 
-    def terms(keep: Keep) -> RegionBytes:  # made anew each time, as a region's are
+    def terms(policy: SavePolicy) -> RegionBytes:  # made anew each time, as a region's are
         return replace(LAYER, forward_peak=sympy.Max(LAYER.forward_peak, 7 * ROWS))
 
     for region_id in region_ids:
@@ -119,7 +119,7 @@ LAYER = RegionBytes(
 
 def _memory(region_ids: Sequence[str], phase: str, *, has_room: bool) -> GraphMemory:
     """Layers one after another; each leaves one tensor and, in backward, its gradients."""
-    keep: Keep = "projections" if has_room else "nothing"
+    policy: SavePolicy = "projections" if has_room else "nothing"
     allocations, calls, position = [], [], 0
     for region_id in region_ids:
         for place in range(_PER_LAYER):
@@ -129,10 +129,10 @@ def _memory(region_ids: Sequence[str], phase: str, *, has_room: bool) -> GraphMe
                 size = sympy.Integer(LAYER.param_bytes)
             allocations.append(Allocation(f"{phase} {region_id} {place}", size, position + place, stop))
         middle = position + _PER_LAYER // 2
-        calls.append(Call(middle, region_id, phase, keep))  # type: ignore[arg-type]
+        calls.append(Call(middle, region_id, phase, policy))  # type: ignore[arg-type]
         if has_room:
             start, stop = (middle, None) if phase == "forward" else (0, middle + 1)
-            kept = TOKENS * TOP_K * WIDTH * 4
-            allocations.append(Allocation(f"kept {region_id}", kept, start, stop, phase == "backward", region_id))
+            saved = TOKENS * TOP_K * WIDTH * 4
+            allocations.append(Allocation(f"kept {region_id}", saved, start, stop, phase == "backward", region_id))
         position += _PER_LAYER
     return GraphMemory(tuple(allocations), tuple(calls), position + 3)

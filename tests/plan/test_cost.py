@@ -17,8 +17,8 @@ def test_rates_between_measured_rows_lie_between_the_measured_rates() -> None:
 
 
 def test_keeping_costs_new_memory_and_copies_of_what_is_made_elsewhere() -> None:
-    assert RATES.keeping_seconds(5e9, 0) == 0.0
-    assert replace(RATES, keep_bytes=1e9).keeping_seconds(5e9, 2e9) == 5.0 + 4.0
+    assert RATES.saving_seconds(5e9, 0) == 0.0
+    assert replace(RATES, save_bytes=1e9).saving_seconds(5e9, 2e9) == 5.0 + 4.0
 
 
 def test_smaller_chunks_cost_time_only_where_they_split_an_expert() -> None:

@@ -70,8 +70,8 @@ def test_plans_with_and_without_gradients_are_both_kept() -> None:
 def test_byte_terms_are_made_once_until_bodies_know_more() -> None:
     made, revision = [], 0
 
-    def terms(keep: str) -> object:
-        made.append(keep)
+    def terms(policy: str) -> object:
+        made.append(policy)
         return object()
 
     memory = RegionMemory(terms, TOKENS, "rows", lambda: revision)  # type: ignore[arg-type]

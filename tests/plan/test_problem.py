@@ -22,8 +22,8 @@ def solved_without_budget(config: Config, run: RunMemory) -> RunMemory:
     return run_of_plan(run, solve(problem))
 
 
-def run_of(model: DeepModel, num_tokens: int, kept: frozenset[tuple[str, int, int]] = frozenset()) -> RunMemory:
-    return RunMemory(model.step, {str(TOKENS): num_tokens}, kept=kept)
+def run_of(model: DeepModel, num_tokens: int, saved: frozenset[tuple[str, int, int]] = frozenset()) -> RunMemory:
+    return RunMemory(model.step, {str(TOKENS): num_tokens}, saved=saved)
 
 
 @pytest.mark.parametrize("rows", [1, 100, 2048])
@@ -45,39 +45,39 @@ def test_a_longer_sequence_keeps_less() -> None:
     shares = []
     for tokens in (512, 4096, 65536):
         run = solved_without_budget(model.config, run_of(model, tokens))
-        shares.append(sum(run.kept_rows(region_id) for region_id in model.step.optional) / (tokens * TOP_K))
+        shares.append(sum(run.num_saved_rows(region_id) for region_id in model.step.optional) / (tokens * TOP_K))
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > shares[-1]
     assert shares[0] >= 11
 
 
 @pytest.mark.parametrize(
-    ("budget", "kept", "words"),
+    ("budget", "saved", "words"),
     [
         (
             None,
             {("body/0", 0, 4096)},
-            "no memory_budget: 2 of 3 regions keep what leaves the step's peak where it is",
+            "no memory_budget: 2 of 3 regions save what does not raise the step's peak",
         ),
-        ("least", set(), 'memory_budget="least": regions keep nothing'),
+        ("least", set(), 'memory_budget="least": regions save nothing'),
         ("20GiB", set(), "memory_budget='20GiB' bounds the bytes of a step"),
     ],
 )
-def test_a_report_says_which_plan_it_is_of(budget: str | None, kept: set[tuple[str, int, int]], words: str) -> None:
+def test_a_report_says_which_plan_it_is_of(budget: str | None, saved: set[tuple[str, int, int]], words: str) -> None:
     model = deep_model(3, has_room=budget is None, memory_budget=budget)
-    assert describe_budget(model.config, [run_of(model, 512, frozenset(kept))]) == words
+    assert describe_budget(model.config, [run_of(model, 512, frozenset(saved))]) == words
 
 
 def test_a_report_says_why_nothing_is_kept() -> None:
     model = deep_model(3)
     words = describe_budget(model.config, [run_of(model, 512)])
-    assert words.startswith("no memory_budget: regions keep nothing (")
+    assert words.startswith("no memory_budget: regions save nothing (")
 
 
 def test_plans_of_runs_that_keep_other_things_are_other_plans() -> None:
     model = deep_model(2, has_room=True)
-    kept = ((), (("body/0", 0, 4096),), (("body/0", 9, 4096),), (("body/1", 0, 4096),))
-    assert len({Situation(run_of(model, 512, frozenset(one)), None).key for one in kept}) == 4
+    saved = ((), (("body/0", 0, 4096),), (("body/0", 9, 4096),), (("body/1", 0, 4096),))
+    assert len({Situation(run_of(model, 512, frozenset(one)), None).key for one in saved}) == 4
 
 
 def test_what_48_layers_keep_is_decided_in_less_than_a_tenth_of_a_second() -> None:

@@ -54,7 +54,7 @@ def _is_usable(found: DeviceRates) -> bool:
     """Whether a plan can be made of them: every quotient is a number."""
     sizes: dict[str, Any] = dict(num_routed=1000, num_experts=8, flops_per_row=1e9, param_bytes=10**9, takes_group=True)
     seconds = [rows_seconds(found, rows=rows, **sizes) for rows in (1, 40, 4000)]
-    seconds += [found.keeping_seconds(1e9, 1e9), Work(1e12, 1e9, 100).seconds(found)]
+    seconds += [found.saving_seconds(1e9, 1e9), Work(1e12, 1e9, 100).seconds(found)]
     return all(0 < one < math.inf for one in seconds)
 
 
@@ -98,7 +98,7 @@ def test_an_accelerator_has_no_rate_of_new_memory(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(rates, "_measure", lambda *arguments: pytest.fail("measured again"))
     _forget()
     assert device_rates("cuda", torch.bfloat16) == first
-    assert first.keep_bytes == math.inf
+    assert first.save_bytes == math.inf
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from memfine_fx.errors import ChunkOutOfMemory, MemfineError
-from memfine_fx.records import ChunkPlan, Keep, ParamKind
+from memfine_fx.records import ChunkPlan, ParamKind, SavePolicy
 from memfine_fx.runtime.halving import Progress, is_allocation_failure, run_chunks
-from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward
+from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
@@ -54,7 +54,7 @@ class Case:
     rows: int = 4
     takes_group: bool = False
     folds_weight: bool = True
-    keep: Keep = "nothing"
+    policy: SavePolicy = "nothing"
 
     @property
     def kinds(self) -> list[ParamKind]:
@@ -76,9 +76,9 @@ CASES = {
     "fp32, token slices": Case(axis="tokens"),
     "fp32, a gradient that is no product": Case(with_bias, "expert"),
     "fp32, a shared parameter": Case(with_shared, "shared"),
-    "fp32, projections kept": Case(keep="projections"),
+    "fp32, projections kept": Case(policy="projections"),
     "bf16": Case(dtype=torch.bfloat16),
-    "bf16, operands kept, experts in groups": Case(dtype=torch.bfloat16, rows=8, takes_group=True, keep="operands"),
+    "bf16, operands kept, experts in groups": Case(dtype=torch.bfloat16, rows=8, takes_group=True, policy="operands"),
     "bf16, one chunk an expert": Case(dtype=torch.bfloat16, rows=100),
     "bf16, token slices": Case(dtype=torch.bfloat16, axis="tokens"),
     "bf16, a shared parameter": Case(with_shared, "shared", dtype=torch.bfloat16),
@@ -110,13 +110,13 @@ class Layer:
         self.grad = small_ints(NUM_TOKENS, HIDDEN, dtype=case.dtype)
         self.wanted = ((True, True), [[True] for _ in case.kinds])
         flags = (True, True, *[True] * len(case.kinds))
-        self.keeping = None if case.keep == "nothing" else self.bodies.keeping(case.keep, flags)
+        self.saving = None if case.policy == "nothing" else self.bodies.saving(case.policy, flags)
 
     @torch.no_grad()
     def step(self, on_failure: Callable[[int], None] = lambda rows: None) -> list[Tensor]:
-        kept = None if self.keeping is None else Kept.empty(self.keeping, self.routed.hidden, self.routed.order)
-        out = run_forward(self.routed, self.bodies, self.chunks, self.routed.hidden.dtype, on_failure, kept)
-        grads = run_backward(self.grad, self.routed, self.bodies, self.chunks, *self.wanted, on_failure, kept)
+        saved = None if self.saving is None else SavedRows.empty(self.saving, self.routed.hidden, self.routed.order)
+        out = run_forward(self.routed, self.bodies, self.chunks, self.routed.hidden.dtype, on_failure, saved)
+        grads = run_backward(self.grad, self.routed, self.bodies, self.chunks, *self.wanted, on_failure, saved)
         return [out, *grads]
 
 

@@ -213,7 +213,7 @@ def test_terms_of_an_expression_are_those_of_a_number(
     item_bytes: int, wanted: tuple[bool, bool, bool], device_type: str
 ) -> None:
     """The page of an answer shows bytes at sizes that are chosen there."""
-    terms = HeadBytes(64, 5000, item_bytes, has_softcap=True, wanted=wanted, device_type=device_type, keeps_logits=True)
+    terms = HeadBytes(64, 5000, item_bytes, has_softcap=True, wanted=wanted, device_type=device_type, saves_logits=True)
     tokens = sympy.Symbol("T", integer=True, positive=True)
     rows = sympy.Min(tokens, 256)
     for number in (100, 1000):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.records import ChunkPlan, Keep, ParamKind
-from memfine_fx.runtime.loop import Kept, chunks_of, run_backward, run_forward
+from memfine_fx.records import ChunkPlan, ParamKind, SavePolicy
+from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.routing import sort_assignments
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of, largest_error, mlp, mlp_params, naive_combine
@@ -49,8 +49,8 @@ class Case:
     folds_weight: bool = True
     dtype: torch.dtype = torch.float32
     index: tuple[tuple[int, ...], ...] | None = None
-    keep: Keep = "nothing"
-    kept_share: float | None = None
+    policy: SavePolicy = "nothing"
+    saved_share: float | None = None
 
     @property
     def kinds(self) -> list[ParamKind]:
@@ -60,8 +60,8 @@ class Case:
         extra = [torch.rand(16).to(self.dtype) + 0.5] if self.has_shared else []
         return [*mlp_params(self.dtype), *extra]
 
-    def kept_rows(self, num_rows: int) -> int | None:
-        return None if self.kept_share is None else round(self.kept_share * num_rows)
+    def num_saved_rows(self, num_rows: int) -> int | None:
+        return None if self.saved_share is None else round(self.saved_share * num_rows)
 
     def expert_index(self) -> Tensor:
         if self.index is not None:
@@ -103,16 +103,16 @@ def run(
     chunks = chunks_of(routed, bodies, case.plan())
     flags = (True, case.has_weight, *[True] * len(params)) if wanted is None else tuple(wanted)
     with torch.no_grad():
-        keeping = None if case.keep == "nothing" else bodies.keeping(case.keep, flags)
-        kept = (
+        saving = None if case.policy == "nothing" else bodies.saving(case.policy, flags)
+        saved = (
             None
-            if keeping is None
-            else Kept.empty(keeping, hidden, routed.order, case.kept_rows(routed.order.shape[0]))
+            if saving is None
+            else SavedRows.empty(saving, hidden, routed.order, case.num_saved_rows(routed.order.shape[0]))
         )
-        chunks = chunks if kept is None else kept.cut(chunks)
-        out = run_forward(routed, bodies, chunks, hidden.dtype, kept=kept)
+        chunks = chunks if saved is None else saved.cut(chunks)
+        out = run_forward(routed, bodies, chunks, hidden.dtype, saved=saved)
         wanted_params = [[flag] for flag in flags[2:]]
-        return Step([out, *run_backward(grad, routed, bodies, chunks, flags[:2], wanted_params, kept=kept)])
+        return Step([out, *run_backward(grad, routed, bodies, chunks, flags[:2], wanted_params, saved=saved)])
 
 
 def reference(
@@ -150,11 +150,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("keep", ["nothing", "projections", "operands"])
+@pytest.mark.parametrize("policy", ["nothing", "projections", "operands"])
 @pytest.mark.parametrize("axis", ["rows", "tokens"])
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_are_those_of_autograd(name: str, axis: str, keep: Keep) -> None:
-    case = replace(CASES[name], axis=axis, keep=keep)
+def test_outputs_and_gradients_are_those_of_autograd(name: str, axis: str, policy: SavePolicy) -> None:
+    case = replace(CASES[name], axis=axis, policy=policy)
     inputs = inputs_of(case)
     run(case, *inputs).assert_close(reference(case, *inputs))
 
@@ -163,7 +163,7 @@ def test_outputs_and_gradients_are_those_of_autograd(name: str, axis: str, keep:
 @pytest.mark.parametrize("axis", ["rows", "tokens"])
 @pytest.mark.parametrize("name", CASES)
 def test_part_of_the_rows_is_kept_wherever_the_border_falls(name: str, axis: str, share: float) -> None:
-    case = replace(CASES[name], axis=axis, keep="projections", kept_share=share)
+    case = replace(CASES[name], axis=axis, policy="projections", saved_share=share)
     inputs = inputs_of(case)
     run(case, *inputs).assert_close(reference(case, *inputs))
 
@@ -290,24 +290,24 @@ def test_a_kept_projection_is_made_nowhere_else() -> None:
     bodies = bodies_of(swiglu, params, ("expert", "expert"))
     hidden, index = torch.randn(14, HIDDEN), torch.zeros(14, 1, dtype=torch.long)
     routed = Routed(hidden, torch.rand(14, 1), *sort_assignments(index, 1), [[param] for param in params], 1)
-    keeping = bodies.keeping("projections", (True, True, True, True))
-    assert keeping is not None
-    kept = Kept.empty(keeping, hidden, routed.order)
+    saving = bodies.saving("projections", (True, True, True, True))
+    assert saving is not None
+    saved = SavedRows.empty(saving, hidden, routed.order)
     chunks = chunks_of(routed, bodies, ChunkPlan("rows", 7, 0, 0, ""))
     with torch.no_grad():
-        trace = trace_memory(lambda: run_forward(routed, bodies, chunks, hidden.dtype, kept=kept), CPU)
+        trace = trace_memory(lambda: run_forward(routed, bodies, chunks, hidden.dtype, saved=saved), CPU)
     assert 7 * 2 * WIDTH * 4 not in trace.allocation_bytes
-    (found,) = kept.tensors
+    (found,) = saved.tensors
     rows = hidden[routed.order.long()]  # NOTE: products of as many rows; several threads round others otherwise
     assert torch.equal(found, torch.cat([rows[:7] @ params[0][0], rows[7:] @ params[0][0]]))
 
 
 def test_what_is_kept_of_no_row_has_its_shape_and_one_entry() -> None:
     bodies = bodies_of(swiglu, [torch.randn(1, HIDDEN, 2 * WIDTH), torch.randn(1, WIDTH, HIDDEN)], ("expert",) * 2)
-    keeping = bodies.keeping("projections", (True, True, True, True))
-    assert keeping is not None
+    saving = bodies.saving("projections", (True, True, True, True))
+    assert saving is not None
     made: list[Tensor] = []
-    none = Kept.empty(keeping, torch.randn(9, HIDDEN), torch.arange(9), 0)
+    none = SavedRows.empty(saving, torch.randn(9, HIDDEN), torch.arange(9), 0)
     trace = trace_memory(lambda: made.extend(none.handed_over(rows)[0] for rows in (5, 9, 0, 3)), CPU)
     assert trace.peak_bytes <= 4 * 64
     assert [(one.shape, one.stride()) for one in made] == [((rows, 2 * WIDTH), (0, 0)) for rows in (5, 9, 0, 3)]
@@ -317,17 +317,17 @@ def test_what_is_kept_of_no_row_has_its_shape_and_one_entry() -> None:
 
 def test_a_part_goes_with_what_has_the_whole_shape_and_a_copy_leaves_it_behind() -> None:
     bodies = bodies_of(swiglu, [torch.randn(1, HIDDEN, 2 * WIDTH), torch.randn(1, WIDTH, HIDDEN)], ("expert",) * 2)
-    keeping = bodies.keeping("projections", (True, True, True, True))
-    assert keeping is not None
+    saving = bodies.saving("projections", (True, True, True, True))
+    assert saving is not None
     order = torch.arange(9)
-    kept = Kept.empty(keeping, torch.randn(9, HIDDEN), order, 4)
-    kept.tensors[0].fill_(2.0)
-    handed = kept.handed_over(9)
+    saved = SavedRows.empty(saving, torch.randn(9, HIDDEN), order, 4)
+    saved.tensors[0].fill_(2.0)
+    handed = saved.handed_over(9)
     assert handed[0].untyped_storage().nbytes() == 4 * 2 * WIDTH * 4
-    del kept
+    del saved
     assert handed[0].shape == (9, 2 * WIDTH)
-    found = Kept.from_graph(keeping, handed, 4, 9)
+    found = SavedRows.from_graph(saving, handed, 4, 9)
     assert found is not None and found.num_rows == 4 and torch.equal(found.tensors[0], torch.full((4, 2 * WIDTH), 2.0))
     for copied in (handed[0].clone(), handed[0].to("meta"), torch.empty(handed[0].shape).copy_(handed[0])):
-        assert Kept.from_graph(keeping, [copied], 4, 9) is None
-    assert Kept.from_graph(keeping, [handed[0].new_zeros(1).expand(9, 2 * WIDTH)], 4, 9) is None
+        assert SavedRows.from_graph(saving, [copied], 4, 9) is None
+    assert SavedRows.from_graph(saving, [handed[0].new_zeros(1).expand(9, 2 * WIDTH)], 4, 9) is None

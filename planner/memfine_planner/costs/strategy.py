@@ -85,7 +85,7 @@ class Strategy:
         overlap_tp, overlap_dp, overlap_ep, overlap_pp: hide that communication behind compute where there is some.
         cuda_graphs: "none", "partial" (everything but the routed experts) or "full".
         attention: "flash" or "unfused" (scores written to memory).
-        keeps_expert_output: whether the experts' output is kept for the routing weight's gradient; not when the weight
+        saves_expert_output: whether the experts' output is kept for the routing weight's gradient; not when the weight
             is applied before the second projection.
         grad_bytes: bytes of a gradient element in memory and in the reduction.
         optimizer_bytes: Adam's master weight and two moments.
@@ -115,7 +115,7 @@ class Strategy:
     overlap_pp: bool = True
     cuda_graphs: Literal["none", "partial", "full"] = "none"
     attention: Literal["flash", "unfused"] = "flash"
-    keeps_expert_output: bool = False
+    saves_expert_output: bool = False
     grad_bytes: int = 4
     optimizer_bytes: int = 12
 

@@ -45,14 +45,14 @@ def reconstruction(send: Callable[[Tensor], Tensor], samples: Tensor, batch: int
     """Leakage of a device's half `send`, called with `batch` samples at a time."""
     with torch.no_grad():
         sent = torch.cat([send(one) for one in _batches(samples, batch)])
-    num_kept = max(batch, int(len(samples) * _HELD_OUT) // batch * batch)
-    known, secret = samples[:-num_kept], samples[-num_kept:]
+    num_saved = max(batch, int(len(samples) * _HELD_OUT) // batch * batch)
+    known, secret = samples[:-num_saved], samples[-num_saved:]
     if not samples.is_floating_point():
-        return _tokens_recovered(sent[:-num_kept], known, sent[-num_kept:], secret)
-    guess = _decode(sent[:-num_kept].flatten(1), known.flatten(1), sent[-num_kept:].flatten(1)).view_as(secret)
+        return _tokens_recovered(sent[:-num_saved], known, sent[-num_saved:], secret)
+    guess = _decode(sent[:-num_saved].flatten(1), known.flatten(1), sent[-num_saved:].flatten(1)).view_as(secret)
     best = _explained(guess, secret)
     if steps:
-        pairs = zip(_batches(sent[-num_kept:], batch), _batches(guess, batch), strict=True)
+        pairs = zip(_batches(sent[-num_saved:], batch), _batches(guess, batch), strict=True)
         found = [_invert(send, *pair, steps) for pair in pairs]
         best = max(best, _explained(torch.cat(found), secret))
     return best

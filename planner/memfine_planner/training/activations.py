@@ -64,7 +64,7 @@ def row_bytes(arch: Architecture, s: Strategy) -> float:
     )
     paper = closed_form.row_bytes(model, closed_form.Parallel())
     saved_by_fp8 = (2.0 - _linear_input(s)) * (arch.hidden + arch.moe_ffn)
-    output = 0.0 if s.keeps_expert_output else 2.0 * arch.hidden
+    output = 0.0 if s.saves_expert_output else 2.0 * arch.hidden
     return paper + 2.0 * arch.moe_ffn - output - saved_by_fp8
 
 

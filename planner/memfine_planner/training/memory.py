@@ -42,14 +42,14 @@ class RankMemory:
 
     Args:
         terms: (name, bytes) that add up to `peak`.
-        kept_per_row: bytes per received row, summed over the layers kept at once (each with its own rows).
+        saved_per_row: bytes per received row, summed over the layers kept at once (each with its own rows).
         working_per_row: bytes per row of the fullest layer, in backward.
         moe_sets: how many (layer, micro-batch) pairs keep rows.
     """
 
     rank: int
     terms: tuple[tuple[str, float], ...]
-    kept_per_row: float
+    saved_per_row: float
     working_per_row: float
     moe_sets: float
     balanced_rows: float
@@ -65,7 +65,7 @@ class RankMemory:
 
     def _row_bytes(self, mean_rows: float, most_rows: float) -> float:
         capped = min(most_rows, self.rows_cap) if self.rows_cap else most_rows
-        return self.kept_per_row * self.moe_sets * mean_rows + self.working_per_row * capped
+        return self.saved_per_row * self.moe_sets * mean_rows + self.working_per_row * capped
 
     def peak_with(self, mean_rows: float, most_rows: float) -> float:
         """Peak when the layers receive `mean_rows` on average and the fullest `most_rows`."""
@@ -110,7 +110,7 @@ def _activations(arch: Architecture, kind: LayerKind, s: Strategy) -> LayerActiv
         s.chunks,
         s.sequence_parallel,
         s.attention,
-        s.keeps_expert_output,
+        s.saves_expert_output,
     )
 
 
@@ -127,7 +127,7 @@ def _shared_activations(
     chunks: int,
     sequence_parallel: bool,
     attention: Literal["flash", "unfused"],
-    keeps_expert_output: bool,
+    saves_expert_output: bool,
 ) -> LayerActivations:
     alone = Strategy(
         gpus=tp * cp,
@@ -140,7 +140,7 @@ def _shared_activations(
         chunks=chunks,
         sequence_parallel=sequence_parallel,
         attention=attention,
-        keeps_expert_output=keeps_expert_output,
+        saves_expert_output=saves_expert_output,
     )
     return layer_activation_bytes(arch, kind, alone)
 
@@ -168,13 +168,13 @@ def static_terms(arch: Architecture, stage: Stage, s: Strategy) -> tuple[tuple[s
 @lru_cache(maxsize=50_000)
 def _rank_memory(arch: Architecture, stage: Stage, s: Strategy) -> RankMemory:
     live = live_sets(s, stage.rank)
-    kept = rows_kept = moe_sets = working = working_per_row = balanced = 0.0
+    kept = rows_saved = moe_sets = working = working_per_row = balanced = 0.0
     for kind, count in stage.kinds:
         for share, layer in _layers(arch, kind, s):
             kept += live * count * share * layer.fixed
             working = max(working, layer.working)
             if kind.is_moe:
-                rows_kept += live * count * share * layer.per_row
+                rows_saved += live * count * share * layer.per_row
                 moe_sets += live * count * share
                 working_per_row = max(working_per_row, layer.working_per_row)
                 balanced = layer.balanced_rows
@@ -185,19 +185,19 @@ def _rank_memory(arch: Architecture, stage: Stage, s: Strategy) -> RankMemory:
     terms = (
         *static_terms(arch, stage, s),
         ("kept activations", kept + embedding),
-        ("kept expert rows", rows_kept * balanced),
+        ("kept expert rows", rows_saved * balanced),
         ("working set", max(working, head)),
         ("working expert rows", working_per_row * capped),
         ("framework", _FRAMEWORK_BYTES),
     )
-    per_set = rows_kept / moe_sets if moe_sets else 0.0
+    per_set = rows_saved / moe_sets if moe_sets else 0.0
     return RankMemory(stage.rank, terms, per_set, working_per_row, moe_sets, balanced, float(s.rows_per_round))
 
 
 def peak_expression(rank: RankMemory) -> sp.Expr:
     """The peak as an expression in `rows`, the rows every layer receives (no bound by rounds applied)."""
     rows = sp.Symbol("rows", nonnegative=True)
-    return sp.Float(rank.without_rows) + (sp.Float(rank.kept_per_row * rank.moe_sets) + rank.working_per_row) * rows
+    return sp.Float(rank.without_rows) + (sp.Float(rank.saved_per_row * rank.moe_sets) + rank.working_per_row) * rows
 
 
 def most_rows_that_fit(sys: System, rank: RankMemory) -> float:
@@ -210,7 +210,7 @@ def most_rows_that_fit(sys: System, rank: RankMemory) -> float:
     if rank.without_rows > usable:
         largest = sorted(((name, int(size)) for name, size in rank.terms), key=lambda term: -term[1])
         raise BudgetInfeasible(int(usable), int(rank.without_rows), largest[:4])
-    slope = rank.kept_per_row * rank.moe_sets + rank.working_per_row
+    slope = rank.saved_per_row * rank.moe_sets + rank.working_per_row
     return (usable - rank.without_rows) / slope if slope else float("inf")
 
 
@@ -272,7 +272,7 @@ def oom_risk(
         else:
             most = rows[:, own].max(axis=1)
             capped = np.minimum(most, rank.rows_cap) if rank.rows_cap else most
-            kept = rank.kept_per_row * rank.moe_sets * rows[:, own].mean(axis=1)
+            kept = rank.saved_per_row * rank.moe_sets * rows[:, own].mean(axis=1)
             peaks = rank.without_rows + kept + rank.working_per_row * capped
         if worst is None or peaks.max() > worst.max():
             worst, where = peaks, rank.rank

@@ -306,7 +306,7 @@ def oom_chance(request: Request, s: Strategy) -> float:
     over = np.zeros(len(mean), dtype=bool)
     for rank in ranks:
         capped = np.minimum(most, rank.rows_cap) if rank.rows_cap else most
-        peaks = rank.without_rows + rank.kept_per_row * rank.moe_sets * mean + rank.working_per_row * capped
+        peaks = rank.without_rows + rank.saved_per_row * rank.moe_sets * mean + rank.working_per_row * capped
         over |= peaks > usable
     return float(over.mean())
 

@@ -186,13 +186,13 @@ def test_returned_logits_are_made_chunk_by_chunk_where_that_takes_no_longer(
 ) -> None:
     (head,) = found_in(loss)
     assert isinstance(head, HeadRegion)
-    assert head.keeps_logits and [node.name for node in head.results] == [result]
+    assert head.saves_logits and [node.name for node in head.results] == [result]
     inputs = torch.randn(2, 5, H, dtype=torch.bfloat16), torch.randint(V, (2, 5))
     graph = capture(Head(loss).bfloat16(), *inputs).graph
     (refusal,) = find_heads(graph, ALWAYS)  # its products would be in fp32
     assert isinstance(refusal, Refusal) and refusal.details == "the logits are returned beside the loss"
     (head,) = find_heads(graph, ALWAYS, runs_here=False)
-    assert isinstance(head, HeadRegion) and head.keeps_logits
+    assert isinstance(head, HeadRegion) and head.saves_logits
 
 
 @pytest.mark.parametrize(("tokens", "frozen", "found"), [(7, False, 0), (8, False, 1), (7, True, 1)])
@@ -214,7 +214,7 @@ def test_returned_logits_can_be_given_up_where_gradients_are_wanted(
     given_up = Config(chunks_head=True, returns_logits=False)
     (head,) = found_in(loss, given_up)
     assert isinstance(head, HeadRegion)
-    assert not head.keeps_logits and [node.name for node in head.results] == [result]
+    assert not head.saves_logits and [node.name for node in head.results] == [result]
     with torch.no_grad():
         (refusal,) = found_in(loss, given_up)
     assert isinstance(refusal, Refusal)

@@ -79,9 +79,9 @@ def test_what_code_holds_beyond_an_estimate_counts_for_its_like() -> None:
         assert not found.is_least
         return found.base
 
-    assert base_of({}) == "full"
-    assert base_of({"full": 100}) == "spare"
-    assert base_of({"full": 100, "spare": 200}) == "lean"
+    assert base_of({}) == "save_all"
+    assert base_of({"save_all": 100}) == "recompute_pointwise"
+    assert base_of({"save_all": 100, "recompute_pointwise": 200}) == "recompute_all"
 
 
 @pytest.mark.parametrize(("lean", "spared", "chosen"), [(300, 200, "elementwise"), (200, 300, "no costly result")])
@@ -117,19 +117,19 @@ def test_what_steps_without_a_budget_have_is_taken_before_more_is_computed_again
 
 
 @pytest.mark.parametrize(
-    ("keep_bytes", "saved", "rewritten", "chosen"),
+    ("save_bytes", "saved", "rewritten", "chosen"),
     [
         (math.inf, 100, 0, "nothing costly"),  # memory that is there already: nothing is computed again
-        (1e9, 100, 0, "elementwise work is computed again in backward, and nothing costly"),
+        (1e9, 100, 0, "elementwise work is recomputed in backward, and nothing costly"),
         (1e9, 100, 600, "nothing costly"),  # 100 ns of new memory against 120 ns of copies
         (1e9, 400, 0, "nothing costly"),  # the same bytes
     ],
 )
 def test_elementwise_results_are_not_kept_where_new_memory_takes_longer(
-    keep_bytes: float, saved: int, rewritten: int, chosen: str
+    save_bytes: float, saved: int, rewritten: int, chosen: str
 ) -> None:
     budget = Budget(10_000)
-    budget.rates = replace(RATES, keep_bytes=keep_bytes)
+    budget.rates = replace(RATES, save_bytes=save_bytes)
 
     def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
         is_full = decision.startswith("nothing")
@@ -138,16 +138,16 @@ def test_elementwise_results_are_not_kept_where_new_memory_takes_longer(
 
     found = fit(joint_graph(), 1, partition, budget)
 
-    assert found.decision.startswith(chosen) and found.keeps_all
+    assert found.decision.startswith(chosen) and found.saves_all
 
 
 @pytest.mark.parametrize(
-    ("keep_bytes", "chosen"),
+    ("save_bytes", "chosen"),
     [(math.inf, "elementwise"), (1e9, "no costly result")],
 )
-def test_where_all_does_not_fit_new_memory_counts_too(keep_bytes: float, chosen: str) -> None:
+def test_where_all_does_not_fit_new_memory_counts_too(save_bytes: float, chosen: str) -> None:
     budget = Budget(2_000)
-    budget.rates = replace(RATES, keep_bytes=keep_bytes)
+    budget.rates = replace(RATES, save_bytes=save_bytes)
 
     def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
         is_full, is_lean = decision.startswith("nothing"), decision.startswith("no costly")
@@ -178,8 +178,10 @@ def test_a_partition_that_holds_more_than_was_counted_is_chosen_again_with_less(
         forward = [Allocation(name, sympy.Integer(lean_size), place, place + 1) for place, name in enumerate(names)]
         backward = [replace(one, start=1 - one.start, stop=2 - one.start) for one in forward]
         beside = Allocation("more than counted", sympy.Integer(120 * len(saved)), 0, None)
-        kept = [replace(one, stop=None) if one.name in saved else one for one in forward]
-        return Partition(gm, gm, GraphMemory((*kept, beside), (), 2), GraphMemory(tuple(backward), (), 2), decision)
+        to_backward = [replace(one, stop=None) if one.name in saved else one for one in forward]
+        return Partition(
+            gm, gm, GraphMemory((*to_backward, beside), (), 2), GraphMemory(tuple(backward), (), 2), decision
+        )
 
     class Positions(Budget):
         def live_bytes(
@@ -191,4 +193,4 @@ def test_a_partition_that_holds_more_than_was_counted_is_chosen_again_with_less(
     found = fit(joint, 1, partition, Positions(330))
 
     assert made == [0, 2, 1]
-    assert found.base == "lean" and found.decision.startswith("1 of 2 costly results")
+    assert found.base == "recompute_all" and found.decision.startswith("1 of 2 costly results")

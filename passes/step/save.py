@@ -1,12 +1,12 @@
-"""Keep: regions of a joint graph whose forward keeps something for their backward.
+"""Save: rewrite regions of a joint graph so that their forward saves rows for their backward.
 
 Before:  out = memfine::experts(hidden, weight, order, offsets, params, region_id)
          grads = memfine::experts_backward(grad, hidden, ..., region_id, wanted)
-After:   out, *kept = memfine::experts_keeping(hidden, ..., region_id, wanted, keep)
-         grads = memfine::experts_backward_kept(grad, hidden, ..., region_id, wanted, kept, keep)
+After:   out, *saved = memfine::experts_saving(hidden, ..., region_id, wanted, policy)
+         grads = memfine::experts_backward_saved(grad, hidden, ..., region_id, wanted, saved, policy)
 
 The choice comes from the plan of the step. It is made on the joint graph, after differentiation, because only there
-both ops are in sight, and differently for each layer. What is kept is saved by the partitioner, never computed again.
+both ops are in sight, and differently for each layer. The partitioner saves these results and never recomputes them.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compat.functorch import DONATED
 from memfine_fx.compat.tensors import FakeTensor, tree_map
 from memfine_fx.passes.step.costly_results import must_save
-from memfine_fx.records import Keep, KeepingOp
-from memfine_fx.runtime.bodies import KeepingBodies
+from memfine_fx.records import SavePolicy, SavingOp
+from memfine_fx.runtime.bodies import SavingBodies
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import LiveRegion, lookup
 
-__all__ = ["KeepChoice", "keep_choices", "keep_in_regions", "keeping_ops", "kept_inputs", "trace_keeping"]
+__all__ = ["SaveChoice", "save_choices", "save_in_regions", "saved_inputs", "saving_ops", "trace_saving"]
 
-_KEEPS: tuple[Keep, ...] = ("projections", "operands")
-_KEEPS_OF_RANKS: tuple[Keep, ...] = ("received", *_KEEPS)
+_POLICIES: tuple[SavePolicy, ...] = ("projections", "operands")
+_KEEPS_OF_RANKS: tuple[SavePolicy, ...] = ("received", *_POLICIES)
 _META_OF_ARGUMENTS = ("val", "tensor_meta", "eager_input_vals")
 _FORWARD, _BACKWARD = torch.ops.memfine.experts.default, torch.ops.memfine.experts_backward.default
 
 
 @dataclass(frozen=True)
-class KeepChoice:
+class SaveChoice:
     """One amount that a region may save of its rows, with its bytes and the work that it spares backward.
 
     Args:
         region_id: key of the region.
-        keep: what is saved.
+        policy: what is saved.
         row_bytes: bytes saved of each routed row.
         copied_row_bytes: of these, the bytes that forward has to write beyond what it writes anyway.
         num_rows, num_experts: N of the captured call, E.
@@ -52,7 +52,7 @@ class KeepChoice:
     """
 
     region_id: str
-    keep: Keep
+    policy: SavePolicy
     row_bytes: int
     copied_row_bytes: int
     num_rows: int
@@ -62,7 +62,7 @@ class KeepChoice:
     is_divisible: bool = False
 
 
-def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
+def save_choices(joint: fx.Graph) -> list[SaveChoice]:
     """The choices of every region with a backward, smaller ones first."""
     choices = []
     for forward, backward in _pairs(joint).values():
@@ -71,55 +71,55 @@ def keep_choices(joint: fx.Graph) -> list[KeepChoice]:
         flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
         num_rows = _hint(forward.args[2].meta["val"].shape[0])
         arrived, travel_seconds = 0, 0.0
-        is_divisible = region.decides_kept_rows and DONATED.holds()
+        is_divisible = region.decides_saved_rows and DONATED.holds()
         if region.exchange is not None:
             arrived = _arriving_row_bytes(forward)
             travel_seconds = arrived * num_rows / region.exchange.bandwidth
         row_bytes = 0
-        for keep in _KEEPS if region.exchange is None else _KEEPS_OF_RANKS:
-            bodies = region.bodies.keeping(keep, flags)
+        for policy in _POLICIES if region.exchange is None else _KEEPS_OF_RANKS:
+            bodies = region.bodies.saving(policy, flags)
             if bodies is None or not _has_room_for_kernels(region, bodies, forward.args[0].meta["val"].dtype):
                 continue
             if arrived + bodies.row_bytes > row_bytes:
                 row_bytes = arrived + bodies.row_bytes
                 flops = bodies.flops_per_row * num_rows
                 sizes = (row_bytes, bodies.copied_row_bytes, num_rows, region.num_experts)
-                choices.append(KeepChoice(region_id, keep, *sizes, flops, travel_seconds, is_divisible))
+                choices.append(SaveChoice(region_id, policy, *sizes, flops, travel_seconds, is_divisible))
     return choices
 
 
-def _has_room_for_kernels(region: LiveRegion, bodies: KeepingBodies, dtype: torch.dtype) -> bool:
+def _has_room_for_kernels(region: LiveRegion, bodies: SavingBodies, dtype: torch.dtype) -> bool:
     """Return whether the GPU kernels can save what these bodies save, where kernels run the region."""
-    return region.kernels is None or region.kernels.can_save(bodies.kept, dtype)
+    return region.kernels is None or region.kernels.can_save(bodies.saved, dtype)
 
 
-def kept_inputs(backward: fx.Graph) -> set[int]:
-    """Places among a backward graph's inputs of what regions may keep of no row: it has no memory to write over."""
+def saved_inputs(backward: fx.Graph) -> set[int]:
+    """Return the indices of a backward graph's inputs that may be empty saved rows, which own no memory to reuse."""
     saved: set[fx.Node] = set()
     for node in backward.nodes:
-        if node.target is torch.ops.memfine.experts_backward_kept.default:
+        if node.target is torch.ops.memfine.experts_backward_saved.default:
             region_id, tensors = node.args[6], node.args[8]
-            if lookup(region_id).decides_kept_rows:
+            if lookup(region_id).decides_saved_rows:
                 saved.update(tensors)
     inputs = [node for node in backward.nodes if node.op == "placeholder"]
     return {place for place, node in enumerate(inputs) if node in saved}
 
 
-def keeping_ops(backward: fx.Graph) -> tuple[KeepingOp, ...]:
+def saving_ops(backward: fx.Graph) -> tuple[SavingOp, ...]:
     """Return a record for each region of a backward graph that reads saved tensors."""
     records = []
     for node in backward.nodes:
-        if node.target is torch.ops.memfine.experts_backward_kept.default:
+        if node.target is torch.ops.memfine.experts_backward_saved.default:
             region = lookup(node.args[6])
             flags = _flags(node.args[7], region.bodies.param_kinds, region.num_experts)
-            records.append(KeepingOp(region.region_id, node.args[9], flags))
+            records.append(SavingOp(region.region_id, node.args[9], flags))
     return tuple(records)
 
 
-def trace_keeping(ops: Sequence[KeepingOp]) -> None:
+def trace_saving(ops: Sequence[SavingOp]) -> None:
     """Have bodies traced that a graph from a cache will ask for: inside an operator that runs, functorch cannot."""
     for op in ops:
-        lookup(op.region_id).bodies.keeping(op.keep, op.wanted)
+        lookup(op.region_id).bodies.saving(op.policy, op.wanted)
 
 
 def _arriving_row_bytes(forward: fx.Node) -> int:
@@ -131,12 +131,12 @@ def _arriving_row_bytes(forward: fx.Node) -> int:
     return num_bytes + (int(weight.meta["val"].dtype.itemsize) if isinstance(weight, fx.Node) else 0)
 
 
-def keep_in_regions(joint: fx.Graph, keeps: Mapping[str, Keep]) -> set[str]:
-    """Rewrite the regions of these region ids in place; names of the nodes that hold what is kept."""
+def save_in_regions(joint: fx.Graph, policies: Mapping[str, SavePolicy]) -> set[str]:
+    """Rewrite the regions with these ids in place, and return the names of the nodes that hold their saved rows."""
     names: set[str] = set()
     for region_id, (forward, backward) in _pairs(joint).items():
-        if keeps.get(region_id, "nothing") != "nothing":
-            names |= _rewrite(joint, forward, backward, keeps[region_id])
+        if policies.get(region_id, "nothing") != "nothing":
+            names |= _rewrite(joint, forward, backward, policies[region_id])
     return names
 
 
@@ -160,14 +160,14 @@ def _flags(wanted: Any, kinds: Any, num_experts: int) -> tuple[bool, ...]:
     return (wanted[0], wanted[1], *map(any, group_params(wanted[2:], kinds, num_experts)))
 
 
-def _rewrite(joint: fx.Graph, forward: fx.Node, backward: fx.Node, keep: Keep) -> set[str]:
+def _rewrite(joint: fx.Graph, forward: fx.Node, backward: fx.Node, policy: SavePolicy) -> set[str]:
     with joint.inserting_before(forward):
-        both = _call(joint, forward, torch.ops.memfine.experts_keeping.default, *forward.args, backward.args[7], keep)
+        both = _call(joint, forward, torch.ops.memfine.experts_saving.default, *forward.args, backward.args[7], policy)
         out, *saved = (_call(joint, forward, operator.getitem, both, place) for place in range(len(both.meta["val"])))
     must_save(both)
     with joint.inserting_before(backward):
-        target = torch.ops.memfine.experts_backward_kept.default
-        gradients = _call(joint, backward, target, *backward.args, saved, keep)
+        target = torch.ops.memfine.experts_backward_saved.default
+        gradients = _call(joint, backward, target, *backward.args, saved, policy)
     forward.replace_all_uses_with(out)
     backward.replace_all_uses_with(gradients)
     joint.erase_node(forward)

@@ -57,19 +57,19 @@ def trained(limit: int | None, **options: object) -> tuple[nn.Module, memfine_fx
     return model, memfine_fx.report(model), measured + param_bytes(model)
 
 
-def rows_kept(report: memfine_fx.Report) -> list[int]:
-    return [region.plan.kept_rows for region in report.regions if region.plan is not None]
+def rows_saved(report: memfine_fx.Report) -> list[int]:
+    return [region.plan.num_saved_rows for region in report.regions if region.plan is not None]
 
 
 @pytest.mark.slow
 def test_what_is_left_of_a_budget_is_spent_on_rows() -> None:
     _, most, with_all = trained(2**40, inner_backend="aot_eager")
-    assert rows_kept(most) == [NUM_ROWS]
+    assert rows_saved(most) == [NUM_ROWS]
     limit = with_all - KEPT_BYTES * 9 // 10  # smaller chunks, and other things computed again, make room for most of it
     model, report, measured = trained(limit, inner_backend="aot_eager")
-    (rows,) = rows_kept(report)
+    (rows,) = rows_saved(report)
     assert NUM_ROWS // 4 <= rows < NUM_ROWS
-    assert f"projections of {rows} rows kept" in str(report)
+    assert f"projections of {rows} rows saved" in str(report)
     assert measured <= limit
     expected = model_of()
     step(expected, batch())

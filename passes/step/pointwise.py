@@ -1,7 +1,7 @@
-"""Spare: without a budget, forward keeps for backward only what it would cost time to compute again.
+"""Spare: without a budget, forward saves for backward only what would cost time to recompute.
 
-Elementwise work is computed again freely, inside the kernels of backward that read it. Matmuls and attentions are kept,
-but for those that free most bytes per FLOP: they may add a small share to the FLOPs outside of regions (`_SHARE`).
+Elementwise work is recomputed freely, inside the kernels of backward that read it. Matmuls and attentions are saved,
+except those that free most bytes per FLOP: they may add a small share to the FLOPs outside of regions (`_SHARE`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from memfine_fx.compat.functorch import recomputing_elementwise
 from memfine_fx.passes.step.costly_results import CostlyResult, is_attention, must_save
 from memfine_fx.passes.step.partitioned import Partition
 
-__all__ = ["cheapest", "has_checkpoints", "spare", "spared"]
+__all__ = ["cheapest", "has_checkpoints", "partition_without_budget", "recomputing_pointwise"]
 
 _SHARE = 0.02
 _STEP_PER_FORWARD = 3
 """Backward takes two products for each of forward's."""
 
 
-def spare(gm: fx.GraphModule, results: Sequence[CostlyResult], partition: Callable[..., Partition]) -> Partition | None:
+def partition_without_budget(
+    gm: fx.GraphModule, results: Sequence[CostlyResult], partition: Callable[..., Partition]
+) -> Partition | None:
     """The partition of a joint graph without a budget, or None where the model's own checkpoints decide.
 
     Args:
@@ -30,7 +32,7 @@ def spare(gm: fx.GraphModule, results: Sequence[CostlyResult], partition: Callab
         results: its costly results.
         partition: (graph, decision) -> partition.
     """
-    return None if has_checkpoints(gm.graph) else spared(gm, results, partition)
+    return None if has_checkpoints(gm.graph) else recomputing_pointwise(gm, results, partition)
 
 
 def has_checkpoints(joint: fx.Graph) -> bool:
@@ -38,7 +40,7 @@ def has_checkpoints(joint: fx.Graph) -> bool:
     return any("ac_graph_id" in node.meta for node in joint.nodes)
 
 
-def spared(
+def recomputing_pointwise(
     gm: fx.GraphModule,
     results: Sequence[CostlyResult],
     partition: Callable[..., Partition],
@@ -60,7 +62,7 @@ def spared(
         elif is_attention(node):
             must_save(node)
     costly = f"and {len(again)} of {len(results)} costly results, those that cost least for their bytes"
-    decision = f"elementwise work is computed again in backward, {costly if results else 'and nothing costly'}" + (
+    decision = f"elementwise work is recomputed in backward, {costly if results else 'and nothing costly'}" + (
         f"; {of_regions}" if of_regions else ""
     )
     with recomputing_elementwise():
@@ -71,7 +73,7 @@ def cheapest(results: Sequence[CostlyResult]) -> list[CostlyResult]:
     """Return the costly results to recompute, the least worth saving first, as far as their share of the FLOPs goes."""
     left = _SHARE * _STEP_PER_FORWARD * sum(result.flops for result in results)
     chosen = []
-    # Those most worth keeping stand first.
+    # Those most worth saving stand first.
     for result in reversed(results):
         left -= result.flops
         if left < 0:

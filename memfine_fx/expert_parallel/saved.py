@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from memfine_fx.expert_parallel.packing import Packing
-from memfine_fx.runtime.bodies import KeepingBodies
-from memfine_fx.runtime.loop import Kept
+from memfine_fx.runtime.bodies import SavingBodies
+from memfine_fx.runtime.loop import SavedRows
 
-__all__ = ["KeptRounds"]
+__all__ = ["SavedRounds"]
 
 
 @dataclass(frozen=True)
-class KeptRounds:
+class SavedRounds:
     """The saved tensors of the first rounds of one layer in one step.
 
     Args:
@@ -34,37 +34,37 @@ class KeptRounds:
     num_rounds: int
     packing: Packing
     arrived: Sequence[torch.Tensor]
-    bodies: KeepingBodies | None
+    bodies: SavingBodies | None
     values: Sequence[torch.Tensor]
 
     @staticmethod
-    def of(kept: Kept | None, num_rounds: int, packing: Packing, like: torch.Tensor) -> KeptRounds:
+    def of(saved: SavedRows | None, num_rounds: int, packing: Packing, like: torch.Tensor) -> SavedRounds:
         """Return the saved rounds in the op's tensors: buffers of `packing`, then tensors of the expert functions.
 
         A rank that saves nothing takes part where it receives no row in the rounds that others save.
         """
-        if kept is None:
-            return KeptRounds(num_rounds, packing, packing.buffers(0, like), None, ())
-        num_values = len(kept.bodies.kept)
-        num_buffers = len(kept.tensors) - num_values
-        return KeptRounds(num_rounds, packing, kept.tensors[:num_buffers], kept.bodies, kept.tensors[num_buffers:])
+        if saved is None:
+            return SavedRounds(num_rounds, packing, packing.buffers(0, like), None, ())
+        num_values = len(saved.bodies.saved)
+        num_buffers = len(saved.tensors) - num_values
+        return SavedRounds(num_rounds, packing, saved.tensors[:num_buffers], saved.bodies, saved.tensors[num_buffers:])
 
     def holds(self, number: int) -> bool:
         return number < self.num_rounds
 
     def inboxes(self, begin: int, num_rows: int) -> list[torch.Tensor]:
         """Return the buffers that receive a round's rows and hold them until backward."""
-        assert begin + num_rows <= self.arrived[0].shape[0], "a round is kept for which this rank has no room"
+        assert begin + num_rows <= self.arrived[0].shape[0], "a round is saved for which this rank has no room"
         return [buffer[begin : begin + num_rows] for buffer in self.arrived]
 
     def rows(self, begin: int, num_rows: int) -> list[torch.Tensor]:
         """Return the columns of a round's received rows."""
         return self.packing.views(self.inboxes(begin, num_rows))
 
-    def values_of(self, begin: int, num_rows: int) -> Kept | None:
+    def values_of(self, begin: int, num_rows: int) -> SavedRows | None:
         """Return the tensors that the expert functions save of a round; None if they save none."""
         return (
             None
             if self.bodies is None
-            else Kept(self.bodies, [value[begin : begin + num_rows] for value in self.values])
+            else SavedRows(self.bodies, [value[begin : begin + num_rows] for value in self.values])
         )

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import fx
 
-from memfine_fx.passes.step import keep
+from memfine_fx.passes.step import save
 
 
 def backward_of(region_id: str) -> fx.Graph:
     graph = fx.Graph()
-    kept, grad, hidden = (graph.placeholder(name) for name in ("kept", "tangents_1", "primals_1"))
-    arguments = (grad, hidden, None, hidden, hidden, [hidden], region_id, [True], [kept], "projections")
-    graph.call_function(torch.ops.memfine.experts_backward_kept.default, arguments)
+    saved, grad, hidden = (graph.placeholder(name) for name in ("saved", "tangents_1", "primals_1"))
+    arguments = (grad, hidden, None, hidden, hidden, [hidden], region_id, [True], [saved], "projections")
+    graph.call_function(torch.ops.memfine.experts_backward_saved.default, arguments)
     return graph
 
 
@@ -23,5 +23,5 @@ def backward_of(region_id: str) -> fx.Graph:
 def test_only_what_a_run_may_keep_of_no_row_is_withheld(
     decides: bool, withheld: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keep, "lookup", {"layer": SimpleNamespace(decides_kept_rows=decides)}.__getitem__)
-    assert keep.kept_inputs(backward_of("layer")) == withheld
+    monkeypatch.setattr(save, "lookup", {"layer": SimpleNamespace(decides_saved_rows=decides)}.__getitem__)
+    assert save.saved_inputs(backward_of("layer")) == withheld

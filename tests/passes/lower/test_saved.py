@@ -33,12 +33,12 @@ def products(body: BackwardBody) -> int:
 
 def test_projections_are_the_matmuls_that_backward_runs_again() -> None:
     bodies = bodies_of(swiglu, swiglu_params(), KINDS)
-    keeping = bodies.keeping("projections", ALL)
-    assert keeping is not None
-    assert [(one.shape, one.dtype) for one in keeping.kept] == [((2 * WIDTH,), torch.float32)]
-    assert keeping.row_bytes == 2 * WIDTH * 4
-    assert keeping.flops_per_row == 2 * HIDDEN * 2 * WIDTH
-    assert products(keeping.backward) == products(bodies.backward(ALL)) - 1
+    saving = bodies.saving("projections", ALL)
+    assert saving is not None
+    assert [(one.shape, one.dtype) for one in saving.saved] == [((2 * WIDTH,), torch.float32)]
+    assert saving.row_bytes == 2 * WIDTH * 4
+    assert saving.flops_per_row == 2 * HIDDEN * 2 * WIDTH
+    assert products(saving.backward) == products(bodies.backward(ALL)) - 1
 
 
 def test_a_product_and_its_low_rank_term_are_kept_as_their_sum() -> None:
@@ -49,48 +49,48 @@ def test_a_product_and_its_low_rank_term_are_kept_as_their_sum() -> None:
     sizes = [(wide, HIDDEN), (1, HIDDEN), (wide, 1), (wide, HIDDEN)]
     bodies = bodies_of(adapted, [torch.randn(NUM_EXPERTS, *size) for size in sizes], ("expert",) * 4)
     assert bodies.num_factored == 1
-    keeping = bodies.keeping("projections", (True, True, False, True, True, False))
-    assert keeping is not None
-    assert [one.shape for one in keeping.kept] == [(1,), (wide,)]
-    assert keeping.flops_per_row == 2 * (HIDDEN * (wide + 1) + wide)
+    saving = bodies.saving("projections", (True, True, False, True, True, False))
+    assert saving is not None
+    assert [one.shape for one in saving.saved] == [(1,), (wide,)]
+    assert saving.flops_per_row == 2 * (HIDDEN * (wide + 1) + wide)
 
 
 def test_operands_are_what_the_matmuls_of_backward_read() -> None:
-    keeping = bodies_of(swiglu, swiglu_params(), KINDS).keeping("operands", ALL)
-    assert keeping is not None
-    assert sorted(one.shape for one in keeping.kept) == [(WIDTH,), (2 * WIDTH,)]
+    saving = bodies_of(swiglu, swiglu_params(), KINDS).saving("operands", ALL)
+    assert saving is not None
+    assert sorted(one.shape for one in saving.saved) == [(WIDTH,), (2 * WIDTH,)]
 
 
 def test_a_projection_that_cannot_be_folded_is_kept_too() -> None:
-    keeping = bodies_of(mlp, mlp_params(), KINDS, folds_weight=False).keeping("projections", ALL)
-    assert keeping is not None
-    assert sorted(one.shape for one in keeping.kept) == [(HIDDEN,), (WIDTH,)]
+    saving = bodies_of(mlp, mlp_params(), KINDS, folds_weight=False).saving("projections", ALL)
+    assert saving is not None
+    assert sorted(one.shape for one in saving.saved) == [(HIDDEN,), (WIDTH,)]
 
 
 def test_products_of_arguments_are_made_where_they_stay() -> None:
-    keeping = bodies_of(swiglu, swiglu_params(), KINDS).keeping("projections", ALL)
-    assert keeping is not None
-    assert [product is not None for product in keeping.given] == [True]
-    assert keeping.copied_row_bytes == 0
+    saving = bodies_of(swiglu, swiglu_params(), KINDS).saving("projections", ALL)
+    assert saving is not None
+    assert [product is not None for product in saving.given] == [True]
+    assert saving.copied_row_bytes == 0
     rows, gate_up = torch.randn(5, HIDDEN), torch.randn(HIDDEN, 2 * WIDTH)
     place = torch.full((5, 2 * WIDTH), float("nan"))
-    (product,) = keeping.given
+    (product,) = saving.given
     assert product is not None
     product.into(place, [rows, torch.rand(5), gate_up, torch.randn(WIDTH, HIDDEN)])
     assert torch.equal(place, rows @ gate_up)
-    forward = keeping.forward.call.graph_module.graph  # type: ignore[attr-defined]  # uncompiled
+    forward = saving.forward.call.graph_module.graph  # type: ignore[attr-defined]  # uncompiled
     (results,) = forward.find_nodes(op="output")[0].args
     assert len(results) == 1
 
 
 def test_a_product_of_what_the_body_computes_is_returned_by_it() -> None:
-    keeping = bodies_of(mlp, mlp_params(), KINDS, folds_weight=False).keeping("projections", ALL)
-    assert keeping is not None
-    assert [(one.shape, product is not None) for one, product in zip(keeping.kept, keeping.given, strict=True)] == [
+    saving = bodies_of(mlp, mlp_params(), KINDS, folds_weight=False).saving("projections", ALL)
+    assert saving is not None
+    assert [(one.shape, product is not None) for one, product in zip(saving.saved, saving.given, strict=True)] == [
         ((WIDTH,), True),
         ((HIDDEN,), False),
     ]
-    assert keeping.copied_row_bytes == 4 * HIDDEN
+    assert saving.copied_row_bytes == 4 * HIDDEN
 
 
 def biased(rows: Tensor, weight: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
@@ -103,9 +103,9 @@ def test_a_bias_is_added_where_the_product_stays() -> None:
         torch.randn(NUM_EXPERTS, WIDTH),
         torch.randn(NUM_EXPERTS, WIDTH, HIDDEN),
     ]
-    keeping = bodies_of(biased, params, ("expert",) * 3).keeping("projections", (True,) * 5)
-    assert keeping is not None
-    (product,) = keeping.given
+    saving = bodies_of(biased, params, ("expert",) * 3).saving("projections", (True,) * 5)
+    assert saving is not None
+    (product,) = saving.given
     assert product is not None
     rows, place = torch.randn(5, HIDDEN), torch.empty(5, WIDTH)
     product.into(place, [rows, torch.rand(5), *(param[0] for param in params)])
@@ -114,4 +114,4 @@ def test_a_bias_is_added_where_the_product_stays() -> None:
 
 def test_a_single_matmul_leaves_nothing_to_keep() -> None:
     bodies = bodies_of(linear, [torch.randn(NUM_EXPERTS, HIDDEN, WIDTH)], ("expert",))
-    assert bodies.keeping("projections", (True, True, True)) is None
+    assert bodies.saving("projections", (True, True, True)) is None

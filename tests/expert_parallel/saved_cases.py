@@ -17,7 +17,7 @@ from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.models._experts import GatedExperts
 from tests.expert_parallel.layer_cases import HIDDEN, WIDTH, LayerCase, Outcome, run_case
 
-__all__ = ["BUDGETS", "Sent", "run_kept"]
+__all__ = ["BUDGETS", "Sent", "run_saved"]
 
 EXPERTS, TOP_K, TOKENS, ROWS = 5, 2, 24, 7
 BUDGETS = ("1GiB", "30kB", "27kB")
@@ -31,7 +31,7 @@ class Sent:
     num_bytes: int
 
 
-def run_kept(rank: int, num_ranks: int) -> dict[tuple[str, str], Sent]:
+def run_saved(rank: int, num_ranks: int) -> dict[tuple[str, str], Sent]:
     """By budget and routing."""
     found = {}
     for budget in BUDGETS:

@@ -22,7 +22,7 @@ from memfine_fx.memory.step import RunMemory, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.problem import lean_of
 from memfine_fx.plan.runs import Run
-from memfine_fx.runtime.loop import Kept
+from memfine_fx.runtime.loop import SavedRows
 from tests.integration.comparison import relative_error
 
 CPU = torch.device("cpu")
@@ -84,16 +84,16 @@ def lean_peak() -> int:
     return peak
 
 
-def num_keeping(report: memfine_fx.Report) -> int:
-    return sum(region.plan is not None and region.plan.keeps != "nothing" for region in report.regions)
+def num_saving(report: memfine_fx.Report) -> int:
+    return sum(region.plan is not None and region.plan.policy != "nothing" for region in report.regions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_free_is_kept_and_costs_no_byte_of_the_step(dtype: torch.dtype) -> None:
     (_, free), (_, least) = trained(None, dtype), trained("least", dtype)
-    assert num_keeping(free["report"]) > 0
-    assert num_keeping(least["report"]) == 0
+    assert num_saving(free["report"]) > 0
+    assert num_saving(least["report"]) == 0
     assert free["standard"] <= least["standard"]
     # NOTE: no gradient of the experts is made there, and which kernels are fused around them decides the peak.
     assert free["accumulated"] <= 1.001 * free["accumulated lean"]
@@ -126,9 +126,9 @@ def reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_reports_say_which_plan_it_was() -> None:
     (_, free), (_, least) = trained(None, torch.float32), trained("least", torch.float32)
-    count = num_keeping(free["report"])
-    assert f"{count} of 2 regions keep what leaves the step's peak where it is" in str(free["report"])
-    assert 'memory_budget="least": regions keep nothing' in str(least["report"])
+    count = num_saving(free["report"])
+    assert f"{count} of 2 regions save what does not raise the step's peak" in str(free["report"])
+    assert 'memory_budget="least": regions save nothing' in str(least["report"])
     assert abs(free["report"].step.peak.num_bytes / free["standard"] - 1) < 0.02
 
 
@@ -138,22 +138,22 @@ class Dropping:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.share: float | None = None
         self.num_of_none = self.num_parts = 0
-        handed_over = Kept.handed_over
+        handed_over = SavedRows.handed_over
 
-        def counted(kept: Kept, rows: int) -> list[torch.Tensor]:
-            self.num_of_none += kept.num_rows == 0
-            self.num_parts += bool(kept.num_rows)
-            return handed_over(kept, rows)
+        def counted(saved: SavedRows, rows: int) -> list[torch.Tensor]:
+            self.num_of_none += saved.num_rows == 0
+            self.num_parts += bool(saved.num_rows)
+            return handed_over(saved, rows)
 
         monkeypatch.setattr(CompiledGraph, "_rates", lambda graph: lambda: RATES)
-        monkeypatch.setattr(compiled_graph, "keeping_in", self.of)
-        monkeypatch.setattr(Kept, "handed_over", counted)
+        monkeypatch.setattr(compiled_graph, "saving_in", self.of)
+        monkeypatch.setattr(SavedRows, "handed_over", counted)
 
     def of(self, session: object, run: Run, hidden: torch.Tensor) -> RunMemory:
         if self.share is None:
             return run.memory
         region_ids = run.memory.step.optional
-        return run.memory.keeping(
+        return run.memory.saving(
             {region_id: int(run.memory.rows_of(region_id) * self.share) for region_id in region_ids}
         )
 
@@ -224,4 +224,4 @@ def test_two_runs_under_one_backward_each_find_what_they_kept(dropping: Dropping
 def test_where_the_loss_is_made_outside_of_the_graph_nothing_is_kept(dropping: Dropping) -> None:
     model = unfused()
     model(input_ids=batch(32)).logits.square().mean().backward()
-    assert num_keeping(memfine_fx.report(model)) == 0
+    assert num_saving(memfine_fx.report(model)) == 0

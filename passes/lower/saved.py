@@ -30,36 +30,36 @@ from torch import fx
 from memfine_fx.compat.operators import is_view, op_name
 from memfine_fx.passes.ops import TRANSPOSES, name_of
 from memfine_fx.passes.tracing import TracedBody, is_transpose
-from memfine_fx.records import Keep
-from memfine_fx.runtime.bodies import GivenProduct, KeptTensor, Operand
+from memfine_fx.records import SavePolicy
+from memfine_fx.runtime.bodies import GivenProduct, Operand, SavedTensor
 
-__all__ = ["KeptCut", "cut_joint", "kept_nodes", "matmul_flops_per_row", "through_transposes"]
+__all__ = ["SavingCut", "cut_joint", "matmul_flops_per_row", "nodes_to_save", "through_transposes"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class KeptCut:
+class SavingCut:
     """Both sides of a cut joint graph.
 
     Args:
-        forward: (rows, weight, *params, *those of kept that are given) -> [value, *the others].
-        backward: (grad, rows, weight, *params, *kept) -> gradients.
-        kept: the tensors on the cut.
+        forward: (rows, weight, *params, *those of saved that are given) -> [value, *the others].
+        backward: (grad, rows, weight, *params, *saved) -> gradients.
+        saved: the tensors on the cut.
         flops_per_row: of the free matmuls that backward is spared.
-        given: how the loop makes each of `kept`, None where the body does.
+        given: how the loop makes each of `saved`, None where the body does.
     """
 
     forward: TracedBody
     backward: TracedBody
-    kept: tuple[KeptTensor, ...]
+    saved: tuple[SavedTensor, ...]
     flops_per_row: int
     given: tuple[GivenProduct | None, ...]
 
 
-def cut_joint(joint: TracedBody, keep: Keep) -> KeptCut | None:
-    """The joint graph cut where `keep` says, or None where there is nothing to keep."""
-    candidates = [(node, _kept_tensor(node, joint)) for node in kept_nodes(joint.graph_module.graph, keep)]
+def cut_joint(joint: TracedBody, policy: SavePolicy) -> SavingCut | None:
+    """Return the joint graph cut as a policy says, None where there is nothing to save."""
+    candidates = [(node, _saved_tensor(node, joint)) for node in nodes_to_save(joint.graph_module.graph, policy)]
     nodes = [node for node, tensor in candidates if tensor is not None]
     if not nodes:
         return None
@@ -69,7 +69,7 @@ def cut_joint(joint: TracedBody, keep: Keep) -> KeptCut | None:
     given_products = tuple(_given_product(node, others) for node in nodes)
     given_nodes = [node for node, product in zip(nodes, given_products, strict=True) if product is not None]
     returned = [node for node in nodes if node not in given_nodes]
-    return KeptCut(
+    return SavingCut(
         _extracted(joint, [*others, *given_nodes], [value, *returned]),
         _extracted(joint, [grad, *others, *nodes], gradients),
         tuple(tensor for _, tensor in candidates if tensor is not None),
@@ -102,13 +102,13 @@ def through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
     return node, is_transposed
 
 
-def kept_nodes(joint: fx.Graph, keep: Keep) -> list[fx.Node]:
-    """Return the nodes that the choice `keep` saves, in graph order."""
+def nodes_to_save(joint: fx.Graph, policy: SavePolicy) -> list[fx.Node]:
+    """Return the nodes that the choice `policy` saves, in graph order."""
     dependent = _dependents(joint)
     free = [node for node in joint.nodes if node.op == "call_function" and node not in dependent]
     wanted = _ancestors(_results(joint)[1:])
     products = list(dict.fromkeys(_sum_of(node) for node in free if _is_matmul(node) and node in wanted))
-    if keep == "projections":
+    if policy == "projections":
         return [node for node in free if node in products]
     # A view costs nothing, and its base is what would be written.
     read = {_base(source) for node in dependent if _is_matmul(node) for source in node.all_input_nodes}
@@ -172,7 +172,7 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _kept_tensor(node: fx.Node, joint: TracedBody) -> KeptTensor | None:
+def _saved_tensor(node: fx.Node, joint: TracedBody) -> SavedTensor | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.ndim < 1 or not value.is_contiguous():
         return None
@@ -180,7 +180,7 @@ def _kept_tensor(node: fx.Node, joint: TracedBody) -> KeptTensor | None:
     rows, *rest = (size.node.expr if isinstance(size, torch.SymInt) else size for size in _sizes(value))
     if rows != joint.rows or not all(isinstance(size, int) for size in rest):
         return None
-    return KeptTensor(tuple(rest), value.dtype)
+    return SavedTensor(tuple(rest), value.dtype)
 
 
 def _sizes(value: torch.Tensor) -> Sequence[Any]:
