@@ -13,7 +13,7 @@ Peers
     rounds of N     rounds of N rows, each one chunk
     one round       memfine_fx with all rows in one round and chunk an expert: the same bodies, nothing bounded
     unchunked       plain torch: one exchange of all rows, experts one by one, autograd, one exchange back
-    experts again   the same, with the experts' first projection computed again in backward: the FLOPs of rounds
+    experts again   the same, with the experts' first projection recomputed in backward: the FLOPs of rounds
     layer again     the same, with the whole layer recomputed in backward, exchanges too: what rounds send
 
 Loads are those of `benchmarks.loads`, tokens in random order, and

@@ -30,7 +30,7 @@ class Regions(TorchDispatchMode):
         super().__init__()
         self.region_ids: dict[str, None] = {}
 
-    supports_higher_order_operators = True  # the random state of what is computed again
+    supports_higher_order_operators = True  # the random state of what is recomputed
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

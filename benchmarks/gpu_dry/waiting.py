@@ -32,7 +32,7 @@ class Waiting(TorchDispatchMode):
         self.found: list[str] = []
         self._from_numbers = _FromNumbers(self.found) if sees_numbers else contextlib.nullcontext()
 
-    supports_higher_order_operators = True  # the random state of what is computed again
+    supports_higher_order_operators = True  # the random state of what is recomputed
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -5,7 +5,7 @@ module's class and breaks the graph several times a layer. For the time of a com
 made in the graph and handed to the experts with `torch.func.functional_call`. A table that a parametrization makes
 itself (numbers in 4 bits) cannot be handed over; there the sum is what that parametrization gives. Merged, disabled and
 mixed adapters, and weights that PEFT upcasts, run as PEFT wrote them; so does what runs outside of a graph, because a
-checkpoint there is computed again after the call, when PEFT's forwards are in their places.
+checkpoint there is recomputed after the call, when PEFT's forwards are in their places.
 
 DoRA, which PEFT has for linear layers alone, asks a weight's class for its module, which Dynamo does not trace, and
 makes B A of an identity matrix. For the time of a compiled call its layers read plain weights, and multiply B by A.

@@ -49,7 +49,7 @@ _RECOMPUTES_ELEMENTWISE = {
     "ban_recompute_materialized_backward": False,
     "ban_recompute_not_in_allowlist": False,
 }
-"""Settings of functorch's partitioner with which elementwise work is computed again wherever that saves bytes."""
+"""Settings of functorch's partitioner with which elementwise work is recomputed wherever that saves bytes."""
 
 
 def _config() -> Any:
@@ -59,7 +59,7 @@ def _config() -> Any:
 
 
 def recomputing_elementwise() -> contextlib.AbstractContextManager[object]:
-    """For partitions inside: elementwise work is computed again wherever that saves bytes."""
+    """For partitions inside: elementwise work is recomputed wherever that saves bytes."""
     if not ELEMENTWISE.holds():
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = _config().patch(_RECOMPUTES_ELEMENTWISE)

@@ -21,7 +21,7 @@ def capture_checkpoints(checkpointing: Any) -> None:
     """Let Dynamo see the checkpoint itself, in the module that wraps it. Twice changes nothing.
 
     The wrapper leaves out layers without trained parameters, and makes a layer's input want a gradient, which a
-    reentrant checkpoint needs. Captured, a checkpoint needs neither: what wants no gradient is not computed again.
+    reentrant checkpoint needs. Captured, a checkpoint needs neither: what wants no gradient is not recomputed.
     """
     make = getattr(checkpointing, _MAKER, None)
     if make is None:

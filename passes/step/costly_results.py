@@ -97,7 +97,7 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def must_save(node: fx.Node) -> None:
-    """Tag a node, and what is taken out of its results, as never computed again."""
+    """Tag a node, and what is taken out of its results, as never recomputed."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for user in node.users:
         if user.target is operator.getitem:

@@ -54,7 +54,7 @@ Pair = tuple[GraphMemory, GraphMemory]
 """Forward and backward."""
 _ATTEMPTS = 3
 _WITHOUT_RANDOM_STATE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-"""The CPU's attention knows no dropout and is computed again where that saves bytes, wished or not; a wish would make
+"""The CPU's attention knows no dropout and is recomputed where that saves bytes, wished or not; a wish would make
 the partitioner save a random state for it, for nothing."""
 
 

@@ -28,7 +28,7 @@ def partition_without_budget(
     """The partition of a joint graph without a budget, or None where the model's own checkpoints decide.
 
     Args:
-        gm: the joint graph; what must be saved or computed again is tagged in it.
+        gm: the joint graph; what must be saved or recomputed is tagged in it.
         results: its costly results.
         partition: (graph, decision) -> partition.
     """

@@ -1,7 +1,7 @@
 """Keep Inductor from fusing side by side what stands before a chunked region with what stands after it.
 
 Kernels that neither feeds the other are fused where they read the same memory: the rotary embedding of one layer's
-attention, computed again in backward, with that of the next. Its results are then alive while the experts between them
+attention, recomputed in backward, with that of the next. Its results are then alive while the experts between them
 run. Inductor refuses such fusions between kernels that are far apart in the graph; here a region counts as far.
 """
 

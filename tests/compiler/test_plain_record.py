@@ -55,7 +55,7 @@ def test_checkpointed_attention_that_keeps_its_random_state_keeps_no_queries() -
     assert [saved[name] for name in states] == NUM_LAYERS * [torch.get_rng_state().nbytes]
     assert [name for name in saved if name not in states] == ["add", "add_1", "mean", "mul"], "what layers begin with"
     again = [one for one in step.backward.allocations if one.name in ("getitem_3", "getitem_8", "getitem_13")]
-    assert [one.num_bytes for one in again] == NUM_LAYERS * [TOKENS_BYTES], "attention's results, computed again"
+    assert [one.num_bytes for one in again] == NUM_LAYERS * [TOKENS_BYTES], "attention's results, recomputed"
 
 
 def alone(keeps_graph: bool) -> contextlib.AbstractContextManager[Accumulation]:

@@ -1,4 +1,4 @@
-"""A budget of bytes for a whole step: kept, as little computed again as it allows, and its smallest value named."""
+"""A budget of bytes for a whole step: kept, as little recomputed as it allows, and its smallest value named."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_the_peak_as_an_expression_answers_for_another_batch() -> None:
 
 
 def test_the_smallest_budget_holds_one_tensor_of_tokens_for_each_further_layer() -> None:
-    """Beside its parameters, their gradients and its routing; attentions are not computed again all at once."""
+    """Beside its parameters, their gradients and its routing; attentions are not recomputed all at once."""
     smallest, held = {}, {}
     for layers in (2, 4):
         sizes = replace(SIZES, layers=layers, hidden=128)

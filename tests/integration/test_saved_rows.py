@@ -65,7 +65,7 @@ def rows_saved(report: memfine_fx.Report) -> list[int]:
 def test_what_is_left_of_a_budget_is_spent_on_rows() -> None:
     _, most, with_all = trained(2**40, inner_backend="aot_eager")
     assert rows_saved(most) == [NUM_ROWS]
-    limit = with_all - KEPT_BYTES * 9 // 10  # smaller chunks, and other things computed again, make room for most of it
+    limit = with_all - KEPT_BYTES * 9 // 10  # smaller chunks, and other things recomputed, make room for most of it
     model, report, measured = trained(limit, inner_backend="aot_eager")
     (rows,) = rows_saved(report)
     assert NUM_ROWS // 4 <= rows < NUM_ROWS

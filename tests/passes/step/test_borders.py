@@ -1,4 +1,4 @@
-"""Which values carry one layer into the next: they are saved where everything else is computed again."""
+"""Which values carry one layer into the next: they are saved where everything else is recomputed."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_what_steps_without_a_budget_have_is_taken_before_more_is_computed_again
 @pytest.mark.parametrize(
     ("save_bytes", "saved", "rewritten", "chosen"),
     [
-        (math.inf, 100, 0, "nothing costly"),  # memory that is there already: nothing is computed again
+        (math.inf, 100, 0, "nothing costly"),  # memory that is there already: nothing is recomputed
         (1e9, 100, 0, "elementwise work is recomputed in backward, and nothing costly"),
         (1e9, 100, 600, "nothing costly"),  # 100 ns of new memory against 120 ns of copies
         (1e9, 400, 0, "nothing costly"),  # the same bytes

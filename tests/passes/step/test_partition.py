@@ -74,7 +74,7 @@ def called(graph_module: fx.GraphModule, name: str) -> int:
 
 
 def attentions(graph_module: fx.GraphModule) -> int:
-    """Forward attentions; one that is computed again runs under its saved random state."""
+    """Forward attentions; one that is recomputed runs under its saved random state."""
     return called(graph_module, "attention_for_cpu.default") + called(graph_module, "run_with_rng_state")
 
 
@@ -85,7 +85,7 @@ def test_backward_of_a_checkpointed_layer_does_not_route_attend_or_run_experts_a
     assert called(forward, "memfine.experts.default") == 1 and called(backward, "memfine.experts.default") == 0
     assert called(backward, "memfine.experts_backward") == 1
     assert attentions(backward) == 0
-    assert called(backward, "aten.mm.default") > 0  # the projection is computed again, as the checkpoint asks
+    assert called(backward, "aten.mm.default") > 0  # the projection is recomputed, as the checkpoint asks
 
 
 def recomputing() -> Any:
@@ -158,7 +158,7 @@ def test_the_record_of_backward_holds_what_is_computed_again_whether_or_not_unde
 
 
 def test_attention_that_runs_from_a_random_state_of_a_device_has_values() -> None:
-    """On CUDA devices what is computed again is told its generator by name, which the operator itself does not know."""
+    """On CUDA devices what is recomputed is told its generator by name, which the operator itself does not know."""
     graph = fx.Graph()
     state, query = graph.placeholder("rng_state"), graph.placeholder("query")
     query.meta["val"] = FakeTensorMode().from_tensor(torch.empty(1, 2, 8, 4))
