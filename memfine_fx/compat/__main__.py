@@ -1,25 +1,25 @@
-"""`python -m memfine_fx.compat`: every hook, and whether it holds with what is installed here."""
+"""`python -m memfine_fx.compat`: every feature, and whether it holds with what is installed here."""
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
 
-from memfine_fx.compat.checks import all_hooks
+from memfine_fx.compat.checks import all_features
 from memfine_fx.errors import CompatibilityWarning
 
 
 def _main() -> int:
     failed = 0
-    for hook in all_hooks():
-        if importlib.util.find_spec(hook.host) is None:
-            print(f"absent  {hook.host:<13} {hook.name}")
+    for feature in all_features():
+        if importlib.util.find_spec(feature.package) is None:
+            print(f"absent  {feature.package:<13} {feature.name}")
             continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            holds = hook.holds()
+            holds = feature.holds()
         failed += not holds
-        print(f"{'holds ' if holds else 'FAILED'}  {hook.host:<13} {hook.name}")
+        print(f"{'holds ' if holds else 'FAILED'}  {feature.package:<13} {feature.name}")
         for warning in caught:
             if issubclass(warning.category, CompatibilityWarning):
                 print(f"        {warning.message}")

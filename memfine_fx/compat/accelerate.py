@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = ["BACKENDS", "HAND_OVER", "add_backend", "hand_over_models"]
 
@@ -90,21 +90,21 @@ def _check_backends() -> None:
     expect([str(member.value) for member in Names] == ["EAGER", _NAME], f"names are {list(Names)}")
 
 
-BACKENDS = Hook(
+BACKENDS = Feature(
     name="accelerate.utils.dataclasses.DynamoBackend",
-    host="accelerate",
+    package="accelerate",
     purpose='TrainingArguments(torch_compile_backend="memfine")',
     seen=("1.10", "1.15"),
-    loss='TrainingArguments(torch_compile_backend="memfine") is not known; memfine_fx.optimize(model) before the '
+    fallback='TrainingArguments(torch_compile_backend="memfine") is not known; memfine_fx.optimize(model) before the '
     "trainer is made works.",
     check=_check_backends,
 )
-HAND_OVER = Hook(
+HAND_OVER = Feature(
     name="accelerate.Accelerator.prepare_model",
-    host="accelerate",
+    package="accelerate",
     purpose='TrainingArguments(torch_compile_backend="memfine") that reaches as far as memfine_fx.optimize',
     seen=("1.15", "1.15"),
-    loss='Models compiled by the name "memfine" through accelerate are not prepared before Dynamo captures them; '
+    fallback='Models compiled by the name "memfine" through accelerate are not prepared before Dynamo captures them; '
     "memfine_fx.optimize(model) before the trainer is made does it.",
     check=_check_hand_over,
 )

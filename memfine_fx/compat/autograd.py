@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "ACCUMULATED",
@@ -201,54 +201,54 @@ def _check_profiler() -> None:
     expect(torch.autograd.profiler._is_profiler_enabled in (True, False), "the profiler is neither on nor off")
 
 
-ACCUMULATED = Hook(
+ACCUMULATED = Feature(
     name="torch._C._will_engine_execute_node",
-    host="torch",
+    package="torch",
     purpose="adding to gradients that exist where they are, where autograd would",
     seen=("2.13", "2.15"),
-    loss="A micro-batch that accumulates holds a second set of the experts' gradients, which a memory_budget counts; "
-    "results are the same.",
+    fallback="A micro-batch that accumulates holds a second set of the experts' gradients, which a memory_budget "
+    "counts; results are the same.",
     check=_check_accumulated,
 )
-AUTOCAST = Hook(
+AUTOCAST = Feature(
     name="torch._C._DisableAutocast",
-    host="torch",
+    package="torch",
     purpose="running expert bodies, whose casts are in their graphs, outside of autocast",
     seen=("2.11", "2.15"),
-    loss="Autocast is turned off for CPU and CUDA alone, and each chunked layer takes a little longer.",
+    fallback="Autocast is turned off for CPU and CUDA alone, and each chunked layer takes a little longer.",
     check=_check_autocast,
 )
-KEPT_GRAPHS = Hook(
+KEPT_GRAPHS = Feature(
     name="torch._C._autograd._get_current_graph_task_keep_graph",
-    host="torch",
+    package="torch",
     purpose="copying saved tensors that a compiled backward writes over, where it may run again",
     seen=("2.11", "2.15"),
-    loss="Compiled backwards copy every saved tensor that they write over, which takes memory that a memory_budget "
+    fallback="Compiled backwards copy every saved tensor that they write over, which takes memory that a memory_budget "
     "does not count; results are the same.",
     check=_check_kept_graphs,
 )
-SAVED_TENSOR_HOOKS = Hook(
+SAVED_TENSOR_HOOKS = Feature(
     name="torch._C._autograd._top_saved_tensors_default_hooks",
-    host="torch",
+    package="torch",
     purpose="tracing expert functions and comparing them with the user's code while hooks on saved tensors are on",
     seen=("2.11", "2.15"),
-    loss="Layers that are first compiled under torch.autograd.graph.saved_tensors_hooks stay as they were, and a layer "
-    "inside torch.utils.checkpoint may raise CheckpointError in the step that compiles it.",
+    fallback="Layers that are first compiled under torch.autograd.graph.saved_tensors_hooks stay as they were, and a "
+    "layer inside torch.utils.checkpoint may raise CheckpointError in the step that compiles it.",
     check=_check_saved_tensor_hooks,
 )
-MODES = Hook(
+MODES = Feature(
     name="torch.utils._python_dispatch._disable_current_modes",
-    host="torch",
+    package="torch",
     purpose="measuring the device's rates with real tensors while a graph is compiled on fake ones",
     seen=("2.11", "2.15"),
-    loss="Rates of this device are measured in a thread of their own, which may show them lower than they are.",
+    fallback="Rates of this device are measured in a thread of their own, which may show them lower than they are.",
     check=_check_modes,
 )
-PROFILER = Hook(
+PROFILER = Feature(
     name="torch.autograd.profiler._is_profiler_enabled",
-    host="torch",
+    package="torch",
     purpose="naming layers and chunks in profiles, at no cost where nobody profiles",
     seen=("2.11", "2.15"),
-    loss="Profiles show no ranges of chunked layers and their chunks.",
+    fallback="Profiles show no ranges of chunked layers and their chunks.",
     check=_check_profiler,
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 from memfine_fx.compat.nn import own_parameters
 
 __all__ = [
@@ -308,12 +308,13 @@ def _check_layers() -> None:
     expect(torch.allclose(product_grad, expected_grad, rtol=1e-4, atol=1e-5), "its gradient is another")
 
 
-LAYERS = Hook(
+LAYERS = Feature(
     name="bitsandbytes.nn.modules.Linear4bit",
-    host="bitsandbytes",
+    package="bitsandbytes",
     purpose="lists of experts whose linear layers are in 4 bits, in one graph",
     seen=("0.50", "0.50"),
-    loss="Experts in a list whose linear layers bitsandbytes keeps in 4 bits run as they were, and are not chunked.",
+    fallback="Experts in a list whose linear layers bitsandbytes keeps in 4 bits run as they were, and are not "
+    "chunked.",
     check=_check_layers,
 )
 
@@ -332,11 +333,11 @@ def _check_cache() -> None:
     expect(name == DEQUANTIZE_4BIT, f"its operator is called {name}")
 
 
-TABLE_CACHE = Hook(
+TABLE_CACHE = Feature(
     name="bitsandbytes.nn.parametrize._enable_parametrization_cache",
-    host="bitsandbytes",
+    package="bitsandbytes",
     purpose="tables in 4 bits that are made one expert at a time",
     seen=("0.50", "0.50"),
-    loss="Experts whose tables bitsandbytes keeps in 4 bits are chunked, but each table is made whole.",
+    fallback="Experts whose tables bitsandbytes keeps in 4 bits are chunked, but each table is made whole.",
     check=_check_cache,
 )

@@ -1,4 +1,4 @@
-"""Hooks: what is relied upon in a host without being promised, and what happens when it is no longer there."""
+"""Features: private parts of upstream packages that memfine_fx relies on, and the fallback where one is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from memfine_fx.errors import CompatibilityWarning
 
-__all__ = ["TESTED_TORCH", "Hook", "all_hooks", "expect", "forget_failures", "warn_outside_tested_range"]
+__all__ = ["TESTED_TORCH", "Feature", "all_features", "expect", "forget_failures", "warn_outside_tested_range"]
 
 log = logging.getLogger(__name__)
 
@@ -27,30 +27,30 @@ _warned: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Hook:
-    """Something private of a host.
+class Feature:
+    """A private part of an upstream package that memfine_fx relies on.
 
     Args:
-        name: as the host spells it.
-        host: the distribution it belongs to.
+        name: as the package spells it.
+        package: the distribution it belongs to.
         purpose: what it is for.
         seen: the first and the last version in which it was seen to hold.
-        loss: what is different without it, as a sentence for the user.
-        check: raises where the hook does not hold; takes milliseconds and compiles nothing.
+        fallback: what is different without it, as a sentence for the user.
+        check: raises where the feature does not hold; takes milliseconds and compiles nothing.
     """
 
     name: str
-    host: str
+    package: str
     purpose: str
     seen: tuple[str, str]
-    loss: str
+    fallback: str
     check: Callable[[], None]
 
     def holds(self) -> bool:
         """Whether it does, asked once a process; the first no is a warning.
 
         NOTE: no lock is held meanwhile. A check runs in a thread of its own, and what that thread runs by the way
-        (finalizers, where garbage is collected) may ask hooks too. Two threads may then check the same; the first
+        (finalizers, where garbage is collected) may ask features too. Two threads may then check the same; the first
         answer stands.
         """
         if self.name not in _failures:
@@ -76,8 +76,8 @@ class Hook:
         _warned.add(self.name)
         first, last = self.seen
         warnings.warn(
-            f"{self.host} {_version_of(self.host)} differs from what memfine_fx knows of {self.host} {first} to {last} "
-            f"({self.name}: {failure}). {self.loss}",
+            f"{self.package} {_version_of(self.package)} differs from what memfine_fx knows of {self.package} {first} "
+            f"to {last} ({self.name}: {failure}). {self.fallback}",
             CompatibilityWarning,
             stacklevel=3,
         )
@@ -93,18 +93,18 @@ def expect(condition: object, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
-def all_hooks() -> tuple[Hook, ...]:
-    """Every hook of this room, by module; imports what the modules import."""
+def all_features() -> tuple[Feature, ...]:
+    """Every feature of this room, by module; imports what the modules import."""
     room = sys.modules[__name__.rpartition(".")[0]]
     names = sorted(module.name for module in pkgutil.iter_modules(room.__path__) if module.name != "__main__")
     modules = [importlib.import_module(f"{room.__name__}.{name}") for name in names]
     return tuple(
-        dict.fromkeys(value for module in modules for value in vars(module).values() if isinstance(value, Hook))
+        dict.fromkeys(value for module in modules for value in vars(module).values() if isinstance(value, Feature))
     )
 
 
 def forget_failures() -> None:
-    """Ask the hooks that failed again, and warn again: for tests."""
+    """Ask the features that failed again, and warn again: for tests."""
     for name in [name for name, failure in _failures.items() if failure is not None]:
         del _failures[name]
     _warned.clear()
@@ -128,7 +128,7 @@ def warn_outside_tested_range() -> None:
 def _failure_of(check: Callable[[], None]) -> str | None:
     """Run a check and return its error in one line; None where it passed.
 
-    NOTE: it runs in a thread of its own. Hooks are asked in the middle of compilations, whose fake tensors, dispatch
+    NOTE: it runs in a thread of its own. Features are asked in the middle of compilations, whose fake tensors, dispatch
     and gradient modes belong to their thread.
     """
     errors: list[str] = []
@@ -137,7 +137,7 @@ def _failure_of(check: Callable[[], None]) -> str | None:
     def run() -> None:
         try:
             check()
-        except Exception as error:  # NOTE: a host that has changed may raise anything
+        except Exception as error:  # NOTE: a package that has changed may raise anything
             errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
 
     thread = threading.Thread(target=run, name="memfine_fx self-check")
@@ -158,11 +158,11 @@ def _begin_fake_tensors() -> None:
         pass
 
 
-def _version_of(host: str) -> str:
-    module = sys.modules.get(host)
+def _version_of(package: str) -> str:
+    module = sys.modules.get(package)
     version = getattr(module, "__version__", None)
     try:
-        return str(version or importlib.metadata.version(host))
+        return str(version or importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
         return "of no known version"
 

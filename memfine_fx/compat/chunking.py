@@ -1,10 +1,10 @@
-"""The hooks that chunking requires: without one of them gradients could be wrong, or nothing would compile."""
+"""The features that chunking requires: without one of them gradients could be wrong, or nothing would compile."""
 
 from __future__ import annotations
 
 import importlib
 
-from memfine_fx.compat.checks import Hook
+from memfine_fx.compat.checks import Feature
 
 __all__ = ["NAMES", "can_chunk"]
 
@@ -12,7 +12,7 @@ _MODULES = ("operators", "tensors", "shapes", "autograd", "dynamo", "functorch",
 
 
 def can_chunk(inner_backend: str) -> bool:
-    """Whether every hook that chunked regions rest upon holds; the first that does not is a warning.
+    """Whether every feature that chunked regions rest upon holds; the first that does not is a warning.
 
     Args:
         inner_backend: as in `Config`; "eager" needs neither AOT autograd nor Inductor.
@@ -21,10 +21,10 @@ def can_chunk(inner_backend: str) -> bool:
         return False
     from memfine_fx.compat import dynamo, functorch, inductor, operators, shapes, tensors
 
-    hooks = [operators.SCHEMAS, tensors.STORAGES, shapes.SYMBOLS, dynamo.MODE_SWITCHES]
-    hooks += [functorch.PARTITIONER] if inner_backend != "eager" else []
-    hooks += [inductor.COMPILER] if inner_backend == "inductor" else []
-    return all(hook.holds() for hook in hooks)
+    features = [operators.SCHEMAS, tensors.STORAGES, shapes.SYMBOLS, dynamo.MODE_SWITCHES]
+    features += [functorch.PARTITIONER] if inner_backend != "eager" else []
+    features += [inductor.COMPILER] if inner_backend == "inductor" else []
+    return all(feature.holds() for feature in features)
 
 
 def _check_names() -> None:
@@ -32,11 +32,11 @@ def _check_names() -> None:
         importlib.import_module(f"memfine_fx.compat.{name}")
 
 
-NAMES = Hook(
+NAMES = Feature(
     name="torch._ops, torch._subclasses, torch._dispatch, torch._inductor.custom_graph_pass",
-    host="torch",
+    package="torch",
     purpose="the classes that passes over graphs are written in",
     seen=("2.11", "2.15"),
-    loss="No graph can be read, so nothing is chunked: models are compiled as without memfine_fx.",
+    fallback="No graph can be read, so nothing is chunked: models are compiled as without memfine_fx.",
     check=_check_names,
 )

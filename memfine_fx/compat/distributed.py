@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = ["ACTIVE_DDP", "IGNORED_BY_DDP", "ignore_in_ddp", "is_ddp_running"]
 
@@ -40,19 +40,19 @@ def _check_ignored() -> None:
     expect(f"module.{_IGNORED}" in inspect.getsource(wrapper.__init__), "what is ignored is not read")
 
 
-ACTIVE_DDP = Hook(
+ACTIVE_DDP = Feature(
     name="DistributedDataParallel._get_active_ddp_module",
-    host="torch",
+    package="torch",
     purpose="naming DistributedDataParallel as what cut a graph through the experts",
     seen=("2.11", "2.15"),
-    loss="The warning of a model without regions does not say when DistributedDataParallel is the cause.",
+    fallback="The warning of a model without regions does not say when DistributedDataParallel is the cause.",
     check=_check_active,
 )
-IGNORED_BY_DDP = Hook(
+IGNORED_BY_DDP = Feature(
     name="DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-    host="torch",
+    package="torch",
     purpose="experts of which each rank has its own, under DistributedDataParallel",
     seen=("2.11", "2.15"),
-    loss="DistributedDataParallel would average different experts, so expert_parallel is refused.",
+    fallback="DistributedDataParallel would average different experts, so expert_parallel is refused.",
     check=_check_ignored,
 )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 from memfine_fx.compat.loading import DYNAMO_BACKENDS
 
 __all__ = [
@@ -149,8 +149,8 @@ def register_backend(registry: Any, backend: Callable[..., Any], name: str) -> N
 def forget_backend_after(owner: object, backend: Callable[..., Any]) -> None:
     """Once its owner is gone, take a backend out of the list in which Dynamo keeps each one that it has seen.
 
-    NOTE: the hook is asked now, because owners may go while garbage is collected in the middle of anything, an import
-    or a check of another hook too, and nothing may be waited for there.
+    NOTE: the feature is asked now, because owners may go while garbage is collected in the middle of anything, an
+    import or a check of another feature too, and nothing may be waited for there.
     """
     if SEEN_BACKENDS.holds():
         weakref.finalize(owner, _forget_backend, backend).atexit = False
@@ -214,78 +214,78 @@ def _check_backends() -> None:
     expect("memfine" in registry._COMPILER_FNS or "memfine" in registry.list_backends(), "memfine is not among them")
 
 
-CAPTURE_FLAGS = Hook(
+CAPTURE_FLAGS = Feature(
     name="torch._dynamo.config.capture_dynamic_output_shape_ops",
-    host="torch",
+    package="torch",
     purpose="loops over experts in one graph: each expert takes as many rows as the routing gives it",
     seen=("2.11", "2.15"),
-    loss="Loops over experts that take rows by the routing stay outside the graphs, and are not chunked.",
+    fallback="Loops over experts that take rows by the routing stay outside the graphs, and are not chunked.",
     check=_check_capture_flags,
 )
-CUT_GRAPHS = Hook(
+CUT_GRAPHS = Feature(
     name="torch._dynamo.config.optimize_ddp",
-    host="torch",
+    package="torch",
     purpose="graphs that DistributedDataParallel does not cut through the experts",
     seen=("2.11", "2.15"),
-    loss="Under DistributedDataParallel graphs may be cut through the experts, which are then not chunked.",
+    fallback="Under DistributedDataParallel graphs may be cut through the experts, which are then not chunked.",
     check=lambda: _check_setting("optimize_ddp"),
 )
-INTEGERS = Hook(
+INTEGERS = Feature(
     name="torch._dynamo.config.specialize_int",
-    host="torch",
+    package="torch",
     purpose="numbers of heads and of expert groups that stay constants in a model that FSDP2 shards",
     seen=("2.11", "2.15"),
-    loss="Models that FSDP2 shards may be captured with sizes that vary, and their experts then not be chunked.",
+    fallback="Models that FSDP2 shards may be captured with sizes that vary, and their experts then not be chunked.",
     check=lambda: _check_setting("specialize_int"),
 )
-DEBUG_LINES = Hook(
+DEBUG_LINES = Feature(
     name="torch._dynamo.config.ignore_logging_functions",
-    host="torch",
+    package="torch",
     purpose="layers that log at DEBUG between routing and experts, as those of transformers 5.6 to 5.13 do in bf16",
     seen=("2.11", "2.15"),
-    loss="Layers that log at DEBUG between routing and experts break graphs there, and are not chunked.",
+    fallback="Layers that log at DEBUG between routing and experts break graphs there, and are not chunked.",
     check=lambda: _check_setting(_ignored_logging()),
 )
-FLOATS = Hook(
+FLOATS = Feature(
     name="torch._dynamo.config.specialize_float",
-    host="torch",
+    package="torch",
     purpose="reading a model's graph from its first capture",
     seen=("2.13", "2.13"),
-    loss="`memfine fit` captures most models twice, which takes longer and says the same.",
+    fallback="`memfine fit` captures most models twice, which takes longer and says the same.",
     check=lambda: _check_setting("specialize_float"),
 )
-RECORDING = Hook(
+RECORDING = Feature(
     name="torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint",
-    host="torch",
+    package="torch",
     purpose="models that record router logits or hidden states under gradient checkpointing",
     seen=("2.11", "2.15"),
-    loss="Layers that record outputs (output_router_logits, output_hidden_states) under gradient checkpointing stay "
-    "outside the graphs, and are not chunked.",
+    fallback="Layers that record outputs (output_router_logits, output_hidden_states) under gradient checkpointing "
+    "stay outside the graphs, and are not chunked.",
     check=lambda: _check_setting("skip_fwd_side_effects_in_bwd_under_checkpoint"),
 )
-MODE_SWITCHES = Hook(
+MODE_SWITCHES = Feature(
     name="torch._C._set_grad_enabled",
-    host="torch",
+    package="torch",
     purpose="seeing which part of a graph runs under no_grad, and which under autocast",
     seen=("2.11", "2.15"),
-    loss="Modes of a graph cannot be seen, so nothing is chunked: models are compiled as without memfine_fx.",
+    fallback="Modes of a graph cannot be seen, so nothing is chunked: models are compiled as without memfine_fx.",
     check=_check_switches,
 )
-BACKENDS = Hook(
+BACKENDS = Feature(
     name="torch._dynamo.backends.registry.register_backend",
-    host="torch",
+    package="torch",
     purpose='torch.compile(model, backend="memfine") in a checkout that is not installed',
     seen=("2.11", "2.15"),
-    loss='torch.compile(backend="memfine") finds the backend only where the package is installed; '
+    fallback='torch.compile(backend="memfine") finds the backend only where the package is installed; '
     "memfine_fx.optimize(model) works.",
     check=_check_backends,
 )
-SEEN_BACKENDS = Hook(
+SEEN_BACKENDS = Feature(
     name="torch._dynamo.eval_frame.cached_backends",
-    host="torch",
+    package="torch",
     purpose="optimized models that leave nothing behind when they are gone",
     seen=("2.11", "2.15"),
-    loss="A small function stays in memory for each model that was optimized or explained, until "
+    fallback="A small function stays in memory for each model that was optimized or explained, until "
     "torch._dynamo.reset().",
     check=_check_seen_backends,
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "PYTHON_EFFECTS",
@@ -285,13 +285,13 @@ def _check() -> None:
     expect(callable(shapes.guard_or_false) and callable(shapes.guard_or_true), "conditions cannot be left open")
 
 
-PYTHON_EFFECTS = Hook(
+PYTHON_EFFECTS = Feature(
     name="torch._dynamo.side_effects.SideEffects",
-    host="torch",
+    package="torch",
     purpose="knowing which Python objects a layer changes: proving that a skipped body changes none, and comparing a "
     "layer with its own code only where all are put back",
     seen=("2.13", "2.13"),
-    loss="Loops that skip experts without rows stay as they are written, and are not chunked; no layer is compared "
+    fallback="Loops that skip experts without rows stay as they are written, and are not chunked; no layer is compared "
     "with its own code.",
     check=_check,
 )

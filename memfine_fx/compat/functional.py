@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = ["FUNCTIONAL_TENSORS", "Listening", "Writes", "functional_value"]
 
@@ -99,11 +99,11 @@ def _check_functional_tensors() -> None:
     expect(functional_value(plain) is plain, "a plain tensor is not itself")
 
 
-FUNCTIONAL_TENSORS = Hook(
+FUNCTIONAL_TENSORS = Feature(
     name="torch._C._functorch._unwrap_functional_tensor, TorchDispatchMode",
-    host="torch",
+    package="torch",
     purpose="what a tensor is after all writes so far, and which calls of functional ATen gave it",
     seen=("2.11", "2.15"),
-    loss="Graphs cannot be read, so nothing is chunked: models are compiled as without memfine_fx.",
+    fallback="Graphs cannot be read, so nothing is chunked: models are compiled as without memfine_fx.",
     check=_check_functional_tensors,
 )

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 from memfine_fx.compat.operators import OpOverload
 
 __all__ = [
@@ -365,73 +365,73 @@ def _check_random_states() -> None:
         expect(isinstance(getattr(rng_prims, name), HigherOrderOperator), f"{name} is no operator")
 
 
-ELEMENTWISE = Hook(
+ELEMENTWISE = Feature(
     name="torch._functorch.config.ban_recompute_used_far_apart",
-    host="torch",
+    package="torch",
     purpose="computing elementwise work again in backward wherever that saves bytes",
     seen=("2.11", "2.15"),
-    loss="Less elementwise work is recomputed in backward, so a step takes more memory; budgets count it.",
+    fallback="Less elementwise work is recomputed in backward, so a step takes more memory; budgets count it.",
     check=lambda: _check_settings(*_RECOMPUTES_ELEMENTWISE),
 )
-SHARE = Hook(
+SHARE = Feature(
     name="torch._functorch.config.activation_memory_budget",
-    host="torch",
+    package="torch",
     purpose="saying what torch.compile's own ratio of kept activations would take",
     seen=("2.13", "2.13"),
-    loss="`memfine fit` cannot tell what torch.compile takes under its own ratio: it shows the plain step there.",
+    fallback="`memfine fit` cannot tell what torch.compile takes under its own ratio: it shows the plain step there.",
     check=lambda: _check_settings("activation_memory_budget"),
 )
-AUTOGRAD_CACHE = Hook(
+AUTOGRAD_CACHE = Feature(
     name="torch._functorch.config.enable_autograd_cache",
-    host="torch",
+    package="torch",
     purpose="compilations that always pass our partitioner, which counts what a step holds",
     seen=("2.11", "2.15"),
-    loss="Where AOT autograd finds a graph in its cache, what the step holds is not known before it runs, and plans "
-    "under a memory_budget are made without it.",
+    fallback="Where AOT autograd finds a graph in its cache, what the step holds is not known before it runs, and "
+    "plans under a memory_budget are made without it.",
     check=lambda: _check_settings("enable_autograd_cache"),
 )
-CACHED_RECORDS = Hook(
+CACHED_RECORDS = Feature(
     name="torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutogradResult.wrap_post_compile",
-    host="torch",
+    package="torch",
     purpose="taking graphs from AOT autograd's cache with what our partitioner learned of them",
     seen=("2.13", "2.13"),
-    loss="A new process traces and partitions its graphs again although their kernels are cached: a warm start takes "
-    "longer.",
+    fallback="A new process traces and partitions its graphs again although their kernels are cached: a warm start "
+    "takes longer.",
     check=_check_cached_records,
 )
-DONATED = Hook(
+DONATED = Feature(
     name="torch._inductor.utils.get_donated_idxs",
-    host="torch",
+    package="torch",
     purpose="compiled backwards that may run again (retain_graph=True, two losses)",
     seen=("2.11", "2.15"),
-    loss="A second backward through one forward (retain_graph=True, two losses) is refused by torch, with an error; "
-    "a single one is as before.",
+    fallback="A second backward through one forward (retain_graph=True, two losses) is refused by torch, with an "
+    "error; a single one is as before.",
     check=_check_donated,
 )
-TANGENTS = Hook(
+TANGENTS = Feature(
     name="torch.autograd.Function.boxed_grads_call",
-    host="torch",
+    package="torch",
     purpose="counting the gradients of a graph's results no longer than backward needs them, since torch 2.13",
     seen=("2.11", "2.15"),
-    loss="The gradients of a graph's results count until its backward ends, so a memory_budget may compute more again, "
-    "or ask for smaller chunks, than it has to.",
+    fallback="The gradients of a graph's results count until its backward ends, so a memory_budget may compute more "
+    "again, or ask for smaller chunks, than it has to.",
     check=_check_tangents,
 )
-PARTITIONER = Hook(
+PARTITIONER = Feature(
     name="torch._functorch.partitioners.min_cut_rematerialization_partition",
-    host="torch",
+    package="torch",
     purpose="deciding what backward finds saved; routing is, so that backward never chooses other experts",
     seen=("2.11", "2.15"),
-    loss="What backward computes again cannot be decided, so nothing is chunked: models are compiled as without "
+    fallback="What backward computes again cannot be decided, so nothing is chunked: models are compiled as without "
     'memfine_fx. Config(inner_backend="eager") works.',
     check=_check_partitioner,
 )
-RANDOM_STATES = Hook(
+RANDOM_STATES = Feature(
     name="torch._prims.rng_prims.run_and_save_rng_state",
-    host="torch",
+    package="torch",
     purpose="counting the results of operations that run from a saved random state",
     seen=("2.11", "2.15"),
-    loss="Predicted peaks leave out results of random operations that backward repeats, so a memory_budget may be "
+    fallback="Predicted peaks leave out results of random operations that backward repeats, so a memory_budget may be "
     "exceeded where checkpointed layers use dropout.",
     check=_check_random_states,
 )

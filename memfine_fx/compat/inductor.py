@@ -15,7 +15,7 @@ from torch import fx
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.errors import MissingCompiler
 
@@ -350,65 +350,66 @@ def _check_indices() -> None:
     expect(hasattr(cpp, _INDEX_FUNCTIONS[-1]), "C++ kernels are not written by it")
 
 
-CODE = Hook(
+CODE = Feature(
     name="torch._inductor.graph.GraphLowering.compile_to_module",
-    host="torch",
+    package="torch",
     purpose="reading what Inductor would write for a model that is never built (`memfine fit`)",
     seen=("2.13", "2.13"),
-    loss="`memfine fit` counts from a graph's operations, not from Inductor's code: its peaks may be off by a few "
+    fallback="`memfine fit` counts from a graph's operations, not from Inductor's code: its peaks may be off by a few "
     "percent.",
     check=_check_code,
 )
-COMPILER = Hook(
+COMPILER = Feature(
     name="torch._inductor.compile_fx.compile_fx",
-    host="torch",
+    package="torch",
     purpose="compiling the graph around the experts, with our partitioner",
     seen=("2.11", "2.15"),
-    loss="Inductor cannot be given a partitioner, so nothing is chunked: models are compiled as without memfine_fx. "
-    'Config(inner_backend="aot_eager") works.',
+    fallback="Inductor cannot be given a partitioner, so nothing is chunked: models are compiled as without "
+    'memfine_fx. Config(inner_backend="aot_eager") works.',
     check=_check_compiler,
 )
-INDICES = Hook(
+INDICES = Feature(
     name="torch._inductor.sizevars.simplify_index_in_vec_range",
-    host="torch",
+    package="torch",
     purpose="remembering what Inductor found of index expressions, which come again in every layer of a deep model",
     seen=("2.13", "2.15"),
-    loss="Deep models take longer to compile on a CPU.",
+    fallback="Deep models take longer to compile on a CPU.",
     check=_check_indices,
 )
-KERNELS = Hook(
+KERNELS = Feature(
     name="torch._inductor.config._post_fusion_custom_pass",
-    host="torch",
+    package="torch",
     purpose="keeping Inductor's kernels in the graph's order, and apart where experts stand between them",
     seen=("2.11", "2.15"),
-    loss="Inductor orders and fuses kernels across chunked layers as it likes, so a step may take more memory; budgets "
-    "count it.",
+    fallback="Inductor orders and fuses kernels across chunked layers as it likes, so a step may take more memory; "
+    "budgets count it.",
     check=_check_kernels,
 )
-MUTATIONS = Hook(
+MUTATIONS = Feature(
     name="torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
-    host="torch",
+    package="torch",
     purpose="kernels that read a scatter's result run after the scatter, which Inductor up to torch 2.13 forgets",
     seen=("2.13", "2.13"),
-    loss="Up to torch 2.13, Inductor may run a kernel before the scatter whose result it reads: gradients of routing "
-    'weights can then be wrong, as with torch.compile alone. Config(inner_backend="aot_eager") is exact.',
+    fallback="Up to torch 2.13, Inductor may run a kernel before the scatter whose result it reads: gradients of "
+    'routing weights can then be wrong, as with torch.compile alone. Config(inner_backend="aot_eager") is exact.',
     check=_check_mutations,
 )
-TRACING = Hook(
+TRACING = Feature(
     name="torch._guards.TracingContext",
-    host="torch",
+    package="torch",
     purpose="compiling outside of any capture: an expert's forward and backward, and a graph again for other bytes",
     seen=("2.11", "2.15"),
-    loss="Experts run their operations one by one, not compiled; the graph around them is compiled. A memory_budget "
+    fallback="Experts run their operations one by one, not compiled; the graph around them is compiled. A "
+    "memory_budget "
     "that the first call's graph cannot keep later (accumulated gradients, longer sequences) is refused then.",
     check=_check_tracing,
 )
-WRAPPERS = Hook(
+WRAPPERS = Feature(
     name="CompiledFxGraph.source_code",
-    host="torch",
+    package="torch",
     purpose="reading from Inductor's Python wrapper what a compiled graph allocates and frees",
     seen=("2.11", "2.15"),
-    loss="What such a graph holds is estimated from its operations, not read from its code: predicted peaks may be off "
-    "by a few percent, and a memory_budget may be exceeded by as much.",
+    fallback="What such a graph holds is estimated from its operations, not read from its code: predicted peaks may be "
+    "off by a few percent, and a memory_budget may be exceeded by as much.",
     check=_check_wrappers,
 )

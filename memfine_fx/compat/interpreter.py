@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "COMPILED_CALLS",
@@ -149,13 +149,13 @@ def _check_objects() -> None:
     expect(gc.get_freeze_count() < _MOST_FROZEN, f"gc.freeze() hides {gc.get_freeze_count()} objects from it")
 
 
-FRAMES = Hook(
+FRAMES = Feature(
     name="torch.nn.Module.__call__'s frame",
-    host="torch",
+    package="torch",
     purpose="telling which of several models compiled by the backend's name is the one without regions",
     seen=("2.11", "2.15"),
-    loss="Where several models are compiled by the backend's name, one of them without regions gets no warning of its "
-    "own.",
+    fallback="Where several models are compiled by the backend's name, one of them without regions gets no warning of "
+    "its own.",
     check=_check_frames,
 )
 
@@ -177,20 +177,21 @@ def _check_compiled_calls() -> None:
     expect({"fn", "args", "kwargs"} <= names, f"wrap_inline calls by {sorted(names)}")
 
 
-COMPILED_CALLS = Hook(
+COMPILED_CALLS = Feature(
     name="torch._dynamo.eval_frame's compile_wrapper",
-    host="torch",
+    package="torch",
     purpose="running a chunked layer as its author wrote it, on a few tokens of the call that is being compiled",
     seen=("2.13", "2.13"),
-    loss="Chunked layers are not compared with the model's own code when they are first compiled; the report says so.",
+    fallback="Chunked layers are not compared with the model's own code when they are first compiled; the report says "
+    "so.",
     check=_check_compiled_calls,
 )
-OBJECTS = Hook(
+OBJECTS = Feature(
     name="torch.optim.Optimizer among gc.get_objects()",
-    host="torch",
+    package="torch",
     purpose="counting the state of optimizers that have not stepped yet",
     seen=("2.11", "2.15"),
-    loss="Optimizers made before the first step are not seen, so a memory_budget is kept from the second step on, when "
-    "their state is there.",
+    fallback="Optimizers made before the first step are not seen, so a memory_budget is kept from the second step on, "
+    "when their state is there.",
     check=_check_objects,
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = ["CHECKPOINTING", "capture_checkpoints"]
 
@@ -54,12 +54,12 @@ def _check_checkpointing() -> None:
     expect(wrapper(abs, -1) == ("made", 1), "a layer outside a capture is not checkpointed as it was")
 
 
-CHECKPOINTING = Hook(
+CHECKPOINTING = Feature(
     name=f"llamafactory.model.model_utils.checkpointing.{_MAKER}",
-    host="llamafactory",
+    package="llamafactory",
     purpose="gradient checkpointing of LLaMA-Factory in captured graphs",
     seen=("0.9.5", "0.9.5"),
-    loss="LLaMA-Factory's gradient checkpointing breaks graphs in every layer, so that experts are not chunked; "
+    fallback="LLaMA-Factory's gradient checkpointing breaks graphs in every layer, so that experts are not chunked; "
     "disable_gradient_checkpointing: true in its config file helps.",
     check=_check_checkpointing,
 )

@@ -1,4 +1,4 @@
-"""Telling a host's module something as soon as it is imported, without importing it."""
+"""Tell another package's module something as soon as it is imported, without importing it."""
 
 from __future__ import annotations
 

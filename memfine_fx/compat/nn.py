@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "COMPILED_CALLS",
@@ -80,12 +80,13 @@ def _check_compiled_calls() -> None:
     expect(probe(1) == 1, "a module does not run as written again")
 
 
-COMPILED_CALLS = Hook(
+COMPILED_CALLS = Feature(
     name="torch.nn.Module._compiled_call_impl",
-    host="torch",
+    package="torch",
     purpose="a model that is optimized in place: same type, same methods, same state_dict",
     seen=("2.11", "2.15"),
-    loss='memfine_fx.optimize changes nothing: models run as written. torch.compile(model, backend="memfine") works.',
+    fallback='memfine_fx.optimize changes nothing: models run as written. torch.compile(model, backend="memfine") '
+    "works.",
     check=_check_compiled_calls,
 )
 
@@ -97,12 +98,12 @@ def _check_hooks_after_gradient() -> None:
     handle.remove()
 
 
-HOOKS_AFTER_GRADIENT = Hook(
+HOOKS_AFTER_GRADIENT = Feature(
     name="torch.Tensor._post_accumulate_grad_hooks",
-    host="torch",
+    package="torch",
     purpose="explain(measure=True) without the user's hooks that step optimizers",
     seen=("2.11", "2.15"),
-    loss="memfine_fx.explain(measure=True) runs hooks that were registered with register_post_accumulate_grad_hook, "
-    "which may step an optimizer.",
+    fallback="memfine_fx.explain(measure=True) runs hooks that were registered with "
+    "register_post_accumulate_grad_hook, which may step an optimizer.",
     check=_check_hooks_after_gradient,
 )

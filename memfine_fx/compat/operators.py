@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "SCHEMAS",
@@ -97,11 +97,12 @@ def _check_schemas() -> None:
     expect(without_write(add_) is add and without_write(add) is add, "add_ without its write is not add")
 
 
-SCHEMAS = Hook(
+SCHEMAS = Feature(
     name="torch._ops.OpOverload._schema",
-    host="torch",
+    package="torch",
     purpose="what an operator is called, and which arguments it writes",
     seen=("2.11", "2.15"),
-    loss="What an operator writes cannot be told, so nothing is chunked: models are compiled as without memfine_fx.",
+    fallback="What an operator writes cannot be told, so nothing is chunked: models are compiled as without "
+    "memfine_fx.",
     check=_check_schemas,
 )

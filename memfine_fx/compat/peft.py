@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 from memfine_fx.compat.nn import own_parameters
 
 __all__ = [
@@ -166,13 +166,13 @@ def _check_wrappers() -> None:
         )
 
 
-WRAPPERS = Hook(
+WRAPPERS = Feature(
     name="peft.tuners.lora.layer.ParamWrapper",
-    host="peft",
+    package="peft",
     purpose="adapters on expert tables in one graph",
     seen=("0.17", "0.21"),
-    loss="Experts with adapters of PEFT (target_parameters) run as PEFT wrote them, outside the graphs, and are not "
-    "chunked.",
+    fallback="Experts with adapters of PEFT (target_parameters) run as PEFT wrote them, outside the graphs, and are "
+    "not chunked.",
     check=_check_wrappers,
 )
 
@@ -197,11 +197,12 @@ def _check_magnitudes() -> None:
         expect(torch.equal(result, expected), "another weight is read")
 
 
-MAGNITUDES = Hook(
+MAGNITUDES = Feature(
     name="peft.tuners.lora.dora.DoraLinearLayer",
-    host="peft",
+    package="peft",
     purpose="DoRA on lists of experts in one graph",
     seen=("0.21", "0.21"),
-    loss="Experts in a list whose linear layers have DoRA's magnitudes run as PEFT wrote them, and are not chunked.",
+    fallback="Experts in a list whose linear layers have DoRA's magnitudes run as PEFT wrote them, and are not "
+    "chunked.",
     check=_check_magnitudes,
 )

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = ["EVERY_SIZE", "HINTS", "SYMBOLS", "every_size_captured", "hints_of_symbols", "symbolic_size"]
 
@@ -75,28 +75,28 @@ def _check_every_size() -> None:
         expect(config.backed_size_oblivious is True, "the setting is not taken")
 
 
-SYMBOLS = Hook(
+SYMBOLS = Feature(
     name="ShapeEnv.create_symbol",
-    host="torch",
+    package="torch",
     purpose="tracing expert functions over an unknown number of rows",
     seen=("2.11", "2.15"),
-    loss="Experts cannot be traced, so nothing is chunked: models are compiled as without memfine_fx.",
+    fallback="Experts cannot be traced, so nothing is chunked: models are compiled as without memfine_fx.",
     check=_check_symbols,
 )
-HINTS = Hook(
+HINTS = Feature(
     name="ShapeEnv.backed_var_to_val",
-    host="torch",
+    package="torch",
     purpose="values of symbols that no input's size is, such as the length of a saved random state",
     seen=("2.11", "2.15"),
-    loss="Sizes that no input has count as 1, so predicted peaks may be low and a memory_budget may be exceeded.",
+    fallback="Sizes that no input has count as 1, so predicted peaks may be low and a memory_budget may be exceeded.",
     check=_check_hints,
 )
-EVERY_SIZE = Hook(
+EVERY_SIZE = Feature(
     name="torch.fx.experimental._config.backed_size_oblivious",
-    host="torch",
+    package="torch",
     purpose="one graph for every number of tokens on a rank, 0 and 1 among them",
     seen=("2.11", "2.15"),
-    loss="Under expert_parallel a rank that gets 0 or 1 token captures a graph of its own; where that graph lacks the "
-    "experts, the other ranks wait for it until their timeout.",
+    fallback="Under expert_parallel a rank that gets 0 or 1 token captures a graph of its own; where that graph lacks "
+    "the experts, the other ranks wait for it until their timeout.",
     check=_check_every_size,
 )

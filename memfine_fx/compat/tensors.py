@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "STORAGES",
@@ -48,12 +48,12 @@ def _check_storages() -> None:
     expect(inside == [None], "values inside vmap show a storage")
 
 
-STORAGES = Hook(
+STORAGES = Feature(
     name="UntypedStorage._cdata",
-    host="torch",
+    package="torch",
     purpose="which values of a graph share memory, so that writing one writes the other",
     seen=("2.11", "2.15"),
-    loss="What shares memory cannot be told, so nothing is chunked: models are compiled as without memfine_fx.",
+    fallback="What shares memory cannot be told, so nothing is chunked: models are compiled as without memfine_fx.",
     check=_check_storages,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = ["RECORDS", "trace_artifact"]
 
@@ -25,11 +25,11 @@ def _check_records() -> None:
     expect({"metadata_fn", "payload_fn"} <= set(parameters), f"a record takes {', '.join(parameters)}")
 
 
-RECORDS = Hook(
+RECORDS = Feature(
     name="torch._logging._internal.trace_structured",
-    host="torch",
+    package="torch",
     purpose="regions and graphs in TORCH_TRACE",
     seen=("2.11", "2.15"),
-    loss="TORCH_TRACE holds no records of memfine_fx; MEMFINE_LOGS shows the same.",
+    fallback="TORCH_TRACE holds no records of memfine_fx; MEMFINE_LOGS shows the same.",
     check=_check_records,
 )

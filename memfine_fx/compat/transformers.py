@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.compat.checks import Hook, expect
+from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "RECORDERS",
@@ -86,19 +86,20 @@ def _check_spellings() -> None:
         expect(callable(getattr(base, name, None)), f"models have no {name}")
 
 
-RECORDERS = Hook(
+RECORDERS = Feature(
     name="transformers.utils.output_capturing",
-    host="transformers",
+    package="transformers",
     purpose="installing the hooks of models that return router logits or hidden states before they are compiled",
     seen=("5.0", "5.23"),
-    loss="Layers that record outputs (output_router_logits, output_hidden_states) break graphs, and are not chunked.",
+    fallback="Layers that record outputs (output_router_logits, output_hidden_states) break graphs, and are not "
+    "chunked.",
     check=_check_recorders,
 )
-SPELLINGS = Hook(
+SPELLINGS = Feature(
     name="PreTrainedModel._can_set_experts_implementation",
-    host="transformers",
+    package="transformers",
     purpose="switching experts that run in an eager loop to a spelling that reaches a graph",
     seen=("5.0", "5.23"),
-    loss='Experts that run in an eager loop stay so, outside the graphs: give experts_implementation="grouped_mm".',
+    fallback='Experts that run in an eager loop stay so, outside the graphs: give experts_implementation="grouped_mm".',
     check=_check_spellings,
 )

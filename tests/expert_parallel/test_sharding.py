@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import memfine_fx
-from memfine_fx.compat.checks import Hook
+from memfine_fx.compat.checks import Feature
 from memfine_fx.compat.peft import WRAPPERS
 from memfine_fx.errors import ConfigError
 from memfine_fx.expert_parallel.bandwidth import Links, bandwidth_of, links_of, measure_bandwidth
@@ -291,6 +291,6 @@ def test_adapters_of_tables_in_other_dtypes_or_of_an_unknown_peft_are_refused_be
     with pytest.raises(ConfigError, match="PEFT does not add in its dtype"):
         sharded(model)
     assert {name: one.shape for name, one in model.named_parameters()} == before
-    is_known = mock.patch.object(Hook, "holds", lambda hook: hook is not WRAPPERS)
+    is_known = mock.patch.object(Feature, "holds", lambda feature: feature is not WRAPPERS)
     with is_known, pytest.raises(ConfigError, match="version of PEFT"):
         sharded(adapted_model())

@@ -134,7 +134,7 @@ def test_without_the_hook_a_second_set_is_made_and_summed(monkeypatch: pytest.Mo
         for seed in range(3):
             step(model, batch(seed))
             step(twin, batch(seed))
-    assert [str(one.message).endswith(ACCUMULATED.loss) for one in caught] == [True]
+    assert [str(one.message).endswith(ACCUMULATED.fallback) for one in caught] == [True]
     assert num_added(model) == [0]
     assert max(errors(model, twin)) <= 1e-5
 

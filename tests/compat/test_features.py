@@ -1,4 +1,4 @@
-"""Every hook holds here; broken on purpose, each says once what is lost, and training stays right."""
+"""Every feature holds here; broken on purpose, each says once what is lost, and training stays right."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ from memfine_fx.compat import (
     traces,
     transformers,
 )
-from memfine_fx.compat.checks import Hook
+from memfine_fx.compat.checks import Feature
 from memfine_fx.errors import CompatibilityWarning, MemfineError
 from memfine_fx.expert_parallel.shard import shard_experts
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from tests.integration.comparison import FP32_TOLERANCE, relative_error
 
 Break = Callable[[pytest.MonkeyPatch], None]
-HOOKS = checks.all_hooks()
+FEATURES = checks.all_features()
 
 
 def lacking(owner: Any, name: str) -> Break:
@@ -104,7 +104,7 @@ _compile = eval_frame._TorchDynamoContext.__call__
 _keeps = "_get_current_graph_task_keep_graph"
 _ignores = "_set_params_and_buffers_to_ignore_for_model"
 _records = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-BREAKS: dict[Hook, Break] = {
+BREAKS: dict[Feature, Break] = {
     accelerate.BACKENDS: having(accelerate, "add_backend", lambda module: None),
     accelerate.HAND_OVER: having(accelerate, "hand_over_models", lambda module, optimize: None),
     autograd.ACCUMULATED: having(torch._C, "_will_engine_execute_node", lambda node: True),
@@ -167,41 +167,41 @@ BREAKS: dict[Hook, Break] = {
 }
 
 
-def named(hook: Hook) -> str:
-    return hook.name
+def named(feature: Feature) -> str:
+    return feature.name
 
 
 def losses(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(one.message) for one in caught if issubclass(one.category, CompatibilityWarning)]
 
 
-@pytest.mark.parametrize("hook", HOOKS, ids=named)
-def test_a_hook_holds_with_what_is_installed(hook: Hook) -> None:
-    if importlib.util.find_spec(hook.host) is None:
-        pytest.skip(f"{hook.host} is not installed")
-    assert hook.holds()
+@pytest.mark.parametrize("feature", FEATURES, ids=named)
+def test_a_feature_holds_with_what_is_installed(feature: Feature) -> None:
+    if importlib.util.find_spec(feature.package) is None:
+        pytest.skip(f"{feature.package} is not installed")
+    assert feature.holds()
 
 
-def test_every_hook_is_broken_on_purpose() -> None:
-    assert set(HOOKS) == set(BREAKS)
-    assert len({hook.name for hook in HOOKS}) == len(HOOKS)
+def test_every_feature_is_broken_on_purpose() -> None:
+    assert set(FEATURES) == set(BREAKS)
+    assert len({feature.name for feature in FEATURES}) == len(FEATURES)
 
 
-@pytest.mark.parametrize("hook", HOOKS, ids=named)
-def test_a_hook_that_is_broken_says_once_what_is_lost(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("feature", FEATURES, ids=named)
+def test_a_feature_that_is_broken_says_once_what_is_lost(feature: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_failures", {})
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        BREAKS[hook](patch)
-        assert not hook.holds()
-        assert not hook.holds()
+        BREAKS[feature](patch)
+        assert not feature.holds()
+        assert not feature.holds()
     (loss,) = losses(caught)
-    assert loss.endswith(hook.loss)
-    assert hook.name in loss
-    assert f"{hook.host} {hook.seen[0]} to {hook.seen[1]}" in loss
+    assert loss.endswith(feature.fallback)
+    assert feature.name in loss
+    assert f"{feature.package} {feature.seen[0]} to {feature.seen[1]}" in loss
 
 
-def test_a_check_in_which_another_hook_is_asked_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_in_which_another_feature_is_asked_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage that is collected during a check may do so: once a process waited for itself there."""
     monkeypatch.setattr(checks, "_failures", {})
     inner = dataclasses.replace(dynamo.SEEN_BACKENDS, name="inner")
@@ -213,7 +213,7 @@ def test_a_check_in_which_another_hook_is_asked_ends(monkeypatch: pytest.MonkeyP
     assert answers == [True]
 
 
-def test_a_session_that_is_garbage_asks_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_is_garbage_asks_no_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MixtralMoE(MixtralConfig(8, 6, num_experts=4, spelling="gathered"))
     gc.collect()
     before = backends_seen()
@@ -221,7 +221,7 @@ def test_a_session_that_is_garbage_asks_no_hook(monkeypatch: pytest.MonkeyPatch)
     assert backends_seen() - before
     asked: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Hook, "holds", lambda hook: asked.append(hook.name))
+        patch.setattr(Feature, "holds", lambda feature: asked.append(feature.name))
         del model
         gc.collect()
     assert backends_seen() <= before
@@ -278,14 +278,14 @@ OPTIONAL = [
 
 
 def lost_in_training(
-    hook: Hook, inner: Any, monkeypatch: pytest.MonkeyPatch, *, is_repeated: bool
+    feature: Feature, inner: Any, monkeypatch: pytest.MonkeyPatch, *, is_repeated: bool
 ) -> tuple[list[str], torch.nn.Module]:
-    """What is warned of while a model trains without a hook, and the model; its gradients are right.
+    """What is warned of while a model trains without a feature, and the model; its gradients are right.
 
     Inductor takes nothing from its caches on disk: what an earlier run compiled lacks nothing.
     """
-    monkeypatch.setitem(checks._failures, hook.name, "broken on purpose")
-    model = MixtralMoE(MixtralConfig(8, len(hook.name), num_experts=4, top_k=2, spelling="gathered"))
+    monkeypatch.setitem(checks._failures, feature.name, "broken on purpose")
+    model = MixtralMoE(MixtralConfig(8, len(feature.name), num_experts=4, top_k=2, spelling="gathered"))
     hidden = torch.randn(13, 8)
     reference = train(copy.deepcopy(model), hidden, is_repeated=is_repeated)
     uncached = torch._inductor.utils.fresh_cache() if inner == "inductor" else contextlib.nullcontext()
@@ -299,22 +299,22 @@ def lost_in_training(
     return lost, model
 
 
-@pytest.mark.parametrize(("hook", "inner"), ESSENTIAL)
+@pytest.mark.parametrize(("feature", "inner"), ESSENTIAL)
 def test_nothing_is_chunked_without_what_gradients_rest_upon(
-    hook: Hook, inner: str, monkeypatch: pytest.MonkeyPatch
+    feature: Feature, inner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (lost,), model = lost_in_training(hook, inner, monkeypatch, is_repeated=False)
-    assert lost.endswith(hook.loss)
+    (lost,), model = lost_in_training(feature, inner, monkeypatch, is_repeated=False)
+    assert lost.endswith(feature.fallback)
     try:
         assert memfine_fx.report(model).num_chunked == 0
     except MemfineError:
-        assert hook is nn.COMPILED_CALLS
+        assert feature is nn.COMPILED_CALLS
 
 
-@pytest.mark.parametrize(("hook", "inner"), OPTIONAL)
-def test_training_goes_on_without_a_feature(hook: Hook, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost, model = lost_in_training(hook, inner, monkeypatch, is_repeated=hook is not functorch.DONATED)
-    assert [one.endswith(hook.loss) for one in lost] == [True]
+@pytest.mark.parametrize(("feature", "inner"), OPTIONAL)
+def test_training_goes_on_without_a_feature(feature: Feature, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, model = lost_in_training(feature, inner, monkeypatch, is_repeated=feature is not functorch.DONATED)
+    assert [one.endswith(feature.fallback) for one in lost] == [True]
     assert memfine_fx.report(model).num_chunked == 1
 
 
@@ -342,7 +342,7 @@ def test_a_backend_that_accelerate_does_not_take_is_given_up_once() -> None:
     assert len(caught) == 1
 
 
-def test_rates_are_measured_with_real_tensors_without_the_hook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_measured_with_real_tensors_without_the_feature_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(checks._failures, autograd.MODES.name, "broken on purpose")
     with tensors.FakeTensorMode(), pytest.warns(CompatibilityWarning, match="thread of their own"):
         made = autograd.run_without_modes(lambda: torch.ones(2))
@@ -368,9 +368,9 @@ def test_a_tested_torch_warns_of_nothing(version: str, monkeypatch: pytest.Monke
     checks.warn_outside_tested_range()
 
 
-def test_hooks_are_all_asked_in_a_process_that_made_no_fake_tensor() -> None:
+def test_features_are_all_asked_in_a_process_that_made_no_fake_tensor() -> None:
     """torch 2.11 crashed in the second thread that made one, where the first had ended."""
     asked = subprocess.run([sys.executable, "-m", "memfine_fx.compat"], capture_output=True, text=True, check=False)
     assert asked.returncode == 0, asked.stdout + asked.stderr
     assert {line.split()[0] for line in asked.stdout.splitlines()} <= {"holds", "absent"}
-    assert len(asked.stdout.splitlines()) == len(HOOKS)
+    assert len(asked.stdout.splitlines()) == len(FEATURES)
