@@ -1,7 +1,7 @@
 """How even are rows on 32 to 1,024 ranks with help for hot experts, and what does it cost? On paper.
 
 Counts come from shares of rows per expert, sampled anew for each source. The plan of help is the one of
-`memfine_fx.expert_parallel.help`, chosen by its cost model; beside it stand
+`memfine_fx.expert_parallel.replication`, chosen by its cost model; beside it stand
 
     no help     every row to its expert's owner
     one shot    each expert of a rank 5% above the mean, fullest first, is cloned once, on the rank that has fewest rows
@@ -23,9 +23,9 @@ import torch
 from benchmarks.measures import Answer
 from benchmarks.measures.ep_scale import Model, shares
 from benchmarks.summaries import markdown
-from memfine_fx.expert_parallel.help import Clone, Help, no_help
-from memfine_fx.expert_parallel.help_costs import TARGETS, HelpCosts, choose_help
 from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.replication import Clone, ReplicationPlan, no_replication
+from memfine_fx.expert_parallel.replication_costs import TARGETS, ReplicationCosts, choose_replication
 from memfine_fx.report.figure import blank_figure
 
 __all__ = ["POLICIES", "Outcome", "costs_of", "counts_of", "draw", "measure", "outcome", "within_capacity"]
@@ -76,10 +76,10 @@ def measure(figure: Path | None = None, largest: int = RANKS[-1]) -> Answer:
     return Answer([markdown(_HEADER, [_cells(one, found) for one in found]), "", planned])
 
 
-def costs_of(model: Model) -> HelpCosts:
+def costs_of(model: Model) -> ReplicationCosts:
     """Rates assumed of one accelerator and its links: 400 TFLOP/s, 400 GB/s in nodes of 8 ranks, else one link."""
     row, expert = model.hidden * model.item_bytes, 3 * model.hidden * model.width
-    return HelpCosts(
+    return ReplicationCosts(
         row_seconds=_STEP_FLOPS * 2 * expert / _FLOPS,
         there_bytes=3 * row,  # rows in forward, rows and their results' gradients in backward
         back_bytes=2 * row,
@@ -101,8 +101,8 @@ def counts_of(load: str, num_ranks: int, model: Model) -> torch.Tensor:
     return sampled.clamp(max=model.tokens).to(torch.int64)
 
 
-def _one_shot(counts: torch.Tensor, placement: Placement, costs: HelpCosts) -> Help:
-    computed = list(no_help(counts, placement).computed)
+def _one_shot(counts: torch.Tensor, placement: Placement, costs: ReplicationCosts) -> ReplicationPlan:
+    computed = list(no_replication(counts, placement).computed)
     rows: list[int] = counts.sum(dim=0).tolist()
     mean, used = sum(rows) / placement.num_ranks, [0] * placement.num_ranks
     clones = []
@@ -116,18 +116,18 @@ def _one_shot(counts: torch.Tensor, placement: Placement, costs: HelpCosts) -> H
         used[helper] += 1
         computed[owner] -= moved
         computed[helper] += moved
-    return Help(tuple(clones), tuple(computed))
+    return ReplicationPlan(tuple(clones), tuple(computed))
 
 
-def _own(counts: torch.Tensor, placement: Placement, costs: HelpCosts) -> Help:
-    return choose_help(counts, placement, costs, SLOTS)
+def _own(counts: torch.Tensor, placement: Placement, costs: ReplicationCosts) -> ReplicationPlan:
+    return choose_replication(counts, placement, costs, SLOTS)
 
 
-def _none(counts: torch.Tensor, placement: Placement, costs: HelpCosts) -> Help:
-    return no_help(counts, placement)
+def _none(counts: torch.Tensor, placement: Placement, costs: ReplicationCosts) -> ReplicationPlan:
+    return no_replication(counts, placement)
 
 
-POLICIES: dict[str, Callable[[torch.Tensor, Placement, HelpCosts], Help]] = {
+POLICIES: dict[str, Callable[[torch.Tensor, Placement, ReplicationCosts], ReplicationPlan]] = {
     "no help": _none,
     "one shot": _one_shot,
     "help": _own,

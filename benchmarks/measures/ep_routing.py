@@ -21,9 +21,9 @@ from benchmarks.measures import Answer
 from benchmarks.measures.ep_help import POLICIES, SLOTS, costs_of, within_capacity
 from benchmarks.measures.ep_scale import Model
 from benchmarks.summaries import markdown
-from memfine_fx.expert_parallel.help import no_help
-from memfine_fx.expert_parallel.help_costs import choose_help
 from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.replication import no_replication
+from memfine_fx.expert_parallel.replication_costs import choose_replication
 
 __all__ = ["Followed", "follow", "measure", "record_routing"]
 
@@ -41,7 +41,7 @@ class Followed:
     """One step of one layer on so many ranks.
 
     Args:
-        alone, helped, one_shot: rows of the busiest rank over the mean.
+        alone, replicated, one_shot: rows of the busiest rank over the mean.
         dropped: part of the rows that capacity 1.25 drops.
         clones: in all.
         stayed: whether every clone was there in the step before.
@@ -49,7 +49,7 @@ class Followed:
     """
 
     alone: float
-    helped: float
+    replicated: float
     one_shot: float
     dropped: float
     clones: int
@@ -134,7 +134,7 @@ def follow(record: torch.Tensor, ranks: int) -> Iterator[Followed]:
     for whole in record:
         counts = whole.view(ranks, -1, record.shape[2]).sum(dim=1) * max(1, times)
         mean = int(counts.sum()) / ranks
-        alone, plan = no_help(counts, placement), choose_help(counts, placement, costs, SLOTS, before)
+        alone, plan = no_replication(counts, placement), choose_replication(counts, placement, costs, SLOTS, before)
         pairs = [(clone.expert, clone.rank) for clone in plan.clones]
         yield Followed(
             alone.busiest / mean,
@@ -156,8 +156,8 @@ def _cells(layer: int, ranks: int, first: int, found: Sequence[Followed]) -> lis
         str(ranks),
         f"{first + 1} to {first + len(found)}",
         f"{mean['alone']:.2f}",
-        f"{mean['helped']:.2f}",
-        f"{max(one.helped for one in found):.2f}",
+        f"{mean['replicated']:.2f}",
+        f"{max(one.replicated for one in found):.2f}",
         f"{mean['one_shot']:.2f}",
         f"{mean['dropped']:.1%}",
         f"{mean['clones']:.1f}",

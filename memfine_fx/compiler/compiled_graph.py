@@ -42,18 +42,18 @@ from memfine_fx.passes.step.partition import StepPartitioner
 from memfine_fx.plan.budget import (
     GraphBudget,
     budget_of_graph,
+    context_of,
     device_of,
     fits_unbounded,
     is_limited,
     refusal_of,
     saving_in,
-    situation_of,
     smallest_peak,
     with_margin,
 )
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
-from memfine_fx.plan.runs import Caller, Run, Situation
+from memfine_fx.plan.runs import Caller, MemoryContext, Run
 from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, is_added
 from memfine_fx.runtime.live import MOST_PLANS
 from memfine_fx.runtime.live_head import LiveHead
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 _MOST_SITUATIONS = 4
 """That one graph has partitions for at a time: without and with gradients there, short and long sequences."""
 _LAST_ATTEMPT = 2
-"""For one situation: 0 by estimates, 1 by estimates and what code was seen to hold beyond them, 2 for no bytes."""
+"""For one memory context: 0 by estimates, 1 by estimates and what code was seen to hold beyond them, 2 for no bytes."""
 _LEAST_CODE = 1.25
 """What is estimated to exceed the budget by more than this is not compiled; the most that an estimate was seen to be
 above its code is 1.12 (gpt_oss in fp32, smallest chunks)."""
@@ -79,7 +79,7 @@ class CompiledPartition:
         step: its record.
         run: its forward, differentiable.
         persistent_bytes: parameters and optimizer state when it was made.
-        made_for: what its bytes were chosen for, the key of a situation without its record; () without a budget.
+        made_for: what its bytes were chosen for, the key of a memory context without its record; () without a budget.
         attempt: see `_LAST_ATTEMPT`.
         guards: conditions on the graph's symbols that compiling it added, which Dynamo does not check.
     """
@@ -135,7 +135,9 @@ class CompiledGraph:
         record.is_limited = is_limited(session, hidden.device, record.step.regions.values())
         budget = budget_of_graph(session, record, inputs, hidden) if record.lowered else None
         pristine = None if budget is None else captured_copy(graph_module)
-        self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}  # by situation; compiling forgets them
+        self._refusals: dict[
+            tuple[object, ...], BudgetInfeasible | None
+        ] = {}  # by memory context; compiling forgets them
         self._partitions = [self._compile(graph_module, inputs, record.step, budget)]
         self._recompile_inputs = None if pristine is None else _inputs_again(pristine, inputs, hidden)
 
@@ -168,7 +170,7 @@ class CompiledGraph:
         current = [partition for partition in self._partitions if not self._is_outdated(partition, run, persistent)]
         serving = [partition for partition in current if partition.serves(run.memory.sizes)]
         refused: list[tuple[CompiledPartition, BudgetInfeasible]] = []
-        first = 0  # of the attempts that are left for this situation
+        first = 0  # of the attempts that are left for this memory context
         excess_bytes: dict[str, int] = {}
         for partition in serving:
             refusal = self._refusal_of(run, partition)
@@ -176,7 +178,7 @@ class CompiledGraph:
                 return partition
             refused.append((partition, refusal))
             # NOTE: compiled code may hold a little more than what it was chosen by; chosen again it would be the same.
-            if self._situation(run, partition).key[1:] == partition.made_for and partition.attempt >= first:
+            if self._context(run, partition).key[1:] == partition.made_for and partition.attempt >= first:
                 first = _LAST_ATTEMPT + 1 if partition.step.is_least else partition.attempt + 1
                 excess_bytes = self._beyond_estimate(run, partition)
         leanest = [(partition, refusal) for partition, refusal in refused if partition.step.is_least]
@@ -207,7 +209,7 @@ class CompiledGraph:
 
         With this excess (`StepBudget.beyond`) the same partition is not chosen again.
         """
-        peak = smallest_peak(self._session, self._situation(run, one))
+        peak = smallest_peak(self._session, self._context(run, one))
         return {one.step.base: max(0, (peak or 0) - one.step.chosen_by)}
 
     def _refused(self, last: CompiledPartition, refusal: BudgetInfeasible) -> CompiledPartition:
@@ -229,20 +231,20 @@ class CompiledGraph:
         if persistent == one.persistent_bytes:
             return False
         is_best = one.step.saves_all or persistent > one.persistent_bytes
-        return not (is_best and fits_unbounded(self._session, self._situation(run, one)))
+        return not (is_best and fits_unbounded(self._session, self._context(run, one)))
 
-    def _situation(self, run: Run, one: CompiledPartition) -> Situation:
+    def _context(self, run: Run, one: CompiledPartition) -> MemoryContext:
         run.memory = replace(run.memory, step=one.step)
-        return situation_of(self._session, run)
+        return context_of(self._session, run)
 
     def _refusal_of(self, run: Run, one: CompiledPartition) -> BudgetInfeasible | None:
-        situation = self._situation(run, one)
-        if situation.key not in self._refusals:
+        context = self._context(run, one)
+        if context.key not in self._refusals:
             if len(self._refusals) >= MOST_PLANS:  # a generation has another length at each token
                 self._refusals.clear()
             device = device_of(self._record)
-            self._refusals[situation.key] = refusal_of(self._session, situation, device)
-        return self._refusals[situation.key]
+            self._refusals[context.key] = refusal_of(self._session, context, device)
+        return self._refusals[context.key]
 
     def _recompile(self, run: Run, again: _Recompile, attempt: int, beyond: Mapping[str, int]) -> CompiledPartition:
         """The graph partitioned for this run and compiled.
@@ -254,19 +256,19 @@ class CompiledGraph:
         session, first = self._session, self._record.step
         step = GraphStep(first.regions, run.memory.values, heads=first.heads, sole=first.sole)
         run.memory = replace(run.memory, step=step)
-        situation = situation_of(session, run)
-        key = ("made", *situation.key[1:])
+        context = context_of(session, run)
+        key = ("made", *context.key[1:])
         refused = self._refusals.get(key)
         if refused is not None:
             raise refused
-        available = situation.available_bytes or 0
+        available = context.available_bytes or 0
         is_asked = session.config.has_budget
-        budget_situation = replace(situation, available_bytes=0) if attempt == _LAST_ATTEMPT else situation
-        budget = GraphBudget(session, budget_situation, again.hidden, is_asked=is_asked, beyond=beyond)
+        budget_context = replace(context, available_bytes=0) if attempt == _LAST_ATTEMPT else context
+        budget = GraphBudget(session, budget_context, again.hidden, is_asked=is_asked, beyond=beyond)
 
         def check() -> None:
-            refusal = refusal_of(session, situation, device_of(self._record))
-            roomier = replace(situation, available_bytes=int(available * _LEAST_CODE))
+            refusal = refusal_of(session, context, device_of(self._record))
+            roomier = replace(context, available_bytes=int(available * _LEAST_CODE))
             if is_asked and refusal is not None and refusal_of(session, roomier, device_of(self._record)) is not None:
                 self._refusals[key] = refusal
                 raise refusal
@@ -282,7 +284,7 @@ class CompiledGraph:
             # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see
             # `CompiledPartition.serves`.
             added = () if shape_env is None else tuple(guard.expr for guard in shape_env.guards[known:])
-            return replace(partition, guards=added, made_for=situation.key[1:], attempt=attempt)
+            return replace(partition, guards=added, made_for=context.key[1:], attempt=attempt)
         except BaseException:
             self._record.step = first
             raise
@@ -304,7 +306,7 @@ class CompiledGraph:
 
         def note_estimate() -> None:
             if budget is not None:
-                step.chosen_by = with_margin(smallest_peak(session, budget.situation) or 0)
+                step.chosen_by = with_margin(smallest_peak(session, budget.context) or 0)
             if partitioned is not None:
                 partitioned()
 
@@ -325,7 +327,7 @@ class CompiledGraph:
         )
         members = {*session.history.members(), self._record.caller}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
-        made_for = () if budget is None else budget.situation.key[1:]
+        made_for = () if budget is None else budget.context.key[1:]
         return CompiledPartition(step, compiled, persistent, made_for)
 
     _compile_one: CompileOne = staticmethod(compile_and_read)
@@ -346,7 +348,7 @@ class CompiledGraph:
                 if run is not None:
                     self._record.step = step
                     run.memory = replace(run.memory, added=frozenset(parameters))
-                    session.situation = situation_of(session, run)
+                    session.context = context_of(session, run)
                 with adding(Accumulation(step.sole, parameters)) as accumulation:
                     yield accumulation
 
@@ -366,7 +368,7 @@ class CompiledGraph:
         described: list[object] = [measurement_key(device_type), None if rates is None else rates()]
         if budget is not None:
             described.append(budget.rates)
-            described += [sorted(part) if isinstance(part, frozenset) else part for part in budget.situation.key[1:]]
+            described += [sorted(part) if isinstance(part, frozenset) else part for part in budget.context.key[1:]]
         for lowered in self._record.lowered:
             live = lowered.live
             if isinstance(live, LiveHead):
@@ -407,7 +409,7 @@ class CompiledGraph:
         run.memory = replace(run.memory, step=compiled.step, saved=frozenset())
         if compiled.step.optional:
             run.memory = saving_in(self._session, run, tensor_of(self._record.lowered[0].region.hidden))
-        self._session.situation = situation_of(self._session, run)
+        self._session.context = context_of(self._session, run)
 
     def _forget(self) -> None:
         """More is known of a partition's memory than before."""

@@ -90,7 +90,7 @@ def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> Lowere
         out_dtype=loss.dtype,
         choose_plan=functools.partial(choose_head_plan, region_id, session, record, hidden.device),
         name=region.where.module or str(region.where),
-        context=session.situation_key,
+        context=session.context_key,
     )
     register_head(live)
     hint = num_tokens.node.hint if is_symbolic else num_tokens

@@ -37,7 +37,7 @@ from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.plan.runs import Run, Situation
+from memfine_fx.plan.runs import MemoryContext, Run
 
 __all__ = ["PlainRecorder", "Reads", "Recorder", "record_plain"]
 
@@ -162,8 +162,8 @@ class RecordedGraph(CompiledGraph):
         return _WatchedPartitioner(partitioner, others)
 
     def _budget(self, plan: str, step: GraphStep) -> GraphBudget:
-        situation = Situation(RunMemory(step, dict(step.sizes)), _BUDGETS[plan])
-        return GraphBudget(self._session, situation, tensor_of(self._record.lowered[0].region.hidden))
+        context = MemoryContext(RunMemory(step, dict(step.sizes)), _BUDGETS[plan])
+        return GraphBudget(self._session, context, tensor_of(self._record.lowered[0].region.hidden))
 
     def _rates(self) -> Callable[[], DeviceRates] | None:
         return super()._rates() if self._recorder.reads == "code" and self._recorder.runs_here else None

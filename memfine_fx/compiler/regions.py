@@ -216,7 +216,7 @@ def _plan(
         kernels=kernels,
         runs_in=_runs_in(why_bodies, output.device),
         name=region.where.module or str(region.where),
-        context=session.situation_key,
+        context=session.context_key,
     )
     register(live)
     record.step.regions[region_id] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)

@@ -31,7 +31,7 @@ from memfine_fx.memory.step import RunMemory, peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.plan.budget import budget_bytes, describe_budget, device_of
 from memfine_fx.plan.peaks import SolvedPeaks
-from memfine_fx.plan.runs import Caller, Owner, RunHistory, Situation, gradient_bytes, parameters_of
+from memfine_fx.plan.runs import Caller, MemoryContext, Owner, RunHistory, gradient_bytes, parameters_of
 from memfine_fx.records import Refusal, Where
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.logs import set_up_logs
@@ -81,7 +81,7 @@ class Session:
     _wanted: frozenset[int] | None = None  # ids of a model's parameters, where it is a part of a session
     _compiled: list[Callable[..., Any]] = field(default_factory=list)
     history: RunHistory = field(default_factory=RunHistory)
-    situation: Situation | None = None  # of the run whose forward or backward is at work, or was last
+    context: MemoryContext | None = None  # of the run whose forward or backward is at work, or was last
     peaks: SolvedPeaks = field(default_factory=SolvedPeaks)
     device_limits: dict[torch.device, int] = field(default_factory=dict)
     _persistent: tuple[frozenset[int], int] | None = None  # ids of members -> bytes, while nothing new is known
@@ -184,9 +184,9 @@ class Session:
 
         return call
 
-    def situation_key(self) -> object:
+    def context_key(self) -> object:
         """Return a key that is equal where plans are equal."""
-        return None if self.situation is None else self.situation.key
+        return None if self.context is None else self.context.key
 
     def held_bytes(self) -> int:
         """Return the bytes of parameters, gradients and optimizer state of all graphs, as far as they exist now."""

@@ -24,9 +24,9 @@ from memfine_fx.expert_parallel.exchange import (
     telling_failure,
 )
 from memfine_fx.expert_parallel.groups import ExpertGroup
-from memfine_fx.expert_parallel.help_costs import HelpCosts, choose_help
 from memfine_fx.expert_parallel.packing import Packing
 from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.replication_costs import ReplicationCosts, choose_replication
 from memfine_fx.expert_parallel.saved import SavedRounds
 from memfine_fx.expert_parallel.schedule import Rounds, Schedule
 from memfine_fx.expert_parallel.slices import agreed_slices
@@ -75,18 +75,18 @@ class _LatestWay:
         spread = None if self._latest is None else self._latest[1].spread
         return (-1,) * slots if spread is None else tuple(spread.clones_on(rank))
 
-    def of(self, table: Table, costs: HelpCosts | None) -> _Way:
+    def of(self, table: Table, costs: ReplicationCosts | None) -> _Way:
         """Return the route for a gathered table; without `costs` no expert is replicated."""
         latest = self._latest
         if latest is not None and torch.equal(latest[0], table.rows):
             return latest[1]
         counts, placement, spread, limits = table.counts, self._placement, None, table.limits
         legs = [self._travel.leg_rows(rows) for rows in limits]
-        plan = None if costs is None else choose_help(counts, placement, costs, table.slots, table.clones)
+        plan = None if costs is None else choose_replication(counts, placement, costs, table.slots, table.clones)
         if plan is not None and costs is not None and plan.clones:
             spread = spread_rows(counts, placement, plan, table.slots, costs.node_ranks)
             counts, placement = spread.counts, spread.placement
-            limits = [self._travel.helped_rows(rows) for rows in limits]
+            limits = [self._travel.replicated_rows(rows) for rows in limits]
         way = _Way(Rounds(counts, placement, limits, legs, table.rooms), spread)
         self._latest = (table.rows.clone(), way)
         return way
@@ -234,11 +234,11 @@ class ShardedExperts:
 
     def _way_of(self, region: LiveRegion, routed: Routed, table: Table) -> _Way:
         if self.axis == "rows":
-            return self._way.of(table, self._help_costs(region, routed))
+            return self._way.of(table, self._replication_costs(region, routed))
         place = Place(self.layer, "slicing")
         return _Way(agreed_slices(self._exchange, self.placement, table, routed, region.tuner.bins, place))
 
-    def _help_costs(self, region: LiveRegion, routed: Routed) -> HelpCosts | None:
+    def _replication_costs(self, region: LiveRegion, routed: Routed) -> ReplicationCosts | None:
         """Return the costs of replication in this layer, the same on every rank; None where there may be no clones."""
         bodies = region.bodies
         if not self.ranks.slots or not can_clone(bodies.param_kinds):
@@ -248,7 +248,7 @@ class ShardedExperts:
         row = routed.hidden.shape[1] * routed.hidden.element_size()
         result = bodies.out_width * bodies.contribution_dtype.itemsize
         links = links_of(self.ranks)
-        return HelpCosts(
+        return ReplicationCosts(
             row_seconds=_STEP_FLOPS * self.flops_per_row / flops_of(self.ranks),
             there_bytes=2 * row + result,
             back_bytes=row + result,

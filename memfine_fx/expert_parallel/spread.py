@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from memfine_fx.expert_parallel.help import Help, split_rows
 from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.replication import ReplicationPlan, split_rows
 
 __all__ = ["Spread", "spread_rows"]
 
@@ -65,7 +65,9 @@ class Spread:
         return expert_begins[self.experts.clamp(min=0)] + self.before[rank]
 
 
-def spread_rows(counts: torch.Tensor, placement: Placement, plan: Help, slots: int, node_ranks: int) -> Spread:
+def spread_rows(
+    counts: torch.Tensor, placement: Placement, plan: ReplicationPlan, slots: int, node_ranks: int
+) -> Spread:
     """Return the rows of each place under a plan.
 
     Args:

@@ -262,11 +262,11 @@ class LayerWalk:
         places = self._places_of_experts
         num_used = 0 if self.clones is None else self.clones.num_used
         own = self._chunks(number, routed.offsets, places)
-        helped = self._chunks(number, routed.offsets, range(places.stop, places.stop + num_used))
-        self.stats.add([*own, *helped])
+        replicated = self._chunks(number, routed.offsets, range(places.stop, places.stop + num_used))
+        self.stats.add([*own, *replicated])
         yield routed, own
         if slots is not None:
-            yield replace(routed, params=slots.arrived()), helped
+            yield replace(routed, params=slots.arrived()), replicated
 
     @property
     def _places_of_experts(self) -> range:

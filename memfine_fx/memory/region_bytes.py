@@ -70,7 +70,7 @@ class Travel:
         message_rows = min(rows, _LEAST_MESSAGE_ROWS * self.num_ranks)
         return max(self.num_ranks, _LEAST_LEG_ROWS, message_rows, -(-rows // 4))
 
-    def helped_rows(self, rows: int) -> int:
+    def replicated_rows(self, rows: int) -> int:
         """Rows of a round in a step with clones, which stand where half of the rows would.
 
         Rows are even then, so that two rounds bring what one does where routing is even. Legs are as large as without.
@@ -329,7 +329,9 @@ def _with_clones(
     """The larger of a round in a step without clones and of one with them, where there may be some."""
     leg = travel.leg_rows(rows)
     alone = round_bytes(region, travel, rows, leg, chunk)
-    return max(alone, round_bytes(region, travel, travel.helped_rows(rows), leg, chunk) + clones) if clones else alone
+    return (
+        max(alone, round_bytes(region, travel, travel.replicated_rows(rows), leg, chunk) + clones) if clones else alone
+    )
 
 
 def _forward_round(region: RegionBytes, travel: Travel, rows: int, leg: int, chunk: int) -> int:

@@ -33,7 +33,7 @@ from memfine_fx.plan.problem import (
 )
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.rows import LEAST_ROWS, LEAST_TOKENS, infeasible, plan_head, plan_region
-from memfine_fx.plan.runs import CalledGraph, Owner, Run, RunHistory, Situation, gradient_bytes
+from memfine_fx.plan.runs import CalledGraph, MemoryContext, Owner, Run, RunHistory, gradient_bytes
 from memfine_fx.plan.solve import StepProblem, solve
 from memfine_fx.records import ChunkPlan, SavePolicy
 from memfine_fx.records.heads import HeadPlan
@@ -48,6 +48,7 @@ __all__ = [
     "budget_of_graph",
     "choose_head_plan",
     "choose_plan",
+    "context_of",
     "describe_budget",
     "device_of",
     "fits_unbounded",
@@ -55,7 +56,6 @@ __all__ = [
     "is_limited",
     "refusal_of",
     "saving_in",
-    "situation_of",
     "smallest_peak",
     "unbounded_rows",
     "with_margin",
@@ -73,7 +73,7 @@ class SessionState(Protocol):
     Args:
         config: its options.
         history: the runs of its graphs.
-        situation: of the run whose forward or backward is at work, or was last.
+        context: of the run whose forward or backward is at work, or was last.
         peaks: what was solved for its runs.
         runs_here: whether its graphs run on this machine, whose rates then count.
         device_limits: what accelerators have for this session, where it has no budget; asked anew once more is there.
@@ -81,7 +81,7 @@ class SessionState(Protocol):
 
     config: Config
     history: RunHistory
-    situation: Situation | None
+    context: MemoryContext | None
     peaks: SolvedPeaks
 
     @property
@@ -178,23 +178,23 @@ def budget_of_graph(
     )
     assert available is not None, "a graph without a limit has no budget"
     beside = RunMemory(graph.step, dict(graph.step.sizes), sum(run.memory.left_bytes for run in opened))
-    return GraphBudget(session, Situation(beside, available), hidden, is_asked=session.config.has_budget)
+    return GraphBudget(session, MemoryContext(beside, available), hidden, is_asked=session.config.has_budget)
 
 
-def situation_of(session: SessionState, run: Run) -> Situation:
-    """Return the situation of a run now: its memory record, and the bytes that it may use."""
+def context_of(session: SessionState, run: Run) -> MemoryContext:
+    """Return the memory context of a run now: its memory record, and the bytes that it may use."""
     if not run.graph.is_limited:
-        return Situation(run.memory, None)
+        return MemoryContext(run.memory, None)
     device = device_of(run.graph)
-    existing_bytes = run.gradient_bytes + sum(mate.input_bytes for mate in run.mates)
-    return Situation(run.memory, _available_bytes(session, device, session.history.members(), existing_bytes))
+    existing_bytes = run.gradient_bytes + sum(other.input_bytes for other in run.concurrent_runs)
+    return MemoryContext(run.memory, _available_bytes(session, device, session.history.members(), existing_bytes))
 
 
 class GraphBudget:
     """See `passes.step.fit.StepBudget`.
 
     Args:
-        situation: of the run that the graph is partitioned for.
+        context: of the run that the graph is partitioned for.
         hidden: tokens of a region or head, for device and dtype.
         is_asked, beyond: as there.
     """
@@ -202,20 +202,20 @@ class GraphBudget:
     def __init__(
         self,
         session: SessionState,
-        situation: Situation,
+        context: MemoryContext,
         hidden: torch.Tensor,
         *,
         is_asked: bool = True,
         beyond: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._session = session
-        self.situation, self.is_asked, self.beyond = situation, is_asked, beyond
-        self._step = situation.memory.step
+        self.context, self.is_asked, self.beyond = context, is_asked, beyond
+        self._step = context.memory.step
         self._device, self._dtype = hidden.device, hidden.dtype
 
     @property
     def available_bytes(self) -> int:
-        available = self.situation.available_bytes
+        available = self.context.available_bytes
         assert available is not None, "a run without a limit has no budget"
         return available
 
@@ -238,7 +238,7 @@ class GraphBudget:
         step = self._step
         trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
         trial.optional = dict.fromkeys(without, 0.0)
-        memory = replace(self.situation.memory, step=trial, sizes=step.sizes, saved=frozenset())
+        memory = replace(self.context.memory, step=trial, sizes=step.sizes, saved=frozenset())
         return [with_margin(num_bytes) for num_bytes in live_bytes(lean_of(memory), self._size_of(rows))]
 
     def workspace(self, rows: int | None) -> Workspace:
@@ -266,13 +266,13 @@ def choose_plan(
     Raises:
         BudgetInfeasible: not even `LEAST_ROWS` a chunk fit in a budget of the user; what an accelerator has is tried.
     """
-    config, situation = session.config, _situation_in(session, graph)
-    policy, num_saved, is_all = _saved_of(region_id, graph.step, situation, num_tokens)
+    config, context = session.config, _context_in(session, graph)
+    policy, num_saved, is_all = _saved_of(region_id, graph.step, context, num_tokens)
     region = graph.step.regions[region_id].terms_now(policy if is_all else "nothing")
-    solved = None if situation is None else session.peaks.peak_of(config, situation)
+    solved = None if context is None else session.peaks.peak_of(config, context)
 
     def peak_terms(rows: int) -> dict[str, int]:
-        peak = None if situation is None else peak_of_run(config, situation, rows, LEAST_TOKENS)
+        peak = None if context is None else peak_of_run(config, context, rows, LEAST_TOKENS)
         if peak is None:
             return region_peak(region, num_tokens, rows, config.axis)
         return _as_terms(peak)
@@ -288,7 +288,7 @@ def choose_plan(
         rows_per_chunk=config.rows_per_chunk,
         tokens_per_chunk=config.tokens_per_chunk,
         budget_bytes=budget_bytes(session, device),
-        available_bytes=_available_in(situation, session, graph, device),
+        available_bytes=_available_in(context, session, graph, device),
         min_rows=LEAST_ROWS,
         peak_terms=peak_terms,
         peak_bytes=peak_bytes,
@@ -311,13 +311,13 @@ def saving_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemor
         if memory.step.estimated or session.history.is_followed(run):
             return lean_of(memory)
         without = functools.partial(problem_without_budget, config, memory)
-        return session.peaks.saving(Situation(memory, None), 0, lambda: _solved(without(), memory))
+        return session.peaks.saving(MemoryContext(memory, None), 0, lambda: _solved(without(), memory))
     later = session.history.expected_after(run)
     if not later and session.history.is_followed(run):
         return lean_of(memory)
-    situation, needs = situation_of(session, run), _needs_of(config, later)
+    context, needs = context_of(session, run), _needs_of(config, later)
     rates = functools.partial(device_rates, hidden.device.type, hidden.dtype)
-    return session.peaks.saving(situation, needs, lambda: _saving_within(config, situation, needs, rates))
+    return session.peaks.saving(context, needs, lambda: _saving_within(config, context, needs, rates))
 
 
 def _needs_of(config: Config, runs: Sequence[Run]) -> int:
@@ -334,11 +334,11 @@ def _solved(problem: StepProblem | None, run: RunMemory) -> RunMemory:
     return run_of_plan(run, None if problem is None else solve(problem))
 
 
-def _saving_within(config: Config, situation: Situation, needs: int, rates: Callable[[], DeviceRates]) -> RunMemory:
+def _saving_within(config: Config, context: MemoryContext, needs: int, rates: Callable[[], DeviceRates]) -> RunMemory:
     """Return the run that saves everything, if that fits with as many rows per chunk as time asks for; else the run of
     the solver's plan.
     """
-    memory, available = situation.memory, situation.available_bytes
+    memory, available = context.memory, context.available_bytes
     if available is None:
         return memory
     if memory.step.estimated:
@@ -351,13 +351,13 @@ def _saving_within(config: Config, situation: Situation, needs: int, rates: Call
 
 
 def _saved_of(
-    region_id: str, step: GraphStep, situation: Situation | None, num_tokens: int
+    region_id: str, step: GraphStep, context: MemoryContext | None, num_tokens: int
 ) -> tuple[SavePolicy, int, bool]:
     """Return what a region saves in a run with T tokens, of how many rows, and whether of all rows."""
     policy = step.policy_of(region_id)
     if policy == "nothing":
         return policy, 0, False
-    saved_rows = () if situation is None else situation.memory.saved
+    saved_rows = () if context is None else context.memory.saved
     parts = [num_saved for other_id, num_saved, _ in saved_rows if other_id == region_id]
     if not parts:  # of all, also where this rank has no rows itself and saves what comes
         return policy, num_tokens * step.regions[region_id].terms_now("nothing").top_k, True
@@ -373,8 +373,8 @@ def choose_head_plan(
         BudgetInfeasible: not even `LEAST_TOKENS` a chunk fit in a budget of the user.
     """
     config, head = session.config, graph.step.heads[region_id].terms
-    situation = _situation_in(session, graph)
-    solved = None if situation is None else session.peaks.peak_of(config, situation)
+    context = _context_in(session, graph)
+    solved = None if context is None else session.peaks.peak_of(config, context)
 
     def peak_bytes(rows: int) -> int:
         solved_bytes = None if solved is None else solved(LEAST_ROWS, rows)
@@ -385,36 +385,34 @@ def choose_head_plan(
         tokens,
         tokens_per_chunk=config.tokens_per_head_chunk,
         budget_bytes=budget_bytes(session, device),
-        available_bytes=_available_in(situation, session, graph, device),
+        available_bytes=_available_in(context, session, graph, device),
         min_tokens=LEAST_TOKENS,
         peak_bytes=peak_bytes,
         refuses=config.has_budget,
     )
 
 
-def refusal_of(session: SessionState, situation: Situation, device: torch.device) -> BudgetInfeasible | None:
+def refusal_of(session: SessionState, context: MemoryContext, device: torch.device) -> BudgetInfeasible | None:
     """Why a run cannot keep the user's budget, even with the smallest chunks; None where it can."""
     config = session.config
-    available, budget = situation.available_bytes, budget_bytes(session, device)
+    available, budget = context.available_bytes, budget_bytes(session, device)
     if available is None or budget is None:
         return None
-    smallest = smallest_peak(session, situation)
+    smallest = smallest_peak(session, context)
     if smallest is None or smallest <= available:
         return None
-    situation = replace(situation, memory=lean_of(situation.memory))
-    peak = peak_of_run(config, situation, _fewest_rows(config, situation.memory), LEAST_TOKENS)
+    context = replace(context, memory=lean_of(context.memory))
+    peak = peak_of_run(config, context, _fewest_rows(config, context.memory), LEAST_TOKENS)
     assert peak is not None, "a run of known bytes has a peak"
     return infeasible(_as_terms(peak), budget, available)
 
 
-def smallest_peak(session: SessionState, situation: Situation) -> int | None:
+def smallest_peak(session: SessionState, context: MemoryContext) -> int | None:
     """Return the bytes of a run with the smallest chunks that saves nothing it need not; None where nothing is known of
     it.
     """
-    situation = replace(situation, memory=lean_of(situation.memory))
-    return session.peaks.peak_of(session.config, situation)(
-        _fewest_rows(session.config, situation.memory), LEAST_TOKENS
-    )
+    context = replace(context, memory=lean_of(context.memory))
+    return session.peaks.peak_of(session.config, context)(_fewest_rows(session.config, context.memory), LEAST_TOKENS)
 
 
 def _fewest_rows(config: Config, memory: RunMemory) -> int:
@@ -425,10 +423,10 @@ def _fewest_rows(config: Config, memory: RunMemory) -> int:
     return min(LEAST_ROWS, max(rows, default=1))
 
 
-def fits_unbounded(session: SessionState, situation: Situation) -> bool:
+def fits_unbounded(session: SessionState, context: MemoryContext) -> bool:
     """Whether a run keeps its budget with as many rows a chunk as time asks for."""
-    available = situation.available_bytes
-    peak = None if available is None else session.peaks.peak_of(session.config, situation)(None, None)
+    available = context.available_bytes
+    peak = None if available is None else session.peaks.peak_of(session.config, context)(None, None)
     return available is None or peak is None or peak <= available
 
 
@@ -460,17 +458,17 @@ def device_of(graph: CalledGraph) -> torch.device:
     return next((parameter.device for parameter in graph.alive_parameters()), torch.device("cpu"))
 
 
-def _situation_in(session: SessionState, graph: CalledGraph) -> Situation | None:
+def _context_in(session: SessionState, graph: CalledGraph) -> MemoryContext | None:
     """The run at work, where it is one of this graph's."""
-    situation = session.situation
-    return situation if situation is not None and situation.memory.step is graph.step else None
+    context = session.context
+    return context if context is not None and context.memory.step is graph.step else None
 
 
 def _available_in(
-    situation: Situation | None, session: SessionState, graph: CalledGraph, device: torch.device
+    context: MemoryContext | None, session: SessionState, graph: CalledGraph, device: torch.device
 ) -> int | None:
-    if situation is not None and graph.is_limited:
-        return situation.available_bytes
+    if context is not None and graph.is_limited:
+        return context.available_bytes
     if budget_bytes(session, device) is None:  # else every region would ask every parameter for its gradient
         return None
     members: list[Owner] = [*session.history.members(), graph]

@@ -1,7 +1,7 @@
 """Peaks of a run by rows a chunk, solved once for all regions and heads of a step.
 
 Every region's plan is a bisection over the peak of the whole step, and asks for the same numbers of rows as the others.
-Results are cached by situation (sizes, bytes that are there, so whether gradients exist), as long as the bodies'
+Results are cached by memory context (sizes, bytes that are there, so whether gradients exist), as long as the bodies'
 byte terms are the same.
 """
 
@@ -15,7 +15,7 @@ from memfine_fx.memory.liveness import SavedRowCounts
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes
 from memfine_fx.memory.step import GraphStep, RunMemory, StepPeak, step_peak, step_peak_bytes
 from memfine_fx.plan.rows import knee_tokens, wanted_rows
-from memfine_fx.plan.runs import Situation
+from memfine_fx.plan.runs import MemoryContext
 
 __all__ = ["SolvedPeaks", "chunk_sizes", "peak_of_run", "revision_of", "unbounded_rows"]
 
@@ -24,15 +24,15 @@ _MOST_SITUATIONS = 256
 
 @dataclass
 class SolvedPeaks:
-    """Peaks by situation and by (rows, a head's tokens) a chunk; None where nothing of the run is known yet."""
+    """Peaks by memory context and by (rows, a head's tokens) a chunk; None where nothing of the run is known yet."""
 
     num_solved: int = 0
     _peaks: dict[Hashable, dict[tuple[int | None, int | None], int | None]] = field(default_factory=dict)
     _saving: dict[Hashable, SavedRowCounts] = field(default_factory=dict)
 
-    def peak_of(self, config: Config, situation: Situation) -> Callable[[int | None, int | None], int | None]:
+    def peak_of(self, config: Config, context: MemoryContext) -> Callable[[int | None, int | None], int | None]:
         """(rows, a head's tokens) -> bytes of the run's peak beyond what is there before it."""
-        key = (situation.key, revision_of(situation.memory.step))
+        key = (context.key, revision_of(context.memory.step))
         if key not in self._peaks and len(self._peaks) >= _MOST_SITUATIONS:
             self._peaks.clear()
         known = self._peaks.setdefault(key, {})
@@ -40,24 +40,24 @@ class SolvedPeaks:
         def peak(rows: int | None, head_tokens: int | None) -> int | None:
             if (rows, head_tokens) not in known:
                 self.num_solved += 1
-                sizes = chunk_sizes(config, situation.memory.step, rows, head_tokens)
-                known[rows, head_tokens] = step_peak_bytes([situation.memory], sizes)
+                sizes = chunk_sizes(config, context.memory.step, rows, head_tokens)
+                known[rows, head_tokens] = step_peak_bytes([context.memory], sizes)
             return known[rows, head_tokens]
 
         return peak
 
-    def saving(self, situation: Situation, needs: int, solve: Callable[[], RunMemory]) -> RunMemory:
-        """Return the run of a situation with the rows that its regions save by `solve`, once for each situation.
+    def saving(self, context: MemoryContext, needs: int, solve: Callable[[], RunMemory]) -> RunMemory:
+        """Return the run of a memory context with the rows that its regions save by `solve`, once for each context.
 
         Args:
             needs: bytes that later runs of its pass are expected to take.
         """
-        key = (situation.key, needs, revision_of(situation.memory.step))
+        key = (context.key, needs, revision_of(context.memory.step))
         if key not in self._saving:
             if len(self._saving) >= _MOST_SITUATIONS:
                 self._saving.clear()
             self._saving[key] = solve().saved
-        return replace(situation.memory, saved=self._saving[key])
+        return replace(context.memory, saved=self._saving[key])
 
     def forget(self) -> None:
         """More is known of a graph's memory than before."""
@@ -71,10 +71,10 @@ def revision_of(step: GraphStep) -> int:
     return sum(region.revision() for region in step.regions.values())
 
 
-def peak_of_run(config: Config, situation: Situation, rows: int | None, head_tokens: int | None) -> StepPeak | None:
+def peak_of_run(config: Config, context: MemoryContext, rows: int | None, head_tokens: int | None) -> StepPeak | None:
     """The peak of a run with its largest terms; None where nothing is known of it yet."""
-    step = situation.memory.step
-    return step_peak([situation.memory], chunk_sizes(config, step, rows, head_tokens))
+    step = context.memory.step
+    return step_peak([context.memory], chunk_sizes(config, step, rows, head_tokens))
 
 
 def chunk_sizes(

@@ -6,7 +6,7 @@ Terms
     pass        the runs from one that begins while none is open to the moment when none is open again: a forward and
                 its backward, several forwards under one loss, or an evaluation
     interval    everything between two steps of an optimizer
-    situation   what a plan depends on beside its graph: sizes, what is alive beside the run, bytes that it may use
+    context     what a plan depends on beside its graph: sizes, what is alive beside the run, bytes that it may use
 
 A run is open for as long as the autograd nodes of its results live and their backward has not run. So a loss that is
 thrown away, an evaluation that forgot `no_grad` and a step that an exception ended all close by themselves, exactly
@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdRef
 
 from memfine_fx.memory.step import GraphStep, RunMemory
 
-__all__ = ["CalledGraph", "Caller", "Owner", "Run", "RunHistory", "Situation", "gradient_bytes", "parameters_of"]
+__all__ = ["CalledGraph", "Caller", "MemoryContext", "Owner", "Run", "RunHistory", "gradient_bytes", "parameters_of"]
 
 _KEY = "memfine_fx"
 
@@ -96,14 +96,14 @@ class Run:
         memory: its record, sizes and surroundings.
         input_bytes: of its inputs that are neither parameters nor results of earlier graphs.
         gradient_bytes: gradients of the step's parameters that were there when it began.
-        mates: the runs of its pass so far, itself among them.
+        concurrent_runs: the runs of its pass so far, itself among them.
     """
 
     caller: Caller
     memory: RunMemory
     input_bytes: int
     gradient_bytes: int
-    mates: list[Run]
+    concurrent_runs: list[Run]
     _mark: weakref.ref[_Mark] | None = None
     _is_done: bool = False
 
@@ -136,7 +136,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Situation:
+class MemoryContext:
     """The state of a run that its plan depends on.
 
     Args:
@@ -178,14 +178,14 @@ class RunHistory:
         if not opened:
             self._learn()
             self._latest = []
-        mates, graph = self._latest, caller.graph
+        concurrent_runs, graph = self._latest, caller.graph
         self._intervals[caller] = self._interval
         saved = sum(run.memory.left_bytes for run in opened)
-        later = _missing_gradient_bytes(self._expected_after(graph, mates))
+        later = _missing_gradient_bytes(self._expected_after(graph, concurrent_runs))
         memory = RunMemory(step, dict(sizes), saved, later)
         gradients = self.gradient_bytes() if is_limited or caller.has_gradients else 0
-        run = Run(caller, memory, input_bytes, gradients, mates)
-        mates.append(run)
+        run = Run(caller, memory, input_bytes, gradients, concurrent_runs)
+        concurrent_runs.append(run)
         return run
 
     def is_followed(self, run: Run) -> bool:
@@ -195,7 +195,7 @@ class RunHistory:
     def expected_after(self, run: Run) -> list[Run]:
         """The runs that came after it in the pass before, those that saved for a backward."""
         before = self._training.get(run.graph, [])
-        if before is run.mates:
+        if before is run.concurrent_runs:
             return []
         places = [place for place, earlier in enumerate(before) if earlier.graph is run.graph]
         number = self._number(run)
@@ -206,7 +206,7 @@ class RunHistory:
     @staticmethod
     def _number(run: Run) -> int:
         """How many runs of its graph came before it in its pass."""
-        return sum(mate.graph is run.graph for mate in run.mates) - 1
+        return sum(other.graph is run.graph for other in run.concurrent_runs) - 1
 
     def note_results(self, run: Run, results: object, inputs: Sequence[object]) -> None:
         """The forward of a run returned."""
@@ -214,7 +214,7 @@ class RunHistory:
         if run.has_saved:
             self._open.append(run)
             self._training.pop(run.graph, None)
-            self._training[run.graph] = run.mates
+            self._training[run.graph] = run.concurrent_runs
 
     @contextlib.contextmanager
     def backward(self, step: GraphStep, *, keeps_graph: bool) -> Iterator[Run | None]:
@@ -226,7 +226,9 @@ class RunHistory:
         run = next((candidate for candidate in reversed(opened) if candidate.memory.step is step), None)
         if run is not None:
             saved = sum(other.memory.left_bytes for other in opened if other is not run)
-            new_gradient_bytes = max(0, self.gradient_bytes() - run.gradient_bytes) if len(run.mates) > 1 else 0
+            new_gradient_bytes = (
+                max(0, self.gradient_bytes() - run.gradient_bytes) if len(run.concurrent_runs) > 1 else 0
+            )
             run.memory = replace(run.memory, saved_bytes=saved, later_gradient_bytes=new_gradient_bytes)
         yield run
         if run is not None and not keeps_graph:
@@ -275,8 +277,8 @@ class RunHistory:
             later = [follower.caller for follower in self._latest[place + 1 :] if follower.has_saved]
             self._followers.setdefault(run.graph, {})[number] = later
 
-    def _expected_after(self, graph: CalledGraph, mates: Sequence[Run]) -> list[Caller]:
-        number = sum(run.graph is graph for run in mates)
+    def _expected_after(self, graph: CalledGraph, concurrent_runs: Sequence[Run]) -> list[Caller]:
+        number = sum(run.graph is graph for run in concurrent_runs)
         return self._followers.get(graph, {}).get(number, [])
 
 

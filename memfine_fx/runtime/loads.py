@@ -57,11 +57,11 @@ class RoundStats:
     busiest_alone: int = 0
 
     def __str__(self) -> str:
-        helped = f", {self.busiest_alone:,} without {self.num_clones} clones" if self.num_clones else ""
+        replicated = f", {self.busiest_alone:,} without {self.num_clones} clones" if self.num_clones else ""
         saved_text = f", {self.num_saved} of them saved" if self.num_saved else ""
         return (
             f"{self.num_ranks} ranks, {self.num_rounds} rounds of at most {self.largest:,} rows{saved_text}, "
-            f"{self.received:,} rows received ({self.busiest:,} by the busiest rank{helped})"
+            f"{self.received:,} rows received ({self.busiest:,} by the busiest rank{replicated})"
         )
 
 

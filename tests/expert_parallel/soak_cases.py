@@ -23,7 +23,7 @@ from memfine_fx.expert_parallel import sharded
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.shard import sharded_parameters
 from memfine_fx.models._experts import GatedExperts
-from tests.expert_parallel.help_cases import forget_clones
+from tests.expert_parallel.replication_cases import forget_clones
 
 __all__ = ["ROUTES", "Soak", "soak"]
 

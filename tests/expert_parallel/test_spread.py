@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from memfine_fx.expert_parallel.schedule import Rounds
 from memfine_fx.expert_parallel.spread import Spread, spread_rows
-from tests.expert_parallel.test_help import Case, cases
+from tests.expert_parallel.test_replication import Case, cases
 
 
 def spread_of(case: Case) -> Spread:

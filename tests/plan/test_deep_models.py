@@ -19,8 +19,8 @@ BUDGET = 1 << 45
 def limit_at(model: DeepModel, num_tokens: int, rows: int) -> int:
     """Bytes with which chunks of exactly so many rows fit."""
     at_tokens(model, num_tokens, None)
-    assert model.situation is not None
-    peak = peak_of_run(model.config, model.situation, rows, 64)
+    assert model.context is not None
+    peak = peak_of_run(model.config, model.context, rows, 64)
     assert peak is not None
     return peak.num_bytes
 
@@ -87,8 +87,8 @@ def test_byte_terms_are_made_once_until_bodies_know_more() -> None:
 def test_the_bytes_of_a_peak_are_those_of_the_peak_with_its_terms(rows: int | None) -> None:
     model = deep_model(3)
     at_tokens(model, 300, None)
-    assert model.situation is not None
+    assert model.context is not None
     sizes = chunk_sizes(model.config, model.step, rows, None)
-    peak = step_peak([model.situation.memory], sizes)
+    peak = step_peak([model.context.memory], sizes)
     assert peak is not None
-    assert step_peak_bytes([model.situation.memory], sizes) == peak.num_bytes
+    assert step_peak_bytes([model.context.memory], sizes) == peak.num_bytes

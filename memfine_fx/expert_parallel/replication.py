@@ -1,4 +1,4 @@
-"""Plan expert replication (help): which experts are computed on other ranks too, and which rows are sent there.
+"""Plan expert replication: which experts are computed on other ranks too, and which rows are sent there.
 
 Bounded memory alone leaves every rank waiting for the busiest one. Replication removes the skew itself: an expert of a
 rank that has too many rows is cloned on one that has few, which computes part of its rows.
@@ -19,7 +19,7 @@ Terms
    same node, then the others in order of ranks.
 
 Every step of it is integer arithmetic on the gathered counts [ep,E], in a fixed order: all ranks make the same plan
-and nothing is agreed upon. `help_costs` decides which target pays.
+and nothing is agreed upon. `replication_costs` decides which target pays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 
 from memfine_fx.expert_parallel.placement import Placement
 
-__all__ = ["Clone", "Help", "no_help", "plan_help", "refit_help", "split_rows"]
+__all__ = ["Clone", "ReplicationPlan", "no_replication", "plan_replication", "refit_replication", "split_rows"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Clone:
 
 
 @dataclass(frozen=True)
-class Help:
+class ReplicationPlan:
     """A replication plan: which rank computes how many rows, and of which experts.
 
     Args:
@@ -77,14 +77,14 @@ class Help:
         return clones_by_expert
 
 
-def no_help(counts: torch.Tensor, placement: Placement) -> Help:
+def no_replication(counts: torch.Tensor, placement: Placement) -> ReplicationPlan:
     """Return the plan without clones, in which owners compute all rows of their experts."""
-    return Help((), tuple(placement.by_rank(counts.sum(dim=0)).tolist()))
+    return ReplicationPlan((), tuple(placement.by_rank(counts.sum(dim=0)).tolist()))
 
 
-def plan_help(
+def plan_replication(
     counts: torch.Tensor, placement: Placement, *, slots: int, target: int, node_ranks: int | None = None
-) -> Help:
+) -> ReplicationPlan:
     """Return a plan with which as few ranks as possible compute more than `target` rows.
 
     With as many slots as there are experts no rank does, if the target is not below the mean.
@@ -96,7 +96,7 @@ def plan_help(
         target: rows.
         node_ranks: ranks of a node; None for one node.
     """
-    computed = list(no_help(counts, placement).computed)
+    computed = list(no_replication(counts, placement).computed)
     rooms = _Rooms(computed, target, slots, node_ranks or placement.num_ranks)
     left = counts.sum(dim=0).tolist()
     by_rank = [_Experts(placement.owned(rank), left) for rank in range(placement.num_ranks)]
@@ -116,10 +116,12 @@ def plan_help(
         by_rank[rank].give(expert, moved)
         if computed[rank] > target:
             heapq.heappush(excesses, (target - computed[rank], rank))
-    return Help(tuple(clones), tuple(computed))
+    return ReplicationPlan(tuple(clones), tuple(computed))
 
 
-def refit_help(counts: torch.Tensor, placement: Placement, clones: Sequence[tuple[int, int]], *, target: int) -> Help:
+def refit_replication(
+    counts: torch.Tensor, placement: Placement, clones: Sequence[tuple[int, int]], *, target: int
+) -> ReplicationPlan:
     """Return a plan with no other clones than these, with as many rows of each as end an excess or fill a rank.
 
     A rank that has one clone left to give rows to, or to take some of, is settled first: what it moves there it can
@@ -132,7 +134,7 @@ def refit_help(counts: torch.Tensor, placement: Placement, clones: Sequence[tupl
         clones: (expert, rank); those that get no rows are left out.
         target: rows.
     """
-    computed, left = list(no_help(counts, placement).computed), counts.sum(dim=0).tolist()
+    computed, left = list(no_replication(counts, placement).computed), counts.sum(dim=0).tolist()
     ends = [(("gives", placement.owner(expert)), ("takes", rank)) for expert, rank in clones]
     unsettled: dict[tuple[str, int], dict[int, None]] = {}
     for number, pair in enumerate(ends):
@@ -156,7 +158,7 @@ def refit_help(counts: torch.Tensor, placement: Placement, clones: Sequence[tupl
             del unsettled[end][number]
             (waiting.appendleft if len(unsettled[end]) == 1 else waiting.append)(end)
     clones_with_rows = [Clone(*pair, moved) for pair, moved in zip(clones, rows, strict=True) if moved]
-    return Help(tuple(clones_with_rows), tuple(computed))
+    return ReplicationPlan(tuple(clones_with_rows), tuple(computed))
 
 
 def split_rows(counts: torch.Tensor, clones: Sequence[Clone], owner: int, node_ranks: int) -> torch.Tensor:

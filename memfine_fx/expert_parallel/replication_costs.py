@@ -1,4 +1,4 @@
-"""Estimate what expert replication (help) costs and saves, and choose the replication plan of a layer's step.
+"""Estimate what expert replication costs and saves, and choose the replication plan of a layer's step.
 
 A layer's step takes as long as its slowest rank computes, and as the fullest link of a rank is busy. Rows that are
 computed elsewhere travel anyway; replication adds the clones: an expert's weights to every clone in forward, and its
@@ -6,10 +6,10 @@ gradient, in fp32, back in backward. Both follow one tree, over nodes first and 
 sends an expert to more than two others of a node and two other nodes, and gradients are added in the tree's order, the
 same in every run.
 
-`choose_help` makes a plan for each of a few targets, from nearly even rows to those that there are, and takes the one
-with the least seconds: no clones, where moving weights takes longer than the skew. The clones of the step before stay,
-with the rows that there are now, while they are nearly as good: then no plan is made, which takes seconds at a thousand
-ranks, and the same weights travel the same ways in every step.
+`choose_replication` makes a plan for each of a few targets, from nearly even rows to those that there are, and takes
+the one with the least seconds: no clones, where moving weights takes longer than the skew. The clones of the step
+before stay, with the rows that there are now, while they are nearly as good: then no plan is made, which takes seconds
+at a thousand ranks, and the same weights travel the same ways in every step.
 
 Not counted: work that hides behind an exchange, or weights sent ahead of the layer. Both would favour replication.
 """
@@ -21,10 +21,17 @@ from dataclasses import dataclass
 
 import torch
 
-from memfine_fx.expert_parallel.help import Clone, Help, no_help, plan_help, refit_help, split_rows
 from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.replication import (
+    Clone,
+    ReplicationPlan,
+    no_replication,
+    plan_replication,
+    refit_replication,
+    split_rows,
+)
 
-__all__ = ["TARGETS", "HelpCosts", "Wire", "choose_help", "flows_of"]
+__all__ = ["TARGETS", "ReplicationCosts", "Wire", "choose_replication", "flows_of"]
 
 TARGETS = (1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Rows of the busiest rank over the mean that plans are made for."""
@@ -38,7 +45,7 @@ _FAN_OUT = 2
 
 
 @dataclass(frozen=True)
-class HelpCosts:
+class ReplicationCosts:
     """Rates of a layer and of the links between ranks.
 
     Args:
@@ -60,7 +67,7 @@ class HelpCosts:
     latency: float
     node_ranks: int
 
-    def seconds(self, counts: torch.Tensor, placement: Placement, plan: Help) -> float:
+    def seconds(self, counts: torch.Tensor, placement: Placement, plan: ReplicationPlan) -> float:
         """Return the estimated seconds of a layer's step under a plan."""
         rows = Wire.of_rows(
             flows_of(counts, placement, plan, self.node_ranks), self.there_bytes, self.back_bytes, self.node_ranks
@@ -68,7 +75,7 @@ class HelpCosts:
         wire = rows.with_others(self.clones_wire(placement, plan))
         return plan.busiest * self.row_seconds + wire.seconds(self.near, self.far) + self._fill_seconds(plan)
 
-    def clones_wire(self, placement: Placement, plan: Help) -> Wire:
+    def clones_wire(self, placement: Placement, plan: ReplicationPlan) -> Wire:
         """Return the bytes of experts that are sent, and of their gradients that return."""
         sent: list[tuple[int, int, int]] = []
         for expert, clones in plan.by_expert().items():
@@ -76,7 +83,7 @@ class HelpCosts:
                 sent += [(parent, child, self.weight_bytes), (child, parent, self.gradient_bytes)]
         return Wire.of_messages(sent, placement.num_ranks, self.node_ranks)
 
-    def _fill_seconds(self, plan: Help) -> float:
+    def _fill_seconds(self, plan: ReplicationPlan) -> float:
         """Return the seconds until the last clone of an expert has its first piece, and the same for the gradient."""
         most = max((len(clones) for clones in plan.by_expert().values()), default=0)
         nodes = -(-most // self.node_ranks)
@@ -129,7 +136,7 @@ class Wire:
         return max(most_near / near, most_far / far)
 
 
-def flows_of(counts: torch.Tensor, placement: Placement, plan: Help, node_ranks: int) -> torch.Tensor:
+def flows_of(counts: torch.Tensor, placement: Placement, plan: ReplicationPlan, node_ranks: int) -> torch.Tensor:
     """Return the rows by source and the rank that computes them, [ep,ep]."""
     flows = placement.by_rank(counts).clone()
     for expert, clones in plan.by_expert().items():
@@ -152,13 +159,13 @@ def tree_of(owner: int, clones: Sequence[Clone], node_ranks: int) -> list[tuple[
     ]
 
 
-def choose_help(
+def choose_replication(
     counts: torch.Tensor,
     placement: Placement,
-    costs: HelpCosts,
+    costs: ReplicationCosts,
     slots: int,
     before: Sequence[tuple[int, int]] = (),
-) -> Help:
+) -> ReplicationPlan:
     """Return the plan with the least seconds, or the previous step's while it is nearly as good; no clones if none pay.
 
     Args:
@@ -168,9 +175,9 @@ def choose_help(
         slots: S.
         before: (expert, rank) of the clones in the step before.
     """
-    alone, targets = no_help(counts, placement), _targets(counts, placement)
+    alone, targets = no_replication(counts, placement), _targets(counts, placement)
     most = costs.seconds(counts, placement, alone) * (1 - _LEAST_GAIN)
-    old = refit_help(counts, placement, before, target=targets[0])
+    old = refit_replication(counts, placement, before, target=targets[0])
     old_seconds = costs.seconds(counts, placement, old)
     pays = bool(old.clones) and old_seconds < most
     if pays and old.busiest <= (1 + _STAYS) * targets[0]:
@@ -179,7 +186,7 @@ def choose_help(
     for target in targets if slots else ():
         if target >= alone.busiest or target * costs.row_seconds >= seconds:  # the busiest of a plan has its target
             break
-        plan = plan_help(counts, placement, slots=slots, target=target, node_ranks=costs.node_ranks)
+        plan = plan_replication(counts, placement, slots=slots, target=target, node_ranks=costs.node_ranks)
         its_seconds = costs.seconds(counts, placement, plan)
         if its_seconds < seconds:
             new, seconds = plan, its_seconds

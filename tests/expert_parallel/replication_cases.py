@@ -94,7 +94,7 @@ def _frozen(*names: str) -> Callable[[], nn.Module]:
 
 
 @dataclass(frozen=True)
-class HelpCase:
+class ReplicationCase:
     """One way to train.
 
     Args:
@@ -116,25 +116,25 @@ class HelpCase:
 
 
 CASES = (
-    HelpCase("plain"),
-    HelpCase("frozen experts", _frozen("gate_up_proj", "down_proj"), num_sent_back=0),
-    HelpCase("one table frozen", _frozen("down_proj"), num_sent_back=1),
-    HelpCase("accumulated", batches=3),
-    HelpCase("accumulated, all forwards first", batches=3, is_late=True),
-    HelpCase("accumulated, in a compiled backward", batches=3, inner="aot_eager"),
-    HelpCase("checkpointed", _checkpointed),
-    HelpCase("checkpointed, accumulated, all forwards first", _checkpointed, batches=3, is_late=True),
-    HelpCase("checkpointed, in a compiled backward", _checkpointed, inner="aot_eager"),
-    HelpCase("adapters on rows", lambda: Block(Adapted("rows")), num_sent_back=2),
-    HelpCase("merged adapters", lambda: Block(Adapted("merged")), num_sent_back=2),
-    HelpCase("adapters with one half of all", lambda: Block(Adapted("shared")), num_sent_back=1),
-    HelpCase("kept", inner="aot_eager", budget="1GiB"),
-    HelpCase("kept, accumulated, all forwards first", inner="aot_eager", budget="1GiB", batches=3, is_late=True),
+    ReplicationCase("plain"),
+    ReplicationCase("frozen experts", _frozen("gate_up_proj", "down_proj"), num_sent_back=0),
+    ReplicationCase("one table frozen", _frozen("down_proj"), num_sent_back=1),
+    ReplicationCase("accumulated", batches=3),
+    ReplicationCase("accumulated, all forwards first", batches=3, is_late=True),
+    ReplicationCase("accumulated, in a compiled backward", batches=3, inner="aot_eager"),
+    ReplicationCase("checkpointed", _checkpointed),
+    ReplicationCase("checkpointed, accumulated, all forwards first", _checkpointed, batches=3, is_late=True),
+    ReplicationCase("checkpointed, in a compiled backward", _checkpointed, inner="aot_eager"),
+    ReplicationCase("adapters on rows", lambda: Block(Adapted("rows")), num_sent_back=2),
+    ReplicationCase("merged adapters", lambda: Block(Adapted("merged")), num_sent_back=2),
+    ReplicationCase("adapters with one half of all", lambda: Block(Adapted("shared")), num_sent_back=1),
+    ReplicationCase("kept", inner="aot_eager", budget="1GiB"),
+    ReplicationCase("kept, accumulated, all forwards first", inner="aot_eager", budget="1GiB", batches=3, is_late=True),
 )
 
 
 @dataclass
-class HelpOutcome:
+class ReplicationOutcome:
     """What one rank saw of a case.
 
     Args:
@@ -154,7 +154,7 @@ class HelpOutcome:
     policy: str = ""
 
 
-def run_help(rank: int, num_ranks: int) -> dict[str, HelpOutcome]:
+def run_replication(rank: int, num_ranks: int) -> dict[str, ReplicationOutcome]:
     """Every case on this rank; four ranks are two nodes."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     warnings.simplefilter("error", RuntimeWarning)
@@ -164,7 +164,7 @@ def run_help(rank: int, num_ranks: int) -> dict[str, HelpOutcome]:
     return {case.name: run_case(case, rank, num_ranks) for case in CASES}
 
 
-def run_case(case: HelpCase, rank: int, num_ranks: int) -> HelpOutcome:
+def run_case(case: ReplicationCase, rank: int, num_ranks: int) -> ReplicationOutcome:
     torch.manual_seed(1)
     whole = case.build()
     reference = copy.deepcopy(whole).double()
@@ -180,7 +180,7 @@ def run_case(case: HelpCase, rank: int, num_ranks: int) -> HelpOutcome:
     forget_clones(ours)
     with _counted() as counter:
         again = _step(ours, case, batches[rank], torch.float32)
-    outcome = HelpOutcome(num_returned=counter["returned"])
+    outcome = ReplicationOutcome(num_returned=counter["returned"])
     outcome.is_repeatable = all(torch.equal(again[name], value) for name, value in found.items())
     for name, value in _averaged(found, ours).items():
         outcome.errors[name] = _error(value, _own(name, expected[name], ours, batches, rank))
@@ -191,7 +191,7 @@ def run_case(case: HelpCase, rank: int, num_ranks: int) -> HelpOutcome:
     return outcome
 
 
-def _sharded(case: HelpCase, model: nn.Module, num_ranks: int) -> nn.Module:
+def _sharded(case: ReplicationCase, model: nn.Module, num_ranks: int) -> nn.Module:
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     config = memfine_fx.Config(rows_per_chunk=7, inner_backend=case.inner, memory_budget=case.budget)
     group = expert_group(mesh, slots=2)
@@ -199,7 +199,7 @@ def _sharded(case: HelpCase, model: nn.Module, num_ranks: int) -> nn.Module:
     return model
 
 
-def _batch(case: HelpCase, number: int, rank: int, num_ranks: int) -> tuple[torch.Tensor, ...]:
+def _batch(case: ReplicationCase, number: int, rank: int, num_ranks: int) -> tuple[torch.Tensor, ...]:
     tokens = 0 if number == 1 and rank == num_ranks - 1 else TOKENS + rank
     route = case.routes[number % len(case.routes)]
     return (torch.randn(tokens, HIDDEN), _index(route, tokens), torch.rand(tokens, TOP_K), torch.randn(tokens, HIDDEN))
@@ -213,7 +213,7 @@ def _index(route: str, tokens: int) -> torch.Tensor:
 
 
 def _step(
-    model: nn.Module, case: HelpCase, batches: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype
+    model: nn.Module, case: ReplicationCase, batches: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Outputs and gradients of the micro-batches, and gradients of the parameters, which are summed over them."""
     model.zero_grad()
