@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
+from memfine_fx.capture.forward_wrappers import original_forward
 from memfine_fx.capture.implementation import switched_experts
-from memfine_fx.capture.standing import original_forward
 from memfine_fx.capture.undo import ModelState
 from memfine_fx.compat.nn import COMPILED_CALLS, hooks_after_gradient
 from memfine_fx.compiler.optimized import Options, captured, optimize_in_place, optimized_call

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from memfine_fx.capture.forward_wrappers import is_own
 from memfine_fx.capture.installing import InstalledMethods
-from memfine_fx.capture.standing import is_own
 from memfine_fx.compat.peft import (
     active_adapters,
     layers_with_magnitudes,

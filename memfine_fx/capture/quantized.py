@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from memfine_fx.capture.forward_wrappers import is_own
 from memfine_fx.capture.installing import InstalledForCalls, InstalledMethods
-from memfine_fx.capture.standing import is_own
 from memfine_fx.compat.bitsandbytes import caching_hooks, compute_dtype, layers_in_4_bits, packed_product
 
 __all__ = ["UncachedTables", "hint_for_packed_layers", "traced_layers"]

@@ -112,9 +112,9 @@ class CapturedGraph:
         return parameters_of(self._callers.values())
 
     def parameters_with_sole_gradients(self, step: GraphStep, caller: Caller) -> dict[tuple[str, int], torch.Tensor]:
-        """The parameters of `GraphStep.sole` in a call, those that are alive."""
+        """The parameters of `GraphStep.fusible_gradients` in a call, those that are alive."""
         places = dict(zip(self._places, caller.parameters, strict=True))
-        parameters = {key: places[place]() for key, place in step.sole.items() if place in places}
+        parameters = {key: places[place]() for key, place in step.fusible_gradients.items() if place in places}
         return {key: parameter for key, parameter in parameters.items() if parameter is not None}
 
     @property

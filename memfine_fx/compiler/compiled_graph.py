@@ -62,7 +62,7 @@ __all__ = ["CompiledGraph", "CompiledPartition"]
 
 log = logging.getLogger(__name__)
 
-_MOST_SITUATIONS = 4
+_MOST_CONTEXTS = 4
 """That one graph has partitions for at a time: without and with gradients there, short and long sequences."""
 _LAST_ATTEMPT = 2
 """For one memory context: 0 by estimates, 1 by estimates and what code was seen to hold beyond them, 2 for no bytes."""
@@ -79,7 +79,8 @@ class CompiledPartition:
         step: its record.
         run: its forward, differentiable.
         persistent_bytes: parameters and optimizer state when it was made.
-        made_for: what its bytes were chosen for, the key of a memory context without its record; () without a budget.
+        partitioned_for: what its bytes were chosen for, the key of a memory context without its record; () without a
+            budget.
         attempt: see `_LAST_ATTEMPT`.
         guards: conditions on the graph's symbols that compiling it added, which Dynamo does not check.
     """
@@ -87,7 +88,7 @@ class CompiledPartition:
     step: GraphStep
     run: Callable[..., Any]
     persistent_bytes: int
-    made_for: tuple[object, ...] = ()
+    partitioned_for: tuple[object, ...] = ()
     attempt: int = 0
     guards: tuple[sympy.Basic, ...] = ()
 
@@ -178,7 +179,7 @@ class CompiledGraph:
                 return partition
             refused.append((partition, refusal))
             # NOTE: compiled code may hold a little more than what it was chosen by; chosen again it would be the same.
-            if self._context(run, partition).key[1:] == partition.made_for and partition.attempt >= first:
+            if self._context(run, partition).key[1:] == partition.partitioned_for and partition.attempt >= first:
                 first = _LAST_ATTEMPT + 1 if partition.step.is_least else partition.attempt + 1
                 excess_bytes = self._beyond_estimate(run, partition)
         leanest = [(partition, refusal) for partition, refusal in refused if partition.step.is_least]
@@ -186,7 +187,7 @@ class CompiledGraph:
             return leanest[-1][0]
         if first > _LAST_ATTEMPT:
             return self._refused(*refused[-1])
-        if first == 0 and len({partition.made_for for partition in serving}) >= _MOST_SITUATIONS:
+        if first == 0 and len({partition.partitioned_for for partition in serving}) >= _MOST_CONTEXTS:
             if leanest:
                 return self._refused(*leanest[-1])
             first = _LAST_ATTEMPT
@@ -254,7 +255,7 @@ class CompiledGraph:
             beyond: see `StepBudget`.
         """
         session, first = self._session, self._record.step
-        step = GraphStep(first.regions, run.memory.values, heads=first.heads, sole=first.sole)
+        step = GraphStep(first.regions, run.memory.values, heads=first.heads, fusible_gradients=first.fusible_gradients)
         run.memory = replace(run.memory, step=step)
         context = context_of(session, run)
         key = ("made", *context.key[1:])
@@ -284,7 +285,7 @@ class CompiledGraph:
             # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see
             # `CompiledPartition.serves`.
             added = () if shape_env is None else tuple(guard.expr for guard in shape_env.guards[known:])
-            return replace(partition, guards=added, made_for=context.key[1:], attempt=attempt)
+            return replace(partition, guards=added, partitioned_for=context.key[1:], attempt=attempt)
         except BaseException:
             self._record.step = first
             raise
@@ -327,8 +328,8 @@ class CompiledGraph:
         )
         members = {*session.history.members(), self._record.caller}
         persistent = 0 if budget is None else session.persistent_bytes(list(members))
-        made_for = () if budget is None else budget.context.key[1:]
-        return CompiledPartition(step, compiled, persistent, made_for)
+        partitioned_for = () if budget is None else budget.context.key[1:]
+        return CompiledPartition(step, compiled, persistent, partitioned_for)
 
     _compile_one: CompileOne = staticmethod(compile_and_read)
     """Compiles a forward or a backward, and reads what it holds."""
@@ -349,7 +350,7 @@ class CompiledGraph:
                     self._record.step = step
                     run.memory = replace(run.memory, added=frozenset(parameters))
                     session.context = context_of(session, run)
-                with adding(Accumulation(step.sole, parameters)) as accumulation:
+                with adding(Accumulation(step.fusible_gradients, parameters)) as accumulation:
                     yield accumulation
 
         return in_backward
@@ -398,7 +399,7 @@ class CompiledGraph:
         self, step: GraphStep, caller: Caller, may: Callable[[torch.Tensor], bool]
     ) -> dict[tuple[str, int], torch.Tensor]:
         """Parameters of a caller whose gradients a run of this partition adds to where they are."""
-        if not step.sole or not caller.has_gradients:
+        if not step.fusible_gradients or not caller.has_gradients:
             return {}
         parameters = self._record.parameters_with_sole_gradients(step, caller)
         return {key: parameter for key, parameter in parameters.items() if may(parameter)}

@@ -231,7 +231,11 @@ def take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: P
     """A partition was made: what it would hold is the step's record until there is a better one."""
     step.forward, step.backward = partition.forward_memory, partition.backward_memory
     step.decision, step.saves_all, step.is_least = partition.decision, partition.saves_all, partition.is_least
-    step.optional, step.sole, step.base = dict(partition.optional), partition.sole, partition.base
+    step.optional, step.fusible_gradients, step.base = (
+        dict(partition.optional),
+        partition.fusible_gradients,
+        partition.base,
+    )
     step.estimated = {"forward", "backward"}
     step.add_hints(partition.forward.graph)
     step.add_hints(partition.backward.graph)

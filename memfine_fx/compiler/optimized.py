@@ -29,20 +29,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfine_fx.capture.adapters import TracedAdapters
 from memfine_fx.capture.buckets import kept_whole
 from memfine_fx.capture.flags import CapturingCall
+from memfine_fx.capture.forward_wrappers import (
+    ForwardWrappers,
+    backbones,
+    behind,
+    is_compiled_inside,
+    replaced_by,
+    state_as_written,
+    wrap_forward,
+)
 from memfine_fx.capture.implementation import switch_experts
 from memfine_fx.capture.input_gradients import WantedInputGradients
 from memfine_fx.capture.output_recorders import RecordedOutputs
 from memfine_fx.capture.quantized import UncachedTables, hint_for_packed_layers, traced_layers
 from memfine_fx.capture.ranks import captured_on_ranks
-from memfine_fx.capture.standing import (
-    StandIns,
-    backbones,
-    behind,
-    is_compiled_inside,
-    replaced_by,
-    stand_in,
-    state_as_written,
-)
 from memfine_fx.capture.structure import FoundAgain, may_hold_experts
 from memfine_fx.compat.dynamo import debug_lines_left_out
 from memfine_fx.compat.interpreter import calling_code
@@ -114,7 +114,7 @@ class OptimizedCall:
         self.install()
 
     def _stand(self) -> None:
-        for part, forward in self._stand_ins:
+        for part, forward in self._forward_wrappers:
             attributes = vars(part)
             attributes["forward"] = forward
             attributes.setdefault(_GETSTATE, functools.partial(_state_of_part, part))
@@ -125,9 +125,9 @@ class OptimizedCall:
         return [self.model, *backbones(self.model)]
 
     @functools.cached_property
-    def _stand_ins(self) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:
+    def _forward_wrappers(self) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:
         """The parts, with what is to stand in the places of their forwards."""
-        return [(part, stand_in(part, self, place)) for place, part in enumerate(self.parts)]
+        return [(part, wrap_forward(part, self, place)) for place, part in enumerate(self.parts)]
 
     def prepare(self) -> Callable[..., Any]:
         """Open the session; once."""
@@ -143,7 +143,7 @@ class OptimizedCall:
         session = open_session(options.config, holds_compiled=True)
         if options.config.captures_loops:
             session.notes.extend(switch_experts(model))
-        calls = [functools.partial(behind, forward) for _, forward in self._stand_ins]
+        calls = [functools.partial(behind, forward) for _, forward in self._forward_wrappers]
         calls.append(functools.partial(_traced_call, model))
         call = captured(model, calls, session, fullgraph=options.fullgraph, dynamic=options.dynamic)
         self.session = session
@@ -152,9 +152,9 @@ class OptimizedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiled_inside():
             return plain_call(self.model)(*args, **kwargs)
-        return self.arrive(_CALL, *args, **kwargs)
+        return self.dispatch(_CALL, *args, **kwargs)
 
-    def arrive(self, place: int, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(self, place: int, *args: Any, **kwargs: Any) -> Any:
         """One of the compiled calls: the forward of the model (0) or of a backbone, or the whole call (-1).
 
         Where somebody else compiles code that calls the model, this stays out of their graph.
@@ -387,7 +387,7 @@ class _SpecialParts:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.adapters = TracedAdapters(model)
-        self._stand_ins, self._recorded = StandIns(model), RecordedOutputs(model)
+        self._forward_wrappers, self._recorded = ForwardWrappers(model), RecordedOutputs(model)
         self._embeddings, self._uncached = WantedInputGradients(model), UncachedTables(model)
         self._in_4_bits = traced_layers(model)
 
@@ -396,7 +396,7 @@ class _SpecialParts:
         """For one call with these arguments."""
         self._embeddings.prepare()
         with (
-            self._stand_ins.unpatched(),
+            self._forward_wrappers.unpatched(),
             self._recorded.prepared(kwargs),
             self.adapters.installed(),
             self._uncached.installed(),

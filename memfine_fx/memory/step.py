@@ -132,7 +132,7 @@ class GraphRecord:
     saves_all: bool
     optional: Mapping[str, float]
     estimated: frozenset[Direction]
-    sole: Mapping[tuple[str, int], int]
+    fusible_gradients: Mapping[tuple[str, int], int]
     sizes: Mapping[str, int]
     is_least: bool
     base: str
@@ -154,8 +154,8 @@ class GraphStep:
         base: which partition it was derived from (`passes.step.partitioned`).
         optional: seconds spared per byte by regions that save as many rows as a run has room for (`plan.problem`).
         estimated: directions whose record is an estimate although exact ones come from compiled code.
-        sole: (region id, place) of results of regions' backwards that are the whole gradient of an input ->
-            place of that input (`passes.step.sole`).
+        fusible_gradients: (region id, place) of results of regions' backwards that are the whole gradient of an input
+            -> place of that input (`passes.step.fusible_gradients`).
         chosen_by: the fewest bytes that a run would take, by the estimate that it was chosen by under a budget.
     """
 
@@ -169,7 +169,7 @@ class GraphStep:
     heads: dict[str, HeadMemory] = field(default_factory=dict)
     optional: dict[str, float] = field(default_factory=dict)
     estimated: set[Direction] = field(default_factory=set)
-    sole: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    fusible_gradients: Mapping[tuple[str, int], int] = field(default_factory=dict)
     base: str = ""
     chosen_by: int = 0
 
@@ -184,7 +184,7 @@ class GraphStep:
             self.saves_all,
             dict(self.optional),
             frozenset(self.estimated),
-            dict(self.sole),
+            dict(self.fusible_gradients),
             dict(self.sizes),
             self.is_least,
             self.base,
@@ -196,7 +196,7 @@ class GraphStep:
         self.forward, self.backward = record.forward, record.backward
         self.decision, self.saves_all = record.decision, record.saves_all
         self.optional, self.estimated = dict(record.optional), set(record.estimated)
-        self.sole, self.is_least = record.sole, record.is_least
+        self.fusible_gradients, self.is_least = record.fusible_gradients, record.is_least
         self.base, self.chosen_by = record.base, record.chosen_by
         for name, hint in record.sizes.items():
             self.sizes.setdefault(name, hint)
@@ -245,7 +245,8 @@ class RunMemory:
         saved_bytes: by earlier runs whose backwards are still to come, when this one begins.
         later_gradient_bytes: new gradients that backwards of later runs have made when its own backward begins.
         saved: rows that regions save in this run, where it is not all that the graph has room for.
-        added: those of `GraphStep.sole` that it adds in place to existing gradients, so that they are not allocated.
+        added: those of `GraphStep.fusible_gradients` that it adds in place to existing gradients, so that they are not
+            allocated.
     """
 
     step: GraphStep

@@ -19,7 +19,7 @@ from memfine_fx.plan.runs import MemoryContext
 
 __all__ = ["SolvedPeaks", "chunk_sizes", "peak_of_run", "revision_of", "unbounded_rows"]
 
-_MOST_SITUATIONS = 256
+_MOST_CONTEXTS = 256
 
 
 @dataclass
@@ -33,7 +33,7 @@ class SolvedPeaks:
     def peak_of(self, config: Config, context: MemoryContext) -> Callable[[int | None, int | None], int | None]:
         """(rows, a head's tokens) -> bytes of the run's peak beyond what is there before it."""
         key = (context.key, revision_of(context.memory.step))
-        if key not in self._peaks and len(self._peaks) >= _MOST_SITUATIONS:
+        if key not in self._peaks and len(self._peaks) >= _MOST_CONTEXTS:
             self._peaks.clear()
         known = self._peaks.setdefault(key, {})
 
@@ -54,7 +54,7 @@ class SolvedPeaks:
         """
         key = (context.key, needs, revision_of(context.memory.step))
         if key not in self._saving:
-            if len(self._saving) >= _MOST_SITUATIONS:
+            if len(self._saving) >= _MOST_CONTEXTS:
                 self._saving.clear()
             self._saving[key] = solve().saved
         return replace(context.memory, saved=self._saving[key])

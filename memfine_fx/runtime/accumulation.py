@@ -2,9 +2,9 @@
 
 A compiled backward returns new gradients, which autograd adds to those that exist: a micro-batch that accumulates holds
 two of every table. Where a result of a region's backward is all that would be added to one parameter's gradient
-(`passes.step.sole`), the loop adds its products into that gradient, and autograd is handed None for it: nothing more to
-add. In fp32 the sum is the same but for the order of additions; in low precision each product is rounded once with what
-it is added to, instead of twice.
+(`passes.step.fusible_gradients`), the loop adds its products into that gradient, and autograd is handed None for it:
+nothing more to add. In fp32 the sum is the same but for the order of additions; in low precision each product is
+rounded once with what it is added to, instead of twice.
 
 The ordinary way stays for gradients that others look at or that autograd does not accumulate: parameters with hooks,
 `torch.autograd.grad`, `backward(inputs=...)` without them, `create_graph=True`, gradients of another dtype or layout or

@@ -17,7 +17,7 @@ from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, is_only_asserted, node_value, provenance
 from memfine_fx.passes.modes import Modes
 from memfine_fx.passes.ops import name_of
-from memfine_fx.passes.read.pulling import LOOKED_BEHIND
+from memfine_fx.passes.read.sinking import LOOKED_BEHIND
 from memfine_fx.records import MoERegion
 
 __all__ = ["KnownRegion", "repeated"]

@@ -30,8 +30,8 @@ from memfine_fx.passes.read.expressions import Input, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame
 from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call, NormalForm
-from memfine_fx.passes.read.pulling import is_dequantized
 from memfine_fx.passes.read.roles import Roles, can_stop
+from memfine_fx.passes.read.sinking import is_dequantized
 from memfine_fx.passes.read.values import (
     Combined,
     Ids,
@@ -89,12 +89,12 @@ class Reader(Roles):
     @property
     def has_computed_tables(self) -> bool:
         """Whether tables were read as something that is computed expert by expert."""
-        return any(not why for why in self._pulling.computed_tables.values())
+        return any(not why for why in self._sinking.computed_tables.values())
 
     @property
     def why_expanded(self) -> str:
         """Why a table that is computed was read whole all the same, "" where none was."""
-        return next(filter(None, self._pulling.computed_tables.values()), "")
+        return next(filter(None, self._sinking.computed_tables.values()), "")
 
     # The walks.
 
@@ -163,10 +163,10 @@ class Reader(Roles):
         is_slots = self.slots is not None and node is self.slots.root
         if is_slots or self._form.holds(node):
             return
-        packed = self._pulling.packed_numbers(node, at)
+        packed = self._sinking.packed_numbers(node, at)
         if packed and self._unpack(node, packed):
             return
-        if not self._pulling.wants(node, self.ran, at):
+        if not self._sinking.wants(node, self.ran, at):
             return
         for source in node.all_input_nodes if not is_dequantized(node) else ():  # packed numbers have no role in rows
             self._pull(source, at)
@@ -194,7 +194,7 @@ class Reader(Roles):
             return False
         # The rules for parts divide first dimensions by it.
         self.num_experts = num_experts
-        self._pulling.computed_tables[node] = ""
+        self._sinking.computed_tables[node] = ""
         new = [call for call in made_of if not self._form.holds(call)]
         self._is_unpacking = True
         try:
@@ -219,8 +219,8 @@ class Reader(Roles):
 
     def _note_leaf(self, node: fx.Node, why: CannotChunk | None) -> None:
         """A node that was pulled stays a leaf; of a computed table it will be said why."""
-        if node in self._pulling.computed_tables:
-            self._pulling.computed_tables[node] = str(why or "its operation is not followed")
+        if node in self._sinking.computed_tables:
+            self._sinking.computed_tables[node] = str(why or "its operation is not followed")
 
     def _operand_values(self, node: fx.Node) -> list[Any]:
         return [value for source in node.all_input_nodes for value in self._operands_at(source)]
@@ -286,8 +286,8 @@ class Reader(Roles):
         if is_choice and value.off is None:
             return Leaf(node)
         is_column = tensor.ndim > value.lead.num_dims + 1 and same_size(tensor.shape[-1], 1)  # of a bmm: no tokens
-        is_tokens = value.off is None and self._pulling.is_tokens(tensor) and not is_column
-        if value.expr is None or (is_tokens and not self._pulling.wants(node, self.ran, self.flow.position[node])):
+        is_tokens = value.off is None and self._sinking.is_tokens(tensor) and not is_column
+        if value.expr is None or (is_tokens and not self._sinking.wants(node, self.ran, self.flow.position[node])):
             return Leaf(node) if value.off is None else self._rooted(value, tensor, node)
         return value
 
@@ -379,7 +379,7 @@ class Reader(Roles):
         tables = [value.node for value in operands if isinstance(value, Leaf)]
         dispatched = (
             any(map(is_dispatched, operands))
-            or (picks and any(map(self._pulling.is_made_of_parameters, tables)))
+            or (picks and any(map(self._sinking.is_made_of_parameters, tables)))
             or target is torch.ops.memfine.grouped_mm.default
         )
         if dispatched:

@@ -29,20 +29,20 @@ from memfine_fx.passes.read.equal import KnownRegion, repeated
 from memfine_fx.passes.read.expressions import RowsDiffer
 from memfine_fx.passes.read.extraction import NoExperts, first_matmul, region_of_rows, region_of_slots
 from memfine_fx.passes.read.frame import Frame
-from memfine_fx.passes.read.lonely import (
-    chooses_for_sequences,
-    lonely_seed,
-    makes_integers,
-    sequence_choice,
-    unknown_routers,
-)
-from memfine_fx.passes.read.pulling import behind_views
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
 from memfine_fx.passes.read.rules import rule_of
 from memfine_fx.passes.read.seeds import frames_of, is_router, masked, reframed, seeds_of
+from memfine_fx.passes.read.sinking import behind_views
 from memfine_fx.passes.read.slots import SlotReader
 from memfine_fx.passes.read.tables import move_tables
+from memfine_fx.passes.read.unmatched import (
+    chooses_for_sequences,
+    makes_integers,
+    sequence_choice,
+    unknown_routers,
+    unmatched_router,
+)
 from memfine_fx.records import MoERegion, Refusal
 
 __all__ = ["read_regions"]
@@ -173,7 +173,7 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
         return body.refuses(refused)
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
         return None
-    return lonely_seed(body.flow, seed)
+    return unmatched_router(body.flow, seed)
 
 
 def _after_first(body: _Body, later: set[fx.Node]) -> set[fx.Node]:

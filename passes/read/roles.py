@@ -19,7 +19,7 @@ from memfine_fx.passes.read.expressions import FLAT, Expressions, Input
 from memfine_fx.passes.read.frame import Exit, Frame, Slots
 from memfine_fx.passes.read.leads import Lead, Size, join, regroup, without_ones
 from memfine_fx.passes.read.normal_form import Call
-from memfine_fx.passes.read.pulling import Pulling
+from memfine_fx.passes.read.sinking import Sinking
 from memfine_fx.passes.read.values import Combined, Copy, Ids, Leaf, Partial, Rows, Unknown
 
 __all__ = ["IdUse", "Roles", "can_stop"]
@@ -56,7 +56,7 @@ class Roles:
         self.counts_past_the_last = False
         self.unbounded_uses: set[IdUse] = set()
         self.expert_nodes: dict[fx.Node, None] = {}
-        self._pulling = Pulling(flow, frame, forced, expands_tables=expands_tables)
+        self._sinking = Sinking(flow, frame, forced, expands_tables=expands_tables)
         self._end = len(flow.position)
 
     def size_of(self, atom: str) -> Size:
@@ -119,7 +119,7 @@ class Roles:
 
     def note_made(self, node: fx.Node) -> None:
         """A matrix was read that each expert makes when it runs."""
-        self._pulling.computed_tables[node] = ""
+        self._sinking.computed_tables[node] = ""
 
     def check_num_experts(self, num_experts: int, call: Call | None = None) -> None:
         if self.num_experts not in (None, num_experts):
@@ -214,7 +214,7 @@ class Roles:
 
     def as_parameter(self, value: Any, call: Call) -> Rows:
         """A value as a tensor that is the same for all rows: a leaf is read whole, whatever its shape looks like."""
-        if isinstance(value, Leaf) and self._pulling.is_made_of_parameters(value.node):
+        if isinstance(value, Leaf) and self._sinking.is_made_of_parameters(value.node):
             return Rows(Lead.NONE, self.expressions.input(Input("whole", value.node)), per_row=False)
         return self.as_rows(value, call)
 
@@ -247,7 +247,7 @@ class Roles:
     def is_parameter(self, value: Any) -> bool:
         """Whether a value is made of parameters alone."""
         if isinstance(value, Leaf):
-            return self._pulling.is_made_of_parameters(value.node)
+            return self._sinking.is_made_of_parameters(value.node)
         return isinstance(value, Rows) and not value.per_row
 
     def as_tokens(self, value: Any, call: Call) -> Rows:
@@ -279,7 +279,7 @@ class Roles:
 
     def entry(self, value: Leaf, place: int, call: Call) -> Rows | None:
         """Entry `place` of a table of parameters; None where the leaf is none."""
-        if not self._pulling.is_made_of_parameters(value.node):
+        if not self._sinking.is_made_of_parameters(value.node):
             return None
         expr = self.expressions.input(Input("entry", value.node, place))
         return Rows(Lead.NONE, expr, per_row=False, is_dispatched=True)
@@ -333,10 +333,10 @@ class Roles:
         lead = self._lead_of_choices(value)
         if lead is not None and not is_param:
             return Rows(lead, self.expressions.input(Input("weight", outer)))
-        if self._pulling.is_tokens(value) and not is_param:
+        if self._sinking.is_tokens(value) and not is_param:
             return self.as_tokens(Leaf(outer), call)
         is_entry_each = value.ndim >= 2 and static_size(value.shape[0]) == self.num_experts is not None
-        if is_entry_each or (value.ndim >= 3 and self._pulling.is_made_of_parameters(outer)):
+        if is_entry_each or (value.ndim >= 3 and self._sinking.is_made_of_parameters(outer)):
             return self.as_table(Leaf(outer), call)
         if any(static_size(size) is None for size in value.shape):
             raise call.refused(
@@ -359,8 +359,8 @@ class Roles:
         behind = {other for other in self.flow.descendants([node]) if self.flow.position[other] < self._end}
         reached = self.flow.descendants([self.frame.index]) - behind - {node}
         return any(
-            self._pulling.is_matmul(other)
-            and any(source in reached or self._pulling.is_table(source) for source in other.all_input_nodes)
+            self._sinking.is_matmul(other)
+            and any(source in reached or self._sinking.is_table(source) for source in other.all_input_nodes)
             for other in behind
             if any(source in behind or source is node for source in other.all_input_nodes)
         )

@@ -61,7 +61,7 @@ class SlotReader(Reader):
     def _place_slots(self, node: fx.Node) -> None:
         """Set the slots where experts' weights meet a tensor that the routing fills, or it is taken apart by expert."""
         for source in node.all_input_nodes:
-            dim = self._pulling.expert_dim(node, source) if self._is_filled(source) else None
+            dim = self._sinking.expert_dim(node, source) if self._is_filled(source) else None
             if dim is None:
                 continue
             (tensor,) = self._form.tensors(self._form.result(source))

@@ -44,10 +44,10 @@ from memfine_fx.passes.pass_list import run_pass
 from memfine_fx.passes.read.normal_form import fake_mode_of
 from memfine_fx.passes.step.costly_results import costly_results, is_attention, must_save
 from memfine_fx.passes.step.fit import StepBudget, Uniform, fit, uniform
+from memfine_fx.passes.step.fusible_gradients import fusible_weight_gradients
 from memfine_fx.passes.step.optional import give_room
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.pointwise import has_checkpoints, partition_without_budget
-from memfine_fx.passes.step.sole import sole_gradients
 from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["Partition", "StepPartitioner", "counted_inputs", "give_values", "partitioned_as_is"]
@@ -106,13 +106,15 @@ class StepPartitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         _save_what_backward_must_not_repeat(gm)
         num_outputs = kwargs["num_fwd_outputs"]
-        sole: Mapping[tuple[str, int], int] = {}
-        sole = run_pass("fuse_gradients", gm, lambda: sole_gradients(gm.graph, num_outputs), sole)
+        fusible_gradients: Mapping[tuple[str, int], int] = {}
+        fusible_gradients = run_pass(
+            "fuse_gradients", gm, lambda: fusible_weight_gradients(gm.graph, num_outputs), fusible_gradients
+        )
         partition = functools.partial(_partition, joint_inputs, kwargs, self._is_fused)
         chosen = run_pass("partition", gm, lambda: self._chosen(gm, num_outputs, partition), None)
         if chosen is None:
             chosen = replace(partition(gm), is_least=True)
-        chosen = replace(chosen, sole=sole)
+        chosen = replace(chosen, fusible_gradients=fusible_gradients)
         if self._report is not None:
             self._report(chosen)
         return chosen.forward, chosen.backward

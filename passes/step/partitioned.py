@@ -25,7 +25,7 @@ class Partition:
         base: the partition of `passes.step.fit` that it is or was made from: "save_all", "recompute_pointwise" or
             "recompute_all"; "" without a budget.
         optional: regions that save rows where a run has room for them: region id -> seconds spared per byte.
-        sole: see `GraphStep`.
+        fusible_gradients: see `GraphStep`.
     """
 
     forward: fx.GraphModule
@@ -37,4 +37,4 @@ class Partition:
     is_least: bool = False
     base: str = ""
     optional: Mapping[str, float] = field(default_factory=dict)
-    sole: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    fusible_gradients: Mapping[tuple[str, int], int] = field(default_factory=dict)

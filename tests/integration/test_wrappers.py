@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memfine_fx
-from memfine_fx.capture.standing import backbones
+from memfine_fx.capture.forward_wrappers import backbones
 from memfine_fx.models import MixtralConfig, MixtralMoE
 from tests.integration.comparison import assert_same_step
 

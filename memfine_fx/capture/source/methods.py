@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from memfine_fx.capture.forward_wrappers import is_own
 from memfine_fx.capture.installing import InstalledMethods
 from memfine_fx.capture.source.helpers import NAMES, PREFIX, get_ready
 from memfine_fx.capture.source.loops import LeftAsWritten, rewrite_function
-from memfine_fx.capture.standing import is_own
 
 __all__ = ["RewrittenLoops", "rewritten_places"]
 

@@ -1,22 +1,23 @@
-"""Forward wrappers (*stand-ins*) that route calls of an optimized model and of its backbones to compiled code.
+"""Forward wrappers, which route calls of an optimized model and of its backbones to compiled code.
 
 Code that wraps a model does not always call the model itself. Some calls `model.forward`. Some replaces it by a forward
-that calls only the backbone (the part below the head) and computes the loss differently. So `optimize` sets a stand-in
-as the instance attribute `forward` of the model and of each backbone, in addition to the model's compiled call:
+that calls only the backbone (the part below the head) and computes the loss differently. So `optimize` sets a forward
+wrapper as the instance attribute `forward` of the model and of each backbone, in addition to the model's compiled call:
 
     call                     runs
     model(...)               the compiled call of the model, hooks included
     model.forward(...)       the compiled forward of the model; the caller has run the hooks
     backbone.forward(...)    the compiled forward of the backbone; `backbone(...)` gets there through its own hooks
 
-During a call of the model its stand-ins are removed. So no compiled call runs inside another one, and Dynamo traces
-the original forwards, with their own input names and guards. If other code has wrapped a stand-in, that wrapper stays,
-with the stand-in inside it, and this stand-in then runs the original forward. In eager code it knows that a call is
-running from a list of the thread's running models; in code that Dynamo traces, from a flag that Dynamo guards. If other
-code compiles a function that calls the model, the model stays out of that graph and runs its own compiled code.
+During a call of the model its forward wrappers are removed. So no compiled call runs inside another one, and Dynamo
+traces the original forwards, with their own input names and guards. If other code has wrapped a forward wrapper, that
+wrapper stays, with the forward wrapper inside it, and this forward wrapper then runs the original forward. In eager
+code it knows that a call is running from a list of the thread's running models; in code that Dynamo traces, from a flag
+that Dynamo guards. If other code compiles a function that calls the model, the model stays out of that graph and runs
+its own compiled code.
 
-NOTE: a thread that calls `model.forward` while another thread runs a call of the same model finds no stand-in and runs
-the original forward, not the compiled one. `model(...)` does not need a stand-in.
+NOTE: a thread that calls `model.forward` while another thread runs a call of the same model finds no forward wrapper
+and runs the original forward, not the compiled one. `model(...)` does not need a forward wrapper.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ import torch
 from torch.nn.parameter import is_lazy
 
 __all__ = [
-    "Arrivals",
-    "StandIns",
+    "DispatchedCalls",
+    "ForwardWrappers",
     "backbones",
     "behind",
     "is_compiled_inside",
     "is_own",
     "original_forward",
     "replaced_by",
-    "stand_in",
     "state_as_written",
+    "wrap_forward",
 ]
 
 _STANDS = "_memfine_stands"
@@ -115,33 +116,33 @@ def _is_container(module: torch.nn.Module) -> bool:
     return isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) or not any(True for _ in module.children())
 
 
-class Arrivals(Protocol):
-    """The call of an optimized model, as stand-ins know it."""
+class DispatchedCalls(Protocol):
+    """The call of an optimized model, as forward wrappers know it."""
 
     model: torch.nn.Module
 
-    def arrive(self, place: int, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(self, place: int, *args: Any, **kwargs: Any) -> Any:
         """Run one of its compiled calls; kept out of graphs of others."""
 
 
 @dataclass
-class Stand:
-    """The record of one stand-in, stored at its module so that a copy of the module has its own.
+class ForwardWrapper:
+    """The record of one forward wrapper, stored at its module so that a copy of the module has its own.
 
     Args:
         call: the call of the optimized model.
-        place: index of the compiled call that the stand-in runs.
-        theirs: the `forward` that other code had set on the instance before; None for the forward of the class.
+        place: index of the compiled call that the forward wrapper runs.
+        user_forward: the `forward` that other code had set on the instance before; None for the forward of the class.
     """
 
-    call: Arrivals
+    call: DispatchedCalls
     place: int
-    theirs: Any
+    user_forward: Any
 
 
 @dataclass
 class _Stands:
-    """All stand-ins of a module.
+    """All forward wrappers of a module.
 
     Args:
         records: of each, by its number.
@@ -149,13 +150,13 @@ class _Stands:
         taken: the foremost while it is out, and what stands there in its place.
     """
 
-    records: list[Stand] = field(default_factory=list)
+    records: list[ForwardWrapper] = field(default_factory=list)
     num_calls: int = 0
     taken: tuple[Any, Any] | None = None
 
 
-class StandIns:
-    """The stand-ins of a model and of models in it, which are taken out for the time of calls.
+class ForwardWrappers:
+    """The forward wrappers of a model and of models in it, which are taken out for the time of calls.
 
     Args:
         model: searched once; `structure.FoundAgain` searches again when modules were set in it.
@@ -198,52 +199,53 @@ def _take_out(module: torch.nn.Module, stands: _Stands) -> None:
     number = _number(attributes.get("forward"))
     if number is None:
         return
-    original_forward = stands.records[number].theirs
+    original_forward = stands.records[number].user_forward
     stands.taken = attributes.pop("forward"), original_forward
     if original_forward is not None:
         attributes["forward"] = original_forward
 
 
-def stand_in(module: torch.nn.Module, call: Arrivals, place: int) -> Callable[..., Any]:
+def wrap_forward(module: torch.nn.Module, call: DispatchedCalls, place: int) -> Callable[..., Any]:
     """A method for the place of a module's `forward`, and its record; not put there yet.
 
     Where one of ours stands, the new one has its record. Where somebody has wrapped ours, the new one stands before
-    theirs, with a record of its own.
+    that wrapper, with a record of its own.
     """
-    stands: list[Stand] = vars(module).setdefault(_STANDS, _Stands()).records
+    stands: list[ForwardWrapper] = vars(module).setdefault(_STANDS, _Stands()).records
     current = vars(module).get("forward")
     number = _number(current)
     if number is None:
-        stands.append(Stand(call, place, current))
+        stands.append(ForwardWrapper(call, place, current))
         number = len(stands) - 1
     else:
-        stands[number] = Stand(call, place, stands[number].theirs)
-    return types.MethodType(_function(module, number, stands[number].theirs), module)
+        stands[number] = ForwardWrapper(call, place, stands[number].user_forward)
+    return types.MethodType(_function(module, number, stands[number].user_forward), module)
 
 
-def _function(module: torch.nn.Module, number: int, theirs: Any) -> Callable[..., Any]:
-    """The stand-in with this record, with the signature of what it stands before.
+def _function(module: torch.nn.Module, number: int, user_forward: Any) -> Callable[..., Any]:
+    """The forward wrapper with this record, with the signature of what it stands before.
 
-    NOTE: no `__wrapped__` unless theirs has one: accelerate follows it until it finds the forward that it wrapped.
+    NOTE: no `__wrapped__` unless `user_forward` has one: accelerate follows it until it finds the forward that it
+        wrapped.
     """
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         stands: Any = self._memfine_stands
-        record: Stand = stands.records[number]
+        record: ForwardWrapper = stands.records[number]
         is_inside = _is_any_running if torch.compiler.is_dynamo_compiling() else _is_under_way(record.call.model)
         if not is_inside:
-            return record.call.arrive(record.place, *args, **kwargs)
-        if record.theirs is not None:
-            return record.theirs(*args, **kwargs)
+            return record.call.dispatch(record.place, *args, **kwargs)
+        if record.user_forward is not None:
+            return record.user_forward(*args, **kwargs)
         return type(self).forward(self, *args, **kwargs)
 
     described: Any = forward
     written: Any = type(module).forward
     for name in ("__doc__", "__module__", "__qualname__"):
-        setattr(described, name, getattr(theirs, name, None) or getattr(written, name))
-    if hasattr(theirs, "__wrapped__"):
-        described.__wrapped__ = theirs.__wrapped__
-    described.__signature__ = _signature(written, theirs)
+        setattr(described, name, getattr(user_forward, name, None) or getattr(written, name))
+    if hasattr(user_forward, "__wrapped__"):
+        described.__wrapped__ = user_forward.__wrapped__
+    described.__signature__ = _signature(written, user_forward)
     setattr(described, _NUMBER, number)
     return forward
 
@@ -252,19 +254,21 @@ def _is_under_way(model: torch.nn.Module) -> bool:
     return any(running is model for running in _under_way.models)
 
 
-def _signature(written: Callable[..., Any], theirs: Any) -> inspect.Signature:
-    """Return the signature of a stand-in, with the `self` that binding it to its module takes away.
+def _signature(written: Callable[..., Any], user_forward: Any) -> inspect.Signature:
+    """Return the signature of a forward wrapper, with the `self` that binding it to its module takes away.
 
-    It is that of `written` where `theirs` is None, else `self` and the parameters of `theirs`.
+    It is that of `written` where `user_forward` is None, else `self` and the parameters of `user_forward`.
     """
-    if theirs is None:
+    if user_forward is None:
         return inspect.signature(written)
-    parameters = [parameter for parameter in inspect.signature(theirs).parameters.values() if parameter.name != "self"]
+    parameters = [
+        parameter for parameter in inspect.signature(user_forward).parameters.values() if parameter.name != "self"
+    ]
     return inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *parameters])
 
 
 def _number(forward: object) -> int | None:
-    """Which record a stand-in of ours reads, None of any other forward."""
+    """Which record a forward wrapper of ours reads, None of any other forward."""
     number: int | None = getattr(getattr(forward, "__func__", None), _NUMBER, None)
     return number
 
@@ -275,15 +279,15 @@ def original_forward(module: torch.nn.Module) -> Callable[..., Any]:
     return forward if _number(forward) is None else behind(forward)
 
 
-def behind(stand_in: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward that runs inside of calls that arrive at a stand-in: while it is taken out, what stands there."""
-    module: torch.nn.Module = stand_in.__self__  # type: ignore[attr-defined]  # a method
+def behind(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward that runs inside of calls that a forward wrapper dispatches."""
+    module: torch.nn.Module = wrapper.__self__  # type: ignore[attr-defined]  # a method
     stands: _Stands = vars(module)[_STANDS]
-    number = _number(stand_in)
-    assert number is not None, "a stand-in knows its record"
+    number = _number(wrapper)
+    assert number is not None, "a forward wrapper knows its record"
     if stands.taken is not None and _number(stands.taken[0]) == number:
         return module.forward
-    original_forward: Callable[..., Any] | None = stands.records[number].theirs
+    original_forward: Callable[..., Any] | None = stands.records[number].user_forward
     return types.MethodType(type(module).forward, module) if original_forward is None else original_forward
 
 
@@ -291,21 +295,21 @@ def is_own(module: torch.nn.Module, name: str) -> bool:
     """Whether a module has an attribute of this name for itself that somebody else has set."""
     value = vars(module).get(name)
     number = _number(value) if name == "forward" else None
-    return value is not None if number is None else vars(module)[_STANDS].records[number].theirs is not None
+    return value is not None if number is None else vars(module)[_STANDS].records[number].user_forward is not None
 
 
 def replaced_by(model: torch.nn.Module) -> object | None:
-    """Return the `forward` that has replaced the stand-in of a model; None if the stand-in is in its place."""
+    """Return the `forward` that has replaced a model's forward wrapper; None if the wrapper is in its place."""
     forward = vars(model).get("forward")
     return None if _number(forward) is not None else forward or type(model).forward
 
 
 def state_as_written(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """A module's state for its copies, without a stand-in: what it stands before is put back."""
+    """A module's state for its copies, without a forward wrapper: what it stands before is put back."""
     rest = {name: value for name, value in state.items() if name != _STANDS}
     number = _number(state.get("forward"))
     if number is None:
         return rest
-    original_forward = state[_STANDS].records[number].theirs
+    original_forward = state[_STANDS].records[number].user_forward
     del rest["forward"]
     return rest if original_forward is None else rest | {"forward": original_forward}

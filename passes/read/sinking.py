@@ -45,7 +45,7 @@ from memfine_fx.passes.ops import (
 if TYPE_CHECKING:
     from memfine_fx.passes.read.frame import Frame
 
-__all__ = ["LOOKED_BEHIND", "Pulling", "is_dequantized", "is_parameter_view"]
+__all__ = ["LOOKED_BEHIND", "Sinking", "is_dequantized", "is_parameter_view"]
 
 _VIEWS = RESHAPES | TRANSPOSES | BROADCASTS | CASTS | {"contiguous"}
 _ENTRIES = frozenset(("getitem", "select", "unbind"))
@@ -56,7 +56,7 @@ LOOKED_BEHIND = _VIEWS | _ENTRIES | SPLITS | REPEATS | FACTORIES | LIKE_FACTORIE
 """Calls behind which reading looks when it decides what a leaf is, or whether to pull it."""
 
 
-class Pulling:
+class Sinking:
     """Decides about the leaves of one walk.
 
     Args:

@@ -24,12 +24,12 @@ import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compat.operators import is_view
 from memfine_fx.runtime.store import lookup
 
-__all__ = ["sole_gradients"]
+__all__ = ["fusible_weight_gradients"]
 
 _aten = torch.ops.aten
 
 
-def sole_gradients(joint: fx.Graph, num_forward_outputs: int) -> dict[tuple[str, int], int]:
+def fusible_weight_gradients(joint: fx.Graph, num_forward_outputs: int) -> dict[tuple[str, int], int]:
     """(region id, place among the results of its backward) -> place of the primal whose whole gradient that is.
 
     Args:

@@ -21,14 +21,14 @@ from memfine_fx.passes.dataflow import (
     provenance,
 )
 from memfine_fx.passes.ops import CASTS, CHOOSERS, GROUPED_MATMULS, LAYOUTS, LIKE_FACTORIES, LOOKUPS, MATMULS, name_of
-from memfine_fx.passes.read.pulling import behind_views
 from memfine_fx.passes.read.seeds import is_seed
+from memfine_fx.passes.read.sinking import behind_views
 from memfine_fx.records import MoERegion, Refusal
 
-__all__ = ["chooses_for_sequences", "lonely_seed", "makes_integers", "sequence_choice", "unknown_routers"]
+__all__ = ["chooses_for_sequences", "makes_integers", "sequence_choice", "unknown_routers", "unmatched_router"]
 
 
-def lonely_seed(flow: Dataflow, seed: fx.Node) -> Refusal:
+def unmatched_router(flow: Dataflow, seed: fx.Node) -> Refusal:
     """The refusal of a seed without experts: what was looked for, and what it is."""
     users = {user.op if user.op == "output" else name_of(user) for user in seed.users}
     source = seed.args[0] if name_of(seed) == "getitem" else None
