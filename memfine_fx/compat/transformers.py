@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "is_recording_outside_graphs",
     "model_classes",
     "recordable_outputs",
+    "without_recorder",
 ]
 
 _MODULE = "transformers.utils.output_capturing"
@@ -53,6 +55,25 @@ def is_recording_outside_graphs() -> bool:
     return bool(recorder._active_collector.context_var.get())
 
 
+@contextlib.contextmanager
+def without_recorder() -> Iterator[None]:
+    """Inside, hooks that record a model's outputs find no recorder: what runs of the model is no call of it.
+
+    In graphs too, where Dynamo traces no context variable: the recorder is a plain variable once it was set there.
+    """
+    if sys.modules.get(_MODULE) is None or not RECORDERS.holds():
+        yield
+        return
+    capturing: Any = sys.modules[_MODULE]
+    recorder = capturing._active_collector
+    before = recorder.global_var, recorder.compiling
+    recorder.global_var, recorder.compiling = None, True
+    try:
+        yield
+    finally:
+        recorder.global_var, recorder.compiling = before
+
+
 def can_switch_experts(model: Any) -> bool:
     """Whether a model that offers `set_experts_implementation` takes another one."""
     return SPELLINGS.holds() and bool(model._can_set_experts_implementation())
@@ -74,8 +95,11 @@ def _check_recorders() -> None:
     if capturing is None:
         return
     expect(callable(getattr(capturing, "maybe_install_capturing_hooks", None)), "nothing installs recorders")
-    variable = getattr(getattr(capturing, "_active_collector", None), "context_var", None)
+    recorder = getattr(capturing, "_active_collector", None)
+    variable = getattr(recorder, "context_var", None)
     expect(callable(getattr(variable, "get", None)), "a recorder that is on stands in no context variable")
+    is_variable = hasattr(recorder, "global_var") and hasattr(recorder, "compiling")
+    expect(is_variable, "a recorder that is on in a graph is no plain variable")
 
 
 def _check_spellings() -> None:

@@ -50,6 +50,7 @@ from memfine_fx.compat.functional import Writes
 from memfine_fx.compat.interpreter import CompiledCall, compiled_call
 from memfine_fx.compat.nn import own_buffers, plain_call
 from memfine_fx.compat.tensors import is_quantized, tree_leaves, tree_map
+from memfine_fx.compat.transformers import without_recorder
 from memfine_fx.compiler.captured_graph import LoweredRegion
 from memfine_fx.compiler.observer import Observer
 from memfine_fx.compiler.session import Session
@@ -415,6 +416,7 @@ class _Layer:
     def _compared_on(self, given: Given, autocasts: Sequence[Autocast], session: Session) -> _Verdict:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_frozen_if_large(self.module))
+            stack.enter_context(without_recorder())
             for autocast in autocasts:
                 stack.enter_context(torch.autocast(*autocast))
             try:

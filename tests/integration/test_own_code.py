@@ -379,12 +379,19 @@ def test_the_module_that_holds_router_and_experts_is_compared(monkeypatch: pytes
     assert first_report(model).num_chunked == 1 and compared == ["1"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
-def test_layers_of_transformers_are_compared(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "records"),
+    [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", True), ("deepseek_v3", False), ("gpt_oss", False)],
+)
+def test_layers_of_transformers_are_compared(family: str, records: bool) -> None:
+    """Also where the model records router logits, which its layers alone do not."""
     model = tiny_causal_lm(family)
     optimized(model)
     tokens = torch.randint(0, model.config.vocab_size, (2, 20))
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    recorded = {"output_router_logits": True} if records else {}
+    out = model(input_ids=tokens, labels=tokens, **recorded)
+    out.loss.backward()
+    assert not records or len(out.router_logits) == model.config.num_hidden_layers
     report = memfine_fx.report(model)
     assert report.num_chunked and not [
         region.not_compared_with_code for region in report.regions if region.not_compared_with_code
