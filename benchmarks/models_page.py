@@ -23,7 +23,7 @@ from benchmarks.models_figure import draw
 from memfine_fx.config import Config
 from memfine_fx.fitting.analysis import Analysis
 from memfine_fx.fitting.answer import analyse, analysed_plainly, static_bytes
-from memfine_fx.fitting.cuda_terms import CUDA_TERMS
+from memfine_fx.fitting.devices import CUDA_TERMS
 from memfine_fx.fitting.setup import TRAININGS, Setup, Train
 from memfine_fx.plan.solve import largest
 

@@ -238,7 +238,7 @@ def _plan(options: argparse.Namespace) -> int:
     from memfine_fx.compiler.swiglu import layer_bytes, layer_work
     from memfine_fx.plan.front import layer_front, read_measured
     from memfine_fx.plan.layer import LayerSizes, plan_layer, sweep_rows
-    from memfine_fx.report.front import draw_front
+    from memfine_fx.report.figure import draw_front
 
     sizes = LayerSizes(
         num_tokens=options.tokens,

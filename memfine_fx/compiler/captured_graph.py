@@ -15,7 +15,7 @@ from memfine_fx.records import MoERegion, Refusal
 from memfine_fx.records.heads import HeadRegion, ReturnedLogits
 from memfine_fx.records.verification import RegionVerification
 from memfine_fx.report.picture import RegionGraph
-from memfine_fx.runtime.live_head import LiveHead
+from memfine_fx.runtime.live import LiveHead
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["CapturedGraph", "LoweredHead", "LoweredRegion"]

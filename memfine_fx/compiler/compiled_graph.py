@@ -55,8 +55,7 @@ from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.runs import Caller, MemoryContext, Run
 from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, is_added
-from memfine_fx.runtime.live import MOST_PLANS
-from memfine_fx.runtime.live_head import LiveHead
+from memfine_fx.runtime.live import MOST_PLANS, LiveHead
 
 __all__ = ["CompiledGraph", "CompiledPartition"]
 

@@ -25,7 +25,7 @@ from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.plan.budget import choose_head_plan
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadRegion
-from memfine_fx.runtime.live_head import LiveHead, register_head
+from memfine_fx.runtime.live import LiveHead, register_head
 
 __all__ = ["lower_heads", "plan_heads"]
 

@@ -40,11 +40,10 @@ from memfine_fx.memory.step import GraphRecord, GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.fit import StepBudget
-from memfine_fx.passes.step.kernel_order import KernelOrder
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
 from memfine_fx.passes.step.partitioned import Partition
-from memfine_fx.passes.step.region_distance import RegionDistance
 from memfine_fx.passes.step.save import saved_inputs, saving_ops, trace_saving
+from memfine_fx.passes.step.scheduler_passes import KernelOrder, RegionDistance
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.runtime.accumulation import Accumulation
 

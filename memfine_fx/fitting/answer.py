@@ -16,8 +16,7 @@ from memfine_fx.errors import ConfigError
 from memfine_fx.fitting.alternatives import SHARES, Alternative, alternatives
 from memfine_fx.fitting.analysis import Analysis, StaticBytes
 from memfine_fx.fitting.changes import Changed, changes
-from memfine_fx.fitting.cuda_terms import CUDA_TERMS, CudaTerm
-from memfine_fx.fitting.devices import device_bytes
+from memfine_fx.fitting.devices import CUDA_TERMS, CudaTerm, device_bytes
 from memfine_fx.fitting.models import expert_tensors, fake_model, held_tensors, loaded_config, num_parameters
 from memfine_fx.fitting.recording import PLANS, UNIFORM_PLANS, RecordedStep, record_step
 from memfine_fx.fitting.report import FitReport

@@ -1,10 +1,15 @@
-"""List the memory of devices by name, with the maker's page to check it by; the pages were not read."""
+"""List the memory of devices by name, and what CUDA takes of it beyond a step's tensors.
+
+Neither was measured by us on a GPU: sizes name the maker's page to check them by, and constants their source.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from memfine_fx.errors import ConfigError
 
-__all__ = ["DEVICES", "device_bytes"]
+__all__ = ["CUDA_TERMS", "DEVICES", "CudaTerm", "device_bytes"]
 
 _NVIDIA = "https://www.nvidia.com/en-us/"
 _AMD = "https://www.amd.com/en/products/accelerators/instinct/"
@@ -45,3 +50,28 @@ def device_bytes(name: str) -> int:
     if key not in DEVICES:
         raise ConfigError(f"gpu={name!r} is unknown; known: {', '.join(DEVICES)}; any other by memory, such as '80GiB'")
     return DEVICES[key][0] * 10**9
+
+
+@dataclass(frozen=True)
+class CudaTerm:
+    """One use of device memory in bytes, and where the number is from."""
+
+    name: str
+    num_bytes: int
+    source: str
+
+
+CUDA_TERMS = (
+    CudaTerm(
+        "context and loaded kernels",
+        781_000_000,
+        "nvidia-smi before the first tensor, https://github.com/pytorch/pytorch/issues/34323; it differs by GPU and "
+        "version",
+    ),
+    CudaTerm(
+        "workspace of cuBLAS",
+        32 << 20,
+        "recommended for Hopper and PyTorch's choice there, https://github.com/pytorch/pytorch/pull/120925",
+    ),
+)
+"""Left out, since nothing here bounds them: the caching allocator's rounding and fragments, scratch of CUDA kernels."""

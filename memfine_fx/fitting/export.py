@@ -23,8 +23,8 @@ from memfine_fx.fitting.recording import RecordedStep
 from memfine_fx.fitting.stretch import PARTS, part_of, places_of
 from memfine_fx.memory.liveness import Call, GraphMemory
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, workspace_expression
+from memfine_fx.memory.sizes import ROWS
 from memfine_fx.memory.step import RunMemory
-from memfine_fx.memory.symbols import ROWS
 from memfine_fx.plan.budget import MARGIN_PERCENT, SCALAR_BYTES
 from memfine_fx.plan.rows import DEVIATIONS, KNEE_ROWS, LEAST_ROWS, LEAST_TOKENS, knee_tokens
 

@@ -10,7 +10,7 @@ from typing import Any
 from memfine_fx.fitting.alternatives import Alternative
 from memfine_fx.fitting.analysis import Analysis, StepTotal
 from memfine_fx.fitting.changes import Change
-from memfine_fx.fitting.cuda_terms import CudaTerm
+from memfine_fx.fitting.devices import CudaTerm
 from memfine_fx.fitting.page import page
 from memfine_fx.fitting.setup import TRAININGS, Setup
 

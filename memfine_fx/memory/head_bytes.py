@@ -16,7 +16,7 @@ from typing import Any
 
 import sympy
 
-from memfine_fx.memory.symbols import larger, smaller
+from memfine_fx.memory.sizes import larger, smaller
 
 __all__ = ["BLOCK_BYTES", "HeadBytes", "HeadMemory", "product_rows", "rows_at_once"]
 

@@ -45,8 +45,7 @@ from memfine_fx.memory.kernel_probe import (
 )
 from memfine_fx.memory.machine import CpuFeatures, cpu_features
 from memfine_fx.memory.products import MULTIPLYING, ROUNDING, Product, blocks_of, gradient_blocks, product_of
-from memfine_fx.memory.sizes import is_contiguous, size_expr
-from memfine_fx.memory.symbols import ROWS
+from memfine_fx.memory.sizes import ROWS, is_contiguous, size_expr
 
 __all__ = [
     "Attention",

@@ -32,8 +32,7 @@ import sympy
 import torch
 
 from memfine_fx.memory.machine import CpuFeatures, cpu_features
-from memfine_fx.memory.sizes import is_contiguous, size_expr
-from memfine_fx.memory.symbols import ROWS
+from memfine_fx.memory.sizes import ROWS, is_contiguous, size_expr
 
 __all__ = ["MULTIPLYING", "ROUNDING", "Product", "blocks_of", "gradient_blocks", "product_of", "undivided"]
 

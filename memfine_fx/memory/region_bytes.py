@@ -20,7 +20,7 @@ from typing import Any, Literal
 import sympy
 
 from memfine_fx.config import Axis
-from memfine_fx.memory.symbols import GROUPS, ROWS, larger
+from memfine_fx.memory.sizes import GROUPS, ROWS, larger
 
 __all__ = [
     "LEGS_IN_FLIGHT",

@@ -1,13 +1,14 @@
-"""A tensor's sizes as expressions in its graph's symbols."""
+"""Sizes as expressions: those of tensors in their graph's symbols, and the symbols of the memory model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import sympy
 import torch
 
-__all__ = ["is_contiguous", "size_expr"]
+__all__ = ["GROUPS", "ROWS", "is_contiguous", "larger", "size_expr", "smaller"]
 
 
 def size_expr(size: int | torch.SymInt | sympy.Expr) -> sympy.Expr:
@@ -25,3 +26,20 @@ def is_contiguous(sizes: Sequence[sympy.Expr], strides: Sequence[sympy.Expr]) ->
             return False
         dense *= size
     return True
+
+
+ROWS = sympy.Symbol("R", integer=True, positive=True)
+"""Routed rows in one chunk."""
+
+GROUPS = sympy.Symbol("G", integer=True, positive=True)
+"""Experts in one chunk, where a body takes several."""
+
+
+def larger(one: Any, other: Any) -> Any:
+    """The larger of two numbers, or an expression where one of them is an expression."""
+    return sympy.Max(one, other) if isinstance(one, sympy.Expr) or isinstance(other, sympy.Expr) else max(one, other)
+
+
+def smaller(one: Any, other: Any) -> Any:
+    """The smaller of two, as `larger`."""
+    return sympy.Min(one, other) if isinstance(one, sympy.Expr) or isinstance(other, sympy.Expr) else min(one, other)

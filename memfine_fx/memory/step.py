@@ -29,7 +29,7 @@ from memfine_fx.config import Axis
 from memfine_fx.memory.head_bytes import HeadMemory
 from memfine_fx.memory.liveness import Call, GraphMemory, SavedRowCounts
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_workspace, workspace_expression
-from memfine_fx.memory.symbols import larger
+from memfine_fx.memory.sizes import larger
 from memfine_fx.records import SavePolicy, SavingOp
 
 __all__ = [

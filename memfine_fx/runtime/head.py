@@ -14,7 +14,7 @@ from memfine_fx.compat.autograd import without_autocast
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
 from memfine_fx.runtime.head_loop import HeadInputs, HeadResults, chunk_bounds, run_head
-from memfine_fx.runtime.live_head import lookup_head
+from memfine_fx.runtime.live import lookup_head
 from memfine_fx.runtime.ranges import range_of
 
 __all__ = ["head_loss"]

@@ -1,4 +1,7 @@
-"""The state of a lowered region or head at step time: plans for each number of tokens, figures of the latest step."""
+"""The state of a lowered region or head at step time: plans for each number of tokens, figures of the latest step.
+
+`memfine::head_loss` looks up its live head by the region id in the compiled graph.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from typing import Generic, TypeVar
 import torch
 
 from memfine_fx.records import ChunkPlan
-from memfine_fx.records.heads import HeadPlan
+from memfine_fx.records.heads import HeadLoss, HeadPlan
+from memfine_fx.runtime.head_loop import LossKernel
+from memfine_fx.runtime.registry import Registry
 
-__all__ = ["MOST_PLANS", "Live"]
+__all__ = ["MOST_PLANS", "Live", "LiveHead", "lookup_head", "register_head", "unregister_head"]
 
 log = logging.getLogger("memfine_fx.plans")
 
@@ -63,3 +68,20 @@ class Live(Generic[PlanT]):
 
     def _choose(self, num_tokens: int) -> PlanT:
         return self.choose_plan(num_tokens)
+
+
+@dataclass(kw_only=True)
+class LiveHead(Live[HeadPlan]):
+    """One lowered head.
+
+    Args:
+        loss: what is computed of a token's logits.
+        kernel: see `runtime.head_loop.run_head`.
+    """
+
+    loss: HeadLoss
+    kernel: LossKernel | None = None
+
+
+_heads: Registry[LiveHead] = Registry()
+register_head, unregister_head, lookup_head = _heads.register, _heads.unregister, _heads.lookup

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from memfine_fx.compat.autograd import without_autocast
-from memfine_fx.memory.symbols import GROUPS, ROWS
+from memfine_fx.memory.sizes import GROUPS, ROWS
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, PlainGrad, ProductGrad, SavingBodies
 from memfine_fx.runtime.gradients import ParamGradient

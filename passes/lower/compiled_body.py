@@ -24,7 +24,7 @@ from memfine_fx.config import InnerBackend
 from memfine_fx.memory.graph_peak import live_peaks, tensor_bytes
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.machine import measurement_key
-from memfine_fx.memory.symbols import GROUPS, ROWS
+from memfine_fx.memory.sizes import GROUPS, ROWS
 from memfine_fx.memory.wrapper_code import READER_FILES, read_wrapper
 from memfine_fx.passes.tracing import TracedBody
 

@@ -46,7 +46,7 @@ from memfine_fx.plan.problem import Base, SavableRows, SavableTensor, problem_of
 from memfine_fx.plan.solve import solve
 from memfine_fx.records import SavePolicy
 
-__all__ = ["StepBudget", "Uniform", "fit", "largest_policies", "optional_of", "savable_rows", "uniform"]
+__all__ = ["StepBudget", "Uniform", "fit", "give_room", "uniform"]
 
 Uniform = Literal["recompute_all", "recompute_pointwise"]
 """A partition that treats equal layers alike; its recompute_pointwise recomputes elementwise work alone."""
@@ -129,8 +129,8 @@ def fit(
     budget.add_hints(gm.graph)
     partition = functools.partial(_with_hints, partition, budget)
     with budget.timed("fit"):
-        regions = savable_rows(gm.graph, lambda: budget.rates)
-    policies = largest_policies(regions)
+        regions = _savable_rows(gm.graph, lambda: budget.rates)
+    policies = _largest_policies(regions)
     module, added = _with_regions(gm, policies)
     save_all = partition(module, decision=_described(policies, gm.graph))
     tried = functools.partial(_timed, partition, budget)
@@ -138,7 +138,7 @@ def fit(
     if _peak(save_all, budget) <= _available(budget, "save_all"):
         with budget.timed("fit"):
             chosen = _faster(gm, replace(save_all, base="save_all"), tried, budget, policies)
-        return replace(chosen, saves_all=True, optional=optional_of(regions, policies))
+        return replace(chosen, saves_all=True, optional=_optional_of(regions, policies))
     plain = [memory.without(added) for memory in (save_all.forward_memory, save_all.backward_memory)]
     with budget.timed("fit"):
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, (plain[0], plain[1]))
@@ -343,7 +343,7 @@ def _realized(
             f"{of_regions}"
         )
         chosen = _recomputing_costly(module, partition, names, results, decision)
-    return replace(chosen, optional=optional_of(base.regions, policies))
+    return replace(chosen, optional=_optional_of(base.regions, policies))
 
 
 def _recomputing_all(
@@ -374,7 +374,7 @@ def _recomputing_costly(
         return partition(module, decision=decision)
 
 
-def savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[list[SavableRows]]:
+def _savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[list[SavableRows]]:
     """Return what each region may save of its rows, the smaller amounts first."""
     choices = [] if is_disabled("save_rows") else save_choices(joint)
     if not choices:
@@ -418,7 +418,7 @@ def _savable_tensors(
     return savable
 
 
-def optional_of(regions: Sequence[Sequence[SavableRows]], policies: Mapping[str, SavePolicy]) -> dict[str, float]:
+def _optional_of(regions: Sequence[Sequence[SavableRows]], policies: Mapping[str, SavePolicy]) -> dict[str, float]:
     """Seconds spared per byte, by region id, of what these regions save of as many rows as a run has room for."""
     saved = (
         next(amount for amount in amounts if amount.policy == policies[amounts[0].region_id])
@@ -428,7 +428,7 @@ def optional_of(regions: Sequence[Sequence[SavableRows]], policies: Mapping[str,
     return {amount.region_id: amount.seconds_per_byte for amount in saved}
 
 
-def largest_policies(regions: Sequence[Sequence[SavableRows]]) -> dict[str, SavePolicy]:
+def _largest_policies(regions: Sequence[Sequence[SavableRows]]) -> dict[str, SavePolicy]:
     """Return, by region id, the policy that spares most seconds, of regions where any spares some."""
     best = (max(amounts, key=lambda amount: amount.seconds) for amounts in regions)
     return {amount.region_id: amount.policy for amount in best if amount.seconds > 0}
@@ -463,3 +463,28 @@ def _drop_wishes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.meta.get("recompute") in (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.PREFER_SAVE):
             del node.meta["recompute"]
+
+
+def give_room(joint: fx.Graph, rates: Callable[[], DeviceRates]) -> dict[str, float]:
+    """Without a budget, give regions of a joint graph room to save rows; return seconds spared per byte by region id.
+
+    How many rows are saved is decided by the plan of each run (`plan.problem`): another batch has another peak. Refused
+    are graphs that do not return their loss, since nobody knows what is alive between their forward and backward, and
+    regions whose experts live on several ranks, which would have to decide alike.
+    """
+    if not _returns_loss(joint):
+        return {}
+    regions = [amounts[:1] for amounts in _savable_rows(joint, rates) if amounts[0].is_divisible]
+    policies = _largest_policies(regions)
+    save_in_regions(joint, policies)
+    return _optional_of(regions, policies)
+
+
+def _returns_loss(joint: fx.Graph) -> bool:
+    """Whether a gradient comes for a single number: backward then begins where forward ended."""
+    tangents = (
+        node.meta.get("val")
+        for node in joint.nodes
+        if node.op == "placeholder" and str(node.target).startswith("tangents_")
+    )
+    return any(getattr(tangent, "ndim", None) == 0 for tangent in tangents)

@@ -12,8 +12,8 @@ stands in front of it and says, by tags, what it must not decide otherwise:
   (MUST_RECOMPUTE) is obeyed.
 
 Without a budget and without checkpoints of the model's own, elementwise work is recomputed: see `pointwise`; and
-regions save what a run has room for: see `optional`. With a budget of bytes it also decides how much of the rest of the
-model (projections, attention, head) and of the regions is recomputed: see `fit`.
+regions save what a run has room for: see `fit.give_room`. With a budget of bytes it also decides how much of the rest
+of the model (projections, attention, head) and of the regions is recomputed: see `fit`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ from memfine_fx.memory.wrapper_code import READER_FILES
 from memfine_fx.passes.pass_list import run_pass
 from memfine_fx.passes.read.normal_form import fake_mode_of
 from memfine_fx.passes.step.costly_results import costly_results, is_attention, must_save
-from memfine_fx.passes.step.fit import StepBudget, Uniform, fit, uniform
+from memfine_fx.passes.step.fit import StepBudget, Uniform, fit, give_room, uniform
 from memfine_fx.passes.step.fusible_gradients import fusible_weight_gradients
-from memfine_fx.passes.step.optional import give_room
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.pointwise import has_checkpoints, partition_without_budget
 from memfine_fx.plan.cost import DeviceRates
@@ -78,7 +77,7 @@ class StepPartitioner(CustomPartitionerFn):
     Args:
         is_fused: whether the compiler behind fuses elementwise chains, for the estimates.
         budget: what the step may use; None without a budget.
-        rates: of the device, where regions may save what a run has room for (`optional`); None where they may not.
+        rates: of the device, where regions may save what a run has room for (`fit.give_room`); None where they may not.
         kind: this partition, whatever fits; None where the budget, or its absence, decides.
         report: told the partition that was chosen.
         key: what `fits` depends on, as text: part of the identity of compiled code.

@@ -31,7 +31,7 @@ from memfine_fx.passes.verify.region import (
 from memfine_fx.records import Cut, Modes
 from memfine_fx.records.heads import HeadRegion
 from memfine_fx.records.verification import Check, RegionVerification
-from memfine_fx.runtime.live_head import LiveHead, register_head, unregister_head
+from memfine_fx.runtime.live import LiveHead, register_head, unregister_head
 
 __all__ = ["cut_of_head", "verify_head"]
 

@@ -19,8 +19,8 @@ from memfine_fx.fitting.recording import RecordedStep, what_failed
 from memfine_fx.fitting.setup import OptimizerName, Setup, optimizer_bytes
 from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.memory.sizes import ROWS
 from memfine_fx.memory.step import GraphStep, RunMemory
-from memfine_fx.memory.symbols import ROWS
 
 TINY: dict[str, Any] = dict(
     hidden_size=64,

@@ -33,7 +33,7 @@ from memfine_fx.memory.kernel_scratch import (
 from memfine_fx.memory.machine import CpuFeatures, features_of, host_bytes
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.products import gradient_blocks
-from memfine_fx.memory.symbols import ROWS
+from memfine_fx.memory.sizes import ROWS
 from tests.damage import damaged_json
 from tests.memory.scratch_cases import PRODUCTS as PRODUCT_KERNELS
 from tests.memory.scratch_cases import most_of_products, product_bytes, rows

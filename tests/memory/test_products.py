@@ -19,7 +19,7 @@ from memfine_fx.memory.kernel_scratch import product_scratch, scratch_bytes
 from memfine_fx.memory.machine import CpuFeatures, cpu_features
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.products import blocks_of, gradient_blocks, product_of, undivided
-from memfine_fx.memory.symbols import ROWS
+from memfine_fx.memory.sizes import ROWS
 from memfine_fx.runtime.gradients import ParamGradient
 from tests.memory.scratch_cases import most_of_products
 

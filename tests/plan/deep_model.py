@@ -12,8 +12,8 @@ import torch
 from memfine_fx.config import Config
 from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
 from memfine_fx.memory.region_bytes import RegionBytes
+from memfine_fx.memory.sizes import ROWS
 from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory
-from memfine_fx.memory.symbols import ROWS
 from memfine_fx.plan.peaks import SolvedPeaks
 from memfine_fx.plan.runs import CalledGraph, MemoryContext, RunHistory
 from memfine_fx.records import SavePolicy

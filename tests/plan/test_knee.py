@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfine_fx.memory.region_bytes import RegionBytes
-from memfine_fx.memory.symbols import ROWS
+from memfine_fx.memory.sizes import ROWS
 from memfine_fx.plan import knee
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.knee import CHOICES, knee_rows, measured_knee

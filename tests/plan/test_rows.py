@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_peak, region_workspace
-from memfine_fx.memory.symbols import GROUPS, ROWS
+from memfine_fx.memory.sizes import GROUPS, ROWS
 from memfine_fx.plan.rows import KNEE_ROWS, plan_region
 from memfine_fx.records import ChunkPlan
 

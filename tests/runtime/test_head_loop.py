@@ -14,7 +14,7 @@ from memfine_fx.memory.measure import trace_memory
 from memfine_fx.records.heads import HeadLoss, HeadPlan
 from memfine_fx.runtime.head import head_loss
 from memfine_fx.runtime.head_loop import HeadInputs, chunk_bounds, run_head
-from memfine_fx.runtime.live_head import LiveHead, register_head
+from memfine_fx.runtime.live import LiveHead, register_head
 
 T, H, V, R = 37, 16, 500, 10
 PLAIN = HeadLoss()

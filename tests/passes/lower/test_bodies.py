@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from memfine_fx.memory.symbols import ROWS
+from memfine_fx.memory.sizes import ROWS
 from memfine_fx.passes.lower.bodies import ExpertBodies
 from memfine_fx.passes.lower.compiled_body import num_body_compilations
 from memfine_fx.runtime.bodies import BackwardBody, Operand, PlainGrad, ProductGrad

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
-from memfine_fx.passes.step.kernel_order import KernelOrder
-from memfine_fx.passes.step.region_distance import RegionDistance
+from memfine_fx.passes.step.scheduler_passes import KernelOrder, RegionDistance
 
 
 @dataclass(frozen=True)
