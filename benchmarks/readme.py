@@ -32,7 +32,7 @@ _LABELS = {
     "batched_mm": "transformers `batched_mm`",
     "memfine": "**memfine**",
     "memfine-least": '**memfine, `memory_budget="least"`**',
-    "memfine-unlimited": '**memfine, `memory_budget="100TiB"`: keeps what pays**',
+    "memfine-unlimited": '**memfine, `memory_budget="100TiB"` (no limit in practice)**',
     "memfine-tokens": "memfine, tokens axis (the paper's FCDA)",
     "memfine+checkpoint": "**memfine + gradient checkpointing**",
     "memfine+head": "**memfine, logits given up**",
