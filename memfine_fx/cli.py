@@ -272,7 +272,7 @@ def _plan(options: argparse.Namespace) -> int:
     for point in points:
         print(f"{point.rows:12,}{point.peak_bytes:20,}{point.chunks_balanced:18,}{point.chunks_skewed:16,}")
     if front:
-        print(f"{'rows a chunk':>12}  {'keeps':12}{'peak beyond gradients, B':>26}{'predicted s':>13}")
+        print(f"{'rows a chunk':>12}  {'saves':12}{'peak beyond gradients, B':>26}{'predicted s':>13}")
     for front_point in front:
         print(f"{front_point.rows:12,}  {front_point.policy:12}{front_point.peak_bytes:26,}{front_point.seconds:13.3f}")
     return 0

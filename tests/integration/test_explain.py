@@ -102,7 +102,7 @@ def test_the_shell_shows_and_draws_the_plans_that_none_beats(
     assert [point["peak_bytes"] for point in points] == sorted(point["peak_bytes"] for point in points)
     seconds = [point["seconds"] for point in points]
     assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == len(seconds)
-    assert (points[0]["keeps"], points[-1]["keeps"]) == ("nothing", "projections")
+    assert (points[0]["policy"], points[-1]["policy"]) == ("nothing", "projections")
     assert (tmp_path / "front.png").stat().st_size > 5_000
     assert main([*PLAN, "--plot", str(tmp_path / "front.png"), "--measured", str(tmp_path / "none.jsonl")]) == 2
     assert "holds no benchmark rows" in capsys.readouterr().err
