@@ -144,7 +144,7 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         sizes = {size.name: size.of(args) for size in self._sizes}
         session = self._session
-        session.policy(self._record, args)
+        session.hold_graph(self._record, args)
         run = session.history.begin(
             self._record.caller,
             self._record.step,

@@ -161,7 +161,7 @@ class Session:
     def add_graph(self, inputs: Sequence[object]) -> CapturedGraph:
         """Open the record of one captured graph with these inputs, parameters among them."""
         graph = CapturedGraph()
-        self.policy(graph, inputs)
+        self.hold_graph(graph, inputs)
         return graph
 
     def drop_graph(self, graph: CapturedGraph) -> None:
@@ -237,7 +237,7 @@ class Session:
             stacklevel=2,
         )
 
-    def policy(self, graph: CapturedGraph, inputs: Sequence[object]) -> None:
+    def hold_graph(self, graph: CapturedGraph, inputs: Sequence[object]) -> None:
         """Hold a graph's record for as long as its parameters live."""
         myself = weakref.ref(self)
 

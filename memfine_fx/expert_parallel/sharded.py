@@ -44,7 +44,7 @@ ItemT = TypeVar("ItemT")
 
 _STEP_FLOPS = 3.5
 """FLOPs of a step per FLOP of its forward: backward takes twice as many, and recomputes some."""
-_LEAST_KEPT = 64
+_LEAST_SAVED = 64
 """Fewest rows that can be saved for which rounds are made as small as these."""
 _LATENCY_S = 1e-4
 """Seconds of a message, with the work around it."""
@@ -155,7 +155,7 @@ class ShardedExperts:
             plan = region.plan_for(num_tokens)
         room = 0 if plan.policy == "nothing" else num_tokens * region.top_k
         rows = plan.rows_at_once
-        if self.axis == "rows" and _LEAST_KEPT <= room < rows:  # a larger round would not be saved
+        if self.axis == "rows" and _LEAST_SAVED <= room < rows:  # a larger round would not be saved
             rows = room
         clones = self._way.clones_on(self.ranks.rank, self.ranks.slots)
         own = Announcement(self.doing, rows=rows, room=room, clones=clones)

@@ -172,7 +172,7 @@ class Exported:
             return ["head", *(self._number(sympy.sympify(workspace)) for workspace in workspaces)]
         if region is None or (call.phase != "forward" and call.phase != "backward"):
             return None
-        ((policy, _),) = region.parts(call, run.values)  # a record keeps something of all rows, or of none
+        ((policy, _),) = region.parts(call, run.values)  # a record saves something of all rows, or of none
         tokens, terms = sizes.of(region.num_tokens), region.terms_now(policy)
         free, staged = (
             workspace_expression(terms, tokens, ChunkSize(1, is_staged), region.axis, call.phase, rows=ROWS)

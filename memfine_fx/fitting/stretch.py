@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 PARTS = ("gradients", "kept for backward", "working set of experts", "working set of the head", "passing tensors")
-_GRADIENTS, _KEPT, _EXPERTS, _HEAD, _PASSING = range(len(PARTS))
+_GRADIENTS, _SAVED, _EXPERTS, _HEAD, _PASSING = range(len(PARTS))
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def has_all_alike(short: Sequence[RunMemory], long: Sequence[RunMemory]) -> bool
 
 def _saved_at_calls(memory: GraphMemory, run: RunMemory) -> list[int]:
     live = _live(memory, "forward", run.values, lambda call: 0)
-    return [live[place][_KEPT] for place in places_of(memory)]
+    return [live[place][_SAVED] for place in places_of(memory)]
 
 
 def _moments(
@@ -205,7 +205,7 @@ def _moments(
     moments = []
     for begin, end in _bounds(memory):
         parts = list(max(live[begin : end + 1], key=sum, default=(0,) * len(PARTS)))
-        parts[_KEPT] += beside[0]
+        parts[_SAVED] += beside[0]
         parts[_GRADIENTS] += beside[1]
         moments.append(Moment(where, tuple(parts)))
     return moments
@@ -225,10 +225,10 @@ def _bounds(memory: GraphMemory) -> list[tuple[int, int]]:
 def part_of(allocation: Allocation, where: str) -> int:
     """Return which of `PARTS` an allocation of a forward or a backward counts for."""
     if allocation.is_input:
-        return _KEPT
+        return _SAVED
     if allocation.stop is not None:
         return _PASSING
-    return _GRADIENTS if where == "backward" else _KEPT
+    return _GRADIENTS if where == "backward" else _SAVED
 
 
 def _changes(memory: GraphMemory, where: str, values: dict[str, int]) -> list[list[int]]:

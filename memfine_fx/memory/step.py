@@ -266,7 +266,7 @@ class RunMemory:
         """Return the memory record of its backward, with the rows that this run saves; None where it is unknown."""
         return None if self.step.backward is None else self.step.backward.of_run(self.saved, self.added, self.values)
 
-    def saving(self, rows: Mapping[str, int]) -> RunMemory:
+    def with_saved_rows(self, rows: Mapping[str, int]) -> RunMemory:
         """Return the run in which regions that may save part of their rows save so many; regions not named, none."""
         saved_rows = {region_id: (rows.get(region_id, 0), self.rows_of(region_id)) for region_id in self.step.optional}
         return replace(

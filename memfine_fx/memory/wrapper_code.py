@@ -36,7 +36,7 @@ READER_FILES = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.
 """What a record follows from beside the wrapper and, for scratch inside kernels, `machine.measurement_key`."""
 
 _PHASES = {f"torch.ops.memfine.{name}.default": phase for name, phase in OP_PHASES.items()}
-_KEEPING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_saving", "experts_backward_saved"))
+_SAVING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_saving", "experts_backward_saved"))
 _SAVED_ARGUMENT = 8  # of the latter: what the former saved
 _PRODUCTS = tuple(f"extern_kernels.{name}" for name in MULTIPLYING)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -256,10 +256,10 @@ class _Reader:
             viewed = self._viewed(call, op.views[0]) if len(op.views) == 1 else None
             self._hold(name, [self._result(label, result) for result in op.results] if viewed is None else viewed)
             self._lay(name, op.results[0] if len(op.results) == 1 else None)
-            if function in _KEEPING:
-                _save(self._held[name][1:-1], _texts(call))  # the last is the number of saved rows
+            if function in _SAVING:
+                _mark_saved(self._held[name][1:-1], _texts(call))  # the last is the number of saved rows
             elif function in _FINDING:
-                _save(self._listed(call.args[_SAVED_ARGUMENT]), _texts(call))
+                _mark_saved(self._listed(call.args[_SAVED_ARGUMENT]), _texts(call))
             if _PHASES.get(function) == "backward":
                 _number(self._held[name], _texts(call)[0])
             if op.scratch:
@@ -344,7 +344,7 @@ class _Reader:
                 storage.allocation = replace(storage.allocation, stop=self._position)
 
 
-def _save(storages: Iterable[_Storage], texts: Sequence[str]) -> None:
+def _mark_saved(storages: Iterable[_Storage], texts: Sequence[str]) -> None:
     """Record which region saves these storages, and count a row of its own for each routed row: strides may be 0
     (`runtime.loop.spread`).
     """

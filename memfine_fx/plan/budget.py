@@ -311,13 +311,13 @@ def saving_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemor
         if memory.step.estimated or session.history.is_followed(run):
             return lean_of(memory)
         without = functools.partial(problem_without_budget, config, memory)
-        return session.peaks.saving(MemoryContext(memory, None), 0, lambda: _solved(without(), memory))
+        return session.peaks.run_with_saved_rows(MemoryContext(memory, None), 0, lambda: _solved(without(), memory))
     later = session.history.expected_after(run)
     if not later and session.history.is_followed(run):
         return lean_of(memory)
     context, needs = context_of(session, run), _needs_of(config, later)
     rates = functools.partial(device_rates, hidden.device.type, hidden.dtype)
-    return session.peaks.saving(context, needs, lambda: _saving_within(config, context, needs, rates))
+    return session.peaks.run_with_saved_rows(context, needs, lambda: _saving_within(config, context, needs, rates))
 
 
 def _needs_of(config: Config, runs: Sequence[Run]) -> int:

@@ -46,7 +46,7 @@ class SolvedPeaks:
 
         return peak
 
-    def saving(self, context: MemoryContext, needs: int, solve: Callable[[], RunMemory]) -> RunMemory:
+    def run_with_saved_rows(self, context: MemoryContext, needs: int, solve: Callable[[], RunMemory]) -> RunMemory:
         """Return the run of a memory context with the rows that its regions save by `solve`, once for each context.
 
         Args:

@@ -251,13 +251,15 @@ def with_margin(estimated: int) -> int:
 def run_of_plan(run: RunMemory, plan: StepPlan | None) -> RunMemory:
     """Return the run in which regions save as many rows as a plan says; none without a plan."""
     return (
-        lean_of(run) if plan is None else run.saving({region_id: rows for region_id, (_, rows) in plan.saved.items()})
+        lean_of(run)
+        if plan is None
+        else run.with_saved_rows({region_id: rows for region_id, (_, rows) in plan.saved.items()})
     )
 
 
 def lean_of(run: RunMemory) -> RunMemory:
     """Return the same run in which no region saves anything that it need not."""
-    return run.saving({})
+    return run.with_saved_rows({})
 
 
 def live_bytes(run: RunMemory, size_of: SizeOf, needs: int = 0) -> list[int]:

@@ -216,7 +216,7 @@ class ChunkPlan:
         predicted_bytes: peak of the region's own working set in backward: chunk temporaries, output and
             accumulators, index arrays and the expert weight gradients.
         reason: why this and not another.
-        policies: what forward saves for backward: what the compiled graph has room for, or nothing.
+        policy: what forward saves for backward: what the compiled graph has room for, or nothing.
         num_saved_rows: of how many routed rows, the first in expert order: 0 where it saves nothing, at most N.
         rows_per_round: the most rows that come to this rank at once, where experts live on several ranks and the axis
             is "rows"; else 0.

@@ -304,7 +304,7 @@ def _written(pair: Pair, sizes: Mapping[str, int]) -> int:
     return sum(num_bytes for allocation, num_bytes in lives if not allocation.is_input)
 
 
-def _policies(base: Base, saved: Saved) -> dict[str, SavePolicy]:
+def _policies_of(base: Base, saved: Saved) -> dict[str, SavePolicy]:
     """Return what regions save under a plan, by region id."""
     regions = ((amounts[0].region_id, amounts) for amounts in base.regions)
     return {region_id: amounts[saved[region_id][0]].policy for region_id, amounts in regions if region_id in saved}
@@ -329,7 +329,7 @@ def _realized(
     """The joint graph partitioned as a plan says; `made_from` are bases that exist as partitions."""
     if not saved and base.kind in made_from:
         return made_from[base.kind]
-    policies = _policies(base, saved)
+    policies = _policies_of(base, saved)
     module, _ = _with_regions(gm, policies)
     of_regions = _described_regions(policies, gm.graph)
     if base.kind == "save_all":

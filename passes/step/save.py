@@ -31,7 +31,7 @@ from memfine_fx.runtime.store import LiveRegion, lookup
 __all__ = ["SaveChoice", "save_choices", "save_in_regions", "saved_inputs", "saving_ops", "trace_saving"]
 
 _POLICIES: tuple[SavePolicy, ...] = ("projections", "operands")
-_KEEPS_OF_RANKS: tuple[SavePolicy, ...] = ("received", *_POLICIES)
+_POLICIES_OF_RANKS: tuple[SavePolicy, ...] = ("received", *_POLICIES)
 _META_OF_ARGUMENTS = ("val", "tensor_meta", "eager_input_vals")
 _FORWARD, _BACKWARD = torch.ops.memfine.experts.default, torch.ops.memfine.experts_backward.default
 
@@ -76,7 +76,7 @@ def save_choices(joint: fx.Graph) -> list[SaveChoice]:
             arrived = _arriving_row_bytes(forward)
             travel_seconds = arrived * num_rows / region.exchange.bandwidth
         row_bytes = 0
-        for policy in _POLICIES if region.exchange is None else _KEEPS_OF_RANKS:
+        for policy in _POLICIES if region.exchange is None else _POLICIES_OF_RANKS:
             bodies = region.bodies.saving(policy, flags)
             if bodies is None or not _has_room_for_kernels(region, bodies, forward.args[0].meta["val"].dtype):
                 continue

@@ -354,7 +354,7 @@ class _ExactBodies:
         body = self._bodies.backward(wanted)
         return replace(body, call=_ExactCall(body.call, self._widths))
 
-    def saving(self, keep: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
+    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
         return None
 
 

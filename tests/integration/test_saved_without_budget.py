@@ -153,7 +153,7 @@ class Dropping:
         if self.share is None:
             return run.memory
         region_ids = run.memory.step.optional
-        return run.memory.saving(
+        return run.memory.with_saved_rows(
             {region_id: int(run.memory.rows_of(region_id) * self.share) for region_id in region_ids}
         )
 
