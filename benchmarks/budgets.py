@@ -26,7 +26,8 @@ from benchmarks.measuring import is_cache_empty, peak_of, summed_up, time_step
 from benchmarks.records import Job, Measurement
 from benchmarks.workloads import Workload
 from benchmarks.workloads.model import build_architecture, build_model_workload
-from memfine_fx.compiler.session import sessions
+from memfine_fx.compiler.reporting import report_of
+from memfine_fx.compiler.sessions import sessions
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.measure import trace_memory
 
@@ -115,7 +116,7 @@ def _ours(job: Job, budget: int = 0) -> Entry:
     workload = build_model_workload(replace(job, workload="model", peer=peer))
     seconds = _warmed(workload, job)
     session = sessions()[-1]
-    static, predicted = _predicted(session.report())
+    static, predicted = _predicted(report_of(session))
     spent = [session.stage_seconds.get(stage, 0.0) for stage in ("fit", "further partitions")]
     return Entry(workload, budget, predicted, static, seconds, *spent)
 

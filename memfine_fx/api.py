@@ -118,6 +118,8 @@ def explain(
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"explain expects a torch.nn.Module, got {type(model).__name__}")
+    from memfine_fx.compiler.reporting import report_of
+
     _check_inputs(model, kwargs, "explain")
     session = _open_session(config or Config.from_environment(), is_dry=not measure)
     with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
@@ -125,10 +127,10 @@ def explain(
             session.notes.extend(stack.enter_context(switched_experts(model)))
         compiled = functools.partial(_captured_forward(model, session), 0)
         if measure:
-            return session.report(_measured_step(model, compiled, args, kwargs))
+            return report_of(session, _measured_step(model, compiled, args, kwargs))
         compiled(*args, **kwargs)
         _plan_dry_run(session)
-        return session.report()
+        return report_of(session)
 
 
 def fit(
@@ -227,13 +229,15 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"verify expects a torch.nn.Module, got {type(model).__name__}")
+    from memfine_fx.compiler.reporting import verify_report_of
+
     _check_inputs(model, kwargs, "verify")
     session = _open_session(dataclasses.replace(config or Config.from_environment(), verify=True), is_dry=True)
     with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
             session.notes.extend(stack.enter_context(switched_experts(model)))
         _captured_forward(model, session)(0, *args, **kwargs)
-        return session.verify_report()
+        return verify_report_of(session)
 
 
 def _check_inputs(model: torch.nn.Module, inputs: Mapping[str, Any], function: str) -> None:
@@ -262,20 +266,22 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
     Raises:
         MemfineError: memfine_fx has compiled nothing of this model.
     """
+    from memfine_fx.compiler.reporting import report_of
+
     call = optimized_call(model)
     if call is not None:
-        return Report((), 0, has_run=False) if call.session is None else call.session.report(has_run=call.has_run)
+        return Report((), 0, has_run=False) if call.session is None else report_of(call.session, has_run=call.has_run)
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     from memfine_fx.capture.ranks import is_fully_sharded
-    from memfine_fx.compiler.session import sessions
+    from memfine_fx.compiler.sessions import sessions
 
     for session in reversed(sessions()):
         of_model = session.restricted_to(parameters) if session.observer.compiles else None
         if of_model is not None:
-            return of_model.report()
+            return report_of(of_model)
     named = [session for session in sessions() if session.observer.compiles and not session.holds_compiled]
     if named and isinstance(model, torch.nn.Module) and is_fully_sharded(model):
-        latest = named[-1].report()
+        latest = report_of(named[-1])
         return dataclasses.replace(latest, notes=(*latest.notes, _OF_EVERY_MODEL))
     raise MemfineError(
         "nothing of this model has been compiled by memfine_fx: call memfine_fx.optimize(model) or "
@@ -312,7 +318,7 @@ def log_scalars(writer: ScalarWriter, model: torch.nn.Module | Callable[..., Any
 
 def _open_session(config: Config, *, is_dry: bool = False) -> Session:
     from memfine_fx.compiler.observer import DryRun, Observer
-    from memfine_fx.compiler.session import open_session
+    from memfine_fx.compiler.sessions import open_session
 
     return open_session(config, holds_compiled=True, observer=DryRun() if is_dry else Observer())
 

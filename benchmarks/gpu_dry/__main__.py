@@ -99,7 +99,8 @@ def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
     import memfine_fx
     from benchmarks.gpu_dry.regions import Regions
     from benchmarks.gpu_dry.waiting import Waiting
-    from memfine_fx.compiler.session import sessions
+    from memfine_fx.compiler.reporting import report_of
+    from memfine_fx.compiler.sessions import sessions
     from memfine_fx.kernels.launches import recording
     from memfine_fx.runtime.store import lookup
 
@@ -122,7 +123,7 @@ def dry_run(run: Run, kernels: Kernels) -> dict[str, Any]:
                     loss = compiled(input_ids=ids, labels=ids).loss
                 num_forward = sum(kernels.launches.values())
                 loss.backward()
-    report = sessions()[-1].report()
+    report = report_of(sessions()[-1])
     (region, *_) = regions.region_ids
     of_region = Counter(launch.name for launch in launches)
     chunks_of_head = of_region.pop("cross_entropy_kernel", 0)

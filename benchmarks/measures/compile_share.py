@@ -14,7 +14,7 @@ import torch
 import memfine_fx
 from benchmarks.machine import seconds_of
 from benchmarks.measures import Answer, device_here
-from memfine_fx.compiler.session import sessions
+from memfine_fx.compiler.sessions import sessions
 from memfine_fx.demo.model import ModelSizes, build_causal_lm
 
 SIZES = ModelSizes(

@@ -10,7 +10,8 @@ import torch
 import memfine_fx
 from benchmarks.machine import seconds_of
 from benchmarks.measures import Answer, Dtype, chunk_sweep, device_here
-from memfine_fx.compiler.session import LoweredRegion, sessions
+from memfine_fx.compiler.session import LoweredRegion
+from memfine_fx.compiler.sessions import sessions
 from memfine_fx.models import MixtralConfig, MixtralMoE
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096)

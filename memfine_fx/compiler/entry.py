@@ -11,7 +11,8 @@ from torch import fx
 
 from memfine_fx.compat.chunking import can_chunk
 from memfine_fx.compat.dynamo import plain_compiler
-from memfine_fx.compiler.session import Session, open_session
+from memfine_fx.compiler.session import Session
+from memfine_fx.compiler.sessions import open_session
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 

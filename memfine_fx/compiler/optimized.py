@@ -137,7 +137,7 @@ class OptimizedCall:
             return self._compiled
 
     def _prepared(self) -> Callable[..., Any]:
-        from memfine_fx.compiler.session import open_session
+        from memfine_fx.compiler.sessions import open_session
 
         options, model = self._options, self.model
         session = open_session(options.config, holds_compiled=True)

@@ -20,7 +20,7 @@ from memfine_fx.compat.interpreter import running_model
 from memfine_fx.compat.tensors import is_sharded
 from memfine_fx.compat.traces import trace_artifact
 from memfine_fx.compiler.captured_graph import CapturedGraph
-from memfine_fx.compiler.outcomes import head_report, outcome_report
+from memfine_fx.compiler.reporting import head_report, outcome_report, report_of
 from memfine_fx.compiler.session import Session
 from memfine_fx.config import dump_folder
 from memfine_fx.passes.pass_list import PassObserver, observed_by
@@ -46,7 +46,7 @@ def warn_without_regions(session: Session) -> None:
     part = session.without_regions(model if is_known else None)
     if part is None:
         return
-    report = part.report()
+    report = report_of(part)
     has_head = any(head.status == "chunked" for head in report.heads)
     recording = hint_for_recording()
     if has_head and not report.regions and not recording:

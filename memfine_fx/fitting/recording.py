@@ -20,7 +20,9 @@ from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.optimized import captured
 from memfine_fx.compiler.recorder import PlainRecorder, Reads, Recorder
 from memfine_fx.compiler.regions import read_bodies
-from memfine_fx.compiler.session import Session, open_session
+from memfine_fx.compiler.reporting import report_of
+from memfine_fx.compiler.session import Session
+from memfine_fx.compiler.sessions import open_session
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.setup import Setup, made_optimizer
@@ -224,7 +226,7 @@ def _recorded(session: Session, recorder: Recorder, batch: int, seq: int) -> Rec
     plans = [*recorder.plans, ESTIMATED] if recorder.reads == "code" and "most" in recorder.plans else recorder.plans
     for plan in plans:
         runs[plan] = tuple(replace(run, step=recorder.step_under(plan, run.step)) for run in passed)
-    report = session.report()
+    report = report_of(session)
     refused = [(str(region.where), region.reason) for region in report.regions if region.status == "refused"]
     refused += [(f"head {head.where}", head.reason) for head in report.heads if head.status == "refused"]
     return RecordedStep(

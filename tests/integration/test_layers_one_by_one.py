@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import memfine_fx
-from memfine_fx.compiler.session import Session, sessions
+from memfine_fx.compiler.session import Session
+from memfine_fx.compiler.sessions import sessions
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 
@@ -64,7 +65,7 @@ def test_each_layer_adds_to_its_own_gradients() -> None:
     assert [table.grad.data_ptr() for table in tables] == there
     for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert (parameter.grad - other.grad).norm() <= 1e-5 * other.grad.norm(), name
-    (graph,) = own_session(model)._graphs
+    (graph,) = own_session(model).graphs
     runs = own_session(model).latest_runs()
     assert len(runs) == NUM_LAYERS and all(run.added for run in runs)
     assert len(graph.alive_parameters()) == len(list(model.parameters()))
@@ -102,7 +103,7 @@ def test_plans_stay_while_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_layer_that_is_gone_counts_no_more() -> None:
     model, _ = stack(inner_backend="aot_eager")
     step(model, torch.randn(TOKENS, HIDDEN, requires_grad=True))
-    (graph,) = own_session(model)._graphs
+    (graph,) = own_session(model).graphs
     own = len(list(model[0].parameters()))
     assert len(graph.alive_parameters()) == NUM_LAYERS * own
     del model[-1]
@@ -133,5 +134,5 @@ def test_a_model_that_shares_code_with_another_counts_its_own_parameters() -> No
             step(compiled, torch.randn(TOKENS, HIDDEN, requires_grad=True))
     for model in models:
         found = own_session(model)
-        assert len(found._graphs[-1].alive_parameters()) == 2 * len(list(model.parameters()))
+        assert len(found.graphs[-1].alive_parameters()) == 2 * len(list(model.parameters()))
         assert found.static_terms()["parameters"] == sum(parameter.nbytes for parameter in model.parameters())

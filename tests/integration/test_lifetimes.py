@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memfine_fx
-from memfine_fx.compiler.session import open_session, sessions
+from memfine_fx.compiler.sessions import open_session, sessions
 from memfine_fx.config import Config
 from tests.integration.lives import TinyLM, backward_of, fresh_model, tokens
 
@@ -84,9 +84,7 @@ def test_an_optimizer_tells_only_the_sessions_of_its_parameters(monkeypatch: pyt
     backward_of(model, [BATCH])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told: list[object] = []
-    monkeypatch.setattr(
-        "memfine_fx.compiler.session.Session.note_step", lambda session, one, is_first: told.append(session)
-    )
+    monkeypatch.setattr("memfine_fx.compiler.session.Session.note_step", lambda session, is_first: told.append(session))
     for _ in range(2):
         optimizer.step()
     assert len(told) == 2 and not any(one in others for one in told)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memfine_fx
-from memfine_fx.compiler.session import sessions
+from memfine_fx.compiler.sessions import sessions
 from memfine_fx.config import Config
 from memfine_fx.memory.measure import trace_memory
 from tests.integration.comparison import FP32_TOLERANCE, relative_error
@@ -85,7 +85,7 @@ def of_logits(loss: Tensor, logits: Tensor) -> Tensor:
 
 
 def num_apart() -> int:
-    return sum(len(graph.returned) for graph in sessions()[-1]._graphs)
+    return sum(len(graph.returned) for graph in sessions()[-1].graphs)
 
 
 @pytest.mark.parametrize("config", [CONFIG, CHUNKED], ids=["whole", "chunked"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import memfine_fx
-from memfine_fx.compiler.session import sessions
+from memfine_fx.compiler.sessions import sessions
 from memfine_fx.kernels import choice
 from memfine_fx.kernels.experts import KernelExperts
 from memfine_fx.memory.liveness import Call
@@ -258,7 +258,7 @@ def test_windows_hold_what_the_plan_counts(
     options = memfine_fx.Config(rows_per_chunk=rows_per_chunk, memory_budget=budget)
     chunked = memfine_fx.optimize(model, config=options, inner_backend="aot_eager")
     chunked(torch.randn(1000, 64, dtype=dtype, requires_grad=True)).sum().backward()
-    ((region_id, memory),) = sessions()[-1]._graphs[-1].step.regions.items()
+    ((region_id, memory),) = sessions()[-1].graphs[-1].step.regions.items()
     assert lookup(region_id).stages_gradients is (
         rows_per_chunk < 2000 or num_saved > 0
     )  # of a window's end in an expert

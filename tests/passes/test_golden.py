@@ -17,7 +17,8 @@ from memfine_fx.capture.flags import SETTINGS, flags_set
 from memfine_fx.capture.source import RewrittenLoops
 from memfine_fx.compiler.captured_graph import LoweredRegion
 from memfine_fx.compiler.pipeline import compile_graph
-from memfine_fx.compiler.session import Session, open_session
+from memfine_fx.compiler.session import Session
+from memfine_fx.compiler.sessions import open_session
 from memfine_fx.demo.tiny import tiny_causal_lm
 from tests.helpers import code_of
 

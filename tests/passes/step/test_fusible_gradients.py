@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memfine_fx
-from memfine_fx.compiler.session import sessions
+from memfine_fx.compiler.sessions import sessions
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 
 CONFIG = MixtralConfig(hidden=16, expert_width=24, num_experts=4, top_k=2, spelling="gathered")
@@ -34,7 +34,7 @@ def found(change: Callable[..., torch.Tensor], **config: Any) -> set[str]:
     model = Layers(change)
     memfine_fx.optimize(model, config=memfine_fx.Config(inner_backend="aot_eager", **config))
     model(torch.randn(2, 8, 16)).sum().backward()
-    (record,) = sessions()[-1]._graphs
+    (record,) = sessions()[-1].graphs
     (region,) = record.live_regions()
     assert region.num_steps == 1
     names = {id(one): name.removeprefix("layer.experts.") for name, one in model.named_parameters()}
@@ -83,7 +83,7 @@ def test_a_gradient_that_goes_elsewhere_is_not_taken_for_the_tables_own() -> Non
     memfine_fx.optimize(model, config=memfine_fx.Config(inner_backend="aot_eager"))
     for _ in range(2):
         model(torch.randn(2, 8, 16)).sum().backward()
-    (record,) = sessions()[-1]._graphs
+    (record,) = sessions()[-1].graphs
     assert not any(
         one is model.other for one in record.parameters_with_sole_gradients(record.step, record.caller).values()
     )

@@ -1,0 +1,234 @@
+"""Reports of a session: its regions, heads and refusals, the latest step, and the line after the first one."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Collection
+
+from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
+from memfine_fx.compiler.session import Session
+from memfine_fx.errors import Reason
+from memfine_fx.memory.measure import MemoryTrace
+from memfine_fx.memory.region_bytes import ChunkSize
+from memfine_fx.memory.step import peak_expression, step_peak
+from memfine_fx.memory.timeline import Prediction, timeline_of
+from memfine_fx.plan.budget import budget_bytes, describe_budget, device_of
+from memfine_fx.records import MoERegion, Refusal
+from memfine_fx.records.verification import VerifyReport
+from memfine_fx.report.reports import HeadReport, RegionReport, Report, StepReport
+from memfine_fx.report.summary import first_step_line, unchunked_layers
+from memfine_fx.runtime.store import lookup
+
+__all__ = ["head_report", "log_first_step", "outcome_report", "report_of", "verify_report_of"]
+
+
+def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run: bool = True) -> Report:
+    """Return a report of the regions and of the latest step.
+
+    Args:
+        measured: the memory of a step that was traced.
+        has_run: whether a call of the model has returned.
+    """
+    regions = tuple(outcome_report(outcome) for outcome in _latest(session))
+    predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
+    measured_bytes = None if measured is None else measured.peak_bytes
+    step = _step_report(session)
+    foreseen = [] if step is None else [Prediction(None, step.peak.num_bytes)]
+    timeline = None if measured is None else timeline_of(measured, _names_of_regions(session), foreseen)
+    notes = (
+        (*session.notes, session.hint.removeprefix("; "))
+        if session.hint and not session.has_chunked
+        else tuple(session.notes)
+    )
+    return Report(
+        regions,
+        session.num_graphs,
+        max(predicted, default=None),
+        measured_bytes,
+        timeline,
+        step,
+        notes,
+        tuple(map(head_report, _latest_heads(session))),
+        has_run or session.num_graphs > 0,
+        session.stage_seconds.get("compare", 0.0),
+        dict(session.stage_seconds),
+    )
+
+
+def _step_report(session: Session) -> StepReport | None:
+    """Return the report of the latest step that trained; None where none did."""
+    runs = session.history.latest_pass(session.graphs)
+    memories = [run.memory for run in runs]
+    largest_chunk = functools.partial(_largest_chunk, session)
+    peak = step_peak(memories, largest_chunk)
+    if peak is None:
+        return None
+    steps = {id(memory.step): memory.step for memory in memories}
+    decision = "; ".join(step.decision for step in steps.values() if step.decision)
+    expression = functools.partial(peak_expression, memories, largest_chunk)
+    budget = describe_budget(session.config, memories, _device_bytes(session))
+    return StepReport(tuple(session.static_terms().items()), peak, decision, expression, budget)
+
+
+def _device_bytes(session: Session) -> int | None:
+    """Return the bytes of the accelerator, where these limit the graphs."""
+    limited = [] if session.config.has_budget else [graph for graph in session.graphs if graph.is_limited]
+    return budget_bytes(session, device_of(limited[-1])) if limited else None
+
+
+def _largest_chunk(session: Session, region_id: str, num_tokens: int) -> ChunkSize:
+    """Return the largest chunk of the latest step; before one has run, as many rows as there are routed rows."""
+    head = next((head.live for head in session.lowered_heads if head.live.region_id == region_id), None)
+    if head is not None:
+        return ChunkSize(num_tokens if head.plan is None else head.plan.tokens_per_chunk)
+    live = lookup(region_id)
+    if not live.num_steps:
+        return ChunkSize(num_tokens * live.top_k)
+    return ChunkSize(live.largest_chunk, live.stages_gradients)
+
+
+def _names_of_regions(session: Session) -> dict[str, str]:
+    """Return the module of each lowered region by the region's id."""
+    lowered: list[LoweredRegion | LoweredHead] = [*session.lowered, *session.lowered_heads]
+    return {outcome.live.region_id: outcome.region.where.module or str(outcome.region.where) for outcome in lowered}
+
+
+def log_first_step(session: Session) -> None:
+    """Log how much was chunked, or warn of layers that run as written."""
+    report = report_of(session)
+    line, left = first_step_line(report, session.config.memory_budget), unchunked_layers(report)
+    if not left or session.has_warned:
+        logging.getLogger("memfine_fx").info("%s", line)
+        return
+    reasons = "; ".join(f"{region.where}: {region.reason}" for region in left)
+    warnings.warn(
+        f"memfine_fx: {line}. The others run as written: {reasons}. print(memfine_fx.report(model)) has what can be "
+        "done about each",
+        stacklevel=2,
+    )
+
+
+def verify_report_of(session: Session) -> VerifyReport:
+    """Return what the comparison with autograd measured, and what was refused for other reasons."""
+    verified = tuple(verification for graph in session.graphs for verification in graph.verifications)
+    refused = [outcome for outcome in session.outcomes if isinstance(outcome, Refusal)]
+    return VerifyReport(
+        verified, tuple(refusal for refusal in refused if refusal.reason is not Reason.VERIFICATION_FAILED)
+    )
+
+
+def _latest_heads(session: Session) -> list[LoweredHead | Refusal]:
+    """Return the heads of `_latest_graphs`, one for each place in the source."""
+    latest: dict[object, LoweredHead | Refusal] = {}
+    for graph in _latest_graphs(session):
+        for number, head in enumerate(graph.heads):
+            where = head.where if isinstance(head, Refusal) else head.region.where
+            latest[where.source, graph.parameter_ids, number] = head
+    return list(latest.values())
+
+
+def _latest(session: Session) -> list[LoweredRegion | Refusal]:
+    """Return the latest outcome of each place in the source, since a recompilation replaces what was there before."""
+    latest: dict[object, LoweredRegion | Refusal] = {}
+    for graph in _latest_graphs(session):
+        counts: Counter[object] = Counter()
+        for outcome in graph.outcomes:
+            place = (_place(outcome), graph.parameter_ids)
+            counts[place] += 1
+            latest[place, counts[place]] = outcome
+    return [*latest.values(), *_loops_left(session, latest.values())]
+
+
+def _loops_left(session: Session, outcomes: Collection[LoweredRegion | Refusal]) -> list[Refusal]:
+    """Return loops that stay as written, of modules in which nothing was chunked and which no outcome names."""
+    refused_places = {outcome.where for outcome in outcomes if isinstance(outcome, Refusal)}
+    chunked = [outcome.region.where.module for outcome in outcomes if isinstance(outcome, LoweredRegion)]
+    left = [
+        refusal
+        for refusal in session.refused_in_attempts
+        if refusal.reason is Reason.BODY_NOT_RUN and refusal.where not in refused_places
+    ]
+    return [refusal for refusal in left if not any(module.startswith(refusal.where.module) for module in chunked)]
+
+
+def _latest_graphs(session: Session) -> list[CapturedGraph]:
+    """Return all graphs, those of the latest step that trained at the end: they stand for their places in a report."""
+    trained = {id(run.graph) for run in session.history.latest_pass(session.graphs)}
+    return sorted(session.graphs, key=lambda graph: id(graph) in trained)
+
+
+def _place(outcome: LoweredRegion | Refusal) -> object:
+    where = outcome.region.where if isinstance(outcome, LoweredRegion) else outcome.where
+    return (where.module, where.source) if where.module else id(outcome)
+
+
+def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
+    """Return the report's entry for one region or refusal, in its current state."""
+    if isinstance(outcome, Refusal):
+        return RegionReport(
+            "refused",
+            outcome.where,
+            outcome.details,
+            node=outcome.node,
+            refused_for=outcome.reason.name,
+            hint=outcome.reason.hint,
+        )
+    region, live = outcome.region, outcome.live
+    return RegionReport(
+        "chunked",
+        region.where,
+        "raised, proved row-wise and lowered" if live.plan is None else live.plan.reason,
+        family=region.family,
+        dims=region.dims,
+        plan=live.plan,
+        num_tokens=live.num_tokens,
+        num_chunks=live.num_chunks,
+        largest_chunk=live.largest_chunk,
+        imbalance=live.loads.summary(),
+        num_ranks=1 if live.exchange is None else live.exchange.table_shape[0],
+        rounds=live.rounds,
+        num_added=live.num_added,
+        body_key=live.bodies.key,
+        verified_error=_verified_error(outcome),
+        graph=outcome.graph,
+        uncompared=outcome.uncompared,
+        not_compared_with_code=outcome.not_compared_with_code,
+        makes_tables=_made_tables(region, live.bodies.num_factored),
+        why_expanded=outcome.region.why_expanded,
+        runs_in=live.runs_in,
+    )
+
+
+def head_report(head: LoweredHead | Refusal) -> HeadReport:
+    """Return the report's entry for one head or refusal, in its current state."""
+    if isinstance(head, Refusal):
+        return HeadReport(
+            "refused", head.where, head.details, node=head.node, refused_for=head.reason.name, hint=head.reason.hint
+        )
+    live = head.live
+    return HeadReport(
+        "chunked",
+        head.region.where,
+        "only the loss reads the logits" if live.plan is None else live.plan.reason,
+        dims=head.region.dims,
+        plan=live.plan,
+        num_tokens=live.num_tokens,
+        num_chunks=live.num_chunks,
+        drops_logits=bool(head.region.results) and not head.region.saves_logits,
+        verified_error=_verified_error(head),
+    )
+
+
+def _made_tables(region: MoERegion, num_factored: int) -> str:
+    """How tables that are computed are made, "" where none is."""
+    if not region.makes_tables:
+        return ""
+    return "each expert's tables made when it runs" + (", low-rank terms factor by factor" if num_factored else "")
+
+
+def _verified_error(outcome: LoweredRegion | LoweredHead) -> float | None:
+    verification = outcome.verification
+    return None if verification is None or verification.worst is None else verification.worst.error
