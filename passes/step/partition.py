@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ _FILES = (
     memfine_fx.runtime.op.__file__,
 )
 """What decides a partition, its record, and the layouts of our operators' results: cached graphs are those of these."""
+_KNOWN_NAMESPACES = ("aten", "prims", "prim", "memfine")
 _NEVER_RECOMPUTED = (
     torch.ops.memfine.route.default,
     torch.ops.memfine.route_on_device.default,
@@ -103,7 +105,7 @@ class StepPartitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        _save_what_backward_must_not_repeat(gm)
+        _save_what_backward_must_not_repeat(gm, kwargs.get("static_lifetime_input_indices") or ())
         num_outputs = kwargs["num_fwd_outputs"]
         fusible_gradients: Mapping[tuple[str, int], int] = {}
         fusible_gradients = run_pass(
@@ -191,21 +193,39 @@ def counted_inputs(backward: fx.Graph) -> CountedInputs:
     return CountedInputs(tuple(name for name in counted if name not in held_tangents), tuple(held_tangents))
 
 
-def _save_what_backward_must_not_repeat(gm: fx.GraphModule) -> None:
-    """Tag routing, experts, attention of a checkpoint that holds experts, and random numbers outside of checkpoints.
+def _save_what_backward_must_not_repeat(gm: fx.GraphModule, parameters: Collection[int]) -> None:
+    """Tag routing, experts, attention of a checkpoint that holds experts, random numbers, and unknown operators.
 
-    Inside a checkpoint functorch draws the same numbers again, from a saved random state. Elsewhere it knows three
-    random operators and would call any other once more in backward, for other numbers.
+    The last two outside of checkpoints: inside, functorch draws the same numbers again, from a saved random state.
+    Elsewhere it knows three random operators and would call any other once more, for other numbers. Operators of other
+    libraries and higher-order ones may do anything, and cost anything. Those that read parameters alone are left to the
+    partitioner all the same: they dequantize weights, which nobody would hold from forward to backward.
+
+    Args:
+        parameters: places of the graph's inputs that are parameters or buffers.
     """
     with_regions = {
         node.meta.get("ac_graph_id") for node in gm.graph.nodes if node.target is torch.ops.memfine.experts.default
     }
+    inputs = gm.graph.find_nodes(op="placeholder")
+    fixed = {node for place, node in enumerate(inputs) if place in parameters}
     for node in gm.graph.nodes:
         policy = node.meta.get("recompute")
         is_asked = policy is CheckpointPolicy.PREFER_RECOMPUTE
         is_dear = is_asked and node.meta.get("ac_graph_id") in with_regions and is_attention(node)
-        if node.target in _NEVER_RECOMPUTED or is_dear or (policy is None and _draws_numbers(node)):
+        is_random = _draws_numbers(node)
+        if node.op == "get_attr" or (node.all_input_nodes and not is_random and fixed.issuperset(node.all_input_nodes)):
+            fixed.add(node)
+        is_to_save = is_random or (_is_unknown(node) and node not in fixed)
+        if node.target in _NEVER_RECOMPUTED or is_dear or (policy is None and is_to_save):
             must_save(node)
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether a call is neither of torch's own operators, nor of ours, nor of a Python function on sizes."""
+    if node.op != "call_function" or isinstance(node.target, (types.FunctionType, types.BuiltinFunctionType)):
+        return False
+    return not isinstance(node.target, OpOverload) or node.target.namespace not in _KNOWN_NAMESPACES
 
 
 def _draws_numbers(node: fx.Node) -> bool:

@@ -120,7 +120,14 @@ def _coin(x: Tensor) -> Tensor:
     return torch.randint_like(x, 2)
 
 
+@torch.library.custom_op("memfine_tests::silent_coin", mutates_args=())
+def _silent_coin(x: Tensor) -> Tensor:
+    """As `_coin`, without saying so: torch.compile calls an operator that it does not know once."""
+    return torch.randint_like(x, 2)
+
+
 @_coin.register_fake
+@_silent_coin.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
@@ -138,6 +145,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: nn.functional.dropout(x, 0.5),
     "cond": lambda x: torch.cond(x.detach().sum() < 1e9, torch.rand_like, torch.zeros_like, (x.detach(),)),
     "custom operator": lambda x: _coin(x.detach()),
+    "custom operator without a tag": lambda x: _silent_coin(x.detach()),
 }
 
 
