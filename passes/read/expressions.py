@@ -22,7 +22,7 @@ from torch import fx
 from memfine_fx.compat.tensors import tree_flatten, tree_leaves
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import is_same_view, node_value, static_size
-from memfine_fx.passes.read.values import Copy
+from memfine_fx.passes.read.values import LoopIteration
 from memfine_fx.records import ParamKind
 
 __all__ = ["FLAT", "Expressions", "Input", "Param", "Role", "RowsDiffer"]
@@ -129,11 +129,11 @@ class Expressions:
         inputs = self.inputs_of(result).items()
         return any(origin.role == "entry" and placeholder not in self.params for placeholder, origin in inputs)
 
-    def unify(self, copies: Sequence[Copy], results: Sequence[fx.Node], node: fx.Node) -> fx.Node:
+    def unify(self, iterations: Sequence[LoopIteration], results: Sequence[fx.Node], node: fx.Node) -> fx.Node:
         """The expression of all copies, written with copy 0's; what its parameters stand for goes to `params`.
 
         Args:
-            copies: all experts in order, for one choice after the other where the loop runs over choices too.
+            iterations: all experts in order, for one choice after the other where the loop runs over choices too.
             results: the copies' expressions.
             node: for refusals.
 
@@ -141,16 +141,16 @@ class Expressions:
             CannotChunk: two copies differ, or a parameter mixes tables and tensors.
             RowsDiffer: their rows come from different tensors.
         """
-        walks = [_Walk(copy, node) for copy in copies]
+        walks = [_Walk(iteration, node) for iteration in iterations]
         for walk, result in zip(walks, results, strict=True):
             walk.pair(results[0], result)
         # From here on copy 0's calls, with expert e's tensors in the place of its own, are copy e's calls.
-        num_experts = 1 + max(copy.expert or 0 for copy in copies)
+        num_experts = 1 + max(iteration.expert or 0 for iteration in iterations)
         for walk in walks[num_experts:]:
             # An expert has one tensor for each parameter, so its copies for further choices must read the same ones.
-            if walk.met != walks[walk.copy.expert or 0].met:
+            if walk.met != walks[walk.iteration.expert or 0].met:
                 raise CannotChunk(
-                    Reason.EXPERTS_DIFFER, f"expert {walk.copy.expert} differs between a token's choices", node
+                    Reason.EXPERTS_DIFFER, f"expert {walk.iteration.expert} differs between a token's choices", node
                 )
         # Only copy 0 met its own placeholders, so its keys are those of all walks.
         for placeholder in walks[0].met:
@@ -158,14 +158,14 @@ class Expressions:
         return results[0]
 
     @staticmethod
-    def num_alike(copies: Sequence[Copy], results: Sequence[fx.Node], node: fx.Node) -> int:
+    def num_alike(iterations: Sequence[LoopIteration], results: Sequence[fx.Node], node: fx.Node) -> int:
         """How many copies, from the first one on, compute the same."""
-        for place, (copy, result) in enumerate(zip(copies, results, strict=True)):
+        for place, (iteration, result) in enumerate(zip(iterations, results, strict=True)):
             try:
-                _Walk(copy, node).pair(results[0], result)
+                _Walk(iteration, node).pair(results[0], result)
             except CannotChunk:
                 return place
-        return len(copies)
+        return len(iterations)
 
     def _give_param(self, placeholder: fx.Node, members: list[Input], node: fx.Node) -> None:
         roles = {member.role for member in members}
@@ -261,8 +261,8 @@ class _Walk:
     `met` tells for each of copy 0's placeholders what the other copy reads in its place.
     """
 
-    def __init__(self, copy: Copy, node: fx.Node) -> None:
-        self.copy = copy
+    def __init__(self, iteration: LoopIteration, node: fx.Node) -> None:
+        self.iteration = iteration
         self.met: dict[fx.Node, Input] = {}
         self._node = node
         self._visited: dict[fx.Node, fx.Node] = {}
@@ -277,7 +277,7 @@ class _Walk:
                 if known is not b:
                     raise CannotChunk(
                         Reason.EXPERTS_DIFFER,
-                        f"experts 0 and {self.copy.expert} share intermediate results differently",
+                        f"experts 0 and {self.iteration.expert} share intermediate results differently",
                         a,
                     )
                 continue
@@ -301,5 +301,5 @@ class _Walk:
 
     def _differ(self) -> CannotChunk:
         return CannotChunk(
-            Reason.EXPERTS_DIFFER, f"experts 0 and {self.copy.expert} compute different things", self._node
+            Reason.EXPERTS_DIFFER, f"experts 0 and {self.iteration.expert} compute different things", self._node
         )

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from memfine_fx.passes.dataflow import same_size, static_size
-from memfine_fx.passes.read.leads import Lead, Size
+from memfine_fx.passes.read.dim_labels import DimLabels, Size
 from memfine_fx.passes.read.values import Combined, Rows
 
 __all__ = ["Exit", "Frame", "Slots"]
@@ -39,10 +39,10 @@ class Frame:
     is_mask: bool = False
 
     @property
-    def lead(self) -> Lead:
-        """Return the lead of the index: dimensions of tokens, with K as a dimension of its own or in the last one."""
+    def labels(self) -> DimLabels:
+        """Return the labels of the index: dimensions of tokens, with K as a dimension of its own or in the last one."""
         tokens = ("t",) if len(self.token_shape) == 1 else ("b", "s")
-        return Lead(*tokens, "k") if self.has_choices else Lead(*tokens[:-1], tokens[-1] + "k")
+        return DimLabels(*tokens, "k") if self.has_choices else DimLabels(*tokens[:-1], tokens[-1] + "k")
 
     @property
     def num_tokens(self) -> Size:
@@ -73,10 +73,10 @@ class Slots:
     shape: tuple[Size, ...]
 
     @property
-    def lead(self) -> Lead:
+    def labels(self) -> DimLabels:
         groups = [str(dim) for dim in range(len(self.shape) - 1)]
         groups[self.expert_dim] = "e"
-        return Lead(*groups)
+        return DimLabels(*groups)
 
 
 class Exit(Exception):

@@ -26,9 +26,9 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size, tensor_of
 from memfine_fx.passes.modes import Modes, gradient_stop
 from memfine_fx.passes.ops import LIKE_FACTORIES
+from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.expressions import Input, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame
-from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.normal_form import Call, NormalForm
 from memfine_fx.passes.read.roles import Roles, can_stop
 from memfine_fx.passes.read.sinking import is_dequantized
@@ -131,8 +131,8 @@ class Reader(Roles):
     def _index_ids(self) -> Ids | Mask:
         frame = self.frame
         if frame.is_mask:
-            return Mask(Lead(*frame.lead.groups, "e"), is_distinct=frame.is_distinct)
-        return Ids("e", frame.lead, is_distinct=frame.is_distinct, bound=frame.bound)
+            return Mask(DimLabels(*frame.labels.groups, "e"), is_distinct=frame.is_distinct)
+        return Ids("e", frame.labels, is_distinct=frame.is_distinct, bound=frame.bound)
 
     def _is_active(self, node: fx.Node) -> bool:
         """Whether something stands at a node that is more than a tensor from outside."""
@@ -268,7 +268,7 @@ class Reader(Roles):
     def _settled(self, value: Any, tensor: torch.Tensor, node: fx.Node) -> Any:
         is_one_tensor = isinstance(node_value(node), torch.Tensor)
         if is_one_tensor and isinstance(value, Mask) and value.is_part:
-            if value.lead is Lead(*self.frame.lead.groups, "e"):
+            if value.labels is DimLabels(*self.frame.labels.groups, "e"):
                 self.masks.append(node)
             if self.frame.is_index_like(tensor):
                 self.indices.append(node)  # zeros and ones may be read as ids themselves
@@ -278,34 +278,36 @@ class Reader(Roles):
             if is_one_tensor and self.frame.is_index_like(tensor):
                 self.indices.append(node)
             return Leaf(node, value.refusal if isinstance(value, Unknown) else None)
-        is_kept = isinstance(value, Rows) and (value.is_dispatched or "r" in value.lead.atoms)
+        is_kept = isinstance(value, Rows) and (value.is_dispatched or "r" in value.labels.axes)
         if not isinstance(value, Rows) or is_kept or not tensor.dtype.is_floating_point:
             return value
         # A number for each choice is a routing weight however it was computed, and the graph goes on computing it.
-        is_choice = value.lead is self.frame.lead and value.lead.num_dims == tensor.ndim and value.copy.is_all
-        if is_choice and value.off is None:
+        is_choice = (
+            value.labels is self.frame.labels and value.labels.num_dims == tensor.ndim and value.iteration.is_all
+        )
+        if is_choice and value.fill_value is None:
             return Leaf(node)
-        is_column = tensor.ndim > value.lead.num_dims + 1 and same_size(tensor.shape[-1], 1)  # of a bmm: no tokens
-        is_tokens = value.off is None and self._sinking.is_tokens(tensor) and not is_column
+        is_column = tensor.ndim > value.labels.num_dims + 1 and same_size(tensor.shape[-1], 1)  # of a bmm: no tokens
+        is_tokens = value.fill_value is None and self._sinking.is_tokens(tensor) and not is_column
         if value.expr is None or (is_tokens and not self._sinking.wants(node, self.ran, self.flow.position[node])):
-            return Leaf(node) if value.off is None else self._rooted(value, tensor, node)
+            return Leaf(node) if value.fill_value is None else self._rooted(value, tensor, node)
         return value
 
     def _rooted(self, value: Rows, tensor: torch.Tensor, node: fx.Node) -> Any:
         """Weights that are known at unchosen entries only: from here on they are this node."""
-        if value.copy.expert is not None and value.copy.choice is None:
-            expr = self.expressions.input(Input("column", node, value.copy.expert))
-        elif value.lead.num_dims == tensor.ndim and self._has_weights_of_experts(value.lead):
+        if value.iteration.expert is not None and value.iteration.choice is None:
+            expr = self.expressions.input(Input("column", node, value.iteration.expert))
+        elif value.labels.num_dims == tensor.ndim and self._has_weights_of_experts(value.labels):
             expr = self.expressions.input(Input("weight", node, is_gathered=True))
         else:
             return Leaf(node)
-        for _ in range(tensor.ndim - value.lead.num_dims):
+        for _ in range(tensor.ndim - value.labels.num_dims):
             expr = self.emit(aten.unsqueeze.default, expr, 1)
         return replace(value, expr=expr)
 
-    def _has_weights_of_experts(self, lead: Lead) -> bool:
+    def _has_weights_of_experts(self, labels: DimLabels) -> bool:
         """[T,E], as such weights are gathered; turned ones, [E,T], are read as something else."""
-        return lead.groups[-1:] == ("e",) and self.is_all_tokens(lead.without(lead.num_dims - 1))
+        return labels.groups[-1:] == ("e",) and self.is_all_tokens(labels.without(labels.num_dims - 1))
 
     def _is_one_vector_a_token(self, tensor: torch.Tensor) -> bool:
         """Whether combined tokens are [T,H] or [B,S,H] now, without a dimension of one in between."""
@@ -316,11 +318,13 @@ class Reader(Roles):
 
     def _ends_here(self, value: Rows, tensor: torch.Tensor, node: fx.Node) -> bool:
         """With one choice a token, rows in token order are combined, once no expert of theirs is left to run."""
-        if self.frame.top_k != 1 or not value.is_dispatched or not value.per_row or not value.copy.is_all:
+        if self.frame.top_k != 1 or not value.is_dispatched or not value.per_row or not value.iteration.is_all:
             return False
         # With K = 1 nothing is summed, so no operation marks the end: order and experts do.
-        is_tokens = bool(value.lead.groups) and set(value.lead.atoms) <= set("tbsk") and "" not in value.lead.groups
-        has_columns = tensor.ndim == value.lead.num_dims + 1 and tensor.ndim in (2, len(self.frame.token_shape) + 1)
+        is_tokens = (
+            bool(value.labels.groups) and set(value.labels.axes) <= set("tbsk") and "" not in value.labels.groups
+        )
+        has_columns = tensor.ndim == value.labels.num_dims + 1 and tensor.ndim in (2, len(self.frame.token_shape) + 1)
         ends = is_tokens and has_columns and bool(self.expert_nodes) and not self._has_experts_behind(node)
         return ends and value.expr is not None and not self.expressions.is_of_one_expert(value.expr)
 
@@ -345,7 +349,7 @@ class Reader(Roles):
         def of(leaf: Any) -> Any:
             value = self._value_of(leaf, None) if isinstance(leaf, torch.Tensor) else leaf
             is_table = isinstance(value, Part) and not self._is_unpacking and self._is_table_of_floats(leaf)
-            return Rows(Lead.EXPERT, value.expr, per_row=False, is_dispatched=True) if is_table else value
+            return Rows(DimLabels.EXPERT, value.expr, per_row=False, is_dispatched=True) if is_table else value
 
         args, kwargs = tree_map(of, (call.args, call.kwargs))
         try:

@@ -1,4 +1,4 @@
-"""The methods of a reader that rules call: sizes, leads, and the roles that values can take.
+"""The methods of a reader that rules call: sizes, labels, and the roles that values can take.
 
 A leaf takes the role that its use and its shape give it; a sum is complete when something reads it as rows.
 """
@@ -15,12 +15,12 @@ from torch import fx
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value, same_size, static_size
+from memfine_fx.passes.read.dim_labels import DimLabels, Size, join, regroup, without_ones
 from memfine_fx.passes.read.expressions import FLAT, Expressions, Input
 from memfine_fx.passes.read.frame import Exit, Frame, Slots
-from memfine_fx.passes.read.leads import Lead, Size, join, regroup, without_ones
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.sinking import Sinking
-from memfine_fx.passes.read.values import Combined, Copy, Ids, Leaf, Partial, Rows, Unknown
+from memfine_fx.passes.read.values import Combined, Ids, Leaf, LoopIteration, Partial, Rows, Unknown
 
 __all__ = ["IdUse", "Roles", "can_stop"]
 
@@ -59,32 +59,32 @@ class Roles:
         self._sinking = Sinking(flow, frame, forced, expands_tables=expands_tables)
         self._end = len(flow.position)
 
-    def size_of(self, atom: str) -> Size:
-        """Size of an atom of a lead."""
+    def size_of(self, axis: str) -> Size:
+        """Return the size of an axis of labels."""
         frame = self.frame
-        if atom.isdigit():
+        if axis.isdigit():
             assert self.slots is not None
-            return self.slots.shape[int(atom)]
-        if atom == "e":
+            return self.slots.shape[int(axis)]
+        if axis == "e":
             num_experts = frame.num_experts if self.num_experts is None else self.num_experts
             if num_experts is None:
                 raise CannotChunk(Reason.ROWS_NOT_FOLLOWED, "how many experts there are is not known yet")
             return num_experts
-        if atom == "s":
+        if axis == "s":
             return frame.token_shape[1] if len(frame.token_shape) == 2 else 1
         sizes = {"t": frame.num_tokens, "b": frame.token_shape[0], "k": frame.top_k, "r": frame.num_rows}
-        if atom not in sizes:
+        if axis not in sizes:
             raise CannotChunk(
                 Reason.ROWS_NOT_FOLLOWED, "something repeated is neither a token's choices nor the experts"
             )
-        return sizes[atom]
+        return sizes[axis]
 
-    def regroup(self, lead: Lead, source: Sequence[Size], target: Sequence[Size]) -> Lead | None:
-        """The lead of a reshape from `source` to `target`; None where rows would mix."""
+    def regroup(self, labels: DimLabels, source: Sequence[Size], target: Sequence[Size]) -> DimLabels | None:
+        """The labels of a reshape from `source` to `target`; None where rows would mix."""
         source, target = ([self.known_size(size) for size in shape] for shape in (source, target))
-        # A dimension of one atom has the size that stands in the graph, which need not be written as the frame's is.
-        own = {group: size for group, size in zip(lead.groups, source, strict=False) if len(group) == 1}
-        return regroup(lead, target, lambda atom: own[atom] if atom in own else self.size_of(atom))
+        # A dimension of one axis has the size that stands in the graph, which need not be written as the frame's is.
+        own = {group: size for group, size in zip(labels.groups, source, strict=False) if len(group) == 1}
+        return regroup(labels, target, lambda axis: own[axis] if axis in own else self.size_of(axis))
 
     def known_size(self, size: Size) -> Any:
         """A size in which the experts' rows are counted, in sizes that are known before: together they are all rows."""
@@ -100,20 +100,20 @@ class Roles:
             rest = rest + symbol
         return expr.subs(counts[0], size_expr(self.frame.num_rows) - rest).expand()
 
-    def joined(self, left: Lead, right: Lead) -> Lead | None:
+    def joined(self, left: DimLabels, right: DimLabels) -> DimLabels | None:
         return join(left, right, self.size_of)
 
     def is_same(self, left: str, right: str) -> bool:
-        """Whether two groups of atoms name the same, atoms of size one aside."""
+        """Whether two groups of axes name the same, axes of size one aside."""
         return left == right or without_ones(left, self.size_of) == without_ones(right, self.size_of)
 
-    def is_all_tokens(self, lead: Lead) -> bool:
-        """Whether a lead is that of tokens, whatever its shape."""
-        return self.is_same(lead.atoms, "t")
+    def is_all_tokens(self, labels: DimLabels) -> bool:
+        """Whether labels are those of tokens, whatever the shape."""
+        return self.is_same(labels.axes, "t")
 
-    def covers_choices(self, lead: Lead) -> bool:
-        """Whether a lead has every assignment once."""
-        return self.is_same(lead.atoms, "r") or sorted(without_ones(lead.atoms, self.size_of)) == sorted(
+    def covers_choices(self, labels: DimLabels) -> bool:
+        """Whether labels have every assignment once."""
+        return self.is_same(labels.axes, "r") or sorted(without_ones(labels.axes, self.size_of)) == sorted(
             without_ones("tk", self.size_of)
         )
 
@@ -185,37 +185,41 @@ class Roles:
             Exit: it is the exit.
         """
         # A sum does not care in which order a copy held its rows.
-        by_copy = {copy.unordered: expr for copy, expr in value.parts}
-        choices = range(self.frame.top_k) if next(iter(by_copy)).choice is not None else (None,)
-        num_experts = 1 + max(copy.expert or 0 for copy in by_copy)
-        copies = [Copy(expert, choice) for choice in choices for expert in range(num_experts)]
-        missing = [copy.expert for copy in copies if copy not in by_copy]
+        by_iteration = {iteration.unordered: expr for iteration, expr in value.parts}
+        choices = range(self.frame.top_k) if next(iter(by_iteration)).choice is not None else (None,)
+        num_experts = 1 + max(iteration.expert or 0 for iteration in by_iteration)
+        iterations = [LoopIteration(expert, choice) for choice in choices for expert in range(num_experts)]
+        missing = [iteration.expert for iteration in iterations if iteration not in by_iteration]
         if missing:
             raise CannotChunk(
                 Reason.RESULTS_APART,
                 f"expert {missing[0]} of {num_experts} does not write its results back",
                 value.node,
             )
-        results = [by_copy[copy] for copy in copies]
+        results = [by_iteration[iteration] for iteration in iterations]
         # A shared expert that was added to the same sum is no copy of the routed ones.
-        num_alike = self.expressions.num_alike(copies, results, value.node)
-        alike = value.first(num_alike) if value.lead is None and num_alike > 1 and list(by_copy) == copies else None
+        num_alike = self.expressions.num_alike(iterations, results, value.node)
+        alike = (
+            value.first(num_alike)
+            if value.labels is None and num_alike > 1 and list(by_iteration) == iterations
+            else None
+        )
         if alike is not None:
             return self.whole(alike)  # the others add to these experts' sum
-        expr = self.expressions.unify(copies, results, value.node)
+        expr = self.expressions.unify(iterations, results, value.node)
         self.num_experts = num_experts
-        if value.lead is None:
+        if value.labels is None:
             raise Exit(value.node, Combined(expr, value.base))
-        order = value.parts[0][0].order if value.lead is Lead.SORTED else ""
-        whole = Rows(value.lead, expr, copy=Copy(order=order), is_dispatched=True)
-        if self.frame.top_k == 1 and self.is_all_tokens(value.lead) and not self._has_experts_behind(value.node):
+        order = value.parts[0][0].order if value.labels is DimLabels.SORTED else ""
+        whole = Rows(value.labels, expr, iteration=LoopIteration(order=order), is_dispatched=True)
+        if self.frame.top_k == 1 and self.is_all_tokens(value.labels) and not self._has_experts_behind(value.node):
             raise Exit(value.node, whole)
         return whole
 
     def as_parameter(self, value: Any, call: Call) -> Rows:
         """A value as a tensor that is the same for all rows: a leaf is read whole, whatever its shape looks like."""
         if isinstance(value, Leaf) and self._sinking.is_made_of_parameters(value.node):
-            return Rows(Lead.NONE, self.expressions.input(Input("whole", value.node)), per_row=False)
+            return Rows(DimLabels.NONE, self.expressions.input(Input("whole", value.node)), per_row=False)
         return self.as_rows(value, call)
 
     def part_of_table(self, value: Leaf, num_experts: int, call: Call) -> fx.Node:
@@ -258,11 +262,13 @@ class Roles:
         assert isinstance(tensor, torch.Tensor)
         # [B,S,H] keeps both dimensions, so that flattening later is seen as a regrouping.
         has_dims = len(self.frame.token_shape) == 2 and tensor.ndim > 2 and _starts_with(tensor, self.frame.token_shape)
-        return Rows(Lead("b", "s") if has_dims else Lead.TOKEN, self.expressions.input(Input("rows", value.node)))
+        return Rows(
+            DimLabels("b", "s") if has_dims else DimLabels.TOKEN, self.expressions.input(Input("rows", value.node))
+        )
 
     def as_table(self, value: Any, call: Call, dim: int = 0) -> Rows:
         """A value as a table of one entry per expert, which a leaf may hold along any dimension."""
-        if isinstance(value, Rows) and value.lead.groups[:1] == ("e",) and not value.per_row:
+        if isinstance(value, Rows) and value.labels.groups[:1] == ("e",) and not value.per_row:
             return value
         if not isinstance(value, Leaf):
             raise call.refused(
@@ -275,14 +281,14 @@ class Roles:
             raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"number of experts is symbolic: {table.shape[dim]}")
         self.check_num_experts(num_experts, call)
         expr = self.expressions.input(Input("table", value.node, dim=dim))
-        return Rows(Lead.EXPERT, self.emit(aten.unsqueeze.default, expr, 0), per_row=False, is_dispatched=True)
+        return Rows(DimLabels.EXPERT, self.emit(aten.unsqueeze.default, expr, 0), per_row=False, is_dispatched=True)
 
     def entry(self, value: Leaf, place: int, call: Call) -> Rows | None:
         """Entry `place` of a table of parameters; None where the leaf is none."""
         if not self._sinking.is_made_of_parameters(value.node):
             return None
         expr = self.expressions.input(Input("entry", value.node, place))
-        return Rows(Lead.NONE, expr, per_row=False, is_dispatched=True)
+        return Rows(DimLabels.NONE, expr, per_row=False, is_dispatched=True)
 
     def as_weights(self, value: Leaf, num_experts: Size | None = None) -> Rows | None:
         """A leaf as weights of each choice, or of each of `num_experts` experts; None where it is neither."""
@@ -291,9 +297,9 @@ class Roles:
         # A parameter of [T,K] by accident of sizes is trained, and no decision of a router.
         if isinstance(tensor, torch.nn.Parameter) or not is_float_tensor(value.node):
             return None
-        lead = self._lead_of_choices(tensor) if frame.has_choices else None
-        if lead is not None and lead.groups[-1] == "k":
-            return Rows(lead, self.expressions.input(Input("weight", value.node)))
+        labels = self._labels_of_choices(tensor) if frame.has_choices else None
+        if labels is not None and labels.groups[-1] == "k":
+            return Rows(labels, self.expressions.input(Input("weight", value.node)))
         return self.weights_of_experts(
             value, self.num_experts or frame.num_experts if num_experts is None else num_experts
         )
@@ -313,12 +319,12 @@ class Roles:
         if not fits or isinstance(tensor, torch.nn.Parameter) or not is_float_tensor(value.node):
             return None
         tokens = ("t",) if len(self.frame.token_shape) == 1 else ("b", "s")
-        return Rows(Lead(*tokens, "e"), self.expressions.input(Input("weight", value.node, is_gathered=True)))
+        return Rows(DimLabels(*tokens, "e"), self.expressions.input(Input("weight", value.node, is_gathered=True)))
 
     def matrix_of(self, rows: Rows) -> fx.Node:
         """The [a,b] matrix of a parameter whose expression is [1,a,b]."""
         assert not rows.per_row
-        return rows.expr if rows.lead is Lead.NONE else self.emit(aten.select.int, rows.expr, 0, 0)  # type: ignore[return-value]
+        return rows.expr if rows.labels is DimLabels.NONE else self.emit(aten.select.int, rows.expr, 0, 0)  # type: ignore[return-value]
 
     def _resolved(self, outer: fx.Node, call: Call) -> Rows:
         """The role that a leaf's shape gives it."""
@@ -330,9 +336,9 @@ class Roles:
             )
         is_param = isinstance(value, torch.nn.Parameter)
         # Weights before tokens: [T,K] has the shape of tokens too.
-        lead = self._lead_of_choices(value)
-        if lead is not None and not is_param:
-            return Rows(lead, self.expressions.input(Input("weight", outer)))
+        labels = self._labels_of_choices(value)
+        if labels is not None and not is_param:
+            return Rows(labels, self.expressions.input(Input("weight", outer)))
         if self._sinking.is_tokens(value) and not is_param:
             return self.as_tokens(Leaf(outer), call)
         is_entry_each = value.ndim >= 2 and static_size(value.shape[0]) == self.num_experts is not None
@@ -343,16 +349,16 @@ class Roles:
                 Reason.ROWS_NOT_FOLLOWED,
                 f"an input of symbolic shape {tuple(value.shape)} is neither tokens nor weights",
             )
-        return Rows(Lead.NONE, self.expressions.input(Input("whole", outer)), per_row=False)
+        return Rows(DimLabels.NONE, self.expressions.input(Input("whole", outer)), per_row=False)
 
-    def _lead_of_choices(self, tensor: torch.Tensor) -> Lead | None:
-        """Return the lead of a tensor with a number for each choice, its tokens in their own or in one dimension."""
+    def _labels_of_choices(self, tensor: torch.Tensor) -> DimLabels | None:
+        """Return the labels of a tensor with a number for each choice, its tokens in their own or in one dimension."""
         frame = self.frame
         if _has_shape(tensor, (*frame.token_shape, frame.top_k)):
-            return replace(frame, has_choices=True).lead
+            return replace(frame, has_choices=True).labels
         if frame.top_k == 1 and _has_shape(tensor, frame.token_shape):
-            return replace(frame, has_choices=False).lead
-        return Lead("t", "k") if _has_shape(tensor, (frame.num_tokens, frame.top_k)) else None
+            return replace(frame, has_choices=False).labels
+        return DimLabels("t", "k") if _has_shape(tensor, (frame.num_tokens, frame.top_k)) else None
 
     def _has_experts_behind(self, node: fx.Node) -> bool:
         """Whether a later matmul of what stands here reads more that the routing decides."""

@@ -54,7 +54,7 @@ class SlotReader(Reader):
         super()._settle(node, is_pulled=is_pulled)
         for tensor in self._results_of(node):
             value = self._value_of(tensor, node)
-            is_slots = isinstance(value, Rows) and self.slots is not None and value.lead is self.slots.lead
+            is_slots = isinstance(value, Rows) and self.slots is not None and value.labels is self.slots.labels
             if is_slots and value.is_dispatched and node in self.expert_nodes:
                 self._last = node, value
 
@@ -68,7 +68,7 @@ class SlotReader(Reader):
             self.slots = Slots(source, dim, tuple(tensor.shape))
             self.num_experts = static_size(tensor.shape[dim])
             expr = self.expressions.input(Input("rows", source))
-            self._give_tensor(tensor, Rows(self.slots.lead, expr, is_dispatched=True))
+            self._give_tensor(tensor, Rows(self.slots.labels, expr, is_dispatched=True))
             return
 
     def _is_filled(self, node: fx.Node) -> bool:

@@ -1,9 +1,9 @@
 """The lattice: what a tensor of functional ATen is, seen from the routing of one layer.
 
 One value per tensor. What the routing is about is a pair (token, choice), an *assignment*; a value says for every entry
-of its tensor which assignment it belongs to (`lead`, and `copy` inside a loop over experts) and, for floats, which
-expression of one expert's rows computes it. Order is bookkeeping: gathering and sorting change the lead, never the
-expression.
+of its tensor which assignment it belongs to (`labels`, and `iteration` inside a loop over experts) and, for floats,
+which expression of one expert's rows computes it. Order is bookkeeping: gathering and sorting change the labels, never
+the expression.
 
     Leaf      from outside, its role decided by the first use           Ids       integers that name something
     Fill      one number everywhere                                     Mask      whether the routing names an expert
@@ -23,17 +23,17 @@ from typing import Any
 from torch import fx
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.dim_labels import DimLabels
 
 __all__ = [
     "ALL",
     "Combined",
     "Coordinates",
-    "Copy",
     "Counts",
     "Fill",
     "Ids",
     "Leaf",
+    "LoopIteration",
     "Mask",
     "Part",
     "Partial",
@@ -46,7 +46,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Copy:
+class LoopIteration:
     """Which assignments a value is about: those of one expert, of one of a token's choices, or both; all by default.
 
     Args:
@@ -66,22 +66,22 @@ class Copy:
         return self.expert is None and self.choice is None
 
     @property
-    def unordered(self) -> Copy:
+    def unordered(self) -> LoopIteration:
         """The same of values that are no routed rows."""
-        return Copy(self.expert, self.choice)
+        return LoopIteration(self.expert, self.choice)
 
 
-ALL = Copy()
+ALL = LoopIteration()
 
 
-def merged(left: Copy, right: Copy) -> Copy | None:
+def merged(left: LoopIteration, right: LoopIteration) -> LoopIteration | None:
     """Return what two values that meet are about together; None where they contradict each other."""
     # A value that is about all experts says nothing of one, so it agrees with any.
     pairs = ((left.expert, right.expert), (left.choice, right.choice), (left.order or None, right.order or None))
     if any(a is not None and b is not None and a != b for a, b in pairs):
         return None
     expert, choice, order = (b if a is None else a for a, b in pairs)
-    return Copy(expert, choice, order or "")  # type: ignore[arg-type]  # numbers first, then a string
+    return LoopIteration(expert, choice, order or "")  # type: ignore[arg-type]  # numbers first, then a string
 
 
 @dataclass(frozen=True)
@@ -117,23 +117,23 @@ class Fill:
 
 @dataclass(frozen=True)
 class Ids:
-    """Integers that name something about the assignments in their lead.
+    """Integers that name something about the assignments in their labels.
 
     Args:
-        names: what each entry names, in atoms: "e" its expert, "tk" its flat position t*K + k, "t" its token, "k" its
+        names: what each entry names, in axes: "e" its expert, "tk" its flat position t*K + k, "t" its token, "k" its
             choice, "b" or "s" its token's coordinate, "r" its place in expert order, "#" just 0, 1, 2, ...
-        lead: every dimension of the tensor.
+        labels: every dimension of the tensor.
         is_iota: whether they stand in order, 0 .. n-1.
-        copy: whose places they are, in a loop.
+        iteration: whose places they are, in a loop.
         is_distinct: of experts' ids: whether it is proved that no token names an expert twice.
         bound: of experts' ids: a number that they are proved to be below, and not negative; None where nothing is
             proved. A rule that makes other ids says which of the two facts hold of them; by default neither does.
     """
 
     names: str
-    lead: Lead
+    labels: DimLabels
     is_iota: bool = False
-    copy: Copy = ALL
+    iteration: LoopIteration = ALL
     is_distinct: bool = False
     bound: int | None = None
 
@@ -143,15 +143,15 @@ class Mask:
     """Numbers or truths that are one where the routing names the expert, zero elsewhere (or the other way round).
 
     Args:
-        lead: every dimension; experts are one of them, or `copy.expert` is a number.
-        copy: what it is about.
+        labels: every dimension; experts are one of them, or `iteration.expert` is a number.
+        iteration: what it is about.
         is_negated: whether it is zero where the expert is named.
         is_part: whether it may be zero for named experts too (dropped tokens).
         is_distinct: whether it is proved that no token names an expert twice, so that its choices can be put together.
     """
 
-    lead: Lead
-    copy: Copy = ALL
+    labels: DimLabels
+    iteration: LoopIteration = ALL
     is_negated: bool = False
     is_part: bool = False
     is_distinct: bool = False
@@ -162,7 +162,7 @@ class Coordinates:
     """Places where a mask of one expert holds, [R, number of its dimensions]; `names` says what each column names."""
 
     names: tuple[str, ...]
-    copy: Copy
+    iteration: LoopIteration
 
 
 @dataclass(frozen=True)
@@ -178,22 +178,22 @@ class Rows:
     """A float tensor, row by row.
 
     Args:
-        lead: leading dimensions; the others are in the expression.
+        labels: leading dimensions; the others are in the expression.
         expr: node of the expert function: [R, rest...], or [1, rest...] where `per_row` is False (an expert's
-            parameter, the same for all its rows); for Lead.NONE the tensor itself. None where no expression of one
-            row gives it (a softmax over experts): then only `off` is known.
+            parameter, the same for all its rows); for DimLabels.NONE the tensor itself. None where no expression of one
+            row gives it (a softmax over experts): then only `fill_value` is known.
         per_row: whether rows of one expert may differ.
-        off: with a dense lead, or about one expert of every token: the value of each entry whose token did not choose
-            that expert; None where it is not one known number.
-        copy: which assignments it is about.
+        fill_value: with dense labels, or about one expert of every token: the value of each entry whose token did not
+            choose that expert; None where it is not one known number.
+        iteration: which assignments it is about.
         is_dispatched: whether it is part of what the experts compute, so that it cannot be left outside the region.
     """
 
-    lead: Lead
+    labels: DimLabels
     expr: fx.Node | None
     per_row: bool = True
-    off: float | None = None
-    copy: Copy = ALL
+    fill_value: float | None = None
+    iteration: LoopIteration = ALL
     is_dispatched: bool = False
 
 
@@ -222,22 +222,22 @@ class Partial:
     """Results of some copies of a loop's body, put together so far.
 
     Args:
-        lead: where rows are put, each in its own place; None where they are summed to their tokens.
+        labels: where rows are put, each in its own place; None where they are summed to their tokens.
         parts: of each copy, in the order in which they came: the copy and its results.
         base: outer node that they are added to, or None for zeros.
         node: of Dynamo's graph, which holds all this.
         before: what `node` added to; None where it began.
     """
 
-    lead: Lead | None
-    parts: tuple[tuple[Copy, fx.Node], ...]
+    labels: DimLabels | None
+    parts: tuple[tuple[LoopIteration, fx.Node], ...]
     base: fx.Node | None
     node: fx.Node
     before: Partial | None = field(default=None, compare=False, repr=False)
 
     @property
-    def copies(self) -> set[Copy]:
-        return {copy.unordered for copy, _ in self.parts}
+    def iterations(self) -> set[LoopIteration]:
+        return {iteration.unordered for iteration, _ in self.parts}
 
     def first(self, num_parts: int) -> Partial | None:
         """The sum when it held so many parts, if a node of its own held that."""
@@ -255,7 +255,7 @@ class Taken:
 
     sum: Any
     names: tuple[str, ...]
-    copy: Copy
+    iteration: LoopIteration
     added: Rows | None = None
 
 

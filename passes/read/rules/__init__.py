@@ -20,7 +20,7 @@ def rule_of(target: Any, is_packed: bool = False) -> Rule | None:
 
     Args:
         target: the overload.
-        is_packed: whether it works on packed numbers, for which leads say nothing.
+        is_packed: whether it works on packed numbers, for which labels say nothing.
     """
     if is_packed:
         return blocks.block_rule(target)

@@ -3,7 +3,7 @@
     blocks [E,F,G,16] -> reshape [E*F*G,16] -> nibbles -> codebook[nibbles] -> times 2**scales -> reshape [E,F,H]
 
 What makes weights of packed numbers goes through integers and through shapes in which experts and rows are one
-dimension, so leads say nothing about it. Positions do: where entries [e*m, (e+1)*m) of a result depend on the same
+dimension, so labels say nothing about it. Positions do: where entries [e*m, (e+1)*m) of a result depend on the same
 entries of its operands, and on operands that are read whole, expert e's part needs expert e's parts alone. Each rule
 writes the same operation on one expert's part, [m,...]; what would let experts meet is refused.
 """
@@ -19,7 +19,7 @@ from torch import fx
 from memfine_fx.compat.tensors import tree_flatten, tree_unflatten
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import static_size
-from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.indices import RULES as INDEX_RULES
@@ -55,7 +55,7 @@ def _part_shape(reader: Reader, tensor: torch.Tensor) -> list[int]:
 
 def _part(reader: Reader, value: Any, tensor: torch.Tensor, call: Call) -> fx.Node:
     """One expert's part of an operand, [m,...]."""
-    if isinstance(value, Part) or (isinstance(value, Rows) and value.lead is Lead.EXPERT and not value.per_row):
+    if isinstance(value, Part) or (isinstance(value, Rows) and value.labels is DimLabels.EXPERT and not value.per_row):
         return value.expr  # type: ignore[return-value]  # a table's
     if not _has_parts(reader, tensor):
         raise _mixes(call)

@@ -14,7 +14,7 @@ from torch import fx
 from memfine_fx.compat.operators import qualified_name
 from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import same_size, static_size
-from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.marker import PUT_ROWS
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
@@ -44,13 +44,13 @@ def _index_put(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 def _put_back(reader: Reader, call: Call, base: Any, which: Named, taken: Taken) -> Partial:
     """out[places] = out[places] + rows"""
     # A read, an addition and a write are one sum only if nothing was written in between.
-    if taken.added is None or (taken.names, taken.copy) != (which.names, which.copy) or taken.sum != base:
+    if taken.added is None or (taken.names, taken.iteration) != (which.names, which.iteration) or taken.sum != base:
         raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED, "rows are added to another state of the output than they were read from"
         )
-    is_token = reader.is_all_tokens(Lead(*which.names))
+    is_token = reader.is_all_tokens(DimLabels(*which.names))
     # Without accumulation, of two rows for one place the last one written is left.
-    if is_token and not reader.frame.is_distinct and which.copy.choice is None:
+    if is_token and not reader.frame.is_distinct and which.iteration.choice is None:
         raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED,
             "a token may name an expert twice here, but only one of its rows would be added",
@@ -91,7 +91,7 @@ def _scatter(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return _counted(reader, base, values, call)
     if ids.names == "e":
         return scattered(reader, call, base, ids, values)
-    columns = ids.lead.groups[1:]
+    columns = ids.labels.groups[1:]
     widths = [operand.shape[1:] for operand in (call.args[0], *call.args[2:4]) if isinstance(operand, torch.Tensor)]
     if (
         dim != 0
@@ -99,7 +99,7 @@ def _scatter(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         or not all(same_size(a, b) for own in widths for a, b in zip(own, widths[0], strict=True))
     ):
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "scatter_add other than of rows to tokens")
-    which = Named((ids.names,), Lead(*ids.lead.groups[:1]), ids.copy)
+    which = Named((ids.names,), DimLabels(*ids.labels.groups[:1]), ids.iteration)
     return _sum(reader, call, base, which, values) if is_sum else _put(reader, call, base, which, values)
 
 
@@ -122,16 +122,20 @@ def _counted(reader: Reader, base: Any, values: Any, call: Call) -> Counts:
 def _sum(reader: Reader, call: Call, base: Any, which: Named, values: Any) -> Any:
     """Rows added at the places that are named."""
     rows = reader.as_rows(values, call)
-    if which.copy.expert is not None:
+    if which.iteration.expert is not None:
         return _grown(reader, call, base, which, rows, sums=True)
-    lead = Lead(*which.names)
+    labels = DimLabels(*which.names)
     is_fresh = base == Fill(0.0)
     # Row i goes to the token of assignment i because index and rows stand in one order, and every assignment is there
     # once.
-    if not (is_fresh or isinstance(base, Leaf)) or rows.lead is not which.lead or not reader.is_all_tokens(lead):
+    if not (is_fresh or isinstance(base, Leaf)) or rows.labels is not which.labels or not reader.is_all_tokens(labels):
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "rows added to other than tokens in their own order")
     # The sum is a combine only if each of a token's rows is in it once.
-    if not reader.covers_choices(rows.lead) or merged(rows.copy, which.copy) is None or not rows.copy.is_all:
+    if (
+        not reader.covers_choices(rows.labels)
+        or merged(rows.iteration, which.iteration) is None
+        or not rows.iteration.is_all
+    ):
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "some of a token's rows are added, or in another order")
     base_node = base.node if isinstance(base, Leaf) else None
     return Combined(expression_of(rows, call), base_node)
@@ -139,31 +143,35 @@ def _sum(reader: Reader, call: Call, base: Any, which: Named, values: Any) -> An
 
 def _put(reader: Reader, call: Call, base: Any, which: Named, values: Any) -> Any:
     """Rows or places written where each has a place of its own."""
-    if which.copy.expert is not None:
+    if which.iteration.expert is not None:
         return _grown(reader, call, base, which, reader.as_rows(values, call), sums=False)
-    is_permutation = which.lead is Lead.SORTED and reader.covers_choices(Lead(*which.names))
+    is_permutation = which.labels is DimLabels.SORTED and reader.covers_choices(DimLabels(*which.names))
     if not is_permutation or not isinstance(base, Fill):
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "index_put that does not invert the dispatch order")
-    lead = Lead(*which.names)
-    if isinstance(values, Ids) and values.is_iota and values.lead.num_dims == 1 and call.ndim == 1:
-        is_whole = values.names == "#" or reader.covers_choices(values.lead)
+    labels = DimLabels(*which.names)
+    if isinstance(values, Ids) and values.is_iota and values.labels.num_dims == 1 and call.ndim == 1:
+        is_whole = values.names == "#" or reader.covers_choices(values.labels)
         if is_whole and same_size(call.args[2].shape[0], reader.frame.num_rows):
-            return Ids("r", lead, copy=which.copy)
-    if isinstance(values, Rows) and values.lead is Lead.SORTED and merged(values.copy, which.copy) is not None:
-        return replace(values, lead=lead, copy=ALL)  # a permutation overwrites every row of the base
+            return Ids("r", labels, iteration=which.iteration)
+    if (
+        isinstance(values, Rows)
+        and values.labels is DimLabels.SORTED
+        and merged(values.iteration, which.iteration) is not None
+    ):
+        return replace(values, labels=labels, iteration=ALL)  # a permutation overwrites every row of the base
     raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "index_put that does not invert the dispatch order")
 
 
 def _grown(reader: Reader, call: Call, base: Any, which: Named, rows: Rows, *, sums: bool) -> Partial:
     """A sum with the rows of one more copy."""
-    expert = which.copy.expert
+    expert = which.iteration.expert
     # Row i belongs to place i only where both were made by one mask, in one order.
-    if rows.copy != which.copy or rows.lead is not which.lead:
+    if rows.iteration != which.iteration or rows.labels is not which.labels:
         raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED, f"other rows than those of expert {expert} are written at its places"
         )
-    lead = Lead(*which.names)
-    is_token = reader.is_all_tokens(lead)
+    labels = DimLabels(*which.names)
+    is_token = reader.is_all_tokens(labels)
     # With several choices a token has rows of several experts, and the last one would win.
     if not sums and is_token and reader.frame.top_k != 1:
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "an expert's rows overwrite those of others in the output")
@@ -171,13 +179,13 @@ def _grown(reader: Reader, call: Call, base: Any, which: Named, rows: Rows, *, s
         sums = False  # every assignment has a place of its own, which held zero
         if not (base == Fill(0.0) or isinstance(base, Partial)):
             raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "rows are added to other than tokens")
-    target = None if sums else lead
+    target = None if sums else labels
     before = base if isinstance(base, Partial) else None
     # A copy counts once; `unify` would else compare an expert with itself and call the sum complete.
-    if before is not None and (before.lead is not target or which.copy.unordered in before.copies):
+    if before is not None and (before.labels is not target or which.iteration.unordered in before.iterations):
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, f"expert {expert} is written back twice, or in two ways")
     reader.note_experts(call, "loops")
-    part = which.copy, expression_of(rows, call)
+    part = which.iteration, expression_of(rows, call)
     if before is None:
         return Partial(target, (part,), _base_of(reader, call, base, sums), call.node)
     return Partial(target, (*before.parts, part), before.base, call.node, before)
@@ -196,14 +204,14 @@ def _put_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """One expert's rows written at their places in expert order."""
     base, values, counts, expert = args
     rows = reader.as_rows(values, call)
-    is_fresh = isinstance(base, Fill) or (isinstance(base, Partial) and base.lead is Lead.SORTED)
+    is_fresh = isinstance(base, Fill) or (isinstance(base, Partial) and base.labels is DimLabels.SORTED)
     if not is_fresh or not reader.are_counts(counts):
         raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED, "an expert's rows are written into other than a fresh tensor in expert order"
         )
     # A second write for one expert would overwrite the first.
-    known = set() if isinstance(base, Fill) else base.copies
-    if rows.lead is not Lead.SORTED or rows.copy.expert != expert or rows.copy.unordered in known:
+    known = set() if isinstance(base, Fill) else base.iterations
+    if rows.labels is not DimLabels.SORTED or rows.iteration.expert != expert or rows.iteration.unordered in known:
         raise call.refused(
             Reason.COMBINE_NOT_FOLLOWED, f"other rows than those of expert {expert} are written at its places, or twice"
         )
@@ -212,10 +220,10 @@ def _put_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         raise call.refused(Reason.COMBINE_NOT_FOLLOWED, "an expert's rows change their shape where they are written")
     reader.note_experts(call, "loops")
     written, dtype = expression_of(rows, call), call.args[0].dtype
-    part = rows.copy, written if call.args[1].dtype is dtype else cast(reader, written, dtype)
+    part = rows.iteration, written if call.args[1].dtype is dtype else cast(reader, written, dtype)
     if isinstance(base, Fill):
-        return Partial(Lead.SORTED, (part,), None, call.node)
-    return Partial(Lead.SORTED, (*base.parts, part), None, call.node, base)
+        return Partial(DimLabels.SORTED, (part,), None, call.node)
+    return Partial(DimLabels.SORTED, (*base.parts, part), None, call.node, base)
 
 
 RULES: dict[Any, Rule] = {

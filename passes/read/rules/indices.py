@@ -15,7 +15,7 @@ import torch
 
 from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import same_size
-from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.marker import COUNT_ROWS
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
@@ -23,11 +23,11 @@ from memfine_fx.passes.read.rules.pointwise import along_dim, pointwise
 from memfine_fx.passes.read.values import (
     ALL,
     Coordinates,
-    Copy,
     Counts,
     Fill,
     Ids,
     Leaf,
+    LoopIteration,
     Mask,
     Partial,
     Rows,
@@ -42,11 +42,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Named:
-    """Names that several indices give together, one group of atoms for each dimension they index."""
+    """Names that several indices give together, one group of axes for each dimension they index."""
 
     names: tuple[str, ...]
-    lead: Lead
-    copy: Copy
+    labels: DimLabels
+    iteration: LoopIteration
 
 
 def named(reader: Reader, indices: list[Any], call: Call) -> Named:
@@ -57,20 +57,20 @@ def named(reader: Reader, indices: list[Any], call: Call) -> Named:
     """
     if len(indices) == 1 and isinstance(indices[0], Mask):
         places = coordinates(indices[0], call)
-        return Named(places.names, Lead.SORTED, places.copy)
+        return Named(places.names, DimLabels.SORTED, places.iteration)
     if not indices or not all(isinstance(ids, Ids) for ids in indices):
         why = next((leaf.why for leaf in indices if isinstance(leaf, Leaf) and leaf.why is not None), None)
         raise why or call.refused(Reason.INDEX_NOT_FOLLOWED, "indexing by other than one routing index")
     # Several indices broadcast with each other before they pick, as in NumPy.
-    num_dims = max(ids.lead.num_dims for ids in indices)
-    lead, copy = Lead(*[""] * num_dims), ALL
+    num_dims = max(ids.labels.num_dims for ids in indices)
+    labels, iteration = DimLabels(*[""] * num_dims), ALL
     for index in indices:
-        joined = reader.joined(lead, Lead(*[""] * (num_dims - index.lead.num_dims), *index.lead.groups))
-        joint = merged(copy, index.copy)
+        joined = reader.joined(labels, DimLabels(*[""] * (num_dims - index.labels.num_dims), *index.labels.groups))
+        joint = merged(iteration, index.iteration)
         if joined is None or joint is None:
             raise call.refused(Reason.INDEX_NOT_FOLLOWED, "indices of different experts or tokens meet")
-        lead, copy = joined, joint
-    return Named(tuple(ids.names for ids in indices), lead, copy)
+        labels, iteration = joined, joint
+    return Named(tuple(ids.names for ids in indices), labels, iteration)
 
 
 def coordinates(mask: Mask, call: Call, *, has_ones: bool = False) -> Coordinates:
@@ -79,25 +79,25 @@ def coordinates(mask: Mask, call: Call, *, has_ones: bool = False) -> Coordinate
     Raises:
         CannotChunk: it is about all experts, or of what was not chosen.
     """
-    groups = mask.lead.groups
+    groups = mask.labels.groups
     if (
-        mask.copy.expert is None
+        mask.iteration.expert is None
         or mask.is_negated
         or mask.is_part
-        or "e" in mask.lead.atoms
+        or "e" in mask.labels.axes
         or ("" in groups and not has_ones)
     ):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "the places of a mask of other than one expert")
-    atoms = mask.lead.atoms
+    axes = mask.labels.axes
     # `nonzero` lists places in row-major order of the mask, so its last dimension runs fastest.
-    is_turned = "k" in atoms and not atoms.endswith("k")
-    return Coordinates(groups, replace(mask.copy, order="kt" if is_turned else "t"))
+    is_turned = "k" in axes and not axes.endswith("k")
+    return Coordinates(groups, replace(mask.iteration, order="kt" if is_turned else "t"))
 
 
 def _nonzero(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(args[0], Mask):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "the places of other than a mask of one expert")
-    dims = zip(args[0].lead.groups, call.shape(), strict=True)
+    dims = zip(args[0].labels.groups, call.shape(), strict=True)
     return coordinates(args[0], call, has_ones=all(group or same_size(size, 1) for group, size in dims))
 
 
@@ -106,17 +106,20 @@ def _sort(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     is_stable_overload = call.target is aten.sort.stable
     descending = kwargs.get("descending", args[2] if len(args) > 2 and not is_stable_overload else False)
     ids = args[0]
-    if not isinstance(ids, Ids) or descending or ids.lead.num_dims != 1 or not ids.copy.is_all:
+    if not isinstance(ids, Ids) or descending or ids.labels.num_dims != 1 or not ids.iteration.is_all:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "sort of something else than expert ids, ascending")
-    if ids.names == "e" and reader.covers_choices(ids.lead) and ids.lead is not Lead.SORTED:
+    if ids.names == "e" and reader.covers_choices(ids.labels) and ids.labels is not DimLabels.SORTED:
         is_stable = is_stable_overload and kwargs.get("stable") is not False
-        order = "kt" if ids.lead.groups == ("kt",) else "t"
-        copy = Copy(order=order if is_stable else f"{order} sort")
-        return [Ids("e", Lead.SORTED, copy=copy, bound=ids.bound), Ids(ids.lead.groups[0], Lead.SORTED, copy=copy)]
+        order = "kt" if ids.labels.groups == ("kt",) else "t"
+        iteration = LoopIteration(order=order if is_stable else f"{order} sort")
+        return [
+            Ids("e", DimLabels.SORTED, iteration=iteration, bound=ids.bound),
+            Ids(ids.labels.groups[0], DimLabels.SORTED, iteration=iteration),
+        ]
     # Sorting a permutation puts 0 .. N-1 in order, and its places are the inverse.
-    if ids.lead is Lead.SORTED and reader.is_same(ids.names, "tk") | (ids.names == "kt"):
-        lead = Lead(ids.names)
-        return [Ids(ids.names, lead, is_iota=True), Ids("r", lead, copy=ids.copy)]
+    if ids.labels is DimLabels.SORTED and reader.is_same(ids.names, "tk") | (ids.names == "kt"):
+        labels = DimLabels(ids.names)
+        return [Ids(ids.names, labels, is_iota=True), Ids("r", labels, iteration=ids.iteration)]
     raise call.refused(Reason.INDEX_NOT_FOLLOWED, f"sort of {_in_words(ids)}")
 
 
@@ -142,9 +145,9 @@ def _index(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 def _picked(reader: Reader, call: Call, source: Any, dim: int, indices: list[Any]) -> Any:
     which = named(reader, indices, call)
-    is_place = which.copy.expert is not None and which.lead is Lead.SORTED
+    is_place = which.iteration.expert is not None and which.labels is DimLabels.SORTED
     if is_place and isinstance(source, (Partial, Fill)) and dim == 0:
-        return Taken(source, which.names, which.copy)
+        return Taken(source, which.names, which.iteration)
     if isinstance(source, Fill):
         return source
     if isinstance(source, Leaf):
@@ -153,48 +156,60 @@ def _picked(reader: Reader, call: Call, source: Any, dim: int, indices: list[Any
         source = reader.as_rows(source, call)
     source = _with_led_ones(reader, call, source, dim + len(which.names))
     # An index of tokens into a dimension of anything else would pick by accident of sizes.
-    own = source.lead.groups[dim : dim + len(which.names)]
+    own = source.labels.groups[dim : dim + len(which.names)]
     if len(own) < len(which.names) or not all(map(reader.is_same, own, which.names)):
-        expected = Lead(*which.names).in_words
-        raise call.refused(Reason.INDEX_NOT_FOLLOWED, f"gathering {source.lead.in_words} as if it were {expected}")
-    groups = (*source.lead.groups[:dim], *which.lead.groups, *source.lead.groups[dim + len(which.names) :])
-    return _without_led_choice(reader, _moved(source, Lead(*groups), which, call))
+        expected = DimLabels(*which.names).in_words
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, f"gathering {source.labels.in_words} as if it were {expected}")
+    groups = (*source.labels.groups[:dim], *which.labels.groups, *source.labels.groups[dim + len(which.names) :])
+    return _without_led_choice(reader, _moved(source, DimLabels(*groups), which, call))
 
 
 def _without_led_choice(reader: Reader, value: Any) -> Any:
     """Routed rows name their choice already: the dimension that K = 1 has left it behind them is one of columns."""
-    is_led = isinstance(value, Rows) and value.lead is Lead("r", "k") and reader.frame.top_k == 1
+    is_led = isinstance(value, Rows) and value.labels is DimLabels("r", "k") and reader.frame.top_k == 1
     if not is_led or value.expr is None:
         return value
-    return replace(value, lead=Lead.SORTED, expr=reader.emit(aten.unsqueeze.default, value.expr, 1))
+    return replace(value, labels=DimLabels.SORTED, expr=reader.emit(aten.unsqueeze.default, value.expr, 1))
 
 
 def _with_led_ones(reader: Reader, call: Call, source: Any, num_dims: int) -> Any:
-    """The same with dimensions of size one that are indexed, as K = 1 leaves them, in the lead."""
+    """The same with dimensions of size one that are indexed, as K = 1 leaves them, in the labels."""
     shape = call.shape()
-    while isinstance(source, Rows) and source.expr is not None and source.lead.num_dims < min(num_dims, len(shape)):
-        if not same_size(shape[source.lead.num_dims], 1):
+    while isinstance(source, Rows) and source.expr is not None and source.labels.num_dims < min(num_dims, len(shape)):
+        if not same_size(shape[source.labels.num_dims], 1):
             break
         expr = reader.emit(aten.select.int, source.expr, 1, 0)
-        source = replace(source, lead=Lead(*source.lead.groups, ""), expr=expr)
+        source = replace(source, labels=DimLabels(*source.labels.groups, ""), expr=expr)
     return source
 
 
-def _moved(source: Any, lead: Lead, which: Named, call: Call) -> Any:
-    leaves_order = "r" in "".join(which.names) and "r" not in which.lead.atoms
+def _moved(source: Any, labels: DimLabels, which: Named, call: Call) -> Any:
+    leaves_order = "r" in "".join(which.names) and "r" not in which.labels.axes
     # Undoing a sort takes rows out of the order of one copy; only places of that same order give each its own row.
-    own = source.copy.unordered if leaves_order and source.copy.order == which.copy.order else source.copy
-    copy = merged(own, which.copy.unordered if leaves_order else which.copy)
-    if copy is None or (leaves_order and merged(source.copy, which.copy) is None):
+    own = (
+        source.iteration.unordered
+        if leaves_order and source.iteration.order == which.iteration.order
+        else source.iteration
+    )
+    iteration = merged(own, which.iteration.unordered if leaves_order else which.iteration)
+    if iteration is None or (leaves_order and merged(source.iteration, which.iteration) is None):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "rows of one expert are read as another's, or in another order")
     if isinstance(source, (Ids, Mask)):
-        return replace(source, lead=lead, copy=copy)
+        return replace(source, labels=labels, iteration=iteration)
     # Picking by expert is what dispatch is: from here on the value belongs to the experts.
     picks_expert = "e" in which.names
-    if picks_expert and source.lead.is_dense:
-        return replace(source, lead=lead, copy=copy, off=None)
-    off = None if which.copy.expert is not None and which.lead is Lead.SORTED else source.off  # chosen entries alone
-    return replace(source, lead=lead, copy=copy, off=off, is_dispatched=source.is_dispatched or picks_expert)
+    if picks_expert and source.labels.is_dense:
+        return replace(source, labels=labels, iteration=iteration, fill_value=None)
+    fill_value = (
+        None if which.iteration.expert is not None and which.labels is DimLabels.SORTED else source.fill_value
+    )  # chosen entries alone
+    return replace(
+        source,
+        labels=labels,
+        iteration=iteration,
+        fill_value=fill_value,
+        is_dispatched=source.is_dispatched or picks_expert,
+    )
 
 
 def _leaf_for(reader: Reader, call: Call, source: Leaf, names: tuple[str, ...]) -> Any:
@@ -205,7 +220,7 @@ def _leaf_for(reader: Reader, call: Call, source: Leaf, names: tuple[str, ...]) 
         return reader.as_weights(source) or reader.as_rows(source, call)
     if names in (("t",), ("b", "s")) or (reader.frame.top_k == 1 and reader.is_same("".join(names), "t")):
         rows = reader.as_rows(source, call)
-        return replace(rows, is_dispatched=rows.lead.atoms in ("t", "bs") and call.args[0].ndim > rows.lead.num_dims)
+        return replace(rows, is_dispatched=rows.labels.axes in ("t", "bs") and call.args[0].ndim > rows.labels.num_dims)
     return reader.as_rows(source, call)
 
 
@@ -226,20 +241,22 @@ def _gather(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     elif isinstance(source, Leaf) and dim == 0:
         source = _leaf_for(reader, call, source, (ids.names,))
     source = source if isinstance(source, (Rows, Ids, Mask)) else reader.as_rows(source, call)
-    num_lead = source.lead.num_dims
-    own = ids.lead.groups
-    if dim >= num_lead or not reader.is_same(source.lead.groups[dim], ids.names) or any(own[num_lead:]):
+    num_labels = source.labels.num_dims
+    own = ids.labels.groups
+    if dim >= num_labels or not reader.is_same(source.labels.groups[dim], ids.names) or any(own[num_labels:]):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "gather other than of whole rows by a routing index")
     # A gather keeps its other dimensions where they are: entry i of the index looks at entry i of the source.
-    others = zip(own[:dim] + own[dim + 1 : num_lead], source.lead.without(dim).groups, strict=True)
+    others = zip(own[:dim] + own[dim + 1 : num_labels], source.labels.without(dim).groups, strict=True)
     if not all(a == b or reader.is_same(a, b) for a, b in others):
         raise call.refused(
             Reason.INDEX_NOT_FOLLOWED, "gather out of experts' results other than of each token's own choices"
         )
     # An index that is narrower than the source takes the first columns only.
-    if not all(map(same_size, call.shape()[num_lead:], call.out.shape[num_lead:])):
+    if not all(map(same_size, call.shape()[num_labels:], call.out.shape[num_labels:])):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "gather of a part of each row")
-    return _moved(source, Lead(*own[:num_lead]), Named((ids.names,), Lead(*own[:num_lead]), ids.copy), call)
+    return _moved(
+        source, DimLabels(*own[:num_labels]), Named((ids.names,), DimLabels(*own[:num_labels]), ids.iteration), call
+    )
 
 
 def _divided(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -249,7 +266,7 @@ def _divided(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return pointwise(reader, call, args, kwargs)
     if call.target is aten.div.Tensor_mode and kwargs.get("rounding_mode") is None:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "true division of an index")
-    # Assignments are t*K + k, or k*T + t in a turned index: the quotient is what their first atom counts.
+    # Assignments are t*K + k, or k*T + t in a turned index: the quotient is what their first axis counts.
     divisor = {"tk": reader.frame.top_k, "kt": reader.frame.num_tokens}.get(ids.names)
     if divisor is None or not isinstance(args[1], (int, torch.SymInt)) or not same_size(args[1], divisor):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "integer division of other than assignments by top-k")
@@ -261,7 +278,7 @@ def _remainder(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     ids, divisor = args[0], args[1]
     if not isinstance(ids, Ids):
         return pointwise(reader, call, args, kwargs)
-    # The remainder is what their second atom counts, see `_divided`.
+    # The remainder is what their second axis counts, see `_divided`.
     modulus = {"tk": reader.frame.top_k, "kt": reader.frame.num_tokens}.get(ids.names)
     if modulus is not None and isinstance(divisor, (int, torch.SymInt)) and same_size(divisor, modulus):
         return replace(ids, names=ids.names[1], is_iota=False)
@@ -287,7 +304,7 @@ def _clamped(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 def _counts(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Rows per expert, by histc over 0..E-1 or bincount."""
     ids = args[0]
-    if not isinstance(ids, Ids) or ids.names != "e" or not reader.covers_choices(ids.lead):
+    if not isinstance(ids, Ids) or ids.names != "e" or not reader.covers_choices(ids.labels):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a histogram of other than expert ids")
     if call.target is not aten.histc.default:
         reader.note_use(ids, "count")
@@ -329,8 +346,8 @@ def _arange(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     # 0 .. N-1 are the numbers of all assignments, and 0 .. T-1 of all tokens, whatever they were made for.
     for names, size in (("tk", frame.num_rows), ("t", frame.num_tokens)):
         if same_size(end, size):
-            return Ids(names, Lead(names), is_iota=True)
-    return Ids("#", Lead("?"), is_iota=True)
+            return Ids(names, DimLabels(names), is_iota=True)
+    return Ids("#", DimLabels("?"), is_iota=True)
 
 
 def _blank(value: float | None) -> Rule:
@@ -351,7 +368,7 @@ def _expert_of_rows(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> A
     """repeat_interleave(counts): the expert of each row, in expert order."""
     if args[0] != Counts():
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "repeat_interleave by other than the experts' counts")
-    return Ids("e", Lead.SORTED)
+    return Ids("e", DimLabels.SORTED)
 
 
 RULES: dict[Any, Rule] = {

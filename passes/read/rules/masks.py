@@ -11,11 +11,11 @@ from torch import fx
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.ops import target_name
-from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import Operand, align, check_about, expression_of, pointwise
-from memfine_fx.passes.read.values import ALL, Copy, Fill, Ids, Leaf, Mask, Partial, Rows, Taken, merged
+from memfine_fx.passes.read.values import ALL, Fill, Ids, Leaf, LoopIteration, Mask, Partial, Rows, Taken, merged
 
 __all__ = ["RULES", "scattered"]
 
@@ -31,10 +31,12 @@ def _compared(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         if call.target in (aten.eq.Scalar, aten.ne.Scalar):
             reader.note_use(value, "compare")
             # Ids that are one expert's already are all the same number.
-            copy = merged(value.copy, replace(ALL, expert=number))
-            if copy is None:
+            iteration = merged(value.iteration, replace(ALL, expert=number))
+            if iteration is None:
                 raise call.refused(Reason.INDEX_NOT_FOLLOWED, "one expert's ids are compared with another")
-            return Mask(value.lead, copy, is_negated=call.target is aten.ne.Scalar, is_distinct=value.is_distinct)
+            return Mask(
+                value.labels, iteration, is_negated=call.target is aten.ne.Scalar, is_distinct=value.is_distinct
+            )
         return _compared_by_size(call, value, number)
     if isinstance(value, Mask):
         if number == _THRESHOLDS.get(call.target):
@@ -64,14 +66,14 @@ def _equal(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids compared with other ids")
     if target_name(call.node) != "one_hot":  # which raises for ids out of range
         reader.note_use(ids, "compare")
-    mine = Lead(*[""] * (call.ndim - ids.lead.num_dims), *ids.lead.groups)
-    groups = [""] * (call.ndim - other.lead.num_dims) + list(other.lead.groups)
+    mine = DimLabels(*[""] * (call.ndim - ids.labels.num_dims), *ids.labels.groups)
+    groups = [""] * (call.ndim - other.labels.num_dims) + list(other.labels.groups)
     places = [place for place, group in enumerate(groups) if group]
     # The range must stand alone in its dimension, or entry i of one would meet entry i of the other.
     if len(places) != 1 or mine.groups[places[0]]:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "ids compared with a range along their own dimension")
-    lead = mine.with_group(places[0], "e")
-    return Mask(lead, ids.copy, is_negated=call.target is aten.ne.Tensor, is_distinct=ids.is_distinct)
+    labels = mine.with_group(places[0], "e")
+    return Mask(labels, ids.iteration, is_negated=call.target is aten.ne.Tensor, is_distinct=ids.is_distinct)
 
 
 def _negated(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -86,14 +88,14 @@ def _both(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     # Of a negated mask the part that is taken away would be added to what was chosen.
     if len(masks) != 1 or masks[0].is_negated:
         return pointwise(reader, call, args, kwargs)
-    return replace(masks[0], is_part=True, lead=_wide_lead(masks[0], call))
+    return replace(masks[0], is_part=True, labels=_wide_labels(masks[0], call))
 
 
-def _wide_lead(mask: Mask, call: Call) -> Lead:
-    lead = Lead(*[""] * (call.ndim - mask.lead.num_dims), *mask.lead.groups)
-    if any(not group and not same_size(size, 1) for group, size in zip(lead.groups, call.out.shape, strict=True)):
+def _wide_labels(mask: Mask, call: Call) -> DimLabels:
+    labels = DimLabels(*[""] * (call.ndim - mask.labels.num_dims), *mask.labels.groups)
+    if any(not group and not same_size(size, 1) for group, size in zip(labels.groups, call.out.shape, strict=True)):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a mask is widened by what it meets")
-    return lead
+    return labels
 
 
 def _multiplied(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -113,28 +115,28 @@ def _multiplied(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 def _rows_of_choices(reader: Reader, call: Call, value: Any, mask: Mask, of_mask: torch.Tensor) -> Rows:
     """Return the operand of a mask as weights of each choice or expert, if its shape says so, else as rows."""
-    if isinstance(value, Leaf) and "e" in mask.lead.groups:
-        size = of_mask.shape[mask.lead.groups.index("e")]
+    if isinstance(value, Leaf) and "e" in mask.labels.groups:
+        size = of_mask.shape[mask.labels.groups.index("e")]
         return reader.weights_of_experts(value, size) or reader.as_weights(value) or reader.as_rows(value, call)
     return reader.as_rows(value, call)
 
 
 def _where_named(
-    reader: Reader, call: Call, mask: Mask, rows: Rows, of_mask: torch.Tensor, of_rows: torch.Tensor, off: float
+    reader: Reader, call: Call, mask: Mask, rows: Rows, of_mask: torch.Tensor, of_rows: torch.Tensor, fill_value: float
 ) -> Rows:
-    """Rows where the mask names the expert, `off` elsewhere."""
+    """Rows where the mask names the expert, `fill_value` elsewhere."""
     # Rows of one expert under the mask of another are zero everywhere they are computed.
-    copy = merged(mask.copy, rows.copy)
-    if copy is None:
+    iteration = merged(mask.iteration, rows.iteration)
+    if iteration is None:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "weights of different experts meet")
-    stand_in = Rows(mask.lead, rows.expr, copy=mask.copy)
+    stand_in = Rows(mask.labels, rows.expr, iteration=mask.iteration)
     if rows.expr is None:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "a mask meets weights that mix a token's choices")
     operands = [Operand(stand_in, of_mask), Operand(rows, of_rows)]
-    lead, expressions = align(reader, operands, call.ndim, call)
-    check_about(copy, lead, call)
-    are_rows = call.ndim > lead.num_dims and copy.expert is not None
-    return Rows(lead, expressions[1], rows.per_row, off, copy, rows.is_dispatched or are_rows)
+    labels, expressions = align(reader, operands, call.ndim, call)
+    check_about(iteration, labels, call)
+    are_rows = call.ndim > labels.num_dims and iteration.expert is not None
+    return Rows(labels, expressions[1], rows.per_row, fill_value, iteration, rows.is_dispatched or are_rows)
 
 
 def _where(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -150,14 +152,19 @@ def _where(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if mask.is_negated:
         chosen, other, places = other, chosen, (places[0], places[2], places[1])
     if isinstance(chosen, (Rows, Leaf, Partial)) and not mask.is_part:
-        off = _constant(other)
+        fill_value = _constant(other)
         rows = _rows_of_choices(reader, call, chosen, mask, call.args[places[0]])
-        if off is not None and rows.expr is not None:
-            return _where_named(reader, call, mask, rows, call.args[places[0]], call.args[places[1]], off)
-    off = _constant(other) if not isinstance(other, Rows) else other.off
+        if fill_value is not None and rows.expr is not None:
+            return _where_named(reader, call, mask, rows, call.args[places[0]], call.args[places[1]], fill_value)
+    fill_value = _constant(other) if not isinstance(other, Rows) else other.fill_value
     if not call.out.dtype.is_floating_point:
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "integers chosen by a mask")
-    return Rows(Lead(*[""] * (call.ndim - mask.lead.num_dims), *mask.lead.groups), None, off=off, copy=mask.copy)
+    return Rows(
+        DimLabels(*[""] * (call.ndim - mask.labels.num_dims), *mask.labels.groups),
+        None,
+        fill_value=fill_value,
+        iteration=mask.iteration,
+    )
 
 
 def _constant(value: Any) -> float | None:
@@ -169,25 +176,31 @@ def scattered(reader: Reader, call: Call, base: Any, ids: Ids, values: Any) -> A
     """A constant tensor [T,E] with something written at the chosen entries."""
     dim = call.args[1] % call.ndim
     # Entry [t, e] may only be written by token t, or tokens would meet.
-    is_dense = ids.names == "e" and dim == call.ndim - 1 and ids.lead.num_dims == call.ndim
+    is_dense = ids.names == "e" and dim == call.ndim - 1 and ids.labels.num_dims == call.ndim
     if not is_dense or not isinstance(base, Fill) or base.value is None or call.kwargs.get("reduce"):
         raise call.refused(
             Reason.INDEX_NOT_FOLLOWED, "a scatter other than by expert into a constant tensor of all experts"
         )
     reader.note_use(ids, "count")  # a scatter takes no negative ids either
-    lead = ids.lead.with_group(dim, "e")
+    labels = ids.labels.with_group(dim, "e")
     number = _constant(values)
     is_sum = call.target is aten.scatter_add.default
     if number is not None:
         # Ones that are added make a two where a token names an expert twice; ones that are written do not.
         is_mask = {base.value, number} == {0.0, 1.0} and (ids.is_distinct or not is_sum)
         if is_mask:
-            return Mask(lead, ids.copy, is_negated=number == 0.0, is_distinct=ids.is_distinct)
-        return Rows(lead, None, off=base.value, copy=ids.copy)
+            return Mask(labels, ids.iteration, is_negated=number == 0.0, is_distinct=ids.is_distinct)
+        return Rows(labels, None, fill_value=base.value, iteration=ids.iteration)
     rows = reader.as_rows(values, call)
     # Where a token names an expert twice, only one of the two values is left.
-    is_own = rows.lead is ids.lead and ids.is_distinct and rows.expr is not None and ids.copy.is_all
-    return Rows(lead, rows.expr if is_own else None, off=base.value, copy=ids.copy, is_dispatched=rows.is_dispatched)
+    is_own = rows.labels is ids.labels and ids.is_distinct and rows.expr is not None and ids.iteration.is_all
+    return Rows(
+        labels,
+        rows.expr if is_own else None,
+        fill_value=base.value,
+        iteration=ids.iteration,
+        is_dispatched=rows.is_dispatched,
+    )
 
 
 def _add(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -197,8 +210,8 @@ def _add(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     for place, (base, rows) in enumerate((args[:2], args[1::-1])):
         if isinstance(base, Taken):
             added = reader.as_rows(rows, call)
-            joint = merged(base.copy, added.copy)
-            if base.added is not None or joint is None or added.copy.expert is None:
+            joint = merged(base.iteration, added.iteration)
+            if base.added is not None or joint is None or added.iteration.expert is None:
                 raise call.refused(
                     Reason.INDEX_NOT_FOLLOWED, "other rows than the expert's own are added to its places"
                 )
@@ -219,28 +232,28 @@ def _has_shape_of(call: Call, place: int) -> bool:
 
 def _sums_experts(args: Args) -> bool:
     """Whether each side is zero where its own expert was not chosen, and one side at least is one expert's."""
-    owned = [value for value in args[:2] if isinstance(value, Rows) and value.off == 0 and value.is_dispatched]
-    experts = [value.copy.expert for value in owned if value.copy.expert is not None]
+    owned = [value for value in args[:2] if isinstance(value, Rows) and value.fill_value == 0 and value.is_dispatched]
+    experts = [value.iteration.expert for value in owned if value.iteration.expert is not None]
     if len(experts) == 2:
         return experts[0] != experts[1]
     return len(experts) == 1 and any(isinstance(value, Leaf) for value in args[:2])
 
 
 def _summed(reader: Reader, call: Call, args: Args) -> Partial:
-    parts: list[tuple[Copy, fx.Node]] = []
+    parts: list[tuple[LoopIteration, fx.Node]] = []
     bases: list[fx.Node] = []
     before = None
     for place, value in enumerate(args[:2]):
-        if isinstance(value, Partial) and value.lead is None:
+        if isinstance(value, Partial) and value.labels is None:
             parts.extend(value.parts)
             bases += [] if value.base is None else [value.base]
             before = before or value
-        elif isinstance(value, Rows) and value.copy.expert is not None and value.off == 0:
-            if not reader.is_all_tokens(value.lead):
+        elif isinstance(value, Rows) and value.iteration.expert is not None and value.fill_value == 0:
+            if not reader.is_all_tokens(value.labels):
                 raise call.refused(Reason.INDEX_NOT_FOLLOWED, "results of experts for other than all tokens are summed")
-            if value.copy.choice is None:
+            if value.iteration.choice is None:
                 reader.check_distinct(call)
-            parts.append((value.copy, expression_of(value, call)))
+            parts.append((value.iteration, expression_of(value, call)))
         elif isinstance(value, Leaf) and _has_shape_of(call, place):
             bases.append(value.node)
         else:
@@ -248,7 +261,7 @@ def _summed(reader: Reader, call: Call, args: Args) -> Partial:
     if len(bases) > 1:
         raise _no_sum(reader, call, args)
     # A sum that is added to itself holds every part twice.
-    if len({copy for copy, _ in parts}) < len(parts):
+    if len({iteration for iteration, _ in parts}) < len(parts):
         raise call.refused(Reason.INDEX_NOT_FOLLOWED, "an expert's results are added twice")
     reader.note_experts(call, "loops")
     return Partial(None, tuple(parts), bases[0] if bases else None, call.node, before)

@@ -19,12 +19,12 @@ from torch import fx
 import memfine_fx.passes.read.normal_form  # noqa: F401  # registers the operations that stay whole
 from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import same_size
-from memfine_fx.passes.read.leads import Lead, Size
+from memfine_fx.passes.read.dim_labels import DimLabels, Size
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
-from memfine_fx.passes.read.rules.pointwise import cast, expression_of, joint_copy
+from memfine_fx.passes.read.rules.pointwise import cast, expression_of, joint_iteration
 from memfine_fx.passes.read.rules.reductions import combine_over
-from memfine_fx.passes.read.values import Copy, Counts, Leaf, Mask, Partial, Rows, merged
+from memfine_fx.passes.read.values import Counts, Leaf, LoopIteration, Mask, Partial, Rows, merged
 
 __all__ = ["RULES"]
 
@@ -42,12 +42,12 @@ def _grouped_mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
             Reason.ROWS_NOT_FOLLOWED, "grouped matmul whose offsets are not the ends of the experts' rows"
         )
         raise getattr(args[2], "why", None) or unproved
-    if rows.lead is not Lead.SORTED or not rows.copy.is_all:
+    if rows.labels is not DimLabels.SORTED or not rows.iteration.is_all:
         raise call.refused(
-            Reason.ROWS_NOT_FOLLOWED, f"grouped matmul of rows that are {rows.lead.in_words}, not sorted by expert"
+            Reason.ROWS_NOT_FOLLOWED, f"grouped matmul of rows that are {rows.labels.in_words}, not sorted by expert"
         )
     expr = reader.emit(aten.mm.default, rows.expr, reader.matrix_of(table))
-    return replace(rows, expr=expr, off=None, is_dispatched=True)
+    return replace(rows, expr=expr, fill_value=None, is_dispatched=True)
 
 
 def _mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -56,28 +56,28 @@ def _mm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return _product_of_matrices(reader, call, *(reader.as_parameter(value, call) for value in args))
     rows, matrix = reader.as_rows(args[-2], call), reader.as_parameter(args[-1], call)
     bias = [reader.as_parameter(value, call) for value in args[:-2]]
-    is_supported = rows.per_row and matrix.lead is Lead.NONE and rows.lead.num_dims == 1 and not kwargs
-    if not is_supported or any(value.lead is not Lead.NONE for value in bias):
+    is_supported = rows.per_row and matrix.labels is DimLabels.NONE and rows.labels.num_dims == 1 and not kwargs
+    if not is_supported or any(value.labels is not DimLabels.NONE for value in bias):
         raise call.refused(
-            Reason.ROWS_NOT_FOLLOWED, f"matmul of {rows.lead.in_words} by {matrix.lead.in_words}, or with scaling"
+            Reason.ROWS_NOT_FOLLOWED, f"matmul of {rows.labels.in_words} by {matrix.labels.in_words}, or with scaling"
         )
     extra = [value.expr for value in bias]
-    dispatched = rows.is_dispatched or matrix.is_dispatched or rows.copy.expert is not None
-    if rows.copy.expert is not None or matrix.is_dispatched:
+    dispatched = rows.is_dispatched or matrix.is_dispatched or rows.iteration.expert is not None
+    if rows.iteration.expert is not None or matrix.is_dispatched:
         reader.note_experts(call, "loops", call.args[-1].shape[0])
     expr = reader.emit(call.target, *extra, rows.expr, matrix.expr)
     # A zero row stays zero under a product, and not under a bias.
-    off = 0.0 if rows.off == 0 and not bias else None
-    return replace(rows, expr=expr, off=off, is_dispatched=dispatched)
+    fill_value = 0.0 if rows.fill_value == 0 and not bias else None
+    return replace(rows, expr=expr, fill_value=fill_value, is_dispatched=dispatched)
 
 
 def _product_of_matrices(reader: Reader, call: Call, left: Rows, right: Rows) -> Rows:
     """A matrix of one expert, or of all, times another: the low-rank product of an adapter in a loop."""
-    if left.lead is not Lead.NONE or right.lead is not Lead.NONE:
+    if left.labels is not DimLabels.NONE or right.labels is not DimLabels.NONE:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "a product of tables that is not each expert's")
-    copy = joint_copy([left, right], Lead.NONE, call)
+    iteration = joint_iteration([left, right], DimLabels.NONE, call)
     expr = reader.emit(aten.mm.default, left.expr, right.expr)
-    return replace(left, expr=expr, copy=copy, is_dispatched=left.is_dispatched or right.is_dispatched)
+    return replace(left, expr=expr, iteration=iteration, is_dispatched=left.is_dispatched or right.is_dispatched)
 
 
 def _bmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -87,7 +87,7 @@ def _bmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(left, (Rows, Partial)) or isinstance(right, (Rows, Partial)):
         left = left if isinstance(left, Leaf) else reader.as_rows(left, call)
         right = right if isinstance(right, Leaf) else reader.as_rows(right, call)
-    # Tried by what the operands are; at most one of them fits, since their leads differ.
+    # Tried by what the operands are; at most one of them fits, since their labels differ.
     for product in (_gathered, _dense, _weighed):
         result = product(reader, call, left, right)
         if result is not None:
@@ -99,29 +99,29 @@ def _bmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 def _product_of_tables(reader: Reader, call: Call, left: Rows, right: Rows) -> Rows:
     """Each expert's matrix times another of its own: the low-rank product of an adapter."""
-    if left.lead is not Lead.EXPERT or right.lead is not Lead.EXPERT:
+    if left.labels is not DimLabels.EXPERT or right.labels is not DimLabels.EXPERT:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "a product of other than two tables [E,...]")
     product = reader.emit(aten.mm.default, reader.matrix_of(left), reader.matrix_of(right))
     return replace(left, expr=reader.emit(aten.unsqueeze.default, product, 0))
 
 
 def _words(value: Any) -> str:
-    return value.lead.in_words if isinstance(value, Rows) else type(value).__name__.lower()
+    return value.labels.in_words if isinstance(value, Rows) else type(value).__name__.lower()
 
 
 def _gathered(reader: Reader, call: Call, left: Any, right: Any) -> Rows | None:
     """Every row with its own expert's matrix."""
     if not (isinstance(left, Rows) and isinstance(right, Rows)) or left.per_row is right.per_row:
         return None
-    if left.lead.num_dims != 1 or right.lead.num_dims != 1:
+    if left.labels.num_dims != 1 or right.labels.num_dims != 1:
         return None
-    lead = reader.joined(left.lead, right.lead)
+    labels = reader.joined(left.labels, right.labels)
     # A batch of experts with one row each is dense, and no row brings its own copy.
-    if lead is None or lead is Lead.EXPERT:
+    if labels is None or labels is DimLabels.EXPERT:
         return None
     left_shape, right_shape = call.shape(0), call.shape(1)
     rows, table = (right, left) if right.per_row else (left, right)
-    copy = joint_copy([rows, table], lead, call)
+    iteration = joint_iteration([rows, table], labels, call)
     if right.per_row and same_size(right_shape[2], 1):
         matrix = reader.emit(aten.t.default, reader.matrix_of(left))
         vector = reader.emit(aten.squeeze.dim, right.expr, 2)
@@ -137,28 +137,28 @@ def _gathered(reader: Reader, call: Call, left: Any, right: Any) -> Rows | None:
     reader.note_experts(call, "gathered", width)
     # One row times its expert's matrix, for each row of the batch: as rows of one expert these are one product.
     product = reader.emit(aten.mm.default, vector, matrix)
-    return Rows(lead, reader.emit(aten.unsqueeze.default, product, out_dim), copy=copy, is_dispatched=True)
+    return Rows(labels, reader.emit(aten.unsqueeze.default, product, out_dim), iteration=iteration, is_dispatched=True)
 
 
 def _dense(reader: Reader, call: Call, rows: Any, table: Any) -> Rows | None:
     """Every token, or every slot, with every expert's matrix."""
     if isinstance(rows, Leaf):
         rows = reader.as_rows(rows, call)
-    if not isinstance(rows, Rows) or not rows.per_row or rows.lead.num_dims != 2 or rows.expr is None:
+    if not isinstance(rows, Rows) or not rows.per_row or rows.labels.num_dims != 2 or rows.expr is None:
         return None
-    batch = rows.lead.groups[0]
+    batch = rows.labels.groups[0]
     if isinstance(table, Leaf):
         if batch not in ("e", ""):
             return None
         table = reader.as_table(table, call)
-    is_table = isinstance(table, Rows) and not table.per_row and "e" in table.lead.atoms
-    if not is_table or not (table.lead.groups == (batch,) or (table.lead is Lead.EXPERT and not batch)):
+    is_table = isinstance(table, Rows) and not table.per_row and "e" in table.labels.axes
+    if not is_table or not (table.labels.groups == (batch,) or (table.labels is DimLabels.EXPERT and not batch)):
         return None
     reader.note_experts(call, "dense", call.shape(1)[1])
     expr = reader.emit(aten.mm.default, rows.expr, reader.matrix_of(table))
-    lead = Lead(batch or "e", *rows.lead.groups[1:])
-    # Tokens that did not choose an expert are in its batch as well, and `off` says what they give.
-    return Rows(lead, expr, True, 0.0 if rows.off == 0 else None, rows.copy, True)
+    labels = DimLabels(batch or "e", *rows.labels.groups[1:])
+    # Tokens that did not choose an expert are in its batch as well, and `fill_value` says what they give.
+    return Rows(labels, expr, True, 0.0 if rows.fill_value == 0 else None, rows.iteration, True)
 
 
 def _weighed(reader: Reader, call: Call, weights: Any, rows: Any) -> Any:
@@ -167,16 +167,16 @@ def _weighed(reader: Reader, call: Call, weights: Any, rows: Any) -> Any:
         weights = reader.as_rows(weights, call)
     if not (isinstance(weights, Rows) and isinstance(rows, Rows)) or call.ndim != 3:
         return None
-    groups = rows.lead.groups
+    groups = rows.labels.groups
     # [T,1,K] by [T,K,H]: the contracted dimension must be the choices' own.
-    if len(groups) != 2 or groups[1] not in ("k", "e") or weights.lead.groups != (groups[0], "", groups[1]):
+    if len(groups) != 2 or groups[1] not in ("k", "e") or weights.labels.groups != (groups[0], "", groups[1]):
         return None
-    copy = merged(weights.copy, rows.copy)
-    if copy is None:
+    iteration = merged(weights.iteration, rows.iteration)
+    if iteration is None:
         return None
     column = reader.emit(aten.unsqueeze.default, expression_of(weights, call), 1)
-    off = 0.0 if 0.0 in (weights.off, rows.off) else None
-    product = Rows(rows.lead, reader.emit(aten.mul.Tensor, rows.expr, column), True, off, copy, True)
+    fill_value = 0.0 if 0.0 in (weights.fill_value, rows.fill_value) else None
+    product = Rows(rows.labels, reader.emit(aten.mul.Tensor, rows.expr, column), True, fill_value, iteration, True)
     return combine_over(reader, product, 1, expression_of(product, call), call)
 
 
@@ -189,7 +189,7 @@ def _baddbmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if kwargs or len(shape) != 3 or not same_size(shape[1], 1):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "baddbmm with scaling, or of a bias that is not [E,1,F]")
     row = reader.emit(aten.select.int, bias.expr, 1, 0)
-    return replace(product, expr=reader.emit(aten.add.Tensor, product.expr, row), off=None)
+    return replace(product, expr=reader.emit(aten.add.Tensor, product.expr, row), fill_value=None)
 
 
 # Einsum: letters say which dimensions are routed.
@@ -197,16 +197,16 @@ def _baddbmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 @dataclass(frozen=True)
 class _Term:
-    """An operand: its value, the letters of its lead, and the others."""
+    """An operand: its value, the letters of its labels, and the others."""
 
     rows: Rows
-    lead: str
+    labels: str
     inner: str
     is_one: bool = False
 
 
 def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Give each letter of a lead its atoms; write the same einsum on one row, where the lead's letters are gone; a
+    """Give each letter of the labels its axes; write the same einsum on one row, where the labels' letters are gone; a
     letter of choices or experts that the output lacks combines."""
     equation, values, dtype = args[0].replace(" ", ""), args[1], (*args[2:], None)[0]
     inputs, _, output = equation.partition("->")
@@ -217,33 +217,35 @@ def _einsum(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if len(values) == 2 and all(map(reader.is_parameter, values)):
         return _einsum_of_tables(reader, call, letters, values, output, dtype)
     terms = [_cast(reader, _term(reader, call, own, value), dtype) for own, value in zip(letters, values, strict=True)]
-    leads = set("".join(term.lead for term in terms))
+    all_labels = set("".join(term.labels for term in terms))
     shapes = [tensor.shape for tensor in call.args[1]]
-    terms = [_led(reader, term, shape, leads) for term, shape in zip(terms, shapes, strict=True)]
+    terms = [_led(reader, term, shape, all_labels) for term, shape in zip(terms, shapes, strict=True)]
     groups = _groups(reader, terms, equation, call)
-    copy = joint_copy([term.rows for term in terms], Lead(*groups.values()), call)
-    lead = "".join(letter for letter in output if letter in groups)
+    iteration = joint_iteration([term.rows for term in terms], DimLabels(*groups.values()), call)
+    labels = "".join(letter for letter in output if letter in groups)
     summed = [letter for letter in groups if letter not in output]
-    offs = [term.rows.off for term in terms]
-    off = 0.0 if any(number == 0 for number in offs) else None
+    fill_values = [term.rows.fill_value for term in terms]
+    fill_value = 0.0 if any(number == 0 for number in fill_values) else None
     if not any(term.rows.is_dispatched for term in terms) and not any(term.inner for term in terms):
-        return _outside(reader, terms, Lead(*(groups[letter] for letter in output)), summed, groups, off, copy)
-    inner = output[len(lead) :]
-    if not output.startswith(lead) or any(letter in groups for term in terms for letter in term.inner):
+        return _outside(
+            reader, terms, DimLabels(*(groups[letter] for letter in output)), summed, groups, fill_value, iteration
+        )
+    inner = output[len(labels) :]
+    if not output.startswith(labels) or any(letter in groups for term in terms for letter in term.inner):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} moves or contracts routed dimensions")
-    # A table with a lead is each expert's own parameter: this product is a projection.
-    if any(term.rows.lead is not Lead.NONE and not term.rows.per_row for term in terms):
+    # A table with labels is each expert's own parameter: this product is a projection.
+    if any(term.rows.labels is not DimLabels.NONE and not term.rows.per_row for term in terms):
         reader.note_experts(call, "einsum")
     expr = _on_one_row(reader, [term for term in terms if not term.is_one], inner)
     per_row = any(term.rows.per_row for term in terms)
     dispatched = any(term.rows.is_dispatched for term in terms)
-    result = Rows(Lead(*(groups[letter] for letter in lead)), expr, per_row, off, copy, dispatched)
+    result = Rows(DimLabels(*(groups[letter] for letter in labels)), expr, per_row, fill_value, iteration, dispatched)
     if not summed:
         return result
     if len(summed) > 1:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"einsum {equation} sums over several routed dimensions")
-    full = Lead(*result.lead.groups, groups[summed[0]])
-    return combine_over(reader, replace(result, lead=full), full.num_dims - 1, expr, call)
+    full = DimLabels(*result.labels.groups, groups[summed[0]])
+    return combine_over(reader, replace(result, labels=full), full.num_dims - 1, expr, call)
 
 
 def _einsum_of_tables(
@@ -268,7 +270,7 @@ def _einsum_of_tables(
     left_matrix = left_matrix if left[0] == inner[0] else reader.emit(aten.t.default, left_matrix)
     right_matrix = right_matrix if right[1] == inner[1] else reader.emit(aten.t.default, right_matrix)
     product = reader.emit(aten.unsqueeze.default, reader.emit(aten.mm.default, left_matrix, right_matrix), 0)
-    return Rows(Lead.EXPERT, product, per_row=False, is_dispatched=True)
+    return Rows(DimLabels.EXPERT, product, per_row=False, is_dispatched=True)
 
 
 def _factor_of_table(reader: Reader, call: Call, value: Any, dim: int) -> fx.Node:
@@ -282,10 +284,10 @@ def _factor_of_table(reader: Reader, call: Call, value: Any, dim: int) -> fx.Nod
 
 def _term(reader: Reader, call: Call, letters: str, value: Any) -> _Term:
     if isinstance(value, Mask):
-        rows = Rows(value.lead, None, off=float(value.is_negated), copy=value.copy)
+        rows = Rows(value.labels, None, fill_value=float(value.is_negated), iteration=value.iteration)
         return _Term(rows, letters, "", is_one=not value.is_negated and not value.is_part)
     rows = reader.as_rows(value, call)
-    return _Term(rows, letters[: rows.lead.num_dims], letters[rows.lead.num_dims :])
+    return _Term(rows, letters[: rows.labels.num_dims], letters[rows.labels.num_dims :])
 
 
 def _cast(reader: Reader, term: _Term, dtype: torch.dtype | None) -> _Term:
@@ -296,44 +298,44 @@ def _cast(reader: Reader, term: _Term, dtype: torch.dtype | None) -> _Term:
 def _outside(
     reader: Reader,
     terms: list[_Term],
-    lead: Lead,
+    labels: DimLabels,
     summed: list[str],
     groups: dict[str, str],
-    off: float | None,
-    copy: Copy,
+    fill_value: float | None,
+    iteration: LoopIteration,
 ) -> Rows:
     """Weights times masks, perhaps summed over a token's choices."""
     # Summed over its choices, a token has one number an expert only if it names each at most once.
     sums_choices = all(groups[letter] == "k" for letter in summed)
     exprs = [term.rows.expr for term in terms if not term.is_one]
-    is_chosen = not summed or (reader.frame.is_distinct and ("e" in lead.atoms or copy.expert is not None))
-    expr = exprs[0] if len(exprs) == 1 and off == 0 and sums_choices and is_chosen else None
-    return Rows(lead, expr, True, off if sums_choices else None, copy)
+    is_chosen = not summed or (reader.frame.is_distinct and ("e" in labels.axes or iteration.expert is not None))
+    expr = exprs[0] if len(exprs) == 1 and fill_value == 0 and sums_choices and is_chosen else None
+    return Rows(labels, expr, True, fill_value if sums_choices else None, iteration)
 
 
-def _led(reader: Reader, term: _Term, shape: Sequence[Size], leads: set[str]) -> _Term:
-    """A token's dimension of one in the place of its choices ([T,1,H], as K = 1 leaves it) belongs to the lead."""
-    lead, inner, rows = term.lead, term.inner, term.rows
-    while lead and inner and inner[0] in leads and same_size(shape[len(lead)], 1):
+def _led(reader: Reader, term: _Term, shape: Sequence[Size], all_labels: set[str]) -> _Term:
+    """A token's dimension of one in the place of its choices ([T,1,H], as K = 1 leaves it) belongs to the labels."""
+    labels, inner, rows = term.labels, term.inner, term.rows
+    while labels and inner and inner[0] in all_labels and same_size(shape[len(labels)], 1):
         expr = reader.emit(aten.select.int, rows.expr, 1, 0)
-        rows = replace(rows, lead=Lead(*rows.lead.groups, ""), expr=expr)
-        lead, inner = lead + inner[0], inner[1:]
-    return replace(term, rows=rows, lead=lead, inner=inner)
+        rows = replace(rows, labels=DimLabels(*rows.labels.groups, ""), expr=expr)
+        labels, inner = labels + inner[0], inner[1:]
+    return replace(term, rows=rows, labels=labels, inner=inner)
 
 
 def _groups(reader: Reader, terms: list[_Term], equation: str, call: Call) -> dict[str, str]:
-    """Atoms of each letter that is part of a lead."""
+    """Axes of each letter that is part of the labels."""
     groups: dict[str, str] = {}
     for term in terms:
-        for letter, group in zip(term.lead, term.rows.lead.groups, strict=True):
-            joint = reader.joined(Lead(groups.get(letter, "")), Lead(group))
+        for letter, group in zip(term.labels, term.rows.labels.groups, strict=True):
+            joint = reader.joined(DimLabels(groups.get(letter, "")), DimLabels(group))
             if joint is None:
                 raise call.refused(
                     Reason.ROWS_NOT_FOLLOWED, f"einsum {equation}: rows in different orders meet along {letter}"
                 )
             groups[letter] = joint.groups[0]
-    # Letters that stand for one atom would pair tokens with tokens, as [T,1] does with [1,T].
-    whole = Lead(*groups.values())
+    # Letters that stand for one axis would pair tokens with tokens, as [T,1] does with [1,T].
+    whole = DimLabels(*groups.values())
     if reader.joined(whole, whole) is None:
         raise call.refused(
             Reason.ROWS_NOT_FOLLOWED, f"einsum {equation}: rows of different tokens, choices or experts meet"
@@ -350,7 +352,7 @@ def _on_one_row(reader: Reader, terms: list[_Term], inner: str) -> fx.Node:
                 return fast
     letters, exprs = [], []
     for term in terms:
-        has_row_dim = term.rows.lead is not Lead.NONE
+        has_row_dim = term.rows.labels is not DimLabels.NONE
         letters.append((_ROW if term.rows.per_row else "") + term.inner)
         is_squeezed = has_row_dim and not term.rows.per_row
         exprs.append(reader.emit(aten.select.int, term.rows.expr, 0, 0) if is_squeezed else term.rows.expr)
@@ -375,7 +377,7 @@ def _matmul(reader: Reader, rows: _Term, matrix: _Term, inner: str) -> fx.Node |
     is_matmul = rows.rows.per_row and not matrix.rows.per_row and len(rows.inner) == 1 and len(matrix.inner) == 2
     if not is_matmul or rows.inner not in matrix.inner or matrix.inner.replace(rows.inner, "") != inner:
         return None
-    weights = matrix.rows.expr if matrix.rows.lead is Lead.NONE else reader.matrix_of(matrix.rows)
+    weights = matrix.rows.expr if matrix.rows.labels is DimLabels.NONE else reader.matrix_of(matrix.rows)
     if matrix.inner[0] != rows.inner:
         weights = reader.emit(aten.t.default, weights)
     return reader.emit(aten.mm.default, rows.rows.expr, weights)

@@ -1,7 +1,7 @@
 """Moves: reshape, permute, insert, drop, repeat. They change how rows are laid out, never
 what a row holds.
 
-A dimension of size one in a lead broadcasts and stays so when it is expanded ("the same for all of them"); only a
+A labelled dimension of size one broadcasts and stays so when it is expanded ("the same for all of them"); only a
 reshape that flattens it has to know whether it stood for a token's choices or for the experts.
 """
 
@@ -16,7 +16,7 @@ from torch import fx
 
 from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import same_size, static_size
-from memfine_fx.passes.read.leads import Lead, Size
+from memfine_fx.passes.read.dim_labels import DimLabels, Size
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import expression_of, inner_dim
@@ -37,27 +37,27 @@ aten = torch.ops.aten
 
 
 def _view(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Reshape: atoms of the lead regroup, [N] to [T,K] and the like."""
+    """Reshape: axes of the labels regroup, [N] to [T,K] and the like."""
     value = args[0]
     source, target = ([reader.known_size(size) for size in shape] for shape in (call.shape(), call.out.shape))
     if isinstance(value, Combined):
         return still_combined(reader, call, value)
     if isinstance(value, Coordinates) and len(value.names) == 1 and len(target) == 1:
-        return Ids(value.names[0], Lead.SORTED, copy=value.copy)
+        return Ids(value.names[0], DimLabels.SORTED, iteration=value.iteration)
     if isinstance(value, (Fill, Counts)):
         return value
     if isinstance(value, (Ids, Mask)):
-        return replace(value, lead=_whole_lead(reader, value, source, target, call))
+        return replace(value, labels=_whole_labels(reader, value, source, target, call))
     rows = reader.as_rows(value, call)
-    if rows.lead is Lead.NONE:
+    if rows.labels is DimLabels.NONE:
         return replace(rows, expr=reader.emit(aten.reshape.default, rows.expr, list(target)))
-    lead = _view_lead(reader, rows.lead, source, target, call)
-    rest = [static(size, call) for size in target[lead.num_dims :]]
-    # Only the lead is regrouped, and an expression is about one row, which keeps its shape.
-    if rows.expr is None or list(source[rows.lead.num_dims :]) == rest:
-        return replace(rows, lead=lead)
+    labels = _view_labels(reader, rows.labels, source, target, call)
+    rest = [static(size, call) for size in target[labels.num_dims :]]
+    # Only the labels are regrouped, and an expression is about one row, which keeps its shape.
+    if rows.expr is None or list(source[rows.labels.num_dims :]) == rest:
+        return replace(rows, labels=labels)
     shape = [-1 if rows.per_row else 1, *rest]
-    return replace(rows, lead=lead, expr=reader.emit(aten.reshape.default, rows.expr, shape))
+    return replace(rows, labels=labels, expr=reader.emit(aten.reshape.default, rows.expr, shape))
 
 
 def still_combined(reader: Reader, call: Call, value: Combined) -> Combined:
@@ -65,65 +65,69 @@ def still_combined(reader: Reader, call: Call, value: Combined) -> Combined:
     known = ([reader.known_size(size) for size in shape] for shape in (call.shape(), call.out.shape))
     before, after = ([size for size in shape if not same_size(size, 1)] for shape in known)
     is_same = len(before) == len(after) and all(map(same_size, before, after))
-    tokens = None if is_same else reader.regroup(Lead.TOKEN, (), after)
+    tokens = None if is_same else reader.regroup(DimLabels.TOKEN, (), after)
     if not is_same and (tokens is None or tokens.num_dims != len(after) - 1):
         raise call.refused(Reason.RESULTS_APART, "combined tokens are reshaped before they leave the region")
     return value
 
 
-def _view_lead(reader: Reader, lead: Lead, source: Sequence[Size], target: Sequence[Size], call: Call) -> Lead:
-    if _is_untouched(lead, source, target):
-        return lead
-    regrouped = reader.regroup(_named(reader, lead, source), source, target)
+def _view_labels(
+    reader: Reader, labels: DimLabels, source: Sequence[Size], target: Sequence[Size], call: Call
+) -> DimLabels:
+    if _is_untouched(labels, source, target):
+        return labels
+    regrouped = reader.regroup(_named(reader, labels, source), source, target)
     if regrouped is None:
         raise call.refused(
             Reason.ROWS_NOT_FOLLOWED,
-            f"reshape {tuple(source)} -> {tuple(target)} mixes {lead.in_words} with other dims",
+            f"reshape {tuple(source)} -> {tuple(target)} mixes {labels.in_words} with other dims",
         )
     return regrouped
 
 
-def _is_untouched(lead: Lead, source: Sequence[Size], target: Sequence[Size]) -> bool:
-    """Whether a reshape leaves the dimensions of the lead alone."""
-    leading = list(zip(source, target, strict=False))[: lead.num_dims]
-    return len(leading) == lead.num_dims and all(same_size(a, b) for a, b in leading)
+def _is_untouched(labels: DimLabels, source: Sequence[Size], target: Sequence[Size]) -> bool:
+    """Whether a reshape leaves the dimensions of the labels alone."""
+    leading = list(zip(source, target, strict=False))[: labels.num_dims]
+    return len(leading) == labels.num_dims and all(same_size(a, b) for a, b in leading)
 
 
-def _named(reader: Reader, lead: Lead, source: Sequence[Size]) -> Lead:
-    """The lead with a name for each dimension that was expanded."""
-    groups = list(lead.groups)
+def _named(reader: Reader, labels: DimLabels, source: Sequence[Size]) -> DimLabels:
+    """The labels with a name for each dimension that was expanded."""
+    groups = list(labels.groups)
     for place, group in enumerate(groups):
         if not group and not same_size(source[place], 1):
-            groups[place] = _repeated_atom(reader, source[place], is_first=place == 0) or "?"
-    return Lead(*groups)
+            groups[place] = _repeated_axis(reader, source[place], is_first=place == 0) or "?"
+    return DimLabels(*groups)
 
 
-def _repeated_atom(reader: Reader, count: Size, *, is_first: bool) -> str | None:
-    """Return the atom of a dimension along which tokens are repeated `count` times, or None.
+def _repeated_axis(reader: Reader, count: Size, *, is_first: bool) -> str | None:
+    """Return the axis of a dimension along which tokens are repeated `count` times, or None.
 
     In front of the tokens (`is_first`), experts are likelier than choices.
     """
     sizes: dict[str, Size | None] = {"k": reader.frame.top_k, "e": reader.num_experts or reader.frame.num_experts}
-    for atom in "ek" if is_first else "ke":
-        size = sizes[atom]
+    for axis in "ek" if is_first else "ke":
+        size = sizes[axis]
         if size is not None and same_size(count, size):
-            return atom
+            return axis
     shape = () if reader.slots is None else reader.slots.shape
     return next((str(dim) for dim, size in enumerate(shape) if same_size(count, size)), None)
 
 
-def _whole_lead(reader: Reader, value: Ids | Mask, source: Sequence[Size], target: Sequence[Size], call: Call) -> Lead:
-    """Return the lead of reshaped integers or masks: all dimensions are lead; dimensions of one may be added behind."""
+def _whole_labels(
+    reader: Reader, value: Ids | Mask, source: Sequence[Size], target: Sequence[Size], call: Call
+) -> DimLabels:
+    """Return the labels of reshaped integers or masks: of all dimensions; further ones of size one may follow."""
     # One token with one choice: a reshape to no dimension is still that assignment.
     if not target and same_size(reader.frame.num_rows, 1):
-        return value.lead
-    is_untouched = _is_untouched(value.lead, source, target)
-    lead = value.lead if is_untouched else reader.regroup(_named(reader, value.lead, source), source, target)
-    trailing = () if lead is None else target[lead.num_dims :]
-    if lead is None or not all(same_size(size, 1) for size in trailing):
+        return value.labels
+    is_untouched = _is_untouched(value.labels, source, target)
+    labels = value.labels if is_untouched else reader.regroup(_named(reader, value.labels, source), source, target)
+    trailing = () if labels is None else target[labels.num_dims :]
+    if labels is None or not all(same_size(size, 1) for size in trailing):
         what = f"index tensor of {value.names!r}" if isinstance(value, Ids) else "a mask"
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"{what} reshaped to {tuple(target)}")
-    return Lead(*lead.groups, *[""] * len(trailing))
+    return DimLabels(*labels.groups, *[""] * len(trailing))
 
 
 def static(size: Size, call: Call) -> int:
@@ -139,21 +143,21 @@ def _expand(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(value, Fill):
         return value
     if isinstance(value, (Ids, Mask)):
-        return replace(value, lead=Lead(*[""] * (len(target) - len(source)), *value.lead.groups))
+        return replace(value, labels=DimLabels(*[""] * (len(target) - len(source)), *value.labels.groups))
     rows = reader.as_rows(value, call)
-    if rows.lead is Lead.NONE:
+    if rows.labels is DimLabels.NONE:
         return replace(rows, expr=reader.emit(aten.expand.default, rows.expr, list(target)))
-    lead, expr = Lead(*[""] * (len(target) - len(source)), *rows.lead.groups), rows.expr
-    first = len(target) - len(source) + rows.lead.num_dims
-    # [T,1,H] expanded to [T,K,H] gives each choice the token's vector: the new dimension is lead, not part of a row.
-    repeats_tokens = Lead(rows.lead.atoms) is Lead.TOKEN and len(source) > rows.lead.num_dims + 1
-    if repeats_tokens and same_size(source[rows.lead.num_dims], 1) and not same_size(target[first], 1):
-        lead, expr = Lead(*lead.groups, ""), reader.emit(aten.select.int, expression_of(rows, call), 1, 0)
-        source = [*source[: rows.lead.num_dims], *source[rows.lead.num_dims + 1 :]]
-    rest = [static(size, call) for size in target[lead.num_dims :]]
-    if expr is None or list(source[rows.lead.num_dims :]) == rest:
-        return replace(rows, lead=lead, expr=expr)
-    return replace(rows, lead=lead, expr=reader.emit(aten.expand.default, expr, [-1, *rest]))
+    labels, expr = DimLabels(*[""] * (len(target) - len(source)), *rows.labels.groups), rows.expr
+    first = len(target) - len(source) + rows.labels.num_dims
+    # [T,1,H] expanded to [T,K,H] gives each choice the token's vector: the new dimension is labelled, no part of rows.
+    repeats_tokens = DimLabels(rows.labels.axes) is DimLabels.TOKEN and len(source) > rows.labels.num_dims + 1
+    if repeats_tokens and same_size(source[rows.labels.num_dims], 1) and not same_size(target[first], 1):
+        labels, expr = DimLabels(*labels.groups, ""), reader.emit(aten.select.int, expression_of(rows, call), 1, 0)
+        source = [*source[: rows.labels.num_dims], *source[rows.labels.num_dims + 1 :]]
+    rest = [static(size, call) for size in target[labels.num_dims :]]
+    if expr is None or list(source[rows.labels.num_dims :]) == rest:
+        return replace(rows, labels=labels, expr=expr)
+    return replace(rows, labels=labels, expr=reader.emit(aten.expand.default, expr, [-1, *rest]))
 
 
 def _repeat(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -165,21 +169,21 @@ def _repeat(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"an index repeated {args[1]} times")
     rows = reader.as_rows(value, call)
     num_new = len(args[1]) - len(source)
-    groups = [""] * num_new + list(rows.lead.groups)
+    groups = [""] * num_new + list(rows.labels.groups)
     counts, inner = args[1][: len(groups)], args[1][len(groups) :]
-    if rows.lead is Lead.NONE or any(count != 1 for count in inner):
+    if rows.labels is DimLabels.NONE or any(count != 1 for count in inner):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"repeat {args[1]} other than of whole rows")
     for place, count in enumerate(counts):
         if same_size(count, 1) or not groups[place]:
             continue
-        atom = _repeated_atom(reader, count, is_first=True)
+        axis = _repeated_axis(reader, count, is_first=True)
         # What is repeated must be something that routing tells apart, or copies of a row would count as rows.
-        if atom is None or atom in rows.lead.atoms:
+        if axis is None or axis in rows.labels.axes:
             raise call.refused(
                 Reason.ROWS_NOT_FOLLOWED, f"rows repeated {count} times, neither top-k nor the number of experts"
             )
-        groups[place] = atom + groups[place]
-    return replace(rows, lead=Lead(*groups))
+        groups[place] = axis + groups[place]
+    return replace(rows, labels=DimLabels(*groups))
 
 
 def _permute(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -197,32 +201,32 @@ def _transpose(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 def _t(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], (Leaf, Rows)):
         matrix = reader.as_parameter(args[0], call)
-        if matrix.lead is Lead.NONE:
+        if matrix.labels is DimLabels.NONE:
             return replace(matrix, expr=reader.emit(call.target, matrix.expr))
     return _reordered(reader, args[0], [1, 0][: call.ndim], call)
 
 
 def _reordered(reader: Reader, value: Any, order: list[int], call: Call) -> Any:
     if isinstance(value, (Ids, Mask)):
-        if len(order) != value.lead.num_dims:
+        if len(order) != value.labels.num_dims:
             raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"permute {order} moves the routed dimensions")
-        return replace(value, lead=Lead(*(value.lead.groups[dim] for dim in order)))
+        return replace(value, labels=DimLabels(*(value.labels.groups[dim] for dim in order)))
     if isinstance(value, Fill):
         return value
     rows = reader.as_rows(value, call)
-    num_lead = rows.lead.num_dims
-    if rows.expr is None and num_lead == len(order):
-        return replace(rows, lead=Lead(*(rows.lead.groups[dim] for dim in order)))
+    num_labels = rows.labels.num_dims
+    if rows.expr is None and num_labels == len(order):
+        return replace(rows, labels=DimLabels(*(rows.labels.groups[dim] for dim in order)))
     # A routed dimension among those of a row would make entries of several assignments one row.
-    if sorted(order[:num_lead]) != list(range(num_lead)):
+    if sorted(order[:num_labels]) != list(range(num_labels)):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"permute {order} moves the routed dimensions")
-    lead = Lead(*(rows.lead.groups[dim] for dim in order[:num_lead]))
-    if rows.lead is Lead.NONE:
+    labels = DimLabels(*(rows.labels.groups[dim] for dim in order[:num_labels]))
+    if rows.labels is DimLabels.NONE:
         return replace(rows, expr=reader.emit(aten.permute.default, rows.expr, order))
-    inner = [0, *(dim - num_lead + 1 for dim in order[num_lead:])]
+    inner = [0, *(dim - num_labels + 1 for dim in order[num_labels:])]
     if inner == sorted(inner):
-        return replace(rows, lead=lead)
-    return replace(rows, lead=lead, expr=_permuted(reader, rows, inner, call))
+        return replace(rows, labels=labels)
+    return replace(rows, labels=labels, expr=_permuted(reader, rows, inner, call))
 
 
 def _permuted(reader: Reader, rows: Rows, inner: list[int], call: Call) -> fx.Node:
@@ -243,9 +247,9 @@ def _unsqueeze(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return value
     is_index = isinstance(value, (Ids, Mask))
     rows = value if is_index else reader.as_rows(value, call)
-    if is_index or dim < rows.lead.num_dims or rows.expr is None:
-        padded = Lead(*rows.lead.groups, *[""] * max(0, dim - rows.lead.num_dims))
-        return replace(rows, lead=padded.inserting(dim))
+    if is_index or dim < rows.labels.num_dims or rows.expr is None:
+        padded = DimLabels(*rows.labels.groups, *[""] * max(0, dim - rows.labels.num_dims))
+        return replace(rows, labels=padded.inserting(dim))
     return replace(rows, expr=reader.emit(aten.unsqueeze.default, rows.expr, inner_dim(rows, dim, num_dims, call)))
 
 
@@ -258,7 +262,7 @@ def _squeeze(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         return value
     if isinstance(value, Coordinates):
         is_column = len(value.names) == 1 and call.ndim == 1
-        return Ids(value.names[0], Lead.SORTED, copy=value.copy) if is_column else value
+        return Ids(value.names[0], DimLabels.SORTED, iteration=value.iteration) if is_column else value
     value = value if isinstance(value, (Ids, Mask)) else reader.as_rows(value, call)
     if len(source) == call.ndim:
         return value
@@ -270,18 +274,18 @@ def _squeeze(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def dropped(reader: Reader, value: Any, dim: int) -> Any:
-    """`value` without its dimension `dim` of size one; an atom of that size goes to its neighbour."""
-    groups = list(value.lead.groups)
+    """`value` without its dimension `dim` of size one; an axis of that size goes to its neighbour."""
+    groups = list(value.labels.groups)
     if dim >= len(groups):
         if value.expr is None:
             return value
         inner = dim - len(groups) + 1 if groups else dim
         return replace(value, expr=reader.emit(aten.select.int, value.expr, inner, 0))
-    atom = groups.pop(dim)
-    if atom and groups:
+    axis = groups.pop(dim)
+    if axis and groups:
         place = max(0, dim - 1)
-        groups[place] = groups[place] + atom if dim else atom + groups[place]
-    return replace(value, lead=Lead(*groups))
+        groups[place] = groups[place] + axis if dim else axis + groups[place]
+    return replace(value, labels=DimLabels(*groups))
 
 
 RULES: dict[Any, Rule] = {

@@ -22,18 +22,18 @@ from memfine_fx.compat.operators import OpOverload, is_pointwise, without_write
 from memfine_fx.compat.tensors import tree_flatten, tree_unflatten
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
-from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.constants import check_fills, number_of
 from memfine_fx.passes.read.values import (
     ALL,
     Combined,
-    Copy,
     Counts,
     Fill,
     Ids,
     Leaf,
+    LoopIteration,
     Mask,
     Partial,
     Rows,
@@ -49,7 +49,7 @@ __all__ = [
     "cast",
     "check_about",
     "inner_dim",
-    "joint_copy",
+    "joint_iteration",
     "pointwise_rule",
 ]
 
@@ -88,51 +88,55 @@ def pointwise(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
         for place, value in enumerate(values)
         if isinstance(value, (Rows, Leaf, Partial, Mask))
     }
-    lead, expressions = align(reader, list(operands.values()), call.ndim, call)
+    labels, expressions = align(reader, list(operands.values()), call.ndim, call)
     by_place = dict(zip(operands, expressions, strict=True))
     check_fills(values, tensors, call)
     leaves = [by_place.get(place, number_of(reader, value, call)) for place, value in enumerate(values)]
     new_args, new_kwargs = tree_unflatten(leaves, spec)
     rows = [operand.rows for operand in operands.values()]
     expr = reader.emit(call.target, *new_args, **new_kwargs)
-    off = _off(call.target, values, spec, {place: operand.tensor.dtype for place, operand in operands.items()})
-    copy = joint_copy(rows, lead, call)
+    fill_value = _fill_value(
+        call.target, values, spec, {place: operand.tensor.dtype for place, operand in operands.items()}
+    )
+    iteration = joint_iteration(rows, labels, call)
     # Rows picked for one expert that meet something are part of it, however far its matmul still is.
-    dispatched = any(value.is_dispatched for value in rows) or (copy.expert is not None and len(rows) > 1)
-    return Rows(lead, expr, any(value.per_row for value in rows), off, copy, dispatched)
+    dispatched = any(value.is_dispatched for value in rows) or (iteration.expert is not None and len(rows) > 1)
+    return Rows(labels, expr, any(value.per_row for value in rows), fill_value, iteration, dispatched)
 
 
-def joint_copy(rows: Sequence[Rows], lead: Lead, call: Call) -> Copy:
+def joint_iteration(rows: Sequence[Rows], labels: DimLabels, call: Call) -> LoopIteration:
     """Which assignments rows that meet are about.
 
     Args:
         rows: what meets.
-        lead: of the result.
+        labels: of the result.
         call: for refusals.
 
     Raises:
         CannotChunk: about different experts, or in different orders.
     """
-    copy = ALL
+    iteration = ALL
     for value in rows:
-        joint = merged(copy, value.copy)
-        if joint is None or (value.lead is Lead.SORTED and copy.order and value.copy.expert != copy.expert):
-            experts = sorted({part.copy.expert for part in rows if part.copy.expert is not None})
+        joint = merged(iteration, value.iteration)
+        if joint is None or (
+            value.labels is DimLabels.SORTED and iteration.order and value.iteration.expert != iteration.expert
+        ):
+            experts = sorted({part.iteration.expert for part in rows if part.iteration.expert is not None})
             raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"rows of experts {experts} meet before they are combined")
-        copy = joint
-    check_about(copy, lead, call)
-    return copy
+        iteration = joint
+    check_about(iteration, labels, call)
+    return iteration
 
 
-def check_about(copy: Copy, lead: Lead, call: Call) -> None:
+def check_about(iteration: LoopIteration, labels: DimLabels, call: Call) -> None:
     """Refuse one expert's entries that meet every expert's, or one choice's that meet all of a token's."""
-    if (copy.expert is not None and "e" in lead.atoms) or (copy.choice is not None and "k" in lead.atoms):
+    if (iteration.expert is not None and "e" in labels.axes) or (iteration.choice is not None and "k" in labels.axes):
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "entries of one expert or choice meet those of all")
 
 
 def _about_choices(
     reader: Reader, call: Call, values: Sequence[Any], tensors: Sequence[Any]
-) -> tuple[Lead, Copy] | None:
+) -> tuple[DimLabels, LoopIteration] | None:
     """Return what operands are about together, if no expert has computed them but some are known where not chosen.
 
     None for rows, which also have features.
@@ -144,38 +148,40 @@ def _about_choices(
     if any(isinstance(operand, Rows) and operand.is_dispatched for operand, _ in led):
         return None
     if not any(
-        isinstance(operand, Mask) or operand.off is not None or operand.expr is None or operand.lead.is_dense
+        isinstance(operand, Mask) or operand.fill_value is not None or operand.expr is None or operand.labels.is_dense
         for operand, _ in led
     ):
         return None
-    lead, copy = Lead(*[""] * call.ndim), ALL
+    labels, iteration = DimLabels(*[""] * call.ndim), ALL
     for value, tensor in led:
-        own = value.lead.groups + ("",) * (tensor.ndim - value.lead.num_dims)
-        joint = merged(copy, value.copy)
-        joined = reader.joined(lead, Lead(*[""] * (call.ndim - len(own)), *own))
+        own = value.labels.groups + ("",) * (tensor.ndim - value.labels.num_dims)
+        joint = merged(iteration, value.iteration)
+        joined = reader.joined(labels, DimLabels(*[""] * (call.ndim - len(own)), *own))
         if joint is None or joined is None:
             raise call.refused(Reason.ROWS_NOT_FOLLOWED, "weights of different experts or tokens meet")
-        lead, copy = joined, joint
-    check_about(copy, lead, call)
-    # A dimension that no atom names is one of features, which weights of choices have not.
+        labels, iteration = joined, joint
+    check_about(iteration, labels, call)
+    # A dimension that no axis names is one of features, which weights of choices have not.
     has_features = any(
-        not group and not same_size(size, 1) for group, size in zip(lead.groups, call.out.shape, strict=True)
+        not group and not same_size(size, 1) for group, size in zip(labels.groups, call.out.shape, strict=True)
     )
-    return None if has_features else (lead, copy)
+    return None if has_features else (labels, iteration)
 
 
-def _outside(call: Call, about: tuple[Lead, Copy], values: list[Any], spec: Any, tensors: list[Any]) -> Rows:
+def _outside(
+    call: Call, about: tuple[DimLabels, LoopIteration], values: list[Any], spec: Any, tensors: list[Any]
+) -> Rows:
     """Numbers about choices: what stands at unchosen entries."""
     # No expression is written: it stays a node of the graph, and becomes an input of the region if rows meet it.
-    offs: list[Any] = list(values)
+    fill_values: list[Any] = list(values)
     dtypes: dict[int, torch.dtype] = {}
     for place, value in enumerate(values):
         if isinstance(value, Mask):
-            offs[place] = Rows(value.lead, None, off=float(value.is_negated))
+            fill_values[place] = Rows(value.labels, None, fill_value=float(value.is_negated))
         if isinstance(value, (Rows, Mask, Leaf, Partial)):
             dtypes[place] = tensors[place].dtype
-    lead, copy = about
-    return Rows(lead, None, True, _off(call.target, offs, spec, dtypes), copy)
+    labels, iteration = about
+    return Rows(labels, None, True, _fill_value(call.target, fill_values, spec, dtypes), iteration)
 
 
 def expression_of(rows: Rows, call: Call) -> fx.Node:
@@ -186,36 +192,36 @@ def expression_of(rows: Rows, call: Call) -> fx.Node:
     return rows.expr
 
 
-def align(reader: Reader, operands: Sequence[Operand], out_dims: int, call: Call) -> tuple[Lead, list[fx.Node]]:
-    """Broadcast: the joint lead, and each operand's expression with equally many inner dimensions.
+def align(reader: Reader, operands: Sequence[Operand], out_dims: int, call: Call) -> tuple[DimLabels, list[fx.Node]]:
+    """Broadcast: the joint labels, and each operand's expression with equally many inner dimensions.
 
     Raises:
         CannotChunk: rows of different tokens, choices or experts would meet.
     """
-    # Broadcasting lines dimensions up from the right: what has fewer of them has its lead further in.
-    routed = [source for source in operands if source.rows.lead is not Lead.NONE]
-    num_lead = max((out_dims - source.tensor.ndim + _num_led(reader, source) for source in routed), default=0)
-    operands = [_shortened(reader, source, num_lead - (out_dims - source.tensor.ndim), call) for source in operands]
-    lead = Lead(*[""] * num_lead)
+    # Broadcasting lines dimensions up from the right: what has fewer of them has its labels further inside.
+    routed = [source for source in operands if source.rows.labels is not DimLabels.NONE]
+    num_labels = max((out_dims - source.tensor.ndim + _num_led(reader, source) for source in routed), default=0)
+    operands = [_shortened(reader, source, num_labels - (out_dims - source.tensor.ndim), call) for source in operands]
+    labels = DimLabels(*[""] * num_labels)
     expressions = []
     for operand in operands:
-        if operand.rows.lead is Lead.NONE:
-            expressions.append(_inner_part(reader, operand, out_dims - num_lead if routed else out_dims, call))
+        if operand.rows.labels is DimLabels.NONE:
+            expressions.append(_inner_part(reader, operand, out_dims - num_labels if routed else out_dims, call))
             continue
-        own, expression = _with_lead_dims(reader, operand, num_lead, out_dims, call)
-        joint = reader.joined(lead, own)
+        own, expression = _with_labelled_dims(reader, operand, num_labels, out_dims, call)
+        joint = reader.joined(labels, own)
         if joint is None:
             raise call.refused(
-                Reason.ROWS_NOT_FOLLOWED, f"rows in different orders meet: {lead.in_words} and {own.in_words}"
+                Reason.ROWS_NOT_FOLLOWED, f"rows in different orders meet: {labels.in_words} and {own.in_words}"
             )
-        lead = joint
+        labels = joint
         expressions.append(expression)
-    return lead, expressions
+    return labels, expressions
 
 
 def _num_led(reader: Reader, operand: Operand) -> int:
-    """Dimensions of a lead, less those of size one at its end, which may as well stand inside a row."""
-    groups = operand.rows.lead.groups
+    """Dimensions of labels, less those of size one at its end, which may as well stand inside a row."""
+    groups = operand.rows.labels.groups
     ones = ("", "k") if reader.frame.top_k == 1 else ("",)  # one choice a token: [T,1] weights are also [N,1]
     num_dims = len(groups)
     while num_dims and groups[num_dims - 1] in ones and same_size(operand.tensor.shape[num_dims - 1], 1):
@@ -223,29 +229,31 @@ def _num_led(reader: Reader, operand: Operand) -> int:
     return num_dims
 
 
-def _shortened(reader: Reader, operand: Operand, num_lead: int, call: Call) -> Operand:
-    """The same with dimensions of size one at the end of the lead inside the row."""
+def _shortened(reader: Reader, operand: Operand, num_labels: int, call: Call) -> Operand:
+    """The same with dimensions of size one at the end of the labels inside the row."""
     rows = operand.rows
-    if rows.lead is Lead.NONE or rows.lead.num_dims <= num_lead:
+    if rows.labels is DimLabels.NONE or rows.labels.num_dims <= num_labels:
         return operand
     expr = expression_of(rows, call)
-    for _ in range(rows.lead.num_dims - num_lead):
+    for _ in range(rows.labels.num_dims - num_labels):
         expr = reader.emit(aten.unsqueeze.default, expr, 1)
-    return Operand(replace(rows, lead=Lead(*rows.lead.groups[:num_lead]), expr=expr), operand.tensor)
+    return Operand(replace(rows, labels=DimLabels(*rows.labels.groups[:num_labels]), expr=expr), operand.tensor)
 
 
-def _with_lead_dims(reader: Reader, operand: Operand, num_lead: int, out_dims: int, call: Call) -> tuple[Lead, fx.Node]:
-    """Make dimensions of size one, in front and after the lead, part of it."""
-    own, shape, expression = operand.rows.lead, operand.tensor.shape, expression_of(operand.rows, call)
+def _with_labelled_dims(
+    reader: Reader, operand: Operand, num_labels: int, out_dims: int, call: Call
+) -> tuple[DimLabels, fx.Node]:
+    """Make dimensions of size one, in front of the labels and after them, part of them."""
+    own, shape, expression = operand.rows.labels, operand.tensor.shape, expression_of(operand.rows, call)
     groups = [""] * (out_dims - len(shape)) + list(own.groups)
-    for size in shape[own.num_dims : own.num_dims + num_lead - len(groups)]:
+    for size in shape[own.num_dims : own.num_dims + num_labels - len(groups)]:
         if not same_size(size, 1):
             raise call.refused(
                 Reason.TOKENS_INTERACT,
                 f"broadcasting {own.in_words} rows of shape {tuple(shape)} into {out_dims}-D mixes rows",
             )
         expression = reader.emit(aten.select.int, expression, 1, 0)
-    return Lead(*groups, *[""] * (num_lead - len(groups))), expression
+    return DimLabels(*groups, *[""] * (num_labels - len(groups))), expression
 
 
 def _inner_part(reader: Reader, operand: Operand, num_inner: int, call: Call) -> fx.Node:
@@ -261,19 +269,23 @@ def _inner_part(reader: Reader, operand: Operand, num_inner: int, call: Call) ->
     return expression
 
 
-def _off(target: Any, values: Sequence[Any], spec: Any, dtypes: dict[int, torch.dtype]) -> float | None:
+def _fill_value(target: Any, values: Sequence[Any], spec: Any, dtypes: dict[int, torch.dtype]) -> float | None:
     """Return what entries that no choice names become, or None where that is not one known number."""
     known: list[Any] = []
     for place, value in enumerate(values):
         if place in dtypes:
-            known.append(value.off if isinstance(value, Rows) else None)
+            known.append(value.fill_value if isinstance(value, Rows) else None)
         else:
             known.append(value.value if isinstance(value, Fill) else value)
     # The constant is computed by the operation itself, in its own dtype, so that roundings are its own.
-    offs = [known[place] for place in dtypes]
+    fill_values = [known[place] for place in dtypes]
     if (target is aten.mul.Tensor and 0.0 in known) or (target is aten.div.Tensor and known == [0.0, None]):
         return 0.0  # zero by anything: where that is not finite, the original is not a number either
-    if not offs or any(value is None for value in offs) or any(isinstance(value, torch.SymInt) for value in known):
+    if (
+        not fill_values
+        or any(value is None for value in fill_values)
+        or any(isinstance(value, torch.SymInt) for value in known)
+    ):
         return None
 
     def constant() -> float:
@@ -294,11 +306,11 @@ def along_routed(dim: int, call: Call) -> CannotChunk:
 def inner_dim(rows: Rows, dim: int, num_dims: int, call: Call) -> int:
     """Position in the expression of dimension `dim` of the tensor; the routed ones are off limits."""
     dim = dim + num_dims if dim < 0 else dim
-    if rows.lead is Lead.NONE:
+    if rows.labels is DimLabels.NONE:
         return dim
-    if dim < rows.lead.num_dims:
+    if dim < rows.labels.num_dims:
         raise along_routed(dim, call)
-    return dim - rows.lead.num_dims + 1
+    return dim - rows.labels.num_dims + 1
 
 
 def along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] = -1) -> Rule:
@@ -322,8 +334,8 @@ def along_dim(position: int, name: str = "dim", default: int | tuple[int, ...] =
         elif name in new_kwargs or mapped != default:
             new_kwargs[name] = mapped
         expr = reader.emit(call.target, *new_args, **new_kwargs)
-        keeps_zero = rows.off == 0 and call.target in _ZERO_ALONG_DIM
-        return replace(rows, expr=expr, off=0.0 if keeps_zero else None)
+        keeps_zero = rows.fill_value == 0 and call.target in _ZERO_ALONG_DIM
+        return replace(rows, expr=expr, fill_value=0.0 if keeps_zero else None)
 
     return rule
 

@@ -17,7 +17,7 @@ from memfine_fx.compat.bitsandbytes import DEQUANTIZE_4BIT, LINEAR_4BIT, SCALES_
 from memfine_fx.compat.operators import qualified_name
 from memfine_fx.errors import Reason
 from memfine_fx.passes.dataflow import static_size
-from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.values import Leaf, Rows
@@ -46,16 +46,16 @@ def _dequantize_4bit(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> 
         )
     own = [reader.part_of_table(leaf, num_experts, call) for leaf in (packed, absmax)]
     expr = reader.emit(call.target, *own, block_size, quant_type, list(shape[1:]), dtype)
-    return Rows(Lead.EXPERT, reader.emit(aten.unsqueeze.default, expr, 0), per_row=False, is_dispatched=True)
+    return Rows(DimLabels.EXPERT, reader.emit(aten.unsqueeze.default, expr, 0), per_row=False, is_dispatched=True)
 
 
 def _linear_4bit(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Rows:
     """Rows times a matrix of one expert, which is made of its own packed numbers when it runs."""
     values, packed, scales, block_size, quant_type, out = args
     rows = reader.as_rows(values, call)
-    is_row_wise = rows.per_row and rows.lead.num_dims == 1
+    is_row_wise = rows.per_row and rows.labels.num_dims == 1
     if not is_row_wise or not all(isinstance(leaf, Leaf) for leaf in (packed, *scales)):
-        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"{rows.lead.in_words} by a matrix in 4 bits")
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, f"{rows.labels.in_words} by a matrix in 4 bits")
     width, dtype = int(call.shape()[-1]), call.out.dtype
     absmax, *twice = map(reader.whole_of, scales)
     if twice:
@@ -64,12 +64,12 @@ def _linear_4bit(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Rows
         absmax = reader.emit(aten.add.Tensor, absmax, twice[2])
     dequantize = torch.ops.bitsandbytes.dequantize_4bit.default
     matrix = reader.emit(dequantize, reader.whole_of(packed), absmax, block_size, quant_type, [out, width], dtype)
-    if rows.copy.expert is not None:
+    if rows.iteration.expert is not None:
         reader.note_experts(call, "loops", width)
         reader.note_made(call.node)
     expr = reader.emit(aten.mm.default, rows.expr, reader.emit(aten.t.default, matrix))
-    is_dispatched = rows.is_dispatched or rows.copy.expert is not None
-    return replace(rows, expr=expr, off=0.0 if rows.off == 0 else None, is_dispatched=is_dispatched)
+    is_dispatched = rows.is_dispatched or rows.iteration.expert is not None
+    return replace(rows, expr=expr, fill_value=0.0 if rows.fill_value == 0 else None, is_dispatched=is_dispatched)
 
 
 _RULES: dict[str, Rule] = {DEQUANTIZE_4BIT: _dequantize_4bit, LINEAR_4BIT: _linear_4bit}

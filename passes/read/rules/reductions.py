@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from memfine_fx.errors import Reason
-from memfine_fx.passes.read.leads import Lead
+from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import along_dim, along_routed, cast, expression_of
@@ -33,23 +33,23 @@ def reduced(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(value, Mask):
         return _mask_reduced(reader, call, value, dims, keeps_dim)
     rows = reader.as_rows(value, call)
-    is_lead = len(dims) == 1 and dims[0] < rows.lead.num_dims
-    if is_lead and not rows.is_dispatched:
-        return _over_lead(reader, call, rows, dims[0], keeps_dim)
-    if call.target is aten.sum.dim_IntList and is_lead:
+    is_labels = len(dims) == 1 and dims[0] < rows.labels.num_dims
+    if is_labels and not rows.is_dispatched:
+        return _over_labels(reader, call, rows, dims[0], keeps_dim)
+    if call.target is aten.sum.dim_IntList and is_labels:
         return combine_over(reader, rows, dims[0], cast(reader, expression_of(rows, call), kwargs.get("dtype")), call)
     return along_dim(1)(reader, call, args, kwargs)
 
 
 def _mask_reduced(reader: Reader, call: Call, mask: Mask, dims: list[int], keeps_dim: bool) -> Any:
     """any, sum or max over a token's choices; a sum over tokens counts."""
-    groups = [mask.lead.groups[dim] for dim in dims]
-    left = [group for place, group in enumerate(mask.lead.groups) if place not in dims]
+    groups = [mask.labels.groups[dim] for dim in dims]
+    left = [group for place, group in enumerate(mask.labels.groups) if place not in dims]
     is_sum = call.target is aten.sum.dim_IntList
     # Counts of such masks are not the rows that experts get.
     if mask.is_negated or mask.is_part:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "a mask of what was not chosen, or was dropped, is summed")
-    if is_sum and left == ["e"] and reader.covers_choices(Lead(*groups)):
+    if is_sum and left == ["e"] and reader.covers_choices(DimLabels(*groups)):
         return Counts()
     # A mask over tokens alone counts assignments only where no token names an expert twice.
     if is_sum and left == ["e"] and reader.is_same("".join(groups), "t") and mask.is_distinct:
@@ -60,30 +60,34 @@ def _mask_reduced(reader: Reader, call: Call, mask: Mask, dims: list[int], keeps
         raise call.refused(
             Reason.ROWS_NOT_FOLLOWED, "a token may name an expert twice here, but its mask counts it once"
         )
-    full_groups = ["" if place in dims else group for place, group in enumerate(mask.lead.groups)]
-    return replace(mask, lead=Lead(*(full_groups if keeps_dim else left)))
+    full_groups = ["" if place in dims else group for place, group in enumerate(mask.labels.groups)]
+    return replace(mask, labels=DimLabels(*(full_groups if keeps_dim else left)))
 
 
-def _over_lead(reader: Reader, call: Call, rows: Rows, dim: int, keeps_dim: bool) -> Rows:
+def _over_labels(reader: Reader, call: Call, rows: Rows, dim: int, keeps_dim: bool) -> Rows:
     """Weights summed over a token's choices; any other reduction over choices or experts."""
-    group = rows.lead.groups[dim]
-    lead = rows.lead.with_group(dim, "") if keeps_dim else rows.lead.without(dim)
-    is_chosen_sum = call.target is aten.sum.dim_IntList and group == "k" and rows.off == 0
-    is_one_of_each = is_chosen_sum and reader.frame.is_distinct and ("e" in lead.atoms or rows.copy.expert is not None)
-    return replace(rows, lead=lead, off=0.0 if is_chosen_sum else None, expr=rows.expr if is_one_of_each else None)
+    group = rows.labels.groups[dim]
+    labels = rows.labels.with_group(dim, "") if keeps_dim else rows.labels.without(dim)
+    is_chosen_sum = call.target is aten.sum.dim_IntList and group == "k" and rows.fill_value == 0
+    is_one_of_each = (
+        is_chosen_sum and reader.frame.is_distinct and ("e" in labels.axes or rows.iteration.expert is not None)
+    )
+    return replace(
+        rows, labels=labels, fill_value=0.0 if is_chosen_sum else None, expr=rows.expr if is_one_of_each else None
+    )
 
 
 def combine_over(reader: Reader, rows: Rows, dim: int, expr: fx.Node, call: Call) -> Combined:
-    """The sum of rows over dimension `dim` of their lead.
+    """The sum of rows over dimension `dim` of their labels.
 
     Raises:
         CannotChunk: it sums over something else than a token's choices, or over experts that it did not choose.
     """
-    group, others = rows.lead.groups[dim], rows.lead.without(dim)
+    group, others = rows.labels.groups[dim], rows.labels.without(dim)
     # The exit needs a sum over all choices of each token, and over nothing else.
-    if group not in ("k", "e") or not reader.is_all_tokens(others) or not rows.copy.is_all:
+    if group not in ("k", "e") or not reader.is_all_tokens(others) or not rows.iteration.is_all:
         raise along_routed(dim, call)
-    if group == "e" and rows.off != 0:
+    if group == "e" and rows.fill_value != 0:
         raise call.refused(
             Reason.NOT_PROVED_ZERO,
             "sum over all experts of results that are not proved zero where a token chose others",
@@ -96,16 +100,16 @@ def combine_over(reader: Reader, rows: Rows, dim: int, expr: fx.Node, call: Call
 def _layer_norm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Normalisation over the last dimensions; the statistics it also returns are not kept."""
     rows = reader.as_rows(args[0], call)
-    num_inner = call.args[0].ndim - rows.lead.num_dims
+    num_inner = call.args[0].ndim - rows.labels.num_dims
     # Statistics over more dimensions than a row has would be those of several rows.
-    if rows.lead is Lead.NONE or len(args[1]) > num_inner:
+    if rows.labels is DimLabels.NONE or len(args[1]) > num_inner:
         raise call.refused(Reason.TOKENS_INTERACT, "a norm over the routed dimensions mixes rows")
     scales = [None if value is None else reader.as_rows(value, call) for value in args[2:4]]
-    if any(scale is not None and scale.lead is not Lead.NONE for scale in scales):
+    if any(scale is not None and scale.labels is not DimLabels.NONE for scale in scales):
         raise call.refused(Reason.TOKENS_INTERACT, "a norm whose weight differs between rows")
     exprs = [None if scale is None else scale.expr for scale in scales]
     whole = reader.emit(call.target, expression_of(rows, call), args[1], *exprs, *args[4:])
-    first = replace(rows, expr=reader.emit(operator.getitem, whole, 0), off=None)
+    first = replace(rows, expr=reader.emit(operator.getitem, whole, 0), fill_value=None)
     return [first, Fill(None), Fill(None)]
 
 
@@ -113,12 +117,12 @@ def _softmax(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
     """Inside a row; over all experts of weights that are minus infinity where a token chose others, zero there."""
     value = args[0]
     rows = value if isinstance(value, Rows) else None
-    if rows is None or rows.is_dispatched or not rows.lead.is_dense:
+    if rows is None or rows.is_dispatched or not rows.labels.is_dense:
         return along_dim(1)(reader, call, args, kwargs)
     dim = args[1] % call.ndim
     # exp(-inf) is zero, so unchosen experts weigh nothing and the others share one.
-    is_masked = dim < rows.lead.num_dims and rows.lead.groups[dim] == "e" and rows.off == -torch.inf
-    return replace(rows, expr=None, off=0.0 if is_masked else None)
+    is_masked = dim < rows.labels.num_dims and rows.labels.groups[dim] == "e" and rows.fill_value == -torch.inf
+    return replace(rows, expr=None, fill_value=0.0 if is_masked else None)
 
 
 RULES: dict[Any, Rule] = {

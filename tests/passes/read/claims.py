@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.expressions import Input, Param
-from memfine_fx.passes.read.leads import Lead
 from memfine_fx.passes.read.values import (
     Combined,
     Coordinates,
-    Copy,
     Counts,
     Fill,
     Ids,
     Leaf,
+    LoopIteration,
     Mask,
     Partial,
     Rows,
@@ -38,7 +38,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class _Place:
-    """What an entry of a tensor is about, as far as its lead says."""
+    """What an entry of a tensor is about, as far as its labels say."""
 
     token: int | None = None
     choice: int | None = None
@@ -63,41 +63,41 @@ class Claims:
 
     # Places.
 
-    def place(self, lead: Lead, indices: Shape, copy: Copy) -> _Place:
-        """What the entry at these indices of the lead is about."""
+    def place(self, labels: DimLabels, indices: Shape, iteration: LoopIteration) -> _Place:
+        """What the entry at these indices of the labels is about."""
         found: dict[str, int] = {}
-        for group, position in zip(lead.groups, indices, strict=True):
-            for atom in reversed(group.replace("t", "bs")):
-                size = self._size(atom)
-                position, found[atom] = (0, position) if size is None else divmod(position, size)
+        for group, position in zip(labels.groups, indices, strict=True):
+            for axis in reversed(group.replace("t", "bs")):
+                size = self._size(axis)
+                position, found[axis] = (0, position) if size is None else divmod(position, size)
         if "r" in found:
-            return self._routed_place(found["r"], found.get("e"), copy)
+            return self._routed_place(found["r"], found.get("e"), iteration)
         token = found["b"] * self.size_of_s() + found["s"] if "b" in found or "s" in found else None
-        choice = found.get("k", 0 if self.routing.top_k == 1 else copy.choice)
-        return _Place(token, choice, found.get("e", copy.expert))
+        choice = found.get("k", 0 if self.routing.top_k == 1 else iteration.choice)
+        return _Place(token, choice, found.get("e", iteration.expert))
 
     def size_of_s(self) -> int:
         return self.routing.token_shape[1] if len(self.routing.token_shape) == 2 else 1
 
-    def _size(self, atom: str) -> int | None:
-        """None for an atom that always stands alone."""
+    def _size(self, axis: str) -> int | None:
+        """None for an axis that always stands alone."""
         sizes = {"b": self.routing.token_shape[0], "s": self.size_of_s(), "k": self.routing.top_k, "e": NUM_EXPERTS}
-        return sizes.get(atom)
+        return sizes.get(axis)
 
-    def _routed_place(self, position: int, expert: int | None, copy: Copy) -> _Place:
+    def _routed_place(self, position: int, expert: int | None, iteration: LoopIteration) -> _Place:
         """The routed row at a position; without an order only its expert is known."""
-        token, choice = self.rows(Copy(copy.expert, copy.choice, copy.order or "t"))[position]
+        token, choice = self.rows(LoopIteration(iteration.expert, iteration.choice, iteration.order or "t"))[position]
         own = self.routing.expert_of((token, choice))
-        if not copy.order:
+        if not iteration.order:
             return _Place(None, None, own)
         return _Place(token, choice, own if expert is None else expert)
 
-    def rows(self, copy: Copy) -> list[Assignment]:
+    def rows(self, iteration: LoopIteration) -> list[Assignment]:
         """The assignments that a copy is about, in expert order."""
-        return [one for one in self.routing.in_order(copy.order) if self.is_about(copy, one)]
+        return [one for one in self.routing.in_order(iteration.order) if self.is_about(iteration, one)]
 
-    def is_about(self, copy: Copy, one: Assignment) -> bool:
-        return copy.expert in (None, self.routing.expert_of(one)) and copy.choice in (None, one[1])
+    def is_about(self, iteration: LoopIteration, one: Assignment) -> bool:
+        return iteration.expert in (None, self.routing.expert_of(one)) and iteration.choice in (None, one[1])
 
     def assignments(self, place: _Place) -> list[Assignment]:
         """Those that an entry about a token can mean: none where the token did not choose the expert."""
@@ -107,32 +107,34 @@ class Claims:
 
     # Expressions.
 
-    def row(self, expr: fx.Node, place: _Place, copy: Copy, *, per_row: bool) -> list[Tensor]:
+    def row(self, expr: fx.Node, place: _Place, iteration: LoopIteration, *, per_row: bool) -> list[Tensor]:
         """What an expression gives for an entry: one row for each assignment that the entry can mean."""
         if place.token is None:
-            return [self._computed(expr, place.expert, None, copy, False)[0]]
+            return [self._computed(expr, place.expert, None, iteration, False)[0]]
         if place.choice is None and place.expert is None:
             tokens = tuple((token, None) for token in range(self.routing.num_tokens))
-            return [self._computed(expr, None, tokens, copy, per_row)[place.token if per_row else 0]]
+            return [self._computed(expr, None, tokens, iteration, per_row)[place.token if per_row else 0]]
         rows = []
         for one in self.assignments(place):
             expert = self.routing.expert_of(one)
             mates = tuple(mate for mate in self.routing.all() if self.routing.expert_of(mate) == expert)
-            rows.append(self._computed(expr, expert, mates, copy, per_row)[mates.index(one) if per_row else 0])
+            rows.append(self._computed(expr, expert, mates, iteration, per_row)[mates.index(one) if per_row else 0])
         return rows
 
     def whole(self, expr: fx.Node) -> Tensor:
         """An expression that no row is part of."""
-        return self._computed(expr, None, None, Copy(), False)
+        return self._computed(expr, None, None, LoopIteration(), False)
 
-    def _computed(self, expr: fx.Node, expert: int | None, rows: Any, copy: Copy, per_row: bool) -> Tensor:
-        key = expr, expert, rows, copy
+    def _computed(
+        self, expr: fx.Node, expert: int | None, rows: Any, iteration: LoopIteration, per_row: bool
+    ) -> Tensor:
+        key = expr, expert, rows, iteration
         if key not in self._known:
             env: dict[fx.Node, Any] = {}
 
             def of(node: fx.Node) -> Any:
                 if node not in env:
-                    env[node] = self._run(node, of, expert, rows, copy)
+                    env[node] = self._run(node, of, expert, rows, iteration)
                 return env[node]
 
             self._known[key] = of(expr)
@@ -140,13 +142,15 @@ class Claims:
         assert not per_row or result.shape[0] == len(rows), f"{expr} gives {tuple(result.shape)} for {len(rows)} rows"
         return result
 
-    def _run(self, node: fx.Node, of: Callable[[fx.Node], Any], expert: int | None, rows: Any, copy: Copy) -> Any:
+    def _run(
+        self, node: fx.Node, of: Callable[[fx.Node], Any], expert: int | None, rows: Any, iteration: LoopIteration
+    ) -> Any:
         if node.op == "placeholder":
-            return self._input(node, expert, rows, copy)
+            return self._input(node, expert, rows, iteration)
         args, kwargs = fx.map_arg((node.args, node.kwargs), of)
         return node.target(*args, **kwargs)  # type: ignore[operator]  # an overload
 
-    def _input(self, node: fx.Node, expert: int | None, rows: Any, copy: Copy) -> Tensor:
+    def _input(self, node: fx.Node, expert: int | None, rows: Any, iteration: LoopIteration) -> Tensor:
         one: Input = node.meta["input"]
         param = self.params.get(node)
         if param is not None:
@@ -196,11 +200,11 @@ def numbers_of(value: Any, shape: Shape, claims: Claims) -> Tensor:
     return out
 
 
-def _each(lead: Lead, out: Tensor, claims: Claims, copy: Copy) -> Any:
-    """Every entry of a lead, and what it is about."""
-    assert out.ndim >= lead.num_dims, f"{lead} of shape {tuple(out.shape)}"
-    for indices in itertools.product(*map(range, out.shape[: lead.num_dims])):
-        yield indices, claims.place(lead, indices, copy)
+def _each(labels: DimLabels, out: Tensor, claims: Claims, iteration: LoopIteration) -> Any:
+    """Every entry of labels, and what it is about."""
+    assert out.ndim >= labels.num_dims, f"{labels} of shape {tuple(out.shape)}"
+    for indices in itertools.product(*map(range, out.shape[: labels.num_dims])):
+        yield indices, claims.place(labels, indices, iteration)
 
 
 def _set(out: Tensor, indices: Any, row: Any) -> None:
@@ -215,22 +219,22 @@ def _set(out: Tensor, indices: Any, row: Any) -> None:
 
 
 def _fill_rows(value: Rows, out: Tensor, claims: Claims) -> None:
-    if value.lead is Lead.NONE:
+    if value.labels is DimLabels.NONE:
         if value.expr is not None:
             out.copy_(claims.whole(value.expr))
         return
-    for indices, place in _each(value.lead, out, claims, value.copy):
+    for indices, place in _each(value.labels, out, claims, value.iteration):
         is_off = place.token is not None and not claims.assignments(place)
-        if is_off and value.off is not None:
-            _set(out, indices, value.off)
+        if is_off and value.fill_value is not None:
+            _set(out, indices, value.fill_value)
         elif not is_off and value.expr is not None:
-            for row in claims.row(value.expr, place, value.copy, per_row=value.per_row):
+            for row in claims.row(value.expr, place, value.iteration, per_row=value.per_row):
                 _set(out, indices, row)
 
 
 def _fill_mask(value: Mask, out: Tensor, claims: Claims) -> None:
-    for indices, place in _each(value.lead, out, claims, replace(value.copy, expert=None)):
-        expert = place.expert if "e" in value.lead.atoms else value.copy.expert
+    for indices, place in _each(value.labels, out, claims, replace(value.iteration, expert=None)):
+        expert = place.expert if "e" in value.labels.axes else value.iteration.expert
         named = claims.assignments(replace(place, expert=None))
         is_named = any(claims.routing.expert_of(one) == expert for one in named)
         if not (is_named and value.is_part):
@@ -240,9 +244,9 @@ def _fill_mask(value: Mask, out: Tensor, claims: Claims) -> None:
 def _fill_ids(value: Ids, out: Tensor, claims: Claims) -> None:
     if value.is_iota:
         out.copy_(torch.arange(out.numel()).reshape(out.shape))
-    if "?" in value.lead.atoms or value.names == "#":
+    if "?" in value.labels.axes or value.names == "#":
         return
-    for indices, place in _each(value.lead, out, claims, value.copy):
+    for indices, place in _each(value.labels, out, claims, value.iteration):
         if place.token is None and value.names == "e":
             _set(out, indices, place.expert)
         elif place.token is not None and place.choice is None and set(value.names) <= set("tbs"):
@@ -258,17 +262,17 @@ def _number(value: Ids, one: Assignment, claims: Claims) -> int:
     batch, step = divmod(token, claims.size_of_s())
     parts = {"e": claims.routing.expert_of(one), "t": token, "k": choice, "b": batch, "s": step}
     if value.names == "r":
-        return claims.routing.in_order(value.copy.order or "t").index(one)
+        return claims.routing.in_order(value.iteration.order or "t").index(one)
     sizes = {"t": claims.routing.num_tokens, "k": claims.routing.top_k, "s": claims.size_of_s(), "e": NUM_EXPERTS}
     number = 0
-    for atom in value.names:
-        number = number * sizes.get(atom, 1) + parts[atom]
+    for axis in value.names:
+        number = number * sizes.get(axis, 1) + parts[axis]
     return number
 
 
 def _fill_coordinates(value: Coordinates, out: Tensor, claims: Claims) -> None:
     for column, names in enumerate(value.names):
-        _fill_ids(Ids(names, Lead.SORTED, copy=value.copy), out[:, column], claims)
+        _fill_ids(Ids(names, DimLabels.SORTED, iteration=value.iteration), out[:, column], claims)
 
 
 def _fill_counts(value: Counts, out: Tensor, claims: Claims) -> None:
@@ -289,42 +293,42 @@ def _fill_leaf(value: Leaf, out: Tensor, claims: Claims) -> None:
 
 
 def _fill_combined(value: Combined, out: Tensor, claims: Claims) -> None:
-    _add_up(out, value.base, [(Copy(), value.expr)], claims)
+    _add_up(out, value.base, [(LoopIteration(), value.expr)], claims)
 
 
 def _fill_partial(value: Partial, out: Tensor, claims: Claims) -> None:
     parts = value.parts
-    if value.lead is None:
+    if value.labels is None:
         _add_up(out, value.base, parts, claims)
         return
-    for indices, place in _each(value.lead, out, claims, Copy(order=parts[0][0].order)):
-        for copy, expr in parts:
+    for indices, place in _each(value.labels, out, claims, LoopIteration(order=parts[0][0].order)):
+        for iteration, expr in parts:
             for one in claims.assignments(place):
-                if claims.is_about(copy, one):
-                    (row,) = claims.row(expr, _Place(*one), copy, per_row=True)
+                if claims.is_about(iteration, one):
+                    (row,) = claims.row(expr, _Place(*one), iteration, per_row=True)
                     _set(out, indices, row)
 
 
-def _add_up(out: Tensor, base: fx.Node | None, parts: list[tuple[Copy, fx.Node]], claims: Claims) -> None:
+def _add_up(out: Tensor, base: fx.Node | None, parts: list[tuple[LoopIteration, fx.Node]], claims: Claims) -> None:
     """The base, and every assignment's contribution added to its token."""
     out.zero_()
     if base is not None:
         out.copy_(claims.outer[base])
     num_tokens = claims.routing.num_tokens
-    for copy, expr in parts:
+    for iteration, expr in parts:
         for token, choice in claims.routing.all():
-            if claims.is_about(copy, (token, choice)):
-                (row,) = claims.row(expr, _Place(token, choice), copy, per_row=True)
+            if claims.is_about(iteration, (token, choice)):
+                (row,) = claims.row(expr, _Place(token, choice), iteration, per_row=True)
                 out.view(num_tokens, -1)[token] += row.flatten()
 
 
 def _fill_taken(value: Taken, out: Tensor, claims: Claims) -> None:
     sizes = {"t": claims.routing.num_tokens, "k": claims.routing.top_k, "b": claims.routing.token_shape[0]}
-    shape = [math.prod(sizes[atom] for atom in group) for group in value.names]
+    shape = [math.prod(sizes[axis] for axis in group) for group in value.names]
     held = numbers_of(value.sum, (*shape, *out.shape[1:]), claims)
     places = [torch.empty(len(out), dtype=torch.float64) for _ in value.names]
     for names, place in zip(value.names, places, strict=True):
-        _fill_ids(Ids(names, Lead.SORTED, copy=value.copy), place.fill_(math.nan), claims)
+        _fill_ids(Ids(names, DimLabels.SORTED, iteration=value.iteration), place.fill_(math.nan), claims)
     out.copy_(held[tuple(place.long() for place in places)])
     if value.added is not None:
         out.add_(numbers_of(value.added, out.shape, claims))

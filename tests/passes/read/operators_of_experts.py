@@ -43,7 +43,7 @@ def gathered_table(r: Any) -> Any:
     return r.up[r.index.reshape(-1)]
 
 
-def copies(r: Any) -> Any:
+def iterations(r: Any) -> Any:
     """Tokens, once for each choice, [N,1,H]."""
     return r.hidden.repeat_interleave(K, 0).unsqueeze(1)
 
@@ -144,14 +144,14 @@ MATMULS: Database = {
         refused("matmul of", lambda r: torch.addmm(sorted_rows(r), sorted_rows(r), r.square)),
     ],
     aten.bmm.default: [
-        claims(Rows, lambda r: torch.bmm(copies(r), gathered_table(r)), "plain", "square", "repeated", "dynamic"),
-        claims(Rows, lambda r: torch.bmm(gathered_table(r).transpose(1, 2), copies(r).transpose(1, 2))),
+        claims(Rows, lambda r: torch.bmm(iterations(r), gathered_table(r)), "plain", "square", "repeated", "dynamic"),
+        claims(Rows, lambda r: torch.bmm(gathered_table(r).transpose(1, 2), iterations(r).transpose(1, 2))),
         claims(Rows, lambda r: torch.bmm(sorted_rows(r).unsqueeze(1), r.up[order_of(r)[0]])),
         claims(Rows, lambda r: torch.bmm(all_tokens(r), r.up)),
         claims(Rows, lambda r: (r.hidden.expand(NUM_EXPERTS, -1, -1) @ r.up) * chosen(r).t().unsqueeze(-1)),
         claims(Combined, lambda r: torch.bmm(r.weight.unsqueeze(1), by_choice(r))),
-        refused("a row is not a vector", lambda r: torch.bmm(copies(r).expand(-1, 2, -1), gathered_table(r))),
-        refused("no known spelling", lambda r: torch.bmm(copies(r), r.up[order_of(r)[0]])),
+        refused("a row is not a vector", lambda r: torch.bmm(iterations(r).expand(-1, 2, -1), gathered_table(r))),
+        refused("no known spelling", lambda r: torch.bmm(iterations(r), r.up[order_of(r)[0]])),
         refused("no known spelling", lambda r: torch.bmm(all_tokens(r).transpose(0, 1), r.up), "square"),
         refused("no known spelling", lambda r: torch.bmm(by_choice(r), r.down * 2), "square"),
         refused("no known spelling", lambda r: torch.bmm(r.weight.t().unsqueeze(1), by_choice(r).transpose(0, 1))),
@@ -160,7 +160,8 @@ MATMULS: Database = {
         claims(Rows, lambda r: torch.baddbmm(r.bias.unsqueeze(1), all_tokens(r), r.up)),
         refused("with scaling", lambda r: torch.baddbmm(r.bias.unsqueeze(1), all_tokens(r), r.up, beta=2)),
         refused(
-            "other than all experts'", lambda r: torch.baddbmm(r.bias.unsqueeze(1)[:1], copies(r), gathered_table(r))
+            "other than all experts'",
+            lambda r: torch.baddbmm(r.bias.unsqueeze(1)[:1], iterations(r), gathered_table(r)),
         ),
     ],
 }

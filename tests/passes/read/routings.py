@@ -60,7 +60,7 @@ class Routing:
         return [(token, choice) for token in range(self.num_tokens) for choice in range(self.top_k)]
 
     def in_order(self, order: str) -> list[Assignment]:
-        """Every assignment in expert order; an expert's own stand as `Copy.order` says."""
+        """Every assignment in expert order; an expert's own stand as `LoopIteration.order` says."""
         if order.endswith(" sort"):
             layout = self.all() if order == "t sort" else sorted(self.all(), key=lambda one: one[::-1])
             flat = torch.tensor([self.expert_of(one) for one in layout])
