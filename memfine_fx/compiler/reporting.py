@@ -22,7 +22,7 @@ from memfine_fx.report.reports import HeadReport, RegionReport, Report, StepRepo
 from memfine_fx.report.summary import first_step_line, unchunked_layers
 from memfine_fx.runtime.store import lookup
 
-__all__ = ["head_report", "log_first_step", "outcome_report", "report_of", "verify_report_of"]
+__all__ = ["head_report", "largest_chunk", "log_first_step", "outcome_report", "report_of", "verify_report_of"]
 
 
 def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run: bool = True) -> Report:
@@ -62,13 +62,13 @@ def _step_report(session: Session) -> StepReport | None:
     """Return the report of the latest step that trained; None where none did."""
     runs = session.history.latest_pass(session.graphs)
     memories = [run.memory for run in runs]
-    largest_chunk = functools.partial(_largest_chunk, session)
-    peak = step_peak(memories, largest_chunk)
+    chunk_of = functools.partial(largest_chunk, session)
+    peak = step_peak(memories, chunk_of)
     if peak is None:
         return None
     steps = {id(memory.step): memory.step for memory in memories}
     decision = "; ".join(step.decision for step in steps.values() if step.decision)
-    expression = functools.partial(peak_expression, memories, largest_chunk)
+    expression = functools.partial(peak_expression, memories, chunk_of)
     budget = describe_budget(session.config, memories, _device_bytes(session))
     return StepReport(tuple(session.static_terms().items()), peak, decision, expression, budget)
 
@@ -79,7 +79,7 @@ def _device_bytes(session: Session) -> int | None:
     return budget_bytes(session, device_of(limited[-1])) if limited else None
 
 
-def _largest_chunk(session: Session, region_id: str, num_tokens: int) -> ChunkSize:
+def largest_chunk(session: Session, region_id: str, num_tokens: int) -> ChunkSize:
     """Return the largest chunk of the latest step; before one has run, as many rows as there are routed rows."""
     head = next((head.live for head in session.lowered_heads if head.live.region_id == region_id), None)
     if head is not None:

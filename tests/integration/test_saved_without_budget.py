@@ -15,6 +15,7 @@ from torch import nn
 import memfine_fx
 from memfine_fx.compiler import compiled_graph
 from memfine_fx.compiler.compiled_graph import CompiledGraph
+from memfine_fx.compiler.reporting import largest_chunk
 from memfine_fx.compiler.sessions import sessions
 from memfine_fx.demo.model import ModelSizes, build_causal_lm
 from memfine_fx.memory.measure import trace_memory
@@ -79,7 +80,7 @@ def lean_peak() -> int:
     """Predicted of the latest step, had its regions kept nothing."""
     session = sessions()[-1]
     (run,) = session.latest_runs()
-    peak = step_peak_bytes([lean_of(run)], session._largest_chunk)
+    peak = step_peak_bytes([lean_of(run)], functools.partial(largest_chunk, session))
     assert peak is not None
     return peak
 
