@@ -43,6 +43,7 @@ __all__ = [
     "TRANSPOSES",
     "VIEWS",
     "base_name_of",
+    "has_random_tag",
     "is_random",
     "name_of",
     "target_name",
@@ -157,6 +158,11 @@ def _canonical(name: str) -> str:
     if has_underscores and bare in ("radd", "rmul", "rand", "ror"):  # of the others the operands change places
         bare = bare[1:]
     return _SYNONYMS.get(bare, bare)
+
+
+def has_random_tag(target: object) -> bool:
+    """Return whether torch's tag of an operator says that it draws random numbers; False of any other callable."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def is_random(name: str) -> bool:

@@ -135,9 +135,8 @@ class CompiledGraph:
         record.is_limited = is_limited(session, hidden.device, record.step.regions.values())
         budget = budget_of_graph(session, record, inputs, hidden) if record.lowered else None
         pristine = None if budget is None else captured_copy(graph_module)
-        self._refusals: dict[
-            tuple[object, ...], BudgetInfeasible | None
-        ] = {}  # by memory context; compiling forgets them
+        # By memory context; compiling forgets them.
+        self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}
         self._partitions = [self._compile(graph_module, inputs, record.step, budget)]
         self._recompile_inputs = None if pristine is None else _inputs_again(pristine, inputs, hidden)
 

@@ -25,7 +25,7 @@ from memfine_fx.compat.tensors import tree_leaves, tree_map
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size, tensor_of
 from memfine_fx.passes.modes import Modes, gradient_stop
-from memfine_fx.passes.ops import LIKE_FACTORIES
+from memfine_fx.passes.ops import LIKE_FACTORIES, has_random_tag
 from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.expressions import Input, RowsDiffer
 from memfine_fx.passes.read.frame import Exit, Frame
@@ -370,7 +370,7 @@ class Reader(Roles):
             return Unknown(
                 next((operand for operand in unknown if operand.is_dispatched), unknown[0]).refusal, dispatched
             )
-        if rule is None and torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
+        if rule is None and has_random_tag(call.target):
             raise call.refused(Reason.RANDOM_NUMBERS, "random numbers are drawn inside the experts (dropout)")
         if rule is None:
             raise call.refused(Reason.NO_RULE, f"no row-wise rule for {call.target}")

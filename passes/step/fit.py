@@ -194,11 +194,8 @@ def _faster(
         _with_regions(gm, policies)[0], (), partition, of_regions=_described_regions(policies, gm.graph)
     )
     seconds = _seconds_beyond(_pair(again), _pair(save_all), budget)
-    return (
-        replace(again, base="recompute_pointwise")
-        if seconds < 0 and _peak(again, budget) <= _available(budget, "recompute_pointwise")
-        else save_all
-    )
+    is_faster = seconds < 0 and _peak(again, budget) <= _available(budget, "recompute_pointwise")
+    return replace(again, base="recompute_pointwise") if is_faster else save_all
 
 
 def _fit_less(
@@ -270,16 +267,16 @@ def _bases(
 ) -> list[Base]:
     """Return the three partitions to start from, each with what may be saved beyond what it saves."""
     again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
-    spare_seconds = _seconds_beyond(_pair(recompute_pointwise), plain, budget) + again
-    lean_seconds = _seconds_beyond(_pair(recompute_all), plain, budget)
+    pointwise_seconds = _seconds_beyond(_pair(recompute_pointwise), plain, budget) + again
+    all_seconds = _seconds_beyond(_pair(recompute_all), plain, budget)
     tensors = _savable_tensors(gm.graph, results, recompute_all.backward_memory, budget.rates)
     # Seconds are beyond those of a step that saves everything, of which each base recomputes what may be saved.
     of_regions = sum(max(0.0, *(amount.seconds for amount in amounts)) for amounts in regions)
     of_tensors = sum(max(0.0, tensor.seconds) for tensor in tensors)
     return [
         Base("save_all", of_regions, *plain, (), regions),
-        Base("recompute_pointwise", spare_seconds + of_regions, *_pair(recompute_pointwise), (), regions),
-        Base("recompute_all", lean_seconds + of_regions + of_tensors, *_pair(recompute_all), tensors, regions),
+        Base("recompute_pointwise", pointwise_seconds + of_regions, *_pair(recompute_pointwise), (), regions),
+        Base("recompute_all", all_seconds + of_regions + of_tensors, *_pair(recompute_all), tensors, regions),
     ]
 
 
@@ -288,10 +285,12 @@ def _seconds_beyond(pair: Pair, save_all: Pair, budget: StepBudget) -> float:
 
     It writes and reads more, and spares new memory between forward and backward.
     """
-    left, left_of_full = (_left_bytes(memory[0], budget.sizes) for memory in (pair, save_all))
-    written, written_by_full = (_written(memory, budget.sizes) for memory in (pair, save_all))
+    left, left_by_save_all = (_left_bytes(memory[0], budget.sizes) for memory in (pair, save_all))
+    written, written_by_save_all = (_written(memory, budget.sizes) for memory in (pair, save_all))
     rates = budget.rates
-    return 2 * max(0, written - written_by_full) / rates.copy_bytes + rates.saving_seconds(left - left_of_full, 0)
+    return 2 * max(0, written - written_by_save_all) / rates.copy_bytes + rates.saving_seconds(
+        left - left_by_save_all, 0
+    )
 
 
 def _left_bytes(forward: GraphMemory, sizes: Mapping[str, int]) -> int:

@@ -41,6 +41,7 @@ from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import CountedInputs
 from memfine_fx.memory.wrapper_code import READER_FILES
+from memfine_fx.passes.ops import has_random_tag
 from memfine_fx.passes.pass_list import run_pass
 from memfine_fx.passes.read.normal_form import fake_mode_of
 from memfine_fx.passes.step.costly_results import costly_results, is_attention, must_save
@@ -230,7 +231,7 @@ def _is_unknown(node: fx.Node) -> bool:
 
 def _draws_numbers(node: fx.Node) -> bool:
     """Whether an operator, or a graph that a higher-order operator calls, draws random numbers."""
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if has_random_tag(node.target):
         return True
     names = [source.target for source in node.all_input_nodes if source.op == "get_attr"]
     called = [getattr(node.graph.owning_module, str(name), None) for name in names]

@@ -143,9 +143,7 @@ def compare(
             if expected is None or results is None:
                 verdict: Verdict = "only eager raises" if results is not None else "both raise"
                 if expected is not None:
-                    compiled = copy.deepcopy(before)
-                    compiled.compile(backend=inner, dynamic=True)
-                    raises_too = None in _results(compiled, seed, step)
+                    raises_too = None in _results_alone(before, inner, seed, step)
                     verdict = "torch.compile raises too" if raises_too else "only ours raises"
                 return Outcome(
                     verdict, report.num_chunked, f"step {number}: eager {eager_error}, ours {error} ({reasons})"
@@ -165,11 +163,16 @@ def _results(model: nn.Module, seed: int, step: Step) -> list[Results | None]:
     return [_attempted(model, *routing, step, number)[0] for number, routing in enumerate(steps)]
 
 
-def _is_off_alone(model: nn.Module, inner: str, seed: int, step: Step, difference: str) -> bool:
-    """Whether plain torch.compile with the same backend is off in what is off here, experts' indices aside."""
+def _results_alone(model: nn.Module, inner: str, seed: int, step: Step) -> list[Results | None]:
+    """Results of each step of a copy under plain torch.compile with the same backend."""
     compiled = copy.deepcopy(model)
     compiled.compile(backend=inner, dynamic=True)
-    pairs = zip(_results(compiled, seed, step), _results(model, seed, step), strict=True)
+    return _results(compiled, seed, step)
+
+
+def _is_off_alone(model: nn.Module, inner: str, seed: int, step: Step, difference: str) -> bool:
+    """Whether plain torch.compile with the same backend is off in what is off here, experts' indices aside."""
+    pairs = zip(_results_alone(model, inner, seed, step), _results(model, seed, step), strict=True)
     differences = [
         _first_difference(results, expected, _tolerance(model))
         for results, expected in pairs

@@ -22,6 +22,7 @@ from memfine_fx.compat.operators import OpOverload, is_pointwise, without_write
 from memfine_fx.compat.tensors import tree_flatten, tree_unflatten
 from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
+from memfine_fx.passes.ops import has_random_tag
 from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
@@ -60,7 +61,7 @@ def pointwise_rule(target: Any) -> Rule | None:
     """The shared rule for pointwise operations, or None."""
     if not isinstance(target, OpOverload) or without_write(target) is not target:  # an expert function writes nothing
         return None
-    if not is_pointwise(target) or torch.Tag.nondeterministic_seeded in target.tags:
+    if not is_pointwise(target) or has_random_tag(target):
         return None
     return pointwise
 
