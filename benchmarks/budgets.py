@@ -30,6 +30,7 @@ from memfine_fx.compiler.reporting import report_of
 from memfine_fx.compiler.sessions import sessions
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.plan.budget import SCALAR_BYTES
 
 OURS = "memfine@"
 NO_BUDGET = "free"
@@ -104,7 +105,9 @@ def _entries(job: Job) -> tuple[float, dict[str, Entry]]:
     found: dict[str, Entry] = {}
     for name in job.points:
         if name.startswith(OURS):
-            found[name] = _ours(job, least + int(float(name.removeprefix(OURS)) * (most.predicted - least)))
+            # A budget also holds the scalars that autograd makes outside of graphs, which no prediction counts.
+            spare = most.predicted + SCALAR_BYTES - least
+            found[name] = _ours(job, least + int(float(name.removeprefix(OURS)) * spare))
         else:
             workload = build_model_workload(replace(job, workload="model", peer=name))
             found[name] = Entry(workload, 0, 0, 0, _warmed(workload, job))
