@@ -120,7 +120,7 @@ def _ours(job: Job, budget: int = 0) -> Entry:
     seconds = _warmed(workload, job)
     session = sessions()[-1]
     static, predicted = _predicted(report_of(session))
-    spent = [session.stage_seconds.get(stage, 0.0) for stage in ("fit", "further partitions")]
+    spent = [session.diagnostics.stage_seconds.get(stage, 0.0) for stage in ("fit", "further partitions")]
     return Entry(workload, budget, predicted, static, seconds, *spent)
 
 

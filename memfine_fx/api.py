@@ -124,7 +124,7 @@ def explain(
     session = _open_session(config or Config.from_environment(), is_dry=not measure)
     with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
-            session.notes.extend(stack.enter_context(switched_experts(model)))
+            session.diagnostics.notes.extend(stack.enter_context(switched_experts(model)))
         compiled = functools.partial(_captured_forward(model, session), 0)
         if measure:
             return report_of(session, _measured_step(model, compiled, args, kwargs))
@@ -235,7 +235,7 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
     session = _open_session(dataclasses.replace(config or Config.from_environment(), verify=True), is_dry=True)
     with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
-            session.notes.extend(stack.enter_context(switched_experts(model)))
+            session.diagnostics.notes.extend(stack.enter_context(switched_experts(model)))
         _captured_forward(model, session)(0, *args, **kwargs)
         return verify_report_of(session)
 

@@ -1,7 +1,7 @@
 """Which share of a cold compile do reading, checking and comparing take?
 
 The 4-layer Qwen3-MoE of the demo, T=512, Inductor with empty caches. The compile is the first step less the median of
-later ones; the stages are timed where they run (`Session.stage_seconds`).
+later ones; the stages are timed where they run (`Diagnostics.stage_seconds`).
 """
 
 import os
@@ -40,7 +40,7 @@ def measure() -> Answer:
     with tempfile.TemporaryDirectory() as caches, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=caches):
         first, *later = (seconds_of(step, device) for _ in range(4))
     compile_seconds = first - statistics.median(later)
-    stages = sessions()[-1].stage_seconds
+    stages = sessions()[-1].diagnostics.stage_seconds
     share, check, compare = (stages[name] / compile_seconds for name in ("read", "check", "compare"))
     row = {
         "regions": memfine_fx.report(model).num_chunked,

@@ -132,8 +132,8 @@ class CompiledGraph:
         hidden = _tokens_of(record, graph_module.graph)
         self._sizes = _sizes_of_inputs(graph_module.graph)
         record.step.sizes.update({size.name: size.hint for size in self._sizes})
-        record.is_limited = is_limited(session, hidden.device, record.step.regions.values())
-        budget = budget_of_graph(session, record, inputs, hidden) if record.lowered else None
+        record.is_limited = is_limited(session.steps, hidden.device, record.step.regions.values())
+        budget = budget_of_graph(session.steps, record, inputs, hidden) if record.lowered else None
         pristine = None if budget is None else captured_copy(graph_module)
         # By memory context; compiling forgets them.
         self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}
@@ -144,7 +144,7 @@ class CompiledGraph:
         sizes = {size.name: size.of(args) for size in self._sizes}
         session = self._session
         session.hold_graph(self._record, args)
-        run = session.history.begin(
+        run = session.steps.history.begin(
             self._record.caller,
             self._record.step,
             sizes,
@@ -156,7 +156,7 @@ class CompiledGraph:
         compiled = self._partitions[0] if self._recompile_inputs is None else self._chosen(run, self._recompile_inputs)
         self._take(run, compiled)
         results = compiled.run(*args)
-        session.history.note_results(run, results, args)
+        session.steps.history.note_results(run, results, args)
         return results
 
     def _chosen(self, run: Run, again: _Recompile) -> CompiledPartition:
@@ -165,7 +165,7 @@ class CompiledGraph:
         Raises:
             BudgetInfeasible: there is none.
         """
-        persistent = self._session.persistent_bytes(self._session.history.members())
+        persistent = self._session.steps.persistent_bytes(self._session.steps.history.members())
         current = [partition for partition in self._partitions if not self._is_outdated(partition, run, persistent)]
         serving = [partition for partition in current if partition.serves(run.memory.sizes)]
         refused: list[tuple[CompiledPartition, BudgetInfeasible]] = []
@@ -208,7 +208,7 @@ class CompiledGraph:
 
         With this excess (`StepBudget.beyond`) the same partition is not chosen again.
         """
-        peak = smallest_peak(self._session, self._context(run, one))
+        peak = smallest_peak(self._session.steps, self._context(run, one))
         return {one.step.base: max(0, (peak or 0) - one.step.chosen_by)}
 
     def _refused(self, last: CompiledPartition, refusal: BudgetInfeasible) -> CompiledPartition:
@@ -230,11 +230,11 @@ class CompiledGraph:
         if persistent == one.persistent_bytes:
             return False
         is_best = one.step.saves_all or persistent > one.persistent_bytes
-        return not (is_best and fits_unbounded(self._session, self._context(run, one)))
+        return not (is_best and fits_unbounded(self._session.steps, self._context(run, one)))
 
     def _context(self, run: Run, one: CompiledPartition) -> MemoryContext:
         run.memory = replace(run.memory, step=one.step)
-        return context_of(self._session, run)
+        return context_of(self._session.steps, run)
 
     def _refusal_of(self, run: Run, one: CompiledPartition) -> BudgetInfeasible | None:
         context = self._context(run, one)
@@ -242,7 +242,7 @@ class CompiledGraph:
             if len(self._refusals) >= MOST_PLANS:  # a generation has another length at each token
                 self._refusals.clear()
             device = device_of(self._record)
-            self._refusals[context.key] = refusal_of(self._session, context, device)
+            self._refusals[context.key] = refusal_of(self._session.steps, context, device)
         return self._refusals[context.key]
 
     def _recompile(self, run: Run, again: _Recompile, attempt: int, beyond: Mapping[str, int]) -> CompiledPartition:
@@ -255,7 +255,7 @@ class CompiledGraph:
         session, first = self._session, self._record.step
         step = GraphStep(first.regions, run.memory.values, heads=first.heads, fusible_gradients=first.fusible_gradients)
         run.memory = replace(run.memory, step=step)
-        context = context_of(session, run)
+        context = context_of(session.steps, run)
         key = ("made", *context.key[1:])
         refused = self._refusals.get(key)
         if refused is not None:
@@ -263,12 +263,13 @@ class CompiledGraph:
         available = context.available_bytes or 0
         is_asked = session.config.has_budget
         budget_context = replace(context, available_bytes=0) if attempt == _LAST_ATTEMPT else context
-        budget = GraphBudget(session, budget_context, again.hidden, is_asked=is_asked, beyond=beyond)
+        budget = GraphBudget(session.steps, budget_context, again.hidden, is_asked=is_asked, beyond=beyond)
 
         def check() -> None:
-            refusal = refusal_of(session, context, device_of(self._record))
+            steps, device = session.steps, device_of(self._record)
+            refusal = refusal_of(steps, context, device)
             roomier = replace(context, available_bytes=int(available * _LEAST_CODE))
-            if is_asked and refusal is not None and refusal_of(session, roomier, device_of(self._record)) is not None:
+            if is_asked and refusal is not None and refusal_of(steps, roomier, device) is not None:
                 self._refusals[key] = refusal
                 raise refusal
 
@@ -277,7 +278,7 @@ class CompiledGraph:
         try:
             shape_env = again.fake_mode.shape_env
             known = 0 if shape_env is None else len(shape_env.guards)
-            with observed_passes(session), compiling_again(again.fake_mode), session.timed("made again"):
+            with observed_passes(session), compiling_again(again.fake_mode), session.diagnostics.timed("made again"):
                 module = captured_copy(again.graph_module)
                 partition = self._compile(module, again.inputs, step, budget, partitioned=check)
             # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see
@@ -305,7 +306,7 @@ class CompiledGraph:
 
         def note_estimate() -> None:
             if budget is not None:
-                step.chosen_by = with_margin(smallest_peak(session, budget.context) or 0)
+                step.chosen_by = with_margin(smallest_peak(session.steps, budget.context) or 0)
             if partitioned is not None:
                 partitioned()
 
@@ -324,8 +325,8 @@ class CompiledGraph:
             watched=functools.partial(self._watched, step),
             compile_one=self._compile_one,
         )
-        members = {*session.history.members(), self._record.caller}
-        persistent = 0 if budget is None else session.persistent_bytes(list(members))
+        members = {*session.steps.history.members(), self._record.caller}
+        persistent = 0 if budget is None else session.steps.persistent_bytes(list(members))
         partitioned_for = () if budget is None else budget.context.key[1:]
         return CompiledPartition(step, compiled, persistent, partitioned_for)
 
@@ -342,12 +343,12 @@ class CompiledGraph:
         @contextlib.contextmanager
         def in_backward(keeps_graph: bool) -> Iterator[Accumulation]:
             session = self._session
-            with session.history.backward(step, keeps_graph=keeps_graph) as run:
+            with session.steps.history.backward(step, keeps_graph=keeps_graph) as run:
                 parameters = self._adding(step, self._record.caller if run is None else run.caller, is_added)
                 if run is not None:
                     self._record.step = step
                     run.memory = replace(run.memory, added=frozenset(parameters))
-                    session.context = context_of(session, run)
+                    session.steps.context = context_of(session.steps, run)
                 with adding(Accumulation(step.fusible_gradients, parameters)) as accumulation:
                     yield accumulation
 
@@ -407,8 +408,8 @@ class CompiledGraph:
         self._record.step = compiled.step
         run.memory = replace(run.memory, step=compiled.step, saved=frozenset())
         if compiled.step.optional:
-            run.memory = saving_in(self._session, run, tensor_of(self._record.lowered[0].region.hidden))
-        self._session.context = context_of(self._session, run)
+            run.memory = saving_in(self._session.steps, run, tensor_of(self._record.lowered[0].region.hidden))
+        self._session.steps.context = context_of(self._session.steps, run)
 
     def _forget(self) -> None:
         """More is known of a partition's memory than before."""

@@ -58,7 +58,7 @@ def compile_in_session(
     user as the typed error that it is.
     """
     if not can_chunk(session.config.inner_backend):
-        session.has_warned = True  # of what is lost; that there are no regions follows
+        session.diagnostics.has_warned = True  # of what is lost; that there are no regions follows
         plain: Callable[..., Any] = plain_compiler(session.config.inner_backend)(graph_module, list(example_inputs))
         return plain
     from memfine_fx.compiler.pipeline import compile_graph

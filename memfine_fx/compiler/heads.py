@@ -42,7 +42,7 @@ def plan_heads(graph_module: fx.GraphModule, session: Session, record: CapturedG
             head
             for body in bodies
             for head in find_heads(
-                body.graph, session.config, is_body=body is not graph_module, runs_here=session.runs_here
+                body.graph, session.config, is_body=body is not graph_module, runs_here=session.observer.runs_here
             )
         ]
     except Exception:  # NOTE: a bug of ours must not take down a model that compiles without us
@@ -68,16 +68,16 @@ def _lower(graph_module: fx.GraphModule, record: CapturedGraph, config: Config) 
 def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> LoweredHead:
     hidden, loss = tensor_of(region.hidden), tensor_of(region.exit)
     region_id = next_region_id(f"head_{_content_hash(region, loss.dtype)}")
-    kernel = loss_kernel_on(hidden.device) if session.runs_here else None
+    kernel = loss_kernel_on(hidden.device) if session.observer.runs_here else None
     terms = HeadBytes(
         hidden=region.dims.hidden,
         vocab=region.dims.vocab,
         item_bytes=region.logits_dtype.itemsize,
         has_softcap=region.loss.softcap is not None,
         wanted=region.wanted,
-        device_type=hidden.device.type if session.runs_here else "cuda",  # `fit` records for a GPU on this CPU
+        device_type=hidden.device.type if session.observer.runs_here else "cuda",  # `fit` records for a GPU on this CPU
         saves_logits=region.saves_logits,
-        is_fused=kernel is not None or not session.runs_here,
+        is_fused=kernel is not None or not session.observer.runs_here,
     )
     num_tokens: Any = tensor_of(region.labels).numel()
     is_symbolic = isinstance(num_tokens, torch.SymInt)
@@ -88,9 +88,9 @@ def _plan(region: HeadRegion, session: Session, record: CapturedGraph) -> Lowere
         loss=region.loss,
         kernel=kernel,
         out_dtype=loss.dtype,
-        choose_plan=functools.partial(choose_head_plan, region_id, session, record, hidden.device),
+        choose_plan=functools.partial(choose_head_plan, region_id, session.steps, record, hidden.device),
         name=region.where.module or str(region.where),
-        context=session.context_key,
+        context=session.steps.context_key,
     )
     register_head(live)
     hint = num_tokens.node.hint if is_symbolic else num_tokens

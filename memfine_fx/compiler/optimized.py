@@ -142,7 +142,7 @@ class OptimizedCall:
         options, model = self._options, self.model
         session = open_session(options.config, holds_compiled=True)
         if options.config.captures_loops:
-            session.notes.extend(switch_experts(model))
+            session.diagnostics.notes.extend(switch_experts(model))
         calls = [functools.partial(behind, forward) for _, forward in self._forward_wrappers]
         calls.append(functools.partial(_traced_call, model))
         call = captured(model, calls, session, fullgraph=options.fullgraph, dynamic=options.dynamic)
@@ -172,7 +172,7 @@ class OptimizedCall:
         self.has_run = True
         session = self.session
         assert session is not None
-        if not session.has_warned and not session.has_chunked:
+        if not session.diagnostics.has_warned and not session.has_chunked:
             from memfine_fx.compiler.telling import warn_without_regions
 
             warn_without_regions(session)
@@ -350,9 +350,11 @@ def captured(
 
     def note(capture_flags: tuple[str, ...], failure: str | None) -> None:
         if capture_flags and any(lowered.region.family == "loops" for lowered in session.lowered):
-            session.notes.append(f"expert loops captured with torch._dynamo.config.{', '.join(capture_flags)}")
+            session.diagnostics.notes.append(
+                f"expert loops captured with torch._dynamo.config.{', '.join(capture_flags)}"
+            )
         elif failure is not None and not capture_flags:
-            session.notes.append(
+            session.diagnostics.notes.append(
                 f"code with data-dependent shapes stays outside the graph: {failure}. If that is a loop over experts, "
                 "let it take each expert's rows with torch.where(index == expert) and add them back with index_add_"
             )
@@ -364,8 +366,8 @@ def captured(
     else:
         compiled = compile_with((), lambda: None)
     parts = FoundAgain(model, _SpecialParts)
-    session.notes.extend(parts.current().adapters.notes)
-    session.hint = hint_for_packed_layers(model)
+    session.diagnostics.notes.extend(parts.current().adapters.notes)
+    session.diagnostics.hint = hint_for_packed_layers(model)
 
     @functools.wraps(compiled)
     def call_prepared(place: int, *args: Any, **kwargs: Any) -> Any:
@@ -379,7 +381,7 @@ def _note_loop(model: torch.nn.Module, session: Session, path: str, place: str, 
     """Let a report say of a loop that it stays as it is written, if experts may be what it runs over."""
     modules = dict(model.named_modules())
     if path not in modules or may_hold_experts(modules[path]):
-        session.note_loop(path, place, reason)
+        session.diagnostics.note_loop(path, place, reason)
 
 
 class _SpecialParts:

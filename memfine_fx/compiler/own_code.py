@@ -146,7 +146,7 @@ def compare_with_own_code(
     is_off = session.config.gives_up_comparison_with_eager or not session.observer.compiles
     if is_off or not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):
         return list(outcomes)
-    with session.timed("compare"):
+    with session.diagnostics.timed("compare"):
         result = list(outcomes)
         lowered = {place: outcome for place, outcome in enumerate(outcomes) if isinstance(outcome, LoweredRegion)}
         entries = {place: _entry_of(outcome.region) for place, outcome in lowered.items()}

@@ -61,7 +61,7 @@ def _compile(
         plan_regions(body, modes, session, record, example_inputs if body is graph_module else (), compile_graph)
         for body, modes in list(called_bodies(graph_module))
     ]
-    with session.timed("heads"):
+    with session.diagnostics.timed("heads"):
         record.heads.extend(plan_heads(graph_module, session, record))
     if config.verify:
         body_regions = verify_found(graph_module, example_inputs, body_regions, record)

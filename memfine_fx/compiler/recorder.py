@@ -163,7 +163,7 @@ class RecordedGraph(CompiledGraph):
 
     def _budget(self, plan: str, step: GraphStep) -> GraphBudget:
         context = MemoryContext(RunMemory(step, dict(step.sizes)), _BUDGETS[plan])
-        return GraphBudget(self._session, context, tensor_of(self._record.lowered[0].region.hidden))
+        return GraphBudget(self._session.steps, context, tensor_of(self._record.lowered[0].region.hidden))
 
     def _rates(self) -> Callable[[], DeviceRates] | None:
         return super()._rates() if self._recorder.reads == "code" and self._recorder.runs_here else None

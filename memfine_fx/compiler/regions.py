@@ -80,7 +80,7 @@ def plan_regions(
         LeftoverShapes: see `leftovers`.
         GuardRefused: a loop that skips experts without rows cannot be run for all of them.
     """
-    with session.timed("read"):
+    with session.diagnostics.timed("read"):
         cuts = run_pass("guards", body, lambda: discharge_guards(body), None)
         if cuts is None:
             cuts = refuse_guards(body)
@@ -96,8 +96,8 @@ def plan_regions(
     if not any(isinstance(outcome, LoweredRegion) for outcome in outcomes):
         outcomes = [*own_exchanges(body.graph), *outcomes]
     if session.capture_flags:
-        check_leftover_shapes(body, outcomes, session.refused_in_attempts, cuts)
-    return BodyRegions(body, modes, as_told_by_attempts(outcomes, session.refused_in_attempts))
+        check_leftover_shapes(body, outcomes, session.diagnostics.refused_in_attempts, cuts)
+    return BodyRegions(body, modes, as_told_by_attempts(outcomes, session.diagnostics.refused_in_attempts))
 
 
 def lower_regions(found: BodyRegions, session: Session) -> None:
@@ -141,12 +141,12 @@ def _checked_and_planned(
     if isinstance(region, Refusal):
         return region
     try:
-        with session.timed("plan"):
+        with session.diagnostics.timed("plan"):
             bodies = _bodies(region, session.config)
             bodies.backward(wanted_gradients(region, bodies))  # traces it, which the check would else be timed for
-        with session.timed("check"):
+        with session.diagnostics.timed("check"):
             uncompared = _check(region, bodies, modes[region.cut.exit], session.config)
-        with session.timed("plan"):
+        with session.diagnostics.timed("plan"):
             region, live = _plan(region, bodies, session, record)
         picture = session.observer.picture_of(region)
         return LoweredRegion(region, live, num_tokens_hint(region), graph=picture, uncompared=uncompared)
@@ -198,7 +198,7 @@ def _plan(
     # Bodies know more once they are compiled.
     terms_of = functools.partial(region_bytes, region, bodies, output, exchange, form)
     terms = terms_of("nothing")  # traces them now, outside of any other compilation
-    if config.rows_per_chunk is None and session.runs_here:
+    if config.rows_per_chunk is None and session.observer.runs_here:
         knee = measured_knee(terms, tensor_of(region.hidden).dtype)
         terms_of = functools.partial(_with_knee, terms_of, knee)
     region_id = next_region_id(bodies.key)
@@ -209,14 +209,14 @@ def _plan(
         top_k=region.dims.top_k,
         out_dtype=output.dtype,
         out_of_range=region.out_of_range,
-        choose_plan=functools.partial(choose_plan, region_id, session, record, output.device),
+        choose_plan=functools.partial(choose_plan, region_id, session.steps, record, output.device),
         tuner=ChunkTuner(config.bins, keeps_slices=config.tokens_per_chunk is not None),
-        warn=functools.partial(session.warn_of_failure, region.where),
+        warn=functools.partial(session.diagnostics.warn_of_failure, region.where),
         exchange=exchange,
         kernels=kernels,
         runs_in=_runs_in(why_bodies, output.device),
         name=region.where.module or str(region.where),
-        context=session.context_key,
+        context=session.steps.context_key,
     )
     register(live)
     record.step.regions[region_id] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)

@@ -39,28 +39,28 @@ def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run:
     foreseen = [] if step is None else [Prediction(None, step.peak.num_bytes)]
     timeline = None if measured is None else timeline_of(measured, _names_of_regions(session), foreseen)
     notes = (
-        (*session.notes, session.hint.removeprefix("; "))
-        if session.hint and not session.has_chunked
-        else tuple(session.notes)
+        (*session.diagnostics.notes, session.diagnostics.hint.removeprefix("; "))
+        if session.diagnostics.hint and not session.has_chunked
+        else tuple(session.diagnostics.notes)
     )
     return Report(
         regions,
-        session.num_graphs,
+        len(session.graphs),
         max(predicted, default=None),
         measured_bytes,
         timeline,
         step,
         notes,
         tuple(map(head_report, _latest_heads(session))),
-        has_run or session.num_graphs > 0,
-        session.stage_seconds.get("compare", 0.0),
-        dict(session.stage_seconds),
+        has_run or len(session.graphs) > 0,
+        session.diagnostics.stage_seconds.get("compare", 0.0),
+        dict(session.diagnostics.stage_seconds),
     )
 
 
 def _step_report(session: Session) -> StepReport | None:
     """Return the report of the latest step that trained; None where none did."""
-    runs = session.history.latest_pass(session.graphs)
+    runs = session.steps.history.latest_pass(session.graphs)
     memories = [run.memory for run in runs]
     chunk_of = functools.partial(largest_chunk, session)
     peak = step_peak(memories, chunk_of)
@@ -70,13 +70,13 @@ def _step_report(session: Session) -> StepReport | None:
     decision = "; ".join(step.decision for step in steps.values() if step.decision)
     expression = functools.partial(peak_expression, memories, chunk_of)
     budget = describe_budget(session.config, memories, _device_bytes(session))
-    return StepReport(tuple(session.static_terms().items()), peak, decision, expression, budget)
+    return StepReport(tuple(session.steps.static_terms().items()), peak, decision, expression, budget)
 
 
 def _device_bytes(session: Session) -> int | None:
     """Return the bytes of the accelerator, where these limit the graphs."""
     limited = [] if session.config.has_budget else [graph for graph in session.graphs if graph.is_limited]
-    return budget_bytes(session, device_of(limited[-1])) if limited else None
+    return budget_bytes(session.steps, device_of(limited[-1])) if limited else None
 
 
 def largest_chunk(session: Session, region_id: str, num_tokens: int) -> ChunkSize:
@@ -100,7 +100,7 @@ def log_first_step(session: Session) -> None:
     """Log how much was chunked, or warn of layers that run as written."""
     report = report_of(session)
     line, left = first_step_line(report, session.config.memory_budget), unchunked_layers(report)
-    if not left or session.has_warned:
+    if not left or session.diagnostics.has_warned:
         logging.getLogger("memfine_fx").info("%s", line)
         return
     reasons = "; ".join(f"{region.where}: {region.reason}" for region in left)
@@ -148,7 +148,7 @@ def _loops_left(session: Session, outcomes: Collection[LoweredRegion | Refusal])
     chunked = [outcome.region.where.module for outcome in outcomes if isinstance(outcome, LoweredRegion)]
     left = [
         refusal
-        for refusal in session.refused_in_attempts
+        for refusal in session.diagnostics.refused_in_attempts
         if refusal.reason is Reason.BODY_NOT_RUN and refusal.where not in refused_places
     ]
     return [refusal for refusal in left if not any(module.startswith(refusal.where.module) for module in chunked)]
@@ -156,7 +156,7 @@ def _loops_left(session: Session, outcomes: Collection[LoweredRegion | Refusal])
 
 def _latest_graphs(session: Session) -> list[CapturedGraph]:
     """Return all graphs, those of the latest step that trained at the end: they stand for their places in a report."""
-    trained = {id(run.graph) for run in session.history.latest_pass(session.graphs)}
+    trained = {id(run.graph) for run in session.steps.history.latest_pass(session.graphs)}
     return sorted(session.graphs, key=lambda graph: id(graph) in trained)
 
 

@@ -12,13 +12,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfine_fx.compat.checks import warn_outside_tested_range
 from memfine_fx.compiler.observer import Observer
 from memfine_fx.compiler.reporting import log_first_step
-from memfine_fx.compiler.session import Session, sessions_of_optimizer
+from memfine_fx.compiler.session import Session
 from memfine_fx.config import Config
 from memfine_fx.report.logs import set_up_logs
 
 __all__ = ["open_session", "sessions"]
 
 _all_sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+_owners: weakref.WeakKeyDictionary[
+    torch.optim.Optimizer, tuple[tuple[tuple[int, int], ...], weakref.WeakSet[Session]]
+] = weakref.WeakKeyDictionary()
+"""(number and revision of each session, sessions whose graphs read the optimizer's parameters) by optimizer."""
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _lock = threading.Lock()
 _session_numbers = itertools.count()
@@ -45,7 +49,7 @@ def open_session(
     warn_outside_tested_range()
     session = Session(config, mode, holds_compiled, observer or Observer())
     if config.disable_passes:
-        session.notes.append(f"disabled passes: {', '.join(config.disable_passes)}")
+        session.diagnostics.notes.append(f"disabled passes: {', '.join(config.disable_passes)}")
     with _lock:
         number = next(_session_numbers)
         if number == 0:
@@ -55,17 +59,22 @@ def open_session(
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Tell the sessions of its parameters; all sessions are asked at its first step only."""
-    owners = sessions_of_optimizer.get(optimizer)
+    """Note a step of an optimizer in the sessions whose graphs read its parameters.
+
+    The hook runs after every step of every optimizer in the process, so that the sessions are asked for their
+    parameters only where they have new ones.
+    """
     is_first = optimizer not in _stepped
-    # The hook runs after every step of every optimizer in the process, so the answer is kept.
-    if owners is None:
-        ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        owners = weakref.WeakSet(session for session in sessions() if session.reads_any(ours))
-        sessions_of_optimizer[optimizer] = owners
     _stepped.add(optimizer)
-    for session in list(owners):
+    living = sorted(_all_sessions.items())
+    revisions = tuple((number, session.steps.revision) for number, session in living)
+    known = _owners.get(optimizer)
+    if known is None or known[0] != revisions:
+        ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owners = weakref.WeakSet(session for _, session in living if session.steps.reads_any(ours))
+        known = _owners[optimizer] = revisions, owners
+    for session in list(known[1]):
         session.note_step(is_first=is_first)
-        if is_first and session.observer.compiles and not session.has_logged_first_step:
-            session.has_logged_first_step = True
+        if is_first and session.observer.compiles and not session.diagnostics.has_logged_first_step:
+            session.diagnostics.has_logged_first_step = True
             log_first_step(session)

@@ -53,7 +53,7 @@ def warn_without_regions(session: Session) -> None:
         return
     summary = "no experts to chunk, only the head" if has_head else "nothing to chunk"
     reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
-    packed = session.hint if model is None else hint_for_packed_layers(model)
+    packed = session.diagnostics.hint if model is None else hint_for_packed_layers(model)
     reasons += hint_for_cut_graphs() + recording + hint_for_adapters(model) + packed
     warnings.warn(
         f"memfine_fx found {summary} and compiled the model as plain {session.config.inner_backend}: {reasons}",
@@ -77,7 +77,7 @@ def dump_graph(subject: object, session: Session, state: str) -> None:
     if folder is None or _is_silent.get():
         return
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f"graph_{session.num_graphs:03d}_{state}.py")
+    path = os.path.join(folder, f"graph_{len(session.graphs):03d}_{state}.py")
     if isinstance(subject, fx.GraphModule):
         text = subject.print_readable(print_output=False)
     else:
@@ -93,13 +93,13 @@ def observed_passes(session: Session) -> Iterator[None]:
     def note(name: str, moment: str, subject: object) -> None:
         dump_graph(subject, session, f"pass_{next(_numbers):03d}_{moment}_{name}")
 
-    with observed_by(PassObserver(session.config.disable_passes, session.timed, note)):
+    with observed_by(PassObserver(session.config.disable_passes, session.diagnostics.timed, note)):
         yield
 
 
 def tell_found(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> None:
     """Write the regions and refusals of a graph to the log and to TORCH_TRACE."""
-    number = session.num_graphs
+    number = len(session.graphs)
     lines = [f"graph {number}: {outcome_report(outcome)}" for outcome in record.outcomes]
     lines += [f"graph {number}: {head_report(head)}" for head in record.heads]
     for line in lines or [f"graph {number}: no routing decision"]:

@@ -168,7 +168,7 @@ def record_step(
         tokens = torch.zeros(batch, seq, dtype=torch.long)
         labels = tokens.clone()  # a trainer's are a tensor of their own, and alive until its loss
         if shares is None:
-            session.notes.extend(switch_experts(model))
+            session.diagnostics.notes.extend(switch_experts(model))
         call = captured(model, [functools.partial(plain_call, model)], session, fullgraph=False, dynamic=True)
         try:
             call(0, input_ids=tokens, labels=labels).loss.backward()
@@ -218,7 +218,7 @@ def attention_of(device: str) -> Iterator[None]:
 
 def _recorded(session: Session, recorder: Recorder, batch: int, seq: int) -> RecordedStep:
     # NOTE: the rows that a run keeps are of its own sizes; a record, which holds for others too, has all or none.
-    passed = tuple(replace(run, saved=frozenset()) for run in session.latest_runs())
+    passed = tuple(replace(run, saved=frozenset()) for run in session.steps.latest_runs())
     if not any(run.step.forward is not None for run in passed):
         raise MemfineError("nothing of the model could be captured as a graph; TORCH_LOGS=graph_breaks shows why")
     # Activations that are saved where that is free leave the peak as it is without them.
@@ -238,5 +238,5 @@ def _recorded(session: Session, recorder: Recorder, batch: int, seq: int) -> Rec
         "" if report.step is None else report.step.decision,
         recorder.reads == "graph",
         isinstance(recorder, PlainRecorder),
-        session.static_terms()["inputs and buffers"] - NUM_INPUTS * TOKEN_BYTES * batch * seq,
+        session.steps.static_terms()["inputs and buffers"] - NUM_INPUTS * TOKEN_BYTES * batch * seq,
     )

@@ -7,6 +7,5 @@ heads and steps, or the smallest budget that would do.
 `rows` builds those of one region or head. `budget` says which bytes there are. Bytes decide which plans are possible,
 seconds only rank those: a wrong estimate of time can make a step slower, but not too large.
 
-No module here knows a pass, a session or a compiler: what is asked of these is written down as a protocol
-(`budget.SessionState`, `runs.CalledGraph`).
+No module here knows a pass, a session or a compiler: what is asked of a graph is a protocol (`runs.CalledGraph`).
 """

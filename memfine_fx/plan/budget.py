@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import fx
@@ -20,7 +19,7 @@ from memfine_fx.memory.machine import host_bytes
 from memfine_fx.memory.region_bytes import ChunkSize, region_peak
 from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory, StepPeak, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.plan.peaks import SolvedPeaks, chunk_sizes, peak_of_run, unbounded_rows
+from memfine_fx.plan.peaks import chunk_sizes, peak_of_run, unbounded_rows
 from memfine_fx.plan.problem import (
     MARGIN_PERCENT,
     StepWork,
@@ -33,8 +32,9 @@ from memfine_fx.plan.problem import (
 )
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.rows import LEAST_ROWS, LEAST_TOKENS, infeasible, plan_head, plan_region
-from memfine_fx.plan.runs import CalledGraph, MemoryContext, Owner, Run, RunHistory, gradient_bytes
+from memfine_fx.plan.runs import CalledGraph, MemoryContext, Owner, Run, gradient_bytes
 from memfine_fx.plan.solve import StepProblem, solve
+from memfine_fx.plan.step_state import StepState
 from memfine_fx.records import ChunkPlan, SavePolicy
 from memfine_fx.records.heads import HeadPlan
 
@@ -42,7 +42,6 @@ __all__ = [
     "MARGIN_PERCENT",
     "SCALAR_BYTES",
     "GraphBudget",
-    "SessionState",
     "automatic_bytes",
     "budget_bytes",
     "budget_of_graph",
@@ -67,41 +66,9 @@ _LIMIT_STEPS = 64
 _LEAST_RESERVE = 1 << 30
 
 
-class SessionState(Protocol):
-    """The state of a session that its plans depend on.
-
-    Args:
-        config: its options.
-        history: the runs of its graphs.
-        context: of the run whose forward or backward is at work, or was last.
-        peaks: what was solved for its runs.
-        runs_here: whether its graphs run on this machine, whose rates then count.
-        device_limits: what accelerators have for this session, where it has no budget; asked anew once more is there.
-    """
-
-    config: Config
-    history: RunHistory
-    context: MemoryContext | None
-    peaks: SolvedPeaks
-
-    @property
-    def runs_here(self) -> bool: ...
-
-    device_limits: dict[torch.device, int]
-
-    def held_bytes(self) -> int:
-        """Parameters and gradients of its graphs and state of their optimizers, as far as they exist now."""
-
-    def persistent_bytes(self, members: Sequence[Owner]) -> int:
-        """Parameters of these graphs and their optimizers' state, also what optimizers will hold once they step."""
-
-    def timed(self, stage: str) -> AbstractContextManager[None]:
-        """Counts the time within as the stage's."""
-
-
-def budget_bytes(session: SessionState, device: torch.device) -> int | None:
+def budget_bytes(state: StepState, device: torch.device) -> int | None:
     """Bytes of the budget on this device; without one, what an accelerator has (`automatic_bytes`), no limit on CPU."""
-    config = session.config
+    config = state.config
     if isinstance(config.memory_budget, (int, str)) and config.has_budget:  # asked at every call, nothing of the device
         return parse_budget(config.memory_budget)
     if not is_accelerator(device):
@@ -109,20 +76,20 @@ def budget_bytes(session: SessionState, device: torch.device) -> int | None:
     if config.has_budget:
         _, total = torch.cuda.mem_get_info(device)
         return parse_budget(config.memory_budget, total)
-    if device not in session.device_limits:
-        session.device_limits[device] = _device_limit(session, device)
-    return session.device_limits[device]
+    if device not in state.device_limits:
+        state.device_limits[device] = _device_limit(state, device)
+    return state.device_limits[device]
 
 
-def is_limited(session: SessionState, device: torch.device, regions: Iterable[RegionMemory]) -> bool:
+def is_limited(state: StepState, device: torch.device, regions: Iterable[RegionMemory]) -> bool:
     """Return whether a byte limit (the user's budget, or an accelerator's free memory) constrains what a graph saves.
 
     Ranks that share experts must send the same in backward, and without a budget each would choose for itself.
     """
-    if session.config.has_budget:
+    if state.config.has_budget:
         return True
     is_alone = all(region.terms_now("nothing").travel is None for region in regions)
-    return session.config.memory_budget is None and session.runs_here and is_alone and is_accelerator(device)
+    return state.config.memory_budget is None and state.runs_here and is_alone and is_accelerator(device)
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -130,14 +97,14 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _device_limit(session: SessionState, device: torch.device) -> int:
-    """Return the bytes that a session's steps may use of an accelerator, parameters and optimizer state included.
+def _device_limit(state: StepState, device: torch.device) -> int:
+    """Return the bytes that steps may use of an accelerator, parameters and optimizer state included.
 
     It is a multiple of a 64th of the device: partitions are found in a cache where the limit is the same.
     """
     free, total = torch.cuda.mem_get_info(device)
     own, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    counted = session.held_bytes() + sum(run.memory.left_bytes for run in session.history.opened())
+    counted = state.held_bytes() + sum(run.memory.left_bytes for run in state.history.opened())
     others = max(0, allocated - counted)  # of this process: another model, copies of weights
     limit = max(0, automatic_bytes(free, own, total) - others)
     return limit - limit % max(1, total // _LIMIT_STEPS)
@@ -158,7 +125,7 @@ def automatic_bytes(free: int, own: int, total: int) -> int:
 
 
 def budget_of_graph(
-    session: SessionState, graph: CalledGraph, inputs: Sequence[object], hidden: torch.Tensor
+    state: StepState, graph: CalledGraph, inputs: Sequence[object], hidden: torch.Tensor
 ) -> GraphBudget | None:
     """Return the budget of a graph that is compiled for the call at hand; None where no byte limit applies to it.
 
@@ -166,28 +133,28 @@ def budget_of_graph(
         inputs: of the call.
         hidden: tokens of a region or head, for device and dtype.
     """
-    if not graph.is_limited or budget_bytes(session, hidden.device) is None:
+    if not graph.is_limited or budget_bytes(state, hidden.device) is None:
         return None
-    opened = session.history.opened()
-    members: list[Owner] = [*session.history.members(), graph]
+    opened = state.history.opened()
+    members: list[Owner] = [*state.history.members(), graph]
     available = _available_bytes(
-        session,
+        state,
         hidden.device,
         members,
         gradient_bytes(members) + sum(run.input_bytes for run in opened) + graph.input_bytes(inputs),
     )
     assert available is not None, "a graph without a limit has no budget"
     beside = RunMemory(graph.step, dict(graph.step.sizes), sum(run.memory.left_bytes for run in opened))
-    return GraphBudget(session, MemoryContext(beside, available), hidden, is_asked=session.config.has_budget)
+    return GraphBudget(state, MemoryContext(beside, available), hidden, is_asked=state.config.has_budget)
 
 
-def context_of(session: SessionState, run: Run) -> MemoryContext:
+def context_of(state: StepState, run: Run) -> MemoryContext:
     """Return the memory context of a run now: its memory record, and the bytes that it may use."""
     if not run.graph.is_limited:
         return MemoryContext(run.memory, None)
     device = device_of(run.graph)
     existing_bytes = run.gradient_bytes + sum(other.input_bytes for other in run.concurrent_runs)
-    return MemoryContext(run.memory, _available_bytes(session, device, session.history.members(), existing_bytes))
+    return MemoryContext(run.memory, _available_bytes(state, device, state.history.members(), existing_bytes))
 
 
 class GraphBudget:
@@ -201,14 +168,14 @@ class GraphBudget:
 
     def __init__(
         self,
-        session: SessionState,
+        state: StepState,
         context: MemoryContext,
         hidden: torch.Tensor,
         *,
         is_asked: bool = True,
         beyond: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._session = session
+        self._state = state
         self.context, self.is_asked, self.beyond = context, is_asked, beyond
         self._step = context.memory.step
         self._device, self._dtype = hidden.device, hidden.dtype
@@ -223,7 +190,7 @@ class GraphBudget:
     def rates(self) -> DeviceRates:
         measured = device_rates(self._device.type, self._dtype)
         # Graphs that will run on an accelerator are recorded on this CPU, and memory is at hand there.
-        return measured if self._session.runs_here else replace(measured, save_bytes=math.inf)
+        return measured if self._state.runs_here else replace(measured, save_bytes=math.inf)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -245,31 +212,31 @@ class GraphBudget:
         return self._step.workspace(self._size_of(rows), self.sizes)
 
     def _size_of(self, rows: int | None) -> Callable[[str, int], ChunkSize]:
-        return chunk_sizes(self._session.config, self._step, rows, self._work.head_tokens(rows))
+        return chunk_sizes(self._state.config, self._step, rows, self._work.head_tokens(rows))
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
-        return self._session.timed(stage)
+        return self._state.timed(stage)
 
     def rows_choices(self) -> Sequence[tuple[int | None, float]]:
         return self._work.rows_choices(lambda: self.rates)
 
     @property
     def _work(self) -> StepWork:
-        return StepWork(self._session.config, self._step, self.sizes)
+        return StepWork(self._state.config, self._step, self.sizes)
 
 
 def choose_plan(
-    region_id: str, session: SessionState, graph: CalledGraph, device: torch.device, num_tokens: int
+    region_id: str, state: StepState, graph: CalledGraph, device: torch.device, num_tokens: int
 ) -> ChunkPlan:
     """The plan of one region for T tokens: as many rows as time asks for, fewer if the step would not fit.
 
     Raises:
         BudgetInfeasible: not even `LEAST_ROWS` a chunk fit in a budget of the user; what an accelerator has is tried.
     """
-    config, context = session.config, _context_in(session, graph)
+    config, context = state.config, _context_in(state, graph)
     policy, num_saved, is_all = _saved_of(region_id, graph.step, context, num_tokens)
     region = graph.step.regions[region_id].terms_now(policy if is_all else "nothing")
-    solved = None if context is None else session.peaks.peak_of(config, context)
+    solved = None if context is None else state.peaks.peak_of(config, context)
 
     def peak_terms(rows: int) -> dict[str, int]:
         peak = None if context is None else peak_of_run(config, context, rows, LEAST_TOKENS)
@@ -287,8 +254,8 @@ def choose_plan(
         axis=config.axis,
         rows_per_chunk=config.rows_per_chunk,
         tokens_per_chunk=config.tokens_per_chunk,
-        budget_bytes=budget_bytes(session, device),
-        available_bytes=_available_in(context, session, graph, device),
+        budget_bytes=budget_bytes(state, device),
+        available_bytes=_available_in(context, state, graph, device),
         min_rows=LEAST_ROWS,
         peak_terms=peak_terms,
         peak_bytes=peak_bytes,
@@ -297,7 +264,7 @@ def choose_plan(
     return replace(plan, policy=policy, num_saved_rows=num_saved)
 
 
-def saving_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemory:
+def saving_in(state: StepState, run: Run, hidden: torch.Tensor) -> RunMemory:
     """Return a run of a graph that may save rows, with as many rows saved as the run itself has room for.
 
     Without a budget nothing is saved where the step's bytes are not known: records are estimates, or later runs of the
@@ -306,18 +273,18 @@ def saving_in(session: SessionState, run: Run, hidden: torch.Tensor) -> RunMemor
     Args:
         hidden: tokens of a region or head, for device and dtype.
     """
-    config, memory = session.config, run.memory
+    config, memory = state.config, run.memory
     if not run.graph.is_limited:
-        if memory.step.estimated or session.history.is_followed(run):
+        if memory.step.estimated or state.history.is_followed(run):
             return lean_of(memory)
         without = functools.partial(problem_without_budget, config, memory)
-        return session.peaks.run_with_saved_rows(MemoryContext(memory, None), 0, lambda: _solved(without(), memory))
-    later = session.history.expected_after(run)
-    if not later and session.history.is_followed(run):
+        return state.peaks.run_with_saved_rows(MemoryContext(memory, None), 0, lambda: _solved(without(), memory))
+    later = state.history.expected_after(run)
+    if not later and state.history.is_followed(run):
         return lean_of(memory)
-    context, needs = context_of(session, run), _needs_of(config, later)
+    context, needs = context_of(state, run), _needs_of(config, later)
     rates = functools.partial(device_rates, hidden.device.type, hidden.dtype)
-    return session.peaks.run_with_saved_rows(context, needs, lambda: _saving_within(config, context, needs, rates))
+    return state.peaks.run_with_saved_rows(context, needs, lambda: _saving_within(config, context, needs, rates))
 
 
 def _needs_of(config: Config, runs: Sequence[Run]) -> int:
@@ -365,16 +332,16 @@ def _saved_of(
 
 
 def choose_head_plan(
-    region_id: str, session: SessionState, graph: CalledGraph, device: torch.device, tokens: int
+    region_id: str, state: StepState, graph: CalledGraph, device: torch.device, tokens: int
 ) -> HeadPlan:
     """The plan of one head for T tokens; experts are taken at their smallest chunks, since they run at other times.
 
     Raises:
         BudgetInfeasible: not even `LEAST_TOKENS` a chunk fit in a budget of the user.
     """
-    config, head = session.config, graph.step.heads[region_id].terms
-    context = _context_in(session, graph)
-    solved = None if context is None else session.peaks.peak_of(config, context)
+    config, head = state.config, graph.step.heads[region_id].terms
+    context = _context_in(state, graph)
+    solved = None if context is None else state.peaks.peak_of(config, context)
 
     def peak_bytes(rows: int) -> int:
         solved_bytes = None if solved is None else solved(LEAST_ROWS, rows)
@@ -384,21 +351,21 @@ def choose_head_plan(
         head,
         tokens,
         tokens_per_chunk=config.tokens_per_head_chunk,
-        budget_bytes=budget_bytes(session, device),
-        available_bytes=_available_in(context, session, graph, device),
+        budget_bytes=budget_bytes(state, device),
+        available_bytes=_available_in(context, state, graph, device),
         min_tokens=LEAST_TOKENS,
         peak_bytes=peak_bytes,
         refuses=config.has_budget,
     )
 
 
-def refusal_of(session: SessionState, context: MemoryContext, device: torch.device) -> BudgetInfeasible | None:
+def refusal_of(state: StepState, context: MemoryContext, device: torch.device) -> BudgetInfeasible | None:
     """Why a run cannot keep the user's budget, even with the smallest chunks; None where it can."""
-    config = session.config
-    available, budget = context.available_bytes, budget_bytes(session, device)
+    config = state.config
+    available, budget = context.available_bytes, budget_bytes(state, device)
     if available is None or budget is None:
         return None
-    smallest = smallest_peak(session, context)
+    smallest = smallest_peak(state, context)
     if smallest is None or smallest <= available:
         return None
     context = replace(context, memory=lean_of(context.memory))
@@ -407,12 +374,12 @@ def refusal_of(session: SessionState, context: MemoryContext, device: torch.devi
     return infeasible(_as_terms(peak), budget, available)
 
 
-def smallest_peak(session: SessionState, context: MemoryContext) -> int | None:
+def smallest_peak(state: StepState, context: MemoryContext) -> int | None:
     """Return the bytes of a run with the smallest chunks that saves nothing it need not; None where nothing is known of
     it.
     """
     context = replace(context, memory=lean_of(context.memory))
-    return session.peaks.peak_of(session.config, context)(_fewest_rows(session.config, context.memory), LEAST_TOKENS)
+    return state.peaks.peak_of(state.config, context)(_fewest_rows(state.config, context.memory), LEAST_TOKENS)
 
 
 def _fewest_rows(config: Config, memory: RunMemory) -> int:
@@ -423,10 +390,10 @@ def _fewest_rows(config: Config, memory: RunMemory) -> int:
     return min(LEAST_ROWS, max(rows, default=1))
 
 
-def fits_unbounded(session: SessionState, context: MemoryContext) -> bool:
+def fits_unbounded(state: StepState, context: MemoryContext) -> bool:
     """Whether a run keeps its budget with as many rows a chunk as time asks for."""
     available = context.available_bytes
-    peak = None if available is None else session.peaks.peak_of(session.config, context)(None, None)
+    peak = None if available is None else state.peaks.peak_of(state.config, context)(None, None)
     return available is None or peak is None or peak <= available
 
 
@@ -458,31 +425,31 @@ def device_of(graph: CalledGraph) -> torch.device:
     return next((parameter.device for parameter in graph.alive_parameters()), torch.device("cpu"))
 
 
-def _context_in(session: SessionState, graph: CalledGraph) -> MemoryContext | None:
+def _context_in(state: StepState, graph: CalledGraph) -> MemoryContext | None:
     """The run at work, where it is one of this graph's."""
-    context = session.context
+    context = state.context
     return context if context is not None and context.memory.step is graph.step else None
 
 
 def _available_in(
-    context: MemoryContext | None, session: SessionState, graph: CalledGraph, device: torch.device
+    context: MemoryContext | None, state: StepState, graph: CalledGraph, device: torch.device
 ) -> int | None:
     if context is not None and graph.is_limited:
         return context.available_bytes
-    if budget_bytes(session, device) is None:  # else every region would ask every parameter for its gradient
+    if budget_bytes(state, device) is None:  # else every region would ask every parameter for its gradient
         return None
-    members: list[Owner] = [*session.history.members(), graph]
-    return _available_bytes(session, device, members, gradient_bytes(members))
+    members: list[Owner] = [*state.history.members(), graph]
+    return _available_bytes(state, device, members, gradient_bytes(members))
 
 
-def _available_bytes(session: SessionState, device: torch.device, members: Sequence[Owner], there: int) -> int | None:
+def _available_bytes(state: StepState, device: torch.device, members: Sequence[Owner], there: int) -> int | None:
     """Return the bytes that a run may use beyond what exists before it, `there` bytes of gradients and inputs included;
     None without a limit.
     """
-    budget = budget_bytes(session, device)
+    budget = budget_bytes(state, device)
     if budget is None:
         return None
-    return budget - session.persistent_bytes(members) - there - SCALAR_BYTES
+    return budget - state.persistent_bytes(members) - there - SCALAR_BYTES
 
 
 def _as_terms(peak: StepPeak) -> dict[str, int]:

@@ -149,7 +149,7 @@ def test_plans_are_made_again_once_an_optimizer_holds_state() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     optimizer.step()
     assert live.plan_for(512) is not before
-    assert session.static_terms()["optimizer state"] >= 2 * param_bytes(model)
+    assert session.steps.static_terms()["optimizer state"] >= 2 * param_bytes(model)
     again = live.plan_for(512)
     optimizer.step()
     assert live.plan_for(512) is again

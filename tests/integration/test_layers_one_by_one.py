@@ -42,7 +42,7 @@ def stack(**options: object) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def own_session(model: nn.Module) -> Session:
-    found = next(one for one in reversed(sessions()) if one.reads_any({id(one) for one in model.parameters()}))
+    found = next(one for one in reversed(sessions()) if one.steps.reads_any({id(one) for one in model.parameters()}))
     part = found.restricted_to(model.parameters())
     assert part is not None
     return part
@@ -66,7 +66,7 @@ def test_each_layer_adds_to_its_own_gradients() -> None:
     for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert (parameter.grad - other.grad).norm() <= 1e-5 * other.grad.norm(), name
     (graph,) = own_session(model).graphs
-    runs = own_session(model).latest_runs()
+    runs = own_session(model).steps.latest_runs()
     assert len(runs) == NUM_LAYERS and all(run.added for run in runs)
     assert len(graph.alive_parameters()) == len(list(model.parameters()))
 
@@ -81,7 +81,7 @@ def test_the_bytes_of_a_step_are_those_of_all_layers() -> None:
         optimizer.zero_grad()
     measured = trace_memory(lambda: step(model, x), torch.device("cpu")).peak_bytes
     report = memfine_fx.report(model)
-    terms = own_session(model).static_terms()
+    terms = own_session(model).steps.static_terms()
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert terms["parameters"] == num_bytes
     assert 2 * num_bytes <= terms["optimizer state"] <= 2.01 * num_bytes
@@ -97,7 +97,7 @@ def test_plans_stay_while_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
         model.zero_grad()
     monkeypatch.setattr(Session, "forget_plans", lambda self: pytest.fail("plans were forgotten"))
     step(model, x)
-    assert own_session(model).stage_seconds.get("made again", 0.0) == 0.0
+    assert own_session(model).diagnostics.stage_seconds.get("made again", 0.0) == 0.0
 
 
 def test_a_layer_that_is_gone_counts_no_more() -> None:
@@ -135,4 +135,4 @@ def test_a_model_that_shares_code_with_another_counts_its_own_parameters() -> No
     for model in models:
         found = own_session(model)
         assert len(found.graphs[-1].alive_parameters()) == 2 * len(list(model.parameters()))
-        assert found.static_terms()["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
+        assert found.steps.static_terms()["parameters"] == sum(parameter.nbytes for parameter in model.parameters())

@@ -129,7 +129,7 @@ def test_a_step_holds_no_tangent_of_the_logits() -> None:
     """Nor does its plan."""
     model, ids = memfine_fx.optimize(Scored(), config=CONFIG), tokens()
     gradients(model, of_loss, ids)
-    (run,) = sessions()[-1].latest_runs()
+    (run,) = sessions()[-1].steps.latest_runs()
     assert run.backward is not None
     sizes = zip(run.backward.allocations, run.backward.bytes_at(run.values), strict=True)
     tangents = [num_bytes for one, num_bytes in sizes if one.name.startswith("tangents_")]

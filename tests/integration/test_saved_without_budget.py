@@ -79,7 +79,7 @@ def trained(budget: Budget, dtype: torch.dtype) -> tuple[nn.Module, dict[str, An
 def lean_peak() -> int:
     """Predicted of the latest step, had its regions kept nothing."""
     session = sessions()[-1]
-    (run,) = session.latest_runs()
+    (run,) = session.steps.latest_runs()
     peak = step_peak_bytes([lean_of(run)], functools.partial(largest_chunk, session))
     assert peak is not None
     return peak
