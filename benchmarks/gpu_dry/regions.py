@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,11 +15,10 @@ __all__ = ["Regions"]
 _OPERATORS = {
     "route_on_device": route_on_device, "experts": op.experts, "experts_saving": op.experts_saving,
     "experts_backward": op.experts_backward, "experts_backward_saved": op.experts_backward_saved,
-    "head_loss": head.head_loss,
+    "num_saved_rows": op.num_saved_rows, "head_loss": head.head_loss,
 }  # fmt: skip
 _RUN = {getattr(torch.ops.memfine, name).default: operator._init_fn for name, operator in _OPERATORS.items()}
 _SITE = {"experts": 5, "experts_saving": 5, "experts_backward": 6, "experts_backward_saved": 6}
-_FOUND = torch.ops.memfine.experts_backward_saved.default
 
 
 class Regions(TorchDispatchMode):
@@ -43,8 +41,4 @@ class Regions(TorchDispatchMode):
         place = _SITE.get(func._schema.name.removeprefix("memfine::"))
         if place is not None:
             self.region_ids[args[place]] = None
-        if func is _FOUND:  # the last of what is kept, a number on the host, is of all rows on a device
-            *kept, _ = args[8]
-            number: Any = SimpleNamespace(item=lambda rows=args[3].shape[0]: rows)
-            args = (*args[:8], [*kept, number], *args[9:])
         return _RUN[func](*args, **(kwargs or {}))

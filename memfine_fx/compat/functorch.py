@@ -7,7 +7,7 @@ import inspect
 import pickle
 import unittest.mock
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,7 +32,6 @@ __all__ = [
     "compile_through_cache",
     "compiling_regions",
     "frees_tangents",
-    "keep_from_donation",
     "keeping_share",
     "min_cut_partition",
     "random_state_ops",
@@ -174,13 +173,6 @@ def take_donated() -> tuple[int, ...]:
     if shared:
         shared.clear()
     return donated
-
-
-def keep_from_donation(positions: Collection[int]) -> None:
-    """Have the backward being compiled write over none of these saved tensors."""
-    shared = _donated_idxs() if DONATED.holds() else None
-    if shared:
-        shared[:] = [position for position in shared if position not in positions]
 
 
 def _donated_idxs() -> list[int] | None:

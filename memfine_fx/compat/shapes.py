@@ -13,7 +13,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from memfine_fx.compat.checks import Feature, expect
 
-__all__ = ["EVERY_SIZE", "HINTS", "SYMBOLS", "every_size_captured", "hints_of_symbols", "symbolic_size"]
+__all__ = [
+    "EVERY_SIZE",
+    "HINTS",
+    "SYMBOLS",
+    "every_size_captured",
+    "hints_of_symbols",
+    "symbolic_size",
+    "unbacked_size",
+]
 
 
 def symbolic_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
@@ -24,6 +32,15 @@ def symbolic_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
     symbol = shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     size = shape_env.create_symintnode(symbol, hint=hint, source=source)
     assert isinstance(size, torch.SymInt)
+    return size
+
+
+def unbacked_size(shape_env: ShapeEnv) -> torch.SymInt:
+    """A new size that data decide when a graph runs, as `torch.nonzero`'s."""
+    with shape_env.ignore_fresh_unbacked_symbols():
+        size = shape_env.create_unbacked_symint()
+    assert isinstance(size, torch.SymInt)
+    torch._check(size >= 0)  # type: ignore[no-untyped-call]
     return size
 
 

@@ -21,7 +21,6 @@ from memfine_fx.compat.functorch import (
     compile_on_aot_autograd,
     compile_through_cache,
     compiling_regions,
-    keep_from_donation,
     store_record,
     take_donated,
 )
@@ -35,14 +34,14 @@ from memfine_fx.compat.inductor import (
     wrapper_of,
 )
 from memfine_fx.config import Config
-from memfine_fx.memory.liveness import CountedInputs, GraphMemory
+from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.step import GraphRecord, GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.fit import StepBudget
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
 from memfine_fx.passes.step.partitioned import Partition
-from memfine_fx.passes.step.save import saved_inputs, saving_ops, trace_saving
+from memfine_fx.passes.step.save import saving_ops, trace_saving
 from memfine_fx.passes.step.scheduler_passes import KernelOrder, RegionDistance
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.runtime.accumulation import Accumulation
@@ -54,7 +53,6 @@ __all__ = [
     "compile_and_read",
     "compile_plain",
     "compile_with_regions",
-    "counted_backward",
     "partition_key",
     "record_memory",
     "take_estimate",
@@ -173,7 +171,7 @@ def compile_and_read(
 ) -> Any:
     """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
     is_backward = bool(kwargs.get("is_backward"))
-    counted = counted_backward(graph_module.graph) if is_backward else None
+    counted = counted_inputs(graph_module.graph) if is_backward else None
     saving = saving_ops(graph_module.graph) if is_backward else ()
     compiled: Any = compile_inner(graph_module, inputs, **kwargs)
     memory = read_wrapper(wrapper_of(compiled), graph_module.graph, counted)
@@ -185,12 +183,6 @@ def compile_and_read(
     donated = take_donated() if is_backward else ()
     store_record(step.learned(donated, saving))
     return _call_in(compiled, donated, in_backward) if is_backward else compiled
-
-
-def counted_backward(graph: fx.Graph) -> CountedInputs:
-    """Keep code from writing over tensors that regions save, and return the inputs that a backward's memory counts."""
-    keep_from_donation(saved_inputs(graph))
-    return counted_inputs(graph)
 
 
 def _call_in(compiled: Any, donated: Sequence[int], in_backward: BackwardContext) -> Any:

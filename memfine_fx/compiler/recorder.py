@@ -24,7 +24,7 @@ from memfine_fx.compat.functorch import (
 from memfine_fx.compat.inductor import CustomPartitionerFn, captured_copy, compile_on_inductor, written_code
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.compiled_graph import CompiledGraph, CompiledPartition
-from memfine_fx.compiler.inner import BackwardContext, backward_call, counted_backward, record_memory, take_estimate
+from memfine_fx.compiler.inner import BackwardContext, backward_call, record_memory, take_estimate
 from memfine_fx.compiler.observer import Observer
 from memfine_fx.compiler.session import Session
 from memfine_fx.memory.graph_peak import read_graph
@@ -32,7 +32,7 @@ from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.step.fit import Uniform
-from memfine_fx.passes.step.partition import StepPartitioner, give_values, partitioned_as_is
+from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, give_values, partitioned_as_is
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.budget import GraphBudget
@@ -263,7 +263,7 @@ def _read_alone(
 ) -> Any:
     """Record what a forward or backward graph would hold, and return the graph itself in the place of its code."""
     is_backward = bool(kwargs.get("is_backward"))
-    counted = counted_backward(graph_module.graph) if is_backward else None
+    counted = counted_inputs(graph_module.graph) if is_backward else None
     give_values(graph_module.graph)  # a plain graph's partitioner is not ours
     unchanged = copied_module(graph_module)  # Inductor rewrites the one that it is given
     memory = None

@@ -25,7 +25,7 @@ from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInput
 from memfine_fx.memory.products import MULTIPLYING
 from memfine_fx.memory.sizes import size_expr
 
-__all__ = ["live_peaks", "peak_bytes_at", "read_graph", "tensor_bytes"]
+__all__ = ["live_peaks", "peak_bytes_at", "read_graph", "rows_by_symbol", "tensor_bytes"]
 
 
 def live_peaks(graph: fx.Graph, *, is_fused: bool) -> list[sympy.Expr]:
@@ -75,7 +75,7 @@ def read_graph(
         elif _is_view(node):
             owners[node] = _view_source(node, owners)
     position = {node: place for place, node in enumerate(graph.nodes)}
-    savers = _savers(graph)
+    savers, rows = _savers(graph), rows_by_symbol(graph)
     allocations = []
     for owner, reader in _last_readers(graph, owners).items():
         made_by = owner.args[0] if _is_element(owner) else owner
@@ -84,8 +84,9 @@ def read_graph(
         is_input = owner.op == "placeholder"
         outlives = reader.op == "output" or (is_input and str(owner.target) in inputs.held)
         stop = None if outlives else position[reader] + 1
+        num_bytes = tensor_bytes(owner).subs(rows)
         saved_by, result_of = savers.get(owner, ""), _result_of(owner, made_by)
-        allocations.append(Allocation(owner.name, tensor_bytes(owner), start, stop, is_input, saved_by, result_of))
+        allocations.append(Allocation(owner.name, num_bytes, start, stop, is_input, saved_by, result_of))
     for node, place in position.items():
         if scratch := scratch_bytes(node) + (0 if is_fused else cast_bytes(node)):
             allocations.append(Allocation(f"scratch of {_name(node.target)}", scratch, place, place + 1))
@@ -119,11 +120,30 @@ def _savers(graph: fx.Graph) -> dict[fx.Node, str]:
     for node in graph.nodes:
         name = qualified_name(node.target)
         if name == "memfine::experts_saving":
-            last = len(node.meta["val"]) - 1  # the number of saved rows
-            region_ids |= {user: node.args[5] for user in node.users if _is_element(user) and 0 < user.args[1] < last}
+            region_ids |= {user: node.args[5] for user in node.users if _is_element(user) and user.args[1]}
         elif name == "memfine::experts_backward_saved":
-            region_ids |= dict.fromkeys(node.args[8][:-1], node.args[6])
+            region_ids |= dict.fromkeys(node.args[8], node.args[6])
     return region_ids
+
+
+def rows_by_symbol(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
+    """Return N of each region of whose rows a run decides how many it saves, by the symbol of that number.
+
+    Records have room for all rows; `GraphMemory.of_run` counts those that a run saves.
+    """
+    rows = {}
+    for node in graph.nodes:
+        name = qualified_name(node.target)
+        if name == "memfine::experts_saving":
+            saved, order = node.meta["val"][1], node.args[2]
+        elif name == "memfine::experts_backward_saved":
+            saved, order = node.args[8][0].meta["val"], node.args[3]
+        else:
+            continue
+        number = size_expr(saved.shape[0])
+        if number.is_Symbol:
+            rows[number] = size_expr(order.meta["val"].shape[0])
+    return rows
 
 
 def _result_of(owner: fx.Node, made_by: fx.Node) -> tuple[str, int] | None:

@@ -25,6 +25,7 @@ from memfine_fx.compat.functorch import call_under_random_state
 from memfine_fx.compat.inductor import WRAPPERS
 from memfine_fx.compat.operators import OpOverload, viewed_arguments
 from memfine_fx.compat.tensors import tree_leaves
+from memfine_fx.memory.graph_peak import rows_by_symbol
 from memfine_fx.memory.kernel_scratch import product_scratch, scratch_bytes
 from memfine_fx.memory.liveness import OP_PHASES, Allocation, Call, CountedInputs, GraphMemory, call_of
 from memfine_fx.memory.products import MULTIPLYING, product_of
@@ -65,7 +66,7 @@ def read_wrapper(source: str, graph: fx.Graph, inputs: CountedInputs | None = No
     inputs = inputs or CountedInputs()
     try:
         body = _call_body(ast.parse(source))
-        reader = _Reader(_bytes_of_ops(graph), _layouts_of_inputs(graph), inputs)
+        reader = _Reader(_bytes_of_ops(graph), _layouts_of_inputs(graph), inputs, rows_by_symbol(graph))
         for statement in _flatten(body):
             reader.read(statement)
         return reader.finish()
@@ -106,11 +107,6 @@ class _Layout:
         """Return the bytes of the storage that the tensor needs."""
         elements = _storage_elements(self.sizes, self.strides)
         return _rounded(elements * self.dtype.itemsize, self.device_type)
-
-    @property
-    def dense_bytes(self) -> sympy.Expr:
-        """Return the bytes of a storage with a place for each of the tensor's entries."""
-        return _rounded(sympy.prod(self.sizes) * self.dtype.itemsize, self.device_type)
 
 
 @dataclass(frozen=True)
@@ -191,7 +187,14 @@ class _Storage:
 class _Reader:
     """Walks the statements; knows which names hold which storages, and how they lie in them."""
 
-    def __init__(self, ops: dict[str, list[_OpBytes]], layouts: dict[str, _Layout], inputs: CountedInputs) -> None:
+    def __init__(
+        self,
+        ops: dict[str, list[_OpBytes]],
+        layouts: dict[str, _Layout],
+        inputs: CountedInputs,
+        rows: dict[sympy.Symbol, sympy.Expr],
+    ) -> None:
+        self._rows = rows
         self._ops = {name: iter(calls) for name, calls in ops.items()}
         self._storages: list[_Storage] = []
         self._held: dict[str, list[_Storage]] = {}  # a name holds one storage, or all results of an op
@@ -257,9 +260,9 @@ class _Reader:
             self._hold(name, [self._result(label, result) for result in op.results] if viewed is None else viewed)
             self._lay(name, op.results[0] if len(op.results) == 1 else None)
             if function in _SAVING:
-                _mark_saved(self._held[name][1:-1], _texts(call))  # the last is the number of saved rows
+                self._mark_saved(self._held[name][1:], _texts(call))
             elif function in _FINDING:
-                _mark_saved(self._listed(call.args[_SAVED_ARGUMENT]), _texts(call))
+                self._mark_saved(self._listed(call.args[_SAVED_ARGUMENT]), _texts(call))
             if _PHASES.get(function) == "backward":
                 _number(self._held[name], _texts(call)[0])
             if op.scratch:
@@ -316,9 +319,15 @@ class _Reader:
         return self._held.get(argument.id, []) if isinstance(argument, ast.Name) else None
 
     def _listed(self, names: ast.expr) -> list[_Storage]:
-        """Return the storages of the names in a list but the last, which is the number of saved rows."""
-        elements = names.elts[:-1] if isinstance(names, ast.List) else []
+        """Return the storages of the names in a list."""
+        elements = names.elts if isinstance(names, ast.List) else []
         return [storage for name in elements if isinstance(name, ast.Name) for storage in self._held.get(name.id, [])]
+
+    def _mark_saved(self, storages: Iterable[_Storage], texts: Sequence[str]) -> None:
+        """Record which region saves these storages, with room for all rows."""
+        for storage in storages:
+            num_bytes = storage.allocation.num_bytes.subs(self._rows)
+            storage.allocation = replace(storage.allocation, num_bytes=num_bytes, saved_by=texts[0])
 
     def _new(
         self, name: str, num_bytes: sympy.Expr, *, is_input: bool = False, layout: _Layout | None = None
@@ -342,15 +351,6 @@ class _Reader:
             storage.names.discard(name)
             if not storage.names:
                 storage.allocation = replace(storage.allocation, stop=self._position)
-
-
-def _mark_saved(storages: Iterable[_Storage], texts: Sequence[str]) -> None:
-    """Record which region saves these storages, and count a row of its own for each routed row: strides may be 0
-    (`runtime.loop.spread`).
-    """
-    for storage in storages:
-        num_bytes = storage.allocation.num_bytes if storage.layout is None else storage.layout.dense_bytes
-        storage.allocation = replace(storage.allocation, num_bytes=num_bytes, saved_by=texts[0])
 
 
 def _number(storages: Iterable[_Storage], region_id: str) -> None:

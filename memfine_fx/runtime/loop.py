@@ -6,9 +6,8 @@ for a chunk is freed before the next. In low precision the sums over a token's c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import sympy
@@ -37,13 +36,17 @@ class SavedRows:
 
     Args:
         bodies: see `runtime.bodies`; rows of which nothing is saved go through the bodies of the region.
-        tensors: [M,...], or [N,...] where all rows are saved.
+        tensors: [M,...].
         num_rows: M; None: all, however many there are.
     """
 
     bodies: SavingBodies
     tensors: Sequence[torch.Tensor] = ()
     num_rows: int | None = None
+
+    def of_rows(self, total: int) -> SavedRows | None:
+        """Return the saved rows of `total` routed rows: None where there are none, without a border where all are."""
+        return replace(self, num_rows=None if self.num_rows == total else self.num_rows) if self.num_rows != 0 else None
 
     def holds(self, chunk: Chunk) -> bool:
         """Return whether the rows of a chunk are saved."""
@@ -68,49 +71,10 @@ class SavedRows:
         return parts
 
     @staticmethod
-    def empty(
-        bodies: SavingBodies, hidden: torch.Tensor, order: torch.Tensor, num_rows: int | None = None
-    ) -> SavedRows:
+    def empty(bodies: SavingBodies, hidden: torch.Tensor, num_rows: int) -> SavedRows:
         """Allocate the tensors that a forward will save; rows of dropped assignments are never written."""
-        rows = order.shape[0] if num_rows is None else num_rows
-        return SavedRows(
-            bodies, [hidden.new_empty((rows, *saved.shape), dtype=saved.dtype) for saved in bodies.saved], num_rows
-        )
-
-    def handed_over(self, rows: int) -> list[torch.Tensor]:
-        """Return the saved tensors as the graph takes them, of `rows` rows whatever a run saves: see `spread`."""
-        return [
-            spread(tensor, (rows, *saved.shape)) for tensor, saved in zip(self.tensors, self.bodies.saved, strict=True)
-        ]
-
-    @staticmethod
-    def from_graph(bodies: SavingBodies, tensors: Sequence[torch.Tensor], num_rows: int, rows: int) -> SavedRows | None:
-        """Return what forward handed over, `num_rows` of N rows; None where that is nothing, or was copied without its
-        memory.
-        """
-        if not num_rows:
-            return None
-        parts = [part for part in (_gathered(tensor, num_rows) for tensor in tensors) if part is not None]
-        return SavedRows(bodies, parts, None if num_rows == rows else num_rows) if len(parts) == len(tensors) else None
-
-
-def spread(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of the shape [N,...] all of whose entries are the first of `part` [M,...], whose memory it holds.
-
-    A graph knows the shapes that it hands from forward to backward, and M is decided in each run. Nothing reads this
-    tensor but `_gathered`; hooks of the user that copy saved tensors find some number everywhere.
-    """
-    some = part if part.numel() else part.new_zeros(1)
-    return some.as_strided(shape, [0] * len(shape))
-
-
-def _gathered(tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-    """Return the tensor [M,...] from which `spread` made another; None for a copy of that, whose memory is its own."""
-    shape = (num_rows, *tensor.shape[1:])
-    count = math.prod(shape)
-    if any(tensor.stride()) or tensor.untyped_storage().nbytes() < count * tensor.element_size():
-        return None
-    return tensor.as_strided((count,), (1,)).view(shape)
+        tensors = [hidden.new_empty((num_rows, *saved.shape), dtype=saved.dtype) for saved in bodies.saved]
+        return SavedRows(bodies, tensors, num_rows)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from memfine_fx.memory.measure import span
 from memfine_fx.records import ChunkPlan, SavePolicy
 from memfine_fx.runtime.accumulation import gradients_to_add_to
 from memfine_fx.runtime.bodies import SavingBodies
-from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward, spread
+from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.ranges import range_of, ranged
 from memfine_fx.runtime.routed import Routed
@@ -34,6 +34,7 @@ __all__ = [
     "experts_backward",
     "experts_backward_saved",
     "experts_saving",
+    "num_saved_rows",
     "route",
     "route_shared",
 ]
@@ -266,11 +267,33 @@ def _empty_gradients(
 
 
 @torch.library.custom_op(
+    "memfine::num_saved_rows", mutates_args=(), schema="(Tensor order, str region_id) -> Tensor", tags=_TAGS
+)
+def num_saved_rows(order: torch.Tensor, region_id: str) -> torch.Tensor:
+    """Return of how many routed rows a region saves something in this run, as the plan of the run says.
+
+    Args:
+        order: [N], see `experts`.
+        region_id: key of the live region.
+
+    Returns:
+        [] int64, on the CPU.
+    """
+    region, rows = lookup(region_id), order.shape[0]
+    return torch.tensor(min(rows, region.plan_for(rows // region.top_k).num_saved_rows))
+
+
+@num_saved_rows.register_fake
+def _(order: torch.Tensor, region_id: str) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op(
     "memfine::experts_saving",
     mutates_args=(),
     schema=(
         "(Tensor hidden, Tensor? weight, Tensor order, Tensor offsets, Tensor[] params, str region_id, bool[] wanted,"
-        " str policy) -> Tensor[]"
+        " str policy, SymInt num_rows) -> Tensor[]"
     ),
     tags=_TAGS,
 )
@@ -283,27 +306,21 @@ def experts_saving(
     region_id: str,
     wanted: list[bool],
     policy: str,
+    num_rows: int,
 ) -> list[torch.Tensor]:
-    """Return the output of `memfine::experts`, the saved tensors of routed rows, [N,...] each in expert order, and [1]
-    the number of rows that are saved: the first so many in expert order, as the plan of this run says.
+    """Return the output of `memfine::experts` and the saved tensors of routed rows, [M,...] each in expert order.
 
     Where experts live on several ranks, rows that came are saved, as many as this rank has routed rows itself.
 
     Args:
         wanted: which gradients backward will want, as in `memfine::experts_backward`.
         policy: a `records.SavePolicy` other than "nothing".
+        num_rows: M, from `memfine::num_saved_rows`: the first so many rows in expert order are saved; N where experts
+            live on several ranks.
     """
-    region, rows = lookup(region_id), order.shape[0]
-    routed, num_saved = _routed(hidden, weight, order, offsets, params, region_id), rows
-    if region.decides_saved_rows:
-        num_saved = min(rows, region.plan_for(hidden.shape[0]).num_saved_rows)
-    if num_saved == rows:
-        saved = _room(hidden, weight, order, region_id, wanted, policy)
-    else:
-        saved = SavedRows.empty(_saving(region_id, wanted, policy), hidden, order, num_saved)
-    out = _forward(routed, region_id, saved if num_saved else None)
-    handed_over = saved.handed_over(rows) if region.decides_saved_rows else saved.tensors
-    return [out, *handed_over, torch.full((1,), num_saved, dtype=torch.int64)]
+    routed = _routed(hidden, weight, order, offsets, params, region_id)
+    saved = _room(hidden, weight, region_id, wanted, policy, num_rows)
+    return [_forward(routed, region_id, saved.of_rows(order.shape[0])), *saved.tensors]
 
 
 @experts_saving.register_fake
@@ -316,16 +333,10 @@ def _(
     region_id: str,
     wanted: list[bool],
     policy: str,
+    num_rows: int,
 ) -> list[torch.Tensor]:
-    if lookup(region_id).decides_saved_rows:
-        entries = [
-            (hidden.new_empty(1, dtype=tensor.dtype), tensor.shape)
-            for tensor in _saving(region_id, wanted, policy).saved
-        ]
-        handed_over: Sequence[torch.Tensor] = [spread(entry, (order.shape[0], *shape)) for entry, shape in entries]
-    else:
-        handed_over = _room(hidden, weight, order, region_id, wanted, policy).tensors
-    return [_empty_output(hidden, region_id), *handed_over, torch.empty((1,), dtype=torch.int64, device="cpu")]
+    saved = _room(hidden, weight, region_id, wanted, policy, num_rows)
+    return [_empty_output(hidden, region_id), *saved.tensors]
 
 
 @torch.library.custom_op(
@@ -350,12 +361,8 @@ def experts_backward_saved(
     policy: str,
 ) -> list[torch.Tensor]:
     """As `memfine::experts_backward`, with the tensors that `memfine::experts_saving` saved."""
-    *tensors, num_saved = saved
-    bodies = _saving(region_id, wanted, policy)
-    if lookup(region_id).decides_saved_rows:
-        saved_rows = SavedRows.from_graph(bodies, tensors, int(num_saved.item()), order.shape[0])
-    else:
-        saved_rows = SavedRows(bodies, tensors)
+    num_rows = saved[0].shape[0] if lookup(region_id).decides_saved_rows else order.shape[0]
+    saved_rows = SavedRows(_saving(region_id, wanted, policy), saved, num_rows).of_rows(order.shape[0])
     return _backward(grad, _routed(hidden, weight, order, offsets, params, region_id), region_id, wanted, saved_rows)
 
 
@@ -378,16 +385,16 @@ def _(
 def _room(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
-    order: torch.Tensor,
     region_id: str,
     wanted: list[bool],
     policy: str,
+    num_rows: int,
 ) -> SavedRows:
-    saved = SavedRows.empty(_saving(region_id, wanted, policy), hidden, order)
+    saved = SavedRows.empty(_saving(region_id, wanted, policy), hidden, num_rows)
     exchange = lookup(region_id).exchange
     if exchange is None:
         return saved
-    return SavedRows(saved.bodies, [*exchange.room(hidden, weight, order.shape[0]), *saved.tensors])
+    return SavedRows(saved.bodies, [*exchange.room(hidden, weight, num_rows), *saved.tensors])
 
 
 def _saving(region_id: str, wanted: list[bool], policy: str) -> SavingBodies:

@@ -2,11 +2,14 @@
 
 Before:  out = memfine::experts(hidden, weight, order, offsets, params, region_id)
          grads = memfine::experts_backward(grad, hidden, ..., region_id, wanted)
-After:   out, *saved = memfine::experts_saving(hidden, ..., region_id, wanted, policy)
+After:   num_rows = memfine::num_saved_rows(order, region_id).item()
+         out, *saved = memfine::experts_saving(hidden, ..., region_id, wanted, policy, num_rows)
          grads = memfine::experts_backward_saved(grad, hidden, ..., region_id, wanted, saved, policy)
 
 The choice comes from the plan of the step. It is made on the joint graph, after differentiation, because only there
 both ops are in sight, and differently for each layer. The partitioner saves these results and never recomputes them.
+How many rows are saved is decided in each run, so that their number is a size which the graph reads of data, as that of
+`torch.nonzero`'s result is; where rows come from other ranks all are saved.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
-from memfine_fx.compat.functorch import DONATED
+from memfine_fx.compat.shapes import unbacked_size
 from memfine_fx.compat.tensors import FakeTensor, tree_map
 from memfine_fx.passes.step.costly_results import must_save
 from memfine_fx.records import SavePolicy, SavingOp
@@ -28,11 +31,12 @@ from memfine_fx.runtime.bodies import SavingBodies
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import LiveRegion, lookup
 
-__all__ = ["SaveChoice", "save_choices", "save_in_regions", "saved_inputs", "saving_ops", "trace_saving"]
+__all__ = ["SaveChoice", "save_choices", "save_in_regions", "saving_ops", "trace_saving"]
 
 _POLICIES: tuple[SavePolicy, ...] = ("projections", "operands")
 _POLICIES_OF_RANKS: tuple[SavePolicy, ...] = ("received", *_POLICIES)
 _META_OF_ARGUMENTS = ("val", "tensor_meta", "eager_input_vals")
+_aten = torch.ops.aten
 _FORWARD, _BACKWARD = torch.ops.memfine.experts.default, torch.ops.memfine.experts_backward.default
 
 
@@ -71,7 +75,7 @@ def save_choices(joint: fx.Graph) -> list[SaveChoice]:
         flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
         num_rows = _hint(forward.args[2].meta["val"].shape[0])
         arrived, travel_seconds = 0, 0.0
-        is_divisible = region.decides_saved_rows and DONATED.holds()
+        is_divisible = region.decides_saved_rows
         if region.exchange is not None:
             arrived = _arriving_row_bytes(forward)
             travel_seconds = arrived * num_rows / region.exchange.bandwidth
@@ -91,18 +95,6 @@ def save_choices(joint: fx.Graph) -> list[SaveChoice]:
 def _has_room_for_kernels(region: LiveRegion, bodies: SavingBodies, dtype: torch.dtype) -> bool:
     """Return whether the GPU kernels can save what these bodies save, where kernels run the region."""
     return region.kernels is None or region.kernels.can_save(bodies.saved, dtype)
-
-
-def saved_inputs(backward: fx.Graph) -> set[int]:
-    """Return the indices of a backward graph's inputs that may be empty saved rows, which own no memory to reuse."""
-    saved: set[fx.Node] = set()
-    for node in backward.nodes:
-        if node.target is torch.ops.memfine.experts_backward_saved.default:
-            region_id, tensors = node.args[6], node.args[8]
-            if lookup(region_id).decides_saved_rows:
-                saved.update(tensors)
-    inputs = [node for node in backward.nodes if node.op == "placeholder"]
-    return {place for place, node in enumerate(inputs) if node in saved}
 
 
 def saving_ops(backward: fx.Graph) -> tuple[SavingOp, ...]:
@@ -161,8 +153,11 @@ def _flags(wanted: Any, kinds: Any, num_experts: int) -> tuple[bool, ...]:
 
 
 def _rewrite(joint: fx.Graph, forward: fx.Node, backward: fx.Node, policy: SavePolicy) -> set[str]:
+    region_id: Any = forward.args[5]
     with joint.inserting_before(forward):
-        both = _call(joint, forward, torch.ops.memfine.experts_saving.default, *forward.args, backward.args[7], policy)
+        num_rows = _num_saved_rows if lookup(region_id).decides_saved_rows else _num_rows
+        sizes = (backward.args[7], policy, num_rows(joint, forward))
+        both = _call(joint, forward, torch.ops.memfine.experts_saving.default, *forward.args, *sizes)
         out, *saved = (_call(joint, forward, operator.getitem, both, place) for place in range(len(both.meta["val"])))
     must_save(both)
     with joint.inserting_before(backward):
@@ -173,6 +168,24 @@ def _rewrite(joint: fx.Graph, forward: fx.Node, backward: fx.Node, policy: SaveP
     joint.erase_node(forward)
     joint.erase_node(backward)
     return {node.name for node in saved}
+
+
+def _num_rows(joint: fx.Graph, forward: fx.Node) -> Any:
+    """Return N, a number or a node."""
+    order: Any = forward.args[2]
+    rows = order.meta["val"].shape[0]
+    return _call(joint, forward, _aten.sym_size.int, order, 0) if isinstance(rows, torch.SymInt) else rows
+
+
+def _num_saved_rows(joint: fx.Graph, forward: fx.Node) -> fx.Node:
+    """Return a node for the number of saved rows, a size that only a run knows."""
+    order, region_id = forward.args[2], forward.args[5]
+    count = _call(joint, forward, torch.ops.memfine.num_saved_rows.default, order, region_id)
+    number = joint.call_function(_aten._local_scalar_dense.default, (count,))
+    size = unbacked_size(count.meta["val"].fake_mode.shape_env)
+    number.meta.update(count.meta, val=size, unbacked_bindings={size.node.expr: ()})
+    must_save(number)
+    return number
 
 
 def _call(joint: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:

@@ -23,6 +23,7 @@ from memfine_fx.memory.step import RunMemory, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.problem import lean_of
 from memfine_fx.plan.runs import Run
+from memfine_fx.runtime.bodies import SavingBodies
 from memfine_fx.runtime.loop import SavedRows
 from tests.integration.comparison import relative_error
 
@@ -134,21 +135,28 @@ def test_reports_say_which_plan_it_was() -> None:
 
 
 class Dropping:
-    """Stands in for the plan: keeps of such a share of the rows as the test says; None: of all."""
+    """Stands in for the plan: saves such a share of the rows as the test says; None: of all."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.share: float | None = None
         self.num_of_none = self.num_parts = 0
-        handed_over = SavedRows.handed_over
+        empty, of_rows = SavedRows.empty, SavedRows.of_rows
 
-        def counted(saved: SavedRows, rows: int) -> list[torch.Tensor]:
-            self.num_of_none += saved.num_rows == 0
-            self.num_parts += bool(saved.num_rows)
-            return handed_over(saved, rows)
+        def counted(bodies: SavingBodies, hidden: torch.Tensor, num_rows: int) -> SavedRows:
+            if not isinstance(num_rows, torch.SymInt):  # a call, not its fake implementation
+                self.num_of_none += num_rows == 0
+                self.num_parts += 0 < num_rows < 2 * hidden.shape[0]
+            return empty(bodies, hidden, num_rows)
+
+        def checked(saved: SavedRows, total: int) -> SavedRows | None:
+            for tensor in saved.tensors:
+                assert tensor.shape[0] == saved.num_rows and tensor.untyped_storage().nbytes() == tensor.nbytes
+            return of_rows(saved, total)
 
         monkeypatch.setattr(CompiledGraph, "_rates", lambda graph: lambda: RATES)
         monkeypatch.setattr(compiled_graph, "saving_in", self.of)
-        monkeypatch.setattr(SavedRows, "handed_over", counted)
+        monkeypatch.setattr(SavedRows, "empty", staticmethod(counted))
+        monkeypatch.setattr(SavedRows, "of_rows", checked)
 
     def of(self, session: object, run: Run, hidden: torch.Tensor) -> RunMemory:
         if self.share is None:

@@ -9,9 +9,12 @@ import sympy
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compat.functorch import random_state_ops
+from memfine_fx.compat.shapes import unbacked_size
+from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.errors import CompatibilityWarning
 from memfine_fx.memory import wrapper_code
 from memfine_fx.memory.kernel_scratch import scratch_bytes
@@ -171,49 +174,61 @@ def test_inductor_writes_what_is_read_here() -> None:
     assert memory.peak(values, lambda region_id, phase: 0).num_bytes >= 2 * 24 * 16 * 4  # first product and its cosine
 
 
-def keeping_graph(target: object, num_results: int) -> fx.Graph:
+def saving_graph(name: str, num_rows: int = 6) -> fx.Graph:
+    """A call of a region that saves an unknown number of rows, of 8 bytes each."""
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env):
+        saved_rows, output = torch.empty((unbacked_size(shape_env), 2)), torch.empty(4, 2)
+        order = torch.empty(num_rows, dtype=torch.int32)
     graph = fx.Graph()
-    saved = graph.placeholder("saved")
-    saved.meta["val"] = torch.empty(6, 2)
-    node = graph.call_function(target, (saved,))  # type: ignore[arg-type]
-    node.meta["val"] = [torch.empty(4, 2), torch.empty(6, 2), torch.empty(1, dtype=torch.int64)][:num_results]
+    saved, order_node = graph.placeholder("saved"), graph.placeholder("order")
+    saved.meta["val"], order_node.meta["val"] = saved_rows, order
+    rows = (saved, None, order_node, order_node, [saved], "a/1", [True])
+    if name == "experts_saving":
+        node = graph.call_function(torch.ops.memfine.experts_saving.default, (*rows, "projections", 6))
+        node.meta["val"] = [output, saved_rows]
+    else:
+        target = torch.ops.memfine.experts_backward_saved.default
+        node = graph.call_function(target, (saved, *rows, [saved], "projections"))
+        node.meta["val"] = [output]
     graph.output(node)
     return graph
 
 
-def test_what_a_region_keeps_is_known_by_its_id_and_gone_where_it_keeps_nothing() -> None:
+def test_rows_that_a_region_saves_count_by_its_id_with_room_for_all_and_as_many_as_a_run_saves() -> None:
     forward = read(
         """
-buf0 = torch.ops.memfine.experts_saving.default(saved, None, saved, saved, [saved], 'a/1', [True], 'projections')
+u0 = buf9.item()
+buf0 = torch.ops.memfine.experts_saving.default(saved, None, order, order, [saved], 'a/1', [True], 'projections', u0)
 buf1 = buf0[0]
 buf2 = buf0[1]
-buf3 = buf0[2]
 del buf0
-return (buf1, buf2, buf3, )
+return (buf1, buf2, )
 """,
-        keeping_graph(torch.ops.memfine.experts_saving.default, 3),
+        saving_graph("experts_saving"),
     )
-    assert [one.saved_by for one in forward.allocations] == ["", "a/1", ""]
-    assert live(forward)[-1] == 32 + 48 + 8
+    assert [allocation.saved_by for allocation in forward.allocations] == ["", "a/1"]
+    assert live(forward)[-1] == 32 + 48
     for rows, num_bytes in ((0, 0), (1, 8), (5, 40), (6, 48)):
         saved = forward.of_run(frozenset({("a/1", rows, 6)}))
-        assert live(saved)[-1] == 32 + num_bytes + 8
+        assert live(saved)[-1] == 32 + num_bytes
         assert [(call.policy, call.num_saved_rows) for call in saved.calls] == [("projections", rows)]
     assert forward.of_run(frozenset({("b/2", 0, 6)})).allocations == forward.allocations
 
 
-def test_what_a_backward_finds_kept_is_known_by_its_region_id() -> None:
+def test_saved_rows_that_a_backward_reads_count_by_the_id_of_their_region() -> None:
     backward = read(
         """
-buf0 = torch.ops.memfine.experts_backward_saved.default(buf9, None, None, buf9, buf9, [], 'a/1', [True], [saved, buf9], 'projections')
+buf0 = torch.ops.memfine.experts_backward_saved.default(buf9, buf9, None, order, order, [], 'a/1', [True], [saved], 'projections')
 del saved
 buf1 = buf0[0]
 return (buf1, )
 """,  # noqa: E501  # as Inductor writes it
-        keeping_graph(torch.ops.memfine.experts_backward_saved.default, 1),
+        saving_graph("experts_backward_saved"),
         CountedInputs(freed=("saved",)),
     )
-    assert next((one.name, one.saved_by) for one in backward.allocations) == ("saved", "a/1")
+    saved = backward.allocations[0]
+    assert (saved.name, saved.saved_by, saved.num_bytes) == ("saved", "a/1", 48)
     assert live(backward.of_run(frozenset({("a/1", 0, 6)})))[0] == live(backward)[0] - 48
 
 

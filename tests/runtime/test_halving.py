@@ -114,7 +114,8 @@ class Layer:
 
     @torch.no_grad()
     def step(self, on_failure: Callable[[int], None] = lambda rows: None) -> list[Tensor]:
-        saved = None if self.saving is None else SavedRows.empty(self.saving, self.routed.hidden, self.routed.order)
+        rows = self.routed.order.shape[0]
+        saved = None if self.saving is None else SavedRows.empty(self.saving, self.routed.hidden, rows).of_rows(rows)
         out = run_forward(self.routed, self.bodies, self.chunks, self.routed.hidden.dtype, on_failure, saved)
         grads = run_backward(self.grad, self.routed, self.bodies, self.chunks, *self.wanted, on_failure, saved)
         return [out, *grads]
