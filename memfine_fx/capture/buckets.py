@@ -10,8 +10,8 @@ import contextlib
 
 import torch
 
-from memfine_fx.compat import dynamo
-from memfine_fx.compat.distributed import is_ddp_running
+from memfine_fx.compat.interpreter import running_modules
+from memfine_fx.compat.settings import WHOLE_GRAPHS
 
 __all__ = ["hint_for_cut_graphs", "kept_whole"]
 
@@ -20,7 +20,7 @@ def kept_whole() -> contextlib.AbstractContextManager[object]:
     """For compilations inside: one graph. Gradients are still reduced bucket by bucket, after the graph's backward."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return contextlib.nullcontext()
-    return dynamo.kept_whole()
+    return WHOLE_GRAPHS.applied()
 
 
 def hint_for_cut_graphs() -> str:
@@ -30,7 +30,8 @@ def hint_for_cut_graphs() -> str:
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return ""
-    if not is_ddp_running() or not dynamo.cuts_graphs():
+    is_wrapped = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in running_modules())
+    if not is_wrapped or not WHOLE_GRAPHS.holds() or not WHOLE_GRAPHS.config.optimize_ddp:
         return ""
     return (
         "; DistributedDataParallel had the graph cut at its buckets, through the experts: call "

@@ -26,7 +26,8 @@ import torch
 from memfine_fx.capture.source import RewrittenLoops
 from memfine_fx.capture.structure import FoundAgain
 from memfine_fx.capture.undo import Contents, Generators, ModelState
-from memfine_fx.compat.dynamo import CAPTURE_FLAGS, capturing_more, compile_failures
+from memfine_fx.compat.dynamo import capturing_more, compile_failures
+from memfine_fx.compat.settings import CAPTURE_FLAGS
 from memfine_fx.errors import GuardRefused, LeftoverShapes
 
 __all__ = ["SETTINGS", "CapturingCall", "flags_set"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.compat.dynamo import recording_under_checkpoints
+from memfine_fx.compat.settings import RECORDING
 from memfine_fx.compat.transformers import (
     installer_of_recorders,
     is_recording_outside_graphs,
@@ -54,7 +54,8 @@ class RecordedOutputs:
         if not self._is_recording:
             yield
             return
-        with recording_under_checkpoints():
+        # A hook's append is a side effect: the recomputation of a checkpointed layer leaves it out.
+        with RECORDING.applied():
             yield
 
     def _records(self, kwargs: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.compat.dynamo import integers_as_constants
+from memfine_fx.compat.settings import CONSTANT_INTEGERS, EVERY_SIZE
 
 __all__ = ["captured_on_ranks", "is_fully_sharded"]
 
@@ -24,16 +24,14 @@ def captured_on_ranks(model: torch.nn.Module, compiled: Callable[..., Any]) -> C
     shapes; Dynamo then takes integer attributes of modules for constants unless FSDP manages the module, where the
     number of expert groups or of heads would become a size that varies too, and no T be the same as any other.
     """
-    from memfine_fx.compat.shapes import every_size_captured
-
     is_sharded = functools.cache(functools.partial(is_fully_sharded, model))
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(every_size_captured())
+            stack.enter_context(EVERY_SIZE.applied())
             if is_sharded():
-                stack.enter_context(integers_as_constants())
+                stack.enter_context(CONSTANT_INTEGERS.applied())
             return compiled(*args, **kwargs)
 
     return call

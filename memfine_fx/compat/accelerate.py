@@ -9,7 +9,7 @@ from typing import Any
 
 from memfine_fx.compat.checks import Feature, expect
 
-__all__ = ["BACKENDS", "HAND_OVER", "add_backend", "hand_over_models"]
+__all__ = ["BACKENDS", "add_backend", "hand_over_models"]
 
 _HANDS_OVER = "_memfine_hands_over"
 _NAME = "MEMFINE"
@@ -42,7 +42,7 @@ def hand_over_models(accelerator: Any, optimize: Callable[[Any, Any], bool]) -> 
     """
     prepare_model = getattr(getattr(accelerator, "Accelerator", None), "prepare_model", None)
     if prepare_model is None:
-        HAND_OVER.give_up("there is no Accelerator.prepare_model")
+        BACKENDS.give_up("there is no Accelerator.prepare_model")
         return
     if hasattr(prepare_model, _HANDS_OVER):
         return
@@ -88,23 +88,15 @@ def _check_backends() -> None:
 
     add_backend(SimpleNamespace(DynamoBackend=Names))
     expect([str(member.value) for member in Names] == ["EAGER", _NAME], f"names are {list(Names)}")
+    _check_hand_over()
 
 
 BACKENDS = Feature(
-    name="accelerate.utils.dataclasses.DynamoBackend",
+    name="accelerate.utils.dataclasses.DynamoBackend, accelerate.Accelerator.prepare_model",
     package="accelerate",
     purpose='TrainingArguments(torch_compile_backend="memfine")',
     seen=("1.10", "1.15"),
     fallback='TrainingArguments(torch_compile_backend="memfine") is not known; memfine_fx.optimize(model) before the '
     "trainer is made works.",
     check=_check_backends,
-)
-HAND_OVER = Feature(
-    name="accelerate.Accelerator.prepare_model",
-    package="accelerate",
-    purpose='TrainingArguments(torch_compile_backend="memfine") that reaches as far as memfine_fx.optimize',
-    seen=("1.15", "1.15"),
-    fallback='Models compiled by the name "memfine" through accelerate are not prepared before Dynamo captures them; '
-    "memfine_fx.optimize(model) before the trainer is made does it.",
-    check=_check_hand_over,
 )

@@ -14,7 +14,6 @@ from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "ACCUMULATED",
-    "AUTOCAST",
     "KEPT_GRAPHS",
     "MODES",
     "PROFILER",
@@ -34,10 +33,7 @@ ResultT = TypeVar("ResultT")
 
 
 def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """No autocast inside, on any device."""
-    if AUTOCAST.holds():
-        disabled: contextlib.AbstractContextManager[object] = torch._C._DisableAutocast()
-        return disabled
+    """Return a context manager without autocast inside, on CPUs and CUDA devices."""
     stack = contextlib.ExitStack()
     for device_type in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
         stack.enter_context(torch.autocast(device_type, enabled=False))
@@ -126,13 +122,6 @@ def is_profiling() -> bool:
     return PROFILER.holds() and bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def _check_autocast() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with torch._C._DisableAutocast():
-            expect(not torch.is_autocast_enabled("cpu"), "autocast stays on")
-        expect(torch.is_autocast_enabled("cpu"), "autocast is not back")
-
-
 def _check_kept_graphs() -> None:
     answers: list[bool] = []
     probe = torch.ones(1, requires_grad=True)
@@ -207,16 +196,9 @@ ACCUMULATED = Feature(
     purpose="adding to gradients that exist where they are, where autograd would",
     seen=("2.13", "2.15"),
     fallback="A micro-batch that accumulates holds a second set of the experts' gradients, which a memory_budget "
-    "counts; results are the same.",
+    "counts; results are the same. memfine_fx.explain(measure=True) runs hooks of "
+    "register_post_accumulate_grad_hook, which may step an optimizer.",
     check=_check_accumulated,
-)
-AUTOCAST = Feature(
-    name="torch._C._DisableAutocast",
-    package="torch",
-    purpose="running expert bodies, whose casts are in their graphs, outside of autocast",
-    seen=("2.11", "2.15"),
-    fallback="Autocast is turned off for CPU and CUDA alone, and each chunked layer takes a little longer.",
-    check=_check_autocast,
 )
 KEPT_GRAPHS = Feature(
     name="torch._C._autograd._get_current_graph_task_keep_graph",

@@ -6,37 +6,49 @@ import importlib
 
 from memfine_fx.compat.checks import Feature
 
-__all__ = ["NAMES", "can_chunk"]
-
-_MODULES = ("operators", "tensors", "shapes", "autograd", "dynamo", "functorch", "inductor")
+__all__ = ["GRAPHS", "can_chunk"]
 
 
 def can_chunk(inner_backend: str) -> bool:
-    """Whether every feature that chunked regions rest upon holds; the first that does not is a warning.
+    """Return whether every feature that chunked regions need holds; the first that does not is a warning.
 
     Args:
         inner_backend: as in `Config`; "eager" needs neither AOT autograd nor Inductor.
     """
-    if not NAMES.holds():
+    if not GRAPHS.holds():
         return False
-    from memfine_fx.compat import dynamo, functorch, inductor, operators, shapes, tensors
+    from memfine_fx.compat import functorch, inductor
 
-    features = [operators.SCHEMAS, tensors.STORAGES, shapes.SYMBOLS, dynamo.MODE_SWITCHES]
-    features += [functorch.PARTITIONER] if inner_backend != "eager" else []
+    features = [functorch.PARTITIONER] if inner_backend != "eager" else []
     features += [inductor.COMPILER] if inner_backend == "inductor" else []
     return all(feature.holds() for feature in features)
 
 
-def _check_names() -> None:
-    for name in _MODULES:
-        importlib.import_module(f"memfine_fx.compat.{name}")
+_CHECKS = {
+    "operators": "check_schemas",
+    "tensors": "check_storages",
+    "shapes": "check_symbols",
+    "functional": "check_functional_tensors",
+    "dynamo": "check_mode_switches",
+    "autograd": "",
+    "functorch": "",
+    "inductor": "",
+}
+"""Check of each module whose import alone fails where torch's classes are elsewhere; "" where the import is all."""
 
 
-NAMES = Feature(
-    name="torch._ops, torch._subclasses, torch._dispatch, torch._inductor.custom_graph_pass",
+def _check_graphs() -> None:
+    for name, check in _CHECKS.items():
+        module = importlib.import_module(f"memfine_fx.compat.{name}")
+        if check:
+            getattr(module, check)()
+
+
+GRAPHS = Feature(
+    name="torch._ops, torch._subclasses, torch._functorch and ShapeEnv",
     package="torch",
-    purpose="the classes that passes over graphs are written in",
+    purpose="reading graphs: operators' schemas, storages of fake and functional tensors, symbols of sizes, and modes",
     seen=("2.11", "2.15"),
     fallback="No graph can be read, so nothing is chunked: models are compiled as without memfine_fx.",
-    check=_check_names,
+    check=_check_graphs,
 )

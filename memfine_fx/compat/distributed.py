@@ -1,4 +1,4 @@
-"""torch.distributed: the DistributedDataParallel that runs, and parameters that it leaves alone."""
+"""torch.distributed: parameters that DistributedDataParallel leaves alone."""
 
 from __future__ import annotations
 
@@ -9,27 +9,14 @@ import torch
 
 from memfine_fx.compat.checks import Feature, expect
 
-__all__ = ["ACTIVE_DDP", "IGNORED_BY_DDP", "ignore_in_ddp", "is_ddp_running"]
+__all__ = ["IGNORED_BY_DDP", "ignore_in_ddp"]
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-
-
-def is_ddp_running() -> bool:
-    """Whether the forward that runs is one of a DistributedDataParallel."""
-    if not ACTIVE_DDP.holds():
-        return False
-    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    return active is not None
 
 
 def ignore_in_ddp(model: torch.nn.Module, names: Iterable[str]) -> None:
     """Let a DistributedDataParallel of this model leave parameters alone, beside those that it leaves alone already."""
     object.__setattr__(model, _IGNORED, [*getattr(model, _IGNORED, ()), *names])
-
-
-def _check_active() -> None:
-    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    expect(active is None or isinstance(active, torch.nn.Module), f"a {type(active).__name__} runs")
 
 
 def _check_ignored() -> None:
@@ -40,14 +27,6 @@ def _check_ignored() -> None:
     expect(f"module.{_IGNORED}" in inspect.getsource(wrapper.__init__), "what is ignored is not read")
 
 
-ACTIVE_DDP = Feature(
-    name="DistributedDataParallel._get_active_ddp_module",
-    package="torch",
-    purpose="naming DistributedDataParallel as what cut a graph through the experts",
-    seen=("2.11", "2.15"),
-    fallback="The warning of a model without regions does not say when DistributedDataParallel is the cause.",
-    check=_check_active,
-)
 IGNORED_BY_DDP = Feature(
     name="DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     package="torch",

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfine_fx.compat.checks import Feature, expect
+from memfine_fx.compat.checks import expect
 
-__all__ = ["FUNCTIONAL_TENSORS", "Listening", "Writes", "functional_value"]
+__all__ = ["Listening", "Writes", "check_functional_tensors", "functional_value"]
 
 
 class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ def functional_value(tensor: torch.Tensor) -> torch.Tensor:
     return torch._C._functorch._unwrap_functional_tensor(tensor, True)
 
 
-def _check_functional_tensors() -> None:
+def check_functional_tensors() -> None:
     plain = torch.zeros(3)
     inside: list[bool] = []
 
@@ -97,13 +97,3 @@ def _check_functional_tensors() -> None:
     )
     expect(inside == [True, True, True], f"functional tensors are {inside}")
     expect(functional_value(plain) is plain, "a plain tensor is not itself")
-
-
-FUNCTIONAL_TENSORS = Feature(
-    name="torch._C._functorch._unwrap_functional_tensor, TorchDispatchMode",
-    package="torch",
-    purpose="what a tensor is after all writes so far, and which calls of functional ATen gave it",
-    seen=("2.11", "2.15"),
-    fallback="Graphs cannot be read, so nothing is chunked: models are compiled as without memfine_fx.",
-    check=_check_functional_tensors,
-)

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import pickle
 import unittest.mock
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,71 +16,24 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.compat.checks import Feature, expect
 from memfine_fx.compat.operators import OpOverload
+from memfine_fx.compat.settings import AUTOGRAD_CACHE
 
 __all__ = [
-    "AUTOGRAD_CACHE",
     "CACHED_RECORDS",
     "DONATED",
-    "ELEMENTWISE",
     "PARTITIONER",
-    "RANDOM_STATES",
-    "SHARE",
-    "TANGENTS",
     "CacheHit",
     "compile_on_aot_autograd",
     "compile_through_cache",
-    "compiling_regions",
     "frees_tangents",
-    "keeping_share",
     "min_cut_partition",
     "random_state_ops",
-    "recomputing_elementwise",
     "run_boxed",
     "store_record",
     "take_donated",
 ]
 
 ResultT = TypeVar("ResultT")
-_RECOMPUTES_ELEMENTWISE = {
-    "ban_recompute_used_far_apart": False,
-    "ban_recompute_long_fusible_chains": False,
-    "ban_recompute_materialized_backward": False,
-    "ban_recompute_not_in_allowlist": False,
-}
-"""Settings of functorch's partitioner with which elementwise work is recomputed wherever that saves bytes."""
-
-
-def _config() -> Any:
-    import torch._functorch.config
-
-    return torch._functorch.config
-
-
-def recomputing_elementwise() -> contextlib.AbstractContextManager[object]:
-    """For partitions inside: elementwise work is recomputed wherever that saves bytes."""
-    if not ELEMENTWISE.holds():
-        return contextlib.nullcontext()
-    patched: contextlib.AbstractContextManager[object] = _config().patch(_RECOMPUTES_ELEMENTWISE)
-    return patched
-
-
-def keeping_share(share: float) -> contextlib.AbstractContextManager[object]:
-    """For partitions inside: `activation_memory_budget`, the share of what forward would keep that it may keep."""
-    if not SHARE.holds():
-        return contextlib.nullcontext()
-    patched: contextlib.AbstractContextManager[object] = _config().patch(activation_memory_budget=share)
-    return patched
-
-
-def compiling_regions() -> contextlib.AbstractContextManager[object]:
-    """For compilations inside: every graph passes our partitioner; Inductor's own cache is used.
-
-    A hit in AOT autograd's cache would skip the partitioner: see `compile_through_cache` for graphs that may.
-    """
-    if not AUTOGRAD_CACHE.holds():
-        return contextlib.nullcontext()
-    patched: contextlib.AbstractContextManager[object] = _config().patch(enable_autograd_cache=False)
-    return patched
 
 
 @dataclass
@@ -111,7 +63,7 @@ def compile_through_cache(compiled: Callable[[], ResultT], take: Callable[[Cache
             result = compiled()
         if not hit.is_hit or take(hit):
             return result
-    with compiling_regions():
+    with AUTOGRAD_CACHE.applied():
         return compiled()
 
 
@@ -188,7 +140,7 @@ def frees_tangents() -> bool:
     Since torch 2.13 autograd hands them over in a list, which compiled code empties (`boxed_grads_call`). Before, it
     holds them until the backward returns, also those that are zeros for a result whose gradient nobody gave.
     """
-    return hasattr(torch.autograd.Function, "boxed_grads_call") and TANGENTS.holds()
+    return hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def min_cut_partition(
@@ -203,11 +155,8 @@ def min_cut_partition(
 
 def random_state_ops() -> tuple[Any, ...]:
     """Higher-order operators that run another one and save its random state (the first), or run it from a saved one."""
-    if not RANDOM_STATES.holds():
-        return ()
-    from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rng_state, run_with_rng_state
-
-    return run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state
+    names = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
+    return tuple(getattr(torch.ops.higher_order, name, None) for name in names)
 
 
 def call_under_random_state(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -253,17 +202,12 @@ def run_boxed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[
     return call
 
 
-def _check_settings(*names: str) -> None:
-    for name in names:
-        expect(getattr(_config(), name) in (True, False), f"torch._functorch.config.{name} is no switch")
-
-
 def _check_donated() -> None:
     from types import SimpleNamespace
 
     from torch._guards import TracingContext, tracing
 
-    _check_settings("donated_buffer")
+    expect(AUTOGRAD_CACHE.config.donated_buffer in (True, False), "donated_buffer is no switch")
     positions = [0, 2]
     context: Any = TracingContext(None)
     context.fw_metadata = SimpleNamespace(bw_donated_idxs=positions)
@@ -289,33 +233,6 @@ def _check_cached_records() -> None:
     metadata: Any = ViewAndMutationMeta([], [], 0, True, [], [], [], [], [])
     setattr(metadata, _RECORD, "kept")
     expect(getattr(pickle.loads(pickle.dumps(metadata)), _RECORD, "") == "kept", "metadata loses what is stored in it")
-
-
-def _check_tangents() -> None:
-    """A gradient that is taken out of the list is gone, where autograd gives a list."""
-    dropped: list[bool] = []
-
-    class Doubled(torch.autograd.Function):
-        boxed_grads_call = True
-
-        @staticmethod
-        def forward(context: Any, factor: torch.Tensor) -> torch.Tensor:
-            return factor * 2
-
-        @staticmethod
-        def backward(context: Any, *given: Any) -> Any:
-            (gradients,) = given
-            gradient = gradients.pop()
-            result, reference = gradient * 2, weakref.ref(gradient)
-            del gradient
-            dropped.append(reference() is None)
-            return result
-
-    if not hasattr(torch.autograd.Function, "boxed_grads_call"):
-        return  # nothing is relied upon: tangents count to the end of backward
-    probe = torch.ones(1, requires_grad=True)
-    (Doubled.apply(probe) * 3).backward()  # type: ignore[no-untyped-call]
-    expect(dropped == [True], "autograd holds a gradient that a backward has dropped")
 
 
 def _check_partitioner() -> None:
@@ -349,39 +266,6 @@ def _joint_of_exp(policy: CheckpointPolicy) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _check_random_states() -> None:
-    from torch._ops import HigherOrderOperator
-    from torch._prims import rng_prims
-
-    for name in ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"):
-        expect(isinstance(getattr(rng_prims, name), HigherOrderOperator), f"{name} is no operator")
-
-
-ELEMENTWISE = Feature(
-    name="torch._functorch.config.ban_recompute_used_far_apart",
-    package="torch",
-    purpose="computing elementwise work again in backward wherever that saves bytes",
-    seen=("2.11", "2.15"),
-    fallback="Less elementwise work is recomputed in backward, so a step takes more memory; budgets count it.",
-    check=lambda: _check_settings(*_RECOMPUTES_ELEMENTWISE),
-)
-SHARE = Feature(
-    name="torch._functorch.config.activation_memory_budget",
-    package="torch",
-    purpose="saying what torch.compile's own ratio of kept activations would take",
-    seen=("2.13", "2.13"),
-    fallback="`memfine fit` cannot tell what torch.compile takes under its own ratio: it shows the plain step there.",
-    check=lambda: _check_settings("activation_memory_budget"),
-)
-AUTOGRAD_CACHE = Feature(
-    name="torch._functorch.config.enable_autograd_cache",
-    package="torch",
-    purpose="compilations that always pass our partitioner, which counts what a step holds",
-    seen=("2.11", "2.15"),
-    fallback="Where AOT autograd finds a graph in its cache, what the step holds is not known before it runs, and "
-    "plans under a memory_budget are made without it.",
-    check=lambda: _check_settings("enable_autograd_cache"),
-)
 CACHED_RECORDS = Feature(
     name="torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutogradResult.wrap_post_compile",
     package="torch",
@@ -400,15 +284,6 @@ DONATED = Feature(
     "error; a single one is as before.",
     check=_check_donated,
 )
-TANGENTS = Feature(
-    name="torch.autograd.Function.boxed_grads_call",
-    package="torch",
-    purpose="counting the gradients of a graph's results no longer than backward needs them, since torch 2.13",
-    seen=("2.11", "2.15"),
-    fallback="The gradients of a graph's results count until its backward ends, so a memory_budget may compute more "
-    "again, or ask for smaller chunks, than it has to.",
-    check=_check_tangents,
-)
 PARTITIONER = Feature(
     name="torch._functorch.partitioners.min_cut_rematerialization_partition",
     package="torch",
@@ -417,13 +292,4 @@ PARTITIONER = Feature(
     fallback="What backward computes again cannot be decided, so nothing is chunked: models are compiled as without "
     'memfine_fx. Config(inner_backend="eager") works.',
     check=_check_partitioner,
-)
-RANDOM_STATES = Feature(
-    name="torch._prims.rng_prims.run_and_save_rng_state",
-    package="torch",
-    purpose="counting the results of operations that run from a saved random state",
-    seen=("2.11", "2.15"),
-    fallback="Predicted peaks leave out results of random operations that backward repeats, so a memory_budget may be "
-    "exceeded where checkpointed layers use dropout.",
-    check=_check_random_states,
 )

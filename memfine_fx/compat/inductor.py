@@ -20,7 +20,6 @@ from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.errors import MissingCompiler
 
 __all__ = [
-    "CODE",
     "COMPILER",
     "INDICES",
     "KERNELS",
@@ -251,7 +250,7 @@ def written_code(graph_module: fx.GraphModule, inputs: Sequence[Any], **options:
     Args:
         options: as AOT autograd gives them to `compile_inner`.
     """
-    if not CODE.holds():
+    if not WRAPPERS.holds():
         return ""
     from torch._inductor import config, graph
 
@@ -328,14 +327,10 @@ def _check_tracing() -> None:
 
 
 def _check_wrappers() -> None:
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.output_code import CompiledFxGraph
 
     expect("source_code" in CompiledFxGraph.__annotations__, "compiled graphs hold no source")
-
-
-def _check_code() -> None:
-    from torch._inductor.graph import GraphLowering
-
     for name in ("codegen", "compile_to_module"):
         expect(callable(getattr(GraphLowering, name, None)), f"Inductor's graphs have no {name}")
 
@@ -350,15 +345,6 @@ def _check_indices() -> None:
     expect(hasattr(cpp, _INDEX_FUNCTIONS[-1]), "C++ kernels are not written by it")
 
 
-CODE = Feature(
-    name="torch._inductor.graph.GraphLowering.compile_to_module",
-    package="torch",
-    purpose="reading what Inductor would write for a model that is never built (`memfine fit`)",
-    seen=("2.13", "2.13"),
-    fallback="`memfine fit` counts from a graph's operations, not from Inductor's code: its peaks may be off by a few "
-    "percent.",
-    check=_check_code,
-)
 COMPILER = Feature(
     name="torch._inductor.compile_fx.compile_fx",
     package="torch",
@@ -407,7 +393,7 @@ TRACING = Feature(
 WRAPPERS = Feature(
     name="CompiledFxGraph.source_code",
     package="torch",
-    purpose="reading from Inductor's Python wrapper what a compiled graph allocates and frees",
+    purpose="reading from Inductor's Python wrapper what a graph allocates and frees, also of one that is never built",
     seen=("2.11", "2.15"),
     fallback="What such a graph holds is estimated from its operations, not read from its code: predicted peaks may be "
     "off by a few percent, and a memory_budget may be exceeded by as much.",

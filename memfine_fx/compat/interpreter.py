@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -14,30 +15,29 @@ from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "COMPILED_CALLS",
-    "FRAMES",
     "OBJECTS",
     "CompiledCall",
     "calling_code",
     "compiled_call",
     "every_optimizer",
     "running_model",
+    "running_modules",
 ]
 
 
-def running_model() -> torch.nn.Module | None:
-    """The outermost module whose call is under way in this thread, None outside of any."""
-    return _outermost_module() if FRAMES.holds() else None
-
-
-def _outermost_module() -> torch.nn.Module | None:
+def running_modules() -> Iterator[torch.nn.Module]:
+    """Yield the modules whose methods are under way in this thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
-    outermost = None
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, torch.nn.Module):
-            outermost = caller
+            yield caller
         frame = frame.f_back
-    return outermost
+
+
+def running_model() -> torch.nn.Module | None:
+    """Return the outermost module whose call is under way in this thread, None outside of any."""
+    return next(iter(reversed(list(running_modules()))), None)
 
 
 class CompiledCall(NamedTuple):
@@ -132,32 +132,11 @@ _MOST_FROZEN = 10_000
 """Objects; `import torch` alone makes more than ten times as many."""
 
 
-class _Probe(torch.nn.Module):
-    def forward(self) -> torch.nn.Module | None:
-        return _outermost_module()
-
-
-def _check_frames() -> None:
-    probe = _Probe()
-    expect(probe() is probe, "the frame of a module's call does not hold the module")
-
-
 def _check_objects() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     expect(gc.is_tracked(optimizer), "the collector does not know of optimizers")
     # Python 3.12 freezes a few hundred objects of its own at its start; what freezes an optimizer freezes all of torch.
     expect(gc.get_freeze_count() < _MOST_FROZEN, f"gc.freeze() hides {gc.get_freeze_count()} objects from it")
-
-
-FRAMES = Feature(
-    name="torch.nn.Module.__call__'s frame",
-    package="torch",
-    purpose="telling which of several models compiled by the backend's name is the one without regions",
-    seen=("2.11", "2.15"),
-    fallback="Where several models are compiled by the backend's name, one of them without regions gets no warning of "
-    "its own.",
-    check=_check_frames,
-)
 
 
 def _check_compiled_calls() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from memfine_fx.compat.autograd import ACCUMULATED
 from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "COMPILED_CALLS",
-    "HOOKS_AFTER_GRADIENT",
     "forward_hooks",
     "has_compiled_call",
     "hooks_after_gradient",
@@ -65,10 +65,10 @@ def hooks_of(module: torch.nn.Module) -> list[Any]:
 def hooks_after_gradient(parameter: torch.Tensor) -> dict[int, Any]:
     """Return the dictionary in which `register_post_accumulate_grad_hook` puts a parameter's hooks.
 
-    Changing it changes the hooks. It is a new, empty dictionary where there are none or `HOOKS_AFTER_GRADIENT` does not
-    hold.
+    Changing it changes the hooks. It is a new, empty dictionary where there are none or `autograd.ACCUMULATED` does
+    not hold.
     """
-    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks if HOOKS_AFTER_GRADIENT.holds() else None
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks if ACCUMULATED.holds() else None
     return {} if hooks is None else hooks
 
 
@@ -88,22 +88,4 @@ COMPILED_CALLS = Feature(
     fallback='memfine_fx.optimize changes nothing: models run as written. torch.compile(model, backend="memfine") '
     "works.",
     check=_check_compiled_calls,
-)
-
-
-def _check_hooks_after_gradient() -> None:
-    probe = torch.ones(1, requires_grad=True)
-    handle = probe.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
-    expect(len(probe._post_accumulate_grad_hooks or ()) == 1, "a hook that was registered is not there")
-    handle.remove()
-
-
-HOOKS_AFTER_GRADIENT = Feature(
-    name="torch.Tensor._post_accumulate_grad_hooks",
-    package="torch",
-    purpose="explain(measure=True) without the user's hooks that step optimizers",
-    seen=("2.11", "2.15"),
-    fallback="memfine_fx.explain(measure=True) runs hooks that were registered with "
-    "register_post_accumulate_grad_hook, which may step an optimizer.",
-    check=_check_hooks_after_gradient,
 )

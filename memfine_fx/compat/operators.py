@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from memfine_fx.compat.checks import Feature, expect
+from memfine_fx.compat.checks import expect
 
 __all__ = [
-    "SCHEMAS",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "check_schemas",
     "is_pointwise",
     "is_view",
     "op_name",
@@ -84,7 +84,7 @@ def without_write(target: OpOverload) -> OpOverload | None:
     return overload if isinstance(overload, OpOverload) and not overload._schema.is_mutable else None
 
 
-def _check_schemas() -> None:
+def check_schemas() -> None:
     add, add_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
     expect(isinstance(add, OpOverload) and isinstance(torch.ops.aten.add, OpOverloadPacket), f"add is a {type(add)}")
     names = (qualified_name(add), op_name(add_), str(add))
@@ -95,14 +95,3 @@ def _check_schemas() -> None:
     views = [viewed_arguments(overload) for overload in (add, add_, torch.ops.aten.view_as_complex.default)]
     expect(views == [[None], [None], [0]], f"results of add, add_ and view_as_complex are views of {views}")
     expect(without_write(add_) is add and without_write(add) is add, "add_ without its write is not add")
-
-
-SCHEMAS = Feature(
-    name="torch._ops.OpOverload._schema",
-    package="torch",
-    purpose="what an operator is called, and which arguments it writes",
-    seen=("2.11", "2.15"),
-    fallback="What an operator writes cannot be told, so nothing is chunked: models are compiled as without "
-    "memfine_fx.",
-    check=_check_schemas,
-)

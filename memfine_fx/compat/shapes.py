@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +12,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
-    "EVERY_SIZE",
     "HINTS",
-    "SYMBOLS",
-    "every_size_captured",
+    "check_symbols",
     "hints_of_symbols",
     "symbolic_size",
     "unbacked_size",
@@ -52,19 +48,7 @@ def hints_of_symbols(size: torch.SymInt) -> Mapping[sympy.Symbol, Any]:
     return known
 
 
-def every_size_captured() -> contextlib.AbstractContextManager[object]:
-    """For captures inside: a size of 0 or 1 is a size like any other."""
-    if not EVERY_SIZE.holds():
-        return contextlib.nullcontext()
-    patched: contextlib.AbstractContextManager[object] = _config().patch(backed_size_oblivious=True)
-    return patched
-
-
-def _config() -> Any:
-    return importlib.import_module("torch.fx.experimental._config")
-
-
-def _check_symbols() -> None:
+def check_symbols() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from memfine_fx.compat.tensors import FakeTensorMode
@@ -86,20 +70,6 @@ def _check_hints() -> None:
     expect(int(known[size.node.expr]) == 7, f"a size of about 7 is {known}")
 
 
-def _check_every_size() -> None:
-    config = _config()
-    with config.patch(backed_size_oblivious=True):
-        expect(config.backed_size_oblivious is True, "the setting is not taken")
-
-
-SYMBOLS = Feature(
-    name="ShapeEnv.create_symbol",
-    package="torch",
-    purpose="tracing expert functions over an unknown number of rows",
-    seen=("2.11", "2.15"),
-    fallback="Experts cannot be traced, so nothing is chunked: models are compiled as without memfine_fx.",
-    check=_check_symbols,
-)
 HINTS = Feature(
     name="ShapeEnv.backed_var_to_val",
     package="torch",
@@ -107,13 +77,4 @@ HINTS = Feature(
     seen=("2.11", "2.15"),
     fallback="Sizes that no input has count as 1, so predicted peaks may be low and a memory_budget may be exceeded.",
     check=_check_hints,
-)
-EVERY_SIZE = Feature(
-    name="torch.fx.experimental._config.backed_size_oblivious",
-    package="torch",
-    purpose="one graph for every number of tokens on a rank, 0 and 1 among them",
-    seen=("2.11", "2.15"),
-    fallback="Under expert_parallel a rank that gets 0 or 1 token captures a graph of its own; where that graph lacks "
-    "the experts, the other ranks wait for it until their timeout.",
-    check=_check_every_size,
 )

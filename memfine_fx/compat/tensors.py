@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from memfine_fx.compat.checks import Feature, expect
+from memfine_fx.compat.checks import expect
 
 __all__ = [
-    "STORAGES",
     "FakeTensor",
     "FakeTensorMode",
+    "check_storages",
     "is_quantized",
     "is_sharded",
     "storage_id",
@@ -32,7 +32,7 @@ def storage_id(value: object) -> int | None:
     return int(value.untyped_storage()._cdata)
 
 
-def _check_storages() -> None:
+def check_storages() -> None:
     for mode in (torch.no_grad(), FakeTensorMode()):
         with mode:
             first, second = torch.empty(4), torch.empty(4)
@@ -46,16 +46,6 @@ def _check_storages() -> None:
 
     torch.func.vmap(look)(torch.zeros(2, 2))
     expect(inside == [None], "values inside vmap show a storage")
-
-
-STORAGES = Feature(
-    name="UntypedStorage._cdata",
-    package="torch",
-    purpose="which values of a graph share memory, so that writing one writes the other",
-    seen=("2.11", "2.15"),
-    fallback="What shares memory cannot be told, so nothing is chunked: models are compiled as without memfine_fx.",
-    check=_check_storages,
-)
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:

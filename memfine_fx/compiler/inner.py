@@ -20,7 +20,6 @@ from memfine_fx.compat.functorch import (
     CacheHit,
     compile_on_aot_autograd,
     compile_through_cache,
-    compiling_regions,
     store_record,
     take_donated,
 )
@@ -33,6 +32,7 @@ from memfine_fx.compat.inductor import (
     pass_options,
     wrapper_of,
 )
+from memfine_fx.compat.settings import AUTOGRAD_CACHE
 from memfine_fx.config import Config
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.step import GraphRecord, GraphStep
@@ -121,7 +121,7 @@ def compile_with_regions(
         key=partition_key(config, identity),
     )
     if config.inner_backend == "aot_eager":
-        with compiling_regions():
+        with AUTOGRAD_CACHE.applied():
             unfused: Callable[..., Any] = compile_on_aot_autograd(
                 graph_module, inputs, partitioner, functools.partial(backward_call, (), in_backward)
             )
@@ -140,7 +140,7 @@ def compile_with_regions(
 
     if identity:
         return compile_through_cache(compiled, functools.partial(_take_learned, step, changed, in_backward))
-    with compiling_regions():
+    with AUTOGRAD_CACHE.applied():
         return compiled()
 
 

@@ -44,9 +44,9 @@ from memfine_fx.capture.output_recorders import RecordedOutputs
 from memfine_fx.capture.quantized import UncachedTables, hint_for_packed_layers, traced_layers
 from memfine_fx.capture.ranks import captured_on_ranks
 from memfine_fx.capture.structure import FoundAgain, may_hold_experts
-from memfine_fx.compat.dynamo import debug_lines_left_out
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
+from memfine_fx.compat.settings import ignoring_debug_logging
 from memfine_fx.config import Config
 from memfine_fx.errors import MemfineError
 
@@ -403,7 +403,7 @@ class _SpecialParts:
             self.adapters.installed(),
             self._uncached.installed(),
             self._in_4_bits.installed(),
-            debug_lines_left_out(),
+            ignoring_debug_logging(),
             kept_whole(),
         ):
             yield

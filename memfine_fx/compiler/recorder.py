@@ -15,13 +15,12 @@ from typing import Any, Literal, get_args
 from torch import fx
 
 from memfine_fx.compat.functorch import (
-    compiling_regions,
-    keeping_share,
     min_cut_partition,
     run_boxed,
     take_donated,
 )
 from memfine_fx.compat.inductor import CustomPartitionerFn, captured_copy, compile_on_inductor, written_code
+from memfine_fx.compat.settings import ACTIVATION_BUDGET, AUTOGRAD_CACHE
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.compiled_graph import CompiledGraph, CompiledPartition
 from memfine_fx.compiler.inner import BackwardContext, backward_call, record_memory, take_estimate
@@ -211,7 +210,7 @@ def record_plain(
     def partition_for(
         name: str, share: float, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> None:
-        with keeping_share(share):
+        with ACTIVATION_BUDGET.applied({"activation_memory_budget": share}):
             note(name, partitioned_as_is(gm, joint_inputs, kwargs))
 
     others = [functools.partial(partition_for, name, share) for name, share in shares.items()]
@@ -220,7 +219,7 @@ def record_plain(
         options["custom_partitioner_fn"] = _WatchedPartitioner(min_cut_partition, others)
     inner_compile = functools.partial(_read_alone, reads, step, lambda: None, in_backward)
     compiled: Callable[..., Any]
-    with compiling_regions():  # a hit in AOT autograd's cache would read nothing
+    with AUTOGRAD_CACHE.applied():  # a hit in AOT autograd's cache would read nothing
         compiled = compile_on_inductor(graph_module, list(example_inputs), options, inner_compile)
     return compiled
 

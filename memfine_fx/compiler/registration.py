@@ -77,7 +77,7 @@ def _optimized(model: Any, plugin: Any) -> bool:
         return True
     if plugin.disable or has_compiled_call(model) or plugin.mode not in (None, "default"):
         return False
-    if not (COMPILED_CALLS.holds() and accelerate.HAND_OVER.holds()):
+    if not (COMPILED_CALLS.holds() and accelerate.BACKENDS.holds()):
         return False
     optimize_in_place(model, Options(Config.from_options(plugin.options), bool(plugin.fullgraph), plugin.dynamic))
     return True

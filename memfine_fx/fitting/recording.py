@@ -14,8 +14,8 @@ import sympy
 import torch
 
 from memfine_fx.capture.implementation import switch_experts
-from memfine_fx.compat.dynamo import floats_as_constants
 from memfine_fx.compat.nn import plain_call
+from memfine_fx.compat.settings import CONSTANT_FLOATS
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.optimized import captured
 from memfine_fx.compiler.recorder import PlainRecorder, Reads, Recorder
@@ -161,7 +161,7 @@ def record_step(
     )
     session = open_session(config, holds_compiled=True, observer=recorder)
     # NOTE: code is read as a real run would have it, with the floats that are inputs there; that changes its kernels.
-    floats = floats_as_constants() if reads == "graph" else contextlib.nullcontext()
+    floats = CONSTANT_FLOATS.applied() if reads == "graph" else contextlib.nullcontext()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = made_optimizer(trained, setup.optimizer)  # it lives while plans are made: its state counts in budgets
     with mode, floats, attention_of(setup.device):

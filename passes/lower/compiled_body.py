@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from memfine_fx.compat.functorch import CacheHit, compile_through_cache, compiling_regions, run_boxed, store_record
+from memfine_fx.compat.functorch import CacheHit, compile_through_cache, run_boxed, store_record
 from memfine_fx.compat.inductor import (
     TRACING,
     compile_body,
@@ -20,6 +20,7 @@ from memfine_fx.compat.inductor import (
     wrapper_of,
     written_code,
 )
+from memfine_fx.compat.settings import AUTOGRAD_CACHE
 from memfine_fx.config import InnerBackend
 from memfine_fx.memory.graph_peak import live_peaks, tensor_bytes
 from memfine_fx.memory.liveness import GraphMemory
@@ -161,7 +162,7 @@ class CompiledBody:
             return result
 
         if is_read_alone:  # a hit in AOT autograd's cache would read nothing
-            with compiling_regions():
+            with AUTOGRAD_CACHE.applied():
                 return compiled()
         return compile_through_cache(compiled, self._take_learned)
 

@@ -32,7 +32,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memfine_fx.compat.functorch import recomputing_elementwise
+from memfine_fx.compat.settings import RECOMPUTED_POINTWISE
 from memfine_fx.memory.liveness import GraphMemory, Workspace
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.borders import layer_borders
@@ -369,7 +369,7 @@ def _recomputing_costly(
     for node in layer_borders(module.graph, {result.name for result in results}):
         if node.meta.get("recompute") is not CheckpointPolicy.MUST_RECOMPUTE:
             must_save(node)
-    with recomputing_elementwise():
+    with RECOMPUTED_POINTWISE.applied():
         return partition(module, decision=decision)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memfine_fx.compat.functorch import recomputing_elementwise
+from memfine_fx.compat.settings import RECOMPUTED_POINTWISE
 from memfine_fx.passes.step.costly_results import CostlyResult, is_attention, must_save
 from memfine_fx.passes.step.partitioned import Partition
 
@@ -65,7 +65,7 @@ def recomputing_pointwise(
     decision = f"elementwise work is recomputed in backward, {costly if results else 'and nothing costly'}" + (
         f"; {of_regions}" if of_regions else ""
     )
-    with recomputing_elementwise():
+    with RECOMPUTED_POINTWISE.applied():
         return partition(gm, decision=decision)
 
 

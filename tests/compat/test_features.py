@@ -20,6 +20,7 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch._functorch.partitioners
+import torch._inductor.codegen.cpp
 import torch._inductor.config
 import torch._inductor.utils
 import torch._logging._internal
@@ -27,13 +28,10 @@ import torch._prims.rng_prims
 import torch.amp.autocast_mode
 import torch.utils._python_dispatch
 from torch._dynamo import eval_frame
-from torch._dynamo.backends import registry
 from torch._dynamo.comptime import ComptimeContext
 from torch._functorch._aot_autograd.aot_autograd_result import GenericAOTAutogradResult
 from torch._inductor.dependencies import ReadWrites
-from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
-from torch.fx.experimental import _config as shape_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,12 +53,14 @@ from memfine_fx.compat import (
     nn,
     operators,
     peft,
+    settings,
     shapes,
     tensors,
     traces,
     transformers,
 )
 from memfine_fx.compat.checks import Feature
+from memfine_fx.compat.settings import Setting
 from memfine_fx.errors import CompatibilityWarning, MemfineError
 from memfine_fx.expert_parallel.shard import shard_experts
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
@@ -68,6 +68,7 @@ from tests.integration.comparison import FP32_TOLERANCE, relative_error
 
 Break = Callable[[pytest.MonkeyPatch], None]
 FEATURES = checks.all_features()
+SETTINGS = [feature for feature in FEATURES if isinstance(feature, Setting)]
 
 
 def lacking(owner: Any, name: str) -> Break:
@@ -82,6 +83,12 @@ def without_module(name: str) -> Break:
     return lambda patch: patch.setitem(sys.modules, name, None)
 
 
+def lacking_option(setting: Setting) -> Break:
+    if setting is settings.DEBUG_LOGGING:
+        return having(settings, "logging_option", lambda: "ignored_by_nobody")
+    return lambda patch: patch.delattr(setting.config, next(iter(setting.values)))
+
+
 def blind_to_policies(joint: torch.fx.GraphModule, *args: Any, num_fwd_outputs: int) -> Any:
     for node in joint.graph.nodes:
         node.meta.pop("recompute", None)
@@ -93,50 +100,28 @@ def breaks_switchable_experts(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(module.PreTrainedModel, "_can_set_experts_implementation")
 
 
-def holds_gradients(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.autograd.Function, "boxed_grads_call", False, raising=False)  # is none before torch 2.13
-    patch.setattr(functorch, "weakref", types.SimpleNamespace(ref=lambda tensor: lambda: tensor))
-
-
 _partition = torch._functorch.partitioners.min_cut_rematerialization_partition
 _autograd: Any = torch._C._autograd
 _compile = eval_frame._TorchDynamoContext.__call__
 _keeps = "_get_current_graph_task_keep_graph"
 _ignores = "_set_params_and_buffers_to_ignore_for_model"
-_records = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 BREAKS: dict[Feature, Break] = {
     accelerate.BACKENDS: having(accelerate, "add_backend", lambda module: None),
-    accelerate.HAND_OVER: having(accelerate, "hand_over_models", lambda module, optimize: None),
     autograd.ACCUMULATED: having(torch._C, "_will_engine_execute_node", lambda node: True),
-    autograd.AUTOCAST: lacking(torch._C, "_DisableAutocast"),
     autograd.KEPT_GRAPHS: having(_autograd, _keeps, lambda: False),
     autograd.SAVED_TENSOR_HOOKS: having(_autograd, "_top_saved_tensors_default_hooks", lambda ignores: None),
     autograd.MODES: lacking(torch.utils._python_dispatch, "_disable_current_modes"),
     autograd.PROFILER: lacking(torch.autograd.profiler, "_is_profiler_enabled"),
-    chunking.NAMES: without_module("memfine_fx.compat.operators"),
-    distributed.ACTIVE_DDP: lacking(DistributedDataParallel, "_get_active_ddp_module"),
+    chunking.GRAPHS: without_module("memfine_fx.compat.operators"),
+    **{setting: lacking_option(setting) for setting in SETTINGS},
     distributed.IGNORED_BY_DDP: having(DistributedDataParallel, _ignores, staticmethod(lambda module, names: None)),
-    dynamo.CAPTURE_FLAGS: lacking(torch._dynamo.config, "capture_dynamic_output_shape_ops"),
-    dynamo.CUT_GRAPHS: lacking(torch._dynamo.config, "optimize_ddp"),
-    dynamo.DEBUG_LINES: lacking(dynamo, "_ignored_logging"),
-    dynamo.FLOATS: lacking(torch._dynamo.config, "specialize_float"),
-    dynamo.INTEGERS: lacking(torch._dynamo.config, "specialize_int"),
-    dynamo.RECORDING: lacking(torch._dynamo.config, _records),
-    dynamo.MODE_SWITCHES: lacking(torch.amp.autocast_mode, "_enter_autocast"),
     dynamo.SEEN_BACKENDS: having(dynamo, "_seen_backends", dict),
-    dynamo.BACKENDS: lacking(registry, "register_backend"),
     effects.PYTHON_EFFECTS: lacking(ComptimeContext, "_i_will_not_complain_if_bc_breaks_InstructionTranslator"),
-    functorch.SHARE: lacking(torch._functorch.config, "activation_memory_budget"),
-    functorch.ELEMENTWISE: lacking(torch._functorch.config, "ban_recompute_used_far_apart"),
-    functorch.AUTOGRAD_CACHE: lacking(torch._functorch.config, "enable_autograd_cache"),
     functorch.CACHED_RECORDS: lacking(GenericAOTAutogradResult, "wrap_post_compile"),
     functorch.DONATED: having(torch._inductor.utils, "get_donated_idxs", lambda: [0, 2]),
     functorch.PARTITIONER: having(
         torch._functorch.partitioners, "min_cut_rematerialization_partition", blind_to_policies
     ),
-    functorch.RANDOM_STATES: lacking(torch._prims.rng_prims, "run_with_rng_state"),
-    functorch.TANGENTS: holds_gradients,
-    inductor.CODE: lacking(GraphLowering, "compile_to_module"),
     inductor.COMPILER: lacking(torch._inductor.config, "custom_partitioner_fn"),
     inductor.INDICES: lacking(torch._inductor.codegen.cpp, "stride_at_vec_range"),
     inductor.KERNELS: lacking(torch._inductor.config, "_post_fusion_custom_pass"),
@@ -144,21 +129,14 @@ BREAKS: dict[Feature, Break] = {
     inductor.TRACING: having(torch._guards.TracingContext, "try_get", staticmethod(lambda: None)),
     inductor.WRAPPERS: lambda patch: patch.delitem(CompiledFxGraph.__annotations__, "source_code"),
     interpreter.COMPILED_CALLS: having(eval_frame._TorchDynamoContext, "__call__", lambda *args: _compile(*args)),
-    interpreter.FRAMES: having(interpreter, "_outermost_module", lambda: None),
     interpreter.OBJECTS: having(gc, "get_freeze_count", lambda: 200_000),
     llamafactory.CHECKPOINTING: having(llamafactory, "capture_checkpoints", lambda module: None),
     nn.COMPILED_CALLS: having(torch.nn.Module, "__call__", lambda module, *args: module.forward(*args)),
-    nn.HOOKS_AFTER_GRADIENT: having(torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None)),
-    operators.SCHEMAS: having(operators, "qualified_name", lambda target: "aten::other"),
     bitsandbytes.LAYERS: without_module("bitsandbytes.nn.modules"),
     bitsandbytes.TABLE_CACHE: without_module("bitsandbytes.nn.parametrize"),
     peft.MAGNITUDES: without_module("peft"),
     peft.WRAPPERS: without_module("peft"),
-    shapes.SYMBOLS: lacking(ShapeEnv, "create_symintnode"),
-    functional.FUNCTIONAL_TENSORS: having(functional, "functional_value", lambda tensor: tensor.clone()),
     shapes.HINTS: having(ShapeEnv, "backed_var_to_val", property(lambda env: {}, lambda env, values: None)),
-    shapes.EVERY_SIZE: lacking(shape_config, "backed_size_oblivious"),
-    tensors.STORAGES: having(tensors, "storage_id", lambda value: 0),
     traces.RECORDS: lacking(torch._logging._internal, "trace_structured"),
     transformers.RECORDERS: lambda patch: patch.setitem(
         sys.modules, "transformers.utils.output_capturing", types.ModuleType("output_capturing")
@@ -180,6 +158,24 @@ def test_a_feature_holds_with_what_is_installed(feature: Feature) -> None:
     if importlib.util.find_spec(feature.package) is None:
         pytest.skip(f"{feature.package} is not installed")
     assert feature.holds()
+
+
+BROKEN_GRAPHS = {
+    "no operators": without_module("memfine_fx.compat.operators"),
+    "schemas": having(operators, "qualified_name", lambda target: "aten::other"),
+    "storages": having(tensors, "storage_id", lambda value: 0),
+    "symbols": lacking(ShapeEnv, "create_symintnode"),
+    "functional tensors": having(functional, "functional_value", lambda tensor: tensor.clone()),
+    "switches of modes": lacking(torch.amp.autocast_mode, "_enter_autocast"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_GRAPHS)
+def test_graphs_are_not_read_where_any_part_of_them_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_failures", {})
+    BROKEN_GRAPHS[name](monkeypatch)
+    with pytest.warns(CompatibilityWarning, match="nothing is chunked"):
+        assert not chunking.can_chunk("eager")
 
 
 def test_every_feature_is_broken_on_purpose() -> None:
@@ -242,35 +238,22 @@ def train(model: torch.nn.Module, hidden: torch.Tensor, *, is_repeated: bool) ->
 
 
 ESSENTIAL = [
-    (chunking.NAMES, "eager"),
-    (operators.SCHEMAS, "eager"),
-    (tensors.STORAGES, "eager"),
-    (shapes.SYMBOLS, "eager"),
-    (dynamo.MODE_SWITCHES, "eager"),
+    (chunking.GRAPHS, "eager"),
     (functorch.PARTITIONER, "aot_eager"),
     (nn.COMPILED_CALLS, "eager"),
     pytest.param(inductor.COMPILER, "inductor", marks=pytest.mark.slow),
 ]
 OPTIONAL = [
-    (autograd.AUTOCAST, "eager"),
     (autograd.SAVED_TENSOR_HOOKS, "eager"),
     (autograd.PROFILER, "eager"),
     (traces.RECORDS, "eager"),
-    (dynamo.CAPTURE_FLAGS, "eager"),
-    (functorch.AUTOGRAD_CACHE, "aot_eager"),
+    (settings.CAPTURE_FLAGS, "eager"),
+    (settings.AUTOGRAD_CACHE, "aot_eager"),
     (functorch.DONATED, "aot_eager"),
-    (functorch.RANDOM_STATES, "aot_eager"),
-    pytest.param(
-        functorch.TANGENTS,
-        "aot_eager",
-        marks=pytest.mark.skipif(
-            not hasattr(torch.autograd.Function, "boxed_grads_call"), reason="never asked before torch 2.13"
-        ),
-    ),
     (shapes.HINTS, "aot_eager"),
     pytest.param(autograd.KEPT_GRAPHS, "inductor", marks=pytest.mark.slow),
     pytest.param(functorch.DONATED, "inductor", marks=pytest.mark.slow),
-    pytest.param(functorch.ELEMENTWISE, "inductor", marks=pytest.mark.slow),
+    pytest.param(settings.RECOMPUTED_POINTWISE, "inductor", marks=pytest.mark.slow),
     pytest.param(inductor.KERNELS, "inductor", marks=pytest.mark.slow),
     pytest.param(inductor.TRACING, "inductor", marks=pytest.mark.slow),
     pytest.param(inductor.WRAPPERS, "inductor", marks=pytest.mark.slow),
