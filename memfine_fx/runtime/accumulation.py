@@ -29,7 +29,7 @@ from memfine_fx.compat.autograd import has_gradient_hooks, is_accumulated
 __all__ = ["Accumulation", "adding", "can_add", "gradients_to_add_to", "is_added"]
 
 Key = tuple[str, int]
-"""Site of a region, place among the results of its backward."""
+"""(region id, index among the results of the region's backward)."""
 
 
 @dataclass
